@@ -1,4 +1,4 @@
-"""The command `surefoot`: signals are answered before the rest is imported."""
+"""The command `surefoot`: it handles SIGUSR1 before it imports the rest of the package."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from surefoot.core.errors import EXIT_INTERRUPTED, LostRank
 
 
 def main() -> None:
-    """Run a verb."""
+    """Run the verb that the command line names."""
     if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, _hear)  # it asks for a save, and would end the process until a run listens
+        signal.signal(signal.SIGUSR1, _hear)  # SIGUSR1 requests a save, and would end the process until a run handles it
     if (link := place.take_forks()) is not None:
         from surefoot.cli.forks import serve
 
-        serve(link)  # comes back in each rank
+        serve(link)  # returns in each rank
     try:
         from surefoot.cli.main import main as run_a_verb
 
@@ -33,4 +33,8 @@ def main() -> None:
 
 
 def _hear(number: int, frame: FrameType | None) -> None:
-    """There is nothing to save yet. An ignored signal would stay ignored in what the process starts, and in the run."""
+    """Do nothing on SIGUSR1, since there is nothing to save yet.
+
+    This is a handler and not SIG_IGN: the run and every child process would inherit an ignored
+    signal.
+    """

@@ -1,4 +1,7 @@
-"""The process that forks ranks (`control/launch/forks.py`): it loads what they need, does none of their work, and has one thread."""
+"""The process that forks ranks for `control/launch/forks.py`.
+
+It imports what the ranks need, does none of their work, and has one thread.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,17 @@ ENDINGS = tuple(getattr(signal, name) for name in signals.ENDINGS if hasattr(sig
 
 
 def serve(descriptor: int) -> None:
-    """Fork a rank for each request, and tell how it ended when asked; the end of the supervisor ends it. Comes back in each rank alone."""
+    """Fork one rank per request, and report how a rank ended when a request asks for it.
+
+    Return only in each forked rank. The process exits when the supervisor closes the socket.
+    """
     before = {
         number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS
-    }  # a scheduler sends them to all: ranks hear them
+    }  # a scheduler sends these signals to all processes; the ranks handle them
     with socket.socket(fileno=descriptor) as link:
         _load()
         gc.collect()
-        gc.freeze()  # a rank neither looks through what was loaded before it began nor copies its pages
+        gc.freeze()  # garbage collection in a rank then skips these objects and copies none of their pages
         link.send(json.dumps({"fit": _is_fit()}).encode())
         while True:
             content, given, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_PASSED)
@@ -54,7 +60,7 @@ def serve(descriptor: int) -> None:
 
 
 def _load() -> None:
-    """What every rank needs; of NumPy and the built-in tasks too what comes late."""
+    """Import what every rank needs, and what NumPy and the built-in tasks would import later."""
 
     import surefoot.cli.main
     import surefoot.tasks
@@ -62,11 +68,12 @@ def _load() -> None:
 
 
 def leave(code: int) -> None:
-    """End this rank as Python ends a process, but for taking apart all that was loaded: a third of a second, for which the others wait.
+    """End this rank as Python ends a process, but without tearing down the imported modules.
 
-    Threads are waited for, and what was to be done at the end is done; files that are still open are written to the disk.
+    The teardown takes a third of a second, for which the other ranks would wait. Threads are
+    joined, `atexit` callbacks run, and open files are flushed.
     """
-    _write_open_files()  # before anything is collected: of a cycle Python may close a file before the text for it has come
+    _write_open_files()  # before any collection: in a cycle Python may close a file before its buffered text is written
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _write_open_files()
@@ -74,7 +81,7 @@ def leave(code: int) -> None:
 
 
 def _write_open_files() -> None:
-    for each in gc.get_objects():  # what was loaded before the fork is frozen, and is not among them
+    for each in gc.get_objects():  # objects from before the fork are frozen, and not in this list
         if issubclass(type(each), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
             with contextlib.suppress(OSError, ValueError):
                 each.flush()
@@ -82,13 +89,20 @@ def _write_open_files() -> None:
 
 
 def _is_fit() -> bool:
-    """Whether nothing of it would be lost in a fork: a thread, as a monitoring agent starts one, or what holds a GPU."""
+    """Return whether a fork would lose nothing: no second thread and no initialized CUDA.
+
+    A monitoring agent, for example, starts a second thread.
+    """
     cuda = sys.modules["torch.cuda"]
     return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1 and not cuda.is_initialized()
 
 
 def _become_rank(parent: int, request: Mapping[str, Any], given: Sequence[int]) -> None:
-    """What a process that is begun by itself is given by its launcher."""
+    """Set up in a forked rank what a launcher sets up for a process that it starts.
+
+    The rank gets a process group, an end together with `parent`, output streams, environment
+    variables, random seeds, and a process name.
+    """
     os.setpgid(0, 0)
     signals.dying_with(parent)()
     if not request["speaks"]:
@@ -99,7 +113,7 @@ def _become_rank(parent: int, request: Mapping[str, Any], given: Sequence[int]) 
     numbers = dict(zip(request["passed"], map(str, given), strict=False))
     for name, value in (request["variables"] | numbers).items():
         place.set_variable(name, value)
-    random.seed()  # as in a process that is begun by itself: not what the others draw
+    random.seed()  # a new seed, as in a new process
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     name_process(f"surefoot:{request['variables']['RANK']}")

@@ -1,8 +1,9 @@
-"""How a command line is read: of an option that takes one value and is given with several, the last one counts, and one line says so.
+"""Parsing of command lines, and the rendering of `--help`.
 
-And how `--help` reads: no `<bool>` beside a flag that takes no value, no `<str>` beside an argument that has its own word.
-
-What stands in brackets, as the name of a spec's table, is text and no markup, which would leave it out.
+If an option that takes one value is given several, the last value counts and a warning says so.
+`--help` shows no `<bool>` beside a flag without a value, and no `<str>` beside an argument that has
+a metavar. Brackets in help texts, such as the name of a spec's table, are escaped, since Rich would
+read them as markup and omit them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from surefoot.core import place
 
 
 class Verb(TyperCommand):
-    """A verb."""
+    """A Typer command that warns of repeated options and escapes markup in its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         rest = super().parse_args(ctx, args)
-        if not ctx.resilient_parsing:  # as a shell does that completes a word
+        if not ctx.resilient_parsing:  # true while a shell completes a word
             _warn_of_repeated(self.make_parser(ctx).parse_args(list(given))[2], given)
         return rest
 
@@ -36,10 +37,10 @@ class Verb(TyperCommand):
 
 
 class Verbs(TyperGroup):
-    """A group of verbs."""
+    """A Typer group of verbs that escapes markup in its help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find a verb; one that only a group inside has is named there: `export` is `checkpoint export`."""
+        """Find a verb; the error for a verb of a subgroup names it in full: `checkpoint export`."""
         inside = [f"{name} {args[0]}" for name, each in self.commands.items() if args[0] in getattr(each, "commands", ())]
         if inside and args[0] not in self.commands:
             ctx.fail(f"No such command {args[0]!r}. It is {' or '.join(inside)}.")
@@ -54,21 +55,27 @@ class Verbs(TyperGroup):
 
 
 def warn_of_values(name: str, values: Sequence[str]) -> None:
-    """Say on standard error which of several values counts: the last one. The first process of a command says so, its ranks do not."""
+    """Warn on standard error that the last of several different values counts.
+
+    Only the first process of a command prints the warning; its ranks do not.
+    """
     if len(set(values)) > 1 and place.flight_file() is None and not place.here().rank:
         told = ", ".join(value if value.isprintable() else ascii(value) for value in values)
         print(f"warning: {name} is given {len(values)} times ({told}): the last one counts", file=sys.stderr, flush=True)
 
 
 def _warn_of_repeated(order: Sequence[Any], args: Sequence[str]) -> None:
-    """Name each option with one value that `args` gives different values; `order` are the parameters as they were given."""
+    """Warn of each single-value option to which `args` gives different values.
+
+    `order` lists the parameters in the order in which they were given.
+    """
     for parameter, times in Counter(order).items():
         if times > 1 and parameter.param_type_name == "option" and not parameter.multiple:
             warn_of_values(max(parameter.opts, key=len), _find_values(parameter, args))
 
 
 def _find_values(parameter: Any, args: Sequence[str]) -> list[str]:
-    """The values that `args` give an option; of a switch its names."""
+    """Return the values that `args` gives to an option; for a switch, its names."""
     names, found = (*parameter.opts, *parameter.secondary_opts), []
     for index, word in enumerate(args):
         name, equals, value = word.partition("=")
@@ -80,7 +87,7 @@ def _find_values(parameter: Any, args: Sequence[str]) -> list[str]:
 
 
 def _plain(parameter: Any) -> Any:
-    """The parameter without the type that typer would show."""
+    """Return the parameter without the type label that Typer would show."""
     if getattr(parameter, "is_flag", False) and parameter.metavar is None:
         parameter.metavar = ""
     if parameter.param_type_name == "argument" and parameter.metavar is not None:
@@ -89,7 +96,10 @@ def _plain(parameter: Any) -> Any:
 
 
 def _escape(*described: Any) -> None:
-    """Escape the markup in the texts of commands and parameters, which are made anew for each command line."""
+    """Escape markup in the help texts of commands and parameters.
+
+    Typer creates these objects for each command line, so no text is escaped twice.
+    """
     from rich.markup import escape
 
     for each in described:

@@ -1,8 +1,9 @@
-"""Which keys of a spec a command does not use, so that each is named and none is silently passed over.
+"""The keys of a spec that each command ignores, so that the command can name them.
 
-`GROUPS` has every key of a spec once, `LEFT_OUT` every command that takes `--set`. A key that is not left out has its effect, or the
-command refuses it. What a user gives on the command line is always named; of a spec file the keys of several ranks, since a result for
-one process would otherwise pass as that of the layout.
+`GROUPS` lists every key of a spec once, `LEFT_OUT` every command that takes `--set`. A key that is
+not listed for a command takes effect, or the command refuses it. Ignored keys from the command line
+are always named. Ignored keys from a spec file are named only if they concern several ranks, since
+a result of one process would otherwise pass for a result of the layout.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
     from surefoot.contract.spec_file import Origin
 
-# what a key decides -> the keys, besides the parameters of the task, which every command uses
+# group -> its keys, except the parameters of the task, which every command uses
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "task": ("task.use",),
     "step": (
@@ -59,7 +60,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "observe.every", "observe.tensorboard", "memory.predict", "memory.on_oom", "fault.forget",
     ),
 }  # fmt: skip
-# command -> the keys that it sets itself, so that what has an effect only beside their other values is not refused
+# command -> keys that it sets itself: keys that need other values of these are not refused
 DECIDED: Mapping[str, tuple[str, ...]] = {
     "tune-loader": ("loader.workers",),
     "whatif --compile": ("compile.what",),
@@ -76,7 +77,7 @@ _ONE_PROCESS = (*OF_RANKS, "run", *_EVALUATING)  # single steps in this process
 _UNRECORDED = ("checkpoint.store", "observe.tensorboard", "observe.noise")
 _STEADY = ("train.length", "evaluate.every", "checkpoint.every", "checkpoint.keep_every", "checkpoint.store")
 
-# command -> the groups and keys that it does not use; with what it does instead where that must be known
+# command -> the groups and keys that it ignores, and what it does instead
 LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
     "train": ((), ""),
     "resume": ((), ""),
@@ -122,7 +123,11 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 
 def find_left_out(command: str, origin: Origin) -> list[str]:
-    """The keys that `command` does not use of those that were given."""
+    """Return the keys that `command` ignores and should name.
+
+    These are ignored keys from command-line flags, and ignored keys of ranks that differ from their
+    defaults.
+    """
     left_out = set(_keys(LEFT_OUT[command][0]))
     of_ranks = set(_keys(OF_RANKS))
     stated = _find_stated(origin.spec)
@@ -135,7 +140,7 @@ def find_left_out(command: str, origin: Origin) -> list[str]:
 
 
 def name_left_out(command: str, origin: Origin) -> list[str]:
-    """Print one line with the keys that `command` does not use, where there are any; gives the keys."""
+    """Print one line with the keys that `command` ignores, if there are any; return the keys."""
     found = find_left_out(command, origin)
     if found:
         print(f"note: {command} does not use {', '.join(found)}: {LEFT_OUT[command][1]}", file=sys.stderr, flush=True)
@@ -148,6 +153,6 @@ def _keys(names: tuple[str, ...] | Mapping[str, tuple[str, ...]]) -> Iterator[st
 
 
 def _find_stated(spec: RunSpec) -> set[str]:
-    """The keys that differ from their defaults."""
+    """Return the keys whose values differ from the defaults."""
     tables = spec.model_dump(exclude_defaults=True, mode="python")
     return {f"{table}.{key}" for table, keys in tables.items() if isinstance(keys, dict) for key in keys}

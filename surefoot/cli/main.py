@@ -1,4 +1,4 @@
-"""The command line: verbs in groups, each imported by its own file only when it runs."""
+"""The command line: verbs in groups. Each verb imports what it needs only when it runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ app = typer.Typer(
     "140 ended by SIGUSR2, 143 ended by SIGTERM, 152 ended by SIGXCPU.",
 )  # fmt: skip
 
-# another user's file, a link in a run folder, a name that no disk takes, a file where a folder should be
+# another user's file, a link in a run folder, an invalid name, a file instead of a folder
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)
 DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 TRAIN, LOOK, PROVE, OPERATE = "Train", "Look", "Prove", "Operate"
@@ -73,7 +73,7 @@ app.add_typer(data.app, name="data", rich_help_panel=OPERATE)
 
 
 def main() -> None:
-    """Run a verb; an error is told in words, with its exit code, and shows a traceback only on `--traceback`."""
+    """Run a verb and exit with its code; print errors as text, and tracebacks on `--traceback`."""
     _open_closed_streams()
     _allow_any_text()
     try:
@@ -99,34 +99,47 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """A process started without stdout or stderr (a daemon, `>&-`) speaks to nobody; what it does is not changed by that."""
+    """Replace a missing stdout or stderr (in a daemon, or after `>&-`) by the null device.
+
+    A verb then does the same as with open streams.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
 
 
 def _allow_any_text() -> None:
-    """Write as `\\xe9` what a screen that knows ASCII alone cannot show, and as `\\udcff` what a name of a file has that is no text."""
+    """Escape characters that a stream cannot encode, instead of raising an error.
+
+    An ASCII terminal gets `\\xe9`; an undecodable byte in a file name becomes `\\udcff`.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # a rank's was a file when it began and is a pipe now: once the change is made, it asks where it stands in the file
+            # a rank's stream was a file and is a pipe now: after the change it queries the file position
             with contextlib.suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
 
 
 def _flush(code: int) -> int:
-    """Write what is still held back; a reader who left early, as `head` does, is no failure, a full disk is."""
+    """Flush standard output; return `code`, or a storage error's code if the disk is full.
+
+    A reader that closed the pipe early, as `head` does, is no failure.
+    """
     try:
         sys.stdout.flush()
         return code
     except OSError as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # or the interpreter would try again at its end, and complain
+        os.dup2(nowhere, sys.stdout.fileno())  # otherwise the interpreter would flush again at exit, and print an error
         return code if isinstance(error, BrokenPipeError) else _tell_unwritten(error)
 
 
 def _tell_no_memory(error: Exception, message: str = "") -> int:
-    """What the host, the container or `ulimit -v` refused outside of a step, such as the parts of torch or the weights of a model."""
+    """Print an out-of-memory error for an allocation outside of a step; return its exit code.
+
+    The host, the container or `ulimit -v` refused the memory, for example for the import of torch
+    or for the weights of a model.
+    """
     text = next(iter(str(error).strip().splitlines()), "")
     message = message or f"memory was refused: {type(error).__name__}: {text}"
     try:
@@ -134,20 +147,26 @@ def _tell_no_memory(error: Exception, message: str = "") -> int:
 
         most = f"this process may use at most {find_limit().words}"
         _tell(OutOfMemory(message, hint=f"{most}: raise that, or use a smaller model or batch"))
-    except (MemoryError, ImportError):  # even the words need memory
+    except (MemoryError, ImportError):  # even this message needs memory
         os.write(2, f"error: {message}\n".encode(errors="replace"))
     return OutOfMemory.exit_code
 
 
 def _tell_unwritten(error: OSError) -> int:
-    """What a full, broken or read-only disk refused, outside of what a verb writes itself: standard output above all."""
+    """Print a storage error for a write that no verb handles; return its exit code.
+
+    A full, broken or read-only disk refused the write, most often to standard output.
+    """
     where = error.filename or "standard output"
     _tell(StorageError(f"{where} cannot be written: {error.strerror}", hint=hint_unwritten(error, "write elsewhere")))
     return StorageError.exit_code
 
 
 def _tell_refused(error: OSError) -> int:
-    """What the disk or the rights of the user refuse is no fault of ours; anything else is."""
+    """Print an OSError; return its exit code.
+
+    What the disk or the user's permissions refuse is not a fault of surefoot; anything else is.
+    """
     if error.errno in DISK_REFUSES:
         return _tell_unwritten(error)
     if error.errno not in FORBIDDEN or error.filename is None:
@@ -158,11 +177,14 @@ def _tell_refused(error: OSError) -> int:
 
 
 def _left(leave: SystemExit) -> int:
-    """The code of an exit that is ours; one of a task's code is told as an error of it, whatever code it gave."""
+    """Return the exit code of a SystemExit, or raise it again if surefoot or Typer raised it.
+
+    An exit by a task's code is reported as an error of the task, whatever code it gave.
+    """
     if isinstance(leave.__context__, BrokenPipeError):
-        return EXIT_OK  # typer's 1 for a reader that has seen enough, as `head` has; 1 is a verdict here
+        return EXIT_OK  # Typer exits with 1 after a closed pipe, as by `head`; surefoot's 1 is a failed verdict
     if "torch" not in sys.modules:
-        raise leave  # no code of a task has run, as where a shell asks what fits: it is not kept waiting for torch
+        raise leave  # no task has run, for example in shell completion, which should not wait for torch
     from surefoot.train.failure import blame
 
     if blame.is_ours(leave) or blame.find_place(leave) is None:
@@ -181,14 +203,14 @@ def _tell(error: SurefootError) -> None:
         import traceback
 
         traceback.print_exception(error)
-    with contextlib.suppress(OSError):  # nobody hears it; the exit code tells
+    with contextlib.suppress(OSError):  # the stream may be closed; the exit code remains
         print(f"error: {_harmless(error.message)}", file=sys.stderr)
         if error.hint:
             print(f"hint: {_harmless(error.hint)}", file=sys.stderr)
 
 
 def _harmless(text: str) -> str:
-    """Lines without characters that steer a terminal: a message may name a tensor of a stranger's."""
+    """Return the text without terminal control characters: it may name a foreign tensor."""
     from surefoot.cli.table import without_control
 
     return "\n".join(map(without_control, text.split("\n")))

@@ -1,4 +1,4 @@
-"""The flags that verbs share, written once; and how they become overrides of a spec."""
+"""The flags that several verbs share, and their conversion to overrides of a spec."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def complete_spec(incomplete: str) -> list[str]:
-    """The built-in tasks that begin so; with none of them the shell goes on to file names."""
+    """Return the built-in tasks that start with `incomplete`; without one, shells list files."""
     from surefoot.contract.spec_file import builtin_names
 
     return [name for name in builtin_names() if name.startswith(incomplete)]
@@ -65,9 +65,10 @@ SplitOption = Annotated[str | None, typer.Option("--split", metavar="NAME", help
 def overrides(
     set_: list[str] | None, *, steps: int | None = None, seed: int | None = None, data: str | None = None
 ) -> list[tuple[str, Any, str]]:
-    """(key, value, origin) of each flag that changes the spec; the flags with names of their own win over --set.
+    """Return (key, value, origin) for each flag that changes the spec.
 
-    Of several values that --set gives a key the last one counts, which a line says: a command line is changed by adding to it.
+    Dedicated flags such as `--steps` override `--set`. Of several values for a key the last one
+    counts, and a warning says so: a command line is often changed by appending to it.
     """
     from surefoot.cli.help import warn_of_values
     from surefoot.contract.spec_file import parse_set
@@ -87,7 +88,10 @@ def overrides(
 
 
 def read_spec(command: str, given: str, overrides: list[tuple[str, Any, str]], *, is_quiet: bool = False) -> Origin:
-    """The spec that a command is given; the keys that the command does not use are named, unless `is_quiet`, as of a further rank."""
+    """Read the spec that a command is given, and name the keys that the command ignores.
+
+    With `is_quiet` no keys are named, as on ranks after the first.
+    """
     from surefoot.cli.left_out import DECIDED, name_left_out
     from surefoot.contract import spec_file
 
@@ -98,7 +102,7 @@ def read_spec(command: str, given: str, overrides: list[tuple[str, Any, str]], *
 
 
 def check_new_file(path: Path, flag: str, example: str) -> None:
-    """Raise InputError where `path` cannot become a new file: asked before any work, whose result would have no place."""
+    """Raise InputError where `path` cannot become a new file, before any work is done for it."""
     import os
 
     from surefoot.core.errors import InputError
@@ -112,7 +116,7 @@ def check_new_file(path: Path, flag: str, example: str) -> None:
 
 
 def check_new_folder(path: Path, flag: str) -> None:
-    """Raise InputError where `path` is no empty folder and cannot become one: asked before any work, whose result would have no place."""
+    """Raise InputError where `path` is no empty folder and cannot become one, before any work."""
     from surefoot.core.errors import InputError
 
     try:
@@ -134,7 +138,10 @@ def check_of_run(task: str | None, *, is_run: bool) -> None:
 
 
 def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
-    """Raise InputError for a flag that would change the spec of a run, which is `done` as it is."""
+    """Raise InputError for a flag that would change the spec of a run.
+
+    The message says that a run is `done` (profiled, measured) as it is.
+    """
     from surefoot.core.errors import InputError
 
     wrong = [flag for flag, value in flags.items() if value is not None and value != []]
@@ -146,17 +153,17 @@ def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
 
 
 def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
-    """What a verb says while it works: a line on standard error, or nothing."""
+    """Return a function that prints a verb's progress on standard error, or does nothing."""
     return (lambda text: None) if quiet else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
-    """Say what nobody should miss, however quiet the verb is to be."""
+    """Print a warning on standard error, even if the verb is quiet."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
-    """A reader of standard error who left ends no training, nor makes a failure a success."""
+    """Print on standard error; a closed pipe neither ends training nor changes the exit code."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -166,9 +173,10 @@ def say(text: str) -> None:
 def launch_ranks(
     ranks: int | str, spec: RunSpec, run: Path | None, max_restarts: int | None, *, trains: bool = True
 ) -> int:  # fmt: skip
-    """Run this very command as so many ranks, or MIN:MAX; gives the exit code. It goes on by itself in the folder `run`, where that is one.
+    """Run this command as `ranks` processes, or MIN:MAX of them; return the exit code.
 
-    What does not train (`trains`) writes no commit to go on after.
+    If a folder `run` is given, the ranks resume there by themselves after a failure. `trains` is
+    False for a command that writes no checkpoint to resume from.
     """
     from surefoot.control.launch import launch
     from surefoot.control.launch.decide import find_numbers
@@ -205,7 +213,7 @@ def launch_ranks(
 
 
 def read_range(text: str) -> tuple[int | None, int]:
-    """How many ranks `--ranks` allows: (MIN, MAX), or (None, N). Raises InputError.
+    """Return how many ranks `--ranks` allows: (MIN, MAX), or (None, N). Raises InputError.
 
     >>> read_range("2"), read_range("1:4")
     ((None, 2), (1, 4))
@@ -223,7 +231,7 @@ def read_range(text: str) -> tuple[int | None, int]:
 
 
 def _refuse(spec: RunSpec, number: int) -> str:
-    """Why so many ranks cannot train this spec, as far as it says; "" where they can."""
+    """Return why `number` ranks cannot train this spec, as far as it shows; "" where they can."""
     from surefoot.core.errors import SpecError
 
     try:
@@ -234,7 +242,7 @@ def _refuse(spec: RunSpec, number: int) -> str:
 
 
 def _check_ranks(spec: RunSpec, number: int) -> None:
-    """Raise SpecError where so many ranks cannot train this spec, as far as it says: before any of them begins."""
+    """Raise SpecError, before any rank starts, where `number` ranks cannot train this spec."""
     from surefoot.core.ranks import layout, pieces
 
     table, train = spec.layout, spec.train
@@ -249,7 +257,7 @@ def _check_ranks(spec: RunSpec, number: int) -> None:
 
 
 def find_judge(stall_s: float) -> Judge:
-    """What is made of ranks that wait for each other for so long."""
+    """Return the functions that detect and describe ranks which wait `stall_s` seconds."""
     from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
     from surefoot.control.launch.looking import Judge
 
@@ -264,7 +272,7 @@ def find_judge(stall_s: float) -> Judge:
 
 
 def print_json(row: dict[str, Any]) -> None:
-    """One JSON object on standard output, with the version of its form; a number that is none is null, since JSON has none."""
+    """Print one JSON object with a format version; non-finite values become null."""
     import json
 
     print(json.dumps(_without_nan({"version": 1, **row}), allow_nan=False, default=str))

@@ -1,6 +1,6 @@
-"""Draws curves as text: rows in, one string out. Braille dots where the terminal has them, letters elsewhere; no colour.
+"""Line plots as text: rows in, one string out, in braille dots or in letters, without color.
 
-Each curve of an overlay carries its letter along the line, so that the legend needs no colour to be read.
+Each curve of an overlay carries its letter along the line, so that the legend needs no color.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from surefoot.core.units import format_number
 
 Values = Sequence[float | None]  # None leaves a gap
 
-PANEL = 18  # columns of a panel side by side, at least
+PANEL = 18  # least columns of a panel beside others
 WIDEST = 120
 NOTHING = "nothing to draw"
 LETTERS = string.ascii_lowercase
@@ -30,7 +30,7 @@ _DOTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How to draw: columns and rows of text in all, a log axis or not, braille or letters, what the x axis counts."""
+    """Settings of a plot: columns and rows, log axis, braille or letters, title of the x axis."""
 
     width: int = 80
     height: int = 16
@@ -40,7 +40,10 @@ class Style:
 
 
 def terminal_style(encoding: str | None, *, log: bool = False, x_title: str = "", height: int = 16) -> Style:
-    """As wide as the terminal, 120 columns at most (80 in a pipe); letters where `encoding` has no braille."""
+    """Return a style as wide as the terminal, at most 120 columns (80 in a pipe).
+
+    Plots use letters where `encoding` has no braille.
+    """
     try:
         "\u28ff─┤".encode(encoding or "ascii")
         braille = True
@@ -51,7 +54,9 @@ def terminal_style(encoding: str | None, *, log: bool = False, x_title: str = ""
 
 
 def overlay(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> str:
-    """All curves over one pair of axes, a letter along each, and the legend below. `x` rises; each curve has a value for each x.
+    """Plot all curves over one pair of axes, with a letter along each, and the legend below.
+
+    `x` rises; each curve has a value for each x.
 
     >>> print(overlay([0, 1, 2], {"down": [1, 0.5, 0], "up": [0, 0.5, 1]}, Style(width=22, height=5, braille=False)))
     1 +aaa             bbb
@@ -83,14 +88,14 @@ def overlay(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> s
 
 
 def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> str:
-    """A panel for each curve, its name above it, all with the same axes; as many in a row as there is room for."""
+    """Plot a panel per curve, with its name above, on common axes; as many per row as fit."""
     axis = _axis(curves, style)
     if axis is None:
         return NOTHING
     labels = _tick_labels(axis, style.height)
     margin = max(map(len, labels))
     in_row = max(1, min(len(curves), (style.width - margin) // PANEL))
-    in_row = math.ceil(len(curves) / math.ceil(len(curves) / in_row))  # four where three fit stand two by two
+    in_row = math.ceil(len(curves) / math.ceil(len(curves) / in_row))  # if three fit in a row, four are arranged two by two
     columns = (style.width - margin) // in_row - 2
     blocks: list[str] = []
     names = list(curves)
@@ -109,7 +114,7 @@ def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style)
 
 
 class _Canvas:
-    """A grid of characters; points lie in dots, 2 by 4 in a braille cell, one in a letter."""
+    """A grid of characters. Points are counted in dots: 2 by 4 in a braille cell, 1 in a letter."""
 
     def __init__(self, columns: int, rows: int, braille: bool) -> None:
         self.columns, self.rows, self._braille = columns, rows, braille
@@ -119,7 +124,7 @@ class _Canvas:
         self._paths: list[dict[int, int]] = []
 
     def line(self, points: Sequence[tuple[int, int] | None], letter: str) -> None:
-        """Join the points (column and row of dots, from the top left); None is a gap."""
+        """Connect the points (column and row of dots, from the top left); None is a gap."""
         path: dict[int, int] = {}
         before = None
         for point in points:
@@ -139,7 +144,7 @@ class _Canvas:
         path.setdefault(cell[0], cell[1])
 
     def write_letters(self, num_curves: int) -> None:
-        """Put each curve's letter on its line, at places that no other curve's letter takes."""
+        """Write each curve's letter on its line, in cells without another curve's letter."""
         repeats = max(1, self.columns // (6 * num_curves))
         for index, path in enumerate(self._paths):
             for turn in range(repeats):
@@ -154,12 +159,12 @@ class _Canvas:
 
     def _character(self, column: int, row: int) -> str:
         if letters := sorted(set(self._letters.get((column, row), ()))):
-            return letters[column % len(letters)]  # curves that coincide take turns
+            return letters[column % len(letters)]  # letters of coinciding curves alternate
         return chr(_BRAILLE + dots) if (dots := self._cells.get((column, row), 0)) else " "
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots of a straight line, its ends included."""
+    """Return the dots of a straight line, both ends included."""
     count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
         (round(start[0] + (end[0] - start[0]) * part / count), round(start[1] + (end[1] - start[1]) * part / count))
@@ -186,7 +191,7 @@ def _axis(curves: Mapping[str, Values], style: Style) -> Axis | None:
 
 
 def _tick_labels(axis: Axis, height: int) -> list[str]:
-    """A label, or nothing, for each row of the drawing."""
+    """Return a label, or an empty text, for each row of the plot."""
     labels = [""] * height
     for value in axis.ticks(max(2, (height - 1) // 3 + 1)):
         labels[round((1 - axis.share(value)) * (height - 1))] = format_number(value)
@@ -200,7 +205,7 @@ def _framed(canvas: _Canvas, labels: Sequence[str], braille: bool, margin: int |
 
 
 def _x_axis(x: Sequence[float], columns: int, margin: int, style: Style) -> list[str]:
-    """The line with its ticks, their numbers, and behind them what they count."""
+    """Return the x axis: the line with ticks, the values at the ticks, and the title."""
     corner, dash, tick = ("└", "─", "┬") if style.braille else ("+", "-", "+")
     line, numbers = [dash] * columns, [" "] * columns
     span = (x[-1] - x[0]) or 1.0
@@ -217,7 +222,7 @@ def _x_axis(x: Sequence[float], columns: int, margin: int, style: Style) -> list
 
 
 def _wrapped(parts: Sequence[str], indent: int, width: int) -> list[str]:
-    """The legend: as many entries in a line as there is room for."""
+    """Return the legend, with as many entries in a line as fit."""
     lines = [" " * indent]
     for part in parts:
         if len(lines[-1]) > indent and len(lines[-1]) + len(part) + 3 > width:
@@ -227,7 +232,7 @@ def _wrapped(parts: Sequence[str], indent: int, width: int) -> list[str]:
 
 
 def _notes(curves: Mapping[str, Values], axis: Axis) -> list[str]:
-    """What the drawing leaves out, in words."""
+    """Return notes on what the plot leaves out."""
     drawn = [value for values in curves.values() for value in values if value is not None]
     notes = []
     if any(value < axis.low for value in drawn):

@@ -1,4 +1,4 @@
-"""Rows on standard output: a table at a terminal, aligned text in a pipe; and the words for what is not there."""
+"""Output of rows (a table at a terminal, aligned text in a pipe), sentences and times."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from collections.abc import Container, Sequence
 from surefoot.core.units import UNKNOWN
 
 Rows = Sequence[Sequence[str]]
-GAP = 2  # columns of the screen between two of a table
-PROSE = 24  # a cell goes on in the next line where it is longer
+GAP = 2  # characters between two columns
+PROSE = 24  # a longer cell may wrap
 
 
 def print_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0) -> None:
-    """Print `rows` under `headers`; the columns named in `right` stand flush right.
+    """Print `rows` under `headers`; the columns named in `right` are right-aligned.
 
-    At a terminal that is too narrow long cells go on in the next line, and columns that find no room stand below the others.
+    At a terminal that is too narrow long cells wrap, and columns that do not fit are printed below
+    the others.
     """
     harmless = [[without_control(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
@@ -28,7 +29,7 @@ def print_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (
 
 
 def without_control(text: str) -> str:
-    """The text on one line, without characters that steer a terminal: a stranger's run may hold them.
+    """Return the text on one line, without terminal control characters, which a run may contain.
 
     >>> without_control("red \x1b[31m, two\\nlines")
     'red ?[31m, two lines'
@@ -37,7 +38,7 @@ def without_control(text: str) -> str:
 
 
 def plain_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0) -> str:
-    """Aligned text without colour or lines.
+    """Return the rows as aligned text, without color or lines.
 
     >>> print(plain_table(("run", "steps"), [("a", "5"), ("bcde", "1,000")], right=("steps",)))
     run   steps
@@ -80,9 +81,11 @@ def _print_rich(headers: Sequence[str], rows: Rows, right: Container[str], inden
 
 
 def fit_columns(natural: Sequence[int], longest: Sequence[int], room: int) -> list[dict[int, int]]:
-    """The width of each column in `room`; what has none beside the others stands below them, behind the first column again.
+    """Return the width of each column within `room`, for one or more tables.
 
-    `natural` is the width of a column's longest cell, `longest` that of its longest word: only a word that no line holds is broken.
+    Columns that do not fit form another table, which repeats the first column. `natural` is the
+    width of a column's longest cell, `longest` that of its longest word: only a word that is wider
+    than a line is broken.
 
     >>> fit_columns([8, 50], [8, 9], 80), fit_columns([8, 90], [8, 9], 80)
     ([{0: 8, 1: 50}], [{0: 8, 1: 70}])
@@ -103,15 +106,16 @@ def fit_columns(natural: Sequence[int], longest: Sequence[int], room: int) -> li
             more = min(natural[column] - widths[column], max(spare, 0))
             widths[column] += more
             spare -= more
-        for _ in range(-spare):  # two columns, or one, that have no room even so
+        for _ in range(-spare):  # one or two columns that still do not fit
             widths[max(widths, key=widths.__getitem__)] -= 1
     return tables
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]], *, whole: bool = False) -> None:
-    """Names and what they are, one a line; a name that is empty goes on with the line above.
+    """Print names and values, a pair per line; an empty name continues the line above.
 
-    At a terminal a long line goes on below its own beginning, unless it is to stay `whole`, as a command to copy is.
+    At a terminal a long value wraps with an indent, unless `whole` keeps it on one line, as for a
+    command to copy.
     """
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
@@ -121,30 +125,30 @@ def print_pairs(pairs: Sequence[tuple[str, str]], *, whole: bool = False) -> Non
 
 
 def print_text(text: str, *, indent: int = 0) -> None:
-    """Print a sentence; at a terminal it goes on in the next line between two words."""
+    """Print a sentence; at a terminal it wraps between words."""
     for line in _wrap(text, taken=indent):
         print(" " * indent + line)
 
 
 def _wrap(text: str, *, taken: int) -> list[str]:
-    """The lines that `text` has at a terminal of which `taken` columns are; one in a pipe."""
+    """Return the lines of `text` at a terminal with `taken` columns in use; one line in a pipe."""
     room = shutil.get_terminal_size().columns - taken if sys.stdout.isatty() else sys.maxsize
     return textwrap.wrap(without_control(text), max(room, 20), break_on_hyphens=False) or [""]
 
 
 def format_time(time_s: float | None) -> str:
-    """Seconds since 1970 as date and time of day here; of another year the date alone."""
+    """Format seconds since 1970 as local date and time; for another year as the date alone."""
     if time_s is None:
         return UNKNOWN
     try:
         there, now = time.localtime(time_s), time.localtime()
-    except (OverflowError, ValueError, OSError):  # a stranger's log may hold any number
+    except (OverflowError, ValueError, OSError):  # a foreign log may hold any number
         return UNKNOWN
     return time.strftime("%m-%d %H:%M" if there.tm_year == now.tm_year else "%Y-%m-%d", there)
 
 
 def format_utc(time_s: float) -> str:
-    """Seconds since 1970 as date and time of day for readers elsewhere.
+    """Format seconds since 1970 as date and time in UTC.
 
     >>> format_utc(1_790_000_000.0), format_utc(1e300)
     ('2026-09-21 14:13 UTC', 'n/a')
@@ -156,6 +160,6 @@ def format_utc(time_s: float) -> str:
 
 
 def shorten(text: str, length: int = 60) -> str:
-    """The first line of `text`, cut to `length` characters."""
+    """Return the first line of `text`, cut to `length` characters."""
     line = text.splitlines()[0] if text else ""
     return line if len(line) <= length else f"{line[: length - 3]}..."

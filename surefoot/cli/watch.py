@@ -1,8 +1,10 @@
-"""The process that watches ranks which torchrun, or plain variables, started (`runtime/comm/watched.py` starts it): as the supervisor of
-`--ranks` it names the rank that keeps the others waiting, and ends all. Starting them again is up to their launcher.
+"""The process that watches ranks which torchrun, or environment variables, started.
 
-`python -m surefoot.cli.watch JSON`: `stall_s`, `parent` (the rank that started it), and for each rank its `pid` and the descriptors of
-its flight record and its stacks.
+`runtime/comm/watched.py` starts it. As the supervisor of `--ranks` does, it names the rank that
+keeps the others waiting, and ends all ranks. Their launcher decides whether to start them again.
+
+`python -m surefoot.cli.watch JSON` takes `stall_s`, `parent` (the rank that started it), and for
+each rank its `pid` and the descriptors of its flight record and its stacks.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ HINT = "torchrun --max-restarts N starts them again: with --run they resume from
 
 
 def main(words: str) -> None:
-    """Watch until the process that started this one has ended, or a rank keeps the others waiting."""
+    """Watch until the parent process or a rank has ended, or a rank keeps the others waiting."""
     row = json.loads(words)
     told = [Told(*each["files"]) for each in row["ranks"]]
     judge = find_judge(row["stall_s"])._replace(hint=HINT)
     try:
         ranks = [Rank(rank, Peer(each["pid"], told[rank].flight)) for rank, each in enumerate(row["ranks"])]
     except ProcessLookupError:
-        return  # a rank has ended: the others, or their launcher, notice that themselves
+        return  # a rank has ended; the others, or their launcher, detect that themselves
     while os.getppid() == row["parent"]:
         for each in ranks:
             each.code = each.process.poll()

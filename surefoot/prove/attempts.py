@@ -1,7 +1,8 @@
-"""Attempts at a run, each a process of its own, forked from one of two interpreters in turn.
+"""Attempts at a run, each a process that is forked from one of two interpreters in turn.
 
-Both have only imported surefoot and torch (`prove.child`). They are two, so that an unbroken run and the next, or a killed run and the
-attempt that goes on, never share what Python draws once an interpreter: the order of its sets, the places of its objects.
+Both interpreters have only imported surefoot and torch (`prove.child`). There are two, so that two
+consecutive runs, or a killed run and the attempt that resumes it, never share what Python draws
+once per interpreter: the order of its sets, the addresses of its objects.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ERROR = re.compile(r"^surefoot\.core\.errors\.\w+: ")
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL after `step`, so many milliseconds later: `in_save` counts from where the save of the step has begun."""
+    """A SIGKILL `after_ms` milliseconds after `step`; with `in_save`, after its save began."""
 
     step: int
     after_ms: float
@@ -35,7 +36,7 @@ class Kill:
 
 
 class Interpreters:
-    """Runs attempts, one at a time; leaving its block ends whatever still runs."""
+    """Two interpreters that run attempts, one at a time; leaving the context kills them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,9 +56,9 @@ class Interpreters:
             process.communicate()
 
     def attempt(self, spec: Path, run: Path, *, steps: int, kill: Kill | None = None) -> bool:
-        """Train in `run` up to a step, in a process of its own; gives whether it got there, and was not killed before.
+        """Train in `run` up to `steps`, in a forked process; return whether it got there unkilled.
 
-        Raises TaskError when it fails by itself.
+        Raises TaskError when the attempt fails by itself.
         """
         process, number = next(self._turns)
         said = Path(f"{run}.said")
@@ -93,7 +94,7 @@ def _last_words(said: Path) -> str:
 
 
 def last_words(text: str) -> str:
-    """The error at the end of what a process said, without the traceback before it.
+    """Return the error at the end of a process's output, without the traceback before it.
 
     >>> last_words("Traceback (most recent call last):\\n  File\\nsurefoot.core.errors.TaskError: no such task\\nhint: name it")
     'no such task\\nhint: name it'

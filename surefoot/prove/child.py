@@ -1,10 +1,13 @@
-"""An interpreter that attempts are forked from, and the attempt: it trains a spec and writes the digests of its state after every step.
+"""An interpreter that forks attempts, and the attempt: it trains a spec and traces its state.
 
-The interpreter has imported surefoot and torch and has seen no spec, task or data: a fork of it begins as a new process does, but for
-the imports. It takes a line of JSON for each attempt and answers with two lines: which process it is, and how that one ended.
+The interpreter has imported surefoot and torch and has seen no spec, task or data: a fork of it
+starts as a new process does, except for the imports. It reads a line of JSON for each attempt and
+answers with two lines: the process id, and the exit code of that process.
 
-A kill is a real SIGKILL of the attempt's process group, between the end of a step and the end of the next one, which waits for it.
-Which steps are done by then is therefore the same on any machine, however busy; what the kill cuts in two is not.
+An attempt writes the digests of its state after every step. A kill is a real SIGKILL of its process
+group, between the end of a step and the end of the next one, which waits for the kill. The steps
+that are done by then are therefore the same on any machine, however busy; what the kill interrupts
+is not.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ LOOK_S = 0.0002
 
 
 def main() -> None:
-    """Fork an attempt for each line of standard input, and tell of it on standard output."""
+    """Fork an attempt for each line of standard input; print its process id and exit code."""
     for line in sys.stdin:
         process = os.fork()
         if process == 0:
@@ -42,7 +45,7 @@ def _tell(number: int) -> None:
 
 
 def _begin_process(said: str) -> None:
-    """Lead a group of its own, and say whatever it says into a file."""
+    """Start a new session, and write standard output and error to the file `said`."""
     os.setsid()
     log, nothing = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
@@ -50,7 +53,10 @@ def _begin_process(said: str) -> None:
 
 
 def attempt(spec: str, run: str, trace: str, steps: int, kill: dict[str, Any] | None) -> None:
-    """Train `spec` in `run` up to a step, a line of JSON for each step to `trace`; unless it is killed before, after `kill["step"]`."""
+    """Train `spec` in `run` up to `steps`, and write a line of JSON to `trace` for each step.
+
+    With `kill`, the process is killed after step `kill["step"]`.
+    """
     killer: Killer | None = None
     with Path(trace).open("a", buffering=1) as rows, Run(spec_file.read_written(spec), folder=run, quiet=True) as live:
         for report in live.steps():
@@ -68,7 +74,10 @@ def attempt(spec: str, run: str, trace: str, steps: int, kill: dict[str, Any] | 
 
 @dataclass
 class Killer:
-    """Kills this process group so many milliseconds after it is made; with `in_save` after a save has begun. `strike` is the latest."""
+    """A thread that kills this process group `after_ms` milliseconds after it is made.
+
+    With `in_save` the time counts from the start of a save. `strike` kills at once.
+    """
 
     run: Path
     after_ms: float

@@ -1,6 +1,6 @@
-"""The same question to any training command: does it leave after a kill and a restart what it leaves when it is not broken off?
+"""The same test for any training command: does a kill and a restart change what it leaves?
 
-Every trial begins without the state folder; the files that are there at the end are compared.
+Every trial starts without the state folder; the files that exist at the end are compared.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CommandVerdict:
-    """What was tried and what came of it; `repeat` and `resume` name the first difference.
+    """Results of the test of a command; `repeat` and `resume` name the first difference.
 
-    `num_changes` were seen in the state folder of an unbroken run; `kills` say how many an attempt had made when it was killed.
-    `unfollowed` are links out of the folder, of which the target's name was compared and not what is behind it.
+    `num_changes` were seen in the state folder of an uninterrupted run; `kills` holds how many
+    changes each attempt had made when it was killed. `unfollowed` are links out of the folder, of
+    which only the name of the target was compared.
     """
 
     seed: int
@@ -56,9 +57,11 @@ class CommandVerdict:
 
 
 def verify_command(command: str, state: Path, folder: Path, *, kills: int, seed: int, tell: Tell) -> CommandVerdict:
-    """Run `command` unbroken twice, then killed `kills` times and restarted, each time into `state`, which is moved to `folder`.
+    """Run `command` twice without interruption, then with `kills` kills and restarts.
 
-    Raises InputError for a state folder that is there already or a command that cannot be run, TaskError for one that fails by itself.
+    It runs into `state` each time; the results are moved to `folder` and compared. Raises
+    InputError for a state folder that exists already or a command that cannot be run, TaskError for
+    one that fails by itself.
     """
     try:
         words = shlex.split(command)
@@ -76,7 +79,7 @@ def _verify(words: list[str], state: Path, folder: Path, kills: int, seed: int, 
     for name in ("first", "second"):
         tell(f"{name} unbroken run")
         pace = _run_whole(words, state)
-        unfollowed = list_unfollowed(state)  # while it stands where its links lead from
+        unfollowed = list_unfollowed(state)  # before it is moved, since its links may be relative
         _keep(state, folder / name)
     found = CommandVerdict(
         seed=seed, num_files=len(list_files(folder / "first")), num_changes=pace.num_changes, elapsed_s=pace.took_s,
@@ -93,7 +96,10 @@ def _verify(words: list[str], state: Path, folder: Path, kills: int, seed: int, 
 
 @dataclass(frozen=True)
 class Pace:
-    """How an unbroken run went: the seconds it took, when its state folder changed first, and how many changes were seen."""
+    """Timing of an uninterrupted run: its seconds, and the changes of its state folder.
+
+    `first_s` is the time from the start to the first change; `num_changes` is how many were seen.
+    """
 
     took_s: float
     first_s: float
@@ -101,7 +107,10 @@ class Pace:
 
 
 class _Process:
-    """The command in a process group of its own, which ends with the block; what it says goes into a file and never waits for a reader."""
+    """The command in a new process group, which is killed when the context ends.
+
+    Its stderr goes to a file, so that it never waits for a reader.
+    """
 
     def __init__(self, words: list[str]) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
@@ -129,7 +138,7 @@ class _Process:
         self.process.wait()
 
     def said(self) -> str:
-        """Its last lines after a colon, or that there are none."""
+        """Return the last lines of stderr after a colon, or the note that there are none."""
         self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - TOLD_BYTES))
         lines = self._said.read().decode(errors="replace").strip().splitlines()[-TOLD_LINES:]
         return ": " + "\n".join(lines) if lines else " and said nothing on stderr"
@@ -147,7 +156,7 @@ def _run_whole(words: list[str], state: Path) -> Pace:
             time.sleep(LOOK_S)
         if code := one.process.returncode:
             raise TaskError(f"the command ended with {code}{one.said()}", hint="make it run to its end first")
-    if state.is_symlink():  # the link alone would be moved away, and the next run begin where this one ended
+    if state.is_symlink():  # only the link would be moved, and the next run would resume this one
         raise TaskError(f"the command left a link in place of the folder {state}", hint="name the folder itself with --state")
     if not state.is_dir() or not list_files(state):
         raise TaskError(f"the command left nothing in {state}", hint="name the folder that holds all it keeps with --state")
@@ -155,9 +164,9 @@ def _run_whole(words: list[str], state: Path) -> Pace:
 
 
 def _look(state: Path) -> tuple[tuple[str, int, int], ...]:
-    """What can be seen of a folder from outside: which files, how long, when written."""
+    """Return the path, size and modification time of each file and folder below `state`."""
     found = []
-    for place, folders, names in os.walk(state):  # what goes away meanwhile is no error to it
+    for place, folders, names in os.walk(state):  # os.walk ignores folders that vanish meanwhile
         for name in (*folders, *names):
             with contextlib.suppress(OSError):
                 path = os.path.join(place, name)
@@ -167,9 +176,11 @@ def _look(state: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def _run_killed(words: list[str], state: Path, pace: Pace, kills: int, draws: random.Random, tell: Tell) -> tuple[int, ...]:
-    """Kill the process group once it has changed the folder so often, a random time later, and start again; at last let it end.
+    """Kill the process group after random numbers of changes in the folder, and restart it.
 
-    Changes are counted, not seconds: a busy machine is slower in both. Together the attempts make fewer than a whole run.
+    The last start may end. Return the changes before each kill. Changes are counted instead of
+    seconds, since a busy machine is slower in both. Together the attempts make fewer changes than a
+    whole run.
     """
     done: list[int] = []
     most, longest_s = max(1, pace.num_changes // (kills + 1)), (pace.took_s - pace.first_s) / max(1, pace.num_changes)
@@ -197,7 +208,10 @@ def _run_killed(words: list[str], state: Path, pace: Pace, kills: int, draws: ra
 
 
 def _kill_after(one: _Process, state: Path, changes: int, later_s: float) -> bool:
-    """Kill the group so many seconds after the folder has changed so often; False where the process ended by itself."""
+    """Kill the group `later_s` seconds after the folder has changed `changes` times.
+
+    Return False where the process ended by itself.
+    """
     look, kill_s = _look(state), math.inf
     while one.process.poll() is None and time.monotonic() < kill_s:
         if changes and (now := _look(state)) != look:

@@ -1,7 +1,9 @@
-"""What two runs of a script left, held against each other: tensors and plain values by name where they can be read, others by SHA-256.
+"""Comparison of the files that two runs of a script left.
 
-A link is compared by the text of its target, never by what is behind it: a file inside the folder is compared where it stands.
-What holds times or attempts by its nature (surefoot's own logs, locks and manifests, TensorBoard's files) is left out by name.
+Tensors and plain values are compared by name where they can be read, other files by SHA-256. A link
+is compared by the text of its target, never by the file behind it; files inside the folder are
+compared themselves. Files that hold times or attempts by nature (surefoot's logs, locks and
+manifests, TensorBoard's files) are left out by name.
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
 RANDOM = {
     "random",
     "pass_random",
-}  # streams that a script does not seed differ between any two processes; what they decided does not
+}  # random streams that a script does not seed differ between processes; their effects are compared
 
 
 def list_files(folder: Path) -> list[str]:
-    """The files and links below, by their path in it; a link is not followed, and what goes away meanwhile is left out."""
+    """Return the files and links below `folder` by relative path.
+
+    Links are not followed; files that vanish meanwhile are left out.
+    """
     found = []
     for place, folders, names in os.walk(folder):
         paths = (Path(place) / name for name in (*folders, *names))
@@ -39,7 +44,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def list_unfollowed(folder: Path) -> tuple[str, ...]:
-    """The links to what is not compared where it stands: out of `folder`, or to nothing."""
+    """Return the links to what is not compared: targets outside of `folder`, or missing ones."""
     links = (name for name in list_files(folder) if (folder / name).is_symlink())
     return tuple(name for name in links if not _is_inside(folder, name))
 
@@ -47,17 +52,17 @@ def list_unfollowed(folder: Path) -> tuple[str, ...]:
 def _is_inside(folder: Path, name: str) -> bool:
     try:
         return (folder / name).resolve(strict=True).is_relative_to(folder.resolve())
-    except (OSError, RuntimeError):  # to nothing, or in a circle
+    except (OSError, RuntimeError):  # a broken or circular link
         return False
 
 
 def list_timed(folder: Path) -> tuple[str, ...]:
-    """Those of them that no two runs have alike."""
+    """Return the files and links below `folder` that no two runs have alike."""
     return tuple(name for name in list_files(folder) if _is_timed(folder / name))
 
 
 def compare(one: Path, two: Path) -> tuple[str | None, tuple[str, ...]]:
-    """The first difference in words, and the files that could only be compared as a whole."""
+    """Return the first difference in words, and the files that could only be compared whole."""
     names, others = ([name for name in list_files(folder) if not _is_timed(folder / name)] for folder in (one, two))
     if names != others:
         name = next(iter(sorted(set(names) ^ set(others))))
@@ -105,7 +110,10 @@ def _told_link(target: str | None) -> str:
 
 
 def _contents(path: Path) -> Mapping[str, Any] | None:
-    """The tensors and plain values of a file by name; None for a file of another kind, or with more in it than can be read."""
+    """Return the tensors and plain values of a file, by name.
+
+    Return None for a file of another kind, or one that holds more than can be read.
+    """
     if path.name == "state.json" and _is_commit(path.parent):
         return {"": _without_random(manifest.parse_json(path.read_bytes(), path))}
     if path.suffix == ".safetensors":
@@ -126,7 +134,7 @@ def _without_random(tree: Any) -> Any:
 
 
 def _apart(one: Any, two: Any) -> str | None:
-    """By how much two contents differ, in words; None where they do not."""
+    """Describe by how much two contents differ; None where they do not."""
     if isinstance(one, Tensor) and isinstance(two, Tensor):
         return _tensors_apart(one.detach(), two.detach())
     if isinstance(one, Tensor) or isinstance(two, Tensor):
@@ -146,9 +154,9 @@ def _tensors_apart(one: Tensor, two: Tensor) -> str | None:
         return f" in {int((one != two).sum())} of its {one.numel()} values"
     try:
         apart = _numbers_apart(_wide(one), _wide(two))
-    except (RuntimeError, TypeError):  # a dtype that no number comes from, as float4: the bytes said that they differ
+    except (RuntimeError, TypeError):  # a dtype without conversion, such as float4: the bytes showed that they differ
         return ""
-    if apart is None and one.dtype in (torch.int64, torch.uint64):  # of numbers that float64 rounds to one
+    if apart is None and one.dtype in (torch.int64, torch.uint64):  # integers that float64 rounds to the same value
         return f" by {int((_bits(one, torch.int64) - _bits(two, torch.int64)).abs().max())} at most"
     return " in the bits of equal numbers" if apart is None else apart
 
@@ -158,7 +166,7 @@ def _name(tensor: Tensor) -> str:
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(dtype)  # no arithmetic, which few operators do in every dtype
+    return tensor.contiguous().reshape(-1).view(dtype)  # no arithmetic, which few operators support in every dtype
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -166,7 +174,10 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _numbers_apart(one: Tensor, two: Tensor) -> str | None:
-    """By how much numbers differ, or in how many one is nan; None where only their bits do, as those of 0 and -0."""
+    """Describe by how much values differ, or how many are NaN in one tensor alone.
+
+    Return None where only the bits differ, as those of 0 and -0.
+    """
     in_one = int((one.isnan() != two.isnan()).sum())
     if in_one:
         return f": {in_one} of its {one.numel()} numbers {'is' if in_one == 1 else 'are'} nan in one of them alone"

@@ -1,4 +1,4 @@
-"""What a fault campaign found: its trials, each with the seed that replays it, and how often the promise did not hold."""
+"""Results of a fault campaign: its trials, the seed that replays each, and its failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Result:
-    """One trial: what did not hold (None: all did), what happened in it, to be counted, and whether the fault fell at all."""
+    """Result of one trial: what was wrong (None: nothing), tags to count, and `fell`.
+
+    `fell` says whether the fault took effect.
+    """
 
     wrong: str | None = None
     tags: tuple[str, ...] = ()
@@ -28,7 +31,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A trial in which something did not hold; the same case and seed replay it."""
+    """A trial in which something was wrong; the same case and seed replay it."""
 
     case: str
     seed: int
@@ -37,9 +40,10 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """A fault, and a trial of it: `trial(workshop, seed)`; `few` trials show it in seconds.
+    """A fault, and its trial `trial(workshop, seed)`; `few` trials show it in seconds.
 
-    `sweep` returns how many trials there are in all where they can be counted, `missing` why they cannot be made on this machine.
+    `sweep` returns how many different trials there are, where they can be counted; `missing`
+    returns why trials cannot be made on this machine.
     """
 
     case: str
@@ -52,7 +56,10 @@ class Campaign:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a campaign: in `trials` of them the fault fell. `bound` is the failure rate that it excludes with 95 % confidence."""
+    """Results of a campaign: `trials` is the number of trials in which the fault took effect.
+
+    `bound` is the failure rate that they exclude with 95 % confidence.
+    """
 
     case: str
     title: str
@@ -65,12 +72,12 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether there were trials, and all of them ended well."""
+        """Whether there were trials, and none of them failed."""
         return bool(self.trials) and not self.failures
 
     @property
     def bound(self) -> float | None:
-        """3/n after n clean trials, None where there was none or one failed.
+        """Bound of the failure rate: 3/n after n clean trials; None in any other case.
 
         >>> Outcome(case="F01", title="kill", seed=0, trials=500).bound
         0.006
@@ -79,10 +86,10 @@ class Outcome:
 
 
 def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int, tell: Tell = lambda text: None) -> Outcome:
-    """Make that many trials with the seeds `seed`, `seed + 1` ...; each failure is passed to `tell` as it is found.
+    """Make `trials` trials with the seeds `seed`, `seed + 1`, ..., and report failures to `tell`.
 
-    A trial that raises has failed. One whose fault did not fall, since the run was over before it, is made up for by the next seed;
-    a tenth more are tried at most.
+    A trial that raises has failed. A trial whose fault did not take effect, since the run ended
+    before it, is replaced by the next seed; at most a tenth more are tried.
     """
     case, title = campaign.case, campaign.title
     if (missing := campaign.missing()) is not None:

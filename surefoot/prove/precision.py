@@ -1,4 +1,7 @@
-"""Did fewer bits change what is learned? Runs of both kinds with the same seeds, each in a fresh process, by their scores."""
+"""Comparison of runs in lower precision with runs in fp32, by their scores.
+
+Runs have the same seeds, and each is a fresh process.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,17 @@ from surefoot.prove.ladder.gate import LEAST_SEEDS, Score, Scores, decide_by_sco
 from surefoot.trial import Arm, run_arm
 from surefoot.trial.arm import REPORT, WORK, absolute
 
-WIDE, NARROW = "fp32", "bf16"  # what is compared with what, where the spec itself is fp32
+WIDE, NARROW = "fp32", "bf16"  # NARROW is compared with WIDE where the spec itself is fp32
 Tell = Callable[[str], None]
 
 
 def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tuple[str, Score]:
-    """The scores of `spec` after `steps` against those of the same in fp32; gives its precision and the comparison.
+    """Compare the scores of `spec` after `steps` with those in fp32.
 
-    Where `seeds` pairs call it worse, twice as many more are run, and all of them decide.
-    Raises InputError for too few seeds or no steps, SpecError for a task without a name, TaskError where a run fails or has no score.
+    Return the precision of the spec (bf16 is tried for a spec in fp32) and the comparison. Where
+    `seeds` pairs show a worse score, twice as many more are run, and all of them decide. Raises
+    InputError for too few seeds or no steps, SpecError for a task without a name, TaskError where a
+    run fails or has no score.
     """
     if seeds < LEAST_SEEDS:
         raise InputError(f"--seeds is {seeds}", hint=f"use {LEAST_SEEDS} or more: fewer pairs of runs show nothing")

@@ -1,7 +1,9 @@
-"""Is a task deterministic, and does a run that is killed and goes on end with the same bits? Every attempt is a process of its own.
+"""Test that a task is deterministic, and that a killed and resumed run ends with the same bits.
 
-First two unbroken runs (A/A); then one that is killed and goes on. After each step the digests of parameters, optimiser, average,
-buffers, random states, schedule, task state and counters are compared, at the end every tensor of the last commit and the ledger.
+Every attempt is a separate process. First two uninterrupted runs (A/A); then one that is killed and
+resumed. After each step the digests of parameters, optimizer state, weight average, buffers, random
+states, schedule, task state and counters are compared, at the end every tensor of the last
+checkpoint and the ledger.
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ from surefoot.core.units import Duration
 from surefoot.prove.attempts import Interpreters, Kill
 
 LEAST_STEPS, SAVES = 4, 6
-KILL_MS, KILL_IN_SAVE_MS = 40.0, 10.0  # after the step, or the begin of its save, at most
+KILL_MS, KILL_IN_SAVE_MS = 40.0, 10.0  # longest time of a kill after the step, or after the start of its save
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two runs part: a step (None: only the last commit shows it), a component, and what may be the cause.
+    """The first difference of two runs: its step, its component, and a likely cause.
 
-    `loss_gap` is by how much the losses of a step part at most.
+    `step` is None if only the last checkpoint shows the difference. `loss_gap` is the largest
+    difference between their losses of a step.
     """
 
     step: int | None
@@ -41,7 +44,10 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was tried and what came of it; `kills` are (step, milliseconds, whether a save was cut in two)."""
+    """Results of the test.
+
+    `kills` holds (step, milliseconds, whether a save was interrupted).
+    """
 
     num_steps: int
     seed: int
@@ -58,7 +64,10 @@ class Verdict:
 
 
 def as_trial(spec: RunSpec, steps: int) -> RunSpec:
-    """The spec of a trial: as it is, but saved several times and copied nowhere. Raises SpecError for a task without a name."""
+    """Return the spec of a trial: saved several times, and copied to no store.
+
+    Raises SpecError for a task without a name.
+    """
     if spec.task.use is None:
         raise SpecError(
             "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
@@ -71,7 +80,10 @@ def as_trial(spec: RunSpec, steps: int) -> RunSpec:
 
 
 def verify_resume(spec: RunSpec, folder: Path, *, steps: int, kills: int, seed: int, tell: Tell) -> Verdict:
-    """Run the trials in `folder`. Raises TaskError when a run fails by itself, SpecError for a spec that cannot be tried."""
+    """Run the trials in `folder` and compare them.
+
+    Raises TaskError when a run fails by itself, SpecError for a spec that cannot be tried.
+    """
     trial = as_trial(spec, steps)
     file = folder / "spec.toml"
     file.write_text(spec_file.write(trial), encoding="utf-8")
@@ -108,9 +120,10 @@ def verify_resume(spec: RunSpec, folder: Path, *, steps: int, kills: int, seed: 
 
 
 def plan_kills(steps: int, every: int, kills: int, seed: int) -> list[Kill]:
-    """Kills after rising steps before the last, one in each equal part of the run, every second one in a save where its part has one.
+    """Plan kills after rising steps before the last, one in each equal part of the run.
 
-    A run that was killed after a step goes on with that one or an earlier one, so each of them is reached.
+    Every second kill is in a save, where its part has a save. A run that was killed after a step
+    resumes from that step or an earlier one, so each planned step is reached.
 
     >>> [(kill.step, kill.in_save) for kill in plan_kills(24, 4, 3, 0)]
     [(7, False), (12, True), (23, False)]
@@ -130,7 +143,10 @@ def plan_kills(steps: int, every: int, kills: int, seed: int) -> list[Kill]:
 def _killed_run(
     interpreters: Interpreters, file: Path, run: Path, steps: int, planned: list[Kill], tell: Tell
 ) -> Iterator[tuple[int, float, bool]]:
-    """Attempts at one run, each ended by a kill. Raises TaskError for one that ended by itself before."""
+    """Run attempts that each end by a kill; yield (step, milliseconds, whether a draft is left).
+
+    Raises TaskError for an attempt that ended by itself before.
+    """
     for number, kill in enumerate(planned, start=1):
         tell(f"kill {number} of {len(planned)}: after step {kill.step}{', in its save' if kill.in_save else ''}")
         if interpreters.attempt(file, run, steps=steps, kill=kill):
@@ -139,7 +155,7 @@ def _killed_run(
 
 
 def _trace(run: Path) -> list[dict[str, Any]]:
-    """The lines of all attempts; a kill may have torn the last of one."""
+    """Return the trace lines of all attempts; a line that a kill cut is left out."""
     rows = []
     for line in Path(str(run) + ".trace").read_text(encoding="utf-8").splitlines():
         try:
@@ -150,7 +166,10 @@ def _trace(run: Path) -> list[dict[str, Any]]:
 
 
 def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Difference | None:
-    """The first step and component in which the attempts at `other` differ from `whole`; then the last commits; then the ledgers."""
+    """Return the first step and component in which the attempts at `other` differ from `whole`.
+
+    If there is none, compare the last checkpoints, then the ledgers.
+    """
     expected, rows = {row["step"]: row for row in _trace(whole)}, sorted(_trace(other), key=lambda row: int(row["step"]))
     missing = sorted(expected.keys() - {row["step"] for row in rows})
     if missing:
@@ -179,7 +198,7 @@ def _rows(run: Path) -> list[tuple[int, object]]:
 def _first_apart(first: dict[str, Any], row: dict[str, Any]) -> str | None:
     names = [name for name, value in first["digests"].items() if row["digests"].get(name) != value]
     if "random states" in names:
-        return "random states"  # whatever else differs follows from them
+        return "random states"  # other differences follow from these
     is_same = row["loss"] == first["loss"] or not (_is_finite(row["loss"]) or _is_finite(first["loss"]))
     return names[0] if names else None if is_same else "the loss"
 

@@ -38,7 +38,7 @@ def ledger(
     from surefoot.contract.ledger import FILE
 
     if not (run / FILE).exists():
-        next(events.read(run, events.Started), None)  # a folder that is no run is called that, and no run without a ledger
+        next(events.read(run, events.Started), None)  # raises the error for a folder that is not a run
     found = consumed.check(run)
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)
@@ -60,7 +60,7 @@ def ledger(
 
 
 def _check_any(run: Path, count: int) -> None:
-    """Raise RunFolderError for a ledger without a row: there is nothing to give a verdict over."""
+    """Raise RunFolderError for a ledger without rows, which allows no verdict."""
     from surefoot.core.errors import RunFolderError
 
     if not count:
@@ -71,7 +71,7 @@ def _check_any(run: Path, count: int) -> None:
 
 
 def _tell_unjudged(run: Path, last: int) -> None:
-    """Warn of steps that the log tells of and the ledger does not: the verdict is not over them."""
+    """Warn of steps that the log records and the ledger does not: the verdict excludes them."""
     from surefoot.contract import events
 
     if not (run / events.FILE).is_file():
@@ -120,7 +120,10 @@ def _tell_faults(faults: Sequence[Fault | loop_ledger.Fault]) -> None:
 
 
 def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
-    """What a loop with `surefoot.attach` consumed; there is no plan, the samples themselves are recorded."""
+    """Print what a loop with `surefoot.attach` consumed; return the exit code.
+
+    Such a loop has no plan: its ledger records the samples themselves.
+    """
     from surefoot.contract import loop_ledger
 
     found = loop_ledger.check(run)

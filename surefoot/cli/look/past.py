@@ -1,4 +1,7 @@
-"""What is written in a run folder, as one value that every looking verb reads; nothing is written and nothing is imported but words."""
+"""A run folder read as one value, `Past`, for every verb that inspects runs.
+
+Nothing is written, and neither torch nor NumPy is imported.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ UNREADABLE = "unreadable"
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """One run: of each step what its newest generation wrote, and how its newest attempt ended (None: it did not say)."""
+    """A run: the newest record of each step, and the end of its newest attempt, if recorded."""
 
     folder: Path
     started: Started
@@ -47,7 +50,10 @@ class Past:
 
     @property
     def state(self) -> str:
-        """Finished, stopped, failed or interrupted, as its end says; running, stuck, dead or unknown without one."""
+        """State of the run: "finished", "stopped", "failed" or "interrupted" by its recorded end.
+
+        Otherwise "running", "stuck", "dead" or "unknown".
+        """
         return self.health.state
 
     @property
@@ -57,19 +63,19 @@ class Past:
 
     @property
     def elapsed_s(self) -> float | None:
-        """Seconds of the newest attempt, to its end or to the last that was written; None where the clock was set back."""
+        """Seconds of the newest attempt, to its end or last record; None if the clock went back."""
         return self.ended.elapsed_s if self.ended is not None else self.goodput.attempts[-1].elapsed_s
 
     @property
     def scored(self) -> list[Evaluated]:
-        """The evaluations of the split that decides; those of other splits do not count."""
+        """Evaluations of the split that decides the score, `evaluate.split`."""
         stated = self.started.spec.get("evaluate")
         split = stated.get("split", "test") if isinstance(stated, Mapping) else "test"
         return [each for each in self.evaluations if each.split == split]
 
     @property
     def use(self) -> str | None:
-        """What `[task] use` names; None for a task that was built in a script."""
+        """The value of `task.use`; None for a task that was built in a script."""
         stated = self.started.spec.get("task")
         return stated.get("use") if isinstance(stated, Mapping) else None
 
@@ -83,12 +89,12 @@ class Past:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second of training, evaluations left out."""
+        """Samples per second of training, evaluations excluded."""
         return self._per_s(sum(each.num_samples for each in self.steps))
 
     @property
     def items_per_s(self) -> float | None:
-        """What the losses count, per second of training."""
+        """Items that the losses count, per second of training."""
         return self._per_s(sum(each.num_items for each in self.steps))
 
     def _per_s(self, count: float) -> float | None:
@@ -97,7 +103,7 @@ class Past:
 
     @property
     def throughput(self) -> str:
-        """Samples per second, and items where those are something else."""
+        """Samples per second, and items per second where items are not samples, as text."""
         return format_throughput(self.samples_per_s, self.items_per_s, self.started.unit)
 
     @property
@@ -107,35 +113,35 @@ class Past:
 
     @property
     def device_memory(self) -> Mapping[str, Any] | None:
-        """What the GPU held at the last record, its peak over all of them; None without one."""
+        """GPU memory at the last record, with the peak over all records; None without a record."""
         found = [each.device_memory for each in self.steps if each.device_memory]
         peaks = [peak for each in found if (peak := finite(each.get("peak_bytes"))) is not None]
         return {**found[-1], "peak_bytes": max(peaks, default=None)} if found else None
 
     def loss_at(self, step: int) -> float | None:
-        """The mean training loss of the record that ends at `step`."""
+        """Return the mean training loss of the record that ends at `step`, or None."""
         return next((number(each.loss) for each in self.steps if each.step == step), None)
 
     def utilisation(self) -> Utilisation | None:
-        """What `surefoot roofline` counted of this run's step; None before it did."""
+        """Return what `surefoot roofline` counted for a step of this run, or None."""
         try:
             return read_utilisation(files.read_text(self.folder, FILE))
         except (OSError, UnicodeDecodeError):
             return None
 
     def weights(self) -> list[int]:
-        """The steps whose weights are on disk."""
+        """Return the steps whose weights are on disk."""
         return manifest.steps(self.folder)
 
     def parent(self) -> Mapping[str, Any] | None:
-        """What a fork came from, as its newest commit that reads says."""
+        """Return what a fork started from, as its newest readable checkpoint says, or None."""
         for step in reversed(self.weights()):
             with contextlib.suppress(RunFolderError):
                 return manifest.read(manifest.step_folder(self.folder, step)).parent
         return None
 
     def as_row(self) -> dict[str, Any]:
-        """What every looking verb says of a run, for machines."""
+        """Return the fields that every inspecting verb prints of a run with `--json`."""
         last, best = self.last, self.best
         return {
             "run": str(self.folder), "task": self.started.task, "state": self.state, "spec_id": self.started.spec_id,
@@ -146,9 +152,10 @@ class Past:
 
 
 def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
-    """The run in `folder`; `stuck_after_s` as `find_health` takes it.
+    """Read the run in `folder`; `stuck_after_s` is passed to `find_health`.
 
-    Raises RunFolderError for a folder that is no run, or whose events are damaged or begin nowhere.
+    Raises RunFolderError for a folder that is not a run, whose events are damaged, or whose log has
+    no record of a start.
     """
     owner = runlock.find_owner(folder)
     every, damaged = read_records(folder)
@@ -176,7 +183,10 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
 
 
 def read_records(folder: Path) -> tuple[list[Event], list[str]]:
-    """All records of a run, and a line for each that is damaged, which is printed as a warning too. Raises RunFolderError."""
+    """Return all records of a run, and a line for each damaged record, also printed as a warning.
+
+    Raises RunFolderError.
+    """
     damaged: list[str] = []
     every = list(events.read(folder, damaged=damaged))
     for line in damaged:
@@ -185,9 +195,10 @@ def read_records(folder: Path) -> tuple[list[Event], list[str]]:
 
 
 def find(root: Path) -> Iterator[Path]:
-    """The run folders below `root` (or `root` itself), in order of name; hidden folders and insides of runs are passed over.
+    """Yield the run folders below `root` (or `root` itself), sorted by name.
 
-    Behind them come the folders that this user may not list: each may hold a run.
+    Hidden folders and folders inside runs are skipped. The folders that this user may not list come
+    last, since each may hold a run.
     """
     forbidden: list[OSError] = []
     for folder, inside, names in os.walk(root, onerror=forbidden.append):
@@ -200,18 +211,18 @@ def find(root: Path) -> Iterator[Path]:
 
 
 def holds_runs(folder: Path) -> bool:
-    """Whether `folder` is no run itself and has runs below it."""
+    """Return whether `folder` is not a run itself and has runs below it."""
     return not (folder / events.FILE).exists() and next(find(folder), None) is not None
 
 
 def _by_number(name: str) -> tuple[str, int]:
-    """`digits-10` after `digits-9`."""
+    """Return a sort key that puts `digits-10` after `digits-9`."""
     stem = name.rstrip("0123456789")
     return stem, int(name[len(stem) :] or 0)
 
 
 def number(value: Any) -> float | None:
-    """A number as events hold it: one that is not finite is written as its name."""
+    """Return an event's value as a float, or None; events store a non-finite value as its name."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -221,32 +232,32 @@ def number(value: Any) -> float | None:
 
 
 def finite(value: Any) -> float | None:
-    """The number, None for one that is not finite: JSON has no other."""
+    """Return the value as a float; None for a non-finite one, which JSON cannot hold."""
     found = number(value)
     return found if found is not None and math.isfinite(found) else None
 
 
 def value_of(evaluated: Evaluated | None) -> float | None:
-    """The value that counts of an evaluation."""
+    """Return the value of an evaluation's score; None without an evaluation."""
     if evaluated is None:
         return None
     return finite(evaluated.loss if evaluated.score == "loss" else evaluated.metrics.get(evaluated.score))
 
 
 def format_value(value: Any, unit: str) -> str:
-    """`99.4 %`, `164.2`."""
+    """Format a value with its unit, as `99.4 %` or `164.2`."""
     return format_percent(number(value)) if unit == "%" else format_number(number(value))
 
 
 def format_metric(name: str, evaluated: Evaluated) -> str:
-    """One value of an evaluation, with its unit."""
+    """Format a metric of an evaluation, or its loss, with the unit."""
     if name == "loss":
         return format_number(number(evaluated.loss))
     return format_value(evaluated.metrics.get(name), evaluated.units.get(name, ""))
 
 
 def format_score(past: Past, *, with_best: bool = True) -> str:
-    """`accuracy 99.4 %`, and the best beside it where that was another; n/a before the first evaluation."""
+    """Format the last score as `accuracy 99.4 %`, with the best score if it differs; else n/a."""
     last, best = past.last, past.best
     if last is None:
         return UNKNOWN

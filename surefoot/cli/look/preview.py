@@ -1,4 +1,7 @@
-"""The schedule of a run before it runs: the multiplier of the rate at points of the run, without torch and without the data."""
+"""The learning-rate schedule of a run before it starts, without torch and without the data.
+
+Values are multipliers of `optim.lr` at points of the run.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ from surefoot.core.units import Duration, format_number
 
 NUM_POINTS, NUM_ROWS = 241, 11
 PLOT_ROWS, PANEL_ROWS = 14, 10
-UNKNOWN_LENGTH = 1000  # steps that a run is drawn as whose length in steps only its data or its clock knows
+UNKNOWN_LENGTH = 1000  # plotted steps of a run whose length is in tokens or seconds
 FINE = 27_720  # steps of an epoch when only ratios matter: divisible by 1 to 12
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How a spec's durations become steps while nothing of the data is known; `assumed` says in words what was assumed."""
+    """Conversion of a spec's durations to steps without the data; `assumed` lists assumptions."""
 
     total_steps: int
     steps_per_epoch: int
@@ -42,7 +45,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Preview:
-    """Multipliers of the base rate `lr` at `steps`, one list for each curve; `told` says what each curve is."""
+    """Multipliers of the base learning rate `lr` at `steps`, one list per curve.
+
+    `told` describes each curve.
+    """
 
     lr: float
     scale: Scale
@@ -58,7 +64,7 @@ class Preview:
 
 
 def names(text: str | None) -> list[str]:
-    """The names of `--compare a,b,c`; raises SpecError for one that is no schedule."""
+    """Return the schedule names of `--compare a,b,c`. Raises SpecError for an unknown name."""
     found = [part.strip() for part in (text or "").split(",") if part.strip()]
     known = get_args(Name)
     for name in found:
@@ -70,7 +76,10 @@ def names(text: str | None) -> list[str]:
 
 
 def make(spec: RunSpec, beside: Sequence[str], steps_per_epoch: int) -> Preview:
-    """The schedule of `spec` and those named in `beside`. Raises SpecError for a schedule that contradicts its run."""
+    """Return the schedule of `spec`, and schedules called `beside` for comparison.
+
+    Raises SpecError for a schedule that contradicts its run.
+    """
     scale = _scale(spec, steps_per_epoch)
     check_every, scale = _check_every(spec, scale)
     own = spec.schedule
@@ -88,7 +97,7 @@ def make(spec: RunSpec, beside: Sequence[str], steps_per_epoch: int) -> Preview:
 
 
 def draw(made: Preview) -> None:
-    """Print the table, then the drawing; what was assumed goes to standard error."""
+    """Print the table, then the plot; print the assumptions to standard error."""
     for text in made.scale.assumed:
         print(text, file=sys.stderr)
     print(f"Multiplier of optim.lr = {format_number(made.lr)}")
@@ -104,7 +113,7 @@ def draw(made: Preview) -> None:
 
 
 def _table(made: Preview) -> tuple[list[str], list[list[str]]]:
-    """A few rows of the curves; with the rate itself where there is one curve."""
+    """Return headers and a few rows of the curves; for a single curve also the learning rate."""
     last, single = len(made.steps) - 1, len(made.curves) == 1
     rows = []
     for index in sorted({round(part * last / (NUM_ROWS - 1)) for part in range(NUM_ROWS)}):
@@ -133,7 +142,7 @@ def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
 
 
 def _units(spec: RunSpec) -> set[str]:
-    """The units in which the run and its schedule are said."""
+    """Return the units of the durations in the run's length and in its schedule."""
     return {Duration.parse(text).unit for text in (spec.train.length, *_durations(spec.schedule))}
 
 
@@ -147,7 +156,7 @@ def _durations(settings: ScheduleSettings) -> list[str]:
 
 
 def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
-    """Steps from one evaluation to the next, which a plateau listens to."""
+    """Return the steps between evaluations, which a plateau schedule needs, and the scale."""
     if Duration.parse(spec.evaluate.every).unit != "s":
         return max(1, scale.to_steps(spec.evaluate.every)), scale
     every = max(1, scale.total_steps // 20)
@@ -155,7 +164,7 @@ def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
 
 
 def _like(own: ScheduleSettings, name: Name, scale: Scale, check_every: int) -> ScheduleSettings:
-    """A schedule of another name with the warm-up of `own` and settings that suit the length of the run."""
+    """Return a schedule called `name` with the warm-up of `own` and settings that fit the run."""
     keeps_warmup = not own.sequence and name != "warmup" and "warmup" in USES[name]
     room = max(1, scale.total_steps - scale.to_steps(own.warmup))
 
@@ -175,7 +184,7 @@ def _like(own: ScheduleSettings, name: Name, scale: Scale, check_every: int) -> 
 
 
 def _in_words(settings: ScheduleSettings) -> str:
-    """The settings that say something, as `every 100 steps, factor 0.1`."""
+    """Describe the settings that have an effect, as `every 100 steps, factor 0.1`."""
     if settings.sequence:
         return "; then ".join(f"{piece.name} ({_in_words(piece)})" for piece in settings.sequence)
     stated = {key: value for key, value in settings.effective().items() if key != "name" and value not in (None, "0 steps")}
@@ -189,10 +198,13 @@ def _in_words(settings: ScheduleSettings) -> str:
 
 
 def check(origin: Origin) -> None:
-    """Hold the schedule against the length of the run where units allow it. Raises SpecError with its place."""
+    """Check the schedule against the length of the run, where the units allow it.
+
+    Raises SpecError that names the line of the spec or the flag.
+    """
     spec, units = origin.spec, _units(origin.spec)
     if units - {"steps", "samples"} and units != {"epochs"}:
-        return  # only the data can tell; the run checks it before it begins
+        return  # only the data can tell; the run checks this before it starts
     scale = _scale(spec, FINE)
     try:
         schedule_plan.build(spec.schedule, scale.total_steps, scale.to_steps)

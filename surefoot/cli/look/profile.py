@@ -145,7 +145,7 @@ def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
 
 
 def _tell_trace(path: Path, run: Path | None, *, json: bool) -> None:
-    """Read a trace that is there, of whatever loop; draw it only where a folder is named."""
+    """Print the analysis of an existing trace of any loop; draw it only if `run` is given."""
     from surefoot.components.profiler.tracing import analyse, draw
 
     found = analyse(path)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from surefoot.cli.look.past import Past
     from surefoot.control.report import RunRows, Table, Whole
 
-MAX_RUNS = 8  # as many as there are line styles to tell them apart
+MAX_RUNS = 8  # the number of distinct line styles
 MAX_SPEC_BYTES = 1 << 16
 ONE, SEVERAL = "report.html", "compared.html"
 
@@ -76,7 +76,7 @@ def _check_steps(found: Sequence[Past]) -> None:
 
 
 def _choose(runs: Sequence[Path], out: Path | None) -> Path:
-    """The file to write; one of the user's naming must be new and its folder must exist."""
+    """Return the file to write; a file that the user names must be new, in an existing folder."""
     if out is None:
         return runs[0] / (ONE if len(runs) == 1 else SEVERAL)
     options.check_new_file(out, "--out", ONE)
@@ -84,7 +84,10 @@ def _choose(runs: Sequence[Path], out: Path | None) -> Path:
 
 
 def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
-    """Aside and renamed: a full disk leaves no half page, and the page of before stays until the new one is whole."""
+    """Write the page to a draft and rename it, so that a full disk leaves no partial page.
+
+    The previous page stays until the new one is complete. Raises InputError.
+    """
     import os
 
     from surefoot.contract.run_folder import files
@@ -98,7 +101,7 @@ def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
         try:
             with files.open_new(file.parent, draft.name) as page:
                 page.write(text)
-            os.link(draft, file)  # unlike a rename it never takes the place of a file that came meanwhile
+            os.link(draft, file)  # unlike a rename it never replaces a file that was created meanwhile
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
@@ -106,7 +109,7 @@ def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
 
 
 def rows_of(past: Past) -> RunRows:
-    """A run as the page draws it."""
+    """Convert a run to the rows that the report draws."""
     from surefoot.cli.look.past import format_score
     from surefoot.cli.table import shorten
     from surefoot.control.diagnose import find_memory_use
@@ -153,7 +156,7 @@ def _commands(past: Past) -> Iterator[tuple[str, Whole]]:
 
 
 def _spec(past: Past) -> Whole:
-    """The run's own spec.toml, or what its first record says where that is gone."""
+    """Return the run's spec.toml, or the spec in its newest start record if that file is gone."""
     import json
 
     from surefoot.contract.run_folder import files
@@ -167,7 +170,7 @@ def _spec(past: Past) -> Whole:
 
 
 def _differences(found: Sequence[Past]) -> Table:
-    """What is not the same in the specs and circumstances of several runs."""
+    """Return a table of what differs in the specs and circumstances of several runs."""
     from surefoot.cli.look import side_by_side
     from surefoot.control.report import Table
 

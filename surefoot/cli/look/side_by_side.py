@@ -1,4 +1,7 @@
-"""Runs side by side: what `surefoot compare` prints, and the same as one object. It states differences and claims nothing."""
+"""Comparison of runs: what `surefoot compare` prints, and the same as one object.
+
+It shows differences and draws no conclusion.
+"""
 
 from __future__ import annotations
 
@@ -66,24 +69,24 @@ def _outcomes(runs: Sequence[Past]) -> Iterator[Row]:
 
 
 def spec_differences(runs: Sequence[Past]) -> list[Row]:
-    """Every key of the specs whose values are not all the same, defaults included; None is a key that a run has not."""
+    """Return every spec key whose values differ, defaults included; None for a key a run lacks."""
     rows = _differences([_flat(_with_defaults(each.started.spec)) for each in runs])
-    return [row for row in rows if row[0] != "train.threads"]  # what a run used stands in its machine.threads
+    return [row for row in rows if row[0] != "train.threads"]  # the threads that a run used are in its machine.threads
 
 
 def circumstance_differences(runs: Sequence[Past]) -> list[Row]:
-    """Versions, machine, code and data that are not all the same."""
+    """Return the entries for versions, machine, code and data that differ."""
     return [(key, values) for key, values in _find_circumstances(runs).items() if any(value != values[0] for value in values)]
 
 
 def find_unrecorded(runs: Sequence[Past]) -> list[str]:
-    """Which of code, commit and data no run has a digest of, so that they cannot be compared."""
+    """Return which of code, commit and data cannot be compared, since no run has a digest."""
     found = _find_circumstances(runs)
     return [name for name in DIGESTS if all(value in (None, "") for value in found[name])]
 
 
 def _find_circumstances(runs: Sequence[Past]) -> dict[str, list[Any]]:
-    """Versions, machine, code and data of each run."""
+    """Return versions, machine, code and data of each run, by key."""
     return _beside(
         [
             {
@@ -103,13 +106,13 @@ def _differences(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def _beside(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Each key with its value in every table."""
+    """Return each key with its value in every table."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return {key: [table.get(key) for table in tables] for key in keys}
 
 
 def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A run's spec with every default; as it was stated when it is one that this version does not know."""
+    """Return a run's spec with every default; unchanged if this version cannot read it."""
     from surefoot.contract.spec import RunSpec
 
     try:
@@ -118,7 +121,7 @@ def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Any]:
         return stated
     tables, use = spec.model_dump(mode="python"), spec.task.use
     if use is not None and use.rpartition(":")[0].endswith(".py"):
-        use = use.rpartition("/")[2]  # the same file elsewhere is no difference; other code shows in its digest
+        use = use.rpartition("/")[2]  # the path of a task file is not compared; its code is, by digest
     return {**tables, "task": {"use": use, **spec.task.parameters}, "schedule": spec.schedule.effective()}
 
 
@@ -132,7 +135,7 @@ def _listed(value: Any) -> Any:
 
 
 def losses_at_equal_steps(runs: Sequence[Past]) -> list[tuple[int, list[float | None]]]:
-    """The training loss at a few steps that every run has a record of, the last such step among them."""
+    """Return the training loss at up to 5 steps that every run recorded, the last one included."""
     own = [{each.step for each in run.steps} for run in runs]
     equal = sorted(set.intersection(*own))
     if len(equal) > NUM_EQUAL_STEPS:
@@ -141,7 +144,7 @@ def losses_at_equal_steps(runs: Sequence[Past]) -> list[tuple[int, list[float | 
 
 
 def as_row(runs: Sequence[Past]) -> dict[str, Any]:
-    """The comparison as one object: lists hold a value for each run, in the order given."""
+    """Return the comparison as one object: each list holds a value per run, in the order given."""
     return {
         "runs": [
             {**each.as_row(), "samples_per_s": each.samples_per_s, "items_per_s": each.items_per_s, "unit": each.started.unit,

@@ -1,4 +1,7 @@
-"""Several runs on each side: what `surefoot compare` says of two folders of runs, with intervals; no effect where one holds none."""
+"""Comparison of folders of runs: what `surefoot compare` prints, with confidence intervals.
+
+The verdict is "no effect" where the interval includes a difference of 0.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_per
 
 @dataclass(frozen=True)
 class Side:
-    """One folder and the runs in it."""
+    """A folder and the runs in it."""
 
     folder: Path
     runs: tuple[Past, ...]
@@ -25,7 +28,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Compared:
-    """One measure of a side against the first side: means, and the difference of means with its interval; None: too few have it."""
+    """A measure of a side compared with the first side: both means, and their difference.
+
+    `difference` has a confidence interval. Values are None where one of the sides has none.
+    """
 
     measure: str
     side: Side
@@ -48,7 +54,10 @@ MEASURES: Mapping[str, Callable[[Past], float | None]] = {
 
 
 def read(folder: Path) -> Side:
-    """The runs in `folder`, or the run that it is. Raises RunFolderError where there is none, or one is damaged."""
+    """Read the runs in `folder`, or the run that `folder` itself is.
+
+    Raises RunFolderError where there is no run, or a run is damaged.
+    """
     found = tuple(past.read(path) for path in past.find(folder))
     if not found:
         raise RunFolderError(f"{folder} holds no runs", hint="name a run, or a folder with runs in it")
@@ -56,7 +65,10 @@ def read(folder: Path) -> Side:
 
 
 def compare(sides: Sequence[Side]) -> list[Compared]:
-    """Every measure of each further side against the first, by the difference of means (Welch); scores only where all have the same."""
+    """Compare every measure of each further side with the first, by difference of means (Welch).
+
+    Scores are compared only if all runs have the same score.
+    """
     scores = {run.last.score for side in sides for run in side.runs if run.last is not None}
     return [
         Compared(name, side, None, None, None) if name == "score" and len(scores) > 1 else _compare(name, of, side, sides[0])
@@ -118,7 +130,7 @@ def _shown(difference: Interval | None, show: Callable[[float | None], str]) -> 
 
 
 def as_row(sides: Sequence[Side]) -> dict[str, Any]:
-    """The comparison as one object."""
+    """Return the comparison as one object."""
     return {
         "sides": [{"side": str(side.folder), "runs": [run.as_row() for run in side.runs]} for side in sides],
         "effects": [

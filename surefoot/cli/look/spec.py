@@ -100,7 +100,7 @@ def check(
 
 
 def as_toml(value: Any) -> str:
-    """A value as a spec would hold it; what is not set is a dash."""
+    """Return a value as TOML; a dash for None."""
     import json
 
     if value is None:

@@ -1,4 +1,4 @@
-"""One run told from its records: what `surefoot show` prints, and the same as one object."""
+"""Summary of one run from its records: what `surefoot show` prints, and the same as one object."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_per
 CURVE_ROWS = 12
 SPREAD = ("mean", "sd", "min", "p50", "p95", "p99", "max")
 MAX_OUTLIERS = 5
-MAX_ROWS = 12  # of the evaluations; the newest and the best are always among them
+MAX_ROWS = 12  # rows of evaluations, to which the best is added
 Pairs = list[tuple[str, str]]
 
 
 def tell(past: Past) -> None:
-    """Print the story of a run."""
+    """Print the summary of a run."""
     score = format_score(past)
     print(
         without_control(f"{past.folder}: {past.started.task}, {past.state}, {score}, began {format_time(past.began_s)}"),
@@ -44,7 +44,7 @@ def _print_part(title: str, pairs: Pairs, *, whole: bool = False) -> None:
 
 
 def tell_place(past: Past) -> Pairs:
-    """Where it ran, on what, with which code and data."""
+    """Return where the run took place: its spec, host, device, versions, data, model and code."""
     started = past.started
     machine, data = started.machine, started.data
     threads = machine.get("threads")
@@ -67,7 +67,7 @@ def tell_place(past: Past) -> Pairs:
 
 
 def _describe_code(started: Started) -> str:
-    """The digest of the task's file, the number of other modules, and the git commit."""
+    """Describe the digest of the task's file, the number of other modules, and the git commit."""
     count = len(started.modules)
     modules = f" and {count} imported module{'' if count == 1 else 's'}" if count else ""
     changed = ", with changes that are not committed" if started.is_dirty else ""
@@ -75,7 +75,7 @@ def _describe_code(started: Started) -> str:
 
 
 def _print_curve(past: Past) -> None:
-    """The training loss, as drawn and in two numbers; nothing for a run of one record."""
+    """Plot the training loss, with its first and last value; nothing for fewer than two records."""
     points = [(each.step, loss) for each in past.steps if (loss := finite(each.loss)) is not None]
     if len(points) < 2:
         return
@@ -109,7 +109,7 @@ def _print_evaluations(past: Past) -> None:
 
 
 def _thinned(past: Past) -> tuple[list[Any], int]:
-    """Evenly chosen evaluations, the last and the best among them; and how many are left out."""
+    """Return evenly chosen evaluations, with the last and the best, and how many are left out."""
     every, best = list(past.evaluations), past.best
     if len(every) <= MAX_ROWS:
         return every, 0
@@ -134,7 +134,10 @@ def _print_faults(past: Past) -> None:
 
 
 def _print_phases(past: Past) -> None:
-    """Where the time of the newest attempt went, and its steps that stood out; nothing for a run of a version without phases."""
+    """Print where the time of the newest attempt went, and its slow steps.
+
+    Nothing is printed for a run of a version that recorded no phases.
+    """
     found = past.phases
     if found is None:
         return
@@ -161,7 +164,7 @@ def _spread(spread: Spread | None) -> list[str]:
 
 
 def tell_end(past: Past) -> Iterator[tuple[str, str]]:
-    """How it ended, and what it came to."""
+    """Yield how the run ended, and its score, steps, time, throughput and memory."""
     ended, started = past.ended, past.started
     if ended is not None:
         yield "ended", f"{ended.outcome}: {ended.cause}"
@@ -191,13 +194,13 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
 
 
 def _utilisation(past: Past) -> str:
-    """Model FLOPs utilisation with its terms, once the run's step has been counted."""
+    """Describe the model FLOPs utilization with its terms, once `surefoot roofline` has counted."""
     found = past.utilisation()
     return f"{UNKNOWN} (surefoot roofline RUN counts them)" if found is None else f"MFU {found.words(past.samples_per_s)}"
 
 
 def tell_again(past: Past) -> Pairs:
-    """How to repeat it, and where its weights are."""
+    """Return how to repeat the run, and where its weights are."""
     spec, parent = past.folder / "spec.toml", past.parent()
     command = (
         f"surefoot train {shlex.quote(str(spec))}" if past.use else "n/a: the task was built in a script, so only that script can"
@@ -214,7 +217,7 @@ def tell_again(past: Past) -> Pairs:
 
 
 def as_row(past: Past) -> dict[str, Any]:
-    """The story as one object; numbers that are not finite are null."""
+    """Return the summary as one object; non-finite values are null."""
     started, ended, best, use = past.started, past.ended, past.best, past.utilisation()
     return {
         **past.as_row(),

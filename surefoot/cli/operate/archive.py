@@ -39,7 +39,7 @@ def archive(
                     tar.add(path, inside, recursive=False)
                 tar.close()
                 os.fsync(raw.fileno())
-        os.link(draft, out)  # unlike a rename it never takes the place of a file that came meanwhile
+        os.link(draft, out)  # unlike a rename it never replaces a file that was created meanwhile
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error.strerror}", hint=hint_unwritten(error, "give another file")) from error
     finally:

@@ -1,4 +1,4 @@
-"""`surefoot checkpoint list`, `show`, `check`, `prune`, `diff`: what is saved, whether it is sound, what goes; without torch."""
+"""`surefoot checkpoint list`, `show`, `check`, `prune` and `diff`, without torch."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def prune(
 
 
 def _table(run: Path) -> Any:
-    """What the run's own spec says of commits, or what holds without one."""
+    """Return the `[checkpoint]` table of the run's spec; its defaults for a run without a spec."""
     from surefoot.contract import spec_file
     from surefoot.contract.spec import CheckpointTable
 

@@ -1,4 +1,4 @@
-"""`surefoot data convert`: images, arrays and whatever a task reads, written as tars."""
+"""`surefoot data convert`: images, arrays, or the samples of a task, written as tar files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def convert(
 def _find(
     sources: list[str], *, split: str, kinds: dict[str, str], follow_links: bool, set_: list[str] | None, data: str | None
 ) -> Given:
-    """What is meant by the words before OUT. Raises DataError."""
+    """Return the source of samples that the arguments before OUT name. Raises DataError."""
     from surefoot.components.data.disk.given import Folder, Samples, of_arrays
     from surefoot.components.data.sources.wrapped import as_source
     from surefoot.core.errors import DataError
@@ -136,7 +136,7 @@ def _tell(made: Converted, given: Given, out: Path, index: Path | None, json: bo
 
 
 def print_shards(shards: Sequence[Mapping[str, Any]]) -> None:
-    """Print tars as a table: `name`, `samples`, `bytes` and `sha256` of each."""
+    """Print tar files as a table: `name`, `samples`, `bytes` and `sha256` of each."""
     from surefoot.cli.table import print_table
     from surefoot.core.units import format_bytes
 

@@ -1,4 +1,7 @@
-"""`surefoot data index` and `check`: tars of samples made quick to read, and read to the last byte; its other verbs."""
+"""`surefoot data index` and `check`: index tar files of samples, and verify them.
+
+The other verbs of `surefoot data` are registered in this module.
+"""
 
 from __future__ import annotations
 

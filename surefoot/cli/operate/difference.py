@@ -1,4 +1,7 @@
-"""Where two commits differ: which tensors, in how many numbers, by how much at most. numpy alone; what is read is verified."""
+"""Differences between two checkpoints: which tensors, how many values, and the largest one.
+
+It needs NumPy alone, and verifies everything that it reads.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,20 @@ from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError
 
 TIMES = "clock.json"  # the one file that differs between equal runs
-# what numpy calls the dtypes of safetensors; those that it has not are read as bits and decoded here
+# NumPy dtypes for those of safetensors; dtypes that NumPy lacks are read as bits and decoded below
 DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "I16": np.int16, "U16": np.uint16,
     "F16": np.float16, "BF16": np.uint16, "I32": np.int32, "U32": np.uint32, "F32": np.float32, "I64": np.int64, "U64": np.uint64,
     "F64": np.float64, "C64": np.complex64,
 }  # fmt: skip
-BLOCK = 1 << 20  # numbers compared at once
+BLOCK = 1 << 20  # values compared at once
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor or value that is not the same: `what` in words, and for numbers how many differ, of how many, by how much at most.
+    """A tensor or value that differs: `what` in words; for tensors also the counts and the maximum.
 
-    `max_abs` is over pairs that are both finite, None where there is none.
+    `max_abs` is over pairs of values that are both finite; None where there is no such pair.
     """
 
     file: str
@@ -45,14 +48,17 @@ class Difference:
 
 
 def compare(one: Path, other: Path) -> tuple[list[Difference], int]:
-    """All that differs between two commits, and how many tensors are equal; times apart. Raises RunFolderError for damage."""
+    """Return all differences between two checkpoints, except times, and how many tensors are equal.
+
+    Raises RunFolderError for damage.
+    """
     manifests = manifest.read(one), manifest.read(other)
     entries = [{entry.name: entry for entry in made.files} for made in manifests]
     found: list[Difference] = []
     same = 0
     with commits.hashing(commits.MANY_THREADS, nice=0) as pool:
         for folder, made in zip((one, other), manifests, strict=True):
-            for entry in made.files:  # what two manifests call equal need not lie on the disk
+            for entry in made.files:  # files that two manifests call equal may be damaged on the disk
                 commits.check_file(folder, entry, pool)
         for file in sorted(entries[0].keys() | entries[1].keys()):
             pair = entries[0].get(file), entries[1].get(file)
@@ -72,8 +78,11 @@ Pair = tuple[Path, Path]
 
 
 def _places(made: Manifest) -> dict[str, list[Place]]:
-    """The parts of each tensor in the order of their rows, by kind of file and name: a weight that was frozen later stands in another
-    file, and is the same weight; so is one of which each rank wrote its rows."""
+    """Return the parts of each tensor in the order of their rows, by kind of file and name.
+
+    A weight that was frozen later is in another file and is the same weight; so is a weight of
+    which each rank wrote its rows.
+    """
     found: dict[str, list[Place]] = {}
     for entry in made.files:
         for name, piece in (entry.tensors or {}).items():
@@ -111,7 +120,7 @@ def _compare_tensors(folders: Pair, manifests: tuple[Manifest, Manifest], pool: 
             apart = _numbers(file, name, values[0], values[1], one.dtype)
             if apart.num_different:
                 found.append(apart)
-            else:  # cut in other ways
+            else:  # equal values, divided into other parts
                 same += 1
     return found, same
 
@@ -121,7 +130,10 @@ def _content(piece: Piece) -> tuple[object, ...]:
 
 
 def read_tensor(folder: Path, entry: Entry, piece: Piece, name: str, pool: Executor) -> npt.NDArray[Any]:
-    """One tensor, or a part of one, as it is stored, flat, hashed in the memory that receives it. Raises RunFolderError for damage."""
+    """Read a stored tensor, or a part of one, as a flat array, and verify its digest.
+
+    The digest is computed in the memory that receives the data. Raises RunFolderError for damage.
+    """
     held = bytearray(piece.num_bytes)
     with commits.opened(folder, entry) as file:
         spans = commits.spans(len(commits.read_header(file, folder / entry.name, entry)), {name: piece})
@@ -134,7 +146,7 @@ def read_tensor(folder: Path, entry: Entry, piece: Piece, name: str, pool: Execu
 
 
 def as_numbers(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """The values of what is stored, wide enough that a difference of two is exact or nearly so.
+    """Return stored values in a dtype wide enough for (nearly) exact differences.
 
     >>> as_numbers(np.array([0x3F80, 0xC000], dtype=np.uint16), "BF16").tolist()
     [1.0, -2.0]
@@ -153,7 +165,10 @@ def as_numbers(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def _e4m3() -> npt.NDArray[np.float64]:
-    """Every value of the 8-bit format with 4 bits of exponent (bias 7), 3 of mantissa and no infinity (arXiv:2209.05433)."""
+    """Return all values of the 8-bit format with 4 exponent bits (bias 7) and 3 mantissa bits.
+
+    The format has no infinity (arXiv:2209.05433).
+    """
     bits = np.arange(256)
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
@@ -179,12 +194,12 @@ def _numbers(file: str, name: str, one: npt.NDArray[Any], other: npt.NDArray[Any
 
 
 def _as_bits(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """By bits, so that a NaN equals itself and 0 is not -0."""
+    """Return the bits of the values as unsigned integers: a NaN equals itself, and 0 is not -0."""
     return stored.view(f"u{stored.dtype.itemsize}")
 
 
 def _compare_texts(folders: Pair, pair: tuple[Entry, Entry]) -> list[Difference]:
-    """A file of text: of JSON the values that differ, by their path."""
+    """Compare a text file of two checkpoints; for JSON, return differing values by path."""
     if pair[0].sha256 == pair[1].sha256:
         return []
     name = pair[0].name

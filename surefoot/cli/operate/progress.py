@@ -1,4 +1,4 @@
-"""A bar of what is done, on standard error, where that is a terminal."""
+"""A progress bar on standard error, shown only at a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(what: str, total: int | None, quiet: bool, *, unit: str = "bytes") -> Iterator[Callable[[int], None]]:
-    """Gives what hears how much more is done: of bytes, or of another unit that is counted."""
+    """Show a progress bar; yield a callback that advances it by bytes, or by another `unit`."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -29,7 +29,7 @@ def progress(what: str, total: int | None, quiet: bool, *, unit: str = "bytes") 
 
 
 def to_total(advance: Callable[[int], None]) -> Callable[[int, int], None]:
-    """A callback of how much is done in all, for what advances a bar by how much more."""
+    """Return a callback that takes a total and advances a bar by the increase."""
     done = 0
 
     def tell(now: int, _: int) -> None:

@@ -1,4 +1,4 @@
-"""`surefoot data bench`: how fast samples are read where they lie."""
+"""`surefoot data bench`: how fast samples are read from where they are stored."""
 
 from __future__ import annotations
 

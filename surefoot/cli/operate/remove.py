@@ -54,7 +54,10 @@ def remove(
 
 
 def _hide(run: Path) -> Path:
-    """A free name beside it that no verb looks at: a kill in the middle leaves no half of a run."""
+    """Return a free name beside the run that no verb reads.
+
+    The run is renamed before it is deleted, so that a kill leaves no partial run.
+    """
     run = run.resolve()
     number = 1
     while (hidden := run.with_name(f"{GONE}{run.name}" + (f"-{number}" if number > 1 else ""))).exists():

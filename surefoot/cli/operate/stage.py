@@ -1,4 +1,4 @@
-"""`surefoot data stage`: tars copied to faster storage."""
+"""`surefoot data stage`: copy tar files to faster storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commits of a folder as verbs tell them: found by name, listed, checked file by file; torch is not needed."""
+"""The checkpoints of a run, for verbs that find, list and check them; torch is not needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ LEFT_OVERS = (".draft-", ".gone-", ".old-", ".bad-")
 
 
 def find_commit(named: str, step: str = "last") -> Path:
-    """The step folder that `named` means: itself, or a run's `step`, or that of RUN:STEP. Raises RunFolderError."""
+    """Return the step folder that `named` means: itself, `step` of a run, or that of RUN:STEP.
+
+    Raises RunFolderError.
+    """
     path = Path(named)
     if manifest.STEP_FOLDER.match(path.name) and path.is_dir():
         return path
@@ -31,7 +34,11 @@ def find_commit(named: str, step: str = "last") -> Path:
 
 
 def find_readable(named: str, step: str = "last") -> tuple[Path, Manifest, list[str]]:
-    """The commit that `named` means, with its manifest; for a run's last the newest that can be read, and why newer ones cannot."""
+    """Return the checkpoint that `named` means, its manifest, and why newer ones are unreadable.
+
+    For the last step of a run it is the newest checkpoint whose manifest can be read. Raises
+    RunFolderError.
+    """
     run = Path(named)
     troubles: list[str] = []
     if step == "last" and (run / manifest.FOLDER).is_dir():
@@ -46,19 +53,19 @@ def find_readable(named: str, step: str = "last") -> tuple[Path, Manifest, list[
 
 
 def check_folder(run: Path) -> None:
-    """Raise RunFolderError for a folder that holds no commits."""
+    """Raise RunFolderError for a run without a folder of checkpoints."""
     if not (run / manifest.FOLDER).is_dir():
         raise RunFolderError(f"{run} holds no commits: there is no {run / manifest.FOLDER}", hint=COMMIT_HINT)
 
 
 def step_folders(run: Path) -> list[Path]:
-    """Every folder that has the name of a commit, whether or not it is one, by step."""
+    """Return every folder that is named like a checkpoint, valid or not, sorted by step."""
     check_folder(run)
     return sorted(path for path in (run / manifest.FOLDER).iterdir() if manifest.STEP_FOLDER.match(path.name))
 
 
 def left_overs(run: Path) -> list[str]:
-    """What kills left and what was set aside, by name."""
+    """Return the names of what kills left behind, and of checkpoints that were set aside."""
     return sorted(path.name for path in (run / manifest.FOLDER).iterdir() if path.name.startswith(LEFT_OVERS))
 
 
@@ -66,7 +73,7 @@ def left_overs(run: Path) -> list[str]:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """What `list` tells of each commit; one that cannot be read has `step` and `error`."""
+    """Return what `list` prints of each checkpoint; an unreadable one has `step` and `error`."""
     found = []
     folders = step_folders(run)
     best = commits.find_best(run, [_step_of(folder) for folder in folders])
@@ -81,7 +88,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def row_of(folder: Path, made: Manifest) -> dict[str, Any]:
-    """A commit in one line; `linked_bytes` are those of files that an earlier commit wrote."""
+    """Return a checkpoint as one row; `linked_bytes` counts files that an earlier one wrote."""
     linked = [entry for entry in made.files if entry.since is not None and entry.since != made.step]
     age_s = None
     with contextlib.suppress(OSError):
@@ -102,7 +109,7 @@ def _step_of(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Health:
-    """One commit held against its manifest: what is damaged, by file, and what stands there that no manifest names."""
+    """A checkpoint checked against its manifest: damage by file, and unknown files."""
 
     folder: Path
     step: int
@@ -111,7 +118,7 @@ class Health:
     num_files: int = 0
     num_bytes: int = 0
     whole_state: bool = False
-    names: tuple[str, ...] = field(default=(), compare=False)  # of the damaged files
+    names: tuple[str, ...] = field(default=(), compare=False)  # names of the damaged files
 
     @property
     def is_sound(self) -> bool:
@@ -119,13 +126,13 @@ class Health:
 
 
 def check_run(run: Path) -> Iterator[Health]:
-    """Every commit of a run, the oldest first; every byte is read."""
+    """Check every checkpoint of a run, the oldest first; every byte is read."""
     for folder in step_folders(run):
         yield check_commit(folder)
 
 
 def check_commit(folder: Path) -> Health:
-    """Hold every file of a commit against its manifest."""
+    """Check every file of a checkpoint against its manifest."""
     try:
         made = manifest.read(folder)
     except RunFolderError as error:
@@ -148,29 +155,35 @@ def _problem(folder: Path, entry: Entry, pool: Executor) -> str | None:
 
 
 def newest_sound(found: list[Health]) -> int | None:
-    """The step that a run would go on after; None where no whole state is sound."""
+    """Return the step after which a run would resume; None without a sound, complete checkpoint."""
     return max((each.step for each in found if each.is_sound and each.whole_state), default=None)
 
 
 def check_not_written(run: Path) -> Any:
-    """The lock of a run while its commits are moved, nothing where it never had one. Raises RunFolderError while it trains."""
+    """Return the lock of a run while its checkpoints are moved; a null context if it has none.
+
+    Raises RunFolderError while the run is training.
+    """
     from surefoot.contract.runlock import FILE, RunLock
 
     try:
         return RunLock(run) if (run / FILE).is_file() else contextlib.nullcontext()
-    except RunFolderError as error:  # whose hints are those of a run that trains
+    except RunFolderError as error:  # its hints are for training
         is_disk = isinstance(error.__cause__, OSError)
         hint = "the disk must be writable, with some space" if is_disk else "wait until that process has ended"
         raise RunFolderError(error.message, hint=hint) from error
 
 
 def parse_every(text: str, run: Path) -> tuple[int | None, float | None]:
-    """A duration as steps of the run, found without its data, or as seconds. Raises InputError for one that cannot be told."""
+    """Convert a duration to (steps, None) or (None, seconds), without reading the data.
+
+    Raises InputError for a duration that is 0, or that only the data could convert.
+    """
     from surefoot.cli.look import past
     from surefoot.core.units import Duration
 
     duration = Duration.parse(text)
-    if not duration.value:  # as the spec refuses it
+    if not duration.value:  # the spec refuses 0, too
         raise InputError(f"--keep-every is {text!r}, which is nothing", hint="use at least 1 step, or leave it out")
     if duration.unit == "s":
         return None, duration.value

@@ -1,4 +1,4 @@
-"""`surefoot checkpoint export` and `surefoot checkpoint import`: weights to other programs, and from them."""
+"""`surefoot checkpoint export` and `import`: write weights for other programs, and read theirs."""
 
 from __future__ import annotations
 

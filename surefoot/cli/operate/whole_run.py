@@ -1,4 +1,4 @@
-"""A run folder as a whole: its files, their size, and the right to take it away."""
+"""A run folder as a whole: its files, their size, and exclusive access to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from surefoot.core.errors import RunFolderError
 
 
 def list_files(run: Path) -> list[tuple[Path, os.stat_result]]:
-    """Every regular file below `run`, in order of name; links are not followed and not listed, what vanishes meanwhile is left out."""
+    """Return every regular file below `run`, sorted by name.
+
+    Links are neither followed nor listed; files that vanish meanwhile are left out.
+    """
     found = []
     for folder, inside, names in os.walk(run):
         inside.sort()
@@ -26,12 +29,12 @@ def list_files(run: Path) -> list[tuple[Path, os.stat_result]]:
 
 
 def count_bytes(run: Path) -> int:
-    """The bytes of a run's files; one that several commits link counts once."""
+    """Return the bytes of a run's files; a file that several checkpoints link counts once."""
     return sum({(status.st_dev, status.st_ino): status.st_size for _, status in list_files(run)}.values())
 
 
 def check_is_run(run: Path) -> None:
-    """Raise RunFolderError for what is no run folder, or a link to one."""
+    """Raise RunFolderError for a path that is not a run folder, or that is a link to one."""
     log = run / events.FILE
     if run.is_symlink() or log.is_symlink() or not log.is_file():
         what = "is a link" if run.is_symlink() else f"is no run: it holds no {events.FILE}"
@@ -40,7 +43,11 @@ def check_is_run(run: Path) -> None:
 
 @contextlib.contextmanager
 def holding(run: Path) -> Iterator[None]:
-    """Nobody writes the run inside the block. Raises RunFolderError while a process does, or where another host's cannot be seen."""
+    """Keep other processes from writing the run inside the context.
+
+    Raises RunFolderError while a process writes the run, or where the run may be running on another
+    host, whose processes cannot be seen.
+    """
     from surefoot.control.diagnose import find_health
 
     check_is_run(run)
@@ -48,7 +55,7 @@ def holding(run: Path) -> Iterator[None]:
     try:
         every = list(events.read(run))
     except RunFolderError:
-        every = []  # damaged: nothing of it says whether it is running, so that the lock has to
+        every = []  # damaged: it does not show whether the run is running, so the lock decides
     if any(isinstance(event, events.Started) for event in every) and find_health(owner, every).state == "unknown":
         raise RunFolderError(
             f"{run} may be running on {owner.host or 'another host'}, whose processes cannot be seen from this one",

@@ -1,4 +1,4 @@
-"""A run folder held against what it should hold: its spec, its log, its ledger, and every commit that the log names; without torch."""
+"""Check of a run folder: its spec, log, ledger, and every checkpoint of the log; without torch."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from surefoot.core.errors import RunFolderError, SurefootError
 from surefoot.core.units import format_bytes
 
 MOST_SHOWN = 10
-ATTACHED = "attached"  # the id of a loop of the user's own, which has no spec
+ATTACHED = "attached"  # spec id of a user's training loop, which has no spec
 WHOLE, DAMAGED, LOST, REMOVED = "whole", "damaged", "lost", "removed"
 
 
 @dataclass(frozen=True)
 class Part:
-    """The spec, the log, the ledger or a commit: `whole`, `damaged`, `lost`, or `removed`, as retention does with old commits."""
+    """The spec, the log, the ledger or a checkpoint, and its `state`.
+
+    The state is "whole", "damaged", "lost", or "removed", as retention removes old checkpoints.
+    """
 
     name: str
     state: str
     found: str
     problems: tuple[str, ...] = ()
-    step: int | None = None  # of a commit
+    step: int | None = None  # step of a checkpoint
 
     @property
     def is_whole(self) -> bool:
         return self.state in (WHOLE, REMOVED)
 
     def as_row(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the part as one object for `--json`."""
         named = {"part": self.name} if self.step is None else {"step": self.step}
         return {**named, "state": self.state, "found": self.found, "problems": list(self.problems)}
 
@@ -47,7 +50,10 @@ def _part(name: str, found: str, problems: Sequence[str] = ()) -> Part:
 
 
 def check(run: Path) -> list[Part]:
-    """Check the spec, the log, the ledger and every commit of a run, byte for byte. Raises RunFolderError for a folder that is no run."""
+    """Check the spec, the log, the ledger and every checkpoint of a run, byte for byte.
+
+    Raises RunFolderError for a folder that is not a run.
+    """
     damaged: list[str] = []
     records = list(events.read(run, damaged=damaged))
     starts = [event for event in records if isinstance(event, Started)]
@@ -58,14 +64,14 @@ def check(run: Path) -> list[Part]:
 
 
 def find_lost(run: Path) -> list[gone.Gone]:
-    """The commits that the log names and that were lost; none where there is no log that can be read."""
+    """Return the lost checkpoints that the log names; an empty list without a readable log."""
     with contextlib.suppress(RunFolderError):
         return [each for each in gone.find_gone(run) if each.is_lost]
     return []
 
 
 def why_unread(run: Path) -> str | None:
-    """Why the log of a run does not say which commits there should be; None where it says so."""
+    """Return why the log does not show which checkpoints should exist; None where it does."""
     damaged: list[str] = []
     try:
         records = list(events.read(run, Started, damaged=damaged))
@@ -75,11 +81,11 @@ def why_unread(run: Path) -> str | None:
 
 
 def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[Part]:
-    """Every commit that the folder holds or `records` name, by step."""
+    """Check every checkpoint that the folder holds or `records` name, by step."""
     steps = sorted({*commits.readable_steps(run), *gone.find_named(records)})
     folders = {step: commits.find_folder(run, step) for step in steps}
     healths = {step: stored.check_commit(folder) for step, folder in folders.items() if folder is not None}
-    missing = {each.step: each for each in gone.find_gone(run, records)}  # also what retention deleted meanwhile
+    missing = {each.step: each for each in gone.find_gone(run, records)}  # includes checkpoints that retention deleted meanwhile
     for step in steps:
         if step in missing:
             yield _of_missing(missing[step])
@@ -122,7 +128,7 @@ def _check_spec(run: Path, starts: Sequence[Started]) -> Part:
 
 
 def _check_ledger(run: Path, starts: Sequence[Started], records: Sequence[Event], *, is_log_whole: bool) -> Part:
-    """The verdict of `surefoot ledger`, and whether the ledger is that of this log."""
+    """Check the ledger as `surefoot ledger` does, and whether it belongs to this log."""
     committed = max(gone.find_named(records), default=0)
     try:
         found, last, attempts, problems = _judge_ledger(run, starts[-1] if starts else None)
@@ -141,7 +147,7 @@ def _check_ledger(run: Path, starts: Sequence[Started], records: Sequence[Event]
 
 
 def _judge_ledger(run: Path, started: Started | None) -> tuple[str, int, tuple[int, ...], list[str]]:
-    """What the ledger holds, its last step, its attempts, and what is wrong with it."""
+    """Return what the ledger holds, its last step, its attempts, and its problems."""
     if loop_ledger.is_of_a_loop(run):
         loop = loop_ledger.check(run)
         told = [f"{each.kind}: {each.told}" for each in loop.faults]
@@ -160,11 +166,11 @@ def _steps(after: int, last: int) -> str:
 
 
 def _find_other_plan(plan: ledgers.Plan, started: Started) -> list[str]:
-    """How the plan of a ledger differs from the spec in the log."""
+    """Return how the plan of a ledger differs from the spec in the log."""
     try:
         spec = RunSpec.of_record(dict(started.spec))
     except SurefootError:
-        return []  # told of the spec itself
+        return []  # reported by the check of the spec
     stated = {"seed": spec.train.seed, "batch": spec.train.batch}
     planned = {"seed": plan.seed, "batch": plan.batch}
     return [

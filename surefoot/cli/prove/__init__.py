@@ -1,1 +1,1 @@
-"""The verbs that put a claim to the test."""
+"""The verbs that test a claim."""

@@ -1,4 +1,4 @@
-"""`surefoot bench step`; `bench comm` stands in a file of its own."""
+"""`surefoot bench step`; `bench comm` is in `comm.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Time a step of a spec, or what ranks send each other.")
 TIMES = ("mean_s", "sd_s", "p50_s", "p95_s", "p99_s", "cold_mean_s", "first_s")
-COLUMNS = ("n", "rounds", *TIMES, "samples_per_s", "peak_bytes", "failure")  # of the CSV, after mode and what varies
+COLUMNS = ("n", "rounds", *TIMES, "samples_per_s", "peak_bytes", "failure")  # of the CSV, after mode and varied keys
 
 
 app.command(cls=Verb)(comm.comm)
@@ -134,5 +134,5 @@ def _write_csv(path: Path, found: Bench) -> None:
 
 
 def _cells(row: Timed, names: Sequence[str]) -> list[Any]:
-    """The values as they are; what is not known is an empty cell."""
+    """Return the values of a row for the CSV; None becomes an empty cell."""
     return ["" if (value := getattr(row, name)) is None else value for name in names]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RANKS = 2
 WORDS = {"shared_memory": "shared memory (broadcast, all-to-all, send: gloo)"}
-SHARE = 0.9  # of the bandwidth, which a bucket is to have
+SHARE = 0.9  # share of the bandwidth that a bucket should reach
 VERDICTS = {"lower": "that is quicker", "higher": "that is slower", "no effect": "no effect", "too few": "too few rounds to tell"}
 
 
@@ -70,7 +70,7 @@ def comm(
         if starts:
             return options.launch_ranks(ranks or RANKS, RunSpec(), None, None, trains=False)
         return _collectives(sizes, here.rank == 0, json=json, tell=tell)
-    is_started = here.rank > 0 or here.told is not None  # by a process that has named what is left out
+    is_started = here.rank > 0 or here.told is not None  # started by a process that has named the ignored keys
     origin = options.read_spec("bench comm", spec, options.overrides(set_, seed=seed, data=data), is_quiet=is_started).spec
     asked = wanted.Buckets(**_given({
         "sizes": None if buckets is None else tuple(map(_bytes, buckets.split(","))), "calls": calls, "warmup": warmup, "rounds": rounds,
@@ -81,7 +81,7 @@ def comm(
 
 
 def _refuse_idle(spec: str | None, without: Mapping[str, object], with_spec: Mapping[str, object]) -> None:
-    """Raise InputError for a flag that would do nothing."""
+    """Raise InputError for a flag that has no effect, with or without a SPEC."""
     idle = [flag for flag, value in (with_spec if spec is None else without).items() if value is not None and value != []]
     if idle and spec is None:
         raise InputError(f"{idle[0]} is of a SPEC, and none is given", hint=f"surefoot bench comm digits {idle[0]} ...")
@@ -92,7 +92,7 @@ def _refuse_idle(spec: str | None, without: Mapping[str, object], with_spec: Map
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given; the defaults stand where they are used."""
+    """Return the options that were given; the others get the defaults of `Sizes` and `Buckets`."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -103,7 +103,7 @@ def _bytes(text: str | None) -> int | None:
 
 
 def _collectives(sizes: Sizes, is_first: bool, *, json: bool, tell: Callable[[str], None]) -> int:
-    """What a rank of a group does; the first one prints."""
+    """Time the collectives as one rank of a group; the first rank prints the result."""
     from surefoot.prove.bench.collectives import fit, measure, on_ranks
 
     with on_ranks(sizes.device, sizes.transport) as group:
@@ -148,7 +148,7 @@ def _print_collectives(rows: Sequence[Timed], links: Mapping[str, Link]) -> None
 
 
 def _buckets(name: str, spec: RunSpec, asked: Buckets, is_first: bool, *, json: bool, tell: Callable[[str], None]) -> int:
-    """What a rank does with a SPEC; the first one prints."""
+    """Time the gradient buckets of a SPEC as one rank; the first rank prints the result."""
     from surefoot.prove.bench.buckets import tune
 
     found = tune(spec, asked, tell=tell)
@@ -193,7 +193,7 @@ def _print_buckets(found: Tuned) -> None:
 
 
 def _verdict(found: Tuned) -> list[str]:
-    """What to set, with what it stands on."""
+    """Return the recommended settings as sentences, with the measurements behind them."""
     from surefoot.core.units import format_bytes
 
     if len(found.tried) == 1:
@@ -215,7 +215,8 @@ def _verdict(found: Tuned) -> list[str]:
 
 
 def _buckets_of(sizes: Sequence[int]) -> str:
-    """
+    """Describe bucket sizes.
+
     >>> _buckets_of([1 << 20, 25 << 20, 3 << 20])
     '3 buckets of 1 MiB to 25 MiB'
     """
@@ -254,7 +255,7 @@ def _duel(duel: Duel | None) -> dict[str, Any] | None:
 
 
 def _where(ranks: int, device: str, transport: str) -> dict[str, Any]:
-    """What the ranks are, and what they run on."""
+    """Return the number of ranks, their backend, transport and device, and the conditions."""
     from surefoot.core import place
     from surefoot.core.hardware import count_cores
     from surefoot.trial import find_conditions

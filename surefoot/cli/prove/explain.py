@@ -37,7 +37,7 @@ def explain(
         seen = find_overflow(rehearsal.assembly, 1)
     assert record is not None
     overflow = None
-    if seen is not None and seen.direction == "forward":  # what the loss scale cannot answer
+    if seen is not None and seen.direction == "forward":  # a forward overflow, which the loss scale cannot prevent
         overflow = seen.words if seen.remedy is None else f"{seen.words}; set {seen.remedy}"
     breach = None
     try:

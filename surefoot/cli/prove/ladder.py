@@ -70,7 +70,7 @@ def ladder(
 
 
 def _folder(out: Path | None, use: str) -> Path:
-    """Where the results go: DIR, which must be new or empty, or `ladders/<task>-<n>`."""
+    """Return the folder for the results: `out`, new or empty, or `ladders/<task>-<n>`."""
     if out is not None:
         options.check_new_folder(out, "--out")
         return out
@@ -84,7 +84,7 @@ def _tell(text: str) -> None:
 
 
 def _decided(ladder: Ladder, folder: Path, *, aloud: bool) -> None:
-    """Write the ladder as far as it is, so that one that is broken off is not lost, and tell the newest rung."""
+    """Write the ladder so far, so that an interrupted one is not lost; print the newest rung."""
     import json as as_text
 
     from surefoot.prove.ladder import BEST, as_markdown, as_row, as_svg, as_toml

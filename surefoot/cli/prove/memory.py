@@ -88,7 +88,7 @@ def memory(
 
 
 def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
-    """From the number of parameters alone: arithmetic, without torch."""
+    """Predict memory from the number of parameters alone: arithmetic, without torch."""
     from surefoot.core.cost.shape import training_bytes
     from surefoot.core.units import parse_count
 
@@ -101,7 +101,7 @@ def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
 
 
 def _by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
-    """What ranks hold of the states, for each stage."""
+    """Return the bytes of training state that each rank holds, for each sharding stage."""
     from dataclasses import asdict
 
     from surefoot.control.plan import compare_stages
@@ -148,7 +148,7 @@ def _from_spec(given: str, overrides: list[tuple[str, Any, str]], budget: int | 
 
 
 def _measure(spec: RunSpec, row: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """What three steps of one process hold, compared with the prediction where that is of one process."""
+    """Measure three steps of one process; compare with the prediction if it is for one process."""
     from surefoot.prove import memory as room
 
     layout = row.get("layout", "1")
@@ -184,7 +184,7 @@ def _print(row: Mapping[str, Any]) -> None:
         (name, format_bytes(size), format_percent(size / peak))
         for name, size in sorted(row["terms"].items(), key=lambda pair: -pair[1])
     ]
-    if rows:  # of a budget that a run meets by measuring nothing is predicted
+    if rows:  # there are none without a prediction
         print_table(("what", "bytes", "share"), rows)
     if peak is not None:
         low_high = row["interval"]

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from surefoot.prove.bench.place import Placed
 
 ROWS = 14
-BUSY = 0.7  # of a load average: somebody else computes too
+BUSY = 0.7  # load average above which other processes compete
 NUMBERS = ("calls", "time", "share", "GFLOP/s", "GB/s", "FLOP/byte", "of the roof")
-DRAWN = 8  # operators; more would hide each other
+DRAWN = 8  # operators in the plot; more would overlap
 
 
 def roofline(
@@ -62,7 +62,7 @@ def roofline(
         try:
             _write(path, row, run=None if path == out else run)
             tell(f"written to {path}")
-        except StorageError as error:  # what was measured is shown all the same
+        except StorageError as error:  # the results are printed all the same
             unwritten[path] = error
     if json:
         options.print_json(row)
@@ -93,7 +93,7 @@ def _peaks_alone(*, json: bool, tell: Any) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise StorageError where a file could not be written there: before a minute is spent on what it would hold."""
+    """Raise StorageError where no file can be written, before a minute is spent on measuring."""
     import tempfile
 
     try:
@@ -104,7 +104,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _write(path: Path, row: dict[str, Any], *, run: Path | None) -> None:
-    """Aside, then renamed: a reader sees the whole of it or what was there before."""
+    """Write to a draft and rename it, so that a reader sees the old file or the whole new one."""
     import json
 
     from surefoot.contract.run_folder import files
@@ -190,7 +190,7 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
 
 
 def _print_points(title: str, kind: str, found: Placed) -> None:
-    """The longest ones, with the share of the operators' time that they have."""
+    """Print the points that take the most time, with their share of the operators' time."""
     from surefoot.cli.table import print_table
 
     timed = [each for each in found.points if each.kind == kind and each.group != "view" and each.elapsed_s > 0]
@@ -215,7 +215,7 @@ def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
 
 
 def _draw(found: Placed) -> None:
-    """The roof of the dtype in which most is computed, and below it the operators that take the most time."""
+    """Plot the roof of the dtype with the most FLOPs, and the operators that take the most time."""
     from surefoot.cli.plot import overlay, terminal_style
     from surefoot.core.cost.roofline import attainable_flops_per_s
 

@@ -181,7 +181,7 @@ def _verify_layouts(spec: str, stated: Any, text: str, folder: Path, *, steps: i
 
 @contextlib.contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    """Where the runs lie: DIR, which must be new or empty, or one that goes with the verdict."""
+    """Yield the folder for the runs: `keep`, new or empty, or a temporary one that is deleted."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(ending_by_signal())
         try:
@@ -196,7 +196,10 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _made(keep: Path) -> Path:
-    """The folder DIR, which takes files. Raises OSError where it does not, InputError where it holds some."""
+    """Create the folder and check that files can be written to it.
+
+    Raises OSError where they cannot, InputError where the folder is not empty.
+    """
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise InputError(f"--keep {keep} is not an empty folder", hint="name a new one")
     keep.mkdir(parents=True, exist_ok=True)

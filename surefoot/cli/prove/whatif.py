@@ -119,7 +119,10 @@ def _read(command: str, given: str, run: Path | None, stated: list[tuple[str, An
 
 
 def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, ...], Any]) -> str:
-    """Return the one question that is asked; each further flag belongs to it: the first of each key, the others are its questions."""
+    """Return the one question that is asked, and check that each further flag belongs to it.
+
+    A key of `belonging` is a flag, followed by the questions that the flag belongs to.
+    """
     asked = [flag for flag, value in questions.items() if value not in (None, False)]
     if len(asked) != 1:
         raise InputError(
@@ -207,7 +210,10 @@ def _find_largest(given: str, spec: RunSpec, limit: str, tell: Callable[[str], N
 
 
 def _way_out(given: str, found: Fitted) -> str:
-    """What may help where nothing fits: a spec whose tensors are small enough, or more memory where they are not what is too much."""
+    """Return a hint where nothing fits: a spec with smaller tensors, or more memory.
+
+    More memory is the hint where the tensors are not what exceeds the limit.
+    """
     from surefoot.core.units import format_bytes
     from surefoot.prove.whatif.fit import usable
 
@@ -242,7 +248,7 @@ def _sizes(flag: str, text: str | None) -> list[int]:
 
 
 def _error_of(row: Split | Way) -> str:
-    """What the process said at its end, without a hint for who started it."""
+    """Return the last error of the process, in one line, without its hint."""
     from surefoot.prove.attempts import last_words
 
     return last_words(row.failure or "").splitlines()[0]

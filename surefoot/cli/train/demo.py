@@ -9,7 +9,7 @@ from pathlib import Path
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, TracebackOption
 
-# one that may bring something, a tempting one that changes the numbers, and at last a rank for each core
+# one that may gain, a tempting one that changes the results, and finally a rank per core
 RUNGS, OWN_RUNG = "fused,data parallel", "no clipping: optim.clip=0"
 PAIRS, SAMPLES = 7, 2000
 

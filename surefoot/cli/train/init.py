@@ -10,7 +10,7 @@ import typer
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, TracebackOption
 
-FILES = {"my_task.py": "my_task.py.txt", "my_spec.toml": "my_spec.toml"}  # written name -> name beside this file
+FILES = {"my_task.py": "my_task.py.txt", "my_spec.toml": "my_spec.toml"}  # name of the written file -> name in STARTER
 STARTER = Path(__file__).with_name("starter")
 
 

@@ -52,7 +52,7 @@ def resume(
     from surefoot.train.resume import changes
     from surefoot.train.run import Run
 
-    before = spec_file.read_of_run(run, task=task, checks_task=False).spec  # a task that was moved is the same task
+    before = spec_file.read_of_run(run, task=task, checks_task=False).spec  # a moved task file is the same task
     after = spec_file.read_of_run(run, options.overrides(set_, steps=steps, data=data), task=task).spec
     if after.task.use is None:
         raise SpecError(
@@ -65,7 +65,7 @@ def resume(
         ended = events.find_end(run, before.id)
         longer = (
             "" if ended is None or steps is not None else f" --steps {2 * max(1, ended.step)}"
-        )  # else nothing is left to train
+        )  # without more steps nothing is left to train
         changes.check_in_place(found, f"surefoot resume {shlex.quote(str(run))} --fork NEW{longer} with the same changes")
         if tell_finished(run, before, json=json):
             return EXIT_OK
@@ -87,7 +87,7 @@ def resume(
 
 
 def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -> Start | None:
-    """The commit that a new run begins with; None where the run goes on in its own folder."""
+    """Return the checkpoint from which a new run starts; None if the run resumes in its folder."""
     from surefoot.contract import commits
     from surefoot.train.resume.start import Start, newest_sound
 

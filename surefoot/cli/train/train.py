@@ -88,7 +88,7 @@ def train(
 
 
 def _start(weights: str, *, partial: bool = False) -> Start:
-    """The commit that `--weights` names."""
+    """Return the checkpoint that `--weights` names."""
     from surefoot.cli.operate import stored
     from surefoot.train.resume.start import Start
 
@@ -97,7 +97,7 @@ def _start(weights: str, *, partial: bool = False) -> Start:
 
 
 def _began_with(run: Path, weights: str) -> bool:
-    """Whether the run in `run` began with the weights that `weights` names."""
+    """Return whether the run in `run` started from the weights that `weights` names."""
     from surefoot.contract import events
 
     start = _start(weights)
@@ -109,7 +109,7 @@ def _began_with(run: Path, weights: str) -> bool:
 
 
 def tell_finished(run: Path, spec: RunSpec, *, json: bool) -> bool:
-    """Print how the run in `run` ended, where it is of this spec and has nothing left to train; gives whether it is."""
+    """Print how the run in `run` ended, if it has this spec and is finished; return whether so."""
     from surefoot.contract import events
     from surefoot.core import place
 
@@ -135,7 +135,7 @@ def _print_summary(summary: Mapping[str, Any], title: str, *, json: bool) -> Non
 
 
 def finish(attempt: Run, *, json: bool) -> int:
-    """Take a run to its end and print how it ended; gives the exit code."""
+    """Train a run to its end and print how it ended; return the exit code."""
     from surefoot.core import flight, place
     from surefoot.train.run import drive
 

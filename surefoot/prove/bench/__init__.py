@@ -1,1 +1,4 @@
-"""What a step of a spec takes, and how near that is to what the machine can do: `surefoot bench step`, `surefoot roofline`."""
+"""Time of a step of a spec, and how close it is to the limits of the machine.
+
+For `surefoot bench step` and `surefoot roofline`.
+"""

@@ -1,8 +1,9 @@
-"""The gradients of a model summed over ranks: how long that takes alone, and in which buckets a whole step is the shortest.
+"""All-reduce of a model's gradients: its time alone, and the bucket sizes of the shortest step.
 
-A bucket is sent while the backward pass goes on, so that the sums alone say little: large buckets are always the quickest, and the last
-thing to be on its way. What is compared are whole steps, each size in turns with the others; what wins is then held against the spec's
-own in rounds of its own, since what wins among many is in part lucky.
+A bucket is sent while the backward pass continues, so the time of the all-reduce alone says little:
+large buckets are always the fastest, and the last to finish. Therefore whole steps are compared,
+with the sizes interleaved. The fastest layout is then compared with the spec's layout in separate
+rounds, since the fastest of many is fastest partly by chance.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from surefoot.train.resume import together
 from surefoot.train.resume.program import Program
 from surefoot.train.step.ranks import Ranks
 
-STEPS, UNTIMED = 3, 1  # of each visit to a way to lay out buckets
-SHORTEST_LINK, LONGEST_LINK = 64 << 10, 64 << 20  # bytes of the largest all-reduce that latency and bandwidth are found from
+STEPS, UNTIMED = 3, 1  # steps per visit to a bucket layout
+SHORTEST_LINK, LONGEST_LINK = 64 << 10, 64 << 20  # bytes of the largest all-reduce from which latency and bandwidth are fitted
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A way to lay out buckets: the bytes of all but a step's first, and of that one."""
+    """A bucket layout: the bytes of all buckets but a step's first, and the bytes of the first."""
 
     bucket_bytes: int
     first_bytes: int
@@ -44,7 +45,10 @@ class Laid:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """Steps with buckets laid out like this: how many there are, and the median over rounds with its 95 % interval in seconds."""
+    """Steps with one bucket layout: the bytes of each bucket, and the seconds of a step.
+
+    `elapsed` is the median over rounds with its 95 % interval.
+    """
 
     laid: Laid
     bucket_sizes: tuple[int, ...]
@@ -53,7 +57,7 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Duel:
-    """One way against another, round by round: what a step takes with the first over what it takes with the second."""
+    """Two layouts compared round by round: step time with `laid` over step time with `against`."""
 
     laid: Laid
     against: Laid
@@ -62,8 +66,12 @@ class Duel:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """What was found. `best` is the quickest of the sweep against the spec's own, `first` the quickest against itself with a first bucket
-    like the others; None where that is the same layout."""
+    """Results of the measurement of bucket layouts.
+
+    `best` compares the fastest layout of the sweep with the spec's. `first` compares the fastest
+    with the same layout whose first bucket is as large as the others. Each is None where both
+    layouts are the same.
+    """
 
     ranks: int
     device: str
@@ -79,37 +87,41 @@ class Tuned:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes of gradients over the time of their sums alone."""
+        """Algorithm bandwidth: bytes of gradients over the time of their all-reduce alone."""
         return self.gradient_bytes / self.alone.estimate
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """What a link carried for it."""
+        """Bus bandwidth: bytes per second that a link carried during the all-reduce alone."""
         return bus_factor("all-reduce", self.ranks) * self.bytes_per_s
 
     @property
     def predicted_s(self) -> float:
-        """The same from latency and bandwidth."""
+        """Seconds of the all-reduce, predicted from latency and bandwidth."""
         return reduce_s(self.own_sizes, self.link)
 
     @property
     def advised_bytes(self) -> float | None:
-        """The bucket that latency and bandwidth speak for."""
+        """Bucket size that latency and bandwidth advise; None without a bandwidth."""
         return best_bucket_bytes(self.gradient_bytes, self.link)
 
     @property
     def chosen(self) -> Laid:
-        """What to set: the quickest of the sweep where its rounds against the spec's own confirm it, else the spec's own."""
+        """Layout to configure: the fastest of the sweep if its separate rounds confirm it.
+
+        Otherwise the spec's layout.
+        """
         return self.best.laid if self.best is not None and self.best.ratio.verdict == "lower" else self.own
 
 
 def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> Tuned:
-    """Measure on the ranks that this process is one of.
+    """Measure bucket layouts on the ranks of which this process is one.
 
-    Raises InputError of some kind for a spec that several ranks cannot share, UserCodeError for what the task raises.
+    Raises InputError or a subclass for a spec that several ranks cannot share, UserCodeError for an
+    error of the task.
     """
     own = Laid(parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket))
-    most = (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)  # each size and the spec's own, and two duels
+    most = (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)  # each size, the spec's layout, and two duels
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(together.joined(spec))
         try:
@@ -161,7 +173,7 @@ def _duel(bench: _Bench, laid: Laid, against: Laid, rounds: int) -> Duel:
 
 
 class _Bench:
-    """The steps of a spec on this rank, whose buckets can be laid out anew between two of them."""
+    """The steps of a spec on this rank; the bucket layout can change between two steps."""
 
     def __init__(self, rehearsal: Rehearsal, group: Group, tell: Tell) -> None:
         ranks = rehearsal.assembly.engine.stepper.ranks
@@ -171,19 +183,22 @@ class _Bench:
         self._ranks: Ranks = ranks
 
     def use(self, laid: Laid) -> tuple[int, ...]:
-        """Lay the buckets out; gives the bytes of the gradients in each, in the order of a step."""
+        """Change the bucket layout; return the gradient bytes of each bucket, in step order."""
         self._ranks.use_buckets(laid.bucket_bytes, laid.first_bytes)
         return tuple(size for replicas in self._ranks.replicas for size in replicas.bucket_sizes)
 
     def without_twins(self, ways: Sequence[Laid]) -> list[Laid]:
-        """One of those that come to the same buckets: a model has only so many parameters."""
+        """Return one layout for each distinct set of buckets: a small model has few of them."""
         found: dict[tuple[int, ...], Laid] = {}
         for way in ways:
             found.setdefault(self.use(way), way)
         return list(found.values())
 
     def time_alone(self, calls: int, warmup: int) -> Interval:
-        """All gradients summed with nothing to hide behind. They are zeros: what is summed in its place again and again becomes inf."""
+        """Time the all-reduce of all gradients without a backward pass to overlap.
+
+        The gradients are zeros, since values that are summed in place repeatedly would become Inf.
+        """
         parameters = [each for update in self.rehearsal.assembly.updates for each in update.guarded.parameters]
         for each in parameters:
             each.grad = torch.zeros_like(each)
@@ -198,7 +213,11 @@ class _Bench:
         return median_interval(found)
 
     def time_steps(self, ways: Sequence[Laid], rounds: int) -> dict[Laid, list[float]]:
-        """Seconds of a step, the median of a few, in each round: every way in each, by turns from another one on."""
+        """Return the seconds of a step with each layout, one value per round.
+
+        A value is the median of a few steps, on the slowest rank. Every round measures every layout
+        and starts with another one.
+        """
         found: dict[Laid, list[float]] = {way: [] for way in ways}
         for number in range(rounds):
             self.tell(f"round {number + 1} of {rounds}, {len(ways)} ways to lay out buckets")
@@ -216,6 +235,6 @@ class _Bench:
 
 
 def send(replicas: Replicas) -> None:
-    """One sum of all gradients that are there."""
+    """Start the reduction of all gradients that are present, and wait for its end."""
     replicas.arm()
     replicas.finish()

@@ -1,4 +1,7 @@
-"""What an arm of `surefoot bench step` runs: one mode of one spec, each call timed. `python -m surefoot.prove.bench.child`."""
+"""Child process of `surefoot bench step`: it times each call of one mode of one spec.
+
+`python -m surefoot.prove.bench.child`
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from surefoot.trial import peak_bytes, write_report
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Take the calls and report the seconds of each, from the very first on; an error of the spec or task is told in its own words."""
+    """Run the calls and report the seconds of each, the first one included.
+
+    The process exits with the message of an error of the spec or the task.
+    """
     asked = _parser().parse_args(words)
     elapsed_s: list[float] = []
     try:

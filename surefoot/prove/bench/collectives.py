@@ -1,4 +1,4 @@
-"""What collectives take on the ranks that there are: every kind held to its definition, timed over sizes, and a line through them."""
+"""Collectives on the available ranks: checked by their definition, timed over sizes, fitted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from surefoot.prove.bench.wanted import Sizes
 from surefoot.runtime.comm import Collective, Group, join
 from surefoot.train.environment import find_device
 
-WAIT_S, TIMEOUT_S = 120.0, 600.0  # for ranks that are still importing; in one collective
+WAIT_S, TIMEOUT_S = 120.0, 600.0  # wait for ranks that are still importing; timeout of a collective
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One collective over so many bytes: the median of its calls, each that of the slowest rank, with its 95 % interval in s."""
+    """A collective over `num_bytes` bytes: median seconds of its calls, with a 95 % interval.
+
+    The time of a call is that of the slowest rank.
+    """
 
     collective: str
     ranks: int
@@ -33,18 +36,21 @@ class Timed:
 
     @property
     def bytes_per_s(self) -> float:
-        """Algorithm bandwidth: size over time. It is no link's speed, and falls as ranks are added."""
+        """Algorithm bandwidth: size over time; not a link's speed, and lower with more ranks."""
         return self.num_bytes / self.elapsed.estimate
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """What a link carried for it."""
+        """Bus bandwidth: bytes per second that a link carried for the collective."""
         return bus_factor(self.collective, self.ranks) * self.bytes_per_s
 
 
 @contextlib.contextmanager
 def on_ranks(device: str, transport: Transport = "auto") -> Iterator[Group]:
-    """The group that this process is one of, on the device that `--device` names. Raises InputError where a rank has none of its own."""
+    """Join the group of ranks of which this process is one, on the device that `--device` names.
+
+    Raises InputError where a rank has no device for itself.
+    """
     try:
         chosen = find_device(device)
     except SpecError as error:
@@ -56,7 +62,10 @@ def on_ranks(device: str, transport: Transport = "auto") -> Iterator[Group]:
 
 
 def measure(group: Group, wanted: Sizes, *, tell: Tell = lambda text: None) -> tuple[Timed, ...]:
-    """Every collective over every size, the same rows on each rank. Raises NumbersError for one that gives wrong numbers."""
+    """Time every collective over every size; each rank returns the same rows.
+
+    Raises NumbersError for a collective with wrong results.
+    """
     rows: list[Timed] = []
     for name in wanted.collectives:
         check(group, name)
@@ -66,7 +75,10 @@ def measure(group: Group, wanted: Sizes, *, tell: Tell = lambda text: None) -> t
 
 
 def check(group: Group, name: str) -> None:
-    """Hold a collective against its definition on small numbers. Raises NumbersError on every rank where it is wrong on one."""
+    """Check a collective against its definition on a small buffer.
+
+    Raises NumbersError on every rank where the result is wrong on any rank.
+    """
     is_right = Collective(name, group, 1 << 10).is_right()
     wrong = group.gather(torch.tensor(float(not is_right), device=group.device)).nonzero().flatten().tolist()
     if wrong:
@@ -77,7 +89,10 @@ def check(group: Group, name: str) -> None:
 
 
 def time_collective(group: Group, collective: Collective, calls: int, warmup: int) -> Timed:
-    """`calls` samples, each of as many calls in a row as let no rank run ahead, after `warmup` that are not counted."""
+    """Time `calls` samples of a collective, after `warmup` samples that are not counted.
+
+    A sample is `collective.period` consecutive calls, so that no rank runs ahead of the others.
+    """
     elapsed_s = time_calls(group, lambda: list(map(collective.call, range(collective.period))), calls, warmup)
     return Timed(
         collective=collective.name, ranks=group.size, num_bytes=collective.num_bytes,
@@ -86,11 +101,11 @@ def time_collective(group: Group, collective: Collective, calls: int, warmup: in
 
 
 def time_calls(group: Group, job: Callable[[], object], calls: int, warmup: int) -> list[float]:
-    """Seconds of each call of `job`, that of the slowest rank; a GPU is waited for at both ends."""
+    """Return the seconds of each call of `job` on the slowest rank, with the GPU synchronized."""
     found: list[float] = []
     for number in range(-warmup, calls):
         if number <= 0:
-            group.most([0.0])  # all begin at once: the warm-up, and what is counted
+            group.most([0.0])  # all ranks start the warm-up, and the counted calls, at once
             _synchronise(group)
         started_s = time.perf_counter()
         job()
@@ -105,7 +120,7 @@ def _synchronise(group: Group) -> None:
 
 
 def fit(rows: Sequence[Timed]) -> dict[str, Link]:
-    """Latency and bandwidth of each collective that has two sizes or more."""
+    """Fit latency and bandwidth for each collective with two sizes or more."""
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         points.setdefault(row.collective, []).append((row.num_bytes, row.elapsed.estimate))

@@ -1,4 +1,7 @@
-"""What fp16 would make zero of a spec's gradients: one forward and backward pass of its first batch in fp32, counted by module."""
+"""Gradient values of a spec that would underflow to zero in fp16, counted by module.
+
+They come from one forward and backward pass of its first batch in fp32.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from surefoot.prove.ladder import rungs
 
 
 def find_flushed(spec: RunSpec, scales: Sequence[float]) -> tuple[Flushed, ...]:
-    """By module and parameter: the share of the gradient values of a mean loss that fp16 makes zero at each of `scales`."""
+    """Return, by module and parameter, the share of gradient values that fp16 underflows to zero.
+
+    The gradients are those of a mean loss; there is one share for each of `scales`.
+    """
     wide = rungs.change(spec, {f"precision.{key}": None for key in key_names("precision")})
     with Rehearsal(wide, steps=1) as rehearsal, Watch(rehearsal.assembly.model, scales=scales) as watch:
         rehearsal.take("backward")

@@ -1,4 +1,8 @@
-"""How many workers a spec's data need: what a step could take, what loaders of several settings give, and both together."""
+"""The number of loader workers that a spec needs.
+
+Measured are the samples per second that steps could take, those that loaders with several settings
+produce, and both together.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,18 @@ from surefoot.core.hardware import count_cores
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.train.step import Stepper
 
-SPARE = 1.2  # times what the steps need: a loader that gives it is not what they wait for, if it once falls behind
-MANY_STEPS = 10**6  # no measurement takes so many
-LEAST = 3  # steps, however long they are
+SPARE = 1.2  # supply over demand: such a loader catches up after it has fallen behind once
+MANY_STEPS = 10**6  # more steps than any measurement takes
+LEAST = 3  # fewest steps of a measurement, whatever they take
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One setting: the samples a second that the loader gives alone, and those of steps with it, `waiting` of whose time is for data."""
+    """A loader setting, with samples per second of the loader alone and of steps that use it.
+
+    `waiting` is the share of the steps' time that they wait for data.
+    """
 
     workers: int
     kind: Kind
@@ -35,13 +42,17 @@ class Tried:
 
     @property
     def step_cost(self) -> tuple[int, int]:
-        """Less is cheaper: processes, then what they hold."""
+        """Sort key, where less is cheaper: the number of workers, then the prefetch."""
         return self.workers, self.prefetch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """`demand_per_s` are the samples a second of steps whose data is there already; `why` says why `chosen` is."""
+    """The chosen loader setting and every tried one.
+
+    `demand_per_s` is samples per second of steps whose data is already loaded; `why` says why
+    `chosen` was chosen.
+    """
 
     demand_per_s: float
     tried: tuple[Tried, ...]
@@ -56,7 +67,7 @@ class Tuned:
 
 
 class _Again:
-    """Stands in for a loader: every step reads what the first one read."""
+    """A stand-in for a loader: every step gets the batches of one step."""
 
     def __init__(self, taken: Taken) -> None:
         self._taken = taken
@@ -69,7 +80,7 @@ class _Again:
 
 
 class Trials:
-    """Measures settings on the steps of one process, each for some seconds."""
+    """Measurements of loader settings on the steps of one process, some seconds for each."""
 
     def __init__(self, rehearsal: Rehearsal, seconds: float) -> None:
         self._stepper: Stepper = rehearsal.assembly.engine.stepper
@@ -79,7 +90,7 @@ class Trials:
         self._pins = rehearsal.device.type == "cuda"
 
     def demand(self) -> float:
-        """Samples a second of steps that wait for no data."""
+        """Return the samples per second of steps that do not wait for data."""
         again: Any = _Again(self.loader.take(1))
         self._stepper.loader = again
         try:
@@ -89,7 +100,7 @@ class Trials:
             self._stepper.loader = self.loader
 
     def measure(self, settings: Settings) -> Tried:
-        """The loader alone, then under the steps."""
+        """Measure the loader alone, then with steps."""
         self.loader.use(settings)
         supply_per_s = self._supply()
         self._steps(LEAST)
@@ -102,7 +113,7 @@ class Trials:
         )  # fmt: skip
 
     def _supply(self) -> float:
-        for _ in range(LEAST):  # workers begin
+        for _ in range(LEAST):  # the workers start
             self._take()
         begun_s, samples, done = time.perf_counter(), 0, 0
         while done < LEAST or time.perf_counter() - begun_s < self._seconds:
@@ -110,12 +121,15 @@ class Trials:
         return samples / (time.perf_counter() - begun_s)
 
     def _take(self) -> int:
-        """Read for one step more; gives its samples."""
+        """Read the batches of one more step; return the number of their samples."""
         self._step += 1
         return len(self.loader.take(self._step).window.ids)
 
     def _steps(self, count: int | None) -> tuple[float, float]:
-        """So many steps, or as many as the time allows: their samples a second, and the share of them spent waiting."""
+        """Run `count` steps, or as many as the time allows.
+
+        Return samples per second, and the share of the time that the steps waited for data.
+        """
         self._rehearsal.synchronise()
         begun_s, samples, waiting_s, done = time.perf_counter(), 0, 0.0, 0
         while done < (count or LEAST) or (count is None and time.perf_counter() - begun_s < self._seconds):
@@ -128,10 +142,11 @@ class Trials:
 
 
 def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: Tell = lambda text: None) -> Tuned:
-    """Try 0, 1, 2, 4 workers and so on, up to `most` (from 4 to 8, as there are cores), for `seconds` each, alone
-    and under the steps.
+    """Find the loader setting with which the steps of `spec` do not wait for data.
 
-    Stops where more bring less than 3 %. Then the other kind of worker and twice the prefetch are tried with the best number. Raises
+    Tries 0, 1, 2, 4 workers and so on, up to `most` (4 to 8 by default, by the number of cores),
+    for `seconds` each, alone and with steps. Stops where more workers gain less than 3 %. Then
+    tries the other kind of worker, and twice the prefetch, with the best number of workers. Raises
     InputError for no time, and what a run of the spec raises.
     """
     if not seconds > 0 or (most is not None and most < 0):
@@ -155,7 +170,7 @@ def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: 
 
 
 def _worth_trying(spec: RunSpec, trials: Trials, tried: list[Tried], most: int, demand_per_s: float) -> Iterator[Settings]:
-    """The next setting, as what was measured before calls for it."""
+    """Yield the next setting to try, depending on the results in `tried`."""
     table = spec.loader
     base = Settings(kind=table.kind, prefetch=table.prefetch or Settings.prefetch, start=table.start)
     for workers in numbers(most):
@@ -173,7 +188,7 @@ def _worth_trying(spec: RunSpec, trials: Trials, tried: list[Tried], most: int, 
 
 
 def is_enough(tried: list[Tried], demand_per_s: float) -> bool:
-    """Whether more workers than the last ones are not worth trying: nothing waits, or they brought nothing."""
+    """Return whether more workers are not worth trying: no step waits, or nothing was gained."""
     *before, last = tried
     if last.waiting <= ENOUGH:
         return last.supply_per_s >= SPARE * demand_per_s
@@ -181,7 +196,10 @@ def is_enough(tried: list[Tried], demand_per_s: float) -> bool:
 
 
 def choose(tried: list[Tried], demand_per_s: float) -> tuple[Tried, str]:
-    """The cheapest that keeps the steps from waiting with a fifth to spare; where none does, the cheapest of the fastest."""
+    """Return the cheapest setting that keeps steps from waiting, with a fifth to spare, and why.
+
+    Where there is none, return the cheapest of the fastest.
+    """
     enough = [each for each in tried if each.waiting <= ENOUGH and each.supply_per_s >= SPARE * demand_per_s]
     if enough:
         return min(enough, key=lambda each: each.step_cost), "the cheapest with which steps do not wait, with a fifth to spare"

@@ -1,4 +1,7 @@
-"""A spec's step on this machine's roofline: measure the peaks, time the step, count it, and lay one over the other."""
+"""A spec's training step on the roofline of this machine.
+
+The peaks are measured, the step is timed, and its FLOPs and bytes are counted.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,18 @@ from surefoot.core.hardware import Peaks, find_published
 from surefoot.core.statistics import median
 from surefoot.prove.bench.rehearsal import Rehearsal
 
-WARMUP, COUNTED = 3, 5  # steps before the clock starts; steps under a counter each, the first of which is warm-up too
+WARMUP, COUNTED = 3, 5  # untimed warm-up steps; steps that are counted, the first of them as a warm-up
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A step on the roofline. `step_s` is the median of steps without the counter; `model_flops` are those that the model itself asks for.
+    """A training step on the roofline.
 
-    `rule_flops` is the rule of thumb, 6 x parameters x tokens and attention, where the task says its tokens; `load` what else wanted to run
-    when it began: the load average of the last minute.
+    `step_s` is the median over steps without the counter; `model_flops` are the FLOPs that the
+    model itself needs, without recomputation. `rule_flops` is the rule of thumb, 6 x parameters x
+    tokens plus attention, where the task gives its tokens. `load` is the load average of the minute
+    before the measurement, caused by other processes.
     """
 
     peaks: Peaks
@@ -54,11 +59,11 @@ class Placed:
 
     @property
     def operators_s(self) -> float:
-        """Seconds of a step inside operators; the rest is Python, and what calls them."""
+        """Seconds of a step inside operators; the remainder is Python and operator calls."""
         return sum(point.elapsed_s for point in self.points if point.kind == "operator")
 
     def as_row(self) -> dict[str, Any]:
-        """What `roofline.json` holds."""
+        """Return the contents of `roofline.json`."""
         use = self.utilisation
         return {
             "version": VERSION, "device": self.peaks.device, "peaks": self.peaks.as_row(),
@@ -75,7 +80,7 @@ class Placed:
 
 
 def find_peaks(device: torch.device, threads: int, tell: Tell) -> tuple[Peaks, Peaks | None]:
-    """The peaks of the device, and for a CPU with several threads also those of one core."""
+    """Measure the peaks of the device; for a CPU with several threads, also those of one core."""
     tell(f"measuring the peaks of {device.type}" + (f" with {threads} threads" if device.type == "cpu" else ""))
     peaks = measure_peaks(device, threads=threads)
     if device.type != "cpu" or threads == 1:
@@ -85,7 +90,7 @@ def find_peaks(device: torch.device, threads: int, tell: Tell) -> tuple[Peaks, P
 
 
 def place(spec: RunSpec, *, steps: int, tell: Tell = lambda text: None) -> Placed:
-    """Take `steps` steps of the spec for their time and a few more to be counted. Raises InputError for no steps."""
+    """Time `steps` steps of the spec, and count a few more. Raises InputError for no steps."""
     if steps < 1:
         raise InputError(f"{steps} steps have no time", hint="use --steps 1 or more")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
@@ -126,7 +131,7 @@ def _placed(
 
 
 def _works(counters: list[Counter], module: str) -> list[Work]:
-    """What the last counted step did inside a module; each time is the median of all of them."""
+    """Return what the last counted step did in a module, each time a median over counted steps."""
     times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for counter in counters:
         for work in counter.of(module):
@@ -136,14 +141,20 @@ def _works(counters: list[Counter], module: str) -> list[Work]:
 
 
 def _points(counters: list[Counter], whole: list[Work], peaks: Peaks) -> tuple[Point, ...]:
-    """Each operator and dtype that takes time, then each module with its backward pass and all inside it; the longest first."""
+    """Return a point per operator and dtype, then a point per module, the longest first.
+
+    A module includes its backward pass and everything inside it.
+    """
     operators = [find_point(work.operator, "operator", [work], peaks) for work in whole]
     modules = [find_point(name, "module", _works(counters, name), peaks) for name in counters[-1].modules()]
     return (*operators, *sorted(modules, key=lambda point: -point.elapsed_s))
 
 
 def _utilisation(whole: list[Work], flops_per_sample: float, peaks: Peaks) -> Utilisation:
-    """Against the peak of the dtype in which most of the model's FLOPs ran: the maker's for a known GPU, else the one measured here."""
+    """Return the utilization, relative to the peak of the dtype with most of the model's FLOPs.
+
+    The peak is the maker's for a known GPU, else the one measured on this machine.
+    """
     by_dtype: dict[str, float] = {}
     for work in whole:
         by_dtype[work.dtype] = by_dtype.get(work.dtype, 0.0) + work.model_flops

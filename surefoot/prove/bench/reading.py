@@ -36,16 +36,17 @@ Tell = Callable[[str], None]
 
 
 class Explained(Protocol):
-    """A source that measures its own reads."""
+    """A source that measures the time of its reads."""
 
     def explain(self, ids: np.ndarray) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One way of reading: with `workers`, from a `state` (cold, warm, or with a delay), so many samples and bytes of files a second.
+    """Reading with `workers` from a `state`: "cold", "warm", or "delay" (warm, with a delay).
 
-    `read`, `decode` and `delay` are the shares of the workers' time.
+    `samples_per_s` and `bytes_per_s` count samples and bytes of files; `read`, `decode` and `delay`
+    are shares of the workers' time.
     """
 
     workers: int
@@ -60,7 +61,11 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured, and on what. `dropped` says whether the system forgot the files, so that `cold` is of the device."""
+    """Results of the read measurement, and what was measured.
+
+    `dropped` says whether the system dropped the files from its cache, so that "cold" measures the
+    device.
+    """
 
     what: str
     device: Device
@@ -75,7 +80,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Found:
-    """A source that is measured, its files, and the bytes of each sample."""
+    """A source to measure, its files, and the bytes of each sample."""
 
     source: Explained
     files: list[Path]
@@ -89,10 +94,11 @@ def measure(
     kind: Kind = "thread",
     tell: Tell = lambda text: None,
 ) -> Measured:  # fmt: skip
-    """Read up to `samples` of tars, URLs or an image folder, for up to `seconds` a row, by threads or processes.
+    """Read up to `samples` of tars, URLs or an image folder, for up to `seconds` per row.
 
-    With a delay also the warm files with so many seconds slept for each sample, which stands in for a slow disk. Raises InputError for
-    numbers that measure nothing, DataError for what cannot be read.
+    Workers are threads or processes, by `kind`. With a delay, the warm files are also read while
+    `delay_s` seconds are slept per sample, as a stand-in for a slow disk. Raises InputError for
+    numbers that measure nothing, DataError for unreadable data.
     """
     if (
         not workers
@@ -117,7 +123,7 @@ def measure(
             if state == "cold":
                 dropped = drop_cached(path for path in found.files if path.is_file()) and dropped
             elif state == "warm":
-                found.source.explain(chosen)  # so that all that is timed is in the page cache
+                found.source.explain(chosen)  # so that all timed files are in the page cache
             rows.append(_time(found, chosen, number, state, seconds, wait_s, kind))
             chosen = ids[: rows[-1].samples]
     device = find_device(found.folder)
@@ -125,7 +131,7 @@ def measure(
 
 
 def find(paths: Sequence[str]) -> _Found:
-    """Tars and folders of them, URLs of tars, or a folder of images by class. Raises DataError for anything else."""
+    """Open tars, folders or URLs of tars, or a folder of images by class; else raise DataError."""
     folder = Path(paths[0]).expanduser()
     if len(paths) == 1 and not is_url(paths[0]) and folder.is_dir() and not any(folder.glob("*.tar")):
         images = ImageFolder(folder)
@@ -153,7 +159,7 @@ def _begin(source: Explained) -> None:
 
 
 def _explain(delay_s: float, ids: np.ndarray) -> tuple[float, float, float]:
-    """Seconds that a batch of samples takes to read, to decode and to wait for."""
+    """Return the seconds that a batch of samples takes to read, to decode and to sleep."""
     costs = _source.explain(ids)
     begun_s = time.perf_counter()
     time.sleep(delay_s * len(ids))
@@ -161,7 +167,7 @@ def _explain(delay_s: float, ids: np.ndarray) -> tuple[float, float, float]:
 
 
 def _time(found: _Found, ids: np.ndarray, workers: int, state: str, seconds: float, delay_s: float, kind: Kind) -> Timed:
-    """Read these samples once, for `seconds` at most; starting the workers is not timed."""
+    """Read the samples once, for at most `seconds`; the start of the workers is not timed."""
     costs, samples, elapsed_s = np.zeros(3), 0, 0.0
     with contextlib.ExitStack() as stack:
         run: Callable[..., Any] = map

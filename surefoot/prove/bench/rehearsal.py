@@ -1,4 +1,7 @@
-"""A spec's step to be taken again and again outside of a run: forward, forward and backward, or the whole of it. Nothing is written."""
+"""A spec's step, repeated outside of a run: forward, forward and backward, or the whole step.
+
+Nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class Rehearsal:
-    """A context that stands before the first step of `spec`, which is made long enough for `steps` of them.
+    """A context before the first step of `spec`, which is lengthened to `steps` steps if needed.
 
-    `forward` computes the losses of the first batch, `backward` also their gradients; both use batches that were read before, on the
-    device. `step` is the training step itself, its data, clipping and update included; the ranks of `group` share it.
+    `forward` computes the losses of the first batch, `backward` also their gradients; both use
+    batches that were read before and are on the device. `step` is the whole training step with
+    data, clipping and optimizer step; the ranks of `group` share it.
     """
 
     def __init__(self, spec: RunSpec, *, steps: int, group: Group = ALONE) -> None:
@@ -45,7 +49,10 @@ class Rehearsal:
         self._put_back()
 
     def take(self, mode: Mode) -> None:
-        """Take one step, or the part of it that `mode` says, and wait for the device. Raises InputError for another mode."""
+        """Run one step, or the part that `mode` names, and wait for the device.
+
+        Raises InputError for another mode.
+        """
         if mode not in MODES:
             raise InputError(f"there is no mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
         if mode == "step":
@@ -56,13 +63,13 @@ class Rehearsal:
         self.synchronise()
 
     def synchronise(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     @property
     def num_samples(self) -> int:
-        """Samples of the first step."""
+        """Number of samples in the first step."""
         return len(self.assembly.feed.window(0).ids)
 
     def _compute(self, *, with_gradients: bool) -> None:
@@ -78,14 +85,14 @@ class Rehearsal:
                     backward(totals, [torch.full_like(total, 1.0 / self.num_samples) for total in totals])
 
     def _read(self) -> list[Batch]:
-        """This rank's microbatches of the first step, augmented and on the device."""
+        """Return the microbatches of this rank's first step, augmented and on the device."""
         assembly, feed = self.assembly, self.assembly.feed
         window = feed.window(0)
         return [assembly.read(window.epoch, ids) for ids in feed.mine(window)[1]]
 
 
 def _long_enough(spec: RunSpec, steps: int, group: Group) -> Assembly:
-    """The spec assembled; one that ends before so many steps is made longer, since its schedule ends with it."""
+    """Assemble the spec; lengthen a run that ends before `steps`, as its schedule ends with it."""
     mesh = Mesh(group, group, ALONE)
     assembly = assemble(spec, mesh=mesh)
     total = assembly.course.total_steps

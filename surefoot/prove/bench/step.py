@@ -1,4 +1,7 @@
-"""The time of a step over lists of sizes and dtypes: every variant and mode an arm in fresh processes, interleaved."""
+"""Time of a step for lists of sizes and dtypes, in fresh, interleaved processes.
+
+There is one process for each variant and mode.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from surefoot.core.statistics import Interval, mean, quantiles, standard_deviati
 from surefoot.prove.bench.rehearsal import MODES, Mode
 from surefoot.trial import Arm, Outcome, Trial, find_conditions, find_effect, run_rounds
 
-MAX_ARMS, MAX_CALLS = 100, 10_000  # of a report, a call is a line
+MAX_ARMS, MAX_CALLS = 100, 10_000  # variants times modes; calls, since each is a line of the report
 PERCENTILES = (0.5, 0.95, 0.99)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A spec and the values that set it apart from the others, as `{"task.width": "64"}`."""
+    """A spec, and the values that distinguish it from the others, as `{"task.width": "64"}`."""
 
     values: Mapping[str, str]
     spec: RunSpec
@@ -29,10 +32,11 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One mode of one variant: over the `n` calls of each round that came after the warm-up, all rounds together.
+    """Times of one mode of one variant, over the `n` calls after the warm-up in all rounds.
 
-    `cold_mean_s` is the mean of the first `n` calls of a process, with no warm-up left out, `first_s` the median of the very first.
-    `against` holds the rounds' means against those of the first variant. An arm that failed has its error and no numbers.
+    `cold_mean_s` is the mean of the first `n` calls of a process, warm-up calls included; `first_s`
+    is the median of the very first calls. `against` compares the means of the rounds with those of
+    the first variant. A failed measurement has its error and no times.
     """
 
     mode: Mode
@@ -60,7 +64,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What was measured, under which conditions."""
+    """Results of `surefoot bench step`, and their conditions."""
 
     rows: tuple[Timed, ...]
     warmup: int
@@ -68,7 +72,10 @@ class Bench:
 
 
 def vary(make: Callable[[Sequence[tuple[str, Any, str]]], RunSpec], lists: Sequence[str]) -> list[Variant]:
-    """Every combination of `key=value,value` lists; `make` gives the spec with such overrides. Raises SpecError for a list that is none."""
+    """Return a variant for every combination of `key=value,value` lists.
+
+    `make` returns the spec with given overrides. Raises SpecError for a malformed or repeated list.
+    """
     keys = [text.partition("=")[0].strip() for text in lists]
     twice = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
     if twice is not None:
@@ -83,7 +90,9 @@ def vary(make: Callable[[Sequence[tuple[str, Any, str]]], RunSpec], lists: Seque
 
 
 def _split(text: str) -> list[tuple[str, Any, str]]:
-    """The values of `key=value,value`, read as TOML reads a list of them, else as words: a list's own commas, and a string's, stay.
+    """Return the values of `key=value,value`, read as a TOML list, else as words.
+
+    Commas inside a list or a string stay.
 
     >>> [value for _, value, _ in _split("task.sizes=[64, 64],[128]")], [value for _, value, _ in _split("precision.compute=fp32,bf16")]
     ([[64, 64], [128]], ['fp32', 'bf16'])
@@ -107,7 +116,10 @@ def bench(
     variants: Sequence[Variant], *, modes: Sequence[Mode] = MODES, n: int = 30, warmup: int = 10, rounds: int = 3,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Bench:  # fmt: skip
-    """Time every mode of every variant. Raises InputError for counts that measure nothing, or more arms than a person waits for."""
+    """Time every mode of every variant.
+
+    Raises InputError for counts that measure nothing, and for more than 100 combinations.
+    """
     if n < 2 or warmup < 0 or rounds < 1 or n + warmup > MAX_CALLS:
         raise InputError(
             f"{n} calls after {warmup} in {rounds} rounds measure nothing", hint="use --calls 2 or more, and 1 round or more"
@@ -145,7 +157,7 @@ def _calls(outcome: Outcome) -> list[float]:
 
 
 def _with_mean(outcome: Outcome, warmup: int) -> Outcome:
-    """The outcome with its warm mean, which is what rounds are compared by."""
+    """Return the outcome with the mean of its calls after the warm-up, which rounds compare."""
     calls = _calls(outcome)
     if not calls:
         return outcome

@@ -1,4 +1,4 @@
-"""What `surefoot bench comm` is to measure, checked before any rank is started; so nothing here needs torch."""
+"""Options of `surefoot bench comm`, checked before any rank starts, without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from surefoot.core.errors import InputError
 from surefoot.core.hardware import find_machine
 from surefoot.core.ranks.layout import Transport
 
-STEP = 4  # from one size to the next
+STEP = 4  # factor from one size to the next
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = get_args(Transport)
 HELD = 2  # buffers of the largest size that a rank holds at most
@@ -18,7 +18,10 @@ HELD = 2  # buffers of the largest size that a rank holds at most
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Collectives over buffers of `smallest` to `largest` bytes. Raises InputError for what measures nothing."""
+    """Options to time collectives over buffers of `smallest` to `largest` bytes.
+
+    Raises InputError for options that measure nothing.
+    """
 
     collectives: tuple[str, ...] = COLLECTIVES
     smallest: int = 1 << 10
@@ -45,7 +48,7 @@ class Sizes:
         _check_calls(self.calls, self.warmup)
 
     def check_memory(self, ranks: int) -> None:
-        """Raise InputError where so many ranks would need more than half of this host's memory, as if all of them were on it."""
+        """Raise InputError where `ranks` ranks would need more than half of this host's memory."""
         needed, there = HELD * self.largest * ranks, find_machine().memory_bytes
         if needed > there / 2:
             raise InputError(
@@ -55,7 +58,7 @@ class Sizes:
 
     @property
     def all(self) -> list[int]:
-        """From the smallest on each four times the one before, and the largest.
+        """Buffer sizes in bytes: from `smallest`, each four times the one before, and `largest`.
 
         >>> Sizes(smallest=1024, largest=20_000).all
         [1024, 4096, 16384, 20000]
@@ -68,7 +71,11 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Sizes of buckets, in bytes, to compare in so many rounds; the gradients alone are timed `calls` times. Raises InputError."""
+    """Bucket sizes in bytes to compare in `rounds` rounds.
+
+    The all-reduce of the gradients alone is timed `calls` times. Raises InputError for options that
+    measure nothing.
+    """
 
     sizes: tuple[int, ...] = tuple(size << 20 for size in (1, 2, 5, 10, 25, 50, 100))
     calls: int = 100

@@ -1,4 +1,4 @@
-"""Fault campaigns: real processes that are killed, real files that are damaged, real disks that are full."""
+"""Fault campaigns: real processes are killed, real files are damaged, real disks are full."""
 
 from surefoot.prove.campaigns import failing, kills, ranks, rivals
 from surefoot.prove.campaigns.files import damage, hostile

@@ -1,6 +1,7 @@
-"""Failing disks: full, over quota, refusing one call, read-only for a while, slow. Training goes on, and each lost save is told once.
+"""Failing disks: full, over quota, refusing one call, read-only for a while, or slow.
 
-Full disks are small file systems of their own, read-only ones are mounted so over the run, single calls are made to fail by strace.
+Training continues, and each lost save is recorded once. A full disk is a small file system, a
+read-only folder is mounted read-only over the run, and strace makes single calls fail.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from surefoot.prove.campaigns.strace import Call, Tracer
 from surefoot.prove.campaigns.workshop import LOOK_S, PATIENCE_S, Child, Workshop, find_damage, find_difference
 from surefoot.prove.outcome import Campaign, Result
 
-AT, UNTIL = 2 * EVERY, 3 * EVERY  # a disk fails before the save of step AT and is mended before that of step UNTIL
-WIDTH = 64  # so that a commit has pages enough to be cut among
+AT, UNTIL = 2 * EVERY, 3 * EVERY  # a disk fails before the save of step AT and works again before that of step UNTIL
+WIDTH = 64  # so that a checkpoint has many pages, between which it can be cut
 DISK_BYTES = 16 << 20
 PERCENTS = tuple(range(0, 101, 5))
 CALLS = ("openat", "write", "fsync", "mkdir", "rename", "link", "linkat", "unlink", "unlinkat", "rmdir", "ftruncate", "close")
 ERRORS = ("ENOSPC", "EDQUOT", "EIO")
-SLOW_S, NUM_SLOW = 0.1, 12  # of fsync: a save has about eight, so that the next one comes while it goes on
+SLOW_S, NUM_SLOW = 0.1, 12  # delay and number of fsync calls: a save has about eight, so that it overlaps the next one
 FOLDER = re.compile(rf"/(run|{manifest.FOLDER}|[^/]*step-\d+)$")
 OF_RUN = "".join(f"\\x{letter:02x}" for letter in b"/run")  # as strace prints it
 CANNOT = "a file system of our own cannot be mounted here"
@@ -39,9 +40,10 @@ CANNOT = "a file system of our own cannot be mounted here"
 
 @dataclass(frozen=True)
 class Fault:
-    """How a disk fails under a run: `begin` does it once the run waits, and returns what ends it.
+    """How a disk fails under a run.
 
-    `lasts`: until step UNTIL, else to the end.
+    `begin` starts the failure once the run waits; the context that it returns ends the failure.
+    `lasts`: the failure ends at step UNTIL, else with the run.
     """
 
     what: str
@@ -50,7 +52,7 @@ class Fault:
 
 
 def fail(workshop: Workshop, attempt: Attempt, scratch: Path, fault: Fault) -> tuple[Child, str | None]:
-    """A run whose disk fails from before the save of step AT, and what is wrong with it at its end."""
+    """Train a run whose disk fails from before the save of step AT; return it and what is wrong."""
     golden = workshop.golden(attempt.variant, attempt.width)
     child = workshop.train(attempt)
     child.wait_for(f"paused {attempt.pauses[0]}")
@@ -70,7 +72,7 @@ def fail(workshop: Workshop, attempt: Attempt, scratch: Path, fault: Fault) -> t
 
 
 def wait_for_first(child: Child, attempt: Attempt) -> None:
-    """Until the folder of the first commit is there: it is marked just before it is named."""
+    """Wait until the folder of the first checkpoint exists, since its mark precedes the rename."""
     folder, until_s = manifest.step_folder(attempt.folder, EVERY), time.monotonic() + PATIENCE_S
     while f"step {EVERY}" in child.marks and not folder.exists() and time.monotonic() < until_s and not child.is_over:
         time.sleep(LOOK_S)
@@ -80,7 +82,7 @@ def wait_for_first(child: Child, attempt: Attempt) -> None:
 
 
 def fill_the_disk(workshop: Workshop, seed: int) -> Result:
-    """A disk with room for so many percent of one save: 0, 5 ... 100, in the background and not."""
+    """Fill the disk up to 0, 5, ... 100 % of one save, in the background and not."""
     percent, is_background = PERCENTS[seed % len(PERCENTS)], bool(seed // len(PERCENTS) % 2)
     variant = list(VARIANTS)[seed % len(VARIANTS)]
     with workshop.scratch("full") as folder, mounted(folder / "disk", f"size={DISK_BYTES}") as disk:
@@ -92,7 +94,7 @@ def fill_the_disk(workshop: Workshop, seed: int) -> Result:
 
 @contextlib.contextmanager
 def filled(run: Path, percent: int) -> Iterator[None]:
-    """All of the disk's room taken, but so many percent of what the first commit takes."""
+    """Fill the disk, except for `percent` % of the bytes of the first checkpoint."""
     room = sum(path.stat().st_blocks * 512 for path in manifest.step_folder(run, EVERY).iterdir()) * percent // 100
     status, ballast = os.statvfs(run), run.with_name("ballast")
     with ballast.open("wb") as file:
@@ -103,7 +105,7 @@ def filled(run: Path, percent: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mounted(folder: Path, options: str) -> Iterator[Path]:
-    """A file system in memory. Raises TaskError where mounting is not permitted."""
+    """Mount a file system in memory. Raises TaskError where mounting is not permitted."""
     folder.mkdir()
     _mount("-t", "tmpfs", "-o", options, "none", str(folder))
     try:
@@ -114,7 +116,7 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """The folder mounted over itself, read-only: files that are open stay as they are, as they do on a real disk."""
+    """Mount the folder over itself, read-only; open files stay as they are, as on a real disk."""
     _mount("--bind", str(folder), str(folder))
     try:
         _mount("-o", "remount,ro,bind", str(folder))
@@ -130,7 +132,7 @@ def _mount(*words: str) -> None:
 
 
 def cannot_mount() -> str | None:
-    """Why nothing can be mounted here, None where it can."""
+    """Return why nothing can be mounted on this machine; None where mounting works."""
     try:
         with tempfile.TemporaryDirectory() as made, mounted(Path(made) / "disk", "size=1M"):
             return None
@@ -142,7 +144,7 @@ def cannot_mount() -> str | None:
 
 
 def refuse_a_call(workshop: Workshop, seed: int) -> Result:
-    """One call of a save on a file of the run ends with an error: each call in turn, with each error."""
+    """Make one call of a save on a file of the run fail: each call in turn, with each error."""
     targets = find_calls(workshop)
     name, number = targets[seed % len(targets)]
     error = ERRORS[seed // len(targets) % len(ERRORS)]
@@ -162,23 +164,26 @@ def _traced(what: str, options: tuple[str, ...]) -> Fault:
 
 
 def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
-    """The calls of one save on what is in the run folder, each as (name, how many of that name it is)."""
+    """Return the calls of one save on files of the run, each as (name, count of that name)."""
     traced = strace.trace_a_save(workshop, AT, "-y", "-e", f"trace={','.join(CALLS)}", variant="frozen")
     main = min(call.thread for *_, call in traced)
     of_run = [(name, number) for name, number, call in traced if call.thread == main and OF_RUN in "".join(call.arguments)]
     first = dict(reversed(of_run))
-    return sorted(of_run, key=lambda each: (each[1] - first[each[0]], each))  # the first of each name, then the second
+    return sorted(of_run, key=lambda each: (each[1] - first[each[0]], each))  # the first call of each name, then the second
 
 
 def find_second_fsync(calls: Sequence[Call]) -> str | None:
-    """A file that is synced again after its fsync failed: the second one says nothing of what the first did not write."""
+    """Return a message for a file that is synced again after its fsync failed, or None.
+
+    The second fsync says nothing of the data that the first one did not write.
+    """
     failed: set[str] = set()
     for call in calls:
         if not call.failed and (call.name == "rename" or (call.name == "openat" and "O_CREAT" in call.arguments[2])):
             failed.discard(strace.paths(call)[-1])  # another file has the name now
         if call.name == "fsync" and (path := strace.named(call.arguments[0])) in failed:
             return f"a file was synced again after its fsync had failed: {path}"
-        if call.name == "fsync" and call.failed and not FOLDER.search(path):  # a folder has no data of its own to lose
+        if call.name == "fsync" and call.failed and not FOLDER.search(path):  # a folder has no data to lose
             failed.add(path)
     return None
 
@@ -187,7 +192,11 @@ def find_second_fsync(calls: Sequence[Call]) -> str | None:
 
 
 def turn_read_only(workshop: Workshop, seed: int) -> Result:
-    """At the start it is refused before anything is trained; in the middle it costs the saves until it is writable again."""
+    """Make a folder read-only, before the run or during it.
+
+    Before the run, nothing may be trained. During the run, saves are lost until it is writable
+    again.
+    """
     with workshop.scratch("readonly") as folder:
         attempt = Attempt(run=str(folder / "run"), background=bool(seed // 3 % 2), pauses=(AT, UNTIL))
         if seed % 3 == 2:
@@ -211,7 +220,10 @@ def _begin_read_only(workshop: Workshop, attempt: Attempt) -> Result:
 
 
 def slow_down(workshop: Workshop, seed: int) -> Result:
-    """Every fsync of two saves takes longer than the steps between them: training waits for the save before, and nothing piles up."""
+    """Make every fsync of two saves take longer than the steps between the saves.
+
+    Training must wait for the previous save, so that no saves queue up.
+    """
     with workshop.scratch("slow") as folder:
         attempt = Attempt(run=str(folder / "run"), variant=list(VARIANTS)[seed % len(VARIANTS)], pauses=(EVERY - 1,))
         slow = f"inject=fsync:delay_enter={int(SLOW_S * (1 + seed % 4) * 1e6)}:when=1..{NUM_SLOW}"
@@ -220,7 +232,7 @@ def slow_down(workshop: Workshop, seed: int) -> Result:
 
 
 def find_queue(marks: Sequence[str]) -> str | None:
-    """Two saves at a time: one is begun before the one before it has its name."""
+    """Return a message for a save that starts before the previous one is named, or None."""
     saving = ""
     for word, _, step in (mark.partition(" ") for mark in marks):
         if word == "draft" and saving:
@@ -234,7 +246,10 @@ def find_queue(marks: Sequence[str]) -> str | None:
 
 
 def _find_wrong(attempt: Attempt, status: int, said: str) -> str | None:
-    """The run came to its end, and each save that was due has one record: that it was committed, or that it was given up."""
+    """Return what is wrong with a run's end, or with the record that each save must have.
+
+    Each save has one record: that it was committed, or that it was given up.
+    """
     if status != 0 or "Traceback" in said:
         return f"the run ended with {status}: {said[-600:]}"
     told = Counter(event.step for event in events.read(attempt.folder) if isinstance(event, Committed))

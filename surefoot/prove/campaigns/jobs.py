@@ -1,6 +1,7 @@
-"""What a forked trial does: train a run, or open one that somebody damaged; and how it reports where it stands.
+"""Jobs of a forked trial: train a run, or open a damaged one, and report progress as marks.
 
-Marks come from Python's own audit events (https://docs.python.org/3/library/audit_events.html), so nothing that is tested is replaced.
+Marks come from Python's audit events (https://docs.python.org/3/library/audit_events.html), so
+nothing under test is replaced.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from surefoot.core.errors import EXIT_INTERRUPTED, RunFolderError, SurefootError
 from surefoot.prove.campaigns.probe import Attempt
 from surefoot.train.run import Run
 
-TRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2): strace may attach although it is no parent of this process
+TRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2): strace may attach, though it is not a parent of this process
 RUNS_CODE = (
     "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.connect",
 )  # fmt: skip
 
 
 class Line:
-    """The pipe between a trial and its campaign: marks go out, a word comes in."""
+    """The pipe between a trial and its campaign: marks go out, a message to continue comes in."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -43,7 +44,7 @@ class Line:
         self._pipe.send_bytes(text.encode())
 
     def pause(self, text: str) -> None:
-        """Mark and wait for a word."""
+        """Send a mark and wait for a message."""
         self.mark(text)
         self._pipe.recv_bytes()
 
@@ -52,14 +53,17 @@ Job = Callable[[Attempt, Line], int]
 
 
 def begin(job: Job, attempt: Attempt, pipe: Connection, said: Path, plant: Callable[[], None] | None) -> None:
-    """Do one job in a session of its own, with its output in the file `said`. `plant` breaks something first; tests ask for that."""
+    """Run one job in a new session, with its output in the file `said`.
+
+    `plant` breaks something first; the tests of the campaigns use it.
+    """
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started the campaign beside itself had it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT in background jobs
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target in (1, 2):
         os.dup2(output, target)
     torch.set_num_threads(1)
-    gc.freeze()  # looking through what was loaded before the fork would copy its pages
+    gc.freeze()  # a garbage collection of objects from before the fork would copy their pages
     if plant is not None:
         plant()
     try:
@@ -72,7 +76,10 @@ def begin(job: Job, attempt: Attempt, pipe: Connection, said: Path, plant: Calla
 
 
 def train(attempt: Attempt, line: Line) -> int:
-    """Train one attempt at a run; mark each step, and each commit that is begun, named, retired, set aside or read."""
+    """Train one attempt at a run; mark its steps and what happens to its checkpoints.
+
+    A checkpoint is started, named, retired, set aside, loaded or cleared.
+    """
     if attempt.pauses:
         ctypes.CDLL(None).prctl(TRACER, ctypes.c_ulong(2**64 - 1), 0, 0, 0)
     if 0 in attempt.pauses:
@@ -100,7 +107,10 @@ def state_of(run: Run) -> str:
 
 
 def _mark_commit(line: Line, event: str, given: tuple[Any, ...]) -> None:
-    """Mark what happens to commits: `draft 12`, `name 12`, `retire 3`, `aside 12`, `load 12`, `clear 12`."""
+    """Mark what happens to checkpoints, as `draft 12`, `name 12`, `retire 3` or `load 12`.
+
+    The other marks are `aside 12` (set aside) and `clear 12` (an old draft is deleted).
+    """
     if event not in ("os.mkdir", "os.rename", "shutil.rmtree", "open") or not isinstance(given[0], str | os.PathLike):
         return
     name, words = Path(given[0]).name, {"draft": commits.DRAFT}
@@ -117,9 +127,11 @@ def _mark_commit(line: Line, event: str, given: tuple[Any, ...]) -> None:
 
 
 def open_run(attempt: Attempt, line: Line) -> int:
-    """Check the commits of a run and open it; mark each commit as whole or damaged, the state that was loaded, and all that is outside.
+    """Check the checkpoints of a run and open it.
 
-    With `attempt.memory_bytes`, under that limit of memory, beyond what the process holds before.
+    Marks each checkpoint as whole or damaged, and the state that was loaded. With
+    `attempt.memory_bytes` it runs under that limit of memory, beyond what the process holds before,
+    and marks everything that it touches outside of the run.
     """
     if attempt.memory_bytes:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -141,9 +153,10 @@ def open_run(attempt: Attempt, line: Line) -> int:
 
 
 def _watch_out(run: Path, line: Line) -> None:
-    """Mark every file beside the run that is opened, every write elsewhere, and all that runs or loads what could be foreign.
+    """Mark opened files beside the run, writes elsewhere, and what runs or loads foreign code.
 
-    A bare name that is opened without following a link is one below a folder that was opened before, and marked if it is outside.
+    A bare name that is opened without following links is below a folder that was opened before, and
+    that folder is marked if it is outside.
     """
 
     def hear(event: str, given: tuple[Any, ...]) -> None:

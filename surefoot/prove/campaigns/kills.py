@@ -1,4 +1,7 @@
-"""Signals: kill -9 at random times, in each phase of a run and at every system call of a save; SIGTERM and Ctrl-C with some grace."""
+"""Signals: SIGKILL at random times, in each phase of a run, and at every system call of a save.
+
+Also SIGTERM and Ctrl-C with some grace time.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from surefoot.prove.campaigns.strace import Tracer
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, go_on, look_at
 from surefoot.prove.outcome import Campaign, Result
 
-DEPTH = 3  # kills in a row of which none but the first hits an undisturbed run
-LATER_S = 0.02  # after the place, at most; a save takes about as long
-SAVED = 4 * EVERY  # the step whose save is killed at every call: commits are retired after it
-STRIDE = 1_000_003  # a prime: seeds that follow one another fall far apart, and all seeds of a sweep on each place once
-WAITS = ("futex", "sched_yield")  # as often as the threads of this moment need them; they change nothing outside the process
+DEPTH = 3  # consecutive kills, of which only the first hits an undisturbed run
+LATER_S = 0.02  # longest wait before the kill, about as long as a save
+SAVED = 4 * EVERY  # the step whose save is killed at every call; checkpoints are retired after it
+STRIDE = 1_000_003  # a prime: consecutive seeds select distant calls, and a whole sweep selects each call once
+WAITS = ("futex", "sched_yield")  # their number depends on thread timing; they change nothing outside the process
 ANYWHERE = ("any step", "a save")
 PHASES = ("first save", "last save", "load", "retention", "recovery", "clearing")
 PLACES = ("any step", "a save", "an evaluation", "the first step", "going on")
@@ -30,7 +33,10 @@ CODES = {signal.SIGTERM: EXIT_TERMINATED, signal.SIGINT: EXIT_INTERRUPTED}
 
 
 def kill(workshop: Workshop, seed: int, *, places: tuple[str, ...], depth: int) -> Result:
-    """A kill at a place, then perhaps more in the recoveries, `depth` at most; then the run goes on as if nothing had been."""
+    """Kill a run in one of `places`, then perhaps its recoveries, `depth` kills at most.
+
+    Then the run must resume and end as if it had never been killed.
+    """
     draws = random.Random(seed)
     place, variant = places[seed % len(places)], draws.choice(list(VARIANTS))
     golden, fell = workshop.golden(variant), 0
@@ -51,7 +57,7 @@ def kill(workshop: Workshop, seed: int, *, places: tuple[str, ...], depth: int) 
 
 
 def _break_off(workshop: Workshop, attempt: Attempt) -> None:
-    """Leave a run that was killed in the middle."""
+    """Train a run and kill it at the start of its third save."""
     child = workshop.train(attempt)
     child.wait_for(f"draft {3 * EVERY}")
     child.kill()
@@ -59,7 +65,7 @@ def _break_off(workshop: Workshop, attempt: Attempt) -> None:
 
 
 def _come_to(place: str, child: Child, run: Path, draws: random.Random) -> None:
-    """Wait until a run comes to a place, and a moment more."""
+    """Wait until a run comes to a phase, and a random moment longer."""
     drafts = list((run / manifest.FOLDER).glob(f"{commits.DRAFT}*"))
     child.wait_for({
         "any step": f"step {draws.randint(1, STEPS - 2)}", "a save": f"draft {draws.randrange(EVERY, STEPS, EVERY)}",
@@ -71,7 +77,10 @@ def _come_to(place: str, child: Child, run: Path, draws: random.Random) -> None:
 
 
 def preempt(workshop: Workshop, seed: int) -> Result:
-    """One signal, or two, at a place; with grace no step is lost and the exit code says what happened; then the run goes on."""
+    """Send one signal, or two, in a phase of a run; then resume the run.
+
+    With enough grace time no step may be lost, and the exit code must name the signal.
+    """
     draws = random.Random(seed)
     place, grace_s = PLACES[seed % len(PLACES)], GRACES_S[seed // len(PLACES) % len(GRACES_S)]
     sent, times = draws.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT)), draws.choice((1, 1, 1, 2))
@@ -100,7 +109,10 @@ def preempt(workshop: Workshop, seed: int) -> Result:
 
 
 def kill_at_call(workshop: Workshop, seed: int) -> Result:
-    """A kill at one system call of a save, before it is done: `write` the 7th time, say. Then the run goes on."""
+    """Kill a run at one system call of a save, before the call is done; then resume the run.
+
+    The call is, for example, the 7th `write`.
+    """
     golden, calls = workshop.golden(), _calls(workshop)
     name, count = calls[seed * STRIDE % len(calls)]
     with workshop.scratch("call") as folder:
@@ -116,14 +128,18 @@ def kill_at_call(workshop: Workshop, seed: int) -> Result:
 
 
 def _one_save(run: Path) -> Attempt:
-    """An attempt that waits before it saves, saves without threads of its own, and dies one step later, so that a trace ends there."""
+    """Return an attempt that waits, saves without background threads, and dies one step later.
+
+    It dies so that a trace ends with the save.
+    """
     return Attempt(run=str(run), background=False, pauses=(SAVED,), die_at=SAVED + 1)
 
 
 def _calls(workshop: Workshop) -> list[tuple[str, int]]:
-    """Every system call from the wait to the end of the next step, as its name and how many of that name a thread had made.
+    """Return every system call from the pause to the end of the next step, as (name, count).
 
-    Waits for another thread are none: their number is another in every run, so that the kill would seldom fall.
+    The count is over calls of that name in the thread. Waits for other threads are left out: their
+    count differs in every run, so that the kill would seldom take effect.
     """
     return sorted({(name, number) for name, number, _ in strace.trace_a_save(workshop, SAVED) if name not in WAITS})
 

@@ -1,4 +1,7 @@
-"""The run that is put to the test: small, and with all that makes going on hard: dropout, BatchNorm, AdamW, augmentation, shuffling."""
+"""The run under test: small, with everything that makes resuming hard.
+
+That is dropout, BatchNorm, AdamW, augmentation and shuffling.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ from surefoot.contract.task import Loss
 
 SAMPLES, BATCH, FEATURES, CLASSES = 50, 8, 6, 3
 STEPS, EVERY, EVALUATE_EVERY, KEEP = 24, 3, 8, 3
-# what a trial may have besides: frozen weights, which commits link; a moving average; a plain run
+# variants of a run: plain; frozen weights, whose files checkpoints link; a moving average
 VARIANTS: Mapping[str, Mapping[str, Any]] = {"plain": {}, "frozen": {"freeze": ["0.*"]}, "ema": {"ema": 0.9}}
 
 
 class Probe:
-    """A classifier of noise; `poison` are (sample, value) pairs: that sample's first number is that value, say NaN."""
+    """A classifier of noise. `poison` holds (sample, value) pairs, as (3, NaN).
+
+    The first feature of the training sample becomes the value.
+    """
 
     def __init__(self, width: int = 16, poison: tuple[tuple[int, float], ...] = ()) -> None:
         self.width, self.poison = width, poison
@@ -58,7 +64,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One attempt at the run in the folder `run`: how it is saved, where it waits for a word, and when it dies by its own hand."""
+    """An attempt at the run in the folder `run`: how it saves, pauses, and kills itself."""
 
     run: str
     steps: int = STEPS

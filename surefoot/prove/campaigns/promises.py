@@ -1,4 +1,4 @@
-"""What surefoot promises, numbered, and the fault campaigns that put each promise to the test."""
+"""The numbered guarantees of surefoot, and the fault campaigns that test each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from surefoot.core.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """A promise in words; `cases` are the campaigns behind it."""
+    """A guarantee in words; `cases` are the campaigns that test it."""
 
     number: int
     name: str
@@ -63,7 +63,7 @@ PROMISES = (*KEPT, PROOF)
 
 
 def find_promise(number: str) -> Promise:
-    """The promise of that number. Raises InputError for one that is none."""
+    """Return the guarantee of that number. Raises InputError for an unknown number."""
     for promise in PROMISES:
         if number == str(promise.number):
             return promise

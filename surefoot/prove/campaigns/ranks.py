@@ -1,6 +1,7 @@
-"""Runs of several ranks under surefoot's own supervisor: killed, stopped, given numbers that are none, and gone on with by fewer or more.
+"""Runs of several ranks under surefoot's supervisor, with faults.
 
-Each trial is the command that a user types, with its processes; nothing of it is replaced.
+Ranks are killed, stopped, or given non-finite values, and runs resume with fewer or more ranks.
+Each trial runs the command that a user types, with its real processes.
 """
 
 from __future__ import annotations
@@ -35,22 +36,23 @@ from surefoot.prove.campaigns.workshop import KILLED, LOOK_S, PATIENCE_S, Worksh
 from surefoot.prove.outcome import Campaign, Result
 
 STEPS, EVERY, BATCH = 40, 4, 8
-PIECES = 4  # of each batch, summed in one order: the same bits on 1, 2 and 4 ranks
+PIECES = 4  # pieces of each batch, summed in one order: bitwise identical on 1, 2 and 4 ranks
 SIZES = (1, 2, 4)
 STALL_S, NAMED_S, GONE_S = 1.0, 6.0, 10.0
-LATER_S = 0.1  # after a commit, at most
+LATER_S = 0.1  # longest wait after a checkpoint
 RESTARTS = 3
-RANK = "surefoot:"  # and its number: what the process of a rank is called
-OWN = "state/random/"  # each rank draws for its own pieces alone
+RANK = "surefoot:"  # prefix of the process name of a rank, before its number
+OWN = "state/random/"  # random states, which differ between ranks: each rank draws for its pieces alone
 KINDS = ("loss", "gradient", "buffer")
 TASK = f"{__name__}:Spoiled"
 NOTHING: Mapping[str, Any] = {}
 
 
 class Spoiled(Probe):
-    """The probe, on rank `guilty` spoiled once, in the forward pass of this number; `sample` of the data holds `value` from the beginning.
+    """The probe with one fault on rank `guilty`, in its forward pass number `at`.
 
-    `kind` is what is no number then: a loss, the gradient of the output, a buffer of BatchNorm; or `dead`: the rank kills itself.
+    `kind` is what becomes non-finite: a loss, the gradient of the output, a buffer of BatchNorm; or
+    "dead": the rank kills itself. Independently, `sample` of the data holds `value` from the start.
     """
 
     def __init__(self, kind: str = "", guilty: int = 0, at: int = 0, sample: int = -1, value: str = "nan") -> None:
@@ -81,7 +83,10 @@ class Spoiled(Probe):
 
 @dataclass(frozen=True)
 class End:
-    """The run's end, as far as ranks must agree: the digests of its weights and moments, which samples each step took, its losses."""
+    """The end of a run, as far as ranks must agree.
+
+    It holds the digests of its tensors, the samples of each step, and its losses.
+    """
 
     tensors: dict[str, str]
     consumed: list[tuple[int, int]]
@@ -89,7 +94,7 @@ class End:
 
 
 class Command:
-    """`surefoot train` on some ranks, in a session of its own, which ends with the block."""
+    """`surefoot train` on some ranks, in a new session; leaving the context kills the processes."""
 
     def __init__(self, spec: Path, run: Path, ranks: int, *, restarts: int = RESTARTS) -> None:
         self.ranks, self.run = ranks, run
@@ -113,24 +118,27 @@ class Command:
 
     @property
     def said(self) -> str:
-        """What it wrote to standard error."""
+        """Text that the command wrote to standard error."""
         return self._said.read_text(errors="replace")
 
     def wait(self) -> int:
-        """Its exit code, below 0 for a signal. Raises TaskError where it takes too long."""
+        """Return the exit code of the command, below 0 for a signal.
+
+        Raises TaskError where the command takes too long.
+        """
         try:
             return int(self._process.wait(PATIENCE_S))
         except psutil.TimeoutExpired:
             raise TaskError(f"a run of {self.ranks} ranks hung: {self.said[-500:]}", hint="this is a fault of surefoot") from None
 
     def kill(self) -> int:
-        """SIGKILL to the supervisor alone; its exit code then."""
+        """Send SIGKILL to the supervisor alone; return its exit code."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._process.kill()
         return self.wait()
 
     def find_ranks(self) -> dict[int, psutil.Process]:
-        """The processes of its ranks, as far as they have begun; that of a single one is the command itself."""
+        """Return the processes of the started ranks; a single rank is the command itself."""
         found: dict[int, psutil.Process] = {0: self._process} if self.ranks == 1 else {}
         with contextlib.suppress(psutil.NoSuchProcess):
             for each in self._process.children(recursive=True):
@@ -140,14 +148,17 @@ class Command:
         return found
 
     def wait_for(self, what: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
-        """Until it is so; False where the command ended first, or it took too long."""
+        """Wait until `what` is true; return False if the command ends first or at a timeout."""
         until_s = time.monotonic() + patience_s
         while not (is_so := what()) and self._process.poll() is None and time.monotonic() < until_s:
             time.sleep(LOOK_S)
         return is_so
 
     def comes_to(self, step: int, draws: random.Random) -> bool:
-        """Wait for the commit of a step, with 0 for all ranks to be there, and then a moment more; False where it ended before."""
+        """Wait for the checkpoint of `step` (0: the start of all ranks), and a moment longer.
+
+        Return False if the command ended before.
+        """
         came = self.wait_for(
             lambda: len(self.find_ranks()) == self.ranks if step == 0 else max(manifest.steps(self.run), default=0) >= step
         )
@@ -156,7 +167,10 @@ class Command:
 
 
 def write_spec(folder: Path, given: Mapping[str, Any] = NOTHING, *, is_exact: bool = True) -> Path:
-    """The spec of a trial, with the arguments of its task; `is_exact`: the same bits on any number of ranks."""
+    """Write the spec of a trial, with the arguments of its task.
+
+    With `is_exact` results are bitwise identical on any number of ranks.
+    """
     spec = RunSpec.model_validate(
         {
             "task": {"use": TASK, **given}, "data": {"last_batch": "drop"},
@@ -172,14 +186,14 @@ def write_spec(folder: Path, given: Mapping[str, Any] = NOTHING, *, is_exact: bo
 
 
 def look(run: Path) -> End:
-    """How a run ended. Raises RunFolderError where it has no end."""
+    """Return how a run ended. Raises RunFolderError where it has no checkpoint of the last step."""
     held = Commit(run, STEPS).read("").items()
     tensors = {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in held if not name.startswith(OWN)}
     return End(tensors, read_consumed(run), {step: repr(loss) for step, loss in read_losses(run).items()})
 
 
 def find_golden(workshop: Workshop, given: Mapping[str, Any] = NOTHING) -> End:
-    """The unbroken run of one process; made once for what its task is given."""
+    """Return the end of the uninterrupted run of one process, made once per task arguments."""
 
     def run() -> End:
         with workshop.scratch("one") as folder, Command(write_spec(folder, given), folder / "run", 1) as one:
@@ -191,7 +205,7 @@ def find_golden(workshop: Workshop, given: Mapping[str, Any] = NOTHING) -> End:
 
 
 def judge(command: Command, golden: End) -> str | None:
-    """What is wrong with a run at its end."""
+    """Return what is wrong with a run at its end; None if it ended as the uninterrupted one."""
     if code := command.wait():
         return f"it ended with {code}: {command.said[-500:]}"
     if STEPS not in (steps := manifest.steps(command.run)):
@@ -202,12 +216,15 @@ def judge(command: Command, golden: End) -> str | None:
 
 
 def _moments(draws: random.Random, number: int) -> list[int]:
-    """Commits after which something happens, the first of them perhaps before step 1."""
+    """Return steps after whose checkpoints something happens; the first may be 0, before step 1."""
     return sorted(draws.sample(range(0, STEPS - EVERY, EVERY), number))
 
 
 def change_size(workshop: Workshop, seed: int) -> Result:
-    """Three attempts of 1, 2 or 4 ranks, each broken off by a kill of a rank or of the supervisor, then one that comes to its end."""
+    """Interrupt three attempts with 1, 2 or 4 ranks, then train a fourth to its end.
+
+    Each is interrupted by a kill of a rank or of the supervisor.
+    """
     draws = random.Random(seed)
     golden, sizes, fell = find_golden(workshop), list[int](), 0
     with workshop.scratch("sizes") as folder:
@@ -229,7 +246,10 @@ def change_size(workshop: Workshop, seed: int) -> Result:
 
 
 def poison_a_sample(workshop: Workshop, seed: int) -> Result:
-    """A number of one sample is none: every step that takes it is skipped by all ranks, as by one process."""
+    """Make a value of one sample non-finite.
+
+    All ranks must skip every step with that sample, as one process does.
+    """
     draws = random.Random(seed)
     given: dict[str, Any] = {"sample": draws.randrange(SAMPLES), "value": draws.choice(("nan", "inf", "-inf"))}
     ranks = draws.choice(SIZES[1:])
@@ -240,7 +260,10 @@ def poison_a_sample(workshop: Workshop, seed: int) -> Result:
 
 
 def poison_a_step(workshop: Workshop, seed: int) -> Result:
-    """On one rank a loss, a gradient or a buffer is none, once: all skip that step; what stays spoiled ends the run and is named."""
+    """Make a loss, a gradient or a buffer non-finite, once, on one rank.
+
+    All ranks must skip that step; a buffer that stays non-finite must end the run and be reported.
+    """
     draws = random.Random(seed)
     kind, ranks = KINDS[seed % len(KINDS)], draws.choice(SIZES[1:])
     given: dict[str, Any] = {"kind": kind, "guilty": draws.randrange(ranks), "at": draws.randint(16, STEPS - 2)}
@@ -255,7 +278,7 @@ def poison_a_step(workshop: Workshop, seed: int) -> Result:
 
 
 def find_poison(run: Path) -> str | None:
-    """The commit that holds a number that is none."""
+    """Return a message for a checkpoint that holds a non-finite value, or None."""
     for step in manifest.steps(run):
         for name, tensor in Commit(run, step).read("").items():
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -264,12 +287,16 @@ def find_poison(run: Path) -> str | None:
 
 
 def _skipped(run: Path) -> list[int]:
-    """The steps that were skipped, as the log has it."""
+    """Return the steps that the log records as skipped."""
     return [each.step for each in events.newest(events.read(run)) if isinstance(each, Fault) and each.fault == "nonfinite"]
 
 
 def stop_a_rank(workshop: Workshop, seed: int) -> Result:
-    """SIGSTOP to a rank at any time: it is named in time, and all begin anew by themselves, to the end of the unbroken run."""
+    """Send SIGSTOP to a rank at any time.
+
+    The rank must be named in time; all ranks must restart by themselves and end as the
+    uninterrupted run.
+    """
     draws = random.Random(seed)
     golden, ranks, (step,) = find_golden(workshop), draws.choice(SIZES[1:]), _moments(draws, 1)
     with workshop.scratch("stop") as folder, Command(write_spec(folder), folder / "run", ranks) as command:
@@ -279,14 +306,17 @@ def stop_a_rank(workshop: Workshop, seed: int) -> Result:
             there[victim].suspend()
         is_named = command.wait_for(lambda: f"rank {victim} of {ranks}" in command.said, STALL_S + NAMED_S)
         if not is_named and manifest.steps(command.run)[-1:] == [STEPS]:
-            return Result(fell=False)  # it was done before
+            return Result(fell=False)  # the run ended before the signal
         wrong = judge(command, golden) if is_named else f"it was not named in {STALL_S + NAMED_S:.0f} s: {command.said[-500:]}"
     told = f"rank {victim} of {ranks} stopped after step {step}"
     return Result(wrong and f"{told}: {wrong}", (f"{ranks} ranks", "later" if step else "first steps"))
 
 
 def kill_the_supervisor(workshop: Workshop, seed: int) -> Result:
-    """kill -9 of the supervisor: no rank is left, and the same command, given at once, comes to the end of the unbroken run."""
+    """Send SIGKILL to the supervisor.
+
+    No rank may be left, and the same command, run at once, must end as the uninterrupted run.
+    """
     draws = random.Random(seed)
     golden, ranks, (step,) = find_golden(workshop), draws.choice(SIZES[1:]), _moments(draws, 1)
     with workshop.scratch("orphans") as folder:
@@ -308,7 +338,10 @@ def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def kill_each_attempt(workshop: Workshop, seed: int) -> Result:
-    """A rank that is killed before every commit: after a number of attempts in vain the run ends, and says why."""
+    """Kill a rank before every checkpoint.
+
+    After several restarts without a new checkpoint the run must end and say why.
+    """
     draws = random.Random(seed)
     ranks = draws.choice((2, 3))
     given: dict[str, Any] = {"kind": "dead", "guilty": draws.randrange(ranks), "at": draws.randint(1, EVERY)}
@@ -324,7 +357,7 @@ def kill_each_attempt(workshop: Workshop, seed: int) -> Result:
 
 
 def missing() -> str | None:
-    """Why ranks cannot be found by name here."""
+    """Return why ranks cannot be found by their process name on this machine, or None."""
     return None if sys.platform.startswith("linux") else "it needs Linux, where a process tells its rank by its name"
 
 

@@ -1,4 +1,7 @@
-"""Several launchers in one run folder: one trains, the others end and name it; one that lost its lock commits nothing any more."""
+"""Several launchers in one run folder: one trains, the others exit and name it.
+
+A process that lost its lock commits no further checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,15 @@ from surefoot.prove.campaigns.workshop import LOOK_S, PATIENCE_S, Child, Golden,
 from surefoot.prove.outcome import Campaign, Result
 
 KINDS = ("all at once", "the owner is killed", "the lock is lost")
-HELD = 2 * EVERY + 1  # the step after which the owner waits while the others try
+HELD = 2 * EVERY + 1  # the step after which the owner waits while the others start
 MOST, STAGGER_S = 8, 0.3
 
 
 def launch_rivals(workshop: Workshop, seed: int) -> Result:
-    """2 to 8 launchers at about the same time; then, by the seed, the owner goes on, is killed, or loses its lock to another."""
+    """Start 2 to 8 launchers at about the same time.
+
+    Then, by the seed, the owner continues, is killed, or loses its lock to another process.
+    """
     draws = random.Random(seed)
     kind, count, golden = KINDS[seed % len(KINDS)], draws.randint(2, MOST), workshop.golden()
     with workshop.scratch("rivals") as folder:
@@ -37,7 +43,10 @@ def launch_rivals(workshop: Workshop, seed: int) -> Result:
 
 
 def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
-    """The one that trains, and what is wrong with the others: each must have ended by itself and have named it."""
+    """Return the process that trains, and what is wrong with the others.
+
+    Each other process must have exited by itself and have named the owner.
+    """
     until_s = time.monotonic() + PATIENCE_S
     left = children
     while len(left) > 1 and time.monotonic() < until_s:
@@ -57,19 +66,19 @@ def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
 
 
 def _go_on_as(kind: str, workshop: Workshop, attempt: Attempt, owner: Child, golden: Golden) -> str | None:
-    """What is wrong with how the run ends."""
+    """Let the run continue as `kind` says; return what is wrong with its end."""
     last = owner
     if kind == "the owner is killed":
         owner.kill()
-        owner.wait()  # as whoever starts a run again waits for its end: until then the kernel keeps the lock
-    if kind == "the lock is lost":  # as a file server forgets locks: the same bytes under the name, and another file
+        owner.wait()  # a user who restarts a run also waits for its end: until then the kernel keeps the lock
+    if kind == "the lock is lost":  # a file server loses locks like this: the same name and bytes, but another file
         lock = attempt.folder / runlock.FILE
         os.replace(shutil.copyfile(lock, attempt.folder / "forgotten"), lock)
     if kind != "all at once":
         last = workshop.train(attempt)
         last.wait_for(f"paused {HELD}")
     if kind == "the lock is lost":
-        before = _find_committed(attempt)  # of the other one a save may be under way
+        before = _find_committed(attempt)  # the other process may be saving
         owner.go()
         status, after = owner.wait(), _find_committed(attempt)
         if status != StorageError.exit_code or after != before:
@@ -84,7 +93,7 @@ def _go_on_as(kind: str, workshop: Workshop, attempt: Attempt, owner: Child, gol
 
 
 def _find_committed(attempt: Attempt) -> list[int]:
-    """The steps whose commits the first attempt has made."""
+    """Return the steps whose checkpoints the first attempt has made."""
     found = {step: manifest.read(manifest.step_folder(attempt.folder, step)) for step in manifest.steps(attempt.folder)}
     return [step for step, made in found.items() if made.generation == 1]
 

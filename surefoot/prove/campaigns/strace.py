@@ -1,4 +1,7 @@
-"""System calls of a process, watched and made to fail by strace (https://strace.io), which attaches to a child that waits."""
+"""System calls of a process, traced or made to fail by strace (https://strace.io).
+
+strace attaches to a child that waits.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ CALL = re.compile(r"^(\w+)\((.*)\) += (-?\d+)(.*)$")
 RESUMED = re.compile(r"^<\.\.\. (\w+) resumed>(.*)$")
 ARGUMENT = re.compile(r'(?:"[^"]*"|<[^>]*>|\[[^\]]*\]|\{[^}]*\}|[^,])+')  # with -xx no string holds a quote or a bracket
 UNFINISHED = " <unfinished ...>"
-LONGEST = 1 << 26  # bytes of a string that strace prints whole
+LONGEST = 1 << 26  # the most bytes of a string that strace prints
 
 
 @dataclass(frozen=True)
 class Call:
-    """One system call that returned: by which thread, what it was given (as strace prints it), what it gave."""
+    """A system call that returned: its thread, arguments (as strace prints them) and result."""
 
     thread: int
     name: str
@@ -41,7 +44,7 @@ class Call:
 
 
 def missing() -> str | None:
-    """Why calls cannot be traced here, None where they can."""
+    """Return why calls cannot be traced on this machine; None where they can."""
     if shutil.which("strace") is None:
         return "strace is not installed (Debian package strace)"
     done = subprocess.run(["strace", "-f", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
@@ -49,7 +52,7 @@ def missing() -> str | None:
 
 
 class Tracer:
-    """strace on a waiting child, as a context: attached when it begins; `calls` reads what was traced once the child is over."""
+    """strace on a waiting child, as a context; `calls` reads the trace once the child has ended."""
 
     def __init__(self, child: Child, out: Path, *options: str) -> None:
         self._child, self._out, self._options = child, out, options
@@ -79,7 +82,7 @@ class Tracer:
 
 
 def read(path: Path) -> Iterator[Call]:
-    """The calls of a trace in the order in which they ended; one that never ended is left out."""
+    """Yield the calls of a trace in the order in which they ended; unfinished ones are left out."""
     begun: dict[str, str] = {}
     with path.open(encoding="ascii", errors="replace") as lines:
         for thread, text in (hit.groups() for line in lines if (hit := LINE.match(line))):
@@ -93,7 +96,7 @@ def read(path: Path) -> Iterator[Call]:
 
 
 def split(arguments: str) -> list[str]:
-    """The arguments of a call, cut at the commas outside quotes and brackets.
+    """Split the arguments of a call at the commas outside of quotes and brackets.
 
     >>> split('AT_FDCWD, "\\\\x61, b", [{x=1, y=2}], O_RDONLY|O_CLOEXEC')
     ['AT_FDCWD', '"\\\\x61, b"', '[{x=1, y=2}]', 'O_RDONLY|O_CLOEXEC']
@@ -102,7 +105,7 @@ def split(arguments: str) -> list[str]:
 
 
 def unquote(text: str) -> bytes:
-    """The bytes of a string that strace printed with -xx.
+    """Return the bytes of a string that strace printed with -xx.
 
     >>> unquote('"\\\\x61\\\\x00"')
     b'a\\x00'
@@ -111,12 +114,12 @@ def unquote(text: str) -> bytes:
 
 
 def named(descriptor: str) -> str:
-    """The path that strace -y prints with a descriptor, `5<...>`."""
+    """Return the path that strace -y prints with a descriptor, `5<...>`."""
     return unquote(descriptor.partition("<")[2].partition(">")[0]).decode()
 
 
 def paths(call: Call) -> list[str]:
-    """The paths that a call of strace -y names, each below the folder whose descriptor stands before it."""
+    """Return the paths in a call of strace -y, each below the folder descriptor before it."""
     found, folder = [], ""
     for given in call.arguments:
         if given.startswith('"'):
@@ -126,7 +129,10 @@ def paths(call: Call) -> list[str]:
 
 
 def numbered(calls: Iterable[Call]) -> Iterator[tuple[str, int, Call]]:
-    """The name of each call, how many of that name its thread has made, which is what `when=` of strace counts, and the call."""
+    """Yield the name of each call, its count among calls of that name in its thread, and the call.
+
+    `when=` of strace uses the same count.
+    """
     counts = Counter[tuple[int, str]]()
     for call in calls:
         counts[call.thread, call.name] += 1
@@ -134,7 +140,10 @@ def numbered(calls: Iterable[Call]) -> Iterator[tuple[str, int, Call]]:
 
 
 def trace_a_save(workshop: Workshop, step: int, *options: str, variant: str = "plain") -> list[tuple[str, int, Call]]:
-    """The numbered calls from the end of a step to that of the next one, between which it is saved; traced once."""
+    """Return the numbered calls from the end of a step to the end of the next one, traced once.
+
+    The step is saved in between.
+    """
 
     def trace() -> list[tuple[str, int, Call]]:
         with workshop.scratch("calls") as folder:

@@ -1,4 +1,7 @@
-"""Where campaigns work: a scratch folder, the processes of trials, and the unbroken runs that trials are compared with."""
+"""Resources of fault campaigns: a scratch folder, processes of trials, and uninterrupted runs.
+
+Trials are compared with the uninterrupted runs.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,22 @@ from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.jobs import Job
 from surefoot.prove.campaigns.probe import STEPS, Attempt
 
-# what a run loads when it first needs it: loaded once, in the process that forks the trials
+# modules that a run imports late: imported once, in the process that forks the trials
 PRELOADED = (jobs.__name__, "torch._dynamo")
-PATIENCE_S = 60.0  # a trial that takes longer hangs
+PATIENCE_S = 60.0  # a trial that takes longer counts as hung
 LOOK_S = 0.01
 STATE = "state.json"
-TIMED = "clock.json"  # the one file of a commit that differs between runs that did the same steps
+TIMED = "clock.json"  # the only file of a checkpoint that differs between runs with the same steps
 KILLED = -int(signal.SIGKILL)
 Digests = Mapping[str, str]
 T = TypeVar("T")
 
 
 class Child:
-    """One forked trial: its marks, its output, its exit status. `is_over` once it has ended and all its marks were taken in."""
+    """A forked trial: its marks, its output, its exit status.
+
+    `is_over` is true once it has ended and all its marks were received.
+    """
 
     def __init__(self, job: Job, attempt: Attempt, said: Path, plant: Callable[[], None] | None) -> None:
         forks = multiprocessing.get_context("forkserver")
@@ -46,7 +52,10 @@ class Child:
         self.pid = self._process.pid or 0
 
     def wait_for(self, mark: str) -> bool:
-        """Until the child marks this; False where it ended first. Raises TaskError, once it is killed, for one that takes too long."""
+        """Wait until the child sends this mark; return False if it ends first.
+
+        Kills a child that takes too long and raises TaskError.
+        """
         until_s = time.monotonic() + PATIENCE_S
         while mark not in self.marks and not self.is_over:
             if not self._listen(until_s - time.monotonic()):
@@ -54,14 +63,14 @@ class Child:
         return mark in self.marks
 
     def ends_within(self, patience_s: float) -> bool:
-        """Whether it ends in that many seconds; it is left running where it does not."""
+        """Return whether the child ends within `patience_s` seconds; if not, it is left running."""
         until_s = time.monotonic() + patience_s
         while not self.is_over and self._listen(until_s - time.monotonic()):
             pass
         return self.is_over
 
     def wait(self) -> int:
-        """Its exit status, below 0 for a signal. Raises TaskError for a child that takes too long."""
+        """Return the exit status, below 0 for a signal. Raises TaskError for a child that hangs."""
         if not self.ends_within(PATIENCE_S):
             raise self._hung()
         self._process.join()
@@ -71,7 +80,7 @@ class Child:
         return self._process.exitcode or 0
 
     def _listen(self, patience_s: float) -> bool:
-        """Take in the next mark, or the end; False where neither came."""
+        """Receive the next mark, or the end of the child; return False if neither came in time."""
         if not self._pipe.poll(max(0.0, patience_s)):
             return False
         try:
@@ -85,8 +94,8 @@ class Child:
         return TaskError(f"a trial hung after {self.marks[-3:]}: {self.said[-500:]}", hint="this is a fault of surefoot")
 
     def go(self) -> None:
-        """Give the word that a paused child waits for."""
-        with contextlib.suppress(OSError):  # it may be over
+        """Send the message that a paused child waits for."""
+        with contextlib.suppress(OSError):  # the child may have ended
             self._pipe.send_bytes(b"go")
 
     def send(self, number: int) -> None:
@@ -94,25 +103,25 @@ class Child:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to the child, and to the whole session that it leads."""
+        """Send SIGKILL to the child and to the session that it leads."""
         self.send(signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     @property
     def steps(self) -> list[int]:
-        """The steps that it has done."""
+        """Steps that the child has done."""
         return [int(mark.removeprefix("step ")) for mark in self.marks if mark.startswith("step ")]
 
     @property
     def said(self) -> str:
-        """What it wrote so far, with the error it ended with."""
+        """Output of the child so far, with the error that ended it."""
         return self._said.read_text(errors="replace") if self._said.exists() else self._words
 
 
 @dataclass(frozen=True)
 class Golden:
-    """The unbroken run: the digests of each step's state, the ledger and the losses."""
+    """The uninterrupted run: the digests of each step's state, the ledger and the losses."""
 
     states: Mapping[int, Digests]
     consumed: Sequence[tuple[int, int]]
@@ -120,7 +129,10 @@ class Golden:
 
 
 class Workshop:
-    """The scratch folder of campaigns and what they share. `plant` breaks something in each trial first; tests set it."""
+    """The scratch folder of campaigns and the objects that trials share.
+
+    `plant` breaks something in each trial first; tests set it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -129,7 +141,11 @@ class Workshop:
         self._number = 0
 
     def once(self, key: object, make: Callable[[], T], *, planted: bool = False) -> T:
-        """What a campaign prepares once: an unbroken run, a trace, a run to be damaged; without the planted fault, unless `planted`."""
+        """Return the object that `make` prepares, made once per `key`.
+
+        It is made without the planted fault, unless `planted`. Examples are an uninterrupted run, a
+        trace and a run to be damaged.
+        """
         if key not in self._made:
             plant, self.plant = self.plant, self.plant if planted else None
             try:
@@ -140,14 +156,14 @@ class Workshop:
         return made
 
     def fresh(self, name: str) -> Path:
-        """A new folder below the scratch folder."""
+        """Create a new folder below the scratch folder."""
         self._number += 1
         made = self.folder / f"{name}-{self._number}"
         made.mkdir(parents=True)
         return made
 
     def fork(self, job: Job, attempt: Attempt) -> Child:
-        """Begin a job in a child, with the planted fault, if there is one."""
+        """Start a job in a child, with the planted fault if there is one."""
         self._number += 1
         return Child(job, attempt, self.folder / f"said-{self._number}", self.plant)
 
@@ -155,7 +171,7 @@ class Workshop:
         return self.fork(jobs.train, attempt)
 
     def golden(self, variant: str = "plain", width: int = 16) -> Golden:
-        """The unbroken run, which saves after every step and keeps it all."""
+        """Return the uninterrupted run, which saves after every step and keeps every checkpoint."""
         return self.once(("golden", variant, width), lambda: self._make_golden(variant, width))
 
     def _make_golden(self, variant: str, width: int) -> Golden:
@@ -168,7 +184,7 @@ class Workshop:
 
     @contextlib.contextmanager
     def scratch(self, name: str) -> Iterator[Path]:
-        """A folder for one trial, deleted after it."""
+        """Yield a folder for one trial, and delete it afterwards."""
         made = self.fresh(name)
         try:
             yield made
@@ -177,7 +193,10 @@ class Workshop:
 
 
 def digests(run: Path, step: int) -> Digests:
-    """The digest of each file of a commit that does not hold times. Raises RunFolderError."""
+    """Return the digest of each file of a checkpoint, except of the file that holds times.
+
+    Raises RunFolderError.
+    """
     return {entry.name: entry.sha256 for entry in manifest.read(manifest.step_folder(run, step)).files if entry.name != TIMED}
 
 
@@ -190,7 +209,10 @@ def read_losses(run: Path) -> dict[int, float | None]:
 
 
 def find_damage(run: Path, golden: Golden) -> str | None:
-    """What is wrong with the commits that can be seen: one that does not verify, or whose state is not that of its step."""
+    """Return what is wrong with the visible checkpoints: a failed check, or another state.
+
+    Return None if every one verifies and has the state that the uninterrupted run had at its step.
+    """
     for step in manifest.steps(run):
         folder = manifest.step_folder(run, step)
         try:
@@ -198,14 +220,17 @@ def find_damage(run: Path, golden: Golden) -> str | None:
         except RunFolderError as error:
             return f"a commit that can be seen is damaged: {error.message}"
         differing = {name for name, _ in digests(run, step).items() ^ golden.states.get(step, {}).items()}
-        # SIGTERM may come before the evaluation of a step, as its commit then says itself
+        # SIGTERM may come before the evaluation of a step; its checkpoint then records this
         if differing and (differing != {STATE} or not json.loads((folder / STATE).read_text())["scores"]["owed"]):
             return f"the commit of step {step} holds another state than the unbroken run had: {differing}"
     return None
 
 
 def look_at(run: Path, golden: Golden) -> str | None:
-    """Right after a fault, before anything mends it: what can be seen is whole, and what was committed last is there, or a later one."""
+    """Return what is wrong with a run right after a fault, before anything repairs it.
+
+    Visible checkpoints must be whole, and the last acknowledged one, or a later one, must be there.
+    """
     past = list(events.read(run)) if (run / events.FILE).is_file() else []
     acknowledged, steps = [event.step for event in past if isinstance(event, Committed)], manifest.steps(run)
     if acknowledged and max(steps, default=-1) < acknowledged[-1]:
@@ -214,7 +239,7 @@ def look_at(run: Path, golden: Golden) -> str | None:
 
 
 def find_difference(run: Path, golden: Golden) -> str | None:
-    """Where a run that came to its end differs from the unbroken one: states, ledger, losses."""
+    """Return where a finished run differs from the uninterrupted one: states, ledger or losses."""
     if STEPS not in manifest.steps(run):
         return f"the last step {STEPS} is not committed: {manifest.steps(run)}"
     same = {"ledger": read_consumed(run) == list(golden.consumed), "losses": read_losses(run) == golden.losses}
@@ -228,9 +253,12 @@ def _is_finished(run: Path) -> bool:
 
 
 def go_on(workshop: Workshop, attempt: Attempt, golden: Golden) -> str | None:
-    """Start the run again, let it come to its end, and hold it against the unbroken one; it must begin after its newest commit."""
+    """Restart the run, let it end, and compare it with the uninterrupted run.
+
+    It must resume after its newest checkpoint. Return what is wrong, or None.
+    """
     newest = max(manifest.steps(attempt.folder), default=0)
-    if _is_finished(attempt.folder):  # the fault fell after the end was written; another start would begin another run
+    if _is_finished(attempt.folder):  # the fault came after the end was recorded; a restart would start a new run
         return find_difference(attempt.folder, golden)
     child = workshop.train(attempt)
     status = child.wait()

@@ -1,4 +1,7 @@
-"""The ladder: what each optimisation brings here, one at a time from the plain loop up, and whether it leaves the numbers alone."""
+"""The ladder: experiments that add one optimization (a rung) at a time to a plain loop.
+
+Each one measures the gain on this machine, and checks that the results stay the same.
+"""
 
 from surefoot.prove.ladder.climb import Ladder, Result, climb_ladder
 from surefoot.prove.ladder.compiled import verify_compiled

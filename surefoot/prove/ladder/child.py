@@ -1,6 +1,9 @@
-"""What a process that checks a rung runs: the tensors of a few steps, or the scores of short runs, for several seeds.
+"""Child process that checks a rung, for several seeds.
 
-`python -m surefoot.prove.ladder.child tensors|scores|states SPEC --steps N --report FILE --run DIR --seed N ...`
+It reports the tensors of a few steps, or the scores of short runs.
+
+    python -m surefoot.prove.ladder.child tensors|scores|states SPEC
+        --steps N --report FILE --run DIR --seed N ...
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from surefoot.train.run import Run
 from surefoot.trial import capture, write_report
 from surefoot.trial.arm import told_apart
 
-COMPARED_STEPS = 2  # from a state: the second has the first's update in it
+COMPARED_STEPS = 2  # steps from a state: the second one uses the weights that the first one updated
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Do what `words` (the command line's) ask for, and report it."""
+    """Run the check that `words` (the command line) name, and write the report."""
     asked = _parser().parse_args(words)
     spec = spec_file.read_written(asked.spec)
     if asked.what == "scores":
@@ -71,10 +74,12 @@ def _report_scores(spec: RunSpec, asked: argparse.Namespace) -> None:
 
 
 def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float | None) -> dict[str, np.ndarray]:
-    """Loss, gradients and weights after the first and the last of `steps` steps; of a further seed (`number` > 0) its first gradients.
+    """Return loss, gradients and weights after the first and the last of `steps` steps.
 
-    With `unit` every weight, and whatever a module gives on and back, is off by up to so large a share: rounding to a format whose
-    unit it is does no more. Raises TaskError where the spec compiles, and nothing was.
+    For a further seed (`number` > 0), return the first gradients alone. With `unit` every weight,
+    and every module's output and its gradient, is multiplied by 1 + r with random |r| <= `unit`:
+    rounding to a format with that unit changes them no more. Raises TaskError where the spec
+    compiles, and nothing was compiled.
     """
     found: dict[str, np.ndarray] = {}
     with Run(spec, folder=folder, quiet=True) as run:
@@ -95,11 +100,13 @@ def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float
 
 
 def states(spec: RunSpec, folder: Path, *, seeds: Sequence[int], steps: int, units: Sequence[float]) -> dict[str, np.ndarray]:
-    """Loss, gradients, weights and buffers of two steps from states that plain steps led to: none, `steps` of them, twice as many ...
+    """Return loss, gradients, weights and buffers of two steps from several states.
 
-    Since those are neither compiled nor blurred, what is compared starts from the same bits, and a difference has no time to grow. With
-    `units` also, as `floor/...`, each tensor of that draw of rounding which moved it furthest: the next draw takes the next unit.
-    Raises TaskError where the spec compiles, and nothing was.
+    The states are those after 0, `steps`, 2 x `steps`, ... plain steps. Plain steps are neither
+    compiled nor blurred, so that each comparison starts from the same bits and differences have no
+    time to grow. With `units`, draw i of simulated rounding uses unit i, and `floor/...` holds each
+    tensor from the draw that moved it furthest. Raises TaskError where the spec compiles, and
+    nothing was compiled.
     """
     found: dict[str, np.ndarray] = {}
     for number, seed in enumerate(seeds):
@@ -155,7 +162,10 @@ def _take(run: Run, report: StepReport) -> dict[str, np.ndarray]:
 
 
 def with_masters(model: torch.nn.Module, taken: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
-    """What was captured, of weights that have masters those: what the update is given and moves."""
+    """Replace captured weights and gradients by those of the master weights, where there are any.
+
+    The optimizer step reads the masters' gradients and changes the masters.
+    """
     for name, parameter in model.named_parameters():
         master = master_of(parameter)
         if master is not parameter:
@@ -165,9 +175,10 @@ def with_masters(model: torch.nn.Module, taken: dict[str, np.ndarray], step: int
 
 
 def blur(model: torch.nn.Module, unit: float, seed: int) -> None:
-    """Move every weight now, and the output of every innermost module and its gradient from now on, by a random share up to `unit`.
+    """Change every weight now, and the output of each leaf module and its gradient from now on.
 
-    An output that lies between -1 and 1 stays there: rounding makes no probability larger than 1 either.
+    Each value changes by a random share up to `unit`. An output between -1 and 1 stays in that
+    range: rounding makes no probability larger than 1 either.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -191,7 +202,7 @@ def blur(model: torch.nn.Module, unit: float, seed: int) -> None:
 
 
 class _Blurred(torch.autograd.Function):
-    """A tensor blurred on its way forward, and its gradient on its way back."""
+    """Autograd function that blurs a tensor, and in the backward pass its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, blurred: Any) -> Tensor:

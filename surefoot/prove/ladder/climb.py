@@ -1,7 +1,8 @@
-"""The climb: from the plain loop up, one rung at a time; each is checked, measured, and kept or thrown out in public.
+"""The ladder's loop: each rung is checked, measured, and kept or rejected, from the plain loop up.
 
-A rung first has its numbers checked, in a process of its own. Then it runs interleaved with the rung below it and with the start,
-each in fresh processes, until its interval is clear. What gains is last held against the start by its score.
+A rung's results are first checked, in a separate process. Then it runs interleaved with the rung
+below it and with the baseline, each in fresh processes, until its interval is clear. Finally the
+score of a rung that gains is compared with that of the baseline.
 """
 
 from __future__ import annotations
@@ -25,10 +26,8 @@ from surefoot.prove.ladder.workbench import BELOW, START, Measure, Settings, Tel
 from surefoot.trial import Trial, find_conditions
 from surefoot.trial.arm import REFUSED, num_ranks
 
-SAME_WORK = (
-    0.99  # of the items that the losses of the start count for a sample: where a run ends in a text moves the last per cent
-)
-WORTH = 0.99  # what of the rung below it a rung may take to be pursued beyond a look
+SAME_WORK = 0.99  # of the baseline's items per sample: the last text of a run, which may be cut, changes 1 %
+WORTH = 0.99  # the highest ratio to the rung below with which a rung is measured beyond an interim analysis
 MEASURES: tuple[Measure, ...] = ("time", "wall", "memory", "startup")
 PURPOSES: Mapping[str, Measure] = {"time": "time", "wall time": "wall", "memory": "memory"}
 Standing = Literal["kept", "rejected", "skipped"]
@@ -37,7 +36,10 @@ Ratios = Mapping[Measure, Interval | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a rung: `step` are its ratios to the rung below, `total` to the start; None where it was not measured."""
+    """Result of a rung: `step` holds its ratios to the rung below, `total` those to the baseline.
+
+    Ratios are None where they were not measured.
+    """
 
     rung: Rung
     standing: Standing
@@ -54,13 +56,17 @@ class Result:
 
     @property
     def is_measured(self) -> bool:
-        """Whether anything of the rung was measured: its numbers, or its time."""
+        """Whether the rung's results or its time were measured."""
         return self.parity.verdict != "not measured" or any(ratio is not None for ratio in self.step.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """A climb as far as it is. `left_out` holds, for each kept rung, the time of the best to that of the best without it."""
+    """A ladder so far.
+
+    `left_out` holds, for each kept rung, the time of the best spec over that of the best without
+    it.
+    """
 
     spec: str
     start: RunSpec
@@ -78,19 +84,19 @@ class Ladder:
 
 
 class Climb:
-    """Decides about one rung after the other, each on top of those that were kept."""
+    """The decisions about one rung after the other, each on top of the kept rungs."""
 
     def __init__(self, start: RunSpec, bench: Workbench, tell: Tell) -> None:
         self.start = self.below = self._ground = start
         self._ground_name = START
         self._bench, self._tell = bench, tell
         self._kept: list[Rung] = []
-        self._tensors: dict[int | None, Arrays] = {}  # of the ground, by the pieces that it is cut into
+        self._tensors: dict[int | None, Arrays] = {}  # tensors of the reference, by the size of the pieces of its batch
         self._blurred: dict[tuple[int | None, float], Arrays] = {}
-        self._scores: dict[range, Scores | None] = {}  # of the start, by the seeds
+        self._scores: dict[range, Scores | None] = {}  # scores of the baseline, by the seeds
 
     def climb(self, rung: Rung) -> Result:
-        """Check and measure a rung; from now on the others stand on it, if it is kept."""
+        """Check and measure a rung; if it is kept, further rungs are added to it."""
         before = self._bench.num_runs
         if not rung.is_here:
             return _unmeasured(rung, "skipped", f"needs {rung.needs}, which is not here")
@@ -121,14 +127,16 @@ class Climb:
     def _keep(self, rung: Rung, spec: RunSpec) -> None:
         self._kept.append(rung)
         self.below = spec
-        if rung.kind == "algorithm":  # no rung above it has the numbers of the start
+        if rung.kind == "algorithm":  # no rung above it computes what the baseline does
             self._ground, self._ground_name, self._tensors, self._blurred = spec, rung.name, {}, {}
 
     def _check(self, rung: Rung, spec: RunSpec) -> Verdict:
-        """The gate's verdict on gradients and weights; a rung that crashes, or is refused, is not measured.
+        """Return the gate's verdict on gradients and weights.
 
-        Several ranks compute a batch in pieces, each with a dropout and a BatchNorm of its own; so their numbers are held against those
-        of one process that computes the same pieces. What the pieces themselves do to a run, its score says.
+        A rung that crashes, or is refused, is not measured. Several ranks compute a batch in
+        pieces, each piece with separate dropout and BatchNorm. Therefore their results are compared
+        with those of one process that computes the same pieces. The score shows how the pieces
+        change a run.
         """
         if rung.kind == "algorithm":
             return gate.judge(rung.kind, {}, {}, {})
@@ -146,7 +154,10 @@ class Climb:
         return gate.judge(kind, self._tensors[piece], self._blurred[piece, unit], found)
 
     def _floor(self, ground: RunSpec, unit: float) -> Arrays:
-        """The ground under simulated rounding; nothing where it cannot run so, as one that checks its own outputs to the last bit."""
+        """Return the reference tensors under simulated rounding; {} where it cannot run so.
+
+        A model that checks its outputs to the last bit, for example, cannot.
+        """
         try:
             return self._bench.tensors(f"{self._ground_name} blurred", ground, unit=unit)
         except TaskError as error:
@@ -155,7 +166,10 @@ class Climb:
             return {}
 
     def _is_over(self, trial: Trial, rung: Rung) -> bool:
-        """Whether it crashed, or its interval is clear, or too many pairs went against it for any interval to show a gain."""
+        """Return whether to stop measuring: the rung crashed, or its interval is clear.
+
+        Also true if too many pairs went against the rung for any interval to show a gain.
+        """
         if trial.failure(rung.name) is not None:
             return True
         mine, theirs = trial.pairs(rung.name, BELOW, self._bench.key(PURPOSES[rung.purpose]))
@@ -168,7 +182,10 @@ class Climb:
     def _reason_against(
         self, rung: Rung, spec: RunSpec, trial: Trial, parity: Verdict, step: Ratios
     ) -> tuple[str | None, Score | None]:
-        """Why a rung may not stay, if it may not; its score is taken only where nothing else speaks against it."""
+        """Return why a rung may not stay (None if it may), and its score.
+
+        The score is computed only where nothing else speaks against the rung.
+        """
         failure = trial.failure(rung.name)
         if failure is not None:
             ended, _, error = failure.partition(": ")
@@ -188,7 +205,7 @@ class Climb:
         return (f"its {score.words}" if score.is_worse else None), score
 
     def _score(self, rung: Rung, spec: RunSpec) -> Score | None:
-        """The scores of a few seeds against the start's."""
+        """Compare the scores of a few seeds with the baseline's."""
 
         def take(seeds: range) -> tuple[Scores | None, Scores | None]:
             self._tell(f"{rung.name}: its score after {self._bench.num_samples:,} samples, {len(seeds)} seeds")
@@ -222,7 +239,7 @@ class Climb:
         return {"cpu_s_per_sample": "CPU time", "wall_s_per_sample": "time"}.get(key, "peak memory")
 
     def leave_one_out(self) -> dict[str, Interval]:
-        """For each kept rung the time of all of them to that of all the others: what it brings beside them."""
+        """Return, for each kept rung, the time of all kept rungs over that of all but this one."""
         if len(self._kept) < 2:
             return {}
         specs = {"best": self.below}
@@ -238,9 +255,11 @@ class Climb:
 
 
 def is_settled(ratios: Sequence[float], most: int) -> bool:
-    """Whether so many pairs of at most `most` settle a rung: a look at which its interval is clear, or a gain can no longer be shown.
+    """Return whether the pairs so far, of at most `most`, settle a rung.
 
-    One that brings less than a hundredth so far is not pursued: to show so little takes more runs than it saves.
+    They do at an interim analysis where the interval is clear, or a gain can no longer be shown. A
+    rung that gains less than a hundredth so far is not pursued: to show so little takes more runs
+    than it saves.
 
     >>> is_settled([0.9] * 7, 15), is_settled([0.9] * 6, 15), is_settled([1.1] * 7, 15), is_settled([0.9] * 5 + [1.1] * 2, 15)
     (True, False, True, False)
@@ -255,7 +274,10 @@ def is_settled(ratios: Sequence[float], most: int) -> bool:
 
 
 def find_piece(spec: RunSpec) -> int | None:
-    """The samples that a rank of several computes at once; None for one process, and for a batch that grows."""
+    """Return the samples that one of several ranks computes at once.
+
+    Return None for one process, and for a batch that grows.
+    """
     ranks = num_ranks(spec)
     if ranks == 1 or spec.train.ramp:
         return None
@@ -263,18 +285,21 @@ def find_piece(spec: RunSpec) -> int | None:
 
 
 def _refused(words: str) -> str:
-    """From where `words` say that this spec is refused here; nothing where they do not."""
+    """Return the part of `words` that says why this spec is refused; "" where there is none."""
     _, refused, why = words.partition(REFUSED)
     return f"{refused}{why}"
 
 
 def _standing(reason: str | None) -> Standing:
-    """What becomes of a rung for `reason`; one that the task or the machine refuses was not tried."""
+    """Return the standing of a rung for `reason`; one that task or machine refuses is skipped."""
     return "kept" if reason is None else "skipped" if reason.startswith(REFUSED) else "rejected"
 
 
 def find_skipped_work(trial: Trial, name: str) -> str | None:
-    """What of the work on a sample was left out, as the run's own counts say: items of the loss, updates."""
+    """Return which work per sample a rung left out, by the counts of its runs, or None.
+
+    The counts are items of the loss and optimizer steps.
+    """
     for measure, what, least in (
         ("items_per_sample", "items that its losses count", SAME_WORK),
         ("applied_share", "updates", 1.0),
@@ -292,7 +317,10 @@ def _unmeasured(rung: Rung, standing: Standing, reason: str, num_runs: int = 0, 
 
 
 def order_rungs(chosen: Sequence[Rung], given: Sequence[Rung]) -> list[Rung]:
-    """The rungs `chosen`, then those `given`; where the former end with several ranks, these come last, since they take no turns."""
+    """Return the rungs `chosen`, then those `given`.
+
+    Rungs of several ranks at the end of `chosen` come last, since they are not measured in turns.
+    """
     split = len(chosen)
     while split and chosen[split - 1].takes_ranks:
         split -= 1
@@ -303,11 +331,13 @@ def climb_ladder(
     name: str, spec: RunSpec, settings: Settings, folder: Path, *, given: Sequence[Rung] = (), names: Sequence[str] | None = None,
     leave_one_out: bool = False, tell: Tell, decided: Callable[[Ladder], None],
 ) -> Ladder:  # fmt: skip
-    """Climb the rungs called `names` (None: every one), then those `given`; given alone, only those. `decided` hears of each rung.
+    """Try the rungs called `names` (None: every one), then those `given`.
 
-    Rungs of several ranks that stand last stay last.
+    With `given` and without `names`, only the given ones are tried. `decided` is called after each
+    rung. Rungs of several ranks at the end stay last.
 
-    Raises InputError for a rung that no spec can have, TaskError for a start that does not run; nothing has been measured by then.
+    Raises InputError for a rung that no spec can have, TaskError for a baseline that does not run;
+    nothing has been measured by then.
     """
     start, cores = rungs.plain(spec), int(find_conditions(())["cores"])
     named = rungs.choose(names, rungs.find_rungs(start, device="cpu", cores=cores)) if names is not None else ()

@@ -1,8 +1,10 @@
-"""Does what is compiled compute what eager mode does? The tensors of both, from the same batches and states, through the ladder's gate.
+"""Comparison of a compiled step with eager mode by the ladder's gate, tensor by tensor.
 
-Where a number lies on an edge, as two equal ones do for a maximum, the last bit decides between two gradients, and no bound on
-rounding covers that. So both start each time from the same bits, where simulated rounding meets the same edges, and several draws of
-it say what is allowed: for fp32 of up to four units, since a compiled sum goes in another order.
+Both start from the same batches and states. Where a value is on an edge, as two equal inputs of a
+maximum are, the last bit decides between two gradients, and no bound on rounding covers that. So
+both start each time from the same bits, where simulated rounding meets the same edges, and several
+draws of simulated rounding give the allowed difference: for fp32 up to four units, since a compiled
+sum has another order.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from surefoot.prove.ladder.gate import Verdict
 from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
 from surefoot.trial import check_finite
 
-UNITS = {"fp32": (1, 2, 4, 4)}  # of a draw; in formats of fewer bits a compiled step rounds less often than eager mode does
+UNITS = {"fp32": (1, 2, 4, 4)}  # units per draw; with fewer bits a compiled step rounds less often than eager mode does
 FLOOR = "floor/"
 
 
 def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec, Verdict]:
-    """Hold `spec` compiled, all of its model where it compiles nothing, against the same in eager mode; gives the spec that was tried.
+    """Compare `spec` compiled with `spec` in eager mode; return the compiled spec and the verdict.
 
-    What cannot be compiled is an error here: it would be compared with itself. Raises SpecError for a task without a name, TaskError
-    where one of the two does not run.
+    The whole model is compiled where the spec compiles nothing. A part that cannot be compiled is
+    an error, since it would be compared with itself. Raises SpecError for a task without a name,
+    TaskError where one of the two does not run.
     """
     if spec.task.use is None:
         raise SpecError(

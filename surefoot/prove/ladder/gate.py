@@ -1,15 +1,19 @@
-"""The parity gate: may this rung's numbers pass for those of the start? Arrays of both in, a verdict with the worst tensor out.
+"""The parity gate: are the results of a rung as good as those of the baseline?
 
-What rounding comes to is measured and not guessed: a third run of the start has its weights, the output of every module and every
-gradient on its way back moved by random shares of the format's unit (`blur` in `child`). That is the floor of
+It takes arrays of both and returns a verdict with the worst tensor. The effect of rounding is
+measured: a third run of the baseline has its weights, the output of every module and every gradient
+in the backward pass moved by random shares of the format's unit (`blur` in `child`). The resulting
+difference is called a floor. There are two bounds:
 
-- *nothing*: loss, gradients and weights after a step, gradients of further batches, and all of it after K steps are equal to 1e-5,
-  or off by no more than three floors of 32-bit rounding;
-- *rounding*: the same floor for the format that the rung computes in. No gradient is off by more than three floors (2-norm, so its
-  direction is bounded too), no slice of one is off to the same side in all batches by more than three, nor is the way of K steps.
+- *nothing*: loss, gradients and weights after a step, gradients of further batches, and all of
+  these after K steps are equal to 1e-5, or off by no more than three floors of 32-bit rounding;
+- *rounding*: the same with the floor of the format that the rung computes in. No gradient is off by
+  more than three floors (2-norm, so its direction is bounded too), no slice of a gradient is off to
+  the same side in all batches by more than three, nor is the change of the weights over K steps.
 
-A slice is what belongs to one output of a layer. Over all batches its part along the true gradient is (sum of <g, g'>) / (sum of
-<g, g>): 1 where only rounding differs, 0 where it was zeroed, whatever the loss says.
+A slice belongs to one output of a layer. Over all batches its part along the true gradient is (sum
+of <g, g'>) / (sum of <g, g>): 1 where only rounding differs, 0 where it was zeroed, whatever the
+loss is.
 """
 
 from __future__ import annotations
@@ -35,22 +39,22 @@ UNITS = {
     "fp16": 2.0**-11,
     "bf16": 2.0**-8,
     "float8": 2.0**-4,
-}  # of the last place of 1.0, as rounding may be off
-SMALL_SLICE = 0.25  # of the mean slice: below that a slice is measured against it, since what cancels is all rounding
-SPREADS = 2.0  # by so many standard deviations of the start's own runs a score may be worse
+}  # unit in the last place of 1.0
+SMALL_SLICE = 0.25  # share of the mean slice: a smaller slice is compared with this share, since it is mostly rounding
+SPREADS = 2.0  # a score may be worse by 2 standard deviations of the baseline's scores
 LEAST_SEEDS = 3
-FURTHER = 2  # times as many seeds are asked where the first ones call a score worse
+FURTHER = 2  # factor of further seeds where the score of the first ones is worse
 
 
 def unit_of(compute: str) -> float:
-    """The unit of a format; that of bf16 for one that is not known."""
+    """Return the unit in the last place of a format at 1.0; that of bf16 for an unknown format."""
     return UNITS.get(compute, UNITS["bf16"])
 
 
 def bound_of(kind: Kind, compute: str) -> tuple[Kind, float]:
-    """What a rung of this kind is held to where its spec computes in `compute`, and the unit of its floor.
+    """Return the bound for a rung of this kind whose spec computes in `compute`, and its unit.
 
-    Over a rung that rounds, none has the numbers of the start more closely than its format allows.
+    Above a rung that rounds, no rung matches the baseline more closely than its format allows.
     """
     if kind == "nothing" and compute == "fp32":
         return kind, UNITS["fp32"]
@@ -59,7 +63,7 @@ def bound_of(kind: Kind, compute: str) -> tuple[Kind, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One thing that is off by `off` and may be by `allowed`."""
+    """A comparison: `what` is off by `off`, and at most `allowed` is allowed."""
 
     what: str
     off: float
@@ -74,7 +78,10 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the gate says; `worst` is how many times what is allowed the worst of all `claims` is off, which stands first."""
+    """The verdict of the gate.
+
+    `worst` is the largest ratio of `off` to `allowed`, which the first of `claims` has.
+    """
 
     verdict: Literal["passes", "fails", "does not apply", "not measured"]
     words: str
@@ -83,9 +90,10 @@ class Verdict:
 
 
 def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> Verdict:
-    """The verdict on the tensors of a rung of kind *nothing* or *rounding*; `blurred` is the start under simulated rounding.
+    """Return the verdict on the tensors of a rung of kind *nothing* or *rounding*.
 
-    A floor that was not measured, or is not finite where the start is, allows no rounding at all: it would allow anything.
+    `blurred` is the baseline under simulated rounding. A floor that was not measured, or is not
+    finite where the baseline is, allows no rounding at all, since it would allow anything.
     """
     if kind == "algorithm":
         return Verdict(verdict="does not apply", words="another algorithm has other gradients: its score decides")
@@ -111,7 +119,7 @@ def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> Verdict:
 
 
 def _has_floor(start: Arrays, blurred: Arrays) -> bool:
-    """Whether simulated rounding left finite what is finite in the start."""
+    """Return whether simulated rounding left everything finite that is finite in the baseline."""
     return start.keys() == blurred.keys() and all(
         np.isfinite(_wide(blurred[name])[np.isfinite(_wide(start[name]))]).all() for name in start
     )
@@ -126,9 +134,11 @@ def _equal(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
 
 
 def _floors_of_losses(start: Arrays, blurred: Arrays) -> dict[str, float]:
-    """A loss is one number, whose single draw of a floor may be next to nothing by chance.
+    """Return a minimum of the floor of each loss.
 
-    So it is no less than this: by as large a share as the weights' way is off under rounding, what the loss lost on it may be off too.
+    A loss is one value, so the floor of a single draw may be close to zero by chance. The minimum
+    follows from the weights: the share by which rounding changes their total movement is also
+    allowed for the decrease of the loss.
     """
     length = _norm(_way(start))
     if not length:
@@ -140,7 +150,7 @@ def _floors_of_losses(start: Arrays, blurred: Arrays) -> dict[str, float]:
 
 
 def _near(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
-    """Each gradient as a whole, and the way that the weights went in the steps after the first."""
+    """Compare each gradient as a whole, and the change of the weights after the first step."""
     for number, name in _gradients(start):
         key = f"batch/{number}/{name}"
         scale = max(_norm(start[key]), 1e-3 * _typical(start, number) * float(np.sqrt(start[key].size)))
@@ -157,7 +167,7 @@ def _near(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
 
 
 def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
-    """Each gradient's worst slice over all batches together: off to the same side each time."""
+    """Compare each gradient's worst slice over all batches: off to the same side each time."""
     names = dict.fromkeys(name for _, name in _gradients(start))
     floors = {name: float(np.abs(_lean(start, blurred, name)).max()) for name in names}
     usual = float(np.median(list(floors.values()))) if floors else 0.0
@@ -169,7 +179,10 @@ def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
 
 
 def _lean(start: Arrays, other: Arrays, name: str) -> Numbers:
-    """By how much each slice of a gradient is longer along the true one, as a share of it, over all batches."""
+    """Return by how much each slice of a gradient is longer along the true gradient.
+
+    The result is a share of the true gradient, over all batches.
+    """
     above, below, least = 0.0, 0.0, 0.0
     numbers = [number for number, each in _gradients(start) if each == name]
     for number in numbers:
@@ -186,19 +199,19 @@ def _lean(start: Arrays, other: Arrays, name: str) -> Numbers:
 
 
 def _gradients(arrays: Arrays) -> list[tuple[int, str]]:
-    """(number of the batch, parameter) of each gradient that was taken after a first step."""
+    """Return (number of the batch, parameter) of each gradient taken after a first step."""
     parts = [key.split("/", 2) for key in arrays if key.startswith("batch/")]
     return [(int(number), name) for _, number, name in parts]
 
 
 def _typical(arrays: Arrays, number: int) -> float:
-    """The root mean square of the largest gradient of a batch: far below it all is rounding."""
+    """Return the largest root mean square of a batch's gradients: values far below are rounding."""
     found = [_norm(each) / np.sqrt(each.size) for key, each in arrays.items() if key.startswith(f"batch/{number}/") and each.size]
     return float(max(found, default=0.0))
 
 
 def _way(arrays: Arrays) -> Numbers:
-    """All trained weights after the last step minus those after the first."""
+    """Return all trained weights after the last step minus those after the first, as one vector."""
     names = dict.fromkeys(name for _, name in _gradients(arrays))
     last = max(int(key.split("/")[1]) for key in arrays if key.startswith("weight/"))
     ways = [_wide(arrays[f"weight/{last}/{name}"]) - _wide(arrays[f"weight/1/{name}"]) for name in names]
@@ -214,7 +227,7 @@ def _norm(array: npt.NDArray[np.generic]) -> float:
 
 
 def _named(key: str) -> str:
-    """`gradient/8/0.weight` in words."""
+    """Describe a key such as `gradient/8/0.weight` in words."""
     what, _, rest = key.partition("/")
     number, _, name = rest.partition("/")
     if what == "batch":
@@ -224,7 +237,10 @@ def _named(key: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Scores of a rung against those of the start, seed by seed; `spread` is the standard deviation of the start's own."""
+    """Scores of a rung compared with those of the baseline, seed by seed.
+
+    `spread` is the standard deviation of the baseline's scores.
+    """
 
     name: str
     better: str
@@ -236,14 +252,14 @@ class Score:
 
     @property
     def words(self) -> str:
-        """What the scores say, in a sentence."""
+        """The comparison of the scores as a sentence."""
         show = format_percent if self.unit == "%" else format_number
         both = f"{self.name} after the same samples is {show(self.value)}, the start's {show(self.start)}"
         return f"{both}, whose own runs scatter by {show(self.spread)}"
 
     @property
     def is_worse(self) -> bool:
-        """Worse in every run as far as the interval says, or by more than twice the spread of the start's own runs."""
+        """Whether the interval shows a worse score, or a mean worse by over twice the spread."""
         sign = 1.0 if self.better == "higher" else -1.0
         if self.difference.verdict == ("lower" if sign > 0 else "higher"):
             return True
@@ -252,7 +268,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of runs by the number of their seed, and what they are scores of."""
+    """Scores of runs by seed number, with the name, direction and unit of the score."""
 
     values: Mapping[int, float]
     name: str
@@ -261,10 +277,11 @@ class Scores:
 
 
 def decide_by_scores(seeds: range, take: Callable[[range], tuple[Scores | None, Scores | None]]) -> Score | None:
-    """The scores of `seeds`, and where they call it worse, of further ones too, which all together decide.
+    """Compare the scores of `seeds`; if they look worse, compare further seeds and decide by all.
 
-    `take` gives those of the start and of the rung. Of three seeds a rung that changes nothing is called worse 3 to 8 times of a hundred,
-    the more the less its runs follow the start's; where all nine have to say so, once at most.
+    `take` returns the scores of the baseline and of the rung. With three seeds a rung that changes
+    nothing looks worse in 3 to 8 of 100 cases, the more the less its runs follow the baseline's;
+    where all nine seeds have to agree, in at most one.
     """
     start, rung = take(seeds)
     score = compare_scores(start, rung)
@@ -275,14 +292,14 @@ def decide_by_scores(seeds: range, take: Callable[[range], tuple[Scores | None, 
 
 
 def _join(some: Scores | None, more: Scores | None) -> Scores | None:
-    """The scores of both; None where neither has one."""
+    """Join two sets of scores; where one is None, return the other."""
     if some is None or more is None:
         return some or more
     return replace(some, values={**some.values, **more.values})
 
 
 def compare_scores(start: Scores | None, rung: Scores | None) -> Score | None:
-    """The scores of the seeds that both have; None where they share none."""
+    """Compare the scores of the seeds that both have; return None where they share none."""
     shared = sorted(start.values.keys() & rung.values.keys()) if start is not None and rung is not None else []
     if start is None or rung is None or not shared:
         return None

@@ -1,4 +1,7 @@
-"""A ladder as rows: JSON for machines, Markdown, a picture, and the winning spec with its evidence. It draws what it is given."""
+"""A ladder as JSON, Markdown, an SVG picture, and the winning spec with its evidence.
+
+Nothing is computed, only rendered.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ FEW = "too few pairs to show a gain: nothing can be kept"
 
 
 def as_row(ladder: Ladder) -> dict[str, Any]:
-    """The whole ladder as one object; what was not measured is null."""
+    """Return the whole ladder as one object; what was not measured is null."""
     return {
         "version": VERSION, "spec": ladder.spec, "device": ladder.device, "conditions": dict(ladder.conditions),
         "baseline": {"spec_id": ladder.start.id, "plain": dict(PLAIN)}, "num_samples": ladder.num_samples, "num_runs": ladder.num_runs,
@@ -50,7 +53,7 @@ def _rung_row(result: Result) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """A value of a spec as JSON has it: TOML also knows dates, and numbers that are none."""
+    """Return a value of a spec for JSON; dates and non-finite values of TOML become text."""
     if isinstance(value, list):
         return [_value(each) for each in value]
     is_known = value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
@@ -58,7 +61,9 @@ def _value(value: Any) -> Any:
 
 
 def _line(text: str) -> str:
-    r"""The text on one line, without what no line of TOML or Markdown may hold: a task's error may be coloured, or of several lines.
+    r"""Return the text on one line, without characters that TOML or Markdown forbid in a line.
+
+    A task's error, for example, may be colored or have several lines.
 
     >>> _line("red \x1b[31m,\n two  lines")
     'red ?[31m, two lines'
@@ -82,7 +87,7 @@ def _score_row(score: Score | None) -> dict[str, Any] | None:
 
 
 def inverse(interval: Interval | None) -> Interval | None:
-    """The interval of one over what it is of: the throughput of a time.
+    """Return the interval of the reciprocal, as of throughput from that of time.
 
     >>> inverse(Interval(estimate=0.5, low=0.4, high=0.8, count=7, neutral=1.0))
     Interval(estimate=2.0, low=1.25, high=2.5, count=7, neutral=1.0)
@@ -94,7 +99,7 @@ def inverse(interval: Interval | None) -> Interval | None:
 
 
 def cells(result: Result) -> tuple[str, ...]:
-    """One rung's row of the table, as texts, below HEADER."""
+    """Return the cells of one rung's row, below HEADER."""
     step = result.step
     return (
         result.rung.name, result.standing if result.standing != "rejected" else "REJECTED", _shown(step["time"]),
@@ -123,7 +128,7 @@ def _expected(expected: Mapping[str, float]) -> str:
 
 
 def as_markdown(ladder: Ladder) -> str:
-    """The ladder as a document: the table, the reason of each verdict, what leaving one out shows, the conditions."""
+    """Return the ladder as Markdown: table, reasons, leave-one-out results, conditions."""
     parts = [f"# The ladder of {ladder.spec}\n", markdown(HEADER, map(cells, ladder.results)), "## Why\n"]
     parts.append(
         markdown(
@@ -142,7 +147,7 @@ def _step_of(ladder: Ladder, name: str) -> Interval | None:
 
 
 def as_toml(ladder: Ladder) -> str:
-    """The winning spec, its evidence above it."""
+    """Return the winning spec as TOML, with its evidence in comments above it."""
     last = ladder.kept[-1] if ladder.kept else None
     lines = [f"the best of the ladder of {ladder.spec} on {ladder.conditions.get('processor', ladder.device)}"]
     if last is None:
@@ -159,7 +164,10 @@ WIDE, LINE, LEFT, RIGHT = 720, 30, 150, 130  # pixels: the picture, a row of it,
 
 
 def as_svg(ladder: Ladder) -> str:
-    """Each rung's time from the start, with its interval, on a logarithmic axis; a picture without scripts or remote parts."""
+    """Draw each rung's time relative to the baseline, with its interval, on a logarithmic axis.
+
+    The SVG has no scripts and no remote parts.
+    """
     shown = [(each, each.total["time"]) for each in ladder.results]
     bounds = [bound for _, ratio in shown if ratio for bound in (ratio.estimate, ratio.low, ratio.high) if bound]
     low, high = min([0.5, *bounds]) * 0.95, max([1.25, *bounds]) * 1.05
@@ -188,7 +196,7 @@ def _ticks(low: float, high: float) -> Iterable[float]:
 
 
 def _mark(ratio: Interval | None, x: Any, y: float, kept: bool) -> list[str]:
-    """A full dot for what was kept, a ring for what was not; its interval as a line."""
+    """Draw a dot for a kept rung, a ring for any other, and the interval as a line."""
     if ratio is None:
         return []
     parts = []

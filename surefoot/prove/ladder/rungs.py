@@ -1,4 +1,7 @@
-"""The rungs: what can be switched on, one at a time. To add one, add a line to `find_rungs` and what it starts from to `PLAIN`."""
+"""The rungs: optimizations that a ladder switches on, one at a time.
+
+To add a rung, add a line to `find_rungs`, and the value before it to `PLAIN`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from surefoot.core.errors import InputError, SpecError
 Kind = Literal["nothing", "rounding", "algorithm"]
 Purpose = Literal["time", "wall time", "memory"]
 
-# where every ladder starts: one thread, 32 bits, the whole batch at once, and nothing that surefoot does to be fast
+# the baseline: one thread, 32 bits, the whole batch at once, and no optimization
 PLAIN: Mapping[str, Any] = {
     "compile.blocks": None,
     "compile.mode": None,
@@ -30,7 +33,7 @@ PLAIN: Mapping[str, Any] = {
     "layout.shard": None,
     "layout.stage": None,
     "layout.virtual_ranks": None,
-    "observe.noise": None,  # which needs a microbatch
+    "observe.noise": None,  # it needs a microbatch
     "optim.fused": False,
     "optim.state": None,
     "loader.kind": None,
@@ -56,16 +59,18 @@ PLAIN: Mapping[str, Any] = {
     "task.chunked_loss": None,
 }
 RESERVED = ("start", "below", "best")
-MOST_RANKS = 8  # that a ladder starts at a time
+MOST_RANKS = 8  # the most ranks that a ladder starts at a time
 _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One change of the spec. `kind` is what it may change of the numbers, `purpose` what it must gain to stay.
+    """A change of the spec.
 
-    `expected` is the rule of thumb, as factors of the rung below; `needs` says what it cannot do without, `is_here` whether that is here
-    as far as the spec and the machine tell: a process that is refused for what the model is says so by itself.
+    `kind` is how it may change the results, `purpose` what it must improve to be kept. `expected`
+    is a rule of thumb, as factors of the rung below. `needs` is a requirement; `is_here` says
+    whether it is met, as far as the spec and the machine show. A process that is refused because of
+    its model reports that itself.
     """
 
     name: str
@@ -77,7 +82,10 @@ class Rung:
     is_here: bool = True
 
     def on(self, spec: RunSpec) -> RunSpec:
-        """The spec with this rung. Raises SpecError for a key or value that no spec has, InputError where nothing changes."""
+        """Return the spec with this rung.
+
+        Raises SpecError for a key or value that no spec has, InputError where nothing changes.
+        """
         changed = change(spec, self.change)
         if _meaning(changed) == _meaning(spec):
             raise InputError(
@@ -87,20 +95,21 @@ class Rung:
 
     @property
     def takes_ranks(self) -> bool:
-        """Whether it trains on several ranks."""
+        """Whether the rung trains on several ranks."""
         return any(key.startswith("layout.") for key in self.change)
 
     @property
     def words(self) -> str:
-        """The change as `--set` takes it."""
+        """The change, as `--set` takes it."""
         return ", ".join(f"{key}={value}" for key, value in self.change.items())
 
 
 def find_rungs(spec: RunSpec, *, device: str, cores: int, devices: int = 1, blocks: Sequence[str] = ()) -> tuple[Rung, ...]:
-    """Every rung whose room is built, from the bottom up: what changes no number first, so that the others stand on firm ground.
+    """Return every rung, from the bottom up.
 
-    Several ranks come last: a rank for each core, or each of the `devices`, as many as share a batch evenly. `blocks` are those to
-    compute again, where they have names.
+    Rungs that do not change results come first, so that the others are compared with a sound
+    baseline. Rungs of several ranks come last: a rank for each core, or each of the `devices`, as
+    many as share a batch evenly. `blocks` names the blocks to recompute, where they have names.
     """
     named = {"memory.blocks": tuple(blocks)} if blocks else {}
     gpu = device == "cuda"
@@ -158,7 +167,7 @@ def find_rungs(spec: RunSpec, *, device: str, cores: int, devices: int = 1, bloc
 
 
 def _enlarged(spec: RunSpec) -> dict[str, Any]:
-    """Four times the batch, with the rate that goes with it."""
+    """Return the change to four times the batch, with the matching learning-rate scaling."""
     optim = spec.optim
     rule = "linear" if optim.name in ("sgd", "lars") else "sqrt"
     scaled = {} if optim.reference_batch is not None else {"optim.reference_batch": spec.train.batch, "optim.scaling": rule}
@@ -166,7 +175,7 @@ def _enlarged(spec: RunSpec) -> dict[str, Any]:
 
 
 def _has_compiler() -> bool:
-    """Whether torch.compile finds what it needs on a CPU."""
+    """Return whether a C++ compiler is found, which torch.compile needs on a CPU."""
     return any(map(shutil.which, ("g++", "clang++", "cl")))
 
 
@@ -176,7 +185,7 @@ def _takes(spec: RunSpec, parameter: str) -> bool:
 
 
 def find_part(batch: int) -> int | None:
-    """A quarter of the batch, or the largest part below that divides it; None for one that has none.
+    """Return a quarter of the batch, or the largest divisor below; None for a batch of 1.
 
     >>> find_part(64), find_part(50), find_part(7), find_part(1)
     (16, 10, 1, None)
@@ -185,12 +194,15 @@ def find_part(batch: int) -> int | None:
 
 
 def plain(spec: RunSpec) -> RunSpec:
-    """The plain loop that the ladder starts from."""
+    """Return the spec of the plain loop, the baseline of its ladder."""
     return change(spec, PLAIN)
 
 
 def change(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
-    """The spec with `table.key` set to each value; another `task.use` leaves the task's parameters behind. None takes a key out."""
+    """Return the spec with `table.key` set to each value; None removes the key.
+
+    Another `task.use` drops the task's parameters.
+    """
     tables: dict[str, dict[str, Any]] = {name: dict(keys) for name, keys in spec.as_tables().items()}
     for key, value in changes.items():
         table, _, inner = key.partition(".")
@@ -212,7 +224,10 @@ def _meaning(spec: RunSpec) -> Any:
 
 
 def parse_rung(text: str) -> Rung:
-    """A rung of the command line: `name: table.key=value`, `name (rounding): a.b=1, c.d=2`. Raises SpecError for anything else."""
+    """Parse a rung of the command line. Raises SpecError for anything else.
+
+    Examples: `name: table.key=value`, `name (rounding): a.b=1, c.d=2`.
+    """
     found = _GIVEN.fullmatch(text)
     kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
     hint = f'for example --rung "half the batch (algorithm): train.batch=32"; the kinds are {", ".join(kinds)}'
@@ -230,12 +245,15 @@ def parse_rung(text: str) -> Rung:
 
 
 def _split(text: str) -> list[str]:
-    """At commas that a new `table.key=` follows: a list's own commas stay."""
+    """Split at commas before a new `table.key=`; the commas of a list stay."""
     return re.split(r",\s*(?=\w+\.[\w.]+\s*=)", text)
 
 
 def choose(given: Sequence[str], rungs: Sequence[Rung]) -> tuple[Rung, ...]:
-    """The rungs of these names, in the order given. Raises InputError for a name that none has, or that stands there twice."""
+    """Return the rungs of these names, in the order given.
+
+    Raises InputError for a name that no rung has, or that is given twice.
+    """
     named = {rung.name: rung for rung in rungs}
     for name in given:
         if name not in named:
@@ -248,7 +266,7 @@ def choose(given: Sequence[str], rungs: Sequence[Rung]) -> tuple[Rung, ...]:
 
 
 def check_names(rungs: Sequence[Rung]) -> None:
-    """Raise InputError for two rungs of one name, and for one that means something else here."""
+    """Raise InputError for two rungs of one name, and for a name that the ladder reserves."""
     taken = next((rung.name for rung in rungs if rung.name in RESERVED), None)
     if taken is not None:
         raise InputError(f"no rung can be named {taken!r}", hint="it is what the ladder calls a spec of its own")

@@ -1,4 +1,4 @@
-"""What a ladder is measured with: the processes of the start, of a rung and of the rung below it, and what they report."""
+"""Processes that measure the baseline, a rung and the rung below it, and their reports."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from surefoot.trial.arm import REPORT, SHARED, WORK, absolute, num_ranks
 
 START, BELOW = "start", "below"
 OUTCOMES = "outcomes.jsonl"
-CACHE = "TORCHINDUCTOR_CACHE_DIR"  # where torch.compile keeps what it made
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the cache folder of torch.compile
 WARMUP_STEPS, LEAST_STEPS = 8, 8  # the whole step is compiled after five: surefoot.train.step.stepper.EAGER_STEPS
-WARMUP_S = 0.3  # turns of a tenth of a second begin within the warm-up, and each arm has some of them there
-TARGET_S = 1.5  # how long the measured steps of the start take, where nobody says how many samples
-ROOM = 1.25  # an arm may need so much more than the start
+WARMUP_S = 0.3  # processes take turns of 0.1 s, and each gets some of them during the warm-up
+TARGET_S = 1.5  # duration of the baseline's measured steps, where no number of samples is given
+ROOM = 1.25  # allowed memory of a process, relative to the baseline
 CHECKED_STEPS, CHECKED_SEEDS = 8, 4
-STATES, STATE_STEPS = 3, 4  # so many states, each so many steps further than the one before
+STATES, STATE_STEPS = 3, 4  # number of states, and steps from each to the next
 Measure = Literal["time", "wall", "memory", "startup"]
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a ladder is measured: at most so many pairs of runs for a rung, samples of each run (None: what takes the start a second).
+    """How a ladder is measured: at most `pairs` pairs of runs per rung, `samples` per run.
 
-    With `measures_refused` one look is spent on a rung whose numbers have failed, to show what it would have brought.
+    With `samples` None, the measured steps of the baseline take TARGET_S seconds. With
+    `measures_refused`, a rung whose results failed is measured up to the first interim analysis, to
+    show what it would have gained.
     """
 
     pairs: int = 15
@@ -54,12 +56,15 @@ class Settings:
 
     @property
     def can_decide(self) -> bool:
-        """Whether so many pairs can show a gain at all."""
+        """Whether `pairs` pairs can show a gain at all."""
         return bool(looks(self.pairs))
 
 
 class Workbench:
-    """Runs specs in fresh processes beside the `start`; `folder` gets every raw outcome, a line each."""
+    """Measurements of specs in fresh processes beside the baseline `start`.
+
+    Every raw outcome is written to `folder`, one per line.
+    """
 
     def __init__(self, start: RunSpec, settings: Settings, folder: Path) -> None:
         self.settings, self._start, self._folder = settings, start, folder
@@ -67,11 +72,14 @@ class Workbench:
         self.num_runs = 0
 
     def begin(self) -> float:
-        """Run the start once, to see what it runs on; gives the seconds of a step. Raises TaskError where it does not run."""
+        """Run the baseline once, to find its device; return the seconds of a step.
+
+        Raises TaskError where it does not run.
+        """
         with _work() as work:
             arm = spec_arm(START, _quiet(self._start), steps=LEAST_STEPS, warmup=WARMUP_STEPS, whole_length=True)
             outcome = run_arm(arm, work)
-        total_steps = outcome.measures.get("total_steps", math.inf)  # a run may be a time
+        total_steps = outcome.measures.get("total_steps", math.inf)  # infinite if the length of the run is a time
         if outcome.ended != "done" or "num_samples" not in outcome.measures or total_steps < WARMUP_STEPS + LEAST_STEPS:
             raise TaskError(
                 f"the start of the ladder does not run: {last_words(outcome.error or 'it is over before its last measured step')}",
@@ -91,16 +99,23 @@ class Workbench:
         return step_s
 
     def _warmup(self, wanted: int) -> int:
-        """So many steps of warm-up, or what the run leaves beside those that are measured."""
+        """Return `wanted` steps of warm-up, or what the run leaves beside the measured steps."""
         return int(min(max(WARMUP_STEPS, wanted), self._total_steps - self._steps))
 
     def warm_up_what_is_compiled(self) -> None:
-        """Let no arm compile while it is measured: where an epoch is short, its last batch, of another size, comes before."""
+        """Lengthen the warm-up, so that no process compiles while it is measured.
+
+        Where an epoch is short, its last batch, which has another size, must come before the
+        measurement.
+        """
         if self._epoch_steps < self.warmup_steps + self._steps:
             self.warmup_steps = max(self.warmup_steps, self._warmup(self._epoch_steps + WARMUP_STEPS))
 
     def key(self, measure: Measure) -> str:
-        """The name that arms report a measure by. On a CPU time is that of all its cores, which other processes do not lengthen."""
+        """Return the name under which processes report a measure.
+
+        On a CPU time is CPU time of all cores, which other processes do not lengthen.
+        """
         on_cpu = self.device == "cpu"
         return {
             "time": "cpu_s_per_sample" if on_cpu else "wall_s_per_sample", "wall": "wall_s_per_sample",
@@ -108,7 +123,10 @@ class Workbench:
         }[measure]  # fmt: skip
 
     def ratio(self, trial: Trial, arm: str, baseline: str, measure: Measure) -> Interval | None:
-        """The paired ratio of a measure, with the interval that holds at any look; None where no pair has both."""
+        """Return the paired ratio of a measure, with an interval valid at interim analyses.
+
+        Return None where no pair has both values.
+        """
         mine, theirs = trial.pairs(arm, baseline, self.key(measure)) if baseline in trial.arms else ([], [])
         return sequential_ratio(mine, theirs, most=trial.rounds) if mine and min(*mine, *theirs) > 0 else None
 
@@ -117,10 +135,12 @@ class Workbench:
     def measure(
         self, name: str, spec: RunSpec, below: RunSpec, is_over: Callable[[Trial], bool], *, decides: bool = True
     ) -> Trial:
-        """Interleaved rounds of a rung, the one below it and the start, until `is_over`, which is asked after each whole round, says so.
+        """Run interleaved rounds of a rung, the rung below and the baseline until `is_over`.
 
-        After the first look the start is left out: the cumulative factor is told with the pairs it has by then. Without `decides` it
-        ends there, since no number of pairs would change what becomes of the rung.
+        `is_over` is called after each whole round, and after a failure. After the first interim
+        analysis the baseline is left out: the ratio to it is reported from the pairs so far.
+        Without `decides` the measurement ends there, since further pairs would not change the
+        decision about the rung.
         """
         arms = [self._arm(BELOW, below), self._arm(name, spec)]
         names = (BELOW, name, START)
@@ -142,7 +162,11 @@ class Workbench:
     def measure_all(
         self, title: str, specs: Mapping[str, RunSpec], rounds: int, *, caches: Path | None = None, tell: Tell = lambda text: None
     ) -> Trial:
-        """So many interleaved rounds of all of `specs`; below `caches` each keeps what it compiled, from its first round on."""
+        """Run `rounds` interleaved rounds of all of `specs`.
+
+        With `caches`, each spec keeps its compiler cache below that folder, from its first round
+        on.
+        """
         outcomes: list[Outcome] = []
         arms = [self._arm(name, spec) for name, spec in specs.items()]
         if caches is not None:
@@ -154,16 +178,17 @@ class Workbench:
         return Trial(title=title, arms=tuple(specs), rounds=rounds, seed=self._seed, outcomes=tuple(outcomes))
 
     def _rounds(self, arms: Sequence[Arm], rounds: int, seed: int) -> Iterator[Outcome]:
-        """Rounds in turns where the memory holds all arms at once; on a GPU, whose memory is not shared so, one after the other.
+        """Run rounds in turns where the memory holds all processes, else one after the other.
 
-        So do arms of several ranks, which wait for each other within a step.
+        Processes on a GPU, and of several ranks, which wait for each other within a step, run one
+        after the other.
         """
         fits = len(arms) * self._peak_bytes * ROOM <= find_available_bytes()
         takes_turns = fits and self.device == "cpu" and all(arm.ranks == 1 for arm in arms)
         return run_rounds(arms, rounds=rounds, warmup_rounds=0, seed=seed, in_turns=takes_turns)
 
     def _arm(self, name: str, spec: RunSpec) -> Arm:
-        """Every arm trains the same number of samples, whatever its batch."""
+        """Return a process for `spec`; all train equally many samples, whatever their batch."""
         return spec_arm(
             name, _quiet(spec), steps=self._steps_of(spec, self._steps), warmup=self._steps_of(spec, self.warmup_steps),
             timeout_s=self.settings.timeout_s, whole_length=True,
@@ -175,12 +200,18 @@ class Workbench:
     # ---- numbers
 
     def tensors(self, name: str, spec: RunSpec, *, unit: float | None = None) -> Arrays:
-        """Gradients and weights of a few steps; with `unit` under simulated rounding. Raises TaskError where they cannot be had."""
+        """Return gradients and weights of a few steps; with `unit`, under simulated rounding.
+
+        Raises TaskError where the process fails.
+        """
         words = () if unit is None else ("--unit", repr(unit))
         return self._arrays(self._child("tensors", name, spec, steps=CHECKED_STEPS, seeds=range(CHECKED_SEEDS), words=words))
 
     def states(self, name: str, spec: RunSpec, *, units: Sequence[float] = ()) -> Arrays:
-        """What two steps make of a few states, and under rounding by `units`. Raises TaskError where it cannot be had."""
+        """Return the tensors of two steps from each of a few states, and under rounding by `units`.
+
+        Raises TaskError where the process fails.
+        """
         words = [word for unit in units for word in ("--unit", repr(unit))]
         return self._arrays(self._child("states", name, spec, steps=STATE_STEPS, seeds=range(STATES), words=words))
 
@@ -196,7 +227,7 @@ class Workbench:
                 raise TaskError(f"gave no tensors: {error.message}") from error
 
     def scores(self, name: str, spec: RunSpec, seeds: range) -> Scores | None:
-        """The scores after as many samples as are measured, for these numbers of seeds; None where there are none."""
+        """Return the scores of these seed numbers after the measured number of samples, or None."""
         steps = self._steps_of(spec, self._steps + self.warmup_steps)
         with _work() as work:
             outcome = run_arm(self._child("scores", name, spec, steps=steps, seeds=seeds), work)
@@ -229,7 +260,7 @@ class Workbench:
 
 
 def _quiet(spec: RunSpec) -> RunSpec:
-    """The spec of a run that is measured: what it trains, without copies elsewhere."""
+    """Return the spec of a measured run: the same training, without copies elsewhere."""
     return rungs.change(spec, {"checkpoint.store": None, "observe.tensorboard": bool(spec.observe.tensorboard)})
 
 

@@ -1,4 +1,4 @@
-"""Does a task compute the same under every layout of its ranks?"""
+"""Comparison of what a task computes under several layouts of its ranks."""
 
 from surefoot.prove.layouts.compare import Compared
 from surefoot.prove.layouts.verify import Verdict, verify_layouts

@@ -1,9 +1,13 @@
-"""What each rank runs while layouts are compared: a few steps, after each of which rank 0 reports loss, norm, gradients and weights.
+"""Process of a rank in a comparison of layouts: it trains a few steps.
+
+After each step rank 0 reports loss, gradient norm, gradients and weights.
 
 `python -m surefoot.prove.layouts.child SPEC --report FILE --run DIR --steps N --float64`
 
-With `--record` the operators of all steps that are narrower than float64, and those that draw, are reported, also where the run fails:
-facts `narrow` and `draws`, as JSON, and then `failed`. With `--plain` BatchNorm and dropout are as in evaluation.
+With `--record` the operators of all steps with outputs narrower than float64, and those that draw
+random numbers, are reported as the facts `narrow` and `draws`, in JSON. They are also reported
+where the run fails, together with `failed`. With `--plain` BatchNorm and dropout are as in
+evaluation.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from surefoot.trial.arm import told_apart
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Do what `words` (the command line's) ask for, and report it."""
+    """Run the steps that `words` (the command line) ask for, and write the report."""
     asked = _parser().parse_args(words)
     record = PassRecord() if asked.record else None
     facts: dict[str, str] = {}
@@ -55,7 +59,10 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _train(asked: argparse.Namespace, record: PassRecord | None, facts: dict[str, str]) -> dict[str, np.ndarray] | None:
-    """The tensors after each step, and facts of the run; None on ranks that report nothing."""
+    """Return the tensors after each step, and add facts of the run.
+
+    Return None on ranks that report nothing.
+    """
     spec = spec_file.read_written(asked.spec)
     found = load_task(spec)
     task = found
@@ -78,7 +85,7 @@ def _train(asked: argparse.Namespace, record: PassRecord | None, facts: dict[str
 
 
 def _capture_whole(run: Run, loss: float, step: int) -> dict[str, np.ndarray]:
-    """What `capture` gives of one process; where ranks hold rows, these are joined."""
+    """Return what `capture` returns in one process; where ranks hold rows, gather them."""
     sharded = run.assembly.engine.stepper.ranks and run.assembly.engine.stepper.ranks.sharded
     if not sharded:
         return with_masters(run.model, capture(run.model, loss, step), step)

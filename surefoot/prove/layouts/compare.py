@@ -1,4 +1,4 @@
-"""One run of a comparison of layouts, and the tensors of two of them held against each other."""
+"""Runs in a comparison of layouts, and the comparison of the tensors of two of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from surefoot.trial.arm import REPORT, WORK, absolute
 
 WIDE = 1e-10
 FIRST = ("loss/1/", "norm/1/", "gradient/1/")
-UNIT = 2.0**-24  # of rounding, in fp32
+UNIT = 2.0**-24  # unit of rounding in fp32
 NARROW = {"fp32": UNIT, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 Tell = Callable[[str], None]
 Arrays = Mapping[str, np.ndarray]
@@ -27,7 +27,11 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One layout against one process, in one precision: the tensor that is off most for what is allowed, and how many were compared."""
+    """A layout compared with one process, in one precision.
+
+    `worst` is the tensor that is off most, relative to the allowed difference; `count` is how many
+    tensors were compared.
+    """
 
     layout: str
     precision: str
@@ -44,7 +48,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Trial:
-    """Runs what is compared, each in fresh processes, in a folder of its own below `folder`."""
+    """Runs of a comparison, each in fresh processes and a new folder below `folder`."""
 
     folder: Path
     steps: int
@@ -53,7 +57,10 @@ class Trial:
     def run(
         self, spec: RunSpec, layout: Layout, name: str, *flags: str, steps: int | None = None
     ) -> tuple[Arrays, Mapping[str, str]]:
-        """The tensors and facts of a run; `flags` are those of the child. Raises TaskError where it fails, but with `--record`."""
+        """Return the tensors and facts of a run; `flags` are those of the child process.
+
+        Raises TaskError where the run fails, except with `--record`.
+        """
         self.tell(name)
         place = self.folder / name.replace("=", "").replace(",", " ").replace(" ", "-")
         command = (
@@ -73,7 +80,7 @@ class Trial:
         if outcome.ended != "done":
             words = last_words(outcome.error or outcome.ended)
             hint: str | None = "does surefoot train run it?"
-            if "hint: " in words:  # what refused it says what to do
+            if "hint: " in words:  # the error has a hint already
                 hint = None
             elif "--float64" in flags:
                 hint = "in float64 the task may hold numbers of its own in fp32"
@@ -82,7 +89,10 @@ class Trial:
 
 
 def compare(layout: str, precision: str, whole: Arrays, found: Arrays, allowed: float, *, only_first: bool) -> Compared:
-    """`found` against `whole`, tensor by tensor; `only_first` leaves out what follows the first step's gradients."""
+    """Compare `found` with `whole`, tensor by tensor.
+
+    With `only_first`, only loss, norm and gradients of the first step are compared.
+    """
 
     def kept(arrays: Arrays) -> dict[str, np.ndarray]:
         return {name: each for name, each in arrays.items() if not only_first or f"{name}/".startswith(FIRST)}

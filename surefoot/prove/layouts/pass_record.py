@@ -1,4 +1,6 @@
-"""Which operators of a float64 pass make narrower numbers, and which draw random ones, each with its module and line.
+"""Recording of operators with outputs narrower than float64, or that draw random numbers.
+
+Each has its module and line.
 
     record = PassRecord()
     record.know(model)
@@ -6,7 +8,7 @@
         loss(model(batch)).backward()
     record.narrow, record.draws
 
-The seam to torch's dispatch: `torch.utils._python_dispatch.TorchDispatchMode`.
+It builds on torch's dispatch: `torch.utils._python_dispatch.TorchDispatchMode`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ BUILT_IN = f"{OUR_FOLDER / 'tasks'}{os.sep}"  # a built-in task counts as the us
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator called by the user's code or a library that it uses: `dtype` is what it gave, `module` "" outside of the model."""
+    """An operator that the user's code, or a library that it uses, called.
+
+    `dtype` is that of its output; `module` is "" outside of the model.
+    """
 
     operator: str
     dtype: str
@@ -48,10 +53,12 @@ class Operator:
 
 
 class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that notes operators whose floating-point output is narrower than float64, and operators that draw.
+    """A context that records operators with narrow outputs, and operators that draw.
 
-    `narrow` are those that turn wider numbers or integers into narrower ones; where there are none, those that compute with numbers that
-    were narrow before. Operators called by torch and surefoot alone, as an optimizer's, are not noted.
+    An output is narrow if it is floating-point and narrower than float64. `narrow` holds the
+    operators that convert wider values or integers to narrow ones; if there are none, those that
+    compute with values that were narrow before. Operators called by torch and surefoot alone, as an
+    optimizer's, are not recorded.
     """
 
     def __init__(self) -> None:
@@ -64,15 +71,15 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in such a pass
+        return False  # nothing is compiled while operators are recorded
 
     def know(self, model: nn.Module) -> None:
-        """The modules that are named in what is noted."""
+        """Set the model, whose modules are named in the records."""
         self._names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Note nothing inside, as while data are read."""
+        """Record nothing inside the context, for example while data are read."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -107,7 +114,10 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _find(self, func: Any, made: Tensor | None) -> Operator | None:
-        """The operator with the innermost line outside of torch and surefoot, and the innermost module of the model around it."""
+        """Return the operator, with the innermost line of the user and module of the model.
+
+        Lines of torch and surefoot do not count; return None where there is no other line.
+        """
         frame: FrameType | None = sys._getframe(2)
         line, module = "", ""
         while frame is not None and not (line and module):
@@ -122,7 +132,7 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_users(file: str) -> bool:
-    """Of the user's code, or of a library that it uses."""
+    """Return whether a file belongs to the user's code, or to a library that it uses."""
     if file.startswith(BUILT_IN):
         return True
     return not file.startswith(OUTSIDE) and (not file.startswith(STANDARD_LIBRARY) or INSTALLED in file)
@@ -133,7 +143,7 @@ def _is_narrow(tensor: Tensor) -> bool:
 
 
 def _draws_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator that may draw does: fused attention without dropout does not."""
+    """Return whether an operator that may draw does: fused attention without dropout does not."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)

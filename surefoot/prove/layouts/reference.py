@@ -1,4 +1,7 @@
-"""The reference of a comparison: the uncut step of one process, and what its operators say of the bound that holds."""
+"""The reference of a comparison of layouts: the step of one process with the whole batch.
+
+Its operators decide which bound applies.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,17 @@ from surefoot.core.ranks.layout import Layout
 from surefoot.prove.layouts.compare import NARROW, UNIT, WIDE, Arrays, Compared, Trial, compare
 
 OPERATOR_UNITS = {"float32": UNIT, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-LEAST_UNIT = 2.0**-3  # of any format with fewer bits
+LEAST_UNIT = 2.0**-3  # unit of any format with fewer bits
 NUM_NAMED = 3
 Operators = Sequence[Mapping[str, str]]
 
 
 @dataclass
 class Reference:
-    """The first step of one process with the whole batch, None where it does not run; in float64, unless the task cannot compute so.
+    """The first step of one process with the whole batch, in float64 if the task can.
 
-    `narrow` are the operators of the task that compute in fewer bits than float64, `notes` what a reader of the verdict must know.
+    `arrays` is None where the step does not run. `narrow` holds the operators of the task that
+    compute in fewer bits than float64, `notes` what a reader of the verdict must know.
     """
 
     run: Trial
@@ -32,7 +36,10 @@ class Reference:
     notes: list[str] = field(default_factory=list)
 
     def compare(self, whole: Arrays, batch: int) -> list[Compared]:
-        """The step of one process that cuts its batch, against this one; none where that cannot be said, with a note."""
+        """Compare the step of one process that splits its batch with this step.
+
+        Return no row, and add a note, where they cannot be compared.
+        """
         if self.arrays is None:
             return []
         found = self._judge_cut(self.arrays, whole, batch)
@@ -65,9 +72,10 @@ class Reference:
     def judge(
         self, layout: str, is_wide: bool, whole: Arrays, found: Arrays, batch: int, *, only_first: bool = False
     ) -> Compared:
-        """`found` against `whole`: in float64 within 1e-10, in the spec's precision within its rounding in the first step.
+        """Compare `found` with `whole` and return the result.
 
-        Where that fails, operators in fewer bits widen it to the rounding of theirs.
+        The bound is 1e-10 in float64, and in the spec's precision the rounding of the first step.
+        Where that fails, operators in fewer bits widen the bound to their rounding.
         """
         compute = self.compute
         precision, unit = ("float64", 0.0) if is_wide else (compute, NARROW.get(compute, NARROW["bf16"]))
@@ -90,7 +98,10 @@ class Reference:
 
 
 def take_reference(run: Trial, wide: RunSpec, cut: RunSpec) -> Reference:
-    """Take the step of the whole batch: of `wide` in float64, of `cut` where the task itself keeps numbers in fewer bits."""
+    """Run the step of the whole batch: of `wide` in float64, if the task can.
+
+    If the task itself keeps values in fewer bits, run that of `cut` instead.
+    """
     flags, compute = ("--record", "--float64"), cut.precision.compute
     arrays, facts = run.run(_uncut(wide), Layout(), "one process, the whole batch, float64", *flags, steps=1)
     narrow = json.loads(facts["narrow"])
@@ -110,7 +121,7 @@ def take_reference(run: Trial, wide: RunSpec, cut: RunSpec) -> Reference:
 
 
 def describe(operators: Operators) -> str:
-    """The first few operators with their module and line, and how many more there are."""
+    """Describe the first few operators with module and line, and how many more there are."""
     named = [
         f"{each['operator']}{' to ' + each['dtype'] if each['dtype'] else ''}{' in ' + each['module'] if each['module'] else ''} "
         f"({each['line']})"

@@ -1,16 +1,23 @@
-"""The same global batches under each layout, against the uncut step of one process: loss, gradient norm, gradients, weights, buffers.
+"""Comparison of layouts with one process, on the same global batches.
 
-First one process with the batch cut into the microbatches that ranks share, against one with the whole batch, in float64: a loss that
-depends on how its batch is cut differs there. Where they differ and the model has BatchNorm or draws numbers, both are compared once more
-with BatchNorm and dropout as in evaluation. Then each layout against the one process that cuts, twice: in float64, where nothing but a
-wrong sum is larger than 1e-10 after any number of steps; and as the spec says, where the
-first step may be off by what another order of summation does. A sum of n numbers of 24 bits is off by (n - 1) 2^-24 of the sum of their
-magnitudes at the most (Higham, Accuracy and Stability of Numerical Algorithms, 4.2); n is the samples of the batch, and what a tensor is
-off by is told as a share of its largest number, or of a thousandth of the largest of all gradients. Later steps of the spec's own
-precision are not held to a bound: rounding grows there in any two runs. The same bound holds in float64 for a model that computes in
-fp32 or less by itself, which is found by its operators; one that cannot compute in float64 is compared as the spec says alone.
+Loss, gradient norm, gradients, weights and buffers are compared. First one process that splits the
+batch into the microbatches that ranks share is compared with one process with the whole batch, in
+float64: a loss that depends on how its batch is split differs there. Where they differ and the
+model has BatchNorm or draws random numbers, both are compared once more with BatchNorm and dropout
+as in evaluation.
 
-With `layout.virtual_ranks` no bit of any step may differ, and what that costs is told: a step of each layout with it and without.
+Then each layout is compared with the process that splits, twice. In float64 nothing but a wrong sum
+is larger than 1e-10 after any number of steps. In the spec's precision the first step may be off by
+the effect of another order of summation: a sum of n numbers of 24 bits is off by at most (n - 1)
+2^-24 of the sum of their magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 4.2);
+n is the samples of the batch. The difference of a tensor is given as a share of its largest value,
+or of a thousandth of the largest of all gradients. Later steps in the spec's precision have no
+bound, since rounding grows in any two runs. The same bound holds in float64 for a model that
+computes in fp32 or less by itself, which its operators show. A model that cannot compute in float64
+is compared in the spec's precision alone.
+
+With `layout.virtual_ranks` all steps must be bitwise identical, and the cost is reported: a step of
+each layout with and without it.
 """
 
 from __future__ import annotations
@@ -31,7 +38,10 @@ from surefoot.trial import check_finite
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds of a step of one layout, the median of those after the first: with the same bits on any, and without."""
+    """Seconds of a step of one layout, as a median over the steps after the first.
+
+    `exact_s` is with `layout.virtual_ranks`, `plain_s` without.
+    """
 
     layout: str
     exact_s: float
@@ -40,7 +50,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """All layouts, and what was compared."""
+    """Results of a comparison of layouts."""
 
     num_steps: int
     batch: int
@@ -56,7 +66,11 @@ class Verdict:
 
 
 def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
-    """The spec of a trial: cut into the same microbatches under every layout. Raises SpecError where no cut serves all of them."""
+    """Return the spec of a trial, split into the same microbatches under every layout.
+
+    Raises SpecError for a spec without a task name, with synchronized BatchNorm or compression, or
+    with a batch that cannot be split for all layouts.
+    """
     if spec.task.use is None:
         raise SpecError(
             "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
@@ -88,7 +102,10 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
 
 
 def verify_layouts(spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, steps: int, tell: Tell) -> Verdict:
-    """Run each layout twice in `folder`. Raises SpecError for a spec that cannot be tried, TaskError for a layout that does not run."""
+    """Run each layout in `folder`, in float64 where possible and as the spec says, and compare.
+
+    Raises SpecError for a spec that cannot be tried, TaskError for a layout that does not run.
+    """
     cut, run = as_trial(spec, layouts, steps), Trial(folder, steps, tell)
     compute = cut.precision.compute
     wide = cut.replace(precision={"compute": "fp32", "weights": "fp32"}) if compute != "fp32" else cut
@@ -130,7 +147,7 @@ def _cost(run: Trial, spec: RunSpec, layout: Layout, exact: Mapping[str, str]) -
 
 
 def _compare_bits(layout: Layout, precision: str, whole: Arrays, found: Arrays) -> Compared:
-    """The tensor that is off most; -0.0 is not 0.0 here."""
+    """Compare all tensors bitwise and return the worst one; -0.0 differs from 0.0."""
     both = whole.keys() & found.keys()
     apart = [name for name in {**whole, **found} if name not in both or whole[name].tobytes() != found[name].tobytes()]
     off = {name: float(np.abs(np.subtract(whole[name], found[name])).max(initial=0.0)) for name in apart if name in both}

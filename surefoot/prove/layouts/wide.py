@@ -17,10 +17,11 @@ from surefoot.prove.layouts.pass_record import PassRecord
 
 
 class Wide:
-    """A task whose model and batches are float64: what is then left of a difference is no rounding.
+    """A task with a model and batches in float64, so that remaining differences are not rounding.
 
-    Without `float64` they stay as they are. `record` is told of the model, and pauses while that is built and data are read. With
-    `plain`, BatchNorm and dropout are as in evaluation: what then depends on how a batch is cut is the loss.
+    Without `float64` they keep their dtypes. `record` gets the model, and pauses while the model is
+    built and data are read. With `plain`, BatchNorm and dropout are as in evaluation: only the loss
+    can then depend on how a batch is split.
     """
 
     def __init__(self, found: Resolved, *, float64: bool = True, record: PassRecord | None = None, plain: bool = False) -> None:
@@ -55,7 +56,7 @@ class Wide:
 
 
 class WideSource:
-    """A source whose tensors are converted, as to float64."""
+    """A source whose tensors are converted, for example to float64."""
 
     def __init__(self, source: Source, convert: Callable[[Tensor], Tensor], record: PassRecord | None = None) -> None:
         self._source, self._convert, self._record = source, convert, record
@@ -72,7 +73,10 @@ class WideSource:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Keep BatchNorm and dropout layers of `model` as in evaluation, whatever mode it is put into."""
+    """Keep BatchNorm and dropout layers of `model` in evaluation mode, whatever mode is set.
+
+    Dropout inside RNN and attention modules is set to 0.
+    """
     dropouts = [each for each in model.modules() if isinstance(each, nn.modules.dropout._DropoutNd)]
     for module in (*dropouts, *find_batch_norms(model).values()):
         module.training = False

@@ -1,4 +1,4 @@
-"""What a step holds at its most: predicted without running it, measured, and made to fit."""
+"""Peak memory of a step: predicted without running it, measured, and fitted to a budget."""
 
 from surefoot.prove.memory.fit import Fit, find_sizes, fit
 from surefoot.prove.memory.measured import Compared, compare

@@ -1,4 +1,4 @@
-"""The largest microbatch that fits into some memory, and the cheapest recomputation with which it does."""
+"""The largest microbatch that fits into some memory, and the cheapest recomputation for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits: samples of a microbatch, the way to recompute, and what is then predicted."""
+    """A microbatch and recomputation that fit, and the predicted memory."""
 
     microbatch: int
     recompute: str
@@ -30,7 +30,9 @@ class Fit:
 
 
 def find_sizes(spec: RunSpec) -> list[int]:
-    """The microbatches that divide every batch of `spec`, the whole batch first; of several ranks a rank's part of it.
+    """Return the microbatches that divide every batch of `spec`, the whole batch first.
+
+    For several ranks, the whole is a rank's part of the batch.
 
     >>> find_sizes(RunSpec(task={"use": "digits"}, train={"batch": 12}))
     [12, 6, 4, 3, 2, 1]
@@ -45,11 +47,11 @@ def find_sizes(spec: RunSpec) -> list[int]:
 
 
 def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
-    """The largest microbatch of the spec's batch whose predicted peak, with its margin, is at most `budget_bytes`.
+    """Return the largest microbatch whose predicted peak is at most `budget_bytes`, with margin.
 
-    Raises InputError where none fits, with the least that is needed.
+    Raises InputError where none fits, with the least memory that is needed.
     """
-    spec = spec.replace(observe={"noise": False})  # which not every microbatch has
+    spec = spec.replace(observe={"noise": False})  # not every microbatch allows it
     ways, least = list(WAYS), None
     sizes = find_sizes(spec)
     for size in sizes:

@@ -1,4 +1,7 @@
-"""The predicted peak beside the measured one: three steps of the run, the third under torch's profiler."""
+"""Measured peak memory of the third of three steps, compared with the predicted peak.
+
+torch's profiler measures it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Compared:
-    """The peak that was measured, beside it the largest resident size of the process, and the error of a prediction."""
+    """The measured peak, the largest resident size of the process, and the predicted peak."""
 
     measured_bytes: int
     resident_bytes: int
@@ -24,7 +27,7 @@ class Compared:
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured."""
+        """Relative error of the prediction, (predicted - measured) / measured, or None."""
         return None if self.predicted_bytes is None else (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
 
     def as_row(self) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def compare(spec: RunSpec, predicted_bytes: int | None) -> Compared:
         for _ in range(STEPS - 1):
             rehearsal.take("step")
         for update in assembly.updates:
-            update.guarded.clear_gradients()  # their release would not be seen
+            update.guarded.clear_gradients()  # the profiler would not see their release
         before_bytes = held_bytes(assembly)
         rise.start()
         try:

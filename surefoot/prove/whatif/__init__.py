@@ -1,1 +1,1 @@
-"""What another spec would cost, or gain, measured before it is chosen."""
+"""Measurements of what another spec would cost or gain, before it is chosen."""

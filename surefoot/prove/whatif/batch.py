@@ -1,4 +1,4 @@
-"""Batches and how they are split: memory, throughput and updates of each pair (batch, microbatch), measured in fresh processes."""
+"""Memory, throughput and optimizer steps of each pair (batch, microbatch), in fresh processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ QUIET: dict[str, dict[str, Any]] = {"observe": {"tensorboard": False, "noise": F
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One row: `num_microbatches` of `microbatch` samples make the `batch` of an update.
+    """A row: `num_microbatches` microbatches of `microbatch` samples make a `batch`.
 
-    `peak_bytes` is the most that was allocated on a GPU, the largest resident size on a CPU. Gradients are summed over ranks once an
-    update, so `communications_per_epoch` are the updates, whatever the split. A row that failed has its error and no numbers.
+    `peak_bytes` is the most that was allocated on a GPU, the largest resident size on a CPU.
+    Gradients are summed over ranks once per optimizer step, so `communications_per_epoch` equals
+    `updates_per_epoch`, whatever the split. A row that failed has its error and no values.
     """
 
     batch: int
@@ -44,16 +45,17 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """All that was measured, under which conditions."""
+    """Results of all pairs, and the conditions of the measurement."""
 
     rows: tuple[Split, ...]
     conditions: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_splits(batches: Sequence[int], microbatches: Sequence[int]) -> list[tuple[int, int]]:
-    """Every (batch, microbatch) that divides; without `microbatches` the batch, its half, and so on down to an eighth.
+    """Return every (batch, microbatch) that divides.
 
-    Raises InputError for a batch that none of them divides, with those that do.
+    Without `microbatches`, these are the batch, its half, and so on down to an eighth. Raises
+    InputError for a batch that none of the microbatches divides, with those that do.
 
     >>> find_splits([8, 12], []), find_splits([8, 12], [4, 3])
     ([(8, 8), (8, 4), (8, 2), (8, 1), (12, 12), (12, 6), (12, 3)], [(8, 4), (12, 4), (12, 3)])
@@ -76,7 +78,7 @@ def find_splits(batches: Sequence[int], microbatches: Sequence[int]) -> list[tup
 def measure(
     spec: RunSpec, pairs: Sequence[tuple[int, int]], *, updates: int = 10, rounds: int = 3, tell: Callable[[str], None] = lambda text: None,
 ) -> Splits:  # fmt: skip
-    """Train each pair for so many updates after a warm-up, `rounds` times, interleaved."""
+    """Train each pair for `updates` optimizer steps after a warm-up, in interleaved `rounds`."""
     if updates < 1 or rounds < 1:
         raise InputError(f"{updates} updates in {rounds} rounds measure nothing", hint="use 1 or more of each")
     arms = [
@@ -96,7 +98,7 @@ def measure(
 
 
 def peak_of(measures: Mapping[str, float]) -> float:
-    """The most that was allocated on a GPU, the largest resident size on a CPU."""
+    """Return the most bytes allocated on a GPU, or the largest resident size on a CPU."""
     return measures.get("device_peak_bytes", measures["peak_bytes"])
 
 

@@ -1,4 +1,7 @@
-"""Does compiling pay, and how? Eager mode beside every way to compile that this machine has, in fresh processes that take turns."""
+"""Time and memory of every way to compile a step on this machine, compared with eager mode.
+
+The ways run in fresh, interleaved processes.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,12 @@ MODES: tuple[str, ...] = get_args(CompileTable.model_fields["mode"].annotation)
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to run a step; a number that was not measured is None, and `failure` says why.
+    """A way to run a step; a value that was not measured is None, and `failure` says why.
 
-    `compile_s` is with nothing in the compiler's caches, `again_s` the median of later processes, which find there what the first one
-    left. `ratio` is the time of a step to that of eager mode, `pays_after` the steps that pay for `compile_s`: by the ratio, and by
-    the bounds of its interval; None where no gain is shown.
+    `compile_s` is measured with empty compiler caches. `again_s` is the median of later processes,
+    which find the caches of the first. `ratio` is the time of a step over that of eager mode.
+    `pays_after` is how many steps pay for `compile_s`: by the ratio, and by the bounds of its
+    interval; None where no gain is shown.
     """
 
     what: str
@@ -50,7 +54,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """All that was measured, under which conditions, and what this machine or spec has no use for, with the reason."""
+    """Results of all ways, their conditions, and the modes that were left out, with the reason."""
 
     ways: tuple[Way, ...]
     left_out: Mapping[str, str]
@@ -59,15 +63,16 @@ class Ways:
 
     @property
     def best(self) -> Way | None:
-        """The one that takes least of eager mode's time, of those whose gain is shown."""
+        """The way with the least time among those whose gain is shown; None without one."""
         gains = [each for each in self.ways if each.ratio is not None and each.ratio.verdict == "lower"]
         return min(gains, key=lambda way: way.ratio.estimate if way.ratio else math.inf, default=None)
 
 
 def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str, str]]:
-    """A spec for each way, by its name, and the modes that are no way of their own here, with the reason.
+    """Return a spec for each way, by its name, and the modes that are left out, with the reason.
 
-    All parts that can be compiled are tried, or the one that `spec` compiles.
+    A mode is left out where it is the same as the default. All parts that can be compiled are
+    tried, or the one that `spec` compiles.
     """
     whats = WHATS if spec.compile.what == "none" else (spec.compile.what,)
     reasons = {mode: why_default(mode, device, deterministic=spec.train.deterministic) for mode in MODES}
@@ -82,7 +87,10 @@ def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str
 
 
 def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda text: None) -> Ways:
-    """Train every way for the same steps, `rounds` times, interleaved. Raises TaskError where eager mode does not run."""
+    """Train every way for the same steps, `rounds` times, interleaved.
+
+    Raises TaskError where eager mode does not run.
+    """
     if rounds < 1:
         raise InputError(f"--rounds is {rounds}", hint=f"1 or more; {FIRST_LOOK} at least show a gain")
     made = steady(spec)
@@ -129,7 +137,9 @@ def _way(bench: Workbench, trial: Trial, name: str) -> Way:
 
 
 def find_break_even(compile_s: float, eager_s: float, ratio: Interval) -> tuple[int, int, int] | None:
-    """After how many steps `compile_s` is saved, by the ratio and the bounds of its interval; None where that shows no gain.
+    """Return after how many steps `compile_s` is saved, by the ratio and its bounds, or None.
+
+    None means that no gain is shown.
 
     >>> find_break_even(30.0, 0.1, Interval(estimate=0.5, low=0.4, high=0.7, count=7, neutral=1.0))
     (600, 500, 1000)
@@ -143,6 +153,9 @@ def find_break_even(compile_s: float, eager_s: float, ratio: Interval) -> tuple[
 
 
 def _peak(trial: Trial, name: str) -> float | None:
-    """The most that was allocated on a GPU, the largest resident size on a CPU, which the compiler's own memory is part of."""
+    """Return the most bytes allocated on a GPU, or the largest resident size on a CPU.
+
+    The resident size includes the compiler's memory.
+    """
     on_device = median_of(trial, name, "device_peak_bytes")
     return median_of(trial, name, "peak_bytes") if on_device is None else on_device

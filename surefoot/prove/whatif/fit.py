@@ -1,4 +1,7 @@
-"""The largest microbatch that fits, by measured peaks: each try is a fresh process, and a longer one confirms the answer."""
+"""The largest microbatch that fits, by measured peaks.
+
+Each try is a fresh process, and a longer one confirms the result.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,18 @@ from surefoot.prove.whatif.batch import QUIET, peak_of
 from surefoot.train.environment import find_device
 from surefoot.trial import find_conditions, resident_bytes, run_rounds, spec_arm
 
-MARGIN = 0.1  # of the limit: for what a longer run, its evaluations and fragmentation take on top
+MARGIN = 0.1  # share of the limit for the further needs of a longer run, its evaluations and fragmentation
 STEPS, STEPS_OF_THE_ANSWER = 5, 50
-SHORT = (OutOfMemory.exit_code, -signal.SIGKILL)  # the kernel ends a process so for which it finds no memory
+SHORT = (OutOfMemory.exit_code, -signal.SIGKILL)  # the kernel kills a process with SIGKILL if it finds no memory
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Try:
-    """One process: `peak_bytes` is None where it ran out of memory, as `failure` then says, or where such a microbatch `is_refused`.
+    """A try of one microbatch in one process.
 
-    A run shorter than asked has fewer steps.
+    `peak_bytes` is None where the process ran out of memory (`failure` says so), or where such a
+    microbatch `is_refused`. `num_steps` is lower than requested for a shorter run.
     """
 
     microbatch: int
@@ -45,9 +49,10 @@ class Try:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The largest that is predicted to fit, and the most that its tensors take; None where not even the smallest is, with that one's.
+    """The largest microbatch that is predicted to fit, and the peak of its tensors.
 
-    `least_bytes` is what the tensors of the smallest take.
+    Where not even the smallest fits, `microbatch` is None, and `peak_bytes` is that of the
+    smallest. `least_bytes` is always that of the smallest.
     """
 
     microbatch: int | None
@@ -57,7 +62,10 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """All tries in their order, the last of them that of the answer: `microbatch`, the largest that fits, None where none does."""
+    """All tries in order, of which the last one confirms the result.
+
+    `microbatch` is the largest that fits, None where none does.
+    """
 
     batch: int
     limit_bytes: int
@@ -68,12 +76,12 @@ class Fitted:
 
     @property
     def peak_bytes(self) -> float | None:
-        """Of the longer run that confirmed the answer."""
+        """Peak of the longer run that confirmed the result."""
         return None if self.microbatch is None else self.tries[-1].peak_bytes
 
     @property
     def beside_bytes(self) -> float | None:
-        """What the smallest that was tried took beside the tensors that are predicted of it; None where one of the two is not known."""
+        """Memory of the smallest try beside its predicted tensors; None if either is unknown."""
         smallest = min((each for each in self.tries if not each.is_refused), key=lambda each: each.microbatch, default=None)
         if self.predicted is None or smallest is None or smallest.peak_bytes is None:
             return None
@@ -84,12 +92,15 @@ class Fitted:
 
 
 def usable(limit_bytes: int) -> float:
-    """The limit less its margin."""
+    """Return the limit less its margin."""
     return (1 - MARGIN) * limit_bytes
 
 
 def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
-    """What was asked for, or all memory of the GPU that `spec` runs on. Raises InputError for more than there is, or for all of a CPU's."""
+    """Return the requested limit, or all memory of the GPU that `spec` runs on.
+
+    Raises InputError for more than exists, and where no limit is given for a CPU.
+    """
     device = find_device(spec.train.device)
     is_gpu = device.type == "cuda"
     there = torch.cuda.get_device_properties(device).total_memory if is_gpu else find_machine().memory_bytes
@@ -105,10 +116,11 @@ def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
 
 
 def find_largest(sizes: Sequence[int], start: int, fits: Callable[[int, int], bool]) -> int | None:
-    """The largest of `sizes`, which rise, for which `fits(size, steps)`: few steps while it is looked for, more for the answer.
+    """Return the largest of the rising `sizes` for which `fits(size, steps)`, or None.
 
-    From `start` the size is doubled, or halved, until one fits and one does not, and then what lies between is halved. A larger size
-    is taken to need no less. None where not even the smallest fits.
+    The search uses few steps; more steps confirm the result. From `start` the size is doubled, or
+    halved, until one fits and one does not; then the range between them is bisected. It assumes
+    that a larger size needs no less memory.
 
     >>> find_largest([1, 2, 4, 8, 16], 1, lambda size, steps: size <= 5)
     4
@@ -124,7 +136,11 @@ def find_largest(sizes: Sequence[int], start: int, fits: Callable[[int, int], bo
 
 
 def _next(between: Sequence[int], low: int, high: int | None) -> int:
-    """Of the sizes that nothing is known of the one to try: `low` fits, 0 where none does, `high` does not; 0 where none is left."""
+    """Return the size to try next of those `between`; 0 where none is left.
+
+    `low` is the largest that fits, 0 where none does; `high` is the smallest that does not, if
+    known.
+    """
     if not between:
         return 0
     if high is None:
@@ -135,9 +151,10 @@ def _next(between: Sequence[int], low: int, high: int | None) -> int:
 
 
 def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text: None) -> Fitted:
-    """Search the microbatches of the spec's batch, from the one that is predicted to fit, by the peaks of real runs.
+    """Search the microbatches of the spec's batch by the peaks of real runs.
 
-    Raises InputError for a batch that the data does not fill, UserCodeError where a try fails for another reason than memory.
+    The search starts from the size that is predicted to fit. Raises InputError for a batch that the
+    data does not fill, UserCodeError where a try fails for another reason than memory.
     """
     sizes, most = find_sizes(spec)[::-1], usable(limit_bytes)
     made = at_its_largest(spec).replace(**QUIET, memory={"on_oom": "stop"})
@@ -151,7 +168,7 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
         tell(f"microbatch {size}, {steps} steps: {tries[-1].failure or format_bytes(tries[-1].peak_bytes)}")
         if len(tries) == len(sizes[:2]) and all(
             each.is_refused for each in tries
-        ):  # the one may be its size, as of one sample to BatchNorm
+        ):  # one refusal may be due to the size, as BatchNorm refuses one sample
             raise UserCodeError(
                 f"a microbatch of {tries[0].microbatch} could not be measured: {tries[0].failure}",
                 hint="does surefoot train run it?",
@@ -160,7 +177,7 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
 
     found = find_largest(sizes, (predicted and predicted.microbatch) or sizes[0], fits)
     larger = [size for size in sizes if size > tries[-1].microbatch]
-    if found is None and tries[-1].is_refused and larger:  # as one sample is by BatchNorm
+    if found is None and tries[-1].is_refused and larger:  # BatchNorm, for example, refuses one sample
         found = find_largest(larger, larger[0], fits)
     return Fitted(
         batch=spec.train.batch, limit_bytes=limit_bytes, tries=tuple(tries), microbatch=found, predicted=predicted,
@@ -169,7 +186,10 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
 
 
 def _predict(specs: Mapping[int, RunSpec], most: float, tell: Tell) -> Predicted | None:
-    """By `surefoot memory`, which counts tensors: on a CPU a process has all else on top, about what this one has now."""
+    """Predict the largest microbatch, as `surefoot memory` does, which counts tensors.
+
+    On a CPU the process needs more than tensors: about what this process uses now.
+    """
     sizes, first = list(specs), next(iter(specs.values()))
     budget = most - (resident_bytes() if find_device(first.train.device).type == "cpu" else 0)
     peak = cache(lambda size: predict(specs[size]).interval[1])

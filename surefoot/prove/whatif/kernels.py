@@ -1,4 +1,4 @@
-"""What compiling makes of a step: the source of its kernels, what was fused, and the bytes that no longer travel."""
+"""Kernels of a compiled step: their source, the operators fused, and the bytes no longer moved."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ TABLE = "kernels.json"
 
 
 def find_kernels(spec: RunSpec) -> list[Graph]:
-    """Take one step of `spec` compiled, all of its model where it compiles nothing, in this process; gives its graphs, in order.
+    """Run one compiled step of `spec` in this process; return its graphs, in order.
 
-    Raises TaskError where something cannot be compiled, or nothing was, and SpecError for a whole step: its graph does not tell which
-    call of an operator a part of it comes from.
+    The whole model is compiled where the spec compiles nothing. Raises TaskError where something
+    cannot be compiled, or nothing was, and SpecError for a whole step, whose graph does not show
+    which call of an operator a part of it comes from.
     """
     if spec.compile.what == "step":
         raise SpecError(
@@ -37,7 +38,7 @@ def find_kernels(spec: RunSpec) -> list[Graph]:
 
 
 def as_row(graph: Graph) -> dict[str, Any]:
-    """A graph without its source."""
+    """Return a graph as one object, without its source."""
     kernels = [asdict(kernel) for kernel in graph.kernels]
     return {
         "graph": graph.name, "num_operators": graph.num_operators, "num_kernels": len(graph.kernels),
@@ -46,7 +47,10 @@ def as_row(graph: Graph) -> dict[str, Any]:
 
 
 def write_kernels(graphs: Sequence[Graph], folder: Path) -> list[Path]:
-    """Write the source of each graph, and the table of all, to a folder. Raises StorageError."""
+    """Write the source of each graph, and a table of all, to a folder; return the files.
+
+    Raises StorageError.
+    """
     texts = {f"{graph.name}.py": graph.source for graph in graphs}
     texts[TABLE] = json.dumps([as_row(graph) for graph in graphs], indent=1) + "\n"
     try:

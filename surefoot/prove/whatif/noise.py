@@ -1,4 +1,7 @@
-"""The noise of the gradient at fixed weights: how its variance falls with the batch, and the batch above which more adds little."""
+"""Gradient noise at fixed weights: how the gradient's variance falls with the batch.
+
+It also gives the batch above which more samples add little.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,15 @@ from surefoot.train import environment
 from surefoot.train.assemble import Assembly, assemble
 from surefoot.train.quiet import untouched
 
-GROUP = 8  # draws that one pair of batch sizes is made of
+GROUP = 8  # draws per estimate: the large batch is 8 small ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A batch size: the variance of its gradient, summed over all weights, from so many `pairs` of batches."""
+    """A batch size: the variance of its gradient, summed over all weights.
+
+    `pairs` is the number of pairs of batches that the variance comes from.
+    """
 
     batch: int
     variance: float
@@ -35,7 +41,10 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseLab:
-    """What was measured. `slope` is that of log(variance) over log(batch): -1 where samples are independent."""
+    """Results of the measurement of gradient noise.
+
+    `slope` is that of log(variance) over log(batch): -1 where samples are independent.
+    """
 
     batch: int
     levels: tuple[Level, ...]
@@ -48,7 +57,10 @@ class NoiseLab:
 
 
 class Pyramid:
-    """Means of 1, 2, 4 ... vectors that come one by one, and the variance of each: half the mean square of the difference of two."""
+    """Means of 1, 2, 4, ... vectors that are added one by one, and the variance of each mean.
+
+    The variance is half the mean square of the difference of two means.
+    """
 
     def __init__(self) -> None:
         self.waiting: list[Tensor | None] = []
@@ -74,17 +86,18 @@ class Pyramid:
 
     @property
     def mean(self) -> Tensor:
-        """Of all vectors, where their number is a power of two."""
+        """Mean of all vectors, where their number is a power of two."""
         top = self.waiting[-1]
         assert top is not None
         return top
 
 
 def measure_noise(spec: RunSpec, *, run: Path | None = None, size: int | None = None, draws: int = 128) -> NoiseLab:
-    """Draw batches with replacement at the weights of `run` (its newest), or at those that `spec` starts with, and compare them.
+    """Draw batches with replacement at fixed weights, and compare their gradients.
 
-    `size` is the smallest batch (default: an eighth of the spec's), `draws` their number. Raises InputError for numbers that measure
-    nothing, and for data that do not seek.
+    The weights are the newest of `run`, or those that `spec` starts with. `size` is the smallest
+    batch (default: an eighth of the spec's), `draws` the number of batches. Raises InputError for
+    numbers that measure nothing, and for data that cannot seek.
     """
     if draws < 2 * GROUP or draws & (draws - 1):
         raise InputError(f"--draws is {draws}", hint=f"a power of two, {2 * GROUP} or more")
@@ -123,7 +136,7 @@ def _measure(assembly: Assembly, size: int, draws: int) -> NoiseLab:
 
 
 def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
-    """The gradient of the mean loss over these samples, as one vector; the weights stay as they are."""
+    """Return the gradient of the mean loss over these samples as one vector; weights stay as is."""
     augment, model = assembly.task.augment, assembly.model
     batch = to_device(assembly.feed.source.read(ids), assembly.engine.device)
     if augment is not None:
@@ -143,7 +156,10 @@ def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
 
 
 def find_slope(levels: tuple[Level, ...]) -> float:
-    """Of log(variance) over log(batch), each level weighing as many pairs as it is made of; nan where nothing varies."""
+    """Return the slope of log(variance) over log(batch), weighted by the pairs of each level.
+
+    Return NaN where nothing varies.
+    """
     if min((level.variance for level in levels), default=0.0) <= 0 or len(levels) < 2:
         return math.nan
     x, y = (np.log([getattr(level, name) for level in levels]) for name in ("batch", "variance"))

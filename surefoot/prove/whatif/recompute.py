@@ -1,4 +1,7 @@
-"""What is worth computing again? Each block's bytes beside the time that they cost, and every way to recompute measured beside none."""
+"""Activation recomputation by block: the bytes that it frees, and the time that it costs.
+
+Every way to recompute is measured beside none.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,16 @@ from surefoot.trial import Trial, find_conditions
 
 NONE = "none"
 ROUNDS = FIRST_LOOK
-SPARSEST = 4  # every 4th block is the least that is tried
-EVERYTHING = "1000 TiB"  # a budget that keeps all: the blocks are measured for it
+SPARSEST = 4  # the sparsest choice that is tried is every 4th block
+EVERYTHING = "1000 TiB"  # a budget that keeps everything, for which the blocks are measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One block: what it keeps for its backward pass beside its inputs, what those take, and the time to compute it again."""
+    """A block: what it keeps for its backward pass, and the seconds to recompute it.
+
+    `inner_bytes` is what it keeps beside its inputs, `input_bytes` the size of the inputs.
+    """
 
     name: str
     inner_bytes: int
@@ -44,11 +50,12 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One value of `memory.recompute`; a number that was not measured is None, and `failure` says why.
+    """A value of `memory.recompute`; a value that was not measured is None (`failure` says why).
 
-    `held_bytes` is the most that the blocks hold, by what each was measured to keep; None for "operators", which keeps parts of each.
-    `peak_bytes` is the most that a step holds: all that is allocated on the device, on a CPU all tensors. `ratio` is the time of a step
-    to that of keeping all.
+    `held_bytes` is the most that the blocks hold, by what each was measured to keep; None for
+    "operators", which keeps parts of each. `peak_bytes` is the peak memory of a step: everything
+    allocated on a GPU, all tensors on a CPU. `ratio` is the time of a step over that without
+    recomputation.
     """
 
     how: str
@@ -64,7 +71,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputing:
-    """The blocks in their order, the ways, from keeping all to computing all again, and under which conditions they were measured."""
+    """Results for the blocks, in order, and for the ways, from none to full recomputation."""
 
     blocks: tuple[Block, ...]
     ways: tuple[Way, ...]
@@ -73,7 +80,10 @@ class Recomputing:
 
 
 def find_costs(spec: RunSpec) -> list[Cost]:
-    """What each block of the model costs, measured on a microbatch. Raises InputError where there are no blocks."""
+    """Return the cost of each block of the model, measured on a microbatch.
+
+    Raises InputError where there are no blocks.
+    """
     with Rehearsal(rungs.change(spec, {"memory.recompute": EVERYTHING}), steps=1) as rehearsal:
         rehearsal.take("forward")
         budget = rehearsal.assembly.engine.recomputed.budget
@@ -82,9 +92,10 @@ def find_costs(spec: RunSpec) -> list[Cost]:
 
 
 def find_ways(costs: list[Cost]) -> dict[str, int | None]:
-    """Every way that differs from the others, and what the blocks hold with it.
+    """Return every distinct way to recompute, and the bytes that the blocks then hold.
 
-    As many bytes as every second block leaves are also a budget: which of uneven blocks it chooses takes less time.
+    The bytes that "every 2" leaves are also a budget: it chooses those of uneven blocks that take
+    less time.
 
     >>> find_ways([Cost("a", 1024, 9216, 3.0), Cost("b", 1024, 9216, 1.0), Cost("c", 1024, 4096, 1.0)])
     {'none': 25600, 'every 2': 16384, '16 KiB': 16384, 'operators': None, 'full': 11264}
@@ -107,7 +118,8 @@ def _held(costs: list[Cost], how: str) -> int:
 def measure_recomputing(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda text: None) -> Recomputing:
     """Measure the blocks, then train every way for the same steps, `rounds` times, interleaved.
 
-    Raises InputError where there are no blocks, TaskError where the spec does not run.
+    Raises InputError where there are no blocks, SpecError for a whole compiled step, TaskError
+    where the spec does not run.
     """
     if rounds < 1:
         raise InputError(f"--rounds is {rounds}", hint=f"1 or more; {FIRST_LOOK} at least show what it costs")
@@ -134,7 +146,11 @@ def measure_recomputing(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lam
 
 
 def _peak(bench: Workbench, trial: Trial, how: str, spec: RunSpec) -> float | None:
-    """On a CPU of one step in this process: what a process holds at its start hides the few bytes of a small model's blocks."""
+    """Return the peak memory; on a CPU that of one step in this process.
+
+    There, what a fresh process holds at its start would hide the few bytes of a small model's
+    blocks.
+    """
     if trial.failure(how) is not None:
         return None
     return float(compare(spec, None).measured_bytes) if bench.device == "cpu" else median_of(trial, how, bench.key("memory"))

@@ -1,4 +1,4 @@
-"""What the questions that train whole specs side by side have in common: how long the runs are, and what is read off a trial."""
+"""Helpers to measure whole specs: the length of their runs, and values read from a trial."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ LONG = "100000 steps"
 
 
 def steady(spec: RunSpec) -> RunSpec:
-    """The spec so long that neither an evaluation, nor a commit, nor the end of the run falls into what is measured."""
+    """Return the spec with a run so long that only training steps fall into the measurement.
+
+    No evaluation, no checkpoint and no end of the run does.
+    """
     changes = {"train.length": LONG, "evaluate.every": LONG, "checkpoint.every": LONG, "checkpoint.keep_every": None}
     return rungs.change(spec, changes)
 
 
 def median_of(trial: Trial, name: str, measure: str) -> float | None:
-    """The median of an arm's measure; None where no round has it."""
+    """Return the median of a variant's measure; None where no round has it."""
     found = list(trial.by_round(name, measure).values())
     return median(found) if found else None
 
 
 def failure_of(trial: Trial, name: str) -> str | None:
-    """What an arm said at its end, in a line; None where none failed."""
+    """Return the last error of a variant in one line; None where no run failed."""
     failure = trial.failure(name)
     return None if failure is None else last_words(failure).splitlines()[0]

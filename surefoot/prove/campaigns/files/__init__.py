@@ -1,1 +1,1 @@
-"""Files of a run that are damaged by accident, and such as are made to do harm."""
+"""Files of a run that are damaged by accident, and files that are made to do harm."""

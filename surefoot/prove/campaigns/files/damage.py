@@ -1,7 +1,8 @@
-"""Damaged files: one bit flipped, a block zeroed, a file cut, swapped, taken from elsewhere or gone; then the run is opened again.
+"""Damaged files: a bit flipped, a block zeroed, a file cut, swapped, replaced or deleted.
 
-What is loaded is the state of the newest commit that is still whole, bit for bit. Each damaged one is named by the check, set aside and
-told in one event. What stands beside the commits is damaged, too: then the same state is loaded, or the damage is told in words.
+Then the run is opened. It must load the state of the newest whole checkpoint, bitwise. Each damaged
+checkpoint must be named by the check, set aside, and recorded in one event. Files beside the
+checkpoints are damaged, too: then the same state must be loaded, or the damage reported.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, Attempt
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, digests
 from surefoot.prove.outcome import Campaign, Result
 
-LEFT_AT = 3 * EVERY + 1  # where the run was left: it then has the commits of three saves and that of its best evaluation
-TO_THE_END_EVERY = 40  # of so many trials one goes on to the end, which takes longest
+LEFT_AT = 3 * EVERY + 1  # step at which the run stops: it then has three saved checkpoints and that of its best evaluation
+TO_THE_END_EVERY = 40  # one in 40 trials resumes to the end, which takes longest
 
 
 @dataclass(frozen=True)
 class Left:
-    """A run that was left in the middle: its folder, and the mark of its state after each step."""
+    """A run that was stopped in the middle, and the mark of its state after each step."""
 
     attempt: Attempt
     states: Mapping[int, str]
@@ -41,14 +42,15 @@ class Left:
         return manifest.steps(self.attempt.folder)
 
     def find_files(self) -> list[str]:
-        """Every file, named from the run folder on."""
+        """Return every file, by its path below the run folder."""
         run = self.attempt.folder
         return sorted(path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file())
 
     def find_changed(self, folder: Path) -> list[Path]:
-        """The files of a step folder that are not as they were here: told by the bytes alone, not by a digest of ours.
+        """Return the files of a step folder that differ from those of this run, compared by bytes.
 
-        The folder itself where it was none, or is a link.
+        No digest is used. Returns the folder itself where this run has no such folder, or it is a
+        link.
         """
         own = self.attempt.folder / manifest.FOLDER / folder.name
         if not own.is_dir() or folder.is_symlink():
@@ -61,7 +63,10 @@ class Left:
 
 
 def find_left(workshop: Workshop, variant: str, seed: int = 0) -> Left:
-    """The run of this variant, made once; of another `seed` it is another run with files of the same names and sizes."""
+    """Return the stopped run of this variant, made once.
+
+    Another `seed` gives another run with files of the same names and sizes.
+    """
     return workshop.once(("left", variant, seed), lambda: _leave(workshop, variant, seed))
 
 
@@ -74,7 +79,7 @@ def _leave(workshop: Workshop, variant: str, seed: int) -> Left:
 
 
 def copy_run(source: Path, target: Path) -> None:
-    """A copy in which files that were one stay one."""
+    """Copy a run; files that are hard links of one file stay so."""
     known: dict[int, Path] = {}
 
     def copy(path: str, to: str) -> None:
@@ -88,7 +93,7 @@ def copy_run(source: Path, target: Path) -> None:
 
 
 def damage(workshop: Workshop, seed: int, *, kinds: Mapping[str, mutate.Kind]) -> Result:
-    """One thing done to one file of a run, each kind in turn; then the run is opened."""
+    """Damage one file of a run, by each kind in turn; then open the run."""
     draws = random.Random(seed)
     kind, variant = list(kinds)[seed % len(kinds)], draws.choice(list(VARIANTS))
     left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
@@ -103,7 +108,10 @@ def damage(workshop: Workshop, seed: int, *, kinds: Mapping[str, mutate.Kind]) -
 
 
 def take_another_run_s_commit(workshop: Workshop, seed: int) -> Result:
-    """The whole commit of another run, right in every digest, stands in the place of one: it is refused, and nothing is loaded."""
+    """Replace the newest checkpoint by that of another run, whose digests are all right.
+
+    It must be refused, and nothing may be loaded.
+    """
     variant = list(VARIANTS)[seed % len(VARIANTS)]
     left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
     with workshop.scratch("another") as folder:
@@ -121,11 +129,11 @@ def take_another_run_s_commit(workshop: Workshop, seed: int) -> Result:
 
 
 def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: bool) -> str | None:
-    """What does not hold of a run of which one file was touched."""
+    """Return what is wrong with a run after one of its files was changed; None if nothing is."""
     run = next(path for path in touched.parents if path.name == "run")
     attempt = replace(left.attempt, run=str(run))
     changed = {folder: left.find_changed(folder) for folder in sorted((run / manifest.FOLDER).glob("step-*"))}
-    # of a manifest that is whole, but another run's, nothing tells whether it or the files beside it are in the wrong place
+    # if the manifest is valid, but that of another run, either it or the files beside it may be misplaced
     foreign = {folder for folder, files in changed.items() if folder / manifest.FILE in files and _is_manifest(folder)}
     before, num_rows = {folder: _bytes_of(folder) for folder in changed}, _count_rows(run)
     child = workshop.fork(jobs.open_run, attempt)
@@ -172,7 +180,10 @@ def _find_wrong_events(run: Path, damaged: list[Path], before: Mapping[Path, Map
 
 
 def _count_rows(run: Path) -> int:
-    """How many rows the run will go on with: none where the header is damaged, since the ledger is then set aside."""
+    """Return how many ledger rows the run will resume with.
+
+    It is 0 where the header is damaged, since the ledger is then set aside.
+    """
     with contextlib.suppress(RunFolderError):
         ledger.read_plan(run)
         return max(0, (run / ledger.FILE).stat().st_size - ledger.HEADER_BYTES) // ledger.ROW.size

@@ -1,4 +1,4 @@
-"""Hostile commits, made: every digest is right, and what they say is meant to do harm to whoever opens them."""
+"""Hostile checkpoints: every digest is right, and the contents should harm their reader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from surefoot.contract import commits, digest, manifest
 
-SPARSE_BYTES = 3 << 29  # a file that is as long as it says, takes no room on the disk, and does not fit into memory
+SPARSE_BYTES = 3 << 29  # a sparse file of this size takes no space on the disk, and does not fit into memory
 MANY = 2_000_000
 SLOTS = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "clock.json")
 STATED = ("optimizer", "average", "random", "buffers", "task", "guard", "num_samples")
@@ -22,7 +22,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Commit:
-    """The newest commit of a run in the hands of a stranger: its folder, its manifest as an object, what it wants to reach."""
+    """The newest checkpoint of a run, to be made hostile: its folder and its manifest as an object.
+
+    `outside` is a folder outside of the run that the checkpoint tries to reach.
+    """
 
     folder: Path
     row: Row
@@ -42,18 +45,18 @@ class Commit:
         return row
 
     def write(self, entry: Row, data: bytes) -> None:
-        """Give a file other bytes, with the digest of these bytes."""
+        """Give a file other bytes, and the digest of these bytes."""
         self.put(entry, data)
         entry |= {"num_bytes": len(data), "sha256": digest.of_bytes(data), "tensors": None}
 
     def put(self, entry: Row, data: bytes) -> None:
         path = self.folder / entry["name"]
-        path.unlink(missing_ok=True)  # it may be a link to what another commit holds
+        path.unlink(missing_ok=True)  # it may be a hard link to a file of another checkpoint
         path.write_bytes(data)
         os.truncate(path, max(len(data), entry["num_bytes"] if entry["num_bytes"] == SPARSE_BYTES else 0))
 
     def rewrite_header(self, entry: Row, change: Callable[[bytes], bytes]) -> None:
-        """Give a file of tensors another header of JSON, and the digest that goes with it."""
+        """Give a safetensors file another JSON header, and the digest of the changed file."""
         data = (self.folder / entry["name"]).read_bytes()
         size = 8 + int.from_bytes(data[:8], "little")
         text = change(data[8:size])
@@ -72,7 +75,7 @@ Forge = Callable[[Commit], object]
 
 
 def forge(change: Forge, folder: Path, outside: Path, draws: random.Random) -> None:
-    """Make a commit hostile and sign it, unless it was already, elsewhere or as other bytes."""
+    """Make a checkpoint hostile, and sign it unless `change` did, elsewhere or as other bytes."""
     row = json.loads((folder / manifest.FILE).read_text())
     one = Commit(folder, {key: value for key, value in row.items() if key != "sha256"}, outside, draws)
     change(one)
@@ -81,7 +84,7 @@ def forge(change: Forge, folder: Path, outside: Path, draws: random.Random) -> N
 
 
 def gadget(canary: Path) -> bytes:
-    """A pickle that touches a file as soon as it is loaded."""
+    """Return a pickle that creates the file `canary` as soon as it is loaded."""
     return b"cposix\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR."
 
 
@@ -109,7 +112,7 @@ def _of_all(key: str, value: Any) -> Forge:
 
 
 def _reach_out(name: Callable[[Path], str]) -> Forge:
-    """A file outside, named with its right size and digest."""
+    """Return a change that names a file outside, with its right size and digest."""
 
     def do(one: Commit) -> None:
         data = (one.outside / "secret").read_bytes()
@@ -126,7 +129,7 @@ def _reach_by_link(one: Commit) -> None:
 
 
 def _link(path: Callable[[Commit], Path]) -> Forge:
-    """The signed manifest, or the folder, is elsewhere, and a symbolic link leads to it."""
+    """Return a change that moves the signed manifest, or the folder, and leaves a symbolic link."""
 
     def do(one: Commit) -> None:
         one.sign()
@@ -142,7 +145,7 @@ def _pipe(one: Commit) -> None:
 
 
 def _claim(one: Commit) -> None:
-    """A tensor far larger than the file that is to hold it."""
+    """Claim a tensor that is far larger than its file."""
     entry = one.entry(tensors=True)
     piece = max(entry["tensors"].values(), key=lambda each: int(each["start"]))
     piece.update(dtype="U8", shape=[2**44], whole=[2**44], offset=[0])
@@ -150,7 +153,10 @@ def _claim(one: Commit) -> None:
 
 
 def _sparse_tensor(one: Commit) -> None:
-    """As large as it says, and all of it a hole: nothing of the file's size is allocated before it is known to be of use."""
+    """Make a huge tensor that is one hole in a sparse file.
+
+    A reader must not allocate the file's size before it knows that it needs the tensor.
+    """
     entry = one.named("state.safetensors")
     name, piece = max(entry["tensors"].items(), key=lambda pair: pair[1]["start"])
     entry["num_bytes"] += SPARSE_BYTES - piece["shape"][0]
@@ -166,7 +172,7 @@ def _sparse_file(one: Commit, entry: Row, tensors: Row | None, head: bytes = b""
 
 
 def _state(change: Callable[[Row], Any]) -> Forge:
-    """Another tree in state.json."""
+    """Return a change of the tree in state.json."""
 
     def do(one: Commit) -> None:
         changed = change(json.loads((one.folder / "state.json").read_text()))
@@ -184,7 +190,7 @@ def _clock(text: bytes) -> Forge:
 
 
 def _pickled(name: str) -> Forge:
-    """The gadget in the place of a file, or of some file of tensors."""
+    """Return a change that replaces the file `name`, or some safetensors file, by the pickle."""
 
     def do(one: Commit) -> None:
         own = [each for each in one.row["files"] if each["name"] == name]
@@ -194,7 +200,7 @@ def _pickled(name: str) -> Forge:
 
 
 def _raw(make: Callable[[Commit], bytes]) -> Forge:
-    """These bytes as the manifest, whatever they are."""
+    """Return a change that writes the bytes of `make` as the manifest."""
 
     def do(one: Commit) -> None:
         (one.folder / manifest.FILE).write_bytes(make(one))
@@ -228,7 +234,7 @@ HOSTILE: Mapping[str, Forge] = {
     "a negative offset": _of_piece("offset", [-1]), "a stride": _of_piece("stride", [0]), "a negative start": _of_piece("start", -8),
     "a start of NaN": _of_piece("start", float("nan")),
     "a dtype that is a list": _of_piece("dtype", ["F32"]), "a dtype of Python": _of_piece("dtype", "O"),
-    # what a manifest says of itself
+    # the manifest's fields
     "a step of NaN": _of_all("step", float("nan")), "a step of infinity": _of_all("step", float("inf")),
     "a huge step": _of_all("step", 10**4000), "a huge generation": _of_all("generation", 10**4000), "no format": _of_all("format", -1),
     "a huge score": _of_all("score", {"name": "a", "value": 10**400, "better": "higher"}),
@@ -242,10 +248,10 @@ HOSTILE: Mapping[str, Forge] = {
     "many lists": _raw(lambda one: b"[" + b"[]," * (10 * MANY) + b"1]"),
     "long digits": _raw(lambda one: b'{"step": ' + b"9" * 10**6 + b"}"),
     "a pickle as the manifest": _raw(lambda one: gadget(one.outside / "canary")),
-    # headers of files of tensors
+    # headers of safetensors files
     "a long header": lambda one: one.rewrite_header(one.entry(tensors=True), lambda header: header + b" " * (1 << 20)),
     "a deep header": lambda one: one.rewrite_header(one.entry(tensors=True), lambda header: b"[" * 10**6),
-    # files of another kind, and states that make no sense
+    # files of another kind, and invalid states
     **{f"a pickle as {name}": _pickled(name) for name in SLOTS}, **{f"a state without {key}": _without(key) for key in STATED},
     "a state that is a list": _state(lambda tree: [tree]), "a deep state": _state(lambda tree: b"[" * 10**6),
     "a state of another kind": _state(lambda tree: {**tree, "random": {"$": "os.system", "value": "touch canary"}}),

@@ -1,4 +1,7 @@
-"""Hostile commits, opened: a child does so under a limit of memory, and whatever it does outside of the run is heard."""
+"""Trials that open hostile checkpoints in a child process with limited memory.
+
+Everything that the child does outside of the run is recorded.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,11 @@ BESIDE = ("events.jsonl", "ledger.bin", "spec.toml", "run.lock")
 
 
 def open_a_hostile_commit(workshop: Workshop, seed: int) -> Result:
-    """A child opens it: no code of it runs, nothing outside the run is touched, and it is refused in words or set aside."""
+    """Open a hostile checkpoint in a child process.
+
+    None of its code may run, nothing outside of the run may be touched, and the checkpoint must be
+    refused with a message or set aside.
+    """
     draws = random.Random(seed)
     kinds = [*HOSTILE, *(f"a pickle beside: {name}" for name in BESIDE)]
     kind, left = kinds[seed % len(kinds)], find_left(workshop, draws.choice(list(VARIANTS)))
@@ -51,7 +58,7 @@ def _find_wrong(left: Left, newest: Path, status: int, child: Child) -> str | No
         return None if str(run) in said or f"step {step}" in said else f"it was refused, and not named: {said}"
     told = [event.detail for event in events.read(run) if isinstance(event, Fault)]
     is_aside = not newest.exists() and len(told) == 1 and str(newest) in told[0]
-    # what it says besides does no harm where the state is that of the run
+    # any other output is harmless if the state is that of the run
     return None if is_aside or left.states[step] in child.marks else f"another state was loaded, and the events tell of {told}"
 
 

@@ -1,4 +1,4 @@
-"""What may happen to a file of a run: each function does one thing to it, by draws that a seed repeats."""
+"""Changes of a file of a run: each function makes one, with draws that a seed repeats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_BYTES = 4096
 
 @dataclass(frozen=True)
 class Place:
-    """A file of a run, another run of other numbers, and a folder outside of both."""
+    """A file of a run, another run with other values, and a folder outside of both."""
 
     path: Path
     other: Path
@@ -25,7 +25,7 @@ class Place:
 
     @property
     def commits(self) -> Path:
-        """The folder of commits where the file is in one, else the run."""
+        """Folder of all checkpoints if the file is in a checkpoint, else the run folder."""
         return self.path.parents[1] if manifest.STEP_FOLDER.match(self.path.parent.name) else self.path.parent
 
 
@@ -46,12 +46,15 @@ def zero_a_block(at: Place) -> None:
 
 
 def link_by_name(at: Place) -> None:
-    """The very bytes, but in a file elsewhere to which a symbolic link leads."""
+    """Move the file elsewhere, and leave a symbolic link to it."""
     at.path.symlink_to(at.path.rename(at.outside / "elsewhere"))
 
 
 def in_its_place(make: Callable[[Path], object]) -> Kind:
-    """Something else under the name of the file. Whoever opens a pipe to read waits for a writer who never comes."""
+    """Return a change that makes something else under the name of the file.
+
+    A process that opens a pipe to read waits for a writer that never comes.
+    """
 
     def do(at: Place) -> None:
         at.path.unlink()
@@ -61,7 +64,7 @@ def in_its_place(make: Callable[[Path], object]) -> Kind:
 
 
 def swap(at: Place) -> None:
-    """Change places with a file of other bytes, of the same size if there is one."""
+    """Swap the contents with a file of other bytes, of the same size if there is one."""
     own = at.path.read_bytes()
     others = [path for path in sorted(at.commits.rglob("*")) if path.is_file() and path.read_bytes() != own]
     same = [path for path in others if path.stat().st_size == len(own)]
@@ -71,14 +74,14 @@ def swap(at: Place) -> None:
 
 
 def splice(at: Place) -> None:
-    """The file of the same name of another step, or of another run."""
+    """Overwrite the file with the file of that name from another step or another run."""
     runs = (at.commits, at.other)
     others = [path for run in runs for path in sorted(run.glob(f"**/{at.path.name}")) if path != at.path]
     at.path.write_bytes(at.draws.choice(others).read_bytes())
 
 
 def duplicate(at: Place) -> None:
-    """The whole commit under the name of a later step; of what is in no commit a second copy."""
+    """Copy the whole checkpoint under the name of a later step; of any other file make a copy."""
     step = manifest.STEP_FOLDER.match(at.path.parent.name)
     if step is None:
         shutil.copy2(at.path, at.path.with_name("copy"))
@@ -87,7 +90,7 @@ def duplicate(at: Place) -> None:
 
 
 def link_the_folder(at: Place) -> None:
-    """The folder of the file lies elsewhere, and a symbolic link leads to it."""
+    """Move the folder of the file elsewhere, and leave a symbolic link to it."""
     if at.commits != at.path.parent:
         at.path.parent.symlink_to(at.path.parent.rename(at.outside / "folder"))
 
@@ -97,7 +100,7 @@ KINDS: Mapping[str, Kind] = {
     "empty": lambda at: os.truncate(at.path, 0), "4 KiB zeroed": zero_a_block, "missing": lambda at: at.path.unlink(),
     "swapped": swap, "spliced": splice, "duplicated": duplicate, "symbolic link": link_by_name,
     "a folder": in_its_place(Path.mkdir), "a pipe": in_its_place(os.mkfifo), "folder linked": link_the_folder,
-    # no damage: a file that no manifest names, and a second name outside of the run
+    # no damage: a file that no manifest names, and a hard link outside of the run
     "extra file": lambda at: at.path.with_name("more.safetensors").write_bytes(at.path.read_bytes()),
     "linked elsewhere": lambda at: (at.outside / "linked").hardlink_to(at.path),
 }  # fmt: skip

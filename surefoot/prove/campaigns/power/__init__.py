@@ -1,1 +1,1 @@
-"""Power cuts: the file operations of a real run, and the disks that a cut at any moment may leave."""
+"""Power cuts: the file operations of a real run, and the disk states that a cut may leave."""

@@ -1,4 +1,4 @@
-"""Power cuts: one real run is traced, and the disk states that a cut at any moment may leave are written out and opened."""
+"""Power cuts: the disk states that a cut may leave are derived from one traced run, and opened."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from surefoot.prove.campaigns.strace import Tracer
 from surefoot.prove.campaigns.workshop import Golden, Workshop, digests, go_on
 from surefoot.prove.outcome import Campaign, Result
 
-GOES_ON_EVERY = 20  # of so many states one is gone on from to the end, which takes longest
-WHOLE = ("frozen", "plain")  # what is traced: commits with linked files, and without
+GOES_ON_EVERY = 20  # a run resumes to the end from one in 20 states, which takes longest
+WHOLE = ("frozen", "plain")  # traced variants: checkpoints with linked files, and without
 
 
 def cut_power(workshop: Workshop, seed: int) -> Result:
-    """One state of the disk: every acknowledged step loads, nothing that can be seen is silently wrong; some go on to the end."""
+    """Write and check one possible disk state after a power cut.
+
+    Every acknowledged step must load, and no visible checkpoint may be silently wrong. Some runs
+    are resumed to the end.
+    """
     variant = WHOLE[seed % len(WHOLE)]
     golden = workshop.golden(variant)
     recorder, attempt = workshop.once(("recording", variant, workshop.plant), lambda: _record(workshop, variant), planted=True)
@@ -38,7 +42,7 @@ def cut_power(workshop: Workshop, seed: int) -> Result:
 
 
 def _record(workshop: Workshop, variant: str) -> tuple[disk.Recorder, Attempt]:
-    """The file operations of one run from its beginning to its end."""
+    """Record the file operations of one run from its start to its end."""
     with workshop.scratch("traced") as folder:
         (root := folder / "disk").mkdir()
         attempt = Attempt(run=str(root / "run"), variant=variant, pauses=(0,))
@@ -54,7 +58,10 @@ def _record(workshop: Workshop, variant: str) -> tuple[disk.Recorder, Attempt]:
 
 
 def _look(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
-    """What is wrong once the leavings were cleared away as a start does: a step that was committed or can be seen, and is not whole."""
+    """Return what is wrong with a run after its drafts were cleared, as a start clears them.
+
+    Wrong is a step that was acknowledged, or is visible, and is not whole.
+    """
     if run.is_dir():
         checkpoint.clear_drafts(run)
     step = 0

@@ -1,7 +1,8 @@
-"""A disk that lost power: from a trace of file operations, the states that it may be found in.
+"""A disk after a power cut: the states that are possible after a trace of file operations.
 
-What POSIX promises and no more: `fsync` of a file makes its bytes and size last, `fsync` of a folder its entries. What was not synced
-may be there whole, in part, as zeros, or not at all; entries may be there up to any point, or (`reordered`) in any selection.
+Only what POSIX guarantees is assumed: `fsync` of a file makes its bytes and size durable, `fsync`
+of a folder its entries. Data that was not synced may be there whole, in part, as zeros, or not at
+all; entries may be there up to any point, or (`reordered`) in any selection.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ RETIRED = re.compile(r"/step-0*(\d+)$")
 OF_DESCRIPTORS = ("write", "pwrite64", "read", "lseek", "ftruncate", "fsync", "fdatasync")
 TRACED = (
     *OF_DESCRIPTORS, "openat", "mkdir", "rename", "link", "linkat", "unlink", "rmdir", "unlinkat",
-    # these are not understood: a run that makes one on its files ends the campaign
+    # unsupported calls: one of these on a file of the run ends the campaign
     "creat", "open", "renameat", "renameat2", "mkdirat", "symlink", "symlinkat", "truncate",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A change of a folder: `name` of `folder` becomes `node`, or is gone (None); for a move also what it was before."""
+    """A change of a folder: `name` becomes `node`, or is removed (None); moves have an `origin`."""
 
     folder: int
     name: str
@@ -44,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Data:
-    """Bytes of a file: written at `start`, or (None) the file cut or grown to `start`."""
+    """A write of `data` at `start`; if `data` is None, the file is cut or extended to `start`."""
 
     node: int
     start: int
@@ -58,7 +59,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Note:
-    """What a run said on the way: a step was committed, or its commit is being deleted."""
+    """Progress of the run: a step was committed, or the deletion of its checkpoint started."""
 
     word: str
     step: int
@@ -68,7 +69,10 @@ Op = Entry | Data | Sync | Note
 
 
 class Recorder:
-    """Turns the calls of a process into operations on what is below `root`, which was empty when the trace began."""
+    """A conversion of the system calls of a process to operations on files below `root`.
+
+    `root` was empty when the trace began.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = f"{root}/"
@@ -76,10 +80,10 @@ class Recorder:
         self.folders = {ROOT}
         self._nodes: dict[str, int] = {str(root): ROOT}
         self._sizes: dict[int, int] = {}
-        self._offsets: dict[int, int | None] = {}  # of descriptors; None for one that appends
+        self._offsets: dict[int, int | None] = {}  # by descriptor; None for a file opened to append
 
     def record(self, calls: Sequence[Call]) -> None:
-        """Raises TaskError for a call on these files that is not understood."""
+        """Record the calls. Raises TaskError for a call on these files that is not supported."""
         for call in calls:
             if call.failed:
                 continue
@@ -161,7 +165,10 @@ class Recorder:
 
 @dataclass(frozen=True)
 class PowerCut:
-    """The power goes before operation `moment`; `entries` and `blocks` say what of the unsynced is on the disk."""
+    """A power cut before operation `moment`.
+
+    `entries` and `blocks` say which unsynced changes are on the disk.
+    """
 
     moment: int
     entries: str
@@ -173,9 +180,9 @@ class PowerCut:
 
 
 def find_tree(ops: Sequence[Op], cut: PowerCut, draws: random.Random) -> dict[int, dict[str, int]]:
-    """Folder -> its entries, by the changes that are on the disk.
+    """Return the entries of each folder, by the changes that are on the disk.
 
-    A move whose origin never was, or a removal of what is not there, changes nothing.
+    A move whose origin does not exist, or a removal of a missing entry, changes nothing.
     """
     before = ops[: cut.moment]
     synced = {op.node: place for place, op in enumerate(before) if isinstance(op, Sync)}
@@ -196,7 +203,7 @@ def find_tree(ops: Sequence[Op], cut: PowerCut, draws: random.Random) -> dict[in
 
 
 def find_bytes(ops: Sequence[Op], node: int, cut: PowerCut, draws: random.Random) -> bytes:
-    """What a file holds: all that was synced, and of the rest what `cut.blocks` says."""
+    """Return the bytes of a file: all synced ones, and of the others what `cut.blocks` says."""
     moment = max((place for place, op in enumerate(ops[: cut.moment]) if op == Sync(node)), default=0)
     kept, whole = (replay(op for op in ops[:end] if isinstance(op, Data) and op.node == node) for end in (moment, cut.moment))
     if cut.blocks in ("none", "all"):
@@ -212,7 +219,7 @@ def find_bytes(ops: Sequence[Op], node: int, cut: PowerCut, draws: random.Random
 
 
 def replay(ops: Iterable[Data]) -> bytes:
-    """The bytes of a file after these writes."""
+    """Return the bytes of a file after these writes."""
     data = bytearray()
     for op in ops:
         data = (data if op.data is not None else data[: op.start]).ljust(op.start, b"\0")
@@ -239,6 +246,6 @@ def write_state(ops: Sequence[Op], folders: set[int], cut: PowerCut, into: Path)
 
 
 def acknowledged(ops: Sequence[Op], moment: int) -> list[int]:
-    """The steps that the log called committed before `moment` and that were not being deleted by then."""
+    """Return the steps that were logged as committed before `moment` and not yet being deleted."""
     noted = [op for op in ops[:moment] if isinstance(op, Note)]
     return sorted({op.step for op in noted if op.word == "committed"} - {op.step for op in noted if op.word == "retired"})
