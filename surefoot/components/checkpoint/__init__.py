@@ -1,4 +1,7 @@
-"""Commits: written aside, synced, renamed last, beside the training; read back into place, every byte held against its digest."""
+"""Checkpoints: saved in the background into a draft folder, synced, made visible by a rename.
+
+Every byte is verified against its digest when a checkpoint is loaded.
+"""
 
 from surefoot.components.checkpoint.background import Saved, Saver
 from surefoot.components.checkpoint.load import MODEL, Commit, identity, newest_loadable, read_weights

@@ -1,6 +1,7 @@
-"""Saving beside the training: the state is copied while the next pass runs, and written while training goes on.
+"""Background saving: the state is copied during the next step, and written during training.
 
-One save is in flight at most. `before_update` must be called before anything in the state changes: it waits for the copy alone.
+At most one save is in flight. The caller must call `before_update` before anything in the state
+changes; it waits for the copy, not for the write.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ Write = Callable[[Content, Callable[[], bool]], Manifest]
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of one save: its manifest, or why there is none."""
+    """Result of one save: the manifest of the checkpoint, or the error that prevented it.
+
+    `waited_s` is the time for which the save blocked training.
+    """
 
     step: int
     elapsed_s: float
@@ -35,7 +39,7 @@ class Saved:
 
 
 class Saver:
-    """Saves through `write(content, may_commit)`, in the background or at once."""
+    """Saves with `write(content, may_commit)`, in a background thread or synchronously."""
 
     def __init__(self, write: Write) -> None:
         self._write: Final = write
@@ -52,7 +56,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def save_now(self, content: Content) -> Saved:
-        """Write from the state itself, which nothing changes meanwhile."""
+        """Save synchronously from the tensors of the state, which must not change meanwhile."""
         started_s = time.perf_counter()
         try:
             made = self._write(content, lambda: True)
@@ -61,9 +65,10 @@ class Saver:
         return Saved(content.step, time.perf_counter() - started_s, time.perf_counter() - started_s, made)
 
     def begin(self, content: Content, moving: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Begin to save `content` together with the tensors of `moving` (by file), which are copied until `before_update` returns.
+        """Start a background save of `content` and of the tensors in `moving`, given by file.
 
-        The save before must have been taken with `finish`. False where the system gives no thread to do it.
+        The tensors of `moving` are copied until `before_update` returns. `finish` must have
+        returned the result of the previous save. Returns False if the system cannot start a thread.
         """
         self._done, self._crash, self._torn, self._waited_s = None, None, None, 0.0
         self._confirmed.clear()
@@ -71,7 +76,9 @@ class Saver:
         thread = threading.Thread(target=self._run, args=(content, time.perf_counter()), name="surefoot-save", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # out of threads or of memory for one: nobody would ever say that the copy is done
+        # out of threads, or of memory for one: no thread would ever report that the copy is
+        # complete
+        except RuntimeError:
             self._staging.give_up()
             self._confirmed.set()
             return False
@@ -81,8 +88,10 @@ class Saver:
     def _run(self, content: Content, started_s: float) -> None:
         try:
             files = {file: dict(tensors) for file, tensors in content.tensors.items()}
-            copies = self._staging.copy()  # the next update waits for it
-            yield_to_others(NICE)  # the rest has until the next save; where a save is waited for, nobody else is at work
+            copies = self._staging.copy()  # the next optimizer step waits for this copy
+            # the write may take until the next save; if training waits for it, no other thread
+            # competes
+            yield_to_others(NICE)
             for key, copy in copies.items():
                 file, _, name = key.partition("\n")
                 files.setdefault(file, {})[name] = copy
@@ -90,10 +99,12 @@ class Saver:
             self._done = Saved(content.step, time.perf_counter() - started_s, self._waited_s, made)
         except SurefootError as error:
             self._done = Saved(content.step, time.perf_counter() - started_s, self._waited_s, error=error)
-        except BaseException as error:  # noqa: BLE001 - told on the thread of the training
+        except BaseException as error:  # noqa: BLE001 - raised again in the training thread
             self._crash = error
         finally:
-            self._staging.give_up()  # whatever ended this, nobody waits for a copy that nobody makes
+            # whatever ended the save, training must not wait for a copy that will never be
+            # complete
+            self._staging.give_up()
 
     def _is_confirmed(self) -> bool:
         self._confirmed.wait()
@@ -105,7 +116,7 @@ class Saver:
         return True
 
     def before_update(self) -> None:
-        """Wait until the copy is done; then the state may change."""
+        """Wait until the copy of the state is complete; after that the state may change."""
         if self._thread is None or self._confirmed.is_set():
             return
         started_s = time.perf_counter()
@@ -115,7 +126,11 @@ class Saver:
         self._confirmed.set()
 
     def finish(self, *, wait: bool) -> Saved | None:
-        """What became of the save in flight, once; None while it goes on, unless `wait`, and where there is none."""
+        """Return the result of the save in flight, once.
+
+        Returns None if no save is in flight, or if it is still running and `wait` is False. An
+        exception that is not a SurefootError is raised again.
+        """
         if self._thread is None:
             return None
         if wait:
@@ -131,7 +146,7 @@ class Saver:
         return done if done is None else replace(done, waited_s=done.waited_s + blocked_s)
 
     def abandon(self) -> None:
-        """Wait for a save in flight and say nothing of it."""
+        """Wait for a save in flight and discard its result."""
         if self._thread is not None:
             self.before_update()
             self._thread.join()

@@ -1,6 +1,7 @@
-"""Writing a large new file past the page cache, so that a save takes neither memory nor another copy's time from the training.
+"""Writing of large new files past the page cache, so that a save takes no memory from training.
 
-Where the system refuses direct writes (tmpfs, some network file systems; macOS), the same bytes go through the cache.
+Where the system refuses direct I/O (tmpfs, some network file systems; macOS), the same bytes are
+written through the page cache.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import numpy as np
 
 from surefoot.contract.digest import BLOCK_BYTES, DIRECT, set_direct
 
-BUFFER_BYTES = 4 << 20  # more would take longer to be had from the system than it saves
+BUFFER_BYTES = 4 << 20  # larger buffers take longer to allocate than they save
 
 
 def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
-    """Write the bytes of `buffers` one after the other into a new file, and sync it. Raises OSError."""
+    """Write the bytes of `buffers` in order into a new file, and sync it. Raises OSError."""
     descriptor = _open_new(path)
     try:
         for block in _filled_ahead(_joined(buffers)):
@@ -31,7 +32,10 @@ def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
 
 
 def _filled_ahead(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same blocks; while one is used another thread fills the next, if there can be one."""
+    """Yield `blocks`; a second thread fills the next block while the caller uses the current.
+
+    A single block that is not full is yielded without a second thread.
+    """
     block = next(blocks, None)
     if block is not None and len(block) < BUFFER_BYTES:
         yield block
@@ -44,7 +48,10 @@ def _filled_ahead(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _joined(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
-    """The bytes of `buffers` in blocks that begin at a page, all whole but the last; each holds until the next but one is asked for."""
+    """Yield the bytes of `buffers` in aligned blocks of BUFFER_BYTES; the last may be shorter.
+
+    A block stays valid until the second block after it is requested.
+    """
     room = np.empty(2 * BUFFER_BYTES + BLOCK_BYTES, np.uint8)
     start = -room.ctypes.data % BLOCK_BYTES
     blocks = itertools.cycle((room[start:][:BUFFER_BYTES], room[start + BUFFER_BYTES :][:BUFFER_BYTES]))
@@ -53,7 +60,8 @@ def _joined(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
         values, done = np.frombuffer(buffer, np.uint8), 0
         while done < len(values):
             count = min(len(values) - done, BUFFER_BYTES - filled)
-            block[filled : filled + count] = values[done : done + count]  # by numpy, which lets the training go on meanwhile
+            # numpy releases the GIL during this copy, so training continues
+            block[filled : filled + count] = values[done : done + count]
             filled, done = filled + count, done + count
             if filled == BUFFER_BYTES:
                 yield block
@@ -63,7 +71,7 @@ def _joined(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
 
 
 def _write(descriptor: int, block: np.ndarray) -> None:
-    """Whole blocks directly, and what is left at the end through the cache."""
+    """Write whole blocks directly, and the remaining bytes at the end through the page cache."""
     whole = len(block) - len(block) % BLOCK_BYTES
     _write_all(descriptor, block[:whole].data)
     if whole < len(block):
@@ -78,7 +86,7 @@ def _open_new(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL or not DIRECT:
             raise
-    path.unlink(missing_ok=True)  # some systems make the file before they refuse
+    path.unlink(missing_ok=True)  # some file systems create the file before they refuse direct I/O
     return os.open(path, flags, 0o666)
 
 

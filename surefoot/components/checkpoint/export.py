@@ -1,6 +1,7 @@
-"""A model out of its run: safetensors, torch.export or ONNX, held against the model it came from on real inputs before it is given a name.
+"""Export to safetensors, torch.export or ONNX, compared with the model on real inputs.
 
-What was written is read back and run: its outputs must equal the model's to 1e-5 in evaluation mode, or no file is left.
+The exported file is read back and run. Its outputs must equal the model's to 1e-5 in evaluation
+mode before the file gets its name; otherwise the file is deleted.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ ENDINGS: Mapping[str, Format] = {".safetensors": "safetensors", ".pt2": "torch-e
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export came to; `max_error` is the largest difference of an output, relative where that is above 1.
+    """Result of an export.
 
-    `batch` is the size of batch that the file takes, None for any. A file whose outputs differ is not kept: `holds` is then False.
+    `max_error` is the largest difference of an output, relative where the output is above 1.
+    `batch` is the batch size that the file accepts, None for any. `holds` is False if the outputs
+    differ; the file is then deleted.
     """
 
     path: Path
@@ -47,7 +50,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Call:
-    """What a model was called with, and what it gave."""
+    """Arguments of one call of a model, and the output of that call."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -55,7 +58,10 @@ class Call:
 
 
 def capture(model: nn.Module, forward: Callable[[], Any]) -> Call:
-    """The one call of `model` that `forward()` makes. Raises TaskError where it makes none, or several."""
+    """Run `forward()` and return the one call of `model` that it makes.
+
+    Raises TaskError if `forward` calls the model several times or not at all.
+    """
     calls: list[Call] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -78,10 +84,11 @@ def capture(model: nn.Module, forward: Callable[[], Any]) -> Call:
 def export_weights(
     model: nn.Module, build: Callable[[], nn.Module], forward: Callable[[nn.Module], Any], path: Path
 ) -> Exported:  # fmt: skip
-    """Write the whole state dict as safetensors, a tied tensor under each of its names, so that a strict load takes it.
+    """Write the state dict as safetensors, a tied tensor under each name, for a strict load.
 
-    Another model of `build` loads it with `load_state_dict`, and must give the same outputs. Raises TaskError for a state dict that
-    holds more than tensors, or that the model itself refuses.
+    A second model from `build` loads the file with `load_state_dict` and must give the same
+    outputs. Raises TaskError for a state dict that holds more than tensors or that the model itself
+    refuses, and StorageError if the file cannot be written.
     """
     draft = _draft(path)
     state = _unshared(model.state_dict())
@@ -106,7 +113,10 @@ def export_weights(
 
 
 def _unshared(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state dict, each in memory of its own: a file of safetensors holds no two names of one tensor."""
+    """Return the tensors of a state dict, each with separate storage, as safetensors requires.
+
+    Raises TaskError for a value that is not a tensor.
+    """
     seen, found = set[int](), dict[str, Tensor]()
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -122,10 +132,11 @@ def _unshared(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def export_graph(model: nn.Module, calls: Sequence[Call], path: Path, kind: Format) -> Exported:
-    """Write the model as a graph that runs without its code; `calls` are of two sizes of batch, the larger first.
+    """Write the model as a graph that runs without its code.
 
-    The batch is free where both sizes give the model's outputs, else it is that of the first call. Raises TaskError for a model
-    that cannot be traced, MissingExtra where ONNX is not installed.
+    `calls` are two calls with different batch sizes, the larger first. The batch size of the graph
+    is dynamic if the outputs match for both calls, otherwise it is fixed to that of the first call.
+    Raises TaskError for a model that cannot be traced, MissingExtra if ONNX is not installed.
     """
     write = _write_onnx if kind == "onnx" else _write_export
     draft = _draft(path)
@@ -138,7 +149,7 @@ def export_graph(model: nn.Module, calls: Sequence[Call], path: Path, kind: Form
             error = max(max_error(call.output, run(call)) for call in taken)
         except (MissingExtra, OSError):
             raise
-        except Exception as problem:  # whatever a tracer makes of a stranger's model
+        except Exception as problem:  # a tracer can raise anything for a user's model
             if is_free:
                 continue
             raise TaskError(
@@ -158,7 +169,10 @@ def _write_export(model: nn.Module, call: Call, shapes: Any, draft: Path) -> Cal
 
 
 def _write_onnx(model: nn.Module, call: Call, shapes: Any, draft: Path) -> Callable[[Call], Any]:
-    """Held against the reference evaluator of the onnx package, which needs no other runtime."""
+    """Write the model as ONNX; return a function that runs the file.
+
+    The function uses the reference evaluator of the onnx package, which needs no other runtime.
+    """
     with needing("onnx", "onnx", extra="onnx", needed_for="exporting to ONNX"):
         import onnx
         import onnx.reference
@@ -180,7 +194,7 @@ def _write_onnx(model: nn.Module, call: Call, shapes: Any, draft: Path) -> Calla
 
 
 def _free_batch(model: nn.Module, call: Call, size: int | None) -> Any:
-    """`dynamic_shapes` with the first dimension free of every tensor that has one of the batch's size."""
+    """Return `dynamic_shapes`, with dimension 0 dynamic where its size is `size`."""
 
     def free(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -198,9 +212,10 @@ def _batch_size(call: Call) -> int | None:
 
 
 def max_error(one: Any, other: Any) -> float:
-    """The largest difference between the tensors of two outputs, divided by the larger magnitude where that is above 1.
+    """Return the largest difference between two outputs, relative where a magnitude is above 1.
 
-    Infinite where they have other shapes, or one is not a number where the other is.
+    The result is infinite if the shapes differ, if there are no tensors, or if only one of two
+    elements is non-finite.
 
     >>> max_error(torch.tensor([1.0, 200.0]), {"logits": torch.tensor([1.0, 202.0])}) < 0.01
     True
@@ -220,7 +235,7 @@ def max_error(one: Any, other: Any) -> float:
 
 
 def leaves(value: Any) -> Iterator[Tensor]:
-    """Every tensor of an output, in order: of tuples, lists, mappings and what holds its fields as attributes."""
+    """Yield every tensor of an output in order, also inside tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value.detach()
     elif isinstance(value, Mapping):
@@ -232,7 +247,7 @@ def leaves(value: Any) -> Iterator[Tensor]:
 
 
 def check_new(path: Path) -> None:
-    """Raise InputError for a file that is there already, is to lie inside a commit, or has no folder."""
+    """Raise InputError if `path` exists, is inside a checkpoint, or has no parent folder."""
     if any(STEP_FOLDER.match(folder.name) for folder in path.resolve().parents):
         raise InputError(f"--to {path} lies inside a commit, which is never changed", hint="give another --to")
     if os.path.lexists(path):
@@ -247,10 +262,10 @@ def _draft(path: Path) -> Path:
 
 
 def _settle(draft: Path, path: Path, kind: Format, error: float, batch: int | None) -> Exported:
-    """Give the draft its name, or remove it where its outputs are others."""
+    """Rename the draft to `path`, or delete it if its outputs differ from the model's."""
     made = Exported(path, kind, draft.stat().st_size, error, batch)
     if made.holds:
-        apply_umask(draft)  # safetensors writes for its user alone
+        apply_umask(draft)  # safetensors creates files that only their owner can read
         draft.replace(path)
     else:
         draft.unlink()

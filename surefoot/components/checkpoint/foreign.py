@@ -1,7 +1,9 @@
-"""Files of tensors that others wrote: `.pt`, `.ckpt`, `.bin`, safetensors, folders of torch.distributed.checkpoint.
+"""Import of tensor files that other programs wrote.
 
-Each is opened by a process of its own, which foreign_child.py confines, and comes back as files of tensors that run nothing when they
-are read. A file that holds more than tensors, numbers and text is refused; there is no way to trust it after all.
+The formats are `.pt`, `.ckpt`, `.bin`, safetensors, and folders of torch.distributed.checkpoint. A
+separate process, which foreign_child.py confines, opens each file and converts it to safetensors
+and JSON, which run no code when they are read. A file that holds more than tensors, numbers and
+text is refused; no option overrides this.
 """
 
 from __future__ import annotations
@@ -30,20 +32,25 @@ from surefoot.core.errors import InputError, RunFolderError
 from surefoot.core.units import name_some
 
 CHILD = "surefoot.components.checkpoint.foreign_child"
-PACKAGE = Path(__file__).resolve().parents[3]  # where the folder surefoot/ stands
+PACKAGE = Path(__file__).resolve().parents[3]  # the folder that contains surefoot/
 MOST_TOLD = 8
-LOST = "a tensor "  # how foreign_child.py begins to say why it left one out; other things are no weights
-SPARE_BYTES = 1 << 30  # what reading may take besides three times the size of what is read
+# how foreign_child.py begins the reason for a tensor that it left out; other entries are no
+# weights
+LOST = "a tensor "
+SPARE_BYTES = 1 << 30  # memory that reading may take in addition to three times the file size
 SPARE_CPU_S, BYTES_PER_CPU_S = 60, 20 << 20
-# under which names the programs that people use keep a model's weights in a larger file, the likeliest first
+# keys under which common programs keep the weights of a model in a larger file, the likeliest
+# first
 WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights", "params", "net")
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """What a stranger's file held: tensors and plain values by their path in it, parts joined by `/`; and what was left out, why.
+    """Contents of a foreign file: tensors and plain values by path, with parts joined by `/`.
 
-    `unbounded` names what this system could not keep from the process that read it; where it `is_flat`, a `/` is a letter of a name.
+    `left_out` gives the reason for each entry that was not read. `unbounded` names the resources
+    that this system could not deny to the process that read the file. If `is_flat`, a `/` is part
+    of a name and no separator.
     """
 
     tensors: Mapping[str, Tensor]
@@ -54,7 +61,10 @@ class Foreign:
 
 
 def open_foreign(path: Path) -> Foreign:
-    """Read a foreign file or folder in a confined process; no code in it runs. Raises InputError for what is refused."""
+    """Read a foreign file or folder in a confined process, without running code from the file.
+
+    Raises InputError for a file that is refused.
+    """
     size = _size(path)
     _check_own(path)
     memory_bytes, cpu_s = 3 * size + SPARE_BYTES, SPARE_CPU_S + size // BYTES_PER_CPU_S
@@ -63,7 +73,8 @@ def open_foreign(path: Path) -> Foreign:
         try:
             one = Commit(Path(folder), 0)
             found, tensors = one.json("found.json"), one.read("tensors.safetensors")
-        except RunFolderError as error:  # of the files between the two processes, of which nobody knows
+        # about the files that the child process wrote, whose names mean nothing to the user
+        except RunFolderError as error:
             reason = error.message.rpartition(": ")[2]
             raise InputError(f"{path} cannot become a checkpoint: {reason}", hint="give its weights alone, or in parts") from None
         return Foreign(tensors, found["values"], found["left_out"], tuple(found["unbounded"]), found["is_flat"])
@@ -92,7 +103,10 @@ def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> Non
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of the files of a folder."""
+    """Return the size in bytes of a file, or of the files in a folder.
+
+    Raises InputError for a path that cannot be read, is empty, or is neither a file nor a folder.
+    """
     try:
         if path.is_dir():
             return sum(each.stat().st_size for each in path.iterdir() if each.is_file())
@@ -107,7 +121,10 @@ def _size(path: Path) -> int:
 
 
 def _check_own(path: Path) -> None:
-    """Hold what is of a commit of ours against its manifest; raises RunFolderError where it is damaged."""
+    """Verify a surefoot checkpoint, or one of its files, against the manifest.
+
+    Files of other programs are not checked. Raises RunFolderError if the checkpoint is damaged.
+    """
     whole = path.resolve()
     folder = whole if whole.is_dir() else whole.parent
     stated = folder / manifest.FILE
@@ -122,13 +139,15 @@ def _check_own(path: Path) -> None:
                 commits.check_file(folder, entry, pool)
 
 
-# ---- what becomes of it
+# ---- selecting the weights
 
 
 def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> dict[str, Tensor]:
-    """The weights among the tensors: those below `key`, or those that stand at the top or below a name that is used for them.
+    """Return the weights among the tensors: those under `key`, by default that of `find_key`.
 
-    `strip` is taken from the front of each name that begins so, as `module.`. Raises InputError where it is not clear which.
+    `strip` is a prefix such as `module.`, which is removed from each name that starts with it.
+    Raises InputError if the choice is ambiguous, if a weight was left out, or if two weights get
+    the same name.
     """
     if key is None:
         key = find_key(found)
@@ -156,7 +175,7 @@ def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> d
 
 
 def list_others(found: Foreign, key: str) -> list[str]:
-    """What stands in the file and is none of the weights: whole names below `key`, and the first parts of others."""
+    """Return what the file holds besides the weights: names under `key`, else first path parts."""
     every = [*found.values, *found.left_out, *(name for name in found.tensors if not _is_chosen(found, key, name))]
     return sorted({name if _is_chosen(found, key, name) else name.partition("/")[0] for name in every})
 
@@ -170,7 +189,10 @@ def _is_chosen(found: Foreign, key: str, name: str) -> bool:
 
 
 def find_key(found: Foreign) -> str:
-    """Below which name the weights stand; empty for the top. Raises InputError where it is not clear."""
+    """Return the key under which the weights are stored; an empty string for the top level.
+
+    Raises InputError if the choice is ambiguous, or if there are no tensors.
+    """
     if not found.tensors:
         but = f" that can be kept, but {_reasons(found.left_out)}" if found.left_out else ""
         raise InputError(f"it holds no tensors{but}", hint="give a file of weights: torch.save(model.state_dict(), FILE)")
@@ -187,12 +209,12 @@ def find_key(found: Foreign) -> str:
 
 
 def _groups(names: Iterable[str]) -> list[str]:
-    """The first parts of the names that have several."""
+    """Return the first parts of all names that consist of several parts, without repetition."""
     return list(dict.fromkeys(name.partition("/")[0] for name in names if "/" in name))
 
 
 def check_new(to: Path) -> None:
-    """Raise RunFolderError for a folder that holds something, or cannot be made."""
+    """Raise RunFolderError if `to` exists and is not an empty folder, or cannot be created."""
     try:
         if (to.exists() or to.is_symlink()) and (not to.is_dir() or any(to.iterdir())):
             raise RunFolderError(f"{to} is there already, and is left as it is", hint="give a new folder with --to")
@@ -203,9 +225,10 @@ def check_new(to: Path) -> None:
 
 
 def import_weights(path: Path, to: Path, weights: Mapping[str, Tensor], environment: Mapping[str, str]) -> Manifest:
-    """Commit foreign weights as step 0 of `to`, a new folder; `parent` in the manifest says what they were read from.
+    """Save foreign weights as the checkpoint of step 0 in `to`, a new folder.
 
-    Raises RunFolderError for a folder that holds something, StorageError when the disk refuses.
+    `parent` in the manifest records the file that the weights were read from. Raises RunFolderError
+    for a folder that is not empty, StorageError when the disk refuses.
     """
     check_new(to)
     parent: dict[str, Any] = {"folder": str(path.absolute()), "step": 0, "imported": True}

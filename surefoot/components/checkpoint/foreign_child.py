@@ -1,9 +1,10 @@
-"""The process that opens a stranger's file of tensors: the one place that calls torch.load or reads a pickle.
+"""Process that opens foreign tensor files: the only module that unpickles or calls torch.load.
 
-`python -P -m surefoot.components.checkpoint.foreign_child SOURCE FOLDER MEMORY_BYTES CPU_S`. Before the file is touched the process
-gives up the network, its memory, time and processes are bounded, and a hook refuses what no reading needs: starting a program,
-connecting, writing outside FOLDER. Only plain tensors, numbers and text are read (`weights_only`); what was found is committed
-below FOLDER as files of tensors, which run nothing when they are read.
+Command: `python -P -m surefoot.components.checkpoint.foreign_child SOURCE FOLDER MEMORY_BYTES
+CPU_S`. Before it opens the file, the process leaves the network and limits its memory, CPU time and
+file sizes. An audit hook refuses what reading does not need: starting a program, connecting,
+writing outside FOLDER. Only plain tensors, numbers and text are read (`weights_only`). The results
+are saved in FOLDER as safetensors and JSON, which run no code when they are read.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ NEVER = (
 )  # fmt: skip
 CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")
 DCP_FILE = ".metadata"
-# what the metadata of torch.distributed.checkpoint is made of; each becomes a plain record here, and nothing else is looked up
+# classes in the metadata of torch.distributed.checkpoint; the unpickler makes each of them a
+# _Record
 DCP_RECORDS = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -59,11 +61,14 @@ DCP_RECORDS = {
 }  # fmt: skip
 
 
-# ---- what this process may not do
+# ---- restrictions of this process
 
 
 def confine(folder: Path, memory_bytes: int, cpu_s: int) -> list[str]:
-    """Bound this process; gives what this system could not bound. `memory_bytes` come on top of what it has by now."""
+    """Restrict this process; return the names of what this system could not restrict.
+
+    `memory_bytes` and `cpu_s` are allowed in addition to what the process has used already.
+    """
     missing = [] if _leave_network() else ["the network"]
     if resource is None:
         missing.append("memory and time")
@@ -82,7 +87,10 @@ def confine(folder: Path, memory_bytes: int, cpu_s: int) -> list[str]:
 
 
 def _leave_network() -> bool:
-    """A network of its own, with no way out; as nobody in particular where that needs no rights."""
+    """Move this process into a network namespace without connections; return whether it worked.
+
+    If this needs more rights than the process has, a user namespace is created as well.
+    """
     try:
         unshare = ctypes.CDLL(None, use_errno=True).unshare
     except (AttributeError, OSError, TypeError):
@@ -91,7 +99,10 @@ def _leave_network() -> bool:
 
 
 def _mapped_bytes() -> int | None:
-    """The address space of this process; torch alone maps gigabytes of it."""
+    """Return the address space of this process in bytes; None if it is not reported.
+
+    torch alone maps gigabytes.
+    """
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -118,7 +129,8 @@ def _is_write(given: tuple[Any, ...]) -> bool:
 
 
 def _is_below(path: str, folder: str) -> bool:
-    whole = os.path.realpath(path)  # the working folder is FOLDER, so that a name relative to a descriptor there is below it too
+    # the working folder is FOLDER, so a name relative to a descriptor also resolves below FOLDER
+    whole = os.path.realpath(path)
     return path == os.devnull or whole == folder or whole.startswith(folder + os.sep)
 
 
@@ -126,19 +138,25 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def read(source: Path) -> Any:
-    """The tree of a file or folder: mappings and lists of tensors, numbers and text. Raises InputError for what is refused."""
+    """Return the contents of a file or folder: mappings and lists of tensors, numbers and text.
+
+    Raises InputError for a file that is refused.
+    """
     if source.is_dir():
         return _read_dcp(source) if (source / DCP_FILE).is_file() else _read_folder(source)
     return load_file(source) if source.suffix == ".safetensors" else _load(source)
 
 
 def is_flat(source: Path) -> bool:
-    """Whether names in it are whole: a `/` in one is a letter of it, and parts no tree."""
+    """Return whether the names in `source` are flat: a `/` is part of a name and no separator."""
     return not (source / DCP_FILE).is_file() if source.is_dir() else source.suffix == ".safetensors"
 
 
 def _load(source: Path) -> Any:
-    """A file of torch.save. Mapped where it is of the newer form, so that weights are not held twice."""
+    """Load a file of torch.save.
+
+    A file in the zip format is memory-mapped, so that the weights are not in memory twice.
+    """
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
     except pickle.UnpicklingError as error:
@@ -151,14 +169,14 @@ def _load(source: Path) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    """What the loader says of the thing that it refused, without its advice to trust the file."""
+    """Return the line that names the refused object, without the advice to trust the file."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     return (telling or lines or [type(error).__name__])[0][:300]
 
 
 def _read_folder(source: Path) -> dict[str, Tensor]:
-    """The weights of a folder of safetensors, as Hugging Face's and surefoot's commits are."""
+    """Read the weights of a folder of safetensors, such as a Hugging Face model or a checkpoint."""
     indexes = sorted(source.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         raise InputError(f"{source} holds {' and '.join(path.name for path in indexes)}", hint="keep one model in a folder")
@@ -182,7 +200,7 @@ def _read_folder(source: Path) -> dict[str, Tensor]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Which file of the folder holds which tensor, as Hugging Face says it."""
+    """Return the file name of each tensor, as the index of a Hugging Face folder gives them."""
     _need_file(path)
     try:
         stated = dict(json.loads(path.read_bytes())["weight_map"])
@@ -200,7 +218,10 @@ def _need_file(path: Path) -> None:
 
 
 class _Record:
-    """What stands for any object of a DCP's metadata: what it was made from, and its fields where it has some."""
+    """Stand-in for any object in the metadata of torch.distributed.checkpoint.
+
+    It keeps the constructor arguments, and the fields if the object has any.
+    """
 
     given: tuple[Any, ...] = ()
     fields: Mapping[str, Any] = MappingProxyType({})
@@ -218,7 +239,10 @@ class _Record:
 
 
 class _Metadata(pickle.Unpickler):
-    """Makes records, sizes and dtypes, and knows no other name: nothing that a stranger chose is ever called."""
+    """Unpickler that makes only records, sizes, ordered dicts and dtypes.
+
+    It refuses every other name, so that a file cannot choose a function to call.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in DCP_RECORDS:
@@ -233,7 +257,10 @@ class _Metadata(pickle.Unpickler):
 
 
 def _read_dcp(source: Path) -> dict[str, Any]:
-    """A folder of torch.distributed.checkpoint: every tensor put together from its pieces, by its path in the state."""
+    """Read a folder of torch.distributed.checkpoint; return its state tree.
+
+    Every tensor is assembled from its pieces.
+    """
     try:
         with (source / DCP_FILE).open("rb") as file:
             metadata = _Metadata(file).load()
@@ -274,7 +301,10 @@ def _assembled(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Tenso
 
 
 def _plain_value(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Any:
-    """Numbers and text that stand beside the tensors; anything else is left out."""
+    """Return a number or text that is stored beside the tensors.
+
+    For any other object the metadata entry is returned, which `sort` leaves out.
+    """
     try:
         return _piece(source, pieces[0][1])
     except (pickle.UnpicklingError, IndexError):
@@ -282,7 +312,7 @@ def _plain_value(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Any
 
 
 def _piece(source: Path, info: Any) -> Any:
-    """What stands at one place of one file."""
+    """Load the object at one offset of one file."""
     name, offset, length = str(info.relative_path), int(info.offset), int(info.length)
     path = source / name
     if Path(name).name != name or path.is_symlink():
@@ -309,7 +339,7 @@ def _place(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every leaf with its path; a list of plain values is a leaf."""
+    """Yield every leaf with its path; a list of plain values is one leaf."""
     if len(path) > MAX_DEPTH:
         raise InputError(f"the state is nested deeper than {MAX_DEPTH}")
     if isinstance(value, Mapping):
@@ -333,7 +363,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def sort(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
-    """Tensors by path, plain values by path, and what is neither with the reason."""
+    """Return the tensors by path, the plain values by path, and the reason for each other entry."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     left_out: dict[str, str] = {}
@@ -364,7 +394,7 @@ def _why_not(name: str, tensor: Tensor) -> str | None:
 
 
 def main() -> None:
-    """Read SOURCE into FOLDER; what is refused is written there as well."""
+    """Read SOURCE and save its contents in FOLDER, or write the reason for a refusal there."""
     source, folder = Path(sys.argv[1]), Path(sys.argv[2])
     unbounded = confine(folder, int(sys.argv[3]), int(sys.argv[4]))
     try:
@@ -377,7 +407,7 @@ def main() -> None:
         _refuse(folder, error.message, error.hint)
     except MemoryError:
         _refuse(folder, f"{source} needs more memory than its size explains", None)
-    except Exception as error:  # noqa: BLE001 - whatever a hostile file makes the reader raise
+    except Exception as error:  # noqa: BLE001 - a hostile file can make the reader raise anything
         _refuse(folder, f"{source} cannot be read: {type(error).__name__}: {_first_line(error)}", None)
 
 

@@ -1,6 +1,6 @@
-"""Reading a commit back: names, shapes and dtypes compared first, then every byte hashed where it arrives.
+"""Loading of checkpoints: names, shapes and dtypes are compared first, then bytes are hashed.
 
-What is damaged is set aside as `.bad-step-...`, never deleted, and the next older commit is taken.
+A damaged checkpoint is renamed to `.bad-step-...`, never deleted, and the next older one is loaded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from surefoot.contract.state import part_of
 from surefoot.core.errors import RunFolderError
 from surefoot.core.units import name_some
 
-MODEL = "model.safetensors"  # the file, whole or in parts, of the weights that are evaluated and served
-COMPILED = "_orig_mod."  # in the names of a model that torch.compile wraps
+MODEL = "model.safetensors"  # the file, whole or in parts, of the weights for evaluation and serving
+COMPILED = "_orig_mod."  # in the parameter names of a model that torch.compile wraps
 PART = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors")  # as Hugging Face names the parts of a file
 
 
 class Commit:
-    """One commit, opened: its manifest is read; its files are read, and held against their digests, when they are asked for."""
+    """Checkpoint whose manifest is read at once, and whose files are read and verified later."""
 
     def __init__(self, run: Path, step: int) -> None:
         self.folder = commits.find_folder(run, step) or manifests.step_folder(run, step)
@@ -35,15 +35,18 @@ class Commit:
         self._entries = {entry.name: entry for entry in self.manifest.files}
 
     def names(self, file: str) -> list[str]:
-        """The file of tensors that is called `file`, or where it was split those that are its parts; all of them for ""."""
+        """Return the names of the files that make up `file`, or of all tensor files if empty.
+
+        These are the file itself, as each rank wrote it, or the parts into which it was split.
+        """
         held = [entry.name for entry in self.manifest.files if entry.tensors is not None]
-        own = [name for name in held if file in ("", manifests.file_of(name))]  # what each rank wrote of it, or all of it
+        own = [name for name in held if file in ("", manifests.file_of(name))]  # one file, or one file per rank
         return own or [
             name for name in held if (part := PART.fullmatch(manifests.file_of(name))) and f"{part.group(1)}.safetensors" == file
         ]
 
     def pieces(self, file: str) -> dict[str, Piece]:
-        """What those files hold: the whole tensors, also of such as stand in parts."""
+        """Return the tensors in the files of `file`, each with the shape of the whole tensor."""
         return {
             name: files.whole_of(piece)
             for each in self.names(file)
@@ -51,7 +54,10 @@ class Commit:
         }
 
     def read(self, file: str, give: files.Give = files.create) -> dict[str, Tensor]:
-        """Every tensor of those files, read into what `give` says. Raises RunFolderError for what is damaged, or not there."""
+        """Read every tensor of `file` into the tensors that `give` returns.
+
+        Raises RunFolderError if a file is damaged or missing.
+        """
         if not (names := self.names(file)) and file:
             raise RunFolderError(
                 f"{self.folder} holds no tensors in {file!r}", hint=f"it holds {', '.join(self.names('')) or 'none'}"
@@ -61,13 +67,16 @@ class Commit:
         def give_once(name: str, piece: Piece) -> Tensor:
             return found[name] if name in found else give(name, piece)
 
-        with commits.hashing(commits.MANY_THREADS, nice=0) as pool:  # nothing else is done meanwhile
+        with commits.hashing(commits.MANY_THREADS, nice=0) as pool:  # nothing else runs now
             for each in names:
                 found |= files.read(self.folder, self._entries[each], give_once, pool)
         return found
 
     def text(self, name: str) -> bytes:
-        """A small file, whole."""
+        """Return the contents of a small file.
+
+        Raises RunFolderError if the file is missing, damaged, or larger than memory.
+        """
         entry = self._entry(name)
         with commits.opened(self.folder, entry) as descriptor, open(descriptor, "rb", closefd=False) as file:
             try:
@@ -88,7 +97,10 @@ class Commit:
 
 
 def read_weights(commit: Commit, own: Mapping[str, Any], file: str, *, widen: bool = False) -> None:
-    """Read into the tensors of a state dict; a tied tensor is held once, under any of its names."""
+    """Read the tensors of `file` into those of the state dict `own`.
+
+    A tied tensor is stored once, under any of its names.
+    """
     stored = commit.pieces(file)
     live = {name: tensor if part_of(tensor) else tensor.detach() for name, tensor in own.items() if isinstance(tensor, Tensor)}
     check_fit(commit.folder, stored, live, widen=widen)
@@ -96,7 +108,10 @@ def read_weights(commit: Commit, own: Mapping[str, Any], file: str, *, widen: bo
 
 
 def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tensor], *, widen: bool = False) -> None:
-    """Raise RunFolderError, listing both sides, unless `stored` holds what `live` needs; bf16 goes into fp32 to `widen`."""
+    """Raise RunFolderError, listing all differences, unless `stored` fits the tensors of `live`.
+
+    With `widen`, bf16 may be read into fp32.
+    """
     held = {identity(live[name]) for name in stored if name in live}
     missing = [
         name
@@ -127,7 +142,7 @@ def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tenso
 
 
 def _find_way(stored: Collection[str], live: Collection[str]) -> str:
-    """What makes the weights fit: where `torch.compile` alone makes the difference, with it or without it."""
+    """Return a hint for weights that do not fit, with or without `torch.compile`."""
     was_compiled, is_compiled = (any(COMPILED in name for name in names) for names in (stored, live))
     if was_compiled != is_compiled and {name.replace(COMPILED, "") for name in stored} <= {
         name.replace(COMPILED, "") for name in live
@@ -139,17 +154,20 @@ def _find_way(stored: Collection[str], live: Collection[str]) -> str:
 
 
 def identity(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """What two names of one tensor have in common."""
+    """Return a key that is the same for all names of one tensor."""
     if part_of(tensor) is not None:
-        return id(tensor), (), ()  # a part may have no rows, and then no place in memory
+        return id(tensor), (), ()  # a shard may have no rows, and then it has no data pointer
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
 def newest_loadable(run: Path, load: Callable[[Commit], None], *, at_most: int | None = None) -> tuple[int | None, list[str]]:
-    """Load the newest commit that is whole; what is damaged is set aside. Gives its step (None where none is), and what was wrong.
+    """Load the newest undamaged checkpoint, and set damaged ones aside.
 
-    All of a commit is verified before `load` sees it: where none is whole nothing has moved, and the run begins from its start.
-    What is whole and does not fit raises, since another one would not either.
+    Returns the step (None if there is none) and a message about each damaged checkpoint.
+    Checkpoints above step `at_most`, and those of weights alone, are skipped. A checkpoint is
+    verified completely before `load` is called: if none is whole nothing has changed, and the run
+    starts from step 0. An undamaged checkpoint that does not fit raises, since an older one would
+    not fit either.
     """
     troubles: list[str] = []
     for step in reversed(commits.readable_steps(run)):
@@ -163,7 +181,10 @@ def newest_loadable(run: Path, load: Callable[[Commit], None], *, at_most: int |
 
 
 def _check_newest(run: Path, step: int, troubles: list[str]) -> Manifest | None:
-    """Verify what there is of a step, and what it was to replace where it is damaged; None where nothing is whole."""
+    """Verify the checkpoint of a step, or the one that it replaces if it is damaged.
+
+    Returns None if neither is whole; a message about each damaged one is added to `troubles`.
+    """
     while (folder := commits.find_folder(run, step)) is not None:
         try:
             return commits.check(folder)
@@ -172,6 +193,6 @@ def _check_newest(run: Path, step: int, troubles: list[str]) -> Manifest | None:
         own = manifests.step_folder(run, step)
         if folder == own:
             commits.set_aside(folder)
-        elif not own.is_dir():  # else its new one has come meanwhile
+        elif not own.is_dir():  # otherwise the new checkpoint has appeared meanwhile
             break
     return None

@@ -1,7 +1,7 @@
-"""What a module holds, for a commit: tensors that are read in place, what its state dict makes when it is asked, and hidden buffers.
+"""State of a module for a checkpoint: its tensors, computed state dict entries, hidden buffers.
 
-A state dict may hold more than the module's own tensors (`get_extra_state`, hooks of a layer's own) and less (buffers that are not
-persistent, which yet decide how a loop goes on).
+A state dict may hold more than the tensors of the module (`get_extra_state`, state dict hooks) and
+less (non-persistent buffers, which still decide how training continues).
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from surefoot.runtime.attributes import Changed, Stored, encode_attributes
 
 
 class Held(NamedTuple):
-    """The module's own tensors as they live, by their names in its state dict; what else that holds; the buffers that it leaves out."""
+    """State of a module.
+
+    `tensors` are its live tensors by state dict name, `extra` the other entries of the state dict,
+    `buffers` the buffers that the state dict omits.
+    """
 
     tensors: dict[str, Tensor]
     extra: dict[str, Any]
@@ -33,10 +37,11 @@ class Held(NamedTuple):
 
 
 def held_by(module: nn.Module, stored: Collection[str] | None = None) -> Held:
-    """All that a module holds. Raises TaskError for a lazy layer that has no tensors yet.
+    """Return the state of a module. Raises TaskError for a lazy layer that has no tensors yet.
 
-    A state dict of the module's own may give a tensor with other bits (a cast): the tensor itself is held in its place. It may leave
-    parameters out: those that are trained are held all the same, or of those the ones in `stored`, which a checkpoint names.
+    A custom state dict may return a tensor with other values (a cast); the live tensor is saved
+    instead. A custom state dict may also omit parameters: those that require gradients are saved
+    all the same, or, with `stored` (names in a checkpoint), those whose names are in `stored`.
     """
     for name, each in chain(module.named_parameters(), module.named_buffers()):
         check_shaped(name, each)
@@ -48,7 +53,7 @@ def held_by(module: nn.Module, stored: Collection[str] | None = None) -> Held:
     live = {} if _is_flattened(module) else {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, value in state.items():
         is_own = id(value) in known
-        if isinstance(value, Tensor) and not is_own:  # a hook may have detached it
+        if isinstance(value, Tensor) and not is_own:  # a state dict hook may have detached it
             places = {_place(each) for each in own} if places is None else places
             is_own = _place(value) in places
             if not is_own and name in live:
@@ -63,26 +68,29 @@ def held_by(module: nn.Module, stored: Collection[str] | None = None) -> Held:
 
 
 def _is_flattened(module: nn.Module) -> bool:
-    """Whether FSDP1 has put the parameters of a module into flat ones, which its state dict makes wholes of."""
+    """Return whether FSDP1 has flattened the parameters of a module.
+
+    The state dict of such a module assembles the original tensors.
+    """
     kind = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
     return any(isinstance(each, kind) for each in module.modules())
 
 
 def check_shaped(name: str, tensor: Tensor) -> None:
-    """Raise TaskError for a tensor of a lazy layer that has seen no batch yet."""
+    """Raise TaskError for a tensor of a lazy layer that has not processed a batch yet."""
     if is_lazy(tensor):
         raise TaskError(f"{name} has no shape yet: its layer is lazy", hint="run one batch through the model first")
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's numbers are; of one that is not dense, which tensor it is."""
+    """Return a key for the memory of a tensor; for a tensor that is not dense, its identity."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return (id(tensor),)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def check_buffers(module: nn.Module, names: Iterable[str]) -> None:
-    """Raise RunFolderError where `put_back_buffers` would find no layer for one of these."""
+    """Raise RunFolderError if `put_back_buffers` would find no layer for one of `names`."""
     for name in names:
         above, _, leaf = name.rpartition(".")
         try:
@@ -98,9 +106,11 @@ def check_buffers(module: nn.Module, names: Iterable[str]) -> None:
 
 @torch.no_grad()
 def put_back_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, keep_others: bool = False) -> None:
-    """Give a module the hidden buffers that were saved: each into its own, or in place of none, as where a forward pass makes it.
+    """Restore the saved non-persistent buffers of a module.
 
-    One of another shape or dtype is taken as it was, or with `keep_others` left as it is (cast where only the dtype is another).
+    Each is copied into the buffer of that name, or registered if the layer has none (as when the
+    forward pass creates it). A buffer of another shape or dtype is replaced; with `keep_others`, a
+    buffer of another shape is kept, and one of another dtype receives the cast values.
     """
     for name, value in saved.items():
         above, _, leaf = name.rpartition(".")
@@ -116,7 +126,7 @@ def put_back_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, keep_oth
 
 
 def encode_storable(module: nn.Module, changed: Changed) -> tuple[Stored, tuple[str, ...]]:
-    """The changed attributes that a checkpoint can hold, encoded, and the names of those that it cannot."""
+    """Return the changed attributes that a checkpoint can hold, encoded, and names of the rest."""
     values, unsaved = {}, list(changed.unsaved)
     for name, value in changed.values.items():
         try:
@@ -130,7 +140,7 @@ def encode_storable(module: nn.Module, changed: Changed) -> tuple[Stored, tuple[
 
 
 def put_back_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Give a module what else its state dict held, beside its own tensors as they are by now."""
+    """Load the extra entries of a saved state dict; the tensors of the module keep their values."""
     if extra:
         module.load_state_dict({**module.state_dict(), **extra}, strict=False)
 
@@ -139,7 +149,7 @@ def put_back_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
 
 
 class LocalShard(NamedTuple):
-    """What a rank holds of a DTensor, in a tree that is saved: `layout` is its number among those of the model's parameters."""
+    """Shard of a DTensor in a saved tree, as a rank holds it; `layout` indexes `find_layouts`."""
 
     layout: int
     tensor: Tensor
@@ -147,7 +157,7 @@ class LocalShard(NamedTuple):
     stride: list[int]
 
 
-Layouts = list[tuple[Any, tuple[Any, ...]]]  # meshes with placements on them
+Layouts = list[tuple[Any, tuple[Any, ...]]]  # device meshes, each with placements
 
 
 class _Nobody:
@@ -155,7 +165,10 @@ class _Nobody:
 
 
 def _loaded(module: str, name: str) -> Any:
-    """A class of torch, where something has imported it; else there is no object of it, and `isinstance` of `()` is False."""
+    """Return a class of torch if its module has been imported, else `()`.
+
+    Without the import no object of the class can exist, and `isinstance` of `()` is False.
+    """
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -164,7 +177,10 @@ def _is_sharded(value: Any) -> bool:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP2 release the whole weights that a forward pass without a backward pass has left: the shards are what is saved."""
+    """Make FSDP2 release the gathered weights that a forward pass without a backward left.
+
+    The shards are what a checkpoint saves.
+    """
     kind = _loaded("torch.distributed.fsdp", "FSDPModule")
     for module in modules:
         for each in module.modules():
@@ -173,7 +189,10 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def find_layouts(modules: Iterable[nn.Module]) -> Layouts:
-    """How the parameters of `modules` are spread over ranks, each way once, and on each mesh also whole on every rank."""
+    """Return the distinct layouts of the parameters of `modules`, as (mesh, placements).
+
+    For each mesh the list also has the layout that is replicated on every rank.
+    """
     parameters = [each for module in modules for each in module.parameters() if _is_sharded(each)]
     if not parameters:
         return []
@@ -189,15 +208,17 @@ def find_layouts(modules: Iterable[nn.Module]) -> Layouts:
 
 
 def describe_layouts(layouts: Layouts) -> list[str]:
-    """Each of them in words, to be compared with those of a commit."""
+    """Return a description of each layout, to be compared with those in a checkpoint."""
     return [f"{', '.join(map(str, placements))} on {' x '.join(map(str, mesh.shape))} ranks" for mesh, placements in layouts]
 
 
 @torch.no_grad()
 def with_local_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same, with this rank's shard in place of each DTensor: as rows of a whole (`part_of`), else as one with `is_own`.
+    """Return `tensors` with this rank's shard in place of each DTensor.
 
-    What other ranks of a replicated axis hold too has `is_copy` on all of them but one.
+    A shard along dimension 0 is marked as rows of a whole (`part_of`), any other shard with
+    `is_own`. A shard of rows that other ranks of a replicated mesh axis hold too has `is_copy` on
+    all of these ranks but one.
     """
     local = {id(each): _local_rows(each) for each in tensors.values() if _is_sharded(each)}
     return {name: local.get(id(each), each) for name, each in tensors.items()}
@@ -210,7 +231,7 @@ def _local_rows(tensor: Any) -> Tensor:
     mesh = tensor.device_mesh
     cut = [axis for axis, each in enumerate(tensor.placements) if type(each) is not Replicate and mesh.size(axis) > 1]
     if len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard and tensor.placements[cut[0]].dim == 0:
-        most = -(-len(tensor) // mesh.size(cut[0]))  # as torch.chunk cuts
+        most = -(-len(tensor) // mesh.size(cut[0]))  # the sizes that torch.chunk gives
         held.part = Part(min(len(tensor), mesh.get_local_rank(cut[0]) * most), tuple(tensor.shape), _Nobody())
         held.is_copy = any(mesh.get_local_rank(axis) for axis in range(mesh.ndim) if axis not in cut)
     elif cut:
@@ -219,7 +240,10 @@ def _local_rows(tensor: Any) -> Tensor:
 
 
 def unsharded(tree: Any, layouts: Layouts) -> Any:
-    """The tree with a LocalShard in place of each DTensor. Raises TaskError for one that is spread as no parameter of a module is."""
+    """Return `tree` with a LocalShard in place of each DTensor.
+
+    Raises TaskError for a DTensor whose layout no parameter of the model has.
+    """
 
     def convert(value: Any) -> Any:
         if not _is_sharded(value):
@@ -236,7 +260,7 @@ def unsharded(tree: Any, layouts: Layouts) -> Any:
 
 
 def sharded(tree: Any, layouts: Layouts) -> Any:
-    """The tree with a DTensor in place of each LocalShard."""
+    """Return `tree` with a DTensor in place of each LocalShard."""
     if not layouts:
         return tree
     from torch.distributed.tensor import DTensor
@@ -253,7 +277,10 @@ def sharded(tree: Any, layouts: Layouts) -> Any:
 
 
 def _convert(tree: Any, convert: Callable[[Any], Any]) -> Any:
-    """The tree with what `convert` makes of its leaves; containers that hold none of them stay as they are."""
+    """Return `tree` with `convert` applied to the values in its dicts, lists and tuples.
+
+    Containers of other types are passed to `convert` only.
+    """
     made = convert(tree)
     if made is not tree:
         return made

@@ -1,4 +1,4 @@
-"""Commits for a loop of one's own: `save` what is named, `load` it back into the same objects.
+"""Checkpoints for a user-defined training loop: `save` named objects, `load` them back in place.
 
 restored = checkpoint.load(folder, {"model": model, "optimizer": optimizer})
 first = restored.step if restored else 0
@@ -56,7 +56,10 @@ NO_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {}
 
 @dataclass(frozen=True)
 class Restored:
-    """What `load` found: the step, and what was saved that is no object of yours: numbers, text, lists of them."""
+    """Result of `load`: the step, and the saved values without a state_dict, such as numbers.
+
+    `troubles` has a message about each damaged checkpoint that was skipped.
+    """
 
     step: int
     values: Mapping[str, Any]
@@ -67,16 +70,19 @@ def save(
     folder: str | Path, step: int, state: Mapping[str, Any], stamp: Stamp = NO_STAMP,
     attributes: Mapping[str, Mapping[str, Any]] = NO_ATTRIBUTES,
 ) -> Manifest:  # fmt: skip
-    """Commit `state` as a step of `folder`: modules, objects with a state_dict, tensors, arrays, numbers; and every random state.
+    """Save `state`, and every random state, as the checkpoint of a step in `folder`.
 
-    A module called "model" stands in model.safetensors as others read it. `attributes` are the plain attributes of modules, by the
-    module's name, as `encode_storable` gives them; without it none are saved. Returns once it is on disk; an earlier commit of the same
-    step is replaced. One process saves into a folder at a time: what a killed save left there is cleared away. Raises TaskError for
-    what a checkpoint cannot hold, NumbersError for a trained parameter that is not finite, StorageError when the disk refuses; what
-    was committed before stays as it is.
+    `state` maps names to modules, objects with a state_dict, tensors, arrays and numbers. The
+    module named "model" is written to model.safetensors, as other programs read it. `attributes`
+    are the plain attributes of modules, by the name of the module, as `encode_storable` returns
+    them; by default none are saved. The function returns once the checkpoint is on disk; an earlier
+    checkpoint of the same step is replaced. Only one process may save into a folder at a time,
+    since leftovers of a killed save are deleted. Raises TaskError for a value that a checkpoint
+    cannot hold, NumbersError for a trained parameter that is not finite, StorageError when the disk
+    refuses; earlier checkpoints stay unchanged.
     """
     content, _ = content_of(step, state, attributes)
-    with contextlib.suppress(OSError):  # what the disk refuses is told by the commit
+    with contextlib.suppress(OSError):  # `commit` reports what the disk refuses
         clear_drafts(Path(folder))
     return commit(Path(folder), content, stamp)
 
@@ -84,9 +90,11 @@ def save(
 def content_of(
     step: int, state: Mapping[str, Any], attributes: Mapping[str, Mapping[str, Any]] = NO_ATTRIBUTES
 ) -> tuple[Content, dict[str, Tensor]]:
-    """What a commit of `state` holds, and what of it is in no file that ranks share: the shards of this rank that are no rows of a whole.
+    """Return the content of a checkpoint of `state`, and the tensors that only this rank saves.
 
-    Those are named `FILE/TENSOR`. The rows that this rank holds of a sharded weight of "model" are in `parts`. Raises TaskError.
+    The latter are named `FILE/TENSOR`: shards that are not rows of a whole, and rows of a sharded
+    weight outside "model" or whose name occurs in two files. The rows that this rank holds of other
+    sharded weights are in `parts` of the content. Raises TaskError.
     """
     try:
         number = operator.index(step)
@@ -111,15 +119,17 @@ def content_of(
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Raise TaskError for what `save` could not commit of `state`; nothing is copied or written."""
+    """Raise TaskError for what `save` could not save of `state`; nothing is copied or written."""
     _gather(state)
 
 
 def load(folder: str | Path, state: Mapping[str, Any], step: int | None = None) -> Restored | None:
-    """Read the newest whole commit of `folder`, or that of `step`, into the objects of `state`; None where there is none.
+    """Read the newest undamaged checkpoint, or that of `step`, into the objects of `state`.
 
-    Every byte is held against its digest; a damaged commit is set aside and the one before it taken. Raises RunFolderError where
-    the state is that of other objects, of another shape or dtype, before any of them changes, or `step` is not there or damaged.
+    Returns None if `folder` has no checkpoint. Every byte is verified against its digest; a damaged
+    checkpoint is set aside and the previous one is loaded. Raises RunFolderError, before any object
+    changes, if the checkpoint is of other objects, shapes or dtypes, or if that of `step` is
+    missing or damaged.
     """
     found: list[Mapping[str, Any]] = []
     run = Path(folder)
@@ -132,10 +142,10 @@ def load(folder: str | Path, state: Mapping[str, Any], step: int | None = None) 
 
 
 def load_into(model: nn.Module, folder: str | Path, step: int, *, widen: bool = False) -> Manifest:
-    """Read the weights and buffers of a commit into `model`, strictly: the same names, shapes and dtypes; bf16 into fp32 to `widen`.
+    """Read weights and buffers of model.safetensors into `model`, with equal names and shapes.
 
-    They are those of model.safetensors. Raises RunFolderError, before anything of the model moves, when they do not fit or a file
-    is damaged.
+    The dtypes must be equal too; with `widen`, bf16 may be read into fp32. Raises RunFolderError,
+    before the model changes, if the weights do not fit or a file is damaged.
     """
     one = Commit(Path(folder), step)
     stored = one.pieces(MODEL)
@@ -145,13 +155,16 @@ def load_into(model: nn.Module, folder: str | Path, step: int, *, widen: bool = 
     return one.manifest
 
 
-# ---- what is saved
+# ---- content of a checkpoint
 
 
 def _gather(
     state: Mapping[str, Any], attributes: Mapping[str, Mapping[str, Any]] = NO_ATTRIBUTES
 ) -> tuple[dict[str, dict[str, Tensor]], Any]:
-    """What a commit of `state` holds: tensors by file, as they live, and the tree of all else. Raises TaskError."""
+    """Return the live tensors of a checkpoint of `state` by file, and the tree of the rest.
+
+    Raises TaskError.
+    """
     modules = _modules(state)
     reshard(modules.values())
     bad = [name for name in modules if not _is_plain(name)]
@@ -177,7 +190,10 @@ def _gather(
 
 
 def _moved(state: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Of each optimiser the parameters that its state is of, in its order: it tells them by their numbers alone."""
+    """Return name, shape and dtype of the parameters of each optimizer, in its order.
+
+    The state of an optimizer identifies the parameters by index alone.
+    """
     for name, optimizer in state.items():
         for each in _params_of(optimizer) if isinstance(optimizer, Optimizer) else ():
             check_shaped(f"a parameter of {name!r}", each)
@@ -200,7 +216,10 @@ def _modules(state: Mapping[str, Any]) -> dict[str, nn.Module]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether the file of a module of this name is one, and none of surefoot's own: a part of another is taken for that."""
+    """Return whether a module of this name gets a valid file name that surefoot does not use.
+
+    A name like that of a part of a split file is not valid.
+    """
     file = f"{name}.safetensors"
     return (
         name not in RESERVED
@@ -211,12 +230,15 @@ def _is_plain(name: str) -> bool:
 
 
 def has_state(value: Any) -> bool:
-    """Whether a value is an object, and no class, that can save its state and take it back."""
+    """Return whether `value` is an instance with `state_dict` and `load_state_dict`."""
     return not isinstance(value, type) and all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict"))
 
 
 def _stored(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that a module holds, one that stands under several names once."""
+    """Return the tensors of a module to be stored; a tensor with several names occurs once.
+
+    Raises TaskError for a tensor that a checkpoint cannot hold.
+    """
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     found = {}
     for name, tensor in _of_masters(held).items():
@@ -230,24 +252,31 @@ def _stored(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_masters(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a weight that has a master that one, which holds all its bits; of a DTensor what this rank holds of it."""
+    """Return `held` with masters in place of weights, and local shards in place of DTensors.
+
+    A master holds all bits of its weight.
+    """
     return with_local_rows({name: master_of(tensor) for name, tensor in held.items()})
 
 
 def _tensors(module: nn.Module, own: Collection[str] = (), stored: Collection[str] = ()) -> dict[str, Tensor]:
-    """The tensors that a commit with `stored` is read into; of those in `own` it holds what this rank has, known as no part of a whole."""
+    """Return the tensors of a module that a checkpoint with the names `stored` is read into.
+
+    Tensors in `own`, which come from the file of this rank, are detached: they then do not count as
+    parts of a whole.
+    """
     live = _of_masters(held_by(module, stored).tensors)
     return {name: tensor.detach() if name in own else tensor for name, tensor in live.items()}
 
 
-# ---- and put back
+# ---- restoring
 
 
 @torch.no_grad()
 def _read_into(
     module: nn.Module, one: Commit, file: str, own: Mapping[str, Tensor] = MappingProxyType({}), *, widen: bool = False
 ) -> None:  # fmt: skip
-    """Read the tensors of a module from `file`; those that are in `own` instead are copied from there."""
+    """Read the tensors of a module from `file`; copy those in `own` from `own` instead."""
     live = _tensors(module, own, {*one.pieces(file), *own})
     if not own:
         read_weights(one, live, file, widen=widen)
@@ -262,9 +291,9 @@ def _read_into(
 
 
 def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, Any]:
-    """Compare all of `state` with the commit, then put it back; gives the values.
+    """Compare `state` with the checkpoint, then restore it; return values without state_dict.
 
-    `rank` names the files of what one of several ranks has for itself (`rank-00001`). Raises RunFolderError.
+    `rank` names the files for one of several ranks (`rank-00001`). Raises RunFolderError.
     """
     modules = _modules(state)
     reshard(modules.values())
@@ -291,7 +320,7 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
             raise RunFolderError(f"{one.folder} holds no state of {name!r}", hint=f"it holds {', '.join(values) or 'none'}")
         with taken_from(one.folder):
             _check_object(one.folder, name, value, values[name], kinds.get(name))
-    for name, value in objects.items():  # first what only the object itself can refuse
+    for name, value in objects.items():  # first the objects, which may refuse their state
         if has_state(value):
             with taken_from(f"{name!r} of {one.folder}"):
                 _load_object(value, values.pop(name))
@@ -309,7 +338,10 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
 
 
 def _check_layouts(place: Path, saved: list[str], now: list[str]) -> None:
-    """Raise RunFolderError where the weights are spread over ranks in another way than those whose optimizer's state was saved."""
+    """Raise RunFolderError if the weights are sharded in another way than when they were saved.
+
+    The saved optimizer state would not fit.
+    """
     if saved != now:
         then, found = ("; ".join(each) or "whole on every rank" for each in (saved, now))
         raise RunFolderError(
@@ -319,7 +351,10 @@ def _check_layouts(place: Path, saved: list[str], now: list[str]) -> None:
 
 
 class _Own:
-    """What one rank has for itself in a commit: tensors by `FILE/NAME`, and a tree of its own; nothing for the only process of a loop."""
+    """State that a checkpoint holds for one rank alone: tensors by `FILE/NAME`, and a tree.
+
+    There are no such tensors for a loop with a single process, and its tree is state.json.
+    """
 
     def __init__(self, one: Commit, rank: str) -> None:
         file, text = f"{rank}.safetensors", f"{rank}.json"
@@ -330,17 +365,20 @@ class _Own:
         self.text = text if any(entry.name == text for entry in one.manifest.files) else "state.json"
 
     def of(self, file: str) -> dict[str, Tensor]:
-        """The tensors that this rank has in place of those of `file`, or beside them."""
+        """Return this rank's tensors that replace those of `file` or are added to them."""
         return {name.removeprefix(f"{file}/"): each for name, each in self._tensors.items() if name.startswith(f"{file}/")}
 
     def over(self, file: str) -> dict[str, Piece]:
-        """What `file` holds for this rank."""
+        """Return the tensors of `file` as this rank reads them, with the rank's replacements."""
         own = {name.removeprefix(f"{file}/"): each for name, each in self._pieces.items() if name.startswith(f"{file}/")}
         return {**self._one.pieces(file), **own}
 
 
 def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | None) -> None:
-    """Raise RunFolderError where `saved` is not the state of `value`, as far as it tells: torch itself takes some in silence."""
+    """Raise RunFolderError if `saved` is visibly not the state of `value`.
+
+    torch itself accepts some mismatches without an error.
+    """
     hint = "load into what was saved, or leave it out"
     given = type(value).__name__
     if kind is not None and kind != given:
@@ -363,7 +401,10 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
 
 
 def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise RunFolderError where an optimiser moves other parameters, or the same in another order; commits of old do not tell."""
+    """Raise RunFolderError if an optimizer has other parameters, or the same in another order.
+
+    Old checkpoints do not record the parameters and are not checked.
+    """
     for name, mine in now.items():
         for number, (then, each) in enumerate(zip(saved.get(name, ()), mine, strict=False)):
             is_same_name = None in (then["name"], each["name"]) or then["name"] == each["name"]
@@ -390,7 +431,10 @@ def _load_object(value: Any, saved: Any) -> None:
 
 
 def _uncast(saved: Any, near: Tensor, moved: Tensor) -> Any:
-    """What was saved of the parameter `moved`, where `near` is: torch casts each tensor to its dtype, and takes text and arrays apart."""
+    """Return the saved state of the parameter `moved` without a cast, on the device of `near`.
+
+    torch casts each tensor to the parameter's dtype, and takes text and arrays apart.
+    """
     if isinstance(saved, Tensor):
         return laid_as(saved.to(near.device), moved)
     if isinstance(saved, dict):

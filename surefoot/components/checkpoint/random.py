@@ -1,4 +1,7 @@
-"""Every random state of the process that a model or its data may draw from: torch, its devices, numpy, Python; and those of generators."""
+"""Random states that a model or its data may draw from: torch, CUDA devices, numpy, Python.
+
+The states of separate generators are read and set as well.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random(saved: Mapping[str, Any]) -> None:
-    """Put them back; those of devices that are not here are left out."""
+    """Restore the states of `random_states`; states of missing CUDA devices are ignored."""
     torch.set_rng_state(saved["torch"])
     for index, state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state, index)
@@ -25,7 +28,7 @@ def restore_random(saved: Mapping[str, Any]) -> None:
 
 
 def is_generator(value: object) -> bool:
-    """Whether `value` is a generator of torch or of numpy, whose state can be read and set."""
+    """Return whether `value` is a generator of torch or of numpy."""
     return isinstance(value, torch.Generator | np.random.Generator)
 
 
@@ -35,7 +38,10 @@ def generator_state(generator: Any) -> Any:
 
 
 def restore_generator(generator: Any, state: Any) -> None:
-    """Set a generator to a state that `generator_state` returned. Raises ValueError or TypeError for that of another kind."""
+    """Set a generator to a state that `generator_state` returned.
+
+    Raises ValueError or TypeError for the state of another kind of generator.
+    """
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     else:

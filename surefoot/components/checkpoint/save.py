@@ -1,7 +1,9 @@
-"""One commit: a hidden draft, every file synced, the manifest last, then the rename. RELIABILITY: a step folder is whole or not there.
+"""Writing of a checkpoint: hidden draft, every file synced, the manifest last, then the rename.
 
-Draft folder, files (digested while they are written), fsync of each, fsync of the folder, manifest, fsync, rename, fsync of the
-parent; nothing is ever changed after the rename. What fails ends this commit and no earlier one; a failed fsync is not tried again.
+RELIABILITY: a step folder is complete or absent. The order is: draft folder, files (hashed while
+they are written), fsync of each, fsync of the folder, manifest, fsync, rename, fsync of the parent.
+Nothing changes after the rename. A failure ends this checkpoint and harms no earlier one; a failed
+fsync is not retried.
 """
 
 from __future__ import annotations
@@ -27,23 +29,28 @@ from surefoot.contract.run_folder import files as run_files
 from surefoot.core.errors import NumbersError, RunFolderError, StorageError, SurefootError, TaskError
 from surefoot.runtime.comm import Group
 
-FULL_EVERY = 8  # so many commits in a row may link a file: then it is written anew, so that one bad block cannot harm them all
+# consecutive checkpoints that may link one file; then it is written again, so that one bad block
+# cannot harm them all
+FULL_EVERY = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What one commit holds: tensors on the host by file and name, other files by name, and the names that must be finite."""
+    """Content of one checkpoint: tensors on the host by file and name, and text files by name.
+
+    `finite` are the names of tensors that must be finite.
+    """
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     texts: Mapping[str, bytes] = field(default_factory=dict)
     finite: frozenset[str] = frozenset()
-    parts: files.Parts = field(default_factory=dict)  # which rows of a whole those tensors are that are not all of it
+    parts: files.Parts = field(default_factory=dict)  # the rows of the whole, for each tensor that is a shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """What a manifest says besides its files."""
+    """Fields of a manifest besides its files."""
 
     generation: int = 1
     spec_id: str = ""
@@ -56,11 +63,13 @@ class Stamp:
 def commit(
     run: Path, content: Content, stamp: Stamp, *, may_commit: Callable[[], bool] = lambda: True, link: bool = True
 ) -> Manifest:
-    """Commit `content` as a step of `run`; files whose every byte is that of the newest commit's are linked to it.
+    """Save `content` as the checkpoint of a step of `run`.
 
-    What an earlier generation committed as the same step is replaced, once the new one is whole. `may_commit` is asked just before
-    the rename. Raises StorageError, NumbersError for a tensor of `finite` that is not, and TaskError for a step that no folder can be
-    named for; what was committed before stays as it is.
+    With `link`, a file whose bytes all equal those of the newest earlier checkpoint is a hard link
+    to it. A checkpoint of the same step from an earlier generation is replaced once the new one is
+    complete. `may_commit` is called just before the rename. Raises StorageError when the disk
+    refuses or `may_commit` returns False, NumbersError for a tensor of `finite` that is not finite,
+    and TaskError for a step that cannot be a folder name; earlier checkpoints stay unchanged.
     """
     if not 0 <= content.step < manifests.MAX_STEP:
         raise TaskError(f"step {content.step} cannot be committed", hint=f"use a step from 0 to {manifests.MAX_STEP - 1:,}")
@@ -85,9 +94,10 @@ def commit(
 def commit_together(
     run: Path, content: Content, stamp: Stamp, group: Group, *, may_commit: Callable[[], bool] = lambda: True
 ) -> Manifest:
-    """The same by all ranks of `group`, each with a `content` of its own in files of other names; rank 0 gives the commit its name.
+    """Save one checkpoint from all ranks of `group`; file names differ from rank to rank.
 
-    Every rank calls this, and where one fails all of them raise what it did.
+    Rank 0 writes the manifest and renames the draft. Every rank must call this function; if one
+    rank fails, all ranks raise its error.
     """
     final = manifests.step_folder(run, content.step)
     draft = final.with_name(f"{commits.DRAFT}{final.name}")
@@ -121,7 +131,10 @@ def commit_together(
 
 
 def _by_all(group: Group, run: Path, step: int, job: Callable[[], str]) -> list[str]:
-    """What `job` gives on each rank. Raises on every rank what the first one that failed did."""
+    """Run `job` on each rank; return the results of all ranks.
+
+    A rank that fails raises its error, and the others raise that of the first rank that failed.
+    """
     problem: SurefootError | None = None
     said = ""
     try:
@@ -148,7 +161,10 @@ def _by_all(group: Group, run: Path, step: int, job: Callable[[], str]) -> list[
 
 
 def _write_all(draft: Path, content: Content, earlier: Manifest | None) -> list[Entry]:
-    """Write every file of `content`, or link it to that of `earlier`."""
+    """Write every file of `content`, or link it to the same file of `earlier`.
+
+    Raises NumbersError for a tensor that must be finite and is not.
+    """
     with commits.hashing() as pool:
         sound = {name: pool.submit(files.is_finite, tensor) for name, tensor in _that_must_be_finite(content)}
         written = [_write(draft, name, content, earlier, pool) for name in content.tensors]
@@ -158,7 +174,7 @@ def _write_all(draft: Path, content: Content, earlier: Manifest | None) -> list[
 
 
 def _seal(run: Path, draft: Path, made: Manifest, may_commit: Callable[[], bool]) -> None:
-    """The manifest last, and then the name."""
+    """Write the manifest, then rename the draft."""
     sync_folder(draft)
     text = made.as_text().encode()
     if (excess := manifests.find_excess_text(text)) is not None:
@@ -174,7 +190,7 @@ def _seal(run: Path, draft: Path, made: Manifest, may_commit: Callable[[], bool]
 
 
 def _check_score(stamp: Stamp) -> None:
-    """Raise TaskError for a score that no reader takes; one that is not finite is written as none."""
+    """Raise TaskError for a score that no reader accepts; a non-finite value is written as null."""
     try:
         if stamp.score is not None:
             manifests.check_score({key: None if manifests.is_no_number(value) else value for key, value in stamp.score.items()})
@@ -185,11 +201,14 @@ def _check_score(stamp: Stamp) -> None:
 
 
 def _make_folders(run: Path, draft: Path) -> None:
-    """The draft, and what is above it where it is new: a folder is durable once its parent is synced."""
+    """Create the draft folder and its missing parents, and sync the parents.
+
+    A folder is durable once its parent is synced.
+    """
     parent = draft.parent
     new = [path for path in (parent, *parent.parents) if not path.exists()]
     run_files.make_folder(run, manifests.FOLDER)
-    if new or not manifests.steps(run):  # what a killed attempt made may not have been synced
+    if new or not manifests.steps(run):  # folders of a killed attempt may not have been synced
         for path in dict.fromkeys((run, *(each.parent for each in new))):
             sync_folder(path)
     draft.mkdir()
@@ -206,7 +225,10 @@ def _raise_unless_finite(step: int, sound: Mapping[str, bool]) -> None:
 
 
 def _newest(run: Path, step: int) -> Manifest | None:
-    """The newest commit before `step` that reads, if one does: what may be linked to."""
+    """Return the manifest of the newest readable checkpoint before `step`, or None.
+
+    Files of the new checkpoint may be linked to the files of that checkpoint.
+    """
     for number in reversed([each for each in manifests.steps(run) if each < step]):
         with contextlib.suppress(RunFolderError):
             return manifests.read(manifests.step_folder(run, number))
@@ -214,7 +236,7 @@ def _newest(run: Path, step: int) -> Manifest | None:
 
 
 def _write(draft: Path, name: str, content: Content, earlier: Manifest | None, pool: Executor) -> Callable[[], Entry]:
-    """Write a file, or link it to that of `earlier`; gives what waits for its entry."""
+    """Write a file, or link it to that of `earlier`; return a function that waits for its entry."""
     tensors, parts = content.tensors[name], content.parts
     before = next((entry for entry in earlier.files if entry.name == name), None) if earlier is not None else None
     known: dict[str, str] = {}
@@ -226,7 +248,10 @@ def _write(draft: Path, name: str, content: Content, earlier: Manifest | None, p
 
 
 def _may_link(checkpoints: Path, earlier: Manifest, entry: Entry) -> bool:
-    """Whether fewer than FULL_EVERY commits hold the same file: their number of links says it, without a list to keep."""
+    """Return whether fewer than FULL_EVERY checkpoints hold the same file.
+
+    The link count of the file shows this, without a list to maintain.
+    """
     path = checkpoints / f"step-{earlier.step:012d}" / entry.name
     try:
         status = path.stat()
@@ -236,7 +261,7 @@ def _may_link(checkpoints: Path, earlier: Manifest, entry: Entry) -> bool:
 
 
 def _link(draft: Path, earlier: Manifest, entry: Entry) -> bool:
-    """Link a file of an earlier commit; False where the file system has no links."""
+    """Link a file of an earlier checkpoint; return False if the file system has no links."""
     try:
         os.link(draft.parent / f"step-{earlier.step:012d}" / entry.name, draft / entry.name)
     except OSError:
@@ -246,7 +271,7 @@ def _link(draft: Path, earlier: Manifest, entry: Entry) -> bool:
 
 def _write_text(path: Path, text: bytes) -> Entry:
     most = manifests.MAX_BYTES if path.name == manifests.FILE else manifests.MAX_TEXT_BYTES
-    if len(text) > most:  # nobody would read it back
+    if len(text) > most:  # no reader would accept it
         raise StorageError(f"{path.name} of {path.parent.name} would have {len(text):,} bytes, and {most:,} are allowed")
     with path.open("xb") as file:
         file.write(text)
@@ -256,17 +281,21 @@ def _write_text(path: Path, text: bytes) -> Entry:
 
 
 def discard(draft: Path) -> None:
-    """Delete a draft, and the folder of commits where it holds nothing else."""
+    """Delete a draft, and the folder of checkpoints if it is then empty."""
     shutil.rmtree(draft, ignore_errors=True)
     with contextlib.suppress(OSError):
         draft.parent.rmdir()
 
 
 def _replace(final: Path, draft: Path) -> None:
-    """Give the draft its name; what had it stands aside until that is synced, and comes back if it never is."""
+    """Rename the draft to `final`.
+
+    A folder that had this name is moved aside until the rename is synced; `clear_drafts` restores
+    it if the rename never happens.
+    """
     old = final.with_name(f"{commits.OLD}{final.name}")
     if final.exists():
-        if old.exists():  # a kill left it: what took its place is whole
+        if old.exists():  # left by a killed attempt; the folder that replaced it is whole
             commits.remove(old)
         final.rename(old)
     draft.rename(final)
@@ -276,7 +305,10 @@ def _replace(final: Path, draft: Path) -> None:
 
 
 def clear_drafts(run: Path) -> None:
-    """Delete what a killed attempt left of commits that it began or was deleting; what it was replacing comes back."""
+    """Delete the drafts and partly deleted checkpoints that a killed attempt left.
+
+    A checkpoint that the attempt was replacing is restored.
+    """
     folder = run / manifests.FOLDER
     if folder.is_symlink() or not folder.is_dir():
         return
@@ -289,6 +321,8 @@ def clear_drafts(run: Path) -> None:
             commits.remove(path)
     for path in list(folder.glob(f"{commits.DRAFT}*step-*")):
         with contextlib.suppress(OSError):
-            commits.remove(path)  # renamed first: if somebody saves there after all, half of a draft never gets a name
+            # `remove` renames first: if another process still saves there, an incomplete draft
+            # never becomes visible
+            commits.remove(path)
     for path in list(folder.glob(f"{commits.GONE}*step-*")):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,9 @@
-"""Commits in a store without rename (S3, GCS, any that fsspec knows): files first, the manifest last, so what is half there is not seen.
+"""Checkpoints in a store without rename (S3, GCS, anything that fsspec supports).
 
-A commit is made in the run folder first and copied from there; another machine fetches the newest whole one and goes on. Every
-byte that comes back is held against its digest before the commit gets its name. Deleting begins with the manifest.
+The manifest is uploaded last, so that an incomplete checkpoint is not visible. A checkpoint is made
+in the run folder first and copied from there; another machine downloads the newest whole one and
+resumes. Every downloaded byte is verified before the checkpoint gets its name. Deletion starts with
+the manifest.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ EXTRA = "store"
 
 
 class Store:
-    """The commits of one run under a URL, as `s3://bucket/runs/mine`. Raises MissingExtra, SpecError for a URL of no known kind."""
+    """Checkpoints of one run under a URL such as `s3://bucket/runs/mine`.
+
+    Raises MissingExtra if a package is not installed, SpecError for a URL of an unknown kind.
+    """
 
     def __init__(self, url: str) -> None:
         with needing("fsspec", "fsspec", extra=EXTRA, needed_for=f"checkpoint.store = {url!r}"):
@@ -31,7 +36,8 @@ class Store:
         try:
             self._system: Any
             self._system, self._root = fsspec.core.url_to_fs(url)
-        except ImportError as error:  # fsspec's own words for a package that is missing, or broken, below it
+        # fsspec's error for a package of a backend that is missing or broken
+        except ImportError as error:
             if not isinstance(error.__cause__, ModuleNotFoundError):
                 raise
             raise MissingExtra(str(error.__cause__.name), extra=EXTRA, needed_for=f"checkpoint.store = {url!r}") from None
@@ -43,7 +49,10 @@ class Store:
         return "/".join(part for part in (self._root, manifests.FOLDER, f"step-{step:012d}", name) if part)
 
     def steps(self) -> list[int]:
-        """The steps whose manifest is there, ascending. Raises StorageError where the store does not answer."""
+        """Return the steps whose manifest is in the store, ascending.
+
+        Raises StorageError if the store does not respond.
+        """
         pattern = f"{self._root}/{manifests.FOLDER}/step-*/{manifests.FILE}"
         with _told(self.url):
             self._system.invalidate_cache()
@@ -52,7 +61,7 @@ class Store:
         return sorted(int(match.group(1)) for match in found if match)
 
     def push(self, run: Path, step: int) -> None:
-        """Copy a commit of a run folder; its manifest last."""
+        """Upload a checkpoint of a run folder, the manifest last."""
         folder = manifests.step_folder(run, step)
         made = manifests.read(folder)
         with _told(self.url):
@@ -63,7 +72,10 @@ class Store:
             self._system.put_file(str(folder / manifests.FILE), self._path(step, manifests.FILE))
 
     def pull(self, run: Path, step: int) -> None:
-        """Fetch a commit into a run folder; it gets its name once every digest holds. Raises RunFolderError for a damaged one."""
+        """Download a checkpoint into a run folder; it gets its name once every digest matches.
+
+        Raises RunFolderError for a damaged checkpoint.
+        """
         final = manifests.step_folder(run, step)
         draft = final.with_name(f"{commits.DRAFT}{final.name}")
         shutil.rmtree(draft, ignore_errors=True)
@@ -88,15 +100,20 @@ class Store:
             raise
 
     def read(self, step: int) -> Manifest:
-        """The manifest of a commit, checked; nothing else is fetched. Raises RunFolderError for a damaged one."""
+        """Return the manifest of a checkpoint, verified; nothing else is downloaded.
+
+        Raises RunFolderError for a damaged manifest.
+        """
         with tempfile.TemporaryDirectory() as made, _told(self.url):
             self._system.get_file(self._path(step, manifests.FILE), str(Path(made) / manifests.FILE))
             return manifests.read(Path(made))
 
     def pull_newest(self, run: Path, spec_id: str) -> tuple[int | None, list[str]]:
-        """Fetch the newest commit that is whole, unless the folder has one as new; gives its step, and what was damaged.
+        """Download the newest whole checkpoint, unless the run folder has one at least as new.
 
-        Raises RunFolderError, before anything is fetched, where the store holds the commits of another spec.
+        Returns its step (None if nothing was downloaded), and a message about each damaged
+        checkpoint. Raises RunFolderError, before the download, if the store holds checkpoints of
+        another spec.
         """
         troubles: list[str] = []
         here = max(manifests.steps(run), default=-1)
@@ -116,7 +133,10 @@ class Store:
         return None, troubles
 
     def retain(self, run: Path) -> None:
-        """Delete what the run folder no longer holds, older than its newest; the manifest first."""
+        """Delete checkpoints that the run folder no longer holds, the manifest first.
+
+        Only checkpoints older than the newest one in the run folder are deleted.
+        """
         here = manifests.steps(run)
         with _told(self.url):
             for step in [each for each in self.steps() if here and each < here[-1] and each not in here]:
@@ -125,7 +145,7 @@ class Store:
 
 
 class _told:
-    """What a store raises, as StorageError."""
+    """Convert the errors of a store to StorageError; a missing file becomes RunFolderError."""
 
     def __init__(self, url: str) -> None:
         self._url = url

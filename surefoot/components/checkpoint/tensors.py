@@ -1,7 +1,8 @@
-"""Files of tensors in the safetensors format, written with a digest for each tensor and read back against it.
+"""Files in the safetensors format, written with a digest for each tensor and verified when read.
 
-https://huggingface.co/docs/safetensors: eight bytes of length, a header of JSON, then the bytes of the tensors without gaps.
-Written here rather than by the library, since the library takes a second copy of all and cannot hash what it writes.
+https://huggingface.co/docs/safetensors: eight bytes of length, a header of JSON, then the bytes of
+the tensors without gaps. The safetensors library is not used, since it takes a second copy of all
+tensors and cannot hash what it writes.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from surefoot.contract.state import part_of
 from surefoot.core.errors import RunFolderError, TaskError
 
 ALIGNMENT = 8
-BLOCK = 1 << 18  # numbers looked at together: they stay in the cache
-EXPONENT = np.uint16(0x7F80)  # of bfloat16
+BLOCK = 1 << 18  # elements checked together: they stay in the cache
+EXPONENT = np.uint16(0x7F80)  # exponent bits of bfloat16
 DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
     torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
     torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-METADATA = "__metadata__"  # a key of the header that is no tensor
+METADATA = "__metadata__"  # a key of the header that is not a tensor
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 Give = Callable[[str, Piece], Tensor]
-Parts = Mapping[str, tuple[int, tuple[int, ...]]]  # name -> the first row, and the shape of the whole
+Parts = Mapping[str, tuple[int, tuple[int, ...]]]  # name -> first row, and shape of the whole
 WHOLE: Parts = {}
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise TaskError for a tensor that no file of tensors holds, or under no such name."""
+    """Raise TaskError for a tensor, or a tensor name, that no safetensors file can hold."""
     _check_name(name)
     if tensor.is_meta:
         raise TaskError(
@@ -57,7 +58,7 @@ def check_storable(name: str, tensor: Tensor) -> None:
 
 def _check_shape(name: str, tensor: Tensor) -> None:
     excess = find_excess(whole_shape(tensor))
-    if excess is not None:  # a commit would be written that no reader takes
+    if excess is not None:  # no reader would accept such a checkpoint
         raise TaskError(
             f"{name} is a tensor of {excess}, which a checkpoint cannot hold", hint="keep it in another shape: x.flatten()"
         )
@@ -69,10 +70,14 @@ def _check_name(name: str) -> None:
 
 
 def as_buffer(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, not copied unless it is to be conjugated or negated where it is read."""
+    """Return the bytes of a contiguous tensor on the host.
+
+    They are copied only if the tensor has a pending conjugation or negation.
+    """
     flat = _resolved(tensor).reshape(-1)
     if flat.numel() == 1:
-        flat = flat.as_strided((1,), (1,))  # one number is contiguous whatever its stride, and is seen as bytes with none but 1
+        # one element is contiguous with any stride, but can be viewed as bytes with stride 1 alone
+        flat = flat.as_strided((1,), (1,))
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(bytearray())
 
 
@@ -81,16 +86,21 @@ def _resolved(tensor: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every number of a tensor on the host is finite; in small blocks and on this thread alone, so that it costs no memory."""
+    """Return whether every element of a tensor on the host is finite.
+
+    The check works in small blocks on the calling thread, so that it takes no memory. Integers and
+    8-bit floats count as finite.
+    """
     if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():
         return True
     flat = _resolved(tensor).reshape(-1)
-    if tensor.dtype is torch.bfloat16:  # numpy has none: its exponent is all ones where it is no number
+    # numpy has no bfloat16: the exponent of NaN and Inf is all ones
+    if tensor.dtype is torch.bfloat16:
         bits = flat.view(torch.int16).numpy().view(np.uint16)
         return not any(((block & EXPONENT) == EXPONENT).any() for block in _blocks(bits))
     values = flat.numpy()
     with np.errstate(all="ignore"):
-        # a sum is finite only if all its parts are, and takes half the time; where it is not it may have overflowed
+        # a finite sum means finite elements, in half the time; a non-finite sum may be an overflow
         return bool(np.isfinite(values.sum())) or all(np.isfinite(block).all() for block in _blocks(values))
 
 
@@ -99,9 +109,10 @@ def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def lay_out(tensors: Mapping[str, Tensor], parts: Parts = WHOLE) -> tuple[bytes, dict[str, Piece]]:
-    """The header of a file of `tensors`, and where each stands in it; widest items first, so that all are aligned.
+    """Return the header of a file of `tensors`, and the piece for each; widest elements first.
 
-    Of those that are rows of a whole `parts` says which: the first, and the shape of the whole.
+    The order keeps all tensors aligned. For tensors that are rows of a whole, `parts` gives the
+    first row and the shape of the whole.
     """
     pieces, start = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
@@ -130,9 +141,10 @@ def write(
     folder: Path, name: str, tensors: Mapping[str, Tensor], *, step: int, pool: Executor, known: Mapping[str, str],
     parts: Parts = WHOLE,
 ) -> Callable[[], Entry]:  # fmt: skip
-    """Write and sync a file of tensors on the host, hashing on the pool's threads meanwhile; `known` digests are not taken again.
+    """Write and sync a file of tensors on the host; the pool's threads hash them meanwhile.
 
-    Gives what waits for the last digest, so that another file can be written until then.
+    Digests in `known` are not computed again. Returns a function that waits for the last digest, so
+    that the caller can write another file until then.
     """
     header, pieces = lay_out(tensors, parts)
     buffers = {key: as_buffer(tensors[key]) for key in pieces}
@@ -150,9 +162,10 @@ def _entry(name: str, header: bytes, pieces: Mapping[str, Piece], found: Mapping
 def find_unchanged(
     tensors: Mapping[str, Tensor], earlier: Entry, pool: Executor, parts: Parts = WHOLE
 ) -> tuple[bool, dict[str, str]]:
-    """Whether every tensor has the bytes that `earlier` holds, and the digests that were taken to know it.
+    """Return whether every tensor has the bytes that `earlier` records, and computed digests.
 
-    Begins with the smallest, and ends soon after the first that differs, which in a file of trained tensors is that.
+    The comparison starts with the smallest tensor and ends soon after the first one that differs.
+    In a file of trained tensors the smallest one usually differs.
     """
     _, pieces = lay_out(tensors, parts)
     before = earlier.tensors or {}
@@ -163,7 +176,7 @@ def find_unchanged(
         return False, found
     order = sorted(pieces, key=lambda key: pieces[key].num_bytes)
     while len(found) < len(order):
-        keys = order[len(found) : 2 * len(found) + 1]  # twice as many each time, to be hashed side by side
+        keys = order[len(found) : 2 * len(found) + 1]  # twice as many each time, hashed in parallel
         found |= digest.begin(pool, {key: as_buffer(tensors[key]) for key in keys}).finish()
         if any(found[key] != before[key].sha256 for key in keys):
             return False, found
@@ -171,11 +184,12 @@ def find_unchanged(
 
 
 def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Tensor]:
-    """Read a file of tensors into what `give(name, piece)` says, each hashed in the memory that receives it.
+    """Read a file of tensors into those that `give(name, piece)` returns, and hash each of them.
 
-    `give` is asked for wholes; it may give some rows of one, and only pieces that have some of those are read. A tensor that is
-    contiguous, on the host and of the same dtype is read in place; another takes a copy of its own size for a moment. Raises
-    RunFolderError, naming the tensor, when a digest does not match: what was read before is then in place.
+    `give` is called with the whole tensor as `piece`. It may return a shard of the rows; only
+    stored pieces that overlap the shard are read. A contiguous tensor on the host with the same
+    dtype is read in place; any other needs a temporary copy of its size. Raises RunFolderError,
+    naming the tensor, if a digest does not match; the tensors have been overwritten by then.
     """
     pieces = entry.tensors or {}
     found: dict[str, str] = {}
@@ -183,9 +197,10 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
         header = commits.read_header(file, folder / entry.name, entry)
         given = {
             name: give(name, whole_of(piece)) for name, piece in pieces.items()
-        }  # only now: the file is as large as was said
+        }  # only now: read_header has checked the file size
         meetings = {name: _meet(tensor, pieces[name]) for name, tensor in given.items()}
-        found = {name: pieces[name].sha256 for name, met in meetings.items() if met is None}  # no row of these is wanted here
+        # pieces of which this rank needs no row
+        found = {name: pieces[name].sha256 for name, met in meetings.items() if met is None}
         direct = {name: met.into for name, met in meetings.items() if met and met.is_all and _is_direct(met.into, pieces[name])}
         found |= _read(file, len(header), pieces, direct, pool)
         for name, met in meetings.items():
@@ -202,7 +217,7 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
 
 
 class _Meeting(NamedTuple):
-    """Where rows of a piece go: `into` takes its `rows`, which `is_all` says are all of them."""
+    """Overlap of a tensor and a piece: `into` receives `rows` of the piece; all if `is_all`."""
 
     into: Tensor
     rows: range
@@ -210,7 +225,7 @@ class _Meeting(NamedTuple):
 
 
 def _meet(tensor: Tensor, piece: Piece) -> _Meeting | None:
-    """What `tensor`, all of a whole or a part of it, takes of `piece`; None where that is nothing."""
+    """Return the rows of `piece` that belong in `tensor` (whole or shard), or None."""
     part = part_of(tensor)
     if part is None and not piece.is_part:
         return _Meeting(tensor, range(0), is_all=True)
@@ -223,19 +238,22 @@ def _meet(tensor: Tensor, piece: Piece) -> _Meeting | None:
 
 
 def whole_of(piece: Piece) -> Piece:
-    """The tensor that a piece is, or is a part of."""
+    """Return the whole tensor that a piece is, or is a part of."""
     return replace(piece, shape=piece.whole, offset=(0,) * len(piece.whole)) if piece.is_part else piece
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of what `tensor` is, or is a part of."""
+    """Return the shape of the whole tensor that `tensor` is, or is a part of."""
     part = part_of(tensor)
     return tuple(tensor.shape) if part is None else part.whole
 
 
 @torch.no_grad()
 def fill(name: str, tensor: Tensor, held: Tensor) -> None:
-    """Copy `held` into a tensor of its shape. Raises RunFolderError where that is expanded, and `held` differs where it has one number."""
+    """Copy `held` into a tensor of the same shape.
+
+    Raises RunFolderError if the tensor is expanded and `held` differs along the expanded dimension.
+    """
     strides = tensor.stride() if tensor.layout is torch.strided else [1] * tensor.ndim
     for dim, (size, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
         if stride == 0 and size > 1:
@@ -260,14 +278,17 @@ def _is_direct(tensor: Tensor, piece: Piece) -> bool:
 
 
 def _read(file: int, data: int, pieces: Mapping[str, Piece], tensors: Mapping[str, Tensor], pool: Executor) -> dict[str, str]:
-    """Read each of `tensors` from a file whose tensors begin at byte `data`; gives their digests."""
+    """Read each of `tensors` from a file whose tensors begin at byte `data`; return the digests."""
     spans = commits.spans(data, {name: pieces[name] for name in tensors})
     into = {name: as_buffer(tensor) for name, tensor in tensors.items() if math.prod(pieces[name].shape)}
     return digest.begin_read(pool, file, spans, into).finish()
 
 
 def create(name: str, piece: Piece) -> Tensor:
-    """A new tensor on the host to read one into. Raises RunFolderError for one that memory does not hold."""
+    """Return a new tensor on the host to read a piece into.
+
+    Raises RunFolderError for a tensor that does not fit into memory.
+    """
     try:
         return torch.empty(piece.shape, dtype=NAMES[piece.dtype])
     except (RuntimeError, MemoryError):

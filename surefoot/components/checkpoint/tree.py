@@ -1,8 +1,9 @@
-"""A tree of tensors, arrays and plain values as JSON beside named tensors, and back: state of any kind without a pickle.
+"""Conversion of a tree of tensors, arrays and plain values to JSON and named tensors, and back.
 
-What JSON has stands as it is. Anything else is an object with the key "$": a tensor, an array, a number that JSON has not, bytes,
-a tuple, a dict whose keys are no plain strings, a dtype, one of the containers of `collections`. What would come back as something
-else is refused.
+No pickle is involved. Values that JSON supports are stored unchanged. Anything else is an object
+with the key "$": a tensor, an array, a non-finite number, bytes, a tuple, a dict whose keys are not
+plain strings, a dtype, one of the containers of `collections`. A value that would be restored as
+another type is refused.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch import Tensor
 from surefoot.core.errors import RunFolderError, TaskError
 
 MARK = "$"
-MAX_DEPTH = 100  # of lists, tuples and dicts in one another: what is deeper holds itself, or no reader of JSON follows it
-MAX_INT_BITS = 8192  # Python reads no more than 4,300 digits
-SHOWN = 120  # letters of a place
+# nesting of lists, tuples and dicts: a deeper tree contains itself, or no JSON reader can parse it
+MAX_DEPTH = 100
+MAX_INT_BITS = 8192  # Python parses at most 4,300 digits
+SHOWN = 120  # characters of a path that a message shows
 ODD = (
     KeyError,
     TypeError,
@@ -40,9 +42,9 @@ DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtyp
 
 
 def split(tree: Any, place: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """The tree as JSON can hold it, and its tensors by name; tensors are not copied.
+    """Return the tree as JSON can hold it, and its tensors by name; tensors are not copied.
 
-    Raises TaskError, naming the place, for what a checkpoint cannot hold.
+    Raises TaskError, naming the path, for a value that a checkpoint cannot hold.
     """
     tensors: dict[str, Tensor] = {}
     return _split(tree, place, tensors), tensors
@@ -97,7 +99,7 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
 
 
 def name_kind(value: Any) -> str:
-    """What a value is, for a message.
+    """Return the kind of a value in words, for a message.
 
     >>> name_kind([]), name_kind(Counter), name_kind(len)
     ('a list', 'the class Counter', 'the function len')
@@ -109,7 +111,7 @@ def name_kind(value: Any) -> str:
 
 
 def _split_container(value: Any, place: str, tensors: dict[str, Tensor], depth: int) -> Any:
-    """A container of the standard library's `collections`, a namedtuple, or a torch.Size."""
+    """Convert a container of `collections`, a namedtuple, or a torch.Size."""
     if isinstance(value, Mapping):
         made = {MARK: CONTAINERS[type(value)], "value": _split_mapping(value, place, tensors, depth)}
         if isinstance(value, defaultdict):
@@ -146,13 +148,13 @@ def _join_container(kind: str, value: Mapping[str, Any], tensors: Mapping[str, T
 
 
 def _named_type(known: str, fields: tuple[str, ...]) -> Any:
-    """The namedtuple of that module and name, where it is loaded already and has these fields; else another one with these fields."""
+    """Return the namedtuple class of this module, name and fields if loaded, else a new class."""
     module, _, name = known.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
     is_it = isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields
-    return found if is_it else namedtuple(name.rpartition(".")[2], fields)  # noqa: PYI024 - its fields are those of a file
+    return found if is_it else namedtuple(name.rpartition(".")[2], fields)  # noqa: PYI024 - the fields are those in a file
 
 
 def _split_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor], depth: int) -> Any:
@@ -174,7 +176,7 @@ def _named(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
 def _as_tensor(value: Any, place: str) -> Tensor:
     try:
         return torch.from_numpy(np.array(value))
-    except (TypeError, ValueError):  # of text, of objects, of another order of bytes than this machine's
+    except (TypeError, ValueError):  # text, objects, or a byte order other than this machine's
         raise TaskError(
             f"{place} is an array of {np.asarray(value).dtype}, which a checkpoint cannot hold",
             hint="keep numbers or booleans, in this machine's order of bytes",
@@ -182,7 +184,10 @@ def _as_tensor(value: Any, place: str) -> Tensor:
 
 
 def join(skeleton: Any, tensors: Mapping[str, Tensor], place: object = "the state") -> Any:
-    """The tree that was split. Raises RunFolderError, naming the place, for what `split` never wrote."""
+    """Return the tree that `split` converted.
+
+    Raises RunFolderError, naming `place`, for contents that `split` never wrote.
+    """
     try:
         return _join(skeleton, tensors)
     except (*ODD, RunFolderError) as error:
@@ -191,7 +196,10 @@ def join(skeleton: Any, tensors: Mapping[str, Tensor], place: object = "the stat
 
 @contextlib.contextmanager
 def taken_from(place: object) -> Iterator[None]:
-    """What a state of other names and values raises where it is put in place, as RunFolderError: a right digest promises no sense."""
+    """Convert errors from restoring a state of other names and values to RunFolderError.
+
+    A matching digest does not guarantee that the contents make sense.
+    """
     try:
         yield
     except ODD as error:

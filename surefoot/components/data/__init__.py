@@ -1,4 +1,4 @@
-"""Data: sources of samples, their order, and the keys of augmentation."""
+"""Data: sources of samples, the sample order, and the keys of augmentation."""
 
 from surefoot.components.data.blocks import BlockShuffle, Order
 from surefoot.components.data.feed import WHOLE, Feed, Share, Window, count_numbers, size_of, to_device

@@ -1,8 +1,10 @@
-"""An order for samples that lie in shards: it stays in a few shards at a time, and is as much pure arithmetic as the full permutation.
+"""Shuffled order for samples in shards, which needs only a few shards at a time.
 
-Two levels: the shards are permuted, every `window` of them in that order make a block, and the samples of a block are permuted. So a
-reader needs the shards of one block at hand, and may fetch those of the next meanwhile. What it costs is told by `measure_mixing`:
-neighbours in the order lie in one shard about once in `window` times, where the full permutation has them so once in all shards.
+Like the full permutation, the order is pure arithmetic. It has two levels: the shards are permuted,
+each `window` consecutive shards of that order form a block, and the samples of a block are
+permuted. A reader needs the shards of one block, and may download those of the next meanwhile.
+`measure_mixing` reports the cost: two adjacent samples of the order come from the same shard about
+once in `window` pairs, with the full permutation about once in as many pairs as there are shards.
 """
 
 # S shards, N samples
@@ -18,16 +20,18 @@ import numpy as np
 from surefoot.components.data.order import LARGEST, Permutation, derive
 from surefoot.core.errors import DataError
 
-MOST_KEPT = 4  # permutations of blocks: a batch lies in one or two
+MOST_KEPT = 4  # cached permutations of blocks: a batch spans one or two
 
 
 @final
 class BlockShuffle:
-    """A seekable order of the samples of shards that hold `sizes`, numbered through: any position is found in O(log S).
+    """Seekable, shuffled order of the samples in shards of `sizes`; a lookup takes O(log S).
 
-    It is called like `Permutation`, and is one: each sample comes once. `window` 1 reads shard after shard, each mixed in itself; as
-    many as there are shards is a full permutation. Another key gives another order. Raises DataError for empty shards, and a window
-    under 1.
+    Samples are numbered consecutively through the shards. The object is called like a
+    `Permutation`, and each sample occurs once. With `window` 1 the shards are read one after the
+    other, each shuffled; with `window` equal to the number of shards the order is a full
+    permutation. Another key gives another order. Raises DataError for empty shards, and for a
+    window under 1.
 
     >>> BlockShuffle([2, 2, 2], key=0, window=1)(np.arange(6)).tolist()
     [1, 0, 3, 2, 5, 4]
@@ -44,13 +48,13 @@ class BlockShuffle:
         self.n, self.window, self._key = int(counts.sum()), window, key
         self.shards = Permutation(len(counts), derive(key, 1))(np.arange(len(counts)))  # in the order in which they are read
         self._ends = np.cumsum(counts[self.shards])
-        self._shift = (np.cumsum(counts) - counts)[self.shards] - (self._ends - counts[self.shards])  # from place to sample
+        self._shift = (np.cumsum(counts) - counts)[self.shards] - (self._ends - counts[self.shards])  # position to sample
         lasts = np.minimum(np.arange(window, len(counts) + window, window), len(counts)) - 1
         self._block_ends = self._ends[lasts]
         self._mixed: dict[int, Permutation] = {}
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """The samples (int64) that stand at `positions` (int64 in [0, n)), same shape."""
+        """Return the samples (int64) at `positions` (int64 in [0, n)), in the same shape."""
         flat = positions.astype(np.int64).ravel()
         blocks = np.searchsorted(self._block_ends, flat, side="right")
         places = np.empty_like(flat)
@@ -62,11 +66,14 @@ class BlockShuffle:
         return samples.reshape(positions.shape)
 
     def blocks(self) -> list[list[int]]:
-        """The shards of each block, in order: what must be at hand together."""
+        """Return the shards of each block, in order; a reader needs a whole block at once."""
         return [self.shards[start : start + self.window].tolist() for start in range(0, len(self.shards), self.window)]
 
     def look_ahead_bytes(self, num_bytes: Sequence[int]) -> tuple[int, int]:
-        """Of shards of so many bytes, the most that must be at hand; and with the next block fetched meanwhile."""
+        """Return the most bytes needed at once, without and with the next block prefetched.
+
+        `num_bytes` is the size of each shard.
+        """
         held = [sum(num_bytes[shard] for shard in block) for block in self.blocks()]
         return max(held), max(one + other for one, other in zip(held, [*held[1:], 0], strict=True))
 
@@ -81,9 +88,10 @@ class BlockShuffle:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of a whole run: every epoch its own permutation of `n` samples, or 0..n-1 when not shuffled.
+    """Sample order of a whole run: a new permutation of `n` samples in each epoch.
 
-    With a `window` it is a `BlockShuffle` of runs of `chunk` samples, so many of them at a time.
+    If not shuffled, the order is 0..n-1. With a `window`, it is a `BlockShuffle` of chunks of
+    `chunk` consecutive samples, `window` chunks at a time.
     """
 
     n: int
@@ -93,7 +101,7 @@ class Order:
     window: int = 0
 
     def permutation(self, epoch: int) -> Permutation | BlockShuffle | None:
-        """Called with positions of `epoch` it gives their samples; None where nothing is shuffled."""
+        """Return a function from positions of `epoch` to samples; None without shuffling."""
         if not self.shuffle:
             return None
         key = derive(self.seed, 1, epoch)
@@ -103,13 +111,13 @@ class Order:
         return BlockShuffle([self.chunk] * whole + [rest] * bool(rest), key, self.window)
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The samples at positions start..stop-1 of `epoch`, int64."""
+        """Return the samples at positions start..stop-1 of `epoch`, int64."""
         positions = np.arange(start, stop, dtype=np.int64)
         permutation = self.permutation(epoch)
         return positions if permutation is None else permutation(positions)
 
     def chunks(self, epoch: int) -> np.ndarray:
-        """The first and the last sample of each chunk, (chunks, 2), in the order in which an epoch comes to them."""
+        """Return the first and last sample of each chunk, (chunks, 2), in reading order."""
         permutation = self.permutation(epoch)
         assert isinstance(permutation, BlockShuffle)
         first = permutation.shards * self.chunk
@@ -118,10 +126,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Mixing:
-    """How well an order mixes; a full permutation of many samples has 1, 0 and 1 / shards.
+    """Measures of mixing; a full permutation of many samples has 1, 0 and 1 / shards.
 
-    `displacement`: mean distance of a sample from where it lies, over that of the full permutation. `correlation`: of the numbers of
-    neighbours. `same_shard`: the part of neighbours that lie in one shard, about 1 / window.
+    `displacement`: mean distance between the position and the index of a sample, relative to that
+    of the full permutation. `correlation`: of the indices of adjacent samples. `same_shard`: share
+    of adjacent samples that are in one shard, about 1 / window.
     """
 
     displacement: float
@@ -130,7 +139,10 @@ class Mixing:
 
 
 def measure_mixing(samples: np.ndarray, sizes: Sequence[int]) -> Mixing:
-    """What a whole order, (N,) int64, does to the samples of shards that hold `sizes`. Raises DataError for fewer than 3 samples."""
+    """Measure how a whole order, (N,) int64, mixes the samples of shards with `sizes` samples.
+
+    Raises DataError for fewer than 3 samples, or for another number than the shards hold.
+    """
     count = len(samples)
     if count < 3 or count != sum(sizes):
         raise DataError(f"{count} samples of {sum(sizes)} cannot be measured", hint="give the whole order, of 3 samples or more")

@@ -1,4 +1,7 @@
-"""A run's ledger held against its plan: every step once, in order, with the samples that the order of the data says."""
+"""Comparison of a run's ledger with its plan.
+
+The ledger must hold every step once, in order, with the samples that the data order gives.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,14 @@ from surefoot.contract.ledger import Plan, Row
 from surefoot.contract.task import Source
 from surefoot.core.errors import RunFolderError
 
-SEARCHED = 1 << 20  # positions of an epoch looked up at once
+SEARCHED = 1 << 20  # positions of an epoch computed at once
 
 
 class Fault(NamedTuple):
-    """What a step of the ledger does not keep of the plan: `lost`, `twice`, `out of order`, `other samples` or `damaged`."""
+    """Deviation of a step in the ledger from the plan.
+
+    `kind` is `lost`, `twice`, `out of order`, `other samples` or `damaged`.
+    """
 
     kind: str
     step: int
@@ -28,7 +34,7 @@ class Fault(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Where a sample was consumed; epochs count from 1."""
+    """Step and epoch in which a sample was consumed; epochs count from 1."""
 
     step: int
     epoch: int
@@ -36,10 +42,12 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Consumed:
-    """What a run consumed: steps `first` to `last`, in `attempts` (generations), `num_overruled` of them done again.
+    """Steps and samples that a run consumed, up to step `last`, and the faults of its ledger.
 
-    `after` is the step after which a fork's own plan begins, 0 where the ledger begins with the first step. `torn_bytes` are half a
-    row at the end, which a kill leaves.
+    `attempts` are the generations of the run, `num_overruled` the rows of steps that were repeated
+    later. `after` is the step after which a fork's plan begins, 0 if the ledger begins with the
+    first step. `torn_bytes` is the size of an incomplete row at the end, which a killed process
+    leaves.
     """
 
     plan: Plan
@@ -59,7 +67,10 @@ class Consumed:
 
 
 def check(run: Path) -> Consumed:
-    """Read the ledger of `run` and compare every step with the plan. Raises RunFolderError for a folder without one."""
+    """Read the ledger of `run` and compare every step with the plan.
+
+    Raises RunFolderError for a folder without a ledger.
+    """
     plan, after = ledger.read_plan(run), ledger.read_after(run)
     feed = feed_of(plan)
     rows = list(ledger.read(run))
@@ -75,7 +86,10 @@ def check(run: Path) -> Consumed:
 
 
 def find_sample(run: Path, sample: int) -> list[Use]:
-    """The steps that consumed `sample` and were not overruled. Raises RunFolderError for one that the set has not."""
+    """Return the steps that consumed `sample`, without those that were repeated later.
+
+    Raises RunFolderError for a sample that the data set does not have.
+    """
     plan = ledger.read_plan(run)
     if not 0 <= sample < plan.samples:
         raise RunFolderError(f"there is no sample {sample}", hint=f"the set has {plan.samples:,}, counted from 0")
@@ -88,13 +102,13 @@ def find_sample(run: Path, sample: int) -> list[Use]:
 
 
 def feed_of(plan: Plan) -> Feed:
-    """The order and the batches of a plan, without its data."""
+    """Return the feed with the order and the batches of a plan, without its data."""
     order = Order(plan.samples, plan.seed, shuffle=plan.shuffle, chunk=plan.chunk, window=plan.window)
     return Feed(cast(Source, None), order, batch=plan.batch, drop_last=plan.drop_last, ramp=plan.ramp)
 
 
 def plan_of(feed: Feed) -> Plan:
-    """What decides which samples each step of a feed consumes."""
+    """Return the plan of a feed: the settings that decide which samples each step consumes."""
     order = feed.order
     return Plan(
         samples=order.n, seed=order.seed, shuffle=order.shuffle, batch=feed.batch, drop_last=feed.dropped > 0, ramp=feed.ramp,
@@ -103,7 +117,7 @@ def plan_of(feed: Feed) -> Plan:
 
 
 def _position(feed: Feed, epoch: int, sample: int) -> int | None:
-    """Where a sample stands in an epoch; None where it is left out with the short last batch."""
+    """Return the position of a sample in an epoch; None if its short last batch is dropped."""
     end = feed.order.n - feed.dropped
     for start in range(0, end, SEARCHED):
         hits = np.flatnonzero(feed.order.ids(epoch, start, min(start + SEARCHED, end)) == sample)
@@ -113,7 +127,7 @@ def _position(feed: Feed, epoch: int, sample: int) -> int | None:
 
 
 def _samples(feed: Feed, steps: set[int]) -> int:
-    """Samples of these steps; the last of an epoch may be short."""
+    """Return the number of samples in `steps`; the last step of an epoch may have fewer."""
     return sum(feed.samples_after(step) - feed.samples_after(step - 1) for step in steps)
 
 
@@ -122,7 +136,10 @@ def _epochs(feed: Feed, steps: set[int], samples: int) -> float:
 
 
 def _damaged(run: Path, rows: list[Row]) -> list[Fault]:
-    """An attempt's number only rises, up to the one that the lock holds; 0 is what a fork took over of its history."""
+    """Return faults in the attempt numbers, which only rise, up to the one in the run lock.
+
+    Attempt 0 marks the rows that a fork took over from its parent.
+    """
     newest = runlock.read_generation(run)
     taken_over = [row.step for row in rows if row.generation == 0]
     found, before = [], 0
@@ -139,7 +156,7 @@ def _damaged(run: Path, rows: list[Row]) -> list[Fault]:
 
 
 def _forked_after(run: Path) -> int | None:
-    """The step that a fork began with, as its commits say."""
+    """Return the step that this run was forked from, or None, as its checkpoints record it."""
     for step in reversed(manifest.steps(run)):
         with contextlib.suppress(RunFolderError):
             parent = manifest.read(manifest.step_folder(run, step)).parent
@@ -148,7 +165,11 @@ def _forked_after(run: Path) -> int | None:
 
 
 def _order(rows: list[Row], after: int) -> list[Fault]:
-    """Each attempt does one step after another, and begins no later than where the one before it ended."""
+    """Return faults in the step numbers of the rows.
+
+    Each attempt runs consecutive steps, and starts no later than after the last step of the
+    previous one.
+    """
     found: list[Fault] = []
     before = Row(after, -1, 0)
     for row in rows:
@@ -168,7 +189,10 @@ def _order(rows: list[Row], after: int) -> list[Fault]:
 
 
 def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[Fault]:
-    """The rows of a step reach the disk before its commit does."""
+    """Return a fault if the ledger lacks a committed step.
+
+    The rows of a step reach the disk before its checkpoint.
+    """
     committed, last = max(manifest.steps(run), default=0), max((row.step for row in kept), default=after)
     if committed <= last:
         return []

@@ -1,11 +1,14 @@
-"""Shards decoded once into memory maps that any later run opens at once.
+"""Shards decoded once into memory maps, which later runs open at once.
 
-A decoded set is a folder `<cache>/<key>/` with one raw file an array and a `manifest.json`; the key is a digest over the names,
-sizes and contents of the shards and over what decoded them. It exists only when its manifest does: written into a hidden draft,
-synced, renamed last. On opening
-- the shards are known again by name, size, inode and times of change, as git knows its files; where these differ (a copy, another
-  host) they are hashed and their set is found by its key;
-- the arrays are hashed whole (0.1 s for 150 MB where the processor has SHA instructions): a damaged set is decoded again.
+A decoded set is a folder `<cache>/<key>/` with one raw file per array and a `manifest.json`. The
+key is a digest of the names, sizes and contents of the shards and of the decoder's name. A set
+exists only when its manifest does: it is written into a hidden draft, synced, and renamed last.
+When a set is opened
+
+- the shards are recognized by name, size, inode and times of change, as git recognizes files;
+  where these differ (a copy, another host) the shards are hashed and their set is found by its key;
+- the arrays are hashed whole (0.1 s for 150 MB if the processor has SHA instructions); a damaged
+  set is decoded again.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ DRAFT_LIVES_S = 24 * 3600.0  # a draft this old belongs to a process that died
 
 @dataclass(frozen=True)
 class Decoded:
-    """The arrays of a decoded set as copy-on-write memory maps, and a digest of their contents."""
+    """Arrays of a decoded set as copy-on-write memory maps, and a digest of their contents."""
 
     arrays: dict[str, np.ndarray]
     digest: str
@@ -47,11 +50,12 @@ Decode = Callable[[Path], Mapping[str, np.ndarray]]
 
 
 def open_decoded(shards: Sequence[Path], cache: Path, *, decoder: str, decode: Decode) -> Decoded:
-    """Open the decoded set of `shards` below `cache`, decoding it first where it is missing or damaged.
+    """Open the decoded set of `shards` in `cache`; decode them if it is missing or damaged.
 
-    `decode(shard)` gives equally long arrays, a row a sample; `decoder` names it and its version, since other decoders give
-    other pixels. Progress shows on stderr if that is a terminal. Raises what `decode` raises, DataError for a cache that cannot be
-    written or a shard that changes meanwhile.
+    `decode(shard)` returns arrays of equal length, one row per sample. `decoder` names `decode` and
+    its version, since another decoder gives other pixels. Progress is shown on stderr if that is a
+    terminal. Raises what `decode` raises, and DataError for a cache that cannot be written or a
+    shard that changes meanwhile.
     """
     stamps = [_stamp(shard) for shard in shards]
     folder = _find_by_stamps(cache, decoder, stamps)
@@ -105,7 +109,7 @@ def _find_by_stamps(cache: Path, decoder: str, stamps: list[list[Any]]) -> Path 
 
 
 def _open(folder: Path) -> Decoded | None:
-    """The arrays of a decoded set, None where it is missing or damaged."""
+    """Return the arrays of a decoded set; None if it is missing or damaged."""
     row = _read_manifest(folder)
     if row is None:
         return None
@@ -113,7 +117,7 @@ def _open(folder: Path) -> Decoded | None:
         for name, entry in row["arrays"].items():
             if of_file(folder / name) != entry["sha256"]:
                 return None
-        # mode "c": torch wants writable memory, and nothing ever reaches the file
+        # mode "c": torch requires writable memory, and writes never reach the file
         arrays = {
             name: np.memmap(folder / name, dtype=entry["dtype"], mode="c", shape=tuple(entry["shape"]))
             for name, entry in row["arrays"].items()
@@ -128,17 +132,19 @@ def _write(folder: Path, row: dict[str, Any], shards: Sequence[Path], decode: De
     cache.mkdir(parents=True, exist_ok=True)
     _remove_dead_drafts(cache)
     draft = cache / f"{DRAFT}{uuid.uuid4().hex}"
-    draft.mkdir()  # unlike one of tempfile, whose mode is 0700 whatever the umask
+    # not made by tempfile, whose folders have mode 0700 whatever the umask
+    draft.mkdir()
     try:
         _write_draft(draft, row, shards, decode)
         if folder.exists():
-            shutil.rmtree(folder)  # it did not verify
+            shutil.rmtree(folder)  # it is damaged
         try:
             draft.rename(folder)
         except OSError:
             if _read_manifest(folder) is None:
                 raise
-        sync_folder(cache)  # the other case: another process decoded the same set meanwhile
+        # where the rename failed, another process has decoded the same set meanwhile
+        sync_folder(cache)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -160,7 +166,7 @@ def _write_draft(draft: Path, row: dict[str, Any], shards: Sequence[Path], decod
 
 
 class _Files:
-    """Arrays on their way to disk: rows appended shard by shard, so that one shard at a time is in memory."""
+    """Files of arrays, written shard by shard so that only one shard at a time is in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""From an order to batches: which samples each step consumes, cut into microbatches. Seeks to any step at once."""
+"""Batches of an order: the samples of each step, split into microbatches; any step is seekable."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import DataError
 
 Ramp = tuple[tuple[int, int], ...]
-BLOCK_SAMPLES = 4096  # positions looked up at once: the cost of a look-up is then under 0.1 us a sample
-SOUGHT_SAMPLES = 512  # after a seek, which may be one of many
+BLOCK_SAMPLES = 4096  # positions computed at once: the cost is then under 0.1 us per sample
+SOUGHT_SAMPLES = 512  # the same after a seek, which may be one of many
 
 
 class Window(NamedTuple):
-    """The samples of one step: `ids` (int64) in order, the epoch they belong to, and their first position in it."""
+    """Samples of one step: `ids` (int64) in order, their epoch, and the position of the first."""
 
     epoch: int
     start: int
@@ -30,7 +30,10 @@ class Window(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a run with one batch: it begins with `step` (from 0), which reads from position `start` of `epoch` on."""
+    """Part of a run with one batch size.
+
+    The part starts with `step` (from 0), which reads from position `start` of `epoch` on.
+    """
 
     step: int
     epoch: int
@@ -39,9 +42,9 @@ class Piece(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Which part of each step a rank reads: part `rank` of `size`, microbatches in a row.
+    """Part of each step that a rank reads: part `rank` of `size`, consecutive microbatches.
 
-    A step that nothing else cuts is cut into `pieces`, else into one for each rank.
+    A step without a given microbatch size is split into `pieces`, by default one per rank.
     """
 
     rank: int = 0
@@ -53,7 +56,7 @@ class Share(NamedTuple):
         return self.pieces or self.size
 
     def of(self, count: int) -> tuple[int, int]:
-        """The first of `count` microbatches that is this rank's, and the one after its last.
+        """Return this rank's microbatches, out of `count`, as the first index and the end index.
 
         >>> [Share(rank, 3).of(4) for rank in range(3)]
         [(0, 2), (2, 3), (3, 4)]
@@ -65,11 +68,13 @@ WHOLE = Share()
 
 
 class Feed:
-    """Step -> samples. A pure function of (order, batch, ramp), so the sequence does not change with workers or restarts.
+    """Samples of each step, as a pure function of (order, batch, ramp).
 
-    `ramp` holds (samples, batch): from so many samples on, counted over all epochs, a step has that batch; the last one is `batch`.
-    Without `microbatch` a step is cut as `share` says, which is this rank's part of it.
-    `drop_last` leaves out the short last batch of an epoch; `dropped` says how many samples that is. It goes without a ramp alone.
+    The sequence therefore does not change with workers or restarts. `ramp` holds (samples, batch):
+    after that many samples, counted over all epochs, a step has that batch size; the last one is
+    `batch`. Without `microbatch` a step is split as `share` says; `share` also selects the
+    microbatches of this rank. `drop_last` leaves out the short last batch of each epoch, which has
+    `dropped` samples; it cannot be combined with a ramp.
     """
 
     def __init__(
@@ -84,27 +89,27 @@ class Feed:
         self._end = n - self.dropped
         self.largest = (
             min(max(batch, *(size for _, size in ramp)), self._end) if ramp else min(batch, self._end)
-        )  # samples of a step
+        )  # samples of the largest step
         if self._end == 0:
             raise DataError(
                 f"a batch of {batch} is larger than the set of {n} samples, and last_batch is 'drop'",
                 hint=f'use a batch of {n} or less, or data.last_batch = "keep"',
             )
         self._pieces = [Piece(0, 0, 0, ramp[0][1] if ramp else batch)]
-        self.steps_per_epoch = None if ramp else self.steps_for(self._end)  # with one they become fewer
+        self.steps_per_epoch = None if ramp else self.steps_for(self._end)  # it decreases with a ramp
         for samples, next_batch in ramp[1:]:
             step = self.steps_for(samples)
             made = Piece(step, *self._place(step), next_batch)
             self._pieces = [piece for piece in self._pieces if piece.step < step] + [
                 made
-            ]  # one that is over before its first step
+            ]  # a piece that would end before its first step is dropped
         self._epoch = -1
         self._permutation: Permutation | BlockShuffle | None = None
         self._block = np.empty(0, dtype=np.int64)
         self._block_start = 0
 
     def window(self, step: int) -> Window:
-        """The samples of the step numbered `step`, from 0."""
+        """Return the samples of the step numbered `step`, from 0."""
         epoch, start = self._place(step)
         stop = min(start + self.batch_at(step), self._end)
         if epoch != self._epoch or start < self._block_start or stop > self._block_start + len(self._block):
@@ -120,7 +125,7 @@ class Feed:
             self._permutation, self._epoch = order.permutation(epoch), epoch
             expect = getattr(self.source, "expect", None)
             if order.window and expect is not None:
-                expect(order.chunks(epoch))  # so that what lies elsewhere is fetched before it is asked for
+                expect(order.chunks(epoch))  # the source may fetch remote chunks in advance
         block = BLOCK_SAMPLES if goes_on else SOUGHT_SAMPLES
         positions = np.arange(start, min(start + max(self.batch, block), order.n), dtype=np.int64)
         self._block = self._permutation(positions) if self._permutation is not None else positions
@@ -132,7 +137,7 @@ class Feed:
         return self._is_cut or self.microbatch < self.batch
 
     def microbatches(self, window: Window) -> list[np.ndarray]:
-        """The ids of each microbatch of a step, for all ranks; the last one may be short."""
+        """Return the ids of each microbatch of a step, for all ranks; the last may be shorter."""
         pieces = self.share.num_pieces
         size = self.microbatch if self._is_cut or pieces == 1 else -(-len(window.ids) // pieces)
         if len(window.ids) <= size:
@@ -140,27 +145,36 @@ class Feed:
         return [window.ids[at : at + size] for at in range(0, len(window.ids), size)]
 
     def mine(self, window: Window) -> tuple[int, list[np.ndarray]]:
-        """The microbatches of a step that are this rank's, and the number of the first one among all. A short step may leave it none."""
+        """Return the index of this rank's first microbatch of a step, and its microbatches.
+
+        A short step may have no microbatch for this rank.
+        """
         cut = self.microbatches(window)
         first, last = self.share.of(len(cut))
         return first, cut[first:last]
 
     @property
     def num_unlike(self) -> int:
-        """The epochs of a ramp: all after them end alike."""
+        """Number of epochs up to the end of the ramp; all later epochs have equal steps."""
         return self._pieces[-1].epoch + 1 if self.ramp else 0
 
     def batch_at(self, step: int) -> int:
-        """The batch of the step numbered `step`, from 0; the last one of an epoch may have fewer samples."""
+        """Return the batch size of the step numbered `step`, from 0.
+
+        The last step of an epoch may have fewer samples.
+        """
         return min(self._piece(step).batch, self.largest)
 
     def samples_after(self, steps: int) -> int:
-        """The samples that so many steps consume, from the first on."""
+        """Return the number of samples that the first `steps` steps consume."""
         epoch, start = self._place(steps)
         return epoch * self._end + start
 
     def steps_for(self, samples: float | Fraction) -> int:
-        """The steps that consume so many samples, the short last batch of each epoch counted as what it is."""
+        """Return the number of steps that consume `samples` samples.
+
+        The short last batch of each epoch counts with its actual size.
+        """
         piece = next(each for each in reversed(self._pieces) if each.epoch * self._end + each.start <= samples)
         epochs, rest = divmod(samples, self._end)
         if epochs == piece.epoch:
@@ -171,11 +185,11 @@ class Feed:
         )
 
     def step_of(self, epoch: int, position: int) -> int:
-        """The step, from 0, that reads what stands at `position` of `epoch`."""
+        """Return the step, from 0, that reads the sample at `position` of `epoch`."""
         return self.steps_for(epoch * self._end + position + 1) - 1
 
     def epoch_of(self, step: int) -> float:
-        """How much of the data has been seen after `step` steps, in epochs."""
+        """Return the amount of data seen after `step` steps, in epochs."""
         if self.steps_per_epoch is not None:
             return step / self.steps_per_epoch
         return self.samples_after(step) / self._end
@@ -186,11 +200,11 @@ class Feed:
         return next(each for each in reversed(self._pieces) if each.step <= step)
 
     def _left(self, piece: Piece) -> int:
-        """The steps that a piece takes to the end of its first epoch."""
+        """Return the number of steps from the start of a piece to the end of its first epoch."""
         return -(-(self._end - piece.start) // piece.batch)
 
     def _place(self, step: int) -> tuple[int, int]:
-        """Epoch and position at which a step begins."""
+        """Return the epoch and the position at which a step starts."""
         if self.steps_per_epoch is not None:
             epoch, within = divmod(step, self.steps_per_epoch)
             return epoch, within * self.batch
@@ -203,7 +217,10 @@ class Feed:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with every tensor in its tuples, lists and dicts on `device`."""
+    """Return the batch with every tensor in its tuples, lists and dicts on `device`.
+
+    Any other object that has a `to` method is moved as well.
+    """
     return map_tensors(
         batch,
         lambda tensor: tensor.to(device, non_blocking=True),
@@ -212,7 +229,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda part: part) -> Batch:
-    """The batch with `change` of every tensor in its tuples, lists and dicts, and `other` of whatever else is in them."""
+    """Apply `change` to each tensor in tuples, lists and dicts of a batch, `other` to the rest."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, dict):
@@ -225,23 +242,26 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor], other: Callabl
 
 
 def size_of(batch: Batch) -> int | None:
-    """Samples in a batch, where its structure says so; None where it does not, or where two readings of it disagree.
+    """Return the number of samples in a batch; None if its structure does not determine it.
 
-    Batches of graphs say it themselves (`num_graphs`), packed sequences by `batch_sizes`. Else it is the first dimension that all tensors
-    have in common, or the length that all lists of a batch have, as in `([image, ...], [target, ...])`.
+    Batches of graphs have `num_graphs`, packed sequences `batch_sizes`. Otherwise the result is the
+    first dimension that all tensors share, or the length that all lists of a batch share, as in
+    `([image, ...], [target, ...])`. If two of these disagree the result is None.
     """
     sizes = getattr(batch, "batch_sizes", None)
-    if isinstance(sizes, Tensor) and sizes.numel():  # of a PackedSequence: how many sequences each time step has
+    # a PackedSequence: the number of sequences at each time step
+    if isinstance(sizes, Tensor) and sizes.numel():
         return int(sizes[0])
     for name in ("num_graphs", "batch_size"):
         size = getattr(batch, name, None)
-        size = size[0] if isinstance(size, tuple) and size else size  # a TensorDict has several dimensions of batches
+        size = size[0] if isinstance(size, tuple) and size else size  # a TensorDict can have several batch dimensions
         if isinstance(size, int) and size > 0:
             return size
     if isinstance(batch, Mapping | tuple | list) and len(batch):
         fields = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
         of_tensors, of_lists = _sizes_of_tensors(fields), _sizes_of_lists(batch, fields)
-        if len(of_lists) == len(fields) and len(set(of_tensors)) > 1:  # of samples, each with dimensions of its own
+        # tensors of single samples, whose dimensions differ
+        if len(of_lists) == len(fields) and len(set(of_tensors)) > 1:
             of_tensors = []
         return _agreed([*of_tensors, *of_lists])
     return _agreed(_sizes_of_tensors([batch]))
@@ -252,7 +272,10 @@ def _agreed(sizes: Sequence[int]) -> int | None:
 
 
 def _sizes_of_tensors(parts: Sequence[Any]) -> list[int]:
-    """The first dimension of each tensor and array in `parts`, and in what they hold; one without dimensions says nothing."""
+    """Return the first dimension of each tensor and array in `parts`, nested ones included.
+
+    Tensors without dimensions are ignored; a batch of graphs counts with its number of graphs.
+    """
     found = []
     for part in parts:
         if isinstance(part, Mapping | tuple | list):
@@ -265,9 +288,12 @@ def _sizes_of_tensors(parts: Sequence[Any]) -> list[int]:
 
 
 def _sizes_of_lists(batch: Batch, fields: Sequence[Any]) -> list[int]:
-    """The lengths of the fields that are lists of what samples have; of a list of samples its own length."""
+    """Return the lengths of the fields that are lists with one item per sample.
+
+    For a list of samples, return its length.
+    """
     if isinstance(batch, list) and len(fields) > 2 and all(_is_like(field, fields[0]) for field in fields):
-        return [len(fields)]  # more alike ones than inputs and labels
+        return [len(fields)]  # more similar items than inputs and labels
     if isinstance(batch, list) and all(isinstance(field, Mapping) for field in fields):
         return [len(fields)]
     kinds = list if isinstance(batch, list) else (list, tuple)
@@ -278,14 +304,14 @@ def _sizes_of_lists(batch: Batch, fields: Sequence[Any]) -> list[int]:
 
 
 def _is_like(one: Any, other: Any) -> bool:
-    """Whether two parts look like the same field of two samples."""
+    """Return whether two parts look like the same field of two samples."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and one.shape[1:] == other.shape[1:]
     return type(one) is type(other) and isinstance(one, tuple | list | Mapping) and len(one) == len(other)
 
 
 def count_numbers(batch: Batch) -> int:
-    """Elements of all tensors in a batch."""
+    """Return the number of elements of all tensors in a batch."""
     if isinstance(batch, Tensor):
         return batch.numel()
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()

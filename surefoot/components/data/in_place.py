@@ -1,4 +1,4 @@
-"""Whether a forward pass writes into its batch, and whether the batch is stored in the memory of the data that it was read from."""
+"""Detection of in-place writes to a batch that is stored in the memory of the data."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-MAX_DEPTH = 12  # of objects in one another
-MAX_OBJECTS = 1_000_000  # that are looked through for tensors
-MAX_SEARCHES = 3  # for the memory of a batch: a collate function copies all batches, but the first may be a check's copy
+MAX_DEPTH = 12  # nesting of objects
+MAX_OBJECTS = 1_000_000  # objects that are searched for tensors
+# searches for the memory of a batch: a collate function copies all batches, but the first may be a
+# check's copy
+MAX_SEARCHES = 3
 HINT = "write x = x * 2 instead of x.mul_(2), x *= 2 or x[...] = 2, or let the data give copies: x.clone()"
 
 
 def describe(who: str) -> str:
-    """Return what to report where `who` writes into the data."""
+    """Return the message for the case that `who` writes into the data."""
     return f"{who} writes into its batch in place, and the batch is the data's own memory: each epoch reads other values"
 
 
 class Versions:
-    """The tensors of a batch as they are when this is made: torch counts how often each is written to, also through views of it."""
+    """Version counters of the tensors in a batch, recorded at construction.
+
+    torch counts the in-place writes to each tensor, also those through views of it.
+    """
 
     def __init__(self, batch: Any) -> None:
         self._before = [
@@ -32,9 +37,11 @@ class Versions:
 
 
 class Lent:
-    """Batches that are given to a loop: `was_data_changed` returns once, when they come back, whether `data` were written to in them.
+    """Batches lent to a training loop, checked for writes when they come back.
 
-    Each look costs some microseconds, and no byte is read: the first `num_looks` batches are looked at.
+    `was_data_changed` returns True, once, if the loop wrote to a batch in the memory of `data`. A
+    check takes some microseconds and reads no bytes; only the first `num_looks` batches are
+    checked.
     """
 
     def __init__(self, data: Any, num_looks: int = 100) -> None:
@@ -58,7 +65,7 @@ class Lent:
 
 
 def find_arrays(held: Any) -> Iterator[Tensor | np.ndarray]:
-    """Yield the tensors and arrays that are in containers or attributes of an object, each once."""
+    """Yield the tensors and arrays in the containers and attributes of an object, each once."""
     seen, waiting = set[int](), [(held, 0)]
     while waiting and len(seen) < MAX_OBJECTS:
         each, depth = waiting.pop()
@@ -73,7 +80,7 @@ def find_arrays(held: Any) -> Iterator[Tensor | np.ndarray]:
 
 
 def share_memory(batch: Any, data: Any) -> bool:
-    """Whether a tensor of `batch`, on a CPU, is stored in a tensor or an array that `data` hold."""
+    """Return whether a CPU tensor of `batch` is stored in a tensor or an array of `data`."""
     wanted = [found for each in find_arrays(batch) if (found := _bounds(each)) is not None]
     return bool(wanted) and any(
         (held := _bounds(each)) is not None and any(begin < held[1] and held[0] < end for begin, end in wanted)
@@ -86,7 +93,10 @@ def _attributes(each: Any) -> list[Any]:
 
 
 def _bounds(each: Tensor | np.ndarray) -> tuple[int, int] | None:
-    """The first byte of what holds it, and the byte behind the last one."""
+    """Return the address of the first byte of the memory of `each`, and that after the last.
+
+    Returns None for memory that is not on a CPU.
+    """
     if isinstance(each, np.ndarray):
         while isinstance(each.base, np.ndarray):
             each = each.base
@@ -94,5 +104,5 @@ def _bounds(each: Tensor | np.ndarray) -> tuple[int, int] | None:
     try:
         storage = each.untyped_storage()
         return (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) if each.device.type == "cpu" else None
-    except (RuntimeError, NotImplementedError):  # a sparse tensor, or one of a class without storage
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, or a class without storage
         return None

@@ -1,4 +1,4 @@
-"""Durations of a spec as steps of a feed: how long, and how often."""
+"""Conversion of durations in a spec to steps of a feed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from surefoot.core.units import Duration
 
 
 def find_tokens_per_sample(source: Source) -> float | None:
-    """What a source says that a sample of it has; None where it does not."""
+    """Return the tokens per sample that a source reports; None if it reports none."""
     tokens = getattr(source, "tokens_per_sample", None)
     return float(tokens) if tokens is not None else None
 
 
 def resolve(duration: Duration, length: Duration, total_steps: int | None) -> Duration:
-    """A share of the run as steps of it, or as a time where the run's own `length` is one; itself where it is none."""
+    """Return a percentage of the run as steps, or as seconds if the run's `length` is a time.
+
+    Durations in other units are returned unchanged.
+    """
     if duration.unit != "%":
         return duration
     if total_steps is None:
@@ -29,7 +32,10 @@ def resolve(duration: Duration, length: Duration, total_steps: int | None) -> Du
 
 
 def to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> int | None:
-    """The steps that a duration from the beginning of a run takes; None for a time. Raises SpecError for one that cannot be counted."""
+    """Return the steps that a duration from the start of a run takes; None for a time.
+
+    Raises SpecError for a duration that cannot be counted in steps.
+    """
     if duration.unit == "s":
         return None
     if duration.unit == "samples" and isinstance(feed.source, Iterated):
@@ -39,7 +45,10 @@ def to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) ->
 
 
 def to_samples(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> float | Fraction | None:
-    """A duration in samples where those are what counts: an epoch is a number of steps, unless the batch grows in it."""
+    """Return a duration in samples if it is counted in samples, else None.
+
+    An epoch is a number of steps, unless the batch size has a ramp.
+    """
     if duration.unit == "epochs" and feed.ramp:
         return Fraction(str(duration.value)) * feed.order.n
     if duration.unit == "tokens" and tokens_per_sample is not None:
@@ -48,17 +57,20 @@ def to_samples(duration: Duration, feed: Feed, tokens_per_sample: float | None) 
 
 
 def find_rhythm(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> Callable[[int], bool]:
-    """Whether what comes every so often, which is no time, is due after a step."""
+    """Return a function of the step that returns whether an event is due after that step.
+
+    The event recurs every `duration`, which must not be a time.
+    """
     period = to_samples(duration, feed, tokens_per_sample) if feed.ramp else None
     if period is None:
         every = max(1, to_steps(duration, feed, tokens_per_sample) or 1)
         return lambda step: step % every == 0
-    seen = feed.samples_after  # with a ramp the steps have no common length
+    seen = feed.samples_after  # with a ramp, steps have different sizes
     return lambda step: seen(step) // period > seen(step - 1) // period
 
 
 def check_ramp(spec: RunSpec, source: Source) -> None:
-    """Raise SpecError for what goes with batches of one size alone."""
+    """Raise SpecError for sources and settings that require a constant batch size."""
     if isinstance(source, Iterated):
         raise SpecError(f"train.ramp is given, and the source gives whole batches: {source.describe()}", hint="leave it out")
     if spec.data.last_batch == "drop":
@@ -75,7 +87,7 @@ def check_ramp(spec: RunSpec, source: Source) -> None:
 
 
 def at_its_largest(spec: RunSpec) -> RunSpec:
-    """The spec with the largest batch of its ramp all the way; itself where there is none."""
+    """Return the spec with the largest batch of its ramp throughout; unchanged without a ramp."""
     if not spec.train.ramp:
         return spec
     return spec.replace(train={"ramp": (), "batch": max(batch for _, batch in spec.train.ramp)})

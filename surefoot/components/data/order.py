@@ -1,9 +1,11 @@
-"""Which sample stands at which position: pure arithmetic of (seed, epoch, position), with no state to save.
+"""Sample order as pure arithmetic of (seed, epoch, position), with no state to save.
 
-The permutation is a six-round Feistel network over the next power of four above n with cycle walking
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002); the round function is splitmix64's finaliser. Below 8,192 samples
-its halves are too small to mix (pairs fail a chi-square test): there the samples are sorted by their hashes, a table of 64 KiB at most.
-Augmentation draws are a hash of (seed, epoch, sample, draw), so they depend on no worker and no stream.
+The permutation is a six-round Feistel network over the next power of four above n with cycle
+walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002); the round function is
+splitmix64's finalizer. Up to 8,192 samples the halves of the network are too small to mix (pairs
+fail a chi-square test): such samples are sorted by their hashes, with a table of at most 64 KiB.
+Augmentation draws are a hash of (seed, epoch, sample, draw), so that they depend on no worker and
+no stream.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from surefoot.core.errors import DataError
 LARGEST = 2**40
 ROUNDS = 6
 LARGEST_TABLE = 8192
-FEW = 6  # so many are walked one by one: the calls for an array of them take longer
+FEW = 6  # up to this many are walked one by one: numpy calls on an array would take longer
 _MASK64 = (1 << 64) - 1
 _INCREMENT, _LAST_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
 _STAGES = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
 
 def mix(value: int) -> int:
-    """splitmix64's finaliser on one Python integer (Steele, Lea and Flood, 2014)."""
+    """Return splitmix64's finalizer of a Python integer (Steele, Lea and Flood, 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -33,7 +35,7 @@ def mix(value: int) -> int:
 
 
 def derive(*parts: int) -> int:
-    """One 64-bit key out of several integers; the order of the parts matters."""
+    """Return a 64-bit key derived from several integers; the order of the parts matters."""
     key = 0
     for part in parts:
         key = mix(key ^ (part & _MASK64))
@@ -50,7 +52,7 @@ def _mix_array(values: np.ndarray) -> np.ndarray:
 
 
 class Permutation:
-    """A seekable permutation of 0..n-1: any position is looked up in O(1), a whole batch at once."""
+    """Seekable permutation of 0..n-1; a lookup takes O(1) per position, also for whole batches."""
 
     def __init__(self, n: int, key: int) -> None:
         if not 1 <= n <= LARGEST:
@@ -66,7 +68,7 @@ class Permutation:
         self._round_keys = [np.uint64(derive(key, round_number)) for round_number in range(ROUNDS)]
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """The samples (int64) that stand at `positions` (int64 in [0, n)), same shape."""
+        """Return the samples (int64) at `positions` (int64 in [0, n)), in the same shape."""
         if self._table is not None:
             chosen: np.ndarray = self._table[positions]
             return chosen
@@ -90,7 +92,10 @@ class Permutation:
         return (left << self._shift) | right
 
     def _walk(self, value: int) -> int:
-        """The first below n on the cycle through `value`, which is none: as `_encrypt`, of one Python integer."""
+        """Return the first value below n on the cycle through `value`, which is n or more.
+
+        The steps of the cycle are those of `_encrypt`, for a single Python integer.
+        """
         shift, mask = int(self._shift), int(self._mask)
         while value >= self.n:
             left, right = value >> shift, value & mask
@@ -102,7 +107,10 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Keys:
-    """Random draws for one batch that depend on (seed, epoch, sample) alone: the same pixels for any worker, rank or restart."""
+    """Random draws for one batch that depend on (seed, epoch, sample) alone.
+
+    Any worker, rank or restart gives the same pixels.
+    """
 
     seed: int
     epoch: int
@@ -113,16 +121,25 @@ class Keys:
         return _mix_array(base[:, None] + np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95))
 
     def uniform(self, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
-        """Numbers in [0, 1), float32, shape (batch, draws). Another `stream` gives independent numbers."""
+        """Return uniform numbers in [0, 1), float32, shape (batch, draws).
+
+        Another `stream` gives independent numbers.
+        """
         return torch.from_numpy((self._bits(draws, stream) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24))
 
     def integers(self, low: int, high: int, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
-        """Whole numbers in [low, high), int64, shape (batch, draws); the bias is under (high - low) / 2**32."""
+        """Return integers in [low, high), int64, shape (batch, draws).
+
+        The bias is under (high - low) / 2**32.
+        """
         wide = (self._bits(draws, stream) >> np.uint64(32)) * np.uint64(high - low)
         return torch.from_numpy((wide >> np.uint64(32)).astype(np.int64) + low)
 
     def normal(self, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
-        """Numbers of the standard normal distribution, float32, shape (batch, draws): the noise of a diffusion model, of a generator."""
+        """Return standard normal numbers, float32, shape (batch, draws).
+
+        They can be the noise of a diffusion model or of a generator.
+        """
         uniform = ((self._bits(draws, stream) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         found: torch.Tensor = torch.special.ndtri(torch.from_numpy(uniform)).float()
         return found

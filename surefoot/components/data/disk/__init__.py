@@ -1,4 +1,4 @@
-"""Samples on disks: written as tars, copied to faster storage, and how fast they are read there."""
+"""Samples on disk: conversion to tars, copies on faster storage, and measured read speed."""
 
 from surefoot.components.data.disk.convert import Converted, Layout, convert
 from surefoot.components.data.disk.given import Folder, Samples, of_arrays

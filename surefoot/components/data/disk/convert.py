@@ -1,8 +1,10 @@
-"""Samples written as tars of a bounded size, each whole or not there, by a process that may be killed at any moment.
+"""Conversion of samples to tars of bounded size, each complete or absent, even after a kill.
 
-A shard is a draft that is synced and renamed; then a line of the progress file lists its samples and its digest. The first line
-identifies source and settings. A process that finds such a file continues behind the last shard in a row that has its digest. What is
-written depends on source and settings alone, so that the tars of a run that was killed are byte for byte those of one that was not.
+A shard is written as a draft that is synced and renamed; then a line of the progress file records
+its number of samples and its digest. The first line of the progress file identifies the source and
+the settings. A later process resumes after the last consecutive shard whose digest matches. The
+output depends on the source and the settings alone: a killed and resumed conversion writes the same
+bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -39,19 +41,21 @@ from surefoot.core.units import name_some
 FORMAT = "surefoot convert 1"
 PROGRESS = ".surefoot-convert"
 LEAST_SHARD = 10 << 10  # bytes
-MOST_SHARDS = 100_000  # names have five digits, so that their order is that of the samples
-LEAST_DIGITS = 6  # of a sample's number
-LOOKED_UP = 4096  # places of an order at a time
+MOST_SHARDS = 100_000  # names have five digits, so that sorting them gives the order of the samples
+LEAST_DIGITS = 6  # minimum digits of a sample's number
+LOOKED_UP = 4096  # positions of an order computed at once
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-Tell = Callable[[int], None]  # samples that are done since the last call
+Tell = Callable[[int], None]  # called with the samples done since the last call
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How tars are cut and called: `NAME-00000.tar` and so on, of `shard_bytes` at the most but for a sample that is larger itself.
+    """Names and sizes of tars: `NAME-00000.tar` and so on, each of at most `shard_bytes`.
 
-    In the order of the source, or shuffled by a seed: the order of the first epoch of a run with it. Raises DataError.
+    A tar exceeds `shard_bytes` only if a single sample does. Samples are in the order of the
+    source, or, with the seed `shuffle`, in the order of the first epoch of a run with that seed.
+    Raises DataError.
     """
 
     name: str = "shard"
@@ -69,7 +73,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A shard: its name, its samples, its bytes and its digest."""
+    """Written shard: its name, number of samples, size in bytes and SHA-256 digest."""
 
     name: str
     samples: int
@@ -79,7 +83,7 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """The shards in order, and of how many `kept` were there already."""
+    """Shards in order, of which `kept` existed before; `beside` names the other files written."""
 
     shards: tuple[Written, ...]
     kept: int
@@ -91,10 +95,11 @@ class Converted:
 def convert(
     given: Given, out: Path, layout: Layout, *, tell: Tell = lambda done: None, say: Say = lambda text: None
 ) -> Converted:
-    """Write the samples as tars into the folder `out`, or resume there; `SHA256SUMS` is written last.
+    """Write the samples as tars into the folder `out`, or resume there; write `SHA256SUMS` last.
 
-    Raises DataError, before anything is written, for an `out` that holds other tars or was begun of another source or with other
-    settings, for one that another process writes, and for a disk without room; StorageError for what the disk refuses later.
+    Raises DataError, before anything is written, if `out` holds other tars, was started from
+    another source or with other settings, or is being written by another process, and if the disk
+    has too little space. Raises StorageError for what the disk refuses later.
     """
     if layout.shuffle is not None and not given.seekable:
         raise DataError("a source that is read in a row cannot be shuffled", hint="leave --shuffle out")
@@ -103,7 +108,8 @@ def convert(
         check_room(nearest(out), given.num_bytes or 0)
     make_folder(out)
     with _progress_of(out, given, layout) as (file, shards):
-        ours = [f"{layout.name}-{number:05}.tar" for number in range(len(shards) + 1)]  # the last may lack its line
+        # the last shard may lack its line in the progress file
+        ours = [f"{layout.name}-{number:05}.tar" for number in range(len(shards) + 1)]
         _refuse(out, [path for path in out.glob("*.tar") if path.name not in ours])
         sweep(out, [*ours, *given.beside, SUMS])
         _keep_whole(out, file, shards, say)
@@ -128,7 +134,7 @@ def convert(
 
 
 def _frames(given: Given, shuffle: int | None, first: int) -> Iterator[bytes]:
-    """The samples as members of a tar, from position `first` of the order on."""
+    """Yield the samples as members of a tar, from position `first` of the order."""
     digits, order = max(LEAST_DIGITS, len(str(len(given) - 1))), Order(len(given), shuffle or 0, shuffle=shuffle is not None)
     for begin in range(first, len(given), LOOKED_UP):
         for number in order.ids(0, begin, min(begin + LOOKED_UP, len(given))).tolist():
@@ -136,7 +142,10 @@ def _frames(given: Given, shuffle: int | None, first: int) -> Iterator[bytes]:
 
 
 def _write(path: Path, first: bytes, samples: Iterator[bytes], most_bytes: int, tell: Tell) -> tuple[Written, bytes | None]:
-    """Write `first` and as many samples as fit into one shard; returns the shard, and the first sample of the next one."""
+    """Write `first` and as many samples as fit into one shard.
+
+    Returns the shard, and the first sample of the next shard (None if there is none).
+    """
     digest, size, count, after = hashlib.sha256(), 0, 0, cast(bytes | None, first)
     with drafted(path) as draft, draft.open("wb") as file:
         while after is not None and (not count or size + len(after) + len(END) <= most_bytes):
@@ -147,12 +156,15 @@ def _write(path: Path, first: bytes, samples: Iterator[bytes], most_bytes: int, 
             after = next(samples, None)
         file.write(END)
         digest.update(END)
-        file.flush()  # drafted() syncs it
+        file.flush()  # drafted() syncs the file
     return Written(name=path.name, samples=count, bytes=size + len(END), sha256=digest.hexdigest()), after
 
 
 def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> None:
-    """Drop the first shard that is missing or damaged, and all behind it, from the shards and the progress file."""
+    """Remove the first missing or damaged shard, and all later shards, from `shards`.
+
+    The progress file is truncated to the lines of the remaining shards.
+    """
     for number, each in enumerate(shards):
         is_there = (out / each.name).is_file()
         if not is_there or digest_of(out / each.name) != each.sha256:
@@ -160,12 +172,13 @@ def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> N
             del shards[number:]
             break
     file.seek(0)
-    file.truncate(sum(len(file.readline()) for _ in range(len(shards) + 1)))  # a line that was cut goes, too
+    # an incomplete last line is removed, too
+    file.truncate(sum(len(file.readline()) for _ in range(len(shards) + 1)))
 
 
 @contextlib.contextmanager
 def _progress_of(out: Path, given: Given, layout: Layout) -> Iterator[tuple[BinaryIO, list[Written]]]:
-    """Open the progress file, locked by this process, and read the shards that are written."""
+    """Open and lock the progress file; yield it together with the shards that it lists."""
     with lock_folder(out, PROGRESS) as file:
         file.seek(0)
         lines = [line for line in file if line.endswith(b"\n")]
@@ -185,7 +198,10 @@ def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
 
 
 def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Written]:
-    """The shards that a progress file lists. Raises DataError where it is of another conversion."""
+    """Return the shards that a progress file lists.
+
+    Raises DataError if the file is damaged or belongs to another conversion.
+    """
     damaged = DataError(f"{out / PROGRESS} is damaged", hint="convert into a new folder")
     hint = "run it as it was begun, or name a new folder"
     try:
@@ -208,7 +224,7 @@ def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Writte
 
 
 def _check_empty(out: Path, given: Given) -> None:
-    """Raise DataError for a folder that holds what would be written, and was not begun by a conversion."""
+    """Raise DataError if `out` holds tars, or other files that the conversion would write."""
     _refuse(out, [*out.glob("*.tar"), *(out / name for name in (*given.beside, SUMS))])
 
 
@@ -219,7 +235,7 @@ def _refuse(out: Path, others: list[Path]) -> None:
 
 
 def plain_name(folder: Path) -> str:
-    """What tars of a folder are called: as it, where that is plain."""
+    """Return the name for tars of `folder`: the folder's name, or `shard` if that is not plain."""
     name = folder.resolve().name
     return name if PLAIN.fullmatch(name) else Layout.name
 

@@ -21,14 +21,17 @@ FILE_SYSTEMS = {  # file systems whose type names the kind of storage
     **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "glusterfs", "beegfs"), "network"),
     **dict.fromkeys(("9p", "virtiofs", "fuse.sshfs", "fuse.s3fs"), "network"),
 }
-DISKS = {"vd": "virtual disk", "xvd": "virtual disk", "nvme": "NVMe"}  # by the beginning of a block device's name
+DISKS = {"vd": "virtual disk", "xvd": "virtual disk", "nvme": "NVMe"}  # by the prefix of a block device's name
 PIECE_BYTES = 1 << 20
 BLOCKS = Path("/sys/class/block")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The storage device of a folder. `kind` is HDD, SSD, NVMe, memory, network, virtual disk, or None where it is unknown."""
+    """Storage device of a folder.
+
+    `kind` is HDD, SSD, NVMe, memory, network, virtual disk, or None if it is unknown.
+    """
 
     name: str | None = None
     kind: str | None = None
@@ -41,13 +44,14 @@ class Device:
 
 
 def find_device(path: Path, *, blocks: Path = BLOCKS) -> Device:
-    """Return the device of the nearest mount above a file or folder; what the system does not report is None."""
+    """Return the device of the nearest mount above a file or folder; unknown fields are None."""
     real, mounts = Path(os.path.realpath(path)), list[Any]()
     with contextlib.suppress(OSError):
         mounts = [each for each in psutil.disk_partitions(all=True) if real.is_relative_to(each.mountpoint)]
     if not mounts:
         return Device()
-    mount = max(reversed(mounts), key=lambda each: len(each.mountpoint))  # of two at one place, the later hides the other
+    # of two mounts at one path, the later hides the other
+    mount = max(reversed(mounts), key=lambda each: len(each.mountpoint))
     kind = FILE_SYSTEMS.get(mount.fstype) or _kind_of_disk(Path(os.path.realpath(mount.device)).name, blocks)
     return Device(name=mount.device or None, kind=kind, file_system=mount.fstype)
 
@@ -62,9 +66,10 @@ def _kind_of_disk(name: str, blocks: Path) -> str | None:
 
 
 def drop_cached(paths: Iterable[Path]) -> bool:
-    """Write files back and drop them from the page cache (POSIX_FADV_DONTNEED), as fio's `invalidate` does.
+    """Write files back and drop them from the page cache (POSIX_FADV_DONTNEED).
 
-    Returns whether no page of them was left: files on tmpfs, and pages that another process maps, stay.
+    fio's `invalidate` does the same. Returns whether no page of the files was left: files on tmpfs,
+    and pages that another process maps, stay.
     """
     dropped = hasattr(os, "posix_fadvise")
     for path in paths:
@@ -81,10 +86,11 @@ def drop_cached(paths: Iterable[Path]) -> bool:
 
 
 def cached_share(path: Path) -> float | None:
-    """Return the share of a file's pages that are in the page cache (mincore(2)); None where the system does not report it.
+    """Return the share of a file's pages that are in the page cache (mincore(2)).
 
-    It reports nothing about a file of another user that this one may not write. Probing by a read that does not wait (RWF_NOWAIT)
-    would start read-ahead, and so warm a cold file.
+    Returns None if the system does not report the share, as for another user's file that this user
+    may not write. Probing with a read that does not wait (RWF_NOWAIT) would start read-ahead, and
+    so warm a cold file.
     """
     status = path.stat()
     is_reported = os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)
@@ -101,7 +107,10 @@ def cached_share(path: Path) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Bytes per second of a sequential read; `cold` says whether no page of the files was in the page cache before."""
+    """Speed of a sequential read in bytes per second.
+
+    `cold` is whether no page of the files was in the page cache before.
+    """
 
     bytes_per_s: float | None
     num_bytes: int
@@ -109,7 +118,10 @@ class Speed:
 
 
 def read_speed(paths: Sequence[Path], *, most_bytes: int, most_s: float) -> Speed:
-    """Read files in a row after dropping them from the page cache, `most_bytes` of them for `most_s` seconds at most."""
+    """Drop files from the page cache, read them sequentially, and return the speed.
+
+    Reading stops after `most_bytes` bytes or `most_s` seconds.
+    """
     cold, done, piece = drop_cached(paths), 0, memoryview(bytearray(PIECE_BYTES))
     begun_s = time.perf_counter()
     for path in paths:

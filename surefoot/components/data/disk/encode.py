@@ -1,4 +1,7 @@
-"""A sample as members of a tar: each part in one of five forms, in bytes that are the same whoever writes them, and when."""
+"""Encoding of a sample as members of a tar, each part in one of five formats.
+
+The bytes depend neither on the machine nor on the time of writing.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from surefoot.components.data.tars.shards import BLOCK, MAX_MEMBER_BYTES
 from surefoot.core.errors import DataError
 
 KINDS = ("npy", "cls", "txt", "json", "safetensors")
-END = bytes(2 * BLOCK)  # what ends a tar
-LARGEST_CLASS = 999_999_999  # of 9 digits, as the readers allow
-NUMBERS = "biufc"  # the kinds of numpy's dtypes that are numbers
+END = bytes(2 * BLOCK)  # end of a tar
+LARGEST_CLASS = 999_999_999  # 9 digits, as the readers allow
+NUMBERS = "biufc"  # kinds of numeric dtypes in numpy
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 
 
 def extensions_of(kinds: Mapping[str, str]) -> dict[str, str]:
-    """The extension of each part: its kind, and its name before that where several parts are of that kind.
+    """Return the extension of each part: its format, after its name where parts share a format.
 
     >>> extensions_of({"image": "npy", "label": "cls"}), extensions_of({"a": "npy", "b": "npy"})
     ({'image': 'npy', 'label': 'cls'}, {'a': 'a.npy', 'b': 'b.npy'})
@@ -36,7 +39,11 @@ def extensions_of(kinds: Mapping[str, str]) -> dict[str, str]:
 
 
 def kind_of(value: Any) -> str:
-    """The form that suits a value: whole numbers cls, arrays npy, strings txt, dicts of arrays safetensors, all else json."""
+    """Return the default format of a value.
+
+    Integers are written as cls, arrays, floats and bools as npy, strings as txt, dicts of arrays as
+    safetensors, everything else as json.
+    """
     if isinstance(value, bool | float):
         return "npy"
     if isinstance(value, int | np.integer):
@@ -53,7 +60,10 @@ def kind_of(value: Any) -> str:
 
 
 def encode(value: Any, kind: str, what: str) -> bytes:
-    """The value in a form of `KINDS`; `what` names it in errors. Raises DataError for what the form cannot hold."""
+    """Encode a value in a format of `KINDS`; `what` names the value in errors.
+
+    Raises DataError for a value that the format cannot hold.
+    """
     content = _ENCODERS[kind](value, what)
     if len(content) > MAX_MEMBER_BYTES:
         raise DataError(f"{what} has {len(content):,} bytes as {kind}", hint=f"a part has {MAX_MEMBER_BYTES:,} at the most")
@@ -61,7 +71,10 @@ def encode(value: Any, kind: str, what: str) -> bytes:
 
 
 def frame(key: str, parts: Mapping[str, bytes]) -> bytes:
-    """The members of a sample, headers and all: by ustar (POSIX.1-1988), of nobody, at no time, so that equal samples are equal bytes."""
+    """Return the tar members of a sample, headers included, in ustar format (POSIX.1-1988).
+
+    Owner and time are zero, so that equal samples are equal bytes.
+    """
     pieces = []
     for extension, content in parts.items():
         member = tarfile.TarInfo(f"{key}.{extension}")
@@ -71,7 +84,7 @@ def frame(key: str, parts: Mapping[str, bytes]) -> bytes:
 
 
 def framed_bytes(sizes: list[int]) -> int:
-    """The bytes that `frame` takes for parts of these sizes."""
+    """Return the number of bytes that `frame` takes for parts of `sizes` bytes."""
     return sum(BLOCK + -(-size // BLOCK) * BLOCK for size in sizes)
 
 
@@ -122,7 +135,7 @@ def _as_json(value: Any, what: str) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """The value with its arrays as lists."""
+    """Return `value` with its arrays as lists."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):

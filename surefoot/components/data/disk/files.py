@@ -1,4 +1,4 @@
-"""Files that are whole or not there: drafts, synced and renamed; lists of digests; the room that is left."""
+"""Files that are complete or absent: drafts, synced and renamed; digest lists; free disk space."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from surefoot.contract.run_folder.files import apply_umask
 from surefoot.core.errors import DataError, StorageError, hint_unwritten
 from surefoot.core.units import format_bytes
 
-DRAFT = ".draft"  # no tar by its name, for whoever reads the folder meanwhile
+DRAFT = ".draft"  # not the name of a tar, so that other readers of the folder ignore it
 PIECE_BYTES = 4 << 20
-SPARE_BYTES = 1 << 20  # for the small files beside tars
+SPARE_BYTES = 1 << 20  # for the small files next to tars
 
 
 @contextlib.contextmanager
 def drafted(path: Path) -> Iterator[Path]:
-    """A draft beside `path` to write into; it is synced and gets its name when the block ends, and is removed where that raises.
+    """Yield a draft next to `path` to write into; sync and rename it when the block ends.
 
-    Raises StorageError for what the disk refuses.
+    The draft is removed if the block raises. Raises StorageError for what the disk refuses.
     """
     draft = path.with_name(f".{path.name}{DRAFT}")
     try:
@@ -51,9 +51,10 @@ def drafted(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """Open the file `name` of a folder for reading and appending, and lock it: two processes do not write into one folder.
+    """Open and lock the file `name` of a folder, for reading and appending.
 
-    Raises DataError where it cannot be opened, or another process has it locked.
+    The lock keeps other processes from writing into the folder. Raises DataError if the file cannot
+    be opened, or if another process has locked it.
     """
     try:
         file = (folder / name).open("a+b")
@@ -73,13 +74,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sweep(folder: Path, names: Iterable[str]) -> None:
-    """Remove what a process that was killed left of its drafts of these files."""
+    """Remove the drafts of the files `names` that a killed process has left."""
     for name in names:
         (folder / f".{name}{DRAFT}").unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:
-    """Raises DataError where it cannot be made."""
+    """Create a folder and its parents. Raises DataError if that is impossible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -88,12 +89,12 @@ def make_folder(folder: Path) -> None:
 
 
 def nearest(folder: Path) -> Path:
-    """The folder itself, or the first above it that there is."""
+    """Return the folder itself, or its nearest parent that exists."""
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """Raise DataError where the disk of a folder has less room than that."""
+    """Raise DataError if the disk of a folder has less free space than `needed_bytes`."""
     free = shutil.disk_usage(folder).free
     if needed_bytes + SPARE_BYTES > free:
         raise DataError(
@@ -103,7 +104,10 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, as `sha256sum` has it. Raises DataError for one that cannot be read."""
+    """Return the SHA-256 of a file, as `sha256sum` prints it.
+
+    Raises DataError for a file that cannot be read.
+    """
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -112,12 +116,12 @@ def digest_of(path: Path) -> str:
 
 
 def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write the list that `sha256sum --check` reads."""
+    """Write the list of digests that `sha256sum --check` reads."""
     write_whole(folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)).encode())
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """The digests that are listed in a folder, by the names of files; empty without a list."""
+    """Return the digests in the list of a folder, by file name; empty without a list."""
     try:
         lines = (folder / SUMS).read_text("utf-8", "replace").splitlines()
     except OSError:

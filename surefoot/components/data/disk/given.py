@@ -1,4 +1,4 @@
-"""What is converted: sample after sample as parts by extension, and by what it is known again."""
+"""Sources of a conversion: encoded samples, and an identity by which a source is recognized."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ CLASSES, FILES = "classes.json", "files.txt"
 
 
 class Given(Protocol):
-    """Samples by number, as parts of bytes.
+    """Samples by number, each as encoded parts.
 
-    `identity` changes with what they hold, `num_bytes` is what they take in tars or None, `beside` are small files that go with them,
-    and `parts` the extension of each part by its name. One that is not `seekable` is read in a row.
+    `identity` changes with the contents. `num_bytes` is the size of all samples in tars, or None if
+    it is unknown. `beside` are small files that belong to the samples, and `parts` maps the name of
+    each part to its extension. A source that is not `seekable` is read sequentially.
     """
 
     identity: str
@@ -45,14 +46,15 @@ class Given(Protocol):
     def __len__(self) -> int: ...
 
     def sample(self, number: int) -> dict[str, bytes]:
-        """The parts of a sample by their extensions."""
+        """Return the parts of a sample by extension."""
         ...
 
 
 class Folder:
-    """The images of a folder with a subfolder a class: their bytes as they are, and `cls`, the number of the class.
+    """Images of a folder with one subfolder per class: file contents, and the class index `cls`.
 
-    Beside them `classes.json` says which number is which class, `files.txt` which sample is which file. Raises what `ImageFolder` raises.
+    The file `classes.json` maps class indices to names, and `files.txt` lists the file of each
+    sample. Raises what `ImageFolder` raises.
     """
 
     seekable = True
@@ -86,11 +88,13 @@ class Folder:
 
 
 class Samples:
-    """The samples of a source, one read each; `kinds` says of a part by its name how it is written, elsewhere what suits the first sample.
+    """Samples of a source, read one at a time; `kinds` maps part names to formats.
 
-    A source is known by its digest, and by its first sample, those in the middle and at the end where it can be sought. `uniform` ones
-    take the same bytes each. Raises DataError for samples that are not the same when they are read again, for what has no rows, and for
-    names that cannot stand in a tar.
+    By default the format of a part is the one that suits the first sample. The identity is computed
+    from the digest of the source and its first sample; with a seekable source also from the samples
+    in the middle and at the end. With `uniform` all samples take the same number of bytes. Raises
+    DataError for samples that differ when they are read again, for a batch that does not consist of
+    rows, and for names that a tar cannot hold.
     """
 
     def __init__(self, source: Source, *, kinds: Mapping[str, str] | None = None, uniform: bool = False, known: str = "") -> None:
@@ -142,9 +146,10 @@ class Samples:
 
 
 def of_arrays(named: Mapping[str, str | Path], kinds: Mapping[str, str] | None = None) -> Samples:
-    """The rows of .npy files. Whole numbers that are no classes, negative or of more than 9 digits, are written as npy.
+    """Return the rows of .npy files as samples.
 
-    Raises DataError for files that `open_npy` refuses, and arrays of several lengths.
+    Integers that are no class indices, negative or of more than 9 digits, are written as npy.
+    Raises DataError for files that `open_npy` refuses, and for arrays of different lengths.
     """
     arrays = {name: open_npy(path) for name, path in named.items()}
     chosen = {
@@ -157,14 +162,14 @@ def of_arrays(named: Mapping[str, str | Path], kinds: Mapping[str, str] | None =
 
 
 def _row(value: Any, what: str) -> Any:
-    """The one row of a batch of one sample."""
+    """Return the only row of a batch of one sample. Raises DataError for any other batch."""
     if isinstance(value, Mapping):
         return {name: _row(each, f"{what}, its {name}") for name, each in value.items()}
     is_array = isinstance(value, Tensor | np.ndarray)
     if (is_array and value.ndim and len(value) == 1) or (isinstance(value, list | tuple) and len(value) == 1):
         return value[0]
     if isinstance(value, list | tuple) and value and all(isinstance(each, Tensor) and each.shape[:1] == (1,) for each in value):
-        return [each[0] for each in value]  # a list in each sample, as torch collates it
+        return [each[0] for each in value]  # each sample has a list, and torch collates it so
     shown = f"{tuple(value.shape)}" if is_array else f"a {type(value).__name__}"
     raise DataError(
         f"{what} is {shown}, where one row was asked for",

@@ -1,4 +1,7 @@
-"""Tars copied to faster storage: room is looked for first, every byte is held against its digest, and each is whole or not there."""
+"""Copies of tars on faster storage, each complete or absent, with every byte verified.
+
+The free disk space is checked first.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,17 @@ from surefoot.core.errors import DataError
 LOCK = ".surefoot-stage"
 MEASURED_BYTES = 256 << 20
 MEASURED_S = 2.0
-Tell = Callable[[int], None]  # bytes that are done since the last call
-BESIDE = ("classes.json", "files.txt")  # what a conversion lays beside tars
+Tell = Callable[[int], None]  # called with the bytes done since the last call
+BESIDE = ("classes.json", "files.txt")  # files that a conversion writes next to tars
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """What was copied: the tars, how many were there `kept`, how many were `checked` against a digest that was known before."""
+    """Result of staging tars.
+
+    `kept` tars existed already, and `checked` tars had a recorded digest to be compared with.
+    `before` and `after` are the read speeds of the source and of the copies.
+    """
 
     index: Index
     num_bytes: int
@@ -47,11 +54,13 @@ class Staged:
 
 
 def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -> Staged:
-    """Copy tars of one folder into `dest`, with an index and `SHA256SUMS`; what is there already and the same is kept.
+    """Copy tars of one folder into `dest`, with an index and `SHA256SUMS`; keep equal copies.
 
-    A tar must have the digest that its index says, or else `SHA256SUMS` beside it; without either the copy must have that of the file.
-    Raises DataError, before anything is written, for tars of several folders or of one name, for a disk without room, and for a `dest`
-    that holds others; and for a tar that is not what its digest says. StorageError for what the disk refuses.
+    A tar must have the digest in its index, or else in `SHA256SUMS` next to it. Without either, an
+    existing copy must have the digest of the source file. Raises DataError, before anything is
+    written, for tars of several folders or of the same name, for too little disk space, and for a
+    `dest` that holds other tars; and later for a tar whose digest does not match. Raises
+    StorageError for what the disk refuses.
     """
     home, names = _check(tars, dest)
     known, sizes = _digests(home, tars), {path.name: path.stat().st_size for path in tars}
@@ -65,7 +74,7 @@ def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -
         digests = {path.name: _copy(path, dest / path.name, known.get(path.name), tell) for path in tars}
         beside = {name: _copy(home / name, dest / name) for name in BESIDE if (home / name).is_file()}
         copies = [dest / name for name in names]
-        drop_cached(copies)  # so that what is read back is what the disk has
+        drop_cached(copies)  # so that the copies are read from the disk
         index = open_index(copies, dest, beside=True)
         wrong = next((shard.name for shard in index.shards if shard.digest != digests[shard.name]), None)
         if wrong is not None:
@@ -79,7 +88,7 @@ def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -
 
 
 def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
-    """The folder of the tars, and their names in order."""
+    """Return the folder of the tars, and the names of the tars in order. Raises DataError."""
     folders, names = {path.resolve().parent for path in tars}, sorted(path.name for path in tars)
     if len(folders) > 1:
         raise DataError(f"the tars lie in {len(folders)} folders", hint="stage one folder after the other, each into its own")
@@ -93,14 +102,17 @@ def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
         raise DataError(f"{dest} is where the tars lie", hint="name a folder on another disk: /dev/shm/tars")
     others = sorted(path.name for path in dest.glob("*.tar") if path.name not in set(names)) if dest.is_dir() else []
     if (dest / SUMS).exists() and not (dest / LOCK).exists():
-        others.append(SUMS)  # somebody else's
+        others.append(SUMS)  # written by another program
     if others:
         raise DataError(f"{dest} holds {others[0]}, which is of another set", hint="name a new folder")
     return home, names
 
 
 def _digests(home: Path, tars: Sequence[Path]) -> dict[str, str]:
-    """The digests of tars that an index beside them has for these very files, else the list beside them."""
+    """Return the recorded digests of tars, by name.
+
+    An index next to the tars counts if it was made from these very files, otherwise `SHA256SUMS`.
+    """
     held, stamps = read_sums(home), {stamp_of(path) for path in tars}
     for place in home.glob(f"*{SUFFIX}"):
         index = read_index(place, home)
@@ -109,7 +121,10 @@ def _digests(home: Path, tars: Sequence[Path]) -> dict[str, str]:
 
 
 def _copy(path: Path, made: Path, wanted: str | None = None, tell: Tell = lambda done: None) -> str:
-    """Copy a file, unless it is there already; returns its digest, which must be `wanted`."""
+    """Copy a file unless the copy exists; return the digest, which must equal `wanted`.
+
+    Without `wanted`, an existing copy must have the digest of `path`. Raises DataError.
+    """
     if made.exists():
         found = digest_of(made)
         if found != (wanted or digest_of(path)):

@@ -1,4 +1,4 @@
-"""The loader: batches read ahead by workers, in the order of the run."""
+"""Data loader: batches read ahead by workers, in the order of the run."""
 
 from surefoot.components.data.loader.ahead import Ahead
 from surefoot.components.data.loader.bad import Read, Sound, read_sound

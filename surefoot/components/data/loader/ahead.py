@@ -1,4 +1,4 @@
-"""Batches on their way to the device while it computes: copied on a stream of their own, from memory that is pinned."""
+"""Copies of batches to the device while it computes, on a separate stream from pinned memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ Peek = Callable[[int], Taken | None]
 
 
 class Ahead:
-    """Gives each step its batches on `device`; on CUDA those of the next step are copied meanwhile, where they are read already."""
+    """Copies the batches of each step to `device`.
+
+    On CUDA the batches of the next step are copied meanwhile, if they have been read already.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._copied: tuple[int, list[Batch]] | None = None
-        self._leaving: list[tuple[Any, Taken]] = []  # what is being copied must stay where it is until it is done
+        self._leaving: list[tuple[Any, Taken]] = []  # the sources of copies in progress must stay in memory
 
     def take(self, taken: Taken, peek: Peek | None = None) -> list[Batch]:
-        """The batches of a step on the device. `peek` gives what the next step reads, if that is there."""
+        """Return the batches of a step on the device.
+
+        `peek` returns the batches of the next step, or None if they have not been read yet.
+        """
         if self._stream is None:
             return [to_device(batch, self._device) for batch in taken.batches]
         copied, self._copied = self._copied, None
@@ -50,11 +56,11 @@ class Ahead:
 
 
 def _held_for(tensor: Tensor, stream: Any) -> Tensor:
-    """Its memory is given away only once the step is through with it, too."""
+    """Keep the allocator from reusing the memory of `tensor` before `stream` is done with it."""
     tensor.record_stream(stream)
     return tensor
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """In memory that the device reads by itself: out of any other a copy waits for the one before it."""
+    """Return `tensor` in pinned memory: a copy from pageable memory waits for earlier copies."""
     return tensor if tensor.is_pinned() else tensor.pin_memory()

@@ -1,4 +1,7 @@
-"""Records that cannot be read: left out one by one where the spec says so, the same ones whoever reads them, each of them told."""
+"""Unreadable records: left out one by one if the spec allows it, and each of them reported.
+
+The records left out do not depend on the worker that reads them.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from surefoot.core.errors import BadRecordError, DataError
 
 
 class Bad(NamedTuple):
-    """A sample that cannot be read, and the words of whoever tried."""
+    """Sample that cannot be read, and the error message of the attempt."""
 
     sample: int
     reason: str
 
 
 class Read(NamedTuple):
-    """A batch without the samples in `bad`; None where no sample is left."""
+    """Batch without the samples in `bad`; `batch` is None if no sample is left."""
 
     batch: Batch
     bad: tuple[Bad, ...] = ()
 
     @property
     def whole(self) -> Batch:
-        """The batch. Raises DataError where no sample is left."""
+        """The batch. Raises DataError if no sample is left."""
         if self.batch is None:
             raise DataError(
                 f"none of {len(self.bad)} samples can be read, the last one {self.bad[-1].reason}", hint="is this the right data?"
@@ -35,15 +38,18 @@ class Read(NamedTuple):
         return self.batch
 
     def kept(self, ids: np.ndarray) -> np.ndarray:
-        """Those of `ids` that are in the batch."""
+        """Return the `ids` whose samples are in the batch."""
         return ids[~np.isin(ids, [each.sample for each in self.bad])] if self.bad else ids
 
 
 def read_sound(source: Source, ids: np.ndarray) -> Read:
-    """Read those of `ids` that can be read. Raises OSError of a disk or a network, which says nothing of a record, and MemoryError."""
+    """Read those of `ids` that can be read.
+
+    Raises MemoryError, and OSError of a disk or a network, since neither indicates a bad record.
+    """
     try:
         return Read(source.read(ids.copy()))
-    except Exception as error:  # noqa: BLE001 - whatever a decoder raises
+    except Exception as error:  # noqa: BLE001 - a decoder can raise anything
         _raise_unless_of_a_record(error)
     bad = tuple(found for each in ids.tolist() if (found := _try(source, each)) is not None)
     left = Read(None, bad).kept(ids)
@@ -53,7 +59,7 @@ def read_sound(source: Source, ids: np.ndarray) -> Read:
 def _try(source: Source, sample: int) -> Bad | None:
     try:
         source.read(np.array([sample], dtype=np.int64))
-    except Exception as error:  # noqa: BLE001 - the same
+    except Exception as error:  # noqa: BLE001 - a decoder can raise anything
         _raise_unless_of_a_record(error)
         return Bad(sample, f"{getattr(error, 'message', None) or f'{type(error).__name__}: {error}'}")
     return None
@@ -65,7 +71,10 @@ def _raise_unless_of_a_record(error: Exception) -> None:
 
 
 class Sound:
-    """A source whose batches have no sample that cannot be read; raises DataError for one of none. For what looks at a few samples."""
+    """Source that leaves unreadable samples out of its batches, for checks of a few samples.
+
+    Raises DataError for a batch of which no sample is left.
+    """
 
     def __init__(self, source: Source) -> None:
         self.guarantee, self.digest, self._source = source.guarantee, source.digest, source
@@ -81,7 +90,10 @@ class Sound:
 
 
 class BadRecords:
-    """The bad records of a set of `num_samples`, of which a share may be left out: rounded up, so that one may be of any set."""
+    """Unreadable records of `num_samples`, of which a share may be left out.
+
+    The limit is rounded up, so that with a positive share any data set may have one such record.
+    """
 
     def __init__(self, num_samples: int, share: float) -> None:
         self.limit = math.ceil(share * num_samples)
@@ -89,7 +101,10 @@ class BadRecords:
         self.found: dict[int, str] = {}
 
     def add(self, bad: Iterable[Bad]) -> list[Bad]:
-        """Count what was found; gives what was not known before. Raises BadRecordError for more than may be left out."""
+        """Record unreadable samples; return those that were not known before.
+
+        Raises BadRecordError if there are more than may be left out.
+        """
         fresh = [each for each in bad if each.sample not in self.found]
         self.found.update(fresh)
         if len(self.found) > self.limit:
@@ -101,9 +116,9 @@ class BadRecords:
         return fresh
 
     def state(self) -> list[list[int | str]]:
-        """What a checkpoint holds."""
+        """Return the records as a checkpoint holds them."""
         return [[sample, reason] for sample, reason in sorted(self.found.items())]
 
     def restore(self, state: Iterable[Iterable[int | str]]) -> None:
-        """Know again what was found up to a checkpoint."""
+        """Restore the records that a checkpoint holds."""
         self.found = {int(sample): str(reason) for sample, reason in state}

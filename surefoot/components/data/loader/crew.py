@@ -1,4 +1,7 @@
-"""Workers of one kind: threads of this process, or processes of their own. They read what they are given, in the order they get it."""
+"""Pools of workers of one kind: threads of this process, or processes.
+
+Each worker reads its jobs in the order in which it receives them.
+"""
 
 from __future__ import annotations
 
@@ -35,39 +38,45 @@ from surefoot.core.process.forked import Owner
 
 Start = Literal["auto", "fork", "spawn"]
 ENDS_WITHIN_S = 1.0
-LONG_ENOUGH_S, MOST_TIMES, ROUNDS = 0.01, 256, 3  # to tell two threads from one
+LONG_ENOUGH_S, MOST_TIMES, ROUNDS = 0.01, 256, 3  # for measuring the speedup of two threads
 
 
 class Message(NamedTuple):
-    """What became of a job: what was read, or words about what was raised, or about how the worker died (with no `serial`)."""
+    """Result of a job: the samples read, or the text of the exception.
+
+    Without a `serial`, the message says how the worker died.
+    """
 
     place: int
     serial: int | None
     read: Read = Read(None)
     problem: str | None = None
     took_s: float = 0.0
-    is_unsendable: bool = False  # it was read, and cannot go to another process
+    is_unsendable: bool = False  # it was read, but cannot be sent to another process
 
 
 class Crew(Protocol):
-    """So many workers, each known by its place; a worker that is replaced keeps its place, and what it was given is lost."""
+    """Pool of workers, each identified by its index, `place`.
+
+    The replacement of a worker has the same index, but not the jobs that the worker was given.
+    """
 
     size: int
 
     def has_room(self, place: int) -> bool:
-        """Whether a worker can be given one job more."""
+        """Return whether a worker can take one more job."""
         ...
 
     def give(self, place: int, serial: int, job: Job) -> None: ...
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """What came within a time, at least one message if any did."""
+        """Return the messages that arrive within `timeout_s`, at least one if any arrives."""
         ...
 
     def name(self, place: int) -> str: ...
 
     def cpu_s(self, place: int) -> float:
-        """The CPU time that a worker has used: one that hangs uses none."""
+        """Return the CPU time of a worker in seconds; a worker that hangs uses none."""
         ...
 
     def replace(self, place: int) -> None: ...
@@ -76,10 +85,11 @@ class Crew(Protocol):
 
 
 class Threads:
-    """Workers in this process, for sources that several threads may read and that let go of the interpreter's lock."""
+    """Worker threads of this process, for thread-safe sources that release the GIL."""
 
     def __init__(self, size: int, reader: Reader) -> None:
-        self.size, self._reader = size, replace(reader, seeds=False)  # the streams are of all threads
+        # all threads share the global random streams
+        self.size, self._reader = size, replace(reader, seeds=False)
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._inboxes: list[queue.SimpleQueue[tuple[int, Job] | None]] = []
         self._threads: list[threading.Thread] = []
@@ -93,14 +103,14 @@ class Threads:
         thread.start()
 
     def _work(self, place: int, inbox: queue.SimpleQueue[tuple[int, Job] | None]) -> None:
-        torch.set_num_threads(1)  # of this thread: as many threads as there are workers read at once
+        torch.set_num_threads(1)  # for this thread: the workers read in parallel
         while (given := inbox.get()) is not None:
             serial, job = given
             begun_s = time.monotonic()
             try:
                 read = self._reader(job.window.epoch, job.ids)
                 message = Message(place, serial, read, took_s=time.monotonic() - begun_s)
-            except BaseException:  # noqa: BLE001 - whoever waits for the batch is told, and reads it again
+            except BaseException:  # noqa: BLE001 - the text is sent, and the batch is read again
                 message = Message(place, serial, problem=traceback.format_exc())
             self._outbox.put(message)
             read = Read(None)
@@ -126,7 +136,7 @@ class Threads:
         return float(sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id == wanted))
 
     def replace(self, place: int) -> None:
-        self._inboxes[place].put(None)  # a thread cannot be ended: should it ever return, it goes
+        self._inboxes[place].put(None)  # a thread cannot be killed; if it ever returns, it ends
         self._begin(place)
 
     def close(self) -> None:
@@ -138,7 +148,7 @@ class Threads:
 
 
 def gain_of_threads(reader: Reader, epoch: int, ids: np.ndarray) -> float:
-    """How many times as fast two threads read as one does: 1 where all of it needs the interpreter's lock, 2 where nothing does."""
+    """Return the speedup of two threads over one: 1 if all work holds the GIL, 2 if none does."""
 
     def read() -> None:
         for _ in range(times):
@@ -152,7 +162,7 @@ def gain_of_threads(reader: Reader, epoch: int, ids: np.ndarray) -> float:
             thread.join()
 
     reader, times = replace(reader, seeds=False), 1
-    read()  # whatever happens the first time alone
+    read()  # not timed: the first read may do more
     while _seconds(read) < LONG_ENOUGH_S and times < MOST_TIMES:
         times *= 2
     alone_s, both_s = zip(*((_seconds(read), _seconds(read_twice)) for _ in range(ROUNDS)), strict=True)
@@ -169,11 +179,11 @@ class _Process(NamedTuple):
     process: Any
     pipe: connection.Connection
     slots: tuple[Slot, ...]
-    free: deque[int]  # slots that nothing lies in
+    free: deque[int]  # indices of empty slots
 
 
 class Processes:
-    """Workers in processes of their own; what they read comes back through slots of shared memory, `num_slots` each."""
+    """Worker processes; batches come back through `num_slots` slots of shared memory each."""
 
     def __init__(self, size: int, reader: Reader, *, num_slots: int, start: Start = "auto") -> None:
         self.size, self._reader, self._num_slots = size, replace(reader, seeds=True), num_slots
@@ -198,7 +208,9 @@ class Processes:
             self._begin_with(place, tuple(slots))
         except OSError as error:
             for slot in slots:
-                slot.close()  # else the run could not open even the file that says how it ended
+                # otherwise the run has no descriptor left even for the file that records how it
+                # ended
+                slot.close()
             self.close()
             raise DataError(
                 f"worker {place} of {self.size} could not begin: {error}; each opens {self._num_slots} files of memory here",
@@ -212,7 +224,8 @@ class Processes:
         args = (theirs, slots, self._reader if self.start == "fork" else _Sent(self._reader), os.getpid(), inherited, of_main)
         process = self._context.Process(target=serve, args=args, name=f"surefoot-loader-{place}", daemon=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads: none of them is used there
+            # the warning that this process has threads: the child uses none of them
+            warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
         self._workers[place : place + 1] = [_Process(process, ours, slots, deque(range(self._num_slots)))]
@@ -222,8 +235,8 @@ class Processes:
 
     def give(self, place: int, serial: int, job: Job) -> None:
         worker = self._workers[place]
-        slot = worker.free.pop()  # the last that came free: no more of them fill than are needed
-        with contextlib.suppress(OSError):  # it is dead, as `receive` will tell
+        slot = worker.free.pop()  # the slot that was freed last: no more slots fill than are needed
+        with contextlib.suppress(OSError):  # the worker is dead, as `receive` will report
             worker.pipe.send((serial, slot, job.window.epoch, pack_ids(job.ids, worker.slots[slot])))
 
     def receive(self, timeout_s: float) -> list[Message]:
@@ -243,9 +256,9 @@ class Processes:
             return Message(place, serial, problem=problem, took_s=took_s, is_unsendable=is_unsendable)
         try:
             read = unpack(lies, worker.slots[slot], lambda: worker.free.append(slot))
-        except Exception:  # noqa: BLE001 - whatever the types of a batch raise when they are made again
+        except Exception:  # noqa: BLE001 - unpickling the types of a batch can raise anything
             return Message(place, serial, problem=traceback.format_exc(), took_s=took_s, is_unsendable=True)
-        if not worker.free:  # whoever reads keeps what it read: there must be room to go on
+        if not worker.free:  # the caller keeps what it received: a free slot is needed to continue
             read = copy.deepcopy(read)
         return Message(place, serial, read, took_s=took_s)
 
@@ -265,9 +278,9 @@ class Processes:
 
     def close(self) -> None:
         if not self._owner.is_here:
-            self._workers = []  # of the parent, which goes on reading
+            self._workers = []  # those of the parent process, which continues to read
         for worker in self._workers:
-            worker.pipe.close()  # at which it ends by itself
+            worker.pipe.close()  # at this the worker ends by itself
         for worker in self._workers:
             worker.process.join(0.05)
             self._end(worker)
@@ -282,7 +295,7 @@ class Processes:
 
 
 class _Sent:
-    """A reader on its way to a process that is spawned, and so has imported no task file."""
+    """Reader on its way to a spawned process, which has not imported the task files."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -304,7 +317,10 @@ def _how_it_ended(exit_code: int | None) -> str:
 
 
 def find_start(start: Start) -> str:
-    """How processes are begun: forked on Linux, where that is usual; else spawned."""
+    """Return the start method of worker processes: by default fork on Linux, else spawn.
+
+    Raises DataError for a method that the system does not have.
+    """
     known = multiprocessing.get_all_start_methods()
     if start == "auto":
         return "fork" if sys.platform == "linux" else "spawn"
@@ -314,7 +330,7 @@ def find_start(start: Start) -> str:
 
 
 def check_picklable(reader: Reader) -> None:
-    """Raise DataError, with the name of the attribute, for a source or an augmentation that cannot be sent to another process."""
+    """Raise DataError, naming the attribute, if the source or augmentation cannot be pickled."""
     for what, given in (("the source", reader.source), ("the task", reader.augment)):
         found = _find_unpicklable(given, what)
         if found is not None:
@@ -327,10 +343,10 @@ def check_picklable(reader: Reader) -> None:
 
 
 def _find_unpicklable(given: Any, path: str) -> tuple[str, str] | None:
-    """The innermost attribute that does not pickle, and why."""
+    """Return the innermost attribute that does not pickle, and why; None if `given` pickles."""
     try:
         _Pickler(io.BytesIO()).dump(given)
-    except Exception as error:  # noqa: BLE001 - whatever an object raises when it is asked
+    except Exception as error:  # noqa: BLE001 - an object can raise anything when it is pickled
         inside = (_find_unpicklable(part, f"{path}{name}") for name, part in _parts_of(given))
         why = error.message if isinstance(error, DataError) else str(error)
         return next((found for found in inside if found is not None), (path, why or type(error).__name__))
@@ -338,7 +354,10 @@ def _find_unpicklable(given: Any, path: str) -> tuple[str, str] | None:
 
 
 class _Pickler(reduction.ForkingPickler):
-    """Refuses what is defined in a session: a class goes to another process as the name of its module, which `__main__` is there too."""
+    """Pickler that refuses classes and functions defined in an interactive session.
+
+    They are pickled as a name in `__main__`, which is another module in another process.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
@@ -351,7 +370,7 @@ class _Pickler(reduction.ForkingPickler):
 
 
 def _is_importable(main: Any) -> bool:
-    """Whether multiprocessing finds the main module again: by its name, or by its file."""
+    """Return whether multiprocessing can import the main module, by its name or its file."""
     return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", None) or "<none>").is_file()
 
 
@@ -360,5 +379,6 @@ def _parts_of(given: Any) -> list[tuple[str, Any]]:
         return [(f"[{name!r}]", part) for name, part in given.items()]
     if isinstance(given, list | tuple):
         return [(f"[{number}]", part) for number, part in enumerate(given)]
-    attributes = getattr(getattr(given, "__self__", given), "__dict__", None)  # of a method those of its object
+    # for a method those of its object
+    attributes = getattr(getattr(given, "__self__", given), "__dict__", None)
     return [(f".{name}", part) for name, part in attributes.items()] if isinstance(attributes, dict) else []

@@ -1,4 +1,4 @@
-"""What is read at once: the samples of one microbatch, the same wherever it is read."""
+"""Jobs of the workers: the samples of a microbatch, the same whichever worker reads them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from surefoot.components.data.order import Keys, derive
 from surefoot.contract.task import Batch, Source
 
 Augment = Callable[[Batch, Any], Batch]
-DRAWS = 0x64726177  # sets these draws apart from the run's others
+DRAWS = 0x64726177  # separates these draws from the others of the run
 _unused: list[np.random.MT19937] = []
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One microbatch of the step numbered `number`, from 1: samples `ids` (int64) of its window; `first`: see Taken."""
+    """Job of reading a microbatch: samples `ids` (int64) of the step numbered `number`, from 1.
+
+    `window` has all samples of the step; for `first` see `Taken`.
+    """
 
     number: int
     window: Window
@@ -37,16 +40,20 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Reads and augments the samples `ids` of an epoch: a pure function, so it does not matter which worker calls it, nor how often.
+    """Function that reads and augments the samples `ids` of an epoch.
 
-    A source is given a copy of `ids`: one that sorts them in place, or counts them from 1, would change what the run says it read.
+    It is pure, so that any worker may call it, any number of times. The source gets a copy of
+    `ids`: a source that sorts them in place, or counts them from 1, would change the record of what
+    the run read.
     """
 
     source: Source
     augment: Augment | None
     seed: int
-    skips: bool = False  # what cannot be read, instead of raising
-    seeds: bool | None = None  # the streams of torch, numpy and Python; None: for a source that several threads may not read
+    skips: bool = False  # leave out unreadable samples instead of raising
+    # set the random streams of torch, numpy and Python; None: only for a source that is not
+    # thread-safe
+    seeds: bool | None = None
 
     def __call__(self, epoch: int, ids: np.ndarray) -> Read:
         source = of_epoch(self.source, epoch, self.seed)
@@ -57,11 +64,13 @@ class Reader:
             return Read(self.augment(read.batch, Keys(self.seed, epoch, read.kept(ids))), read.bad)
 
     def explain(self, epoch: int, ids: np.ndarray) -> dict[str, float]:
-        """The seconds that each part of reading these samples takes: as the source itself tells them, or as one.
+        """Return the seconds that each part of reading these samples takes.
 
-        What is drawn meanwhile is drawn as when they are read, so that a run that was looked at goes on as it would have.
+        The parts are those that the source reports, or `read`, and `augment`. Random draws are the
+        same as in a normal read, and the global random streams are restored, so that the run
+        continues unchanged.
         """
-        if hasattr(self.source, "at"):  # it is read forwards, and would have to begin anew
+        if hasattr(self.source, "at"):  # it is read sequentially, and would have to restart
             return {}
         with self._streams(epoch, ids):
             if self.skips:
@@ -84,9 +93,10 @@ class Reader:
 
 
 def of_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> Source:
-    """Return the source as it is read in `epoch`: what is read forwards must know its pass, all else is the same in each.
+    """Return the source as it is read in `epoch`.
 
-    With `keep` what is read is not consumed: it is read for a check.
+    A source that is read sequentially must know its epoch; any other is the same in each epoch.
+    With `keep`, samples are not consumed: they are read for a check.
     """
     at = getattr(source, "at", None)
     made: Source = source if at is None else at(epoch, streams_of_epoch(seed, epoch), keep=keep)
@@ -94,12 +104,15 @@ def of_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> So
 
 
 def streams_of_epoch(seed: int, epoch: int) -> Callable[[int], AbstractContextManager[None]]:
-    """Return what sets the global random streams to those of a batch of an epoch, by its number."""
+    """Return a function from a batch number to a context with the random streams of that batch."""
     return lambda number: _streams_of(derive(seed, epoch, number, DRAWS))
 
 
 def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:
-    """Read samples for a check before a run, or for an evaluation: a source that is read forwards gives them again afterwards."""
+    """Read samples for a check before a run, or for an evaluation.
+
+    A source that is read sequentially returns these samples again afterwards.
+    """
     if getattr(source, "thread_safe", False):
         return source.read(ids)
     with _streams_of(derive(seed, epoch, *ids[:1].tolist(), DRAWS)):
@@ -108,7 +121,11 @@ def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:
 
 @contextmanager
 def _streams_of(key: int) -> Iterator[None]:
-    """A dataset that draws from the streams of torch, numpy or Python draws the same in any worker, and no two workers draw alike."""
+    """Seed the global streams of torch, numpy and Python with `key`; restore them afterwards.
+
+    A dataset that draws from these streams draws the same in any worker, and other values with each
+    key.
+    """
     of_torch, of_python = torch.default_generator.get_state(), random.getstate()
     torch.default_generator.manual_seed(key >> 1)
     random.seed(key)
@@ -122,10 +139,13 @@ def _streams_of(key: int) -> Iterator[None]:
 
 @contextmanager
 def _numpy_stream_of(key: int) -> Iterator[None]:
-    """Set another generator behind numpy's global stream meanwhile: to write 624 words back costs more than many a sample."""
-    theirs = mtrand.get_bit_generator()  # the user's
+    """Put another generator behind numpy's global stream; restore the first one afterwards.
+
+    To write the 624 words of a state back would cost more than to read many a sample.
+    """
+    theirs = mtrand.get_bit_generator()  # of the user
     normal = _held_normal(theirs)
-    own = _unused.pop() if _unused else np.random.MT19937(0)  # one within another has its own
+    own = _unused.pop() if _unused else np.random.MT19937(0)  # a nested context needs another
     mtrand.set_bit_generator(own)
     mtrand.seed(key & 0xFFFFFFFF)
     try:
@@ -138,10 +158,11 @@ def _numpy_stream_of(key: int) -> Iterator[None]:
 
 
 def _held_normal(generator: Any) -> float | None:
-    """Take the second of a pair of normal numbers from numpy's global stream, which loses it with its generator; None: it holds none.
+    """Take the cached second of a pair of normal numbers from numpy's global stream; None without one.
 
-    numpy tells it with all 624 words of its state, which takes 40 us. To draw a number tells it in 2: the generator stands still
-    where one was held, and is put back where it moved.
+    The stream loses it when its generator is exchanged. numpy returns it with all 624 words of the
+    state, which takes 40 us. A draw shows it in 2 us: the generator does not advance where a number
+    was cached, and is set back where it did advance.
     """
     words = _words_of(generator)
     if words is None:
@@ -157,7 +178,10 @@ def _held_normal(generator: Any) -> float | None:
 
 @functools.lru_cache(maxsize=1)
 def _words_of(generator: Any) -> ctypes.Array[ctypes.c_uint32] | None:
-    """Return the 624 words and the position of a Mersenne Twister where they lie; None for another, or if they lie elsewhere."""
+    """Return the 624 words and the position of a Mersenne Twister in its memory.
+
+    None for another kind of generator, and where numpy stores the words in another way.
+    """
     state = generator.state
     if state["bit_generator"] != "MT19937":
         return None

@@ -1,7 +1,8 @@
-"""The batches of a run, read ahead of its steps by any number of workers, in an order that none of them can change.
+"""Batches of a run, read ahead of its steps by any number of workers, in a fixed order.
 
-What a step reads is a pure function of its number, so nothing is drawn ahead and nothing need be saved: a loader begins at any step at
-once. A worker that dies, hangs or raises is replaced, and what it was reading is read again.
+The samples of a step are a pure function of its number, so that no state need be saved, and a
+loader can start at any step at once. A worker that dies or hangs is replaced; the samples that it
+was reading, or that a worker raised an exception for, are read again.
 """
 
 from __future__ import annotations
@@ -29,33 +30,38 @@ from surefoot.core.errors import BadRecordError, DataError
 from surefoot.core.hardware import count_cores
 
 Kind = Literal["auto", "thread", "process"]
-MOST_TRIES = 3  # of one microbatch: what ends so many workers is its samples
-BUSY_SHARE = 0.05  # of a core: who uses more of it computes
-BUSY = 8.0  # a worker that computes is waited for so many times longer than one that does not
-WORTH = 1.5  # times as fast with two threads as with one: less, and the interpreter's lock holds them up
+MOST_TRIES = 3  # of one microbatch: after that many dead workers its samples are the cause
+BUSY_SHARE = 0.05  # of a core: a worker that uses more is computing
+BUSY = 8.0  # timeout of a worker that is computing, relative to one that is not
+WORTH = 1.5  # minimum speedup of two threads over one: below it, the GIL limits them
 MOST_TRIED = 64  # samples
-LOOKS = 8  # at the workers, within the time that one may take
-PATIENCE = 1.5  # times as long as the slowest batch so far took
-MOST_IN_VAIN = 8  # batches in a row that raise in a worker, and do not here
+LOOKS = 8  # liveness checks of a worker within its timeout
+PATIENCE = 1.5  # minimum timeout, relative to the slowest batch so far
+MOST_IN_VAIN = 8  # consecutive batches that raise in a worker, but not in this process
 
 
 class Told(NamedTuple):
-    """What a run should hear: of `kind` worker (one was lost), starving (steps wait for data), tuned (how many workers were found),
-    bad-record (a sample is left out) or data (the iterable is not what it says)."""
+    """Notice from a loader to its run.
+
+    `kind` is worker (a worker failed), starving (steps wait for data), tuned (the number of workers
+    was found), bad-record (a sample is left out) or data (the iterable contradicts its
+    description).
+    """
 
     kind: Literal["worker", "starving", "tuned", "bad-record", "data"]
     step: int
     what: str
-    then: str  # what was done about it, or what to do
+    then: str  # the action taken, or the action to take
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a loader reads: `workers` of a `kind` (auto: what is found to be faster), each `prefetch` microbatches ahead.
+    """Settings of a loader: `workers` of a `kind`, each with `prefetch` microbatches ahead.
 
-    What is held ahead takes `memory_bytes` at the most.
-    A worker that gives nothing for `timeout_s` while it is waited for is replaced. 0 workers: each step reads by itself. With `most`
-    the number of workers, up to that one, is found while the run goes on.
+    Kind auto is the one that is found to be faster. Batches read ahead take at most `memory_bytes`.
+    A worker that sends nothing for `timeout_s` while the loader waits for it is replaced. With 0
+    workers, each step reads its samples itself. With `most`, the loader finds the number of
+    workers, up to `most`, during the run.
     """
 
     workers: int = 0
@@ -72,7 +78,7 @@ NOTHING = Read(None)
 
 @dataclass(eq=False)
 class _Ticket:
-    """A job that was given to a worker, and what came back."""
+    """Job that was given to a worker, and its result."""
 
     serial: int
     job: Job
@@ -85,9 +91,9 @@ class _Ticket:
 
 
 class Taken(NamedTuple):
-    """What step `number` reads here: its window, and a batch for each microbatch of this rank that has samples, with their `ids`.
+    """Batches of step `number` for this rank: one per microbatch with samples, and their `ids`.
 
-    `first` is the number of the first of them among those of all ranks.
+    `first` is the index of the first of these microbatches among those of all ranks.
     """
 
     number: int
@@ -99,22 +105,22 @@ class Taken(NamedTuple):
 
     @classmethod
     def of(cls, number: int, window: Window, cut: Iterable[np.ndarray], reads: Iterable[Read], first: int = 0) -> Self:
-        """The reads of the microbatches of a step, whose samples `cut` holds."""
+        """Return the batches of a step from the reads of its microbatches, with samples `cut`."""
         kept = [(read.batch, read.kept(ids)) for ids, read in zip(cut, reads, strict=True) if read.batch is not None]
         bad = tuple(bad for read in reads for bad in read.bad)
         return cls(number, window, [batch for batch, _ in kept], [ids for _, ids in kept], bad, first)
 
     @property
     def num_samples(self) -> int:
-        """The samples that are there."""
+        """Number of samples in the batches."""
         return sum(map(len, self.ids))
 
 
 class Loader:
-    """Gives the step numbered n, from 1, what it reads: `loader.take(n)`. Steps in a row are read ahead, any other begins anew there."""
+    """Batches by step, numbered from 1: `loader.take(n)`; consecutive steps are read ahead."""
 
     def __init__(self, feed: Feed, reader: Reader, settings: Settings | None = None, *, last: int | None = None) -> None:
-        """`last` is the last step that will be asked for; without settings each step reads by itself."""
+        """Create a loader up to step `last`; without settings, steps read without workers."""
         self._feed, self._reader, self._last = feed, reader, last
         self.bad = BadRecords(len(feed.source), 0.0)
         self.tell: Callable[[Told], None] = lambda told: None
@@ -122,15 +128,19 @@ class Loader:
         self._last_take = 0, 0.0, 0.0
         self._crew: Crew | None = None
         self._tickets: deque[_Ticket] = deque()  # in the order of the run
-        self._given: dict[int, _Ticket] = {}  # serial -> what a worker still has
+        self._given: dict[int, _Ticket] = {}  # serial -> job that a worker still has
         self._jobs: Iterator[Job] = iter(())
         self._next, self._serial = 0, 0
-        self._slowest_s = 0.0  # of the batches so far
+        self._slowest_s = 0.0  # slowest batch so far
         self._in_vain = 0
         self.use(settings or Settings())
 
     def take(self, number: int) -> Taken:
-        """What step `number` reads. Raises what reading it raises, and BadRecordError for samples that no worker survives."""
+        """Return the batches of step `number`.
+
+        Raises what reading them raises, and BadRecordError for samples with which every worker
+        dies.
+        """
         begun_s = time.perf_counter()
         taken = self._take(number) if self.settings.workers else self.read(number)
         if taken.bad:
@@ -141,7 +151,7 @@ class Loader:
         return taken
 
     def _pass_on(self, notices: list[tuple[Any, ...]], number: int) -> None:
-        """Report what a source that is read forwards noticed of its iterable."""
+        """Report the notices that a sequential source has about its iterable."""
         while notices:
             self.tell(Told("data", number, *notices.pop(0)))
 
@@ -165,14 +175,14 @@ class Loader:
         return _joined(number, tickets)
 
     def peek(self, number: int) -> Taken | None:
-        """What step `number` reads, if that is there already."""
+        """Return the batches of step `number` if they have been read already, else None."""
         found = list(itertools.takewhile(lambda each: each.job.number <= number, self._tickets))
         if not found or len(found) == len(self._tickets) or not all(each.is_there and each.problem is None for each in found):
             return None
         return _joined(number, found)
 
     def read(self, number: int) -> Taken:
-        """The same, read here and now, whoever else reads what."""
+        """Return the batches of step `number`, read at once in this process without workers."""
         window = self._feed.window(number - 1)
         first, cut = self._feed.mine(window)
         return Taken.of(number, window, cut, [self._reader(window.epoch, ids) for ids in cut], first)
@@ -184,7 +194,7 @@ class Loader:
             self.tell(Told("bad-record", taken.number, what, then))
 
     def close(self) -> None:
-        """End the workers; nothing of them stays. The loader can be used again."""
+        """End the workers and release their resources. The loader can be used again."""
         self._tickets.clear()
         self._given.clear()
         self._next = 0
@@ -193,17 +203,17 @@ class Loader:
             crew.close()
 
     def end(self) -> None:
-        """End the workers, and those of a source that is read forwards: nobody reads on."""
+        """End the workers, and those of a sequential source: reading is over."""
         self.close()
         if isinstance(self.source, Iterated):
             self.source.close()
 
     def use(self, settings: Settings, *, last: int | None = None) -> None:
-        """Go on with other workers: what is read stays the same. `last` is the last step that will be asked for."""
+        """Continue with other settings; the samples read stay the same. `last` is the last step."""
         self.close()
         self._last = last or self._last
         self.settings = settings
-        self.batch_bytes = 0  # of one microbatch, the largest so far
+        self.batch_bytes = 0  # of the largest microbatch so far
         self.__dict__.pop("kind", None)
         self._depth = settings.workers * settings.prefetch
         self._steps, self._is_starving = Watch(), False
@@ -214,12 +224,12 @@ class Loader:
 
     @property
     def source(self) -> Source:
-        """What is read."""
+        """Source that the loader reads."""
         return self._reader.source
 
     @functools.cached_property
     def kind(self) -> Kind:
-        """What the workers are: threads where a source lets several read and two of them are faster than one, else processes."""
+        """Kind of the workers; auto: threads if two of them are faster than one, else processes."""
         if self.settings.kind != "auto":
             return self.settings.kind
         if not getattr(self._reader.source, "thread_safe", False):
@@ -228,37 +238,37 @@ class Loader:
         return "thread" if gain_of_threads(self._reader, window.epoch, window.ids[:MOST_TRIED]) >= WORTH else "process"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: the records that were left out, where there are any, and where a source stands that is read forwards."""
+        """Return the state for a checkpoint: records left out, and the position of the source."""
         source = {"source": self.source.state_dict()} if isinstance(self.source, Iterated) else {}
         return {**({"bad_records": self.bad.state()} if self.bad.found else {}), **source}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore what `state` returned."""
         self.bad.restore(saved.get("bad_records", ()))
         if isinstance(self.source, Iterated) and "source" in saved:
             self.source.load_state_dict(saved["source"])
 
     def seek(self, number: int) -> None:
-        """Bring a source that is read forwards to what step `number` reads.
+        """Advance a sequential source to the samples of step `number`.
 
-        Raises OtherDataError where what is read again on the way is not what was read before.
+        Raises OtherDataError if the data read again on the way differ from the data read before.
         """
         if isinstance(self.source, Iterated):
             window, streams_of = self._feed.window(number - 1), functools.partial(streams_of_epoch, self._reader.seed)
             self.source.seek(window.epoch, int(window.ids[0]), streams_of)
 
     def skip_bad(self, share: float) -> None:
-        """Leave out samples that cannot be read, up to a share of the set."""
+        """Leave out unreadable samples, up to a share of the data set."""
         self.close()
         self._reader, self.bad = replace(self._reader, skips=True), BadRecords(len(self._feed.source), share)
 
     @property
     def depth(self) -> int:
-        """The microbatches that are read ahead, or ready, at a time."""
+        """Number of microbatches that are read ahead, or ready, at a time."""
         return self._depth
 
     def _begin_at(self, number: int) -> None:
-        """Forget what was read ahead: steps are taken from another place, or are cut in another way."""
+        """Discard what was read ahead, and start reading at step `number`."""
         self.close()
         self._jobs = self._jobs_from(number)
 
@@ -284,7 +294,7 @@ class Loader:
             self._give(crew, ticket)
 
     def _loads(self, crew: Crew) -> list[tuple[int, int]]:
-        """What each worker has to read, and what of it lies in its slots: equal ones share both."""
+        """Return the load of each worker: jobs still to be read, and all jobs not yet consumed."""
         reads, holds = Counter(each.place for each in self._given.values()), Counter(each.place for each in self._tickets)
         return [(reads[place], holds[place]) for place in range(crew.size)]
 
@@ -304,12 +314,14 @@ class Loader:
     def _await(self, ticket: _Ticket) -> None:
         crew = self._crew or self._make_crew()
         looked_s, waited_s, used_s = time.monotonic(), 0.0, None
-        share = BUSY_SHARE * min(1.0, count_cores() / crew.size)  # many workers on few cores get little each
+        # many workers on few cores get little CPU time each
+        share = BUSY_SHARE * min(1.0, count_cores() / crew.size)
         while not ticket.is_there:
             allowed_s = max(self.settings.timeout_s, PATIENCE * self._slowest_s) * 2 ** (ticket.tries - 1)
             messages = crew.receive(allowed_s / LOOKS)
             before_s, looked_s = looked_s, time.monotonic()
-            waited_s += min(looked_s - before_s, 2 * allowed_s / LOOKS)  # a look that took longer: this process was stopped, too
+            # a check that took longer: this process was stopped, too
+            waited_s += min(looked_s - before_s, 2 * allowed_s / LOOKS)
             for message in messages:
                 self._sort_in(crew, message)
             if any(message.place == ticket.place for message in messages):
@@ -334,12 +346,16 @@ class Loader:
             self._lose(crew, message.place, message.problem or "ended", min(waiting, key=lambda each: each.serial, default=None))
             return
         ticket = self._given.pop(message.serial, None)
-        if ticket is not None:  # else it was forgotten meanwhile
+        if ticket is not None:  # else the ticket was discarded meanwhile
             ticket.read, ticket.problem, ticket.is_there = message.read, message.problem, True
             ticket.is_unsendable = message.is_unsendable
 
     def _lose(self, crew: Crew, place: int, how: str, guilty: _Ticket | None) -> None:
-        """Replace a worker; what it had is given to the new one, in the same order. `guilty` is what it was reading."""
+        """Replace a failed worker; its jobs are given to the new one, in the same order.
+
+        `guilty` is the job that the worker was reading. Raises BadRecordError if too many workers
+        have failed with this job.
+        """
         name = crew.name(place)
         lost = sorted((each for each in self._given.values() if each.place == place), key=lambda each: each.serial)
         step = self._next - 1 if guilty is None else guilty.job.number
@@ -361,7 +377,11 @@ class Loader:
         self.tell(Told("worker", step, what, "it was replaced, and the same samples are read again"))
 
     def _read_again(self, ticket: _Ticket) -> None:
-        """In this process: what was raised is raised here, where a person sees where; or it was of that moment alone."""
+        """Read a microbatch again in this process, after a worker raised an exception.
+
+        If the error persists it is raised in this process, with a traceback; otherwise it was
+        transient. Raises DataError for a batch that cannot be sent.
+        """
         job = ticket.job
         raised = (ticket.problem or "").strip().splitlines()[-1]
         if ticket.is_unsendable:
@@ -377,14 +397,14 @@ class Loader:
         self.tell(Told("worker", job.number, what, "the same samples were read again, without an error"))
 
     def _go_on_alone(self, number: int) -> None:
-        """Without workers: in them it goes wrong each time."""
+        """Continue without workers, since reading fails in them each time."""
         self.use(replace(self.settings, workers=0))
         what = f"{self._in_vain} batches in a row raised in a worker, and did not in the run"
         self._in_vain = 0
         self.tell(Told("worker", number, what, "the workers are let go, and each step reads its own samples"))
 
     def _bound_depth(self, batch: Batch) -> None:
-        """Read no further ahead than the memory that was allowed holds; one microbatch for each worker at the least."""
+        """Limit the read-ahead to the allowed memory, but at least one microbatch per worker."""
         settings, held = self.settings, bytes_of(batch)
         if self.batch_bytes and held <= self.batch_bytes:
             return
@@ -392,7 +412,7 @@ class Loader:
         self._depth = min(self._depth, max(settings.workers, settings.memory_bytes // self.batch_bytes))
 
     def _watch(self, number: int, begun_s: float, done_s: float) -> None:
-        """Look at the step before, from the beginning of its reading to that of this one."""
+        """Evaluate the previous step, from the start of its read to the start of this one."""
         before, before_s, waiting_s = self._last_take
         self._last_take = number, begun_s, done_s - begun_s
         if before + 1 != number:
@@ -406,7 +426,7 @@ class Loader:
                 self.tell(Told("tuned", number, self._pilot.describe(), ""))
             return
         if self._is_starving:
-            return  # it was said
+            return  # already reported
         self._steps.add(step_s, waiting_s)
         if self._steps.is_enough(STARVES_AFTER_STEPS, STARVES_AFTER_S):
             seen, self._steps = self._steps.seen(self.settings.workers), Watch()
@@ -431,7 +451,7 @@ class Loader:
         self.tell(Told("starving", number, what, then))
 
     def describe(self) -> str:
-        """The workers, and what is read ahead, in words."""
+        """Return the workers and the read-ahead in words."""
         settings = self.settings
         if not settings.workers:
             return "each step reads its own samples: no worker"
@@ -451,7 +471,7 @@ def _joined(number: int, tickets: list[_Ticket]) -> Taken:
 
 
 def bytes_of(batch: Batch) -> int:
-    """The memory of the tensors and arrays in a batch."""
+    """Return the bytes of the tensors and arrays in a batch."""
     if isinstance(batch, Tensor):
         return batch.numel() * batch.element_size()
     if isinstance(batch, np.ndarray):

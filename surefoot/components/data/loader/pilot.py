@@ -1,7 +1,8 @@
-"""How many workers a run needs, found while it goes on: the cheapest with which a step does not wait for its data.
+"""Search during a run for the fewest workers with which steps do not wait for data.
 
-It begins with none. Where steps wait for more than 2 % of their time, the next larger number is tried, as long as that makes steps
-shorter; the best one is kept. What is read stays the same, so that trying changes no number.
+The search starts with 0 workers. If steps wait for more than 2 % of their time, the next larger
+number is tried, as long as steps become shorter; the best number is kept. The samples read stay the
+same, so that the search does not change results.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MOST_WORKERS, LEAST_TRIED = 8, 4  # that are found: more cost more memory than they bring; few cores may wait for a slow disk
-ENOUGH = 0.02  # of a step spent waiting: no worker is worth more
-GAIN = 0.03  # shorter steps: less is not told from noise
-SKIPPED_STEPS = 3  # after a change: workers begin, caches fill
-LEAST_STEPS, LEAST_S = 10, 1.0  # watched for each number of workers
-PAUSES = 5.0  # times the usual step: something else was done between two steps
-STARVES = 0.2  # of the time spent waiting is a finding
+# limits of the search: more workers cost more memory than they gain; few cores may wait for a slow
+# disk
+MOST_WORKERS, LEAST_TRIED = 8, 4
+ENOUGH = 0.02  # share of a step spent waiting that needs no further worker
+GAIN = 0.03  # relative to the step: a smaller gain may be noise
+SKIPPED_STEPS = 3  # after a change: workers start, caches fill
+LEAST_STEPS, LEAST_S = 10, 1.0  # measured for each number of workers
+PAUSES = 5.0  # times the median step: a longer step contains other work
+STARVES = 0.2  # share of the time spent waiting that is reported
 STARVES_AFTER_STEPS, STARVES_AFTER_S = 50, 5.0
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What steps with so many workers took, in the middle, and the share of it that they waited for data."""
+    """Steps measured with `workers` workers: median time, and share spent waiting for data."""
 
     workers: int
     step_s: float
@@ -31,7 +34,7 @@ class Seen:
 
 
 class Watch:
-    """The times of the steps so far."""
+    """Times of the steps so far."""
 
     def __init__(self) -> None:
         self._skipped = SKIPPED_STEPS
@@ -50,18 +53,19 @@ class Watch:
 
     def seen(self, workers: int) -> Seen:
         middle_s = statistics.median(step for step, _ in self._steps)
-        usual = [each for each in self._steps if each[0] <= PAUSES * middle_s]  # no evaluation, no commit
+        # no evaluation, no checkpoint
+        usual = [each for each in self._steps if each[0] <= PAUSES * middle_s]
         total_s, waiting_s = map(sum, zip(*usual, strict=True))
         return Seen(workers, middle_s, waiting_s / total_s if total_s else 0.0)
 
 
 def find_most(cores: int) -> int:
-    """The most workers that are worth trying on so many cores."""
+    """Return the most workers that are worth trying with `cores` cores."""
     return min(MOST_WORKERS, max(cores, LEAST_TRIED))
 
 
 def numbers(most: int) -> Iterator[int]:
-    """The numbers of workers that are tried: 0, 1, 2, 4, and so on."""
+    """Yield the numbers of workers to try: 0, 1, 2, 4, and so on, up to `most`."""
     yield 0
     number = 1
     while number < most:
@@ -72,7 +76,7 @@ def numbers(most: int) -> Iterator[int]:
 
 
 class Pilot:
-    """Told of each step; says which number of workers comes next, until one is found."""
+    """Search over numbers of workers; `add` records each step until a number is found."""
 
     def __init__(self, most: int) -> None:
         self._left = list(numbers(most))
@@ -82,7 +86,7 @@ class Pilot:
         self._watch = Watch()
 
     def add(self, step_s: float, waiting_s: float) -> int | None:
-        """The number of workers to go on with, where it changes now."""
+        """Return the number of workers to continue with if it changes now, else None."""
         self._watch.add(step_s, waiting_s)
         if self.is_done or not self._watch.is_enough(LEAST_STEPS, LEAST_S):
             return None
@@ -92,7 +96,7 @@ class Pilot:
         self.tried.append(seen)
         brings = (
             seen.step_s < shortest_s * (1 - GAIN) or self.workers == 1
-        )  # one alone may hide little, where two read twice as fast
+        )  # a single worker may gain little even if two read twice as fast
         if brings and seen.waiting > ENOUGH and self._left:
             self.workers = self._left.pop(0)
             return self.workers
@@ -102,6 +106,6 @@ class Pilot:
         return self.workers if self.workers != before else None
 
     def describe(self) -> str:
-        """What was tried, in words."""
+        """Return the result and the numbers that were tried, in words."""
         tried = "; ".join(f"{each.workers}: {each.step_s * 1e3:.3g} ms a step, {each.waiting:.0%} waiting" for each in self.tried)
         return f"{self.workers} worker{'s' * (self.workers != 1)} for the data ({tried})"

@@ -1,6 +1,8 @@
-"""Batches from one process to another without a copy: tensors in memory that has no name, all else in a message that says where they lie.
+"""Transfer of batches between processes without a copy, through anonymous shared memory.
 
-A slot is a file of memory (memfd) that lives as long as somebody has it open: after any death of any process nothing of it stays.
+Tensors and the pickled rest of a batch are in a slot, and a message names their position. A slot is
+a memory file (memfd) that exists as long as a process has it open: nothing of it remains when all
+of them have ended, however they ended.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from torch import Tensor
 
 from surefoot.core.flight import open_nameless
 
-ALIGNED = 64  # bytes: a cache line, and what vector instructions like
-GROWS = 1 << 16  # bytes: slots are made in multiples of it
+ALIGNED = 64  # bytes: a cache line, suitable for vector instructions
+GROWS = 1 << 16  # bytes: slot sizes are multiples of this
 
 
 class Slot:
-    """A file of memory. The worker makes room in it, its parent maps what was made."""
+    """Memory file. The worker enlarges it, and its parent maps the memory."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._descriptor = open_nameless("surefoot-loader") if descriptor is None else descriptor
         self._map: mmap.mmap | None = None
 
     def mapped(self, num_bytes: int) -> mmap.mmap:
-        """The memory, at least so many bytes."""
+        """Return the mapped memory, of at least `num_bytes` bytes."""
         if self._map is None or len(self._map) < num_bytes:
             size = max(os.fstat(self._descriptor).st_size, -(-num_bytes // GROWS) * GROWS)
             os.ftruncate(self._descriptor, size)
@@ -41,13 +43,13 @@ class Slot:
         return self._map
 
     def close(self) -> None:
-        """Give the memory back, once the last batch in it is gone."""
+        """Release the memory; it is freed once the last batch in it is gone."""
         self._map = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __reduce__(self) -> tuple[Any, ...]:  # to a process that is spawned
+    def __reduce__(self) -> tuple[Any, ...]:  # for a spawned process
         return _opened_there, (reduction.DupFd(self._descriptor),)
 
 
@@ -56,14 +58,17 @@ def _opened_there(handed: Any) -> Slot:
 
 
 class Lies(NamedTuple):
-    """Where in a slot the description of a batch begins, and its length; before it are its tensors."""
+    """Start and length of the pickled batch in a slot; its tensors are before it."""
 
     start: int
     num_bytes: int
 
 
 def pack(batch: Any, slot: Slot) -> Lies:
-    """Lay a batch into a slot, from where `unpack` makes it again; nothing but where it lies goes through a pipe, which could be full."""
+    """Write a batch into a slot, from which `unpack` restores it; return its position.
+
+    Only the position goes through a pipe, which could be full.
+    """
     packer = _Packer()
     packer.dump(batch)
     lies = Lies(packer.num_bytes, packer.written.tell())
@@ -76,7 +81,10 @@ def pack(batch: Any, slot: Slot) -> Lies:
 
 
 def unpack(lies: Lies, slot: Slot, release: Callable[[], None]) -> Any:
-    """The batch in a slot, its tensors where they are; `release` is called once the last of them is gone."""
+    """Return the batch in a slot; its tensors share the memory of the slot.
+
+    `release` is called once the last of these tensors is freed.
+    """
     memory, lease = slot.mapped(sum(lies)), _Lease(release)
     try:
         return _Unpacker(io.BytesIO(memory[lies.start : sum(lies)]), memory, lease).load()
@@ -85,13 +93,13 @@ def unpack(lies: Lies, slot: Slot, release: Callable[[], None]) -> Any:
 
 
 def pack_ids(ids: np.ndarray, slot: Slot) -> int:
-    """Lay the numbers of samples into a slot that nothing lies in; gives how many they are."""
+    """Write sample ids into an empty slot; return the number of ids."""
     np.frombuffer(slot.mapped(ids.nbytes), np.int64, len(ids))[:] = ids
     return len(ids)
 
 
 def unpack_ids(count: int, slot: Slot) -> np.ndarray:
-    """A copy of them: the batch comes to lie in their place."""
+    """Return a copy of the sample ids in a slot, which the batch will overwrite."""
     return np.frombuffer(slot.mapped(count * 8), np.int64, count).copy()
 
 
@@ -99,7 +107,7 @@ class _Packer(pickle.Pickler):
     def __init__(self) -> None:
         self.written = io.BytesIO()
         super().__init__(self.written, protocol=pickle.HIGHEST_PROTOCOL)
-        self.parts: list[tuple[int, np.ndarray]] = []  # where each begins, its bytes
+        self.parts: list[tuple[int, np.ndarray]] = []  # start and bytes of each
         self.num_bytes = 0
 
     def persistent_id(self, obj: Any) -> Any:
@@ -125,7 +133,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """Of messages between a run and its own workers, and of nothing that comes from outside."""
+    """Unpickler for messages between a run and its workers, never for data from outside."""
 
     def __init__(self, file: io.BytesIO, memory: mmap.mmap, lease: _Lease) -> None:
         super().__init__(file)
@@ -149,7 +157,10 @@ class _Unpacker(pickle.Unpickler):
 
 
 class _Lease:
-    """Counts what still lies in a slot: a tensor keeps the array that it is made of, and views of it do."""
+    """Count of the arrays that still use a slot.
+
+    A tensor keeps a reference to the array that it is made of, and so do views of the tensor.
+    """
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release, self._left, self._lock = release, 1, threading.RLock()

@@ -1,4 +1,7 @@
-"""A worker process: reads what comes through its pipe into slots, until the pipe is closed or its parent dies."""
+"""Worker process: reads the samples requested through its pipe into slots.
+
+It ends when the pipe is closed or its parent dies.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,18 @@ from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.ring import Slot, pack, unpack_ids
 
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
-LOOKS_S = 0.2  # for its parent, where the kernel does not
-MOST_TOLD = 3_000  # characters of a problem: 4 bytes each, they still go through a pipe at once
+LOOKS_S = 0.2  # between checks for the parent, where the kernel does not kill this process
+MOST_TOLD = 3_000  # characters of a traceback: at 4 bytes each, they fit into a pipe
 
 
 def serve(
     pipe: Connection, slots: tuple[Slot, ...], reader: Reader, parent: int, inherited: list[Connection], of_main: bool
 ) -> None:  # fmt: skip
-    """Answer each (serial, slot, epoch, how many ids lie in the slot) with (serial, slot, seconds, where the batch lies, problem).
+    """Answer each (serial, slot, epoch, number of ids in the slot) until the pipe is closed.
 
-    `of_main` is whether the main thread of `parent` began this process: the kernel ends it with the thread that did.
+    An answer is (serial, slot, seconds, position of the batch, problem, whether the batch was read
+    but cannot be sent). `of_main` is whether the main thread of `parent` started this process: the
+    kernel kills a process together with the thread that started it.
     """
     for name, what in (
         ("SIGINT", signal.SIG_IGN),
@@ -36,13 +41,15 @@ def serve(
         ("SIGHUP", signal.SIG_IGN),
         *((name, signal.SIG_IGN) for name in ("SIGUSR1", "SIGUSR2", "SIGXCPU")),
     ):
-        if hasattr(signal, name):  # Ctrl-C reaches the whole group: the run finishes its step first, and needs what is being read
+        # Ctrl-C reaches the whole process group: the run finishes its step first, and needs the
+        # batches being read
+        if hasattr(signal, name):
             signal.signal(getattr(signal, name), what)
     for other in inherited:
-        other.close()  # else a pipe outlives the one who reads it
+        other.close()  # otherwise a pipe outlives its reader
     if sys.platform == "linux" and of_main:
         ctypes.CDLL(None).prctl(DIES_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the parent died before
         return
     if not of_main:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -56,13 +63,13 @@ def serve(
 
 
 def _read(reader: Reader, epoch: int, ids: Any, slot: Slot) -> tuple[Any, str | None, bool]:
-    """Where the batch lies; or what was raised, and whether it was read and cannot be sent."""
+    """Return the position of the batch, or the traceback and whether the batch is unsendable."""
     is_read = False
     try:
         read = reader(epoch, ids)
         is_read = True
         return pack(read, slot), None, False
-    except BaseException as error:  # noqa: BLE001 - the parent is told, and reads it again
+    except BaseException as error:  # noqa: BLE001 - sent to the parent, which reads again
         return None, traceback.format_exc()[-MOST_TOLD:], is_read and not isinstance(error, OSError | MemoryError)
 
 

@@ -1,4 +1,7 @@
-"""Shards on a server or in an object store: fetched whole into a bounded cache, each held against its digest, or streamed."""
+"""Shards on a server or in an object store: downloaded whole into a bounded cache, or streamed.
+
+Each downloaded shard is verified against its digest.
+"""
 
 from surefoot.components.data.remote.names import is_url
 from surefoot.components.data.remote.shards import Remote

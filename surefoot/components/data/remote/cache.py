@@ -1,9 +1,11 @@
-"""A folder of shards, bounded in bytes, that several processes share: the shard used longest ago goes first, none goes that is in use.
+"""Shard cache, bounded in bytes and shared by processes; least recently used shards go first.
 
-Everything is held by locks of files (flock), which end with the process that has them, however it ends: an open shard has a shared
-lock, a draft that is being written an exclusive one, and room is made under the lock of the whole cache. A draft is given all its bytes
-before the first is fetched, so that a full disk is told first; it gets its name when it is whole, checked and synced. A draft whose
-lock nobody has is what a killed process left, and goes.
+A shard in use is never evicted. Processes coordinate with file locks (flock), which end with their
+process, however it ends: an open shard has a shared lock, a draft that is being written an
+exclusive lock, and space is freed under the lock of the whole cache. All bytes of a draft are
+allocated before its download starts, so that a full disk is reported first; the draft gets its name
+when it is complete, verified and synced. A draft without a lock was left by a killed process, and
+is removed.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from surefoot.core.units import format_bytes
 DRAFT = ".draft-"
 LOCK = ".lock"
 ROOM_WAIT_S = 20.0  # for other processes to close a shard
-Fill = Callable[[BinaryIO], None]  # writes all bytes of a shard, and raises where they are not the right ones
+Fill = Callable[[BinaryIO], None]  # writes all bytes of a shard, and raises if they are wrong
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One at a time, of all threads and processes: the others wait."""
+    """Hold an exclusive lock on `path`; other threads and processes wait for it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -37,7 +39,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class Cache:
-    """Shards below `folder`, `most_bytes` of them at most. Raises DataError for a folder that cannot be written."""
+    """Shards below `folder`, at most `most_bytes` of them in total.
+
+    Raises DataError for a folder that cannot be written.
+    """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self.folder, self.most_bytes = folder, most_bytes
@@ -47,9 +52,10 @@ class Cache:
                 self._sweep()
 
     def open(self, path: Path, size: int, fill: Fill, *, wait_s: float = ROOM_WAIT_S) -> int:
-        """A descriptor of the shard, which is in use until it is closed; fetched by `fill` first where it is not there.
+        """Return a descriptor of the shard; `fill` downloads the shard first if it is missing.
 
-        Raises DataError where there is no room for it, or the disk is full, and what `fill` raises.
+        The shard is in use until the descriptor is closed. Raises DataError if there is no room for
+        the shard or the disk is full, and what `fill` raises.
         """
         if size > self.most_bytes:
             raise DataError(
@@ -65,7 +71,7 @@ class Cache:
                 self._make(path, size, fill, wait_s)
 
     def discard(self, path: Path) -> None:
-        """Remove a shard; who has it open reads on."""
+        """Remove a shard; a process that has the shard open can continue to read it."""
         with suppress(FileNotFoundError), _told(path):
             path.unlink()
 
@@ -77,18 +83,18 @@ class Cache:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         found = os.fstat(descriptor)
         if found.st_nlink and found.st_size == size:
-            with suppress(OSError):  # another user's file: it is read, and stays as old as it is
+            with suppress(OSError):  # another user's file: readable, but its times cannot be set
                 os.utime(descriptor)
             return descriptor
         os.close(descriptor)
-        if found.st_nlink:  # cut, or of another version of the data
+        if found.st_nlink:  # truncated, or of another version of the data
             self.discard(path)
         return None
 
     def _make(self, path: Path, size: int, fill: Fill, wait_s: float) -> None:
         draft = path.with_name(f"{DRAFT}{path.name}")
         with os.fdopen(os.open(draft, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # whoever fetches it already is waited for
+            fcntl.flock(file, fcntl.LOCK_EX)  # wait for a process that is already downloading it
             if not _is_named(file, draft):
                 return
             try:
@@ -107,7 +113,10 @@ class Cache:
                 raise
 
     def _reserve(self, file: BinaryIO, draft: Path, size: int, wait_s: float) -> None:
-        """Room for the draft, by letting old shards go; and its bytes taken on the disk."""
+        """Make room for the draft by evicting old shards, and allocate its bytes on the disk.
+
+        Raises DataError if too many shards are in use.
+        """
         until_s = time.monotonic() + wait_s
         while True:
             with locked(self.folder / LOCK):
@@ -125,7 +134,7 @@ class Cache:
             time.sleep(0.05)
 
     def _evict(self, size: int) -> int:
-        """The bytes that are still too many after all has gone that may."""
+        """Evict unused shards, the oldest first; return the bytes that are still too many."""
         shards: list[tuple[int, int, Path]] = []
         used = size
         for path in self._files():
@@ -153,7 +162,7 @@ class Cache:
 
 
 def path_of(draft: Path) -> str:
-    """The name of the shard that a draft becomes."""
+    """Return the name of the shard that a draft becomes."""
     return draft.name.removeprefix(DRAFT)
 
 
@@ -165,7 +174,7 @@ def _is_named(file: BinaryIO, path: Path) -> bool:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Whether the file went: nobody had a lock of it."""
+    """Remove a file that no process has locked; return whether it was removed."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -182,7 +191,7 @@ def _remove_unused(path: Path) -> bool:
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """What the system refuses, as DataError."""
+    """Convert an OSError to a DataError."""
     try:
         yield
     except OSError as error:

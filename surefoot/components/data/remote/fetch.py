@@ -1,8 +1,9 @@
-"""The bytes of a remote file, piece by piece, with patience: what breaks off is asked for again from where it ended.
+"""Download of a remote file piece by piece; a failed transfer resumes where it broke off.
 
-Every piece is a request of its own for a range of bytes, so that a broken one costs a piece. A server that knows no ranges sends all
-each time; what is still missing is taken. Waits double and are drawn (equal jitter: M. Brooker, "Exponential Backoff And Jitter", 2015),
-so that a thousand readers do not come back at once. A refusal (4xx, no right, not there) is told at once.
+Each piece is a separate range request, so that a failure costs one piece. A server that does not
+support ranges sends the whole file each time, from which the missing part is taken. Waits double
+and are random (equal jitter: M. Brooker, "Exponential Backoff And Jitter", 2015), so that a
+thousand readers do not return at once. A refusal (4xx, no permission, not found) is raised at once.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from surefoot.core.errors import DataError, MissingExtra, SurefootError, needing
 from surefoot.core.units import format_bytes
 
 PIECE_BYTES = 8 << 20
-LARGEST_BESIDE = 1 << 28  # of a list of digests, or an index
-AGAIN = (408, 425, 429)  # answers in the 400s that another try may mend
+LARGEST_BESIDE = 1 << 28  # of a list of digests, or of an index
+AGAIN = (408, 425, 429)  # HTTP 4xx statuses that a retry may resolve
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How often a request is tried, the longest wait between two tries, and the longest that one may take.
+    """Retry settings of a request: tries, waits between two tries, and timeout of each try.
 
-    It is for 8 MiB; for the whole shard where the server knows no ranges.
+    A request is for 8 MiB; for the whole shard if the server does not support ranges.
     """
 
     tries: int = 6
@@ -36,13 +37,16 @@ class Patience:
 
 
 class Far:
-    """One remote file. Raises DataError where it cannot be had; MissingExtra without the packages."""
+    """Remote file.
+
+    Raises DataError if it cannot be read, MissingExtra if packages are not installed.
+    """
 
     def __init__(self, place: Place, patience: Patience) -> None:
         self.place, self._patience = place, patience
 
     def size(self) -> int:
-        """Its bytes, as the server says."""
+        """Return the size in bytes that the server reports. Raises DataError if it is unknown."""
 
         def ask(system: Any, path: str) -> int | None:
             system.invalidate_cache()
@@ -57,7 +61,7 @@ class Far:
         return size
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """All its `size` bytes, in order."""
+        """Yield the `size` bytes of the file in pieces, in order."""
         at = 0
         while at < size:
             piece = self._piece(at, min(at + PIECE_BYTES, size), size)
@@ -65,10 +69,11 @@ class Far:
             yield piece
 
     def read_small(self) -> bytes | None:
-        """All of a small file; None where there is none, or none for us."""
+        """Return the content of a small file; None if it is absent or access is denied."""
         try:
             size = self.size()
-        except DataError as error:  # without the right to list, a store says 403 of what is not there
+        # without permission to list, a store answers 403 for a missing file
+        except DataError as error:
             if error.__cause__ is not None and _is_absent(error.__cause__):
                 return None
             raise
@@ -85,10 +90,15 @@ class Far:
             return piece
 
         piece = self._patiently(ask, (stop - start, size - start, size))
-        return piece[start:] if len(piece) == size else piece  # the whole: the server knows no ranges
+        # the whole file: the server does not support ranges
+        return piece[start:] if len(piece) == size else piece
 
     def _patiently(self, ask: Callable[[Any, str], T], lengths: Sequence[int] = ()) -> T:
-        """The result of `ask(file system, path)`, called again after errors that another try may mend, and results of other lengths."""
+        """Return `ask(file system, path)`, which is called again after transient errors.
+
+        A result whose length is not in `lengths` is requested again, too. Raises DataError when all
+        tries failed.
+        """
         with needing("tenacity", "tenacity", extra=EXTRA, needed_for=f"reading {self.place.shown}"):
             import tenacity
         patience = self._patience
@@ -115,13 +125,14 @@ class Far:
             raise DataError(f"{self.place.shown} cannot be fetched: {reason}", hint=hint) from error
 
     def _open(self) -> tuple[Any, str]:
-        """The file system of this process, made once by fsspec, and the path in it."""
+        """Return the file system that fsspec caches for this process, and the path in it."""
         what = f"reading {self.place.shown}"
         with needing("fsspec", "fsspec", extra=EXTRA, needed_for=what):
             import fsspec
         try:
             system, path = fsspec.core.url_to_fs(self.place.url)
-        except ImportError as error:  # fsspec's own words for a package that is missing, or broken, below it
+        # fsspec's error for a package of a backend that is missing or broken
+        except ImportError as error:
             if not isinstance(error.__cause__, ModuleNotFoundError):
                 raise
             raise MissingExtra(str(error.__cause__.name), extra=EXTRA, needed_for=what) from None
@@ -143,7 +154,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The number of an answer of HTTP, wherever below the error it stands."""
+    """Return the HTTP status of an error or of one of its causes; None without one."""
     for each in _causes(error):
         status = getattr(each, "status", None)
         response = getattr(each, "response", None)
@@ -155,7 +166,10 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_mendable(error: BaseException) -> bool:
-    """Whether another try may succeed: it is no refusal of HTTP, no missing file or right, and no error of surefoot's own."""
+    """Return whether another try may succeed.
+
+    It may not after a refusal by HTTP, a missing file or permission, or an error of surefoot.
+    """
     status, last = _status(error), list(_causes(error))[-1]
     if isinstance(error, SurefootError) or not isinstance(error, Exception):
         return False
@@ -170,7 +184,7 @@ def _is_absent(error: BaseException) -> bool:
 
 
 class Stream(io.RawIOBase):
-    """A remote file read forwards; nothing is kept on disk."""
+    """Remote file that is read sequentially, without a copy on disk."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._left = pieces, memoryview(b"")

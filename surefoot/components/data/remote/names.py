@@ -1,4 +1,4 @@
-"""URLs of shards: what is written with braces, which kinds are taken, and what may be shown of one."""
+"""URLs of shards: brace patterns, accepted schemes, and the part of a URL that may be shown."""
 
 from __future__ import annotations
 
@@ -18,28 +18,36 @@ LIKE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)|pipe:")
 
 
 def is_url(text: object) -> bool:
-    """Whether this names something that is no local file. `pipe:` and kinds that are refused do, too."""
+    """Return whether `text` names something other than a local file.
+
+    `pipe:` and schemes that are refused count as well.
+    """
     return isinstance(text, str) and LIKE_URL.match(text) is not None
 
 
 @dataclass(frozen=True)
 class Place:
-    """The URL of one shard; `shown` is it without user, password and query, which may hold secrets; `name` its last part."""
+    """URL of one shard.
+
+    `shown` is the URL without user, password and query, which may hold secrets; `name` is the last
+    part of its path.
+    """
 
     url: str
     shown: str
     name: str
 
     def beside(self, name: str) -> Place:
-        """The URL of another file in the same place, under the same query."""
+        """Return the URL of another file in the same folder, with the same query."""
         base, mark, query = self.url.partition("?") if self.url.startswith("http") else (self.url, "", "")
         return Place(f"{base.rpartition('/')[0]}/{name}{mark}{query}", f"{self.shown.rpartition('/')[0]}/{name}", name)
 
 
 def find_places(urls: str | Sequence[str]) -> list[Place]:
-    """The shards that the URLs name, ordered by name; `{000..099}` and `{a,b}` stand for several.
+    """Return the shards that the URLs name, sorted by name.
 
-    Raises DataError for a kind that is not taken, names that are not plain, twice the same, shards of several places.
+    Patterns such as `{000..099}` and `{a,b}` are expanded. Raises DataError for a scheme that is
+    not accepted, for names that are not plain, for duplicates, and for shards of several folders.
     """
     given = [urls] if isinstance(urls, str) else list(urls)
     places = sorted((_read(url) for pattern in given for url in expand(pattern)), key=lambda place: place.name)
@@ -55,7 +63,7 @@ def find_places(urls: str | Sequence[str]) -> list[Place]:
 
 
 def expand(pattern: str) -> list[str]:
-    """What a pattern with braces stands for, as in bash.
+    """Return the texts that a pattern with braces stands for, as in bash.
 
     >>> expand("s3://b/{08..10}-{a,b}.tar")[:3]
     ['s3://b/08-a.tar', 's3://b/08-b.tar', 's3://b/09-a.tar']

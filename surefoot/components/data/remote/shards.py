@@ -1,4 +1,4 @@
-"""A set of remote shards: each is fetched whole and checked when it is asked for, the next ones meanwhile."""
+"""Set of remote shards: each is downloaded whole and verified on request; the next in advance."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 
 @final
 class Remote:
-    """Shards by URL: `Remote("s3://bucket/train-{000..099}.tar", cache_bytes="20 GiB")`; give it to `Tars` in place of paths.
+    """Shards by URL, to be given to `Tars` in place of paths.
 
-    Fetched shards lie below `cache` (default $XDG_CACHE_HOME/surefoot/remote), `cache_bytes` of them at most, and `ahead` of the next
-    are fetched meanwhile. Each is held against its SHA-256: that of `digests` ({name: hex}), else of an index or a list SHA256SUMS that
-    lies beside the shards, else that of the first fetch. Raises DataError for URLs that are not taken, digests that are none.
+    Example: `Remote("s3://bucket/train-{000..099}.tar", cache_bytes="20 GiB")`. Downloaded shards
+    are stored below `cache` (default $XDG_CACHE_HOME/surefoot/remote), at most `cache_bytes` of
+    them, and the next `ahead` shards are downloaded in advance. Each is verified against its
+    SHA-256: that in `digests` ({name: hex}), else that in an index or a list SHA256SUMS next to the
+    shards, else that of the first download. Raises DataError for URLs that are not accepted, and
+    for invalid digests.
     """
 
     _lock: threading.Lock
@@ -54,9 +57,10 @@ class Remote:
         self.where = where
         self.listed = self._read_digests(digests)
         self._known: dict[int, tuple[int, str]] = {}
-        self._after: dict[int, list[int]] | None = None  # the shards that follow each, where an order was told
+        # the shards that follow each, where `expect` gave an order
+        self._after: dict[int, list[int]] | None = None
         self._last = -1
-        self._sound: dict[int, int] = {}  # the inode of each copy whose digest was seen to hold, by this process
+        self._sound: dict[int, int] = {}  # inode of each copy that this process has verified
         self._coming: deque[int] = deque()
         self._thread: threading.Thread | None = None
         make_lock(self)
@@ -69,50 +73,66 @@ class Remote:
         return [place.name for place in self.places]
 
     def path(self, number: int) -> Path:
-        """Where the shard lies while it is in the cache."""
+        """Return the path of the shard while it is in the cache."""
         return self.folder / self.places[number].name
 
     def know(self, sizes: Sequence[int], digests: Sequence[str]) -> None:
-        """The size and the digest of every shard, as an index has them: what is fetched from now on must be that."""
+        """Set the size and the digest of every shard, as an index has them.
+
+        Shards that are downloaded from now on must match.
+        """
         self._known = dict(enumerate(zip(sizes, digests, strict=True)))
 
     def size(self, number: int) -> int:
-        """The bytes of a shard."""
+        """Return the bytes of a shard."""
         return self._known[number][0] if number in self._known else Far(self.places[number], self._patience).size()
 
     def most_open(self, allowed: int) -> int:
-        """How many shards one reader may hold open, of those `allowed`, so that four readers leave room for what is fetched."""
+        """Return how many shards one reader may hold open, at most `allowed`.
+
+        The limit is such that four readers leave room for downloads.
+        """
         largest = max((size for size, _ in self._known.values()), default=self.cache.most_bytes)
         return max(1, min(allowed, self.cache.most_bytes // (4 * max(1, largest))))
 
     def open(self, number: int) -> int:
-        """A descriptor of the shard, fetched first where it has to be; while it is open the shard stays in the cache.
+        """Return a descriptor of the shard, which is downloaded first if necessary.
 
-        Raises DataError for a shard that cannot be had, or is another one than its digest says, twice.
+        While the descriptor is open the shard stays in the cache. Raises DataError for a shard that
+        cannot be downloaded, or whose digest does not match twice.
         """
         descriptor = self._open(number)
         self._look_ahead(number)
         return descriptor
 
     def expect(self, order: Sequence[int]) -> None:
-        """The order in which shards will be asked for: `ahead` of those behind each are fetched meanwhile."""
+        """Set the order in which shards will be read.
+
+        After each shard, the next `ahead` shards of the order are downloaded in advance.
+        """
         self._after = {number: list(order[place + 1 : place + 1 + self.ahead]) for place, number in enumerate(order)}
         self._fetch_ahead(list(order[: self.ahead]))
 
     def stream(self, number: int) -> BinaryIO:
-        """The shard read forwards, with nothing kept on disk; it ends with DataError where its digest is another one."""
+        """Return the shard as a sequential stream, without a copy on disk.
+
+        At its end the stream raises DataError if the digest does not match.
+        """
         return cast(BinaryIO, io.BufferedReader(Stream(self._checked_pieces(number)), 1 << 20))
 
     def read_beside(self, name: str) -> bytes | None:
-        """A small file that lies beside the shards; None where there is none."""
+        """Return the content of a small file next to the shards; None if there is none."""
         return Far(self.places[0].beside(name), self._patience).read_small()
 
     def digest(self, number: int) -> str | None:
-        """The digest that the shard must have; None while it is not known."""
+        """Return the digest that the shard must have; None while it is unknown."""
         return self.listed.get(self.places[number].name) or (self._known[number][1] if number in self._known else None)
 
     def _read_digests(self, given: Mapping[str, str] | None) -> dict[str, str]:
-        """Those given, else those listed beside the shards."""
+        """Return the given digests, else those in SHA256SUMS next to the shards.
+
+        Raises DataError for a digest that is invalid or of no shard.
+        """
         if given is None:
             content = self.read_beside(SUMS)
             lines = (SUM_LINE.fullmatch(line) for line in (content or b"").decode("utf-8", "replace").splitlines())
@@ -134,11 +154,12 @@ class Remote:
             if wanted is None or self._sound.get(number) == inode or _digest_of(descriptor) == wanted:
                 self._sound[number] = inode
                 return descriptor
-            os.close(descriptor)  # what lay in the cache is damaged, or another version: it is fetched again, once
+            # the copy in the cache is damaged or another version: it is downloaded again, once
+            os.close(descriptor)
             self.cache.discard(self.path(number))
 
     def _fill(self, file: BinaryIO, number: int, size: int) -> None:
-        """The shard written into `file`; once more from the beginning where its digest is another one."""
+        """Download the shard into `file`; start again, once, if the digest does not match."""
         wanted, found = self.digest(number), ""
         for _ in range(2):
             file.seek(0)
@@ -161,7 +182,10 @@ class Remote:
             raise _another(self.places[number], digest.hexdigest(), wanted)
 
     def _look_ahead(self, number: int) -> None:
-        """Those behind this shard are fetched where an order was told, or shards are read in a row."""
+        """Download the next shards in advance.
+
+        This happens where `expect` gave an order, or where shards are read in sequence.
+        """
         if self._after is not None:
             self._fetch_ahead(self._after.get(number, []))
         elif number == self._last + 1:
@@ -182,10 +206,10 @@ class Remote:
                     self._thread = None
                     return
                 number = self._coming.popleft()
-            with suppress(SurefootError):  # who asks for the shard fetches it again, and is told
+            with suppress(SurefootError):  # the reader of the shard tries again, and gets the error
                 os.close(self._open(number, wait_s=0.0))
 
-    def __getstate__(self) -> dict[str, Any]:  # another process looks ahead by itself
+    def __getstate__(self) -> dict[str, Any]:  # another process downloads in advance by itself
         return {**self.__dict__, "_thread": None, "_lock": None, "_coming": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

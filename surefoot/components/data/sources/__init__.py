@@ -1,4 +1,4 @@
-"""Sources: samples by number, out of arrays, token streams, files, torch datasets and iterables."""
+"""Sources: samples by number, from arrays, token streams, files, torch datasets and iterables."""
 
 from surefoot.components.data.sources.arrays import ArrayLike, Arrays
 from surefoot.components.data.sources.images import ImageFolder

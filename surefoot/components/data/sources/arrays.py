@@ -20,16 +20,18 @@ from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError
 
 ArrayLike = Tensor | np.ndarray
-SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}  # whose rows torch can select
-DIGEST_SAMPLES = 256  # rows hashed of each array: enough to tell two sets apart without reading a memory map whole
+# types of the same size whose rows torch can select
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+# rows hashed of each array: enough to distinguish two sets without reading a whole memory map
+DIGEST_SAMPLES = 256
 NO_NPY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, RecursionError, tokenize.TokenError)  # what numpy raises
 
 
 def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
-    """The array as a tensor, not copied; `what` is what an error calls it.
+    """Return the array as a tensor, without a copy; `what` names the array in errors.
 
-    Raises DataError for numbers that torch does not have, missing values of a masked array, tensors without rows in memory, and a frame
-    of several dtypes.
+    Raises DataError for dtypes that torch does not have, masked values, tensors without dense
+    memory, and a frame of several dtypes.
     """
     if isinstance(array, Tensor):
         if array.is_nested:
@@ -58,7 +60,7 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
 
 
 def _hint_for(array: np.ndarray) -> str:
-    """What makes an array of a dtype, an order of bytes or strides that torch has not one that it takes."""
+    """Return a hint for converting an array whose dtype, byte order or strides torch lacks."""
     if array.dtype.kind in "mM":
         return "give times as numbers: x.astype('int64')"
     if array.dtype.kind in "OSUV":
@@ -69,9 +71,9 @@ def _hint_for(array: np.ndarray) -> str:
 
 
 def open_npy(path: str | Path) -> np.ndarray:
-    """The array of a .npy file as a read-only memory map.
+    """Return the array of a .npy file as a read-only memory map.
 
-    Raises DataError for a file that is missing, cut, no .npy, or holds Python objects.
+    Raises DataError for a file that is missing, truncated, not .npy, or holds Python objects.
     """
     given = Path(path).expanduser()
     try:
@@ -87,7 +89,10 @@ def open_npy(path: str | Path) -> np.ndarray:
 
 @contextmanager
 def without_readahead(array: ArrayLike) -> Iterator[None]:
-    """Inside, a page that is missing of a memory map is read alone: a few rows of a large one would else read up to 8 MiB each."""
+    """Read missing pages of a memory map one by one inside the block.
+
+    With read-ahead, a few rows of a large map would read up to 8 MiB each.
+    """
     held: Any = array
     while isinstance(held, np.ndarray):
         held = held.base
@@ -102,9 +107,10 @@ def without_readahead(array: ArrayLike) -> Iterator[None]:
 
 
 class Arrays:
-    """Rows of equally long arrays: `Arrays(images, labels)` reads tuples, `Arrays(images=..., labels=...)` dicts.
+    """Rows of equally long tensors, numpy arrays or memory maps; a row is a sample.
 
-    Tensors, numpy arrays and memory maps; a row is a sample. Raises DataError for none or unequal lengths.
+    `Arrays(images, labels)` reads tuples, `Arrays(images=..., labels=...)` dicts. Raises DataError
+    for arrays of length 0 or of different lengths.
     """
 
     guarantee: Guarantee = "proven"
@@ -130,7 +136,10 @@ class Arrays:
 
     @classmethod
     def of_files(cls, *paths: str | Path, **named: str | Path) -> Arrays:
-        """Rows of .npy files, mapped and not read: `Arrays.of_files(images="x.npy", labels="y.npy")`. Raises what `open_npy` raises."""
+        """Return the rows of .npy files, which are memory-mapped.
+
+        Example: `Arrays.of_files(images="x.npy", labels="y.npy")`. Raises what `open_npy` raises.
+        """
         return cls(*map(open_npy, paths), **{name: open_npy(path) for name, path in named.items()})
 
     def _digest(self) -> str:

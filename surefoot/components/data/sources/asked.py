@@ -1,4 +1,4 @@
-"""What a source is asked for, held against what it has."""
+"""Check of the sample numbers that are requested from a source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from surefoot.core.errors import DataError
 
 
 def check_asked(ids: np.ndarray, length: int) -> None:
-    """Raise DataError for a number that is no sample of a source of `length`; numpy would count negative ones from the end."""
-    if len(ids) and ids.astype(np.uint64).max() >= length:  # a negative one is larger than any number of samples
+    """Raise DataError for a number that is not a sample of a source of `length` samples.
+
+    numpy would count negative numbers from the end.
+    """
+    if len(ids) and ids.astype(np.uint64).max() >= length:  # as uint64, a negative number exceeds any length
         wrong = int(ids[(ids < 0) | (ids >= length)][0])
         raise DataError(f"sample {wrong:,} was asked for", hint=f"the source has the samples 0 to {length - 1:,}")

@@ -1,4 +1,4 @@
-"""Digests of batches: enough bytes of each to notice that other data came, few enough to take of every batch."""
+"""Digests of batches: they cover enough bytes to detect other data, few enough for every batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 SAMPLED_BYTES = 4096  # of one batch, over all of its tensors
 DIGEST_BYTES = 16
-MAX_DEPTH = 8  # of containers in one another
+MAX_DEPTH = 8  # nesting of containers
 MAX_PARTS = 256  # of one container
 ARRAYS = (Tensor, np.ndarray)
 DIGESTS = ("first", "first_values", "digest", "spot")
@@ -28,9 +28,10 @@ SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(batch: Any) -> bytes:
-    """Return a digest (BLAKE2b, 16 bytes) of the structure of a batch, its shapes and dtypes and 4 KiB of its elements at even strides.
+    """Return a digest (BLAKE2b, 16 bytes) of structure, shapes, dtypes and values of a batch.
 
-    Tensors on a device other than the CPU count by shape and dtype alone: to read them would wait for the device.
+    Of the values, 4 KiB at even strides are hashed. Tensors on a device other than the CPU count by
+    shape and dtype alone, since reading them would wait for the device.
     """
     taken = hashlib.blake2b(digest_size=DIGEST_BYTES)
     parts: list[Any] = []
@@ -41,7 +42,7 @@ def digest_of(batch: Any) -> bytes:
         if isinstance(part, ARRAYS):
             try:
                 _add_elements(taken, part, share)
-            except Exception:  # noqa: BLE001 - a tensor of a class that has no elements to read, as torch.masked has
+            except Exception:  # noqa: BLE001 - a tensor of a class without readable elements, as torch.masked has
                 taken.update(type(part).__name__.encode())
         else:
             taken.update(part.encode(errors="replace") + b"\0")
@@ -49,7 +50,10 @@ def digest_of(batch: Any) -> bytes:
 
 
 class Difference(NamedTuple):
-    """What of a second reading is not as before, and what to do; `same_samples`: only their values are others."""
+    """Difference between a second reading and the first, and what to do about it.
+
+    With `same_samples` only the values of the samples differ.
+    """
 
     what: str
     hint: str
@@ -57,7 +61,7 @@ class Difference(NamedTuple):
 
 
 def chain(before: bytes, item: bytes) -> bytes:
-    """Return the digest of a sequence: `before` is that of all items up to here, `item` comes behind them."""
+    """Return the digest of a sequence from `before`, that of all earlier items, and `item`."""
     return hashlib.blake2b(before + item, digest_size=DIGEST_BYTES).digest()
 
 
@@ -68,10 +72,11 @@ def digest_of_ids(ids: Iterable[Any]) -> bytes:
 
 @dataclass(eq=False)
 class PassDigest:
-    """What the batches of a pass over the data were, `count` of them: enough to notice that a second reading gives others.
+    """Digests of the `count` batches of an epoch, for comparison with a second reading.
 
-    `digest` is that of all batches: of their samples by number where they are known, else of the batches themselves. Where samples are
-    known, `spot` is the digest of batch `spot_number` itself, which is taken now and then.
+    `digest` covers all batches: their sample numbers where these are known, else the batches
+    themselves. Where samples are known, `spot` is the digest of the contents of batch
+    `spot_number`, computed every few batches.
     """
 
     count: int = 0
@@ -82,9 +87,9 @@ class PassDigest:
     spot: bytes = b""
 
     def add(self, batch: Any, samples: Iterable[Any] | None, *, spots: bool = True) -> bytes:
-        """Add the next batch, whose `samples` are None where they are not known; returns its digest.
+        """Add the next batch and return its digest; `samples` is None if they are unknown.
 
-        Without `spots` no batch is looked into whose samples are known.
+        Without `spots`, the contents of batches with known samples are not hashed.
         """
         digest = digest_of(batch) if samples is None else digest_of_ids(samples)
         if self.count == 0:
@@ -97,9 +102,10 @@ class PassDigest:
         return digest
 
     def compare(self, before: PassDigest, *, knows_samples: bool, values: bool = True) -> Difference | None:
-        """Return how this second reading of a pass differs from the first one, up to the same batch; None where it does not.
+        """Return how this second reading of an epoch differs from the first, or None.
 
-        Without `values` what the batches hold is compared in the first one alone: random states in between are not known.
+        Both readings must cover the same number of batches. Without `values`, the contents of the
+        first batch alone are compared, since the random states in between are unknown.
         """
         if not values and not knows_samples:
             what = "the first batch of the pass, read again to resume, is not the one trained on"
@@ -120,7 +126,7 @@ class PassDigest:
         return None
 
     def compare_first(self, before: PassDigest) -> Difference | None:
-        """Return how the first batch of a pass that is over, read again, differs from what it was; None where it does not."""
+        """Return how the first batch of a finished epoch, read again, differs, or None."""
         if self.first != before.first:
             return Difference("the first batch of the pass before, read again, is not the one trained on", OTHER_HINT)
         if self.first_values and before.first_values and self.first_values != before.first_values:
@@ -130,7 +136,7 @@ class PassDigest:
         return None
 
     def as_state(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Return the digests in a form that JSON can hold."""
         texts = {name: getattr(self, name).hex() for name in DIGESTS}
         return {"count": self.count, "spot_number": self.spot_number, **texts}
 
@@ -141,7 +147,10 @@ class PassDigest:
 
 
 def _find_parts(batch: Any, found: list[Any], depth: int) -> None:
-    """Add the tensors and arrays of a batch in order, and in words all else: structure, numbers, texts and what other objects hold."""
+    """Add the tensors and arrays of a batch to `found` in order, and a text for all else.
+
+    Texts stand for the structure, numbers, strings and the contents of other objects.
+    """
     if isinstance(batch, ARRAYS):
         if isinstance(batch, np.ndarray) and batch.dtype == object:
             found.append(f"objects {batch.shape}")
@@ -163,7 +172,7 @@ def _find_parts(batch: Any, found: list[Any], depth: int) -> None:
         _find_all(batch, found, depth)
     elif isinstance(batch, AbstractSet):
         found.append(f"{type(batch).__name__} {sorted(map(repr, batch))[:MAX_PARTS]}")
-    else:  # graphs, the encodings of a tokenizer, dataclasses, dates
+    else:  # graphs, tokenizer encodings, dataclasses, dates
         found.append(type(batch).__name__)
         slots = [name for kind in type(batch).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(batch, name)]
         held = [*getattr(batch, "__dict__", {}).values(), *(getattr(batch, name) for name in slots)]
@@ -173,14 +182,14 @@ def _find_parts(batch: Any, found: list[Any], depth: int) -> None:
 
 
 def _find_all(parts: Iterable[Any], found: list[Any], depth: int) -> None:
-    """Of very many parts some at even strides."""
+    """Add the parts to `found`; of more than MAX_PARTS some at even strides."""
     held = parts if isinstance(parts, list | tuple) else list(parts)
     for part in held[:: max(1, -(-len(held) // MAX_PARTS))]:
         _find_parts(part, found, depth + 1)
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a sparse or a nested one consists of; none for a kind that does not show them."""
+    """Return the dense tensors of a sparse or nested tensor; none if its kind hides them."""
     try:
         if tensor.is_nested:
             return list(tensor.unbind())
@@ -207,6 +216,6 @@ def _add_elements(taken: Any, tensor: Tensor | np.ndarray, num_bytes: int) -> No
 def _as_array(tensor: Tensor) -> np.ndarray:
     try:
         return tensor.numpy()
-    except (TypeError, RuntimeError):  # NumPy has no bfloat16, no float8 and no lazy conjugates
+    except (TypeError, RuntimeError):  # NumPy has no bfloat16, no float8 and no lazy conjugation
         plain = tensor.resolve_conj().resolve_neg()
         return (torch.view_as_real(plain) if plain.is_complex() else plain.view(SAME_SIZE[plain.element_size()])).numpy()

@@ -1,4 +1,4 @@
-"""Folders of images, a subfolder a class: any of them by number, decoded when it is read."""
+"""Folders of images with one subfolder per class: images by number, decoded when they are read."""
 
 # B batch, H height, W width
 
@@ -26,14 +26,16 @@ Transform = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class ImageFolder:
-    """`folder/cat/1.jpg` is an image of the class `cat`; batches are dict(images (B, H, W, 3) uint8, labels (B,) int64).
+    """Images in one subfolder per class: `folder/cat/1.jpg` is an image of the class `cat`.
 
-    Classes are numbered by their names in order, `classes` has them; images may lie deeper in a class. jpg, jpeg, png and webp are read,
-    and names that begin with a dot left out. `transform` is called on each sample's dict: to bring images to one size. Links are
-    refused, or followed with `follow_links`, wherever they lead.
+    A batch is dict(images (B, H, W, 3) uint8, labels (B,) int64). Classes are numbered in the order
+    of their names, which `classes` holds; images may be in deeper subfolders of a class. The
+    formats are jpg, jpeg, png and webp, and names that begin with a dot are ignored. `transform` is
+    called on the dict of each sample, for example to bring images to one size. Links are refused,
+    or followed with `follow_links`, wherever they lead.
 
-    Raises DataError for a folder without classes, a class without images, any other file, and, when they are read, images that are
-    damaged, too large or of several sizes.
+    Raises DataError for a folder without classes, a class without images, any other file, and, on
+    reading, images that are damaged, too large or of different sizes.
     """
 
     guarantee: Guarantee = "proven"
@@ -77,7 +79,7 @@ class ImageFolder:
         return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
 
     def explain(self, ids: np.ndarray) -> dict[str, float]:
-        """The seconds that reading, decoding and the transform of these images take."""
+        """Return the seconds that reading, decoding and transforming these images take."""
         check_asked(ids, len(self))
         marks = [time.perf_counter()]
         samples = [self.content(number) for number in ids.tolist()]
@@ -94,11 +96,14 @@ class ImageFolder:
         return f"{len(self):,} images of {len(self.classes):,} classes in {self.folder.name}, {sum(self.sizes) / 1e9:.3g} GB"
 
     def label(self, number: int) -> int:
-        """The number of the class of an image."""
+        """Return the class index of an image."""
         return self._labels[number]
 
     def content(self, number: int) -> Sample:
-        """The bytes of an image, as they lie there. Raises DataError for one that changed since the folder was looked through."""
+        """Return the bytes of an image file.
+
+        Raises DataError if its size has changed since the folder was searched.
+        """
         name, size = self.names[number], self.sizes[number]
         try:
             with (self.folder / name).open("rb") as file:
@@ -128,7 +133,10 @@ def _find_classes(folder: Path, follow_links: bool) -> list[str]:
 
 
 def _find_images(folder: Path, below: str, follow_links: bool, above: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Name and bytes of each image below a folder; `above` are the real folders it lies in, since links can lead in a circle."""
+    """Yield the name and the bytes of each image below a folder.
+
+    `above` are the real paths of the folders that contain it, since links can form a circle.
+    """
     real = os.path.realpath(folder / below)
     if real in above:
         raise DataError(f"{folder / below} leads back to {real}", hint="remove the link that leads in a circle")

@@ -1,4 +1,4 @@
-"""An iterable of whole batches as a source: read forwards, pass after pass, and replayed to resume."""
+"""Iterable of whole batches as a source: read sequentially, and replayed to resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Streams = Callable[[int], AbstractContextManager[None]]
 
 
 class BatchRead(NamedTuple):
-    """One batch of a pass: its samples by number, or a digest of it as four numbers of 32 bits where those are not known."""
+    """Batch of an epoch: its sample numbers, or four 32-bit numbers of a digest if unknown."""
 
     epoch: int
     number: int
@@ -37,10 +37,10 @@ class BatchRead(NamedTuple):
 
 @dataclass(eq=False)
 class _Pass:
-    """How a pass began, and what came of it so far."""
+    """State at the start of an epoch, and digests of its batches so far."""
 
     epoch: int = 0
-    generators: list[Tensor] = field(default_factory=list)  # the states of the loader's own
+    generators: list[Tensor] = field(default_factory=list)  # states of the loader's generators
     sampler: list[Tensor] | None = None  # see Watched.sampler_start
     state: Any = None  # of the iterable, before the first batch
     seen: PassDigest = field(default_factory=PassDigest)
@@ -55,15 +55,18 @@ class _Pass:
 
 
 class Iterated:
-    """An iterable or a DataLoader of whole batches; sample i is batch i, so it is trained with `batch = 1`, unshuffled.
+    """Iterable or DataLoader of whole batches; sample i is batch i.
 
-    It can only be read forwards: to resume at batch k the first k are drawn again (*replayed*), from the random states at which the
-    pass began: those of the loader's own generators are saved, the global ones follow from the seed, the epoch and the number of the
-    batch. What is drawn again is compared with digests of what was drawn before; OtherDataError names a difference.
+    It is therefore trained with `batch = 1`, unshuffled. It can only be read sequentially: to
+    resume at batch k, the first k batches are read again (*replayed*) from the random states at the
+    start of the epoch. The states of the loader's generators are saved; the global ones follow from
+    the seed, the epoch and the number of the batch. The batches read again are compared with
+    digests of the first reading; OtherDataError describes a difference.
 
-    One with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is put where it was instead. `set_epoch` of a loader,
-    its samplers and its dataset is called before each pass. Without `num_batches` a pass ends where the iterable ends; a batch more
-    than its length is noticed. Raises DataError when it ends before.
+    An iterable with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored
+    instead. `set_epoch` of a loader, its samplers and its dataset is called before each epoch.
+    Without `num_batches` an epoch ends where the iterable ends; a batch beyond its length is
+    reported. Raises DataError if the iterable ends too early.
     """
 
     guarantee: Guarantee = "replayed"
@@ -88,11 +91,14 @@ class Iterated:
         self._states: deque[tuple[int | None, int, Any]] = deque(
             maxlen=KEPT_STATES
         )  # (epoch, batches drawn, the state after them)
-        self._sizes: dict[tuple[int, int], int] = {}  # (epoch, batch) -> its samples, of the last batches that were read
-        self._first: tuple[BatchRead, Batch] | None = None  # a copy of batch 0, while no other was drawn
-        self._expected: _Pass | None = None  # what a checkpoint holds of the pass that is resumed
-        self._begun: tuple[int, PassDigest] | None = None  # the epoch of batch 0 that a check read before a state was loaded
-        self._is_loaded = False  # the iterable itself does not stand where `_states` say
+        # (epoch, batch) -> number of samples, for the last batches that were read
+        self._sizes: dict[tuple[int, int], int] = {}
+        # a copy of batch 0, until another batch is read
+        self._first: tuple[BatchRead, Batch] | None = None
+        self._expected: _Pass | None = None  # the epoch that is resumed, as a checkpoint holds it
+        # the epoch whose batch 0 a check read before a state was loaded
+        self._begun: tuple[int, PassDigest] | None = None
+        self._is_loaded = False  # the iterable is not at the position of `_states`
         self._has_told = False
         self.notices: list[tuple[str, str]] = []
         self.on_read: Callable[[BatchRead], None] = lambda row: None  # called with each batch that is read
@@ -104,32 +110,39 @@ class Iterated:
 
     @property
     def promise(self) -> Any:
-        """What the ledger may check of a pass: see `contract.loop_ledger.Promise`."""
+        """Facts about an epoch that the ledger may check: see `contract.loop_ledger.Promise`."""
         return self._watched.promise
 
     def read(self, ids: np.ndarray) -> Batch:
-        """Read on in this pass; after its last batch in the next one."""
+        """Read the requested batch of this epoch; after its last batch, of the next epoch."""
         number = _only(ids)
         epoch = 0 if self._pass is None else self._pass.epoch
         return self._read(epoch + (self._next >= len(self) and number < self._next), number, _as_they_are, keep=True)
 
     def at(self, epoch: int, streams: Streams, *, keep: bool = False) -> _At:
-        """Return a reader of the pass numbered `epoch`; `streams(k)` sets the global random streams to those of batch k.
+        """Return a reader of an epoch; `streams(k)` sets the global random streams for batch k.
 
-        The caller sets those of the batch that is read; those before it, which are drawn again, are set here. With `keep` batch 0
-        is given again to whoever reads it next: a check before a run must not consume it.
+        The caller sets the streams for the batch that is read; the reader sets them for earlier
+        batches that are replayed. With `keep`, the next read returns batch 0 again: a check before
+        a run must not consume it.
         """
         return _At(self, epoch, streams, keep)
 
     def count_samples(self, epoch: int, number: int, batch: Batch) -> int | None:
-        """The samples of a batch that was read: those that its DataLoader drew for it, else as its structure says; None where unknown."""
+        """Return the number of samples in a batch that was read; None if it is unknown.
+
+        It is the number that the DataLoader drew for the batch, else that of the batch's structure.
+        """
         return self._sizes.get((epoch, number)) or size_of(batch)
 
     def describe(self) -> str:
         return f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
 
     def close(self) -> None:
-        """End the workers of a DataLoader, if it has any; whoever reads on begins others, at the same place."""
+        """End the workers of a DataLoader, if it has any.
+
+        The next read starts new workers and continues at the same batch.
+        """
         if getattr(self._iterable, "num_workers", 0):
             self._iterator = None
             self._watched.close()
@@ -149,7 +162,7 @@ class Iterated:
         return batch
 
     def _go_to(self, epoch: int, number: int, streams: Streams) -> None:
-        """Stand before batch `number` of a pass: draw what lies between, from the beginning where that lies behind."""
+        """Advance to batch `number` of an epoch; restart the epoch if the batch was read before."""
         if self._iterator is None or self._pass is None or self._pass.epoch != epoch or number < self._next:
             self._begin(epoch, number)
         while self._next < number:
@@ -157,7 +170,10 @@ class Iterated:
                 self._draw()
 
     def _begin(self, epoch: int, number: int) -> None:
-        """Begin a pass, at the last known state before `number` where there is one; a second time it begins as it did before."""
+        """Start an epoch, at the last known state before `number` if there is one.
+
+        An epoch that is started again begins with the random states of its first start.
+        """
         self._iterator, self._first = None, None
         self._watched.begin_pass()
         self._next, known = self._nearest(epoch, number)
@@ -172,10 +188,14 @@ class Iterated:
             self._iterable.load_state_dict(copy.deepcopy(known))  # type: ignore[attr-defined]
 
     def _nearest(self, epoch: int, number: int) -> tuple[int, Any]:
-        """The batches drawn at the last known state of a pass up to `number`, and that state; NOTHING where it begins by itself."""
+        """Return the batches drawn at the last known state up to `number`, and the state.
+
+        The state is NOTHING if the epoch starts without one.
+        """
         if not self._has_state:
             return 0, NOTHING
-        is_next = bool(self._states) and self._states[-1][:2] == (epoch, 0)  # the iterable has come to its end, and stands there
+        # the iterable has just ended the epoch before
+        is_next = bool(self._states) and self._states[-1][:2] == (epoch, 0)
         if number == 0 and is_next and not self._is_loaded:
             return 0, NOTHING
         self._is_loaded = False
@@ -216,10 +236,11 @@ class Iterated:
         return copy.deepcopy(self._iterable.state_dict())  # type: ignore[attr-defined]
 
     def _finish(self) -> None:
-        """Let the iterable come to its own end, as a `for` loop would; a batch more than its length says is noticed."""
+        """Let the iterable reach its end, as a `for` loop would; report a surplus batch."""
         assert self._pass is not None
         extra = NOTHING
-        with contextlib.suppress(Exception):  # what is wrong behind the last batch is no part of a pass
+        # an error after the last batch does not concern the epoch
+        with contextlib.suppress(Exception):
             extra = next(self._iterator, NOTHING) if self._iterator is not None else NOTHING
         self._iterator = None
         if extra is not NOTHING and not self._has_told:
@@ -242,7 +263,10 @@ class Iterated:
     # ---- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: how this pass began, digests of its batches, and the last states of the iterable."""
+        """Return the state for a checkpoint.
+
+        It has the start of this epoch, digests of its batches, and the last states of the iterable.
+        """
         current = {} if self._pass is None else {"pass": self._pass.as_state()}
         now = self._watched.generator_states()
         return {"states": [list(each) for each in self._states], "generators": now, **current}
@@ -252,7 +276,7 @@ class Iterated:
         is_new = self._first is not None and current is None and not held["states"]
         is_same = self._pass is not None and current is not None and _is_same(current, self._pass.as_state())
         if is_new or is_same:
-            return  # nothing was drawn since but batch 0, which is given once more
+            return  # only batch 0 was read, and the next read returns it again
         if current is not None and not held["states"] and self._is_beginning_of(_Pass.from_state(current)):
             self._expected = _Pass.from_state(current)
             return
@@ -270,14 +294,17 @@ class Iterated:
         self._expected = _Pass.from_state(current)
 
     def _is_beginning_of(self, saved: _Pass) -> bool:
-        """Whether what a check began is the pass that is resumed: it is read on, since another one may come in another order."""
+        """Return whether the epoch that a check started is the epoch that is resumed.
+
+        If so, reading continues in it, since a restarted epoch may have another order.
+        """
         mine = self._pass
         if mine is None or self._first is None or mine.epoch != saved.epoch or len(mine.generators) != len(saved.generators):
             return False
         return all(torch.equal(one, other) for one, other in zip(mine.generators, saved.generators, strict=True))
 
     def forget_states(self) -> None:
-        """Do without the iterable's own state, which no checkpoint can hold: it is replayed to resume."""
+        """Stop saving the state of the iterable, which no checkpoint can hold; replay to resume."""
         self._has_state = False
         self._states.clear()
         if self._pass is not None:
@@ -287,7 +314,10 @@ class Iterated:
 
     @contextlib.contextmanager
     def keep_generators(self) -> Iterator[None]:
-        """Put the states of the loader's own generators back afterwards: another loader may draw from them too."""
+        """Restore the states of the loader's generators at the end of the block.
+
+        Another loader may draw from the same generators.
+        """
         states = self._watched.generator_states()
         try:
             yield
@@ -295,7 +325,7 @@ class Iterated:
             self._watched.restore_generators(states)
 
     def seek(self, epoch: int, number: int, streams_of: Callable[[int], Streams]) -> None:
-        """Stand before batch `number` of the pass `epoch`, and compare what is drawn on the way with what was drawn before.
+        """Advance to batch `number` of `epoch`; compare replayed batches with the first reading.
 
         Raises OtherDataError for a difference.
         """
@@ -316,10 +346,14 @@ class Iterated:
         self.notices.append((found.what, found.hint))
 
     def _compare_first(self, expected: _Pass, streams: Streams) -> Difference | None:
-        """A pass is over, and the next one begins: one batch of the last one, read again, shows whether it would come again."""
+        """Read the first batch of a finished epoch again, and compare it with the first reading.
+
+        The comparison shows whether the finished epoch could be read again.
+        """
         current = self._pass if self._first is not None else None
         first = self._begun if current is None else (current.epoch, current.seen)
-        if first is None or first[0] != expected.epoch:  # else a check has read that batch already
+        # otherwise a check has read that batch already
+        if first is None or first[0] != expected.epoch:
             self._watched.begin_pass()
             with streams(0), self.keep_generators():
                 self._watched.restore_generators(expected.generators)
@@ -334,7 +368,7 @@ class Iterated:
 
 
 class _At(NamedTuple):
-    """One pass of an iterable, as a source."""
+    """Source that reads one epoch of an iterable."""
 
     source: Iterated
     epoch: int
@@ -352,15 +386,15 @@ def _only(ids: np.ndarray) -> int:
 
 
 def copy_of(batch: Batch) -> Batch:
-    """Return a copy of all that a batch holds; the batch itself where it cannot be copied."""
+    """Return a deep copy of a batch; the batch itself if it cannot be copied."""
     try:
         return copy.deepcopy(batch)
-    except Exception:  # noqa: BLE001 - whatever its parts raise: then it is given twice as it is
+    except Exception:  # noqa: BLE001 - a part can raise anything
         return batch
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states of a pass are of the same place in it."""
+    """Return whether two states are of the same position in an epoch."""
     return bool(one["epoch"] == other["epoch"] and one["seen"] == other["seen"])
 
 

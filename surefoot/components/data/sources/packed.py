@@ -1,8 +1,9 @@
-"""Whole documents packed into rows of one length, and the mask that keeps them apart.
+"""Whole documents packed into rows of one length, and the attention mask that separates them.
 
-The packing is best-fit decreasing over the histogram of lengths (M. Krell et al., "Efficient Sequence Packing without
-Cross-contamination", 2021): it asks how many documents of a length there are, not for each of them, so that its time depends on the
-length of a row and hardly on the number of documents.
+The packing is best-fit decreasing over the histogram of lengths (M. Krell et al., "Efficient
+Sequence Packing without Cross-contamination", 2021): it uses the number of documents of each
+length, not each document, so that its time depends on the length of a row and hardly on the number
+of documents.
 """
 
 # B batch, T tokens of a row, N pieces of documents, R rows
@@ -27,19 +28,20 @@ from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path
 
-SCAN_TOKENS = 1 << 24  # of a memory map at a time, to find where documents end
-NO_DOCUMENT = -1  # of what is padding
+SCAN_TOKENS = 1 << 24  # of a memory map at a time, to find the ends of documents
+NO_DOCUMENT = -1  # document index of padding
 
 
 class Packed:
     """Documents of one stream, packed into rows of `length`: four int64 tensors (B, T).
 
-    `inputs` (0 where padded), `targets` (-100 where padded and at a document's last token), `positions`, which begin at 0 in every
-    document, and `documents`: which document of the row, -1 where padded; `block_diagonal` makes the mask of attention of them.
-
-    Document k is ids[offsets[k]:offsets[k + 1]]. Longer ones than a row are cut into pieces that know nothing of each other; every
-    token but the first of a document is still a target once. Documents of one token have nothing to predict and are left out. Raises
-    DataError for offsets that do not rise from 0 to the end of the stream, and where nothing is left.
+    `inputs` (0 where padded), `targets` (-100 where padded and at the last token of a document),
+    `positions`, which start at 0 in every document, and `documents`: the index of the document in
+    the row, -1 where padded, from which `block_diagonal` makes the attention mask. Document k is
+    ids[offsets[k]:offsets[k + 1]]. Documents longer than a row are split into pieces that do not
+    attend to each other; every token but the first of a document is still a target once. Documents
+    of one token have nothing to predict and are left out. Raises DataError for offsets that do not
+    increase from 0 to the end of the stream, and if no document is left.
     """
 
     guarantee: Guarantee = "proven"
@@ -66,7 +68,7 @@ class Packed:
 
     @property
     def efficiency(self) -> float:
-        """Real tokens by all tokens of the rows."""
+        """Share of real tokens among all tokens of the rows."""
         return self.num_tokens / (len(self) * self._length)
 
     def __len__(self) -> int:
@@ -75,7 +77,7 @@ class Packed:
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
         check_asked(ids, len(self))
         first, count = self._rows[ids], self._rows[ids + 1] - self._rows[ids]
-        within = count_up(count)  # which document of the row each piece is
+        within = count_up(count)  # index of each piece in its row
         pieces = np.repeat(first, count) + within
         lengths = self._lengths[pieces]
         positions = count_up(lengths)
@@ -101,11 +103,13 @@ class Packed:
 
 
 class TokenFile:
-    """A file of tokens, mapped and not read: `TokenFile("train.bin", 1024)` reads windows, as `Tokens` does.
+    """Memory-mapped file of tokens: `TokenFile("train.bin", 1024)` reads windows like `Tokens`.
 
-    A .npy file, or numbers of `dtype`, little-endian, and nothing else. With the token that `end`s each document, or the `offsets` at
-    which documents begin (a .npy file, or raw int64), whole documents are packed, as `Packed` does. `end` reads the file once, to
-    find them; `find_documents` makes offsets that can be kept. Raises DataError for files that are no such thing.
+    The file is .npy, or little-endian numbers of `dtype` and nothing else. With `end`, the token
+    that ends each document, or `offsets`, the positions at which documents begin (a .npy file, or
+    raw int64), whole documents are packed, as `Packed` does. `end` reads the file once to find the
+    documents; `find_documents` returns offsets that can be stored. Raises DataError for files in
+    other formats.
     """
 
     guarantee: Guarantee = "proven"
@@ -138,9 +142,10 @@ class TokenFile:
 
 
 def block_diagonal(documents_BT: Tensor) -> Tensor:
-    """The causal mask (B, 1, T, T) for `scaled_dot_product_attention`: True where a token sees another of its own document, or itself.
+    """Return the causal mask (B, 1, T, T) within documents for `scaled_dot_product_attention`.
 
-    Padding sees padding: a row of a mask without any True would be NaN.
+    It is True where a token attends to an earlier token of its document, or to itself. Padding
+    attends to padding: a row of the mask without any True would give NaN.
 
     >>> block_diagonal(torch.tensor([[0, 0, 1]])).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
@@ -150,9 +155,10 @@ def block_diagonal(documents_BT: Tensor) -> Tensor:
 
 
 def find_documents(ids: ArrayLike, end: int) -> np.ndarray:
-    """Where each document of a stream begins, and where the last one ends, int64 (documents + 1,); `end` belongs to what it ends.
+    """Return the offsets of the documents of a stream, int64 (documents + 1,).
 
-    Raises DataError where `end` does not stand in the stream.
+    They are the start of each document, and the end of the last one; the token `end` belongs to the
+    document that it ends. Raises DataError if `end` is not in the stream.
 
     >>> find_documents(np.array([5, 6, 0, 7, 0, 8]), end=0).tolist()
     [0, 3, 5, 6]
@@ -170,7 +176,10 @@ def find_documents(ids: ArrayLike, end: int) -> np.ndarray:
 
 
 def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
-    """The offsets as contiguous int64, their last one the end of the stream. Raises DataError for any that are none."""
+    """Return the offsets as contiguous int64, with the end of the stream as the last one.
+
+    Raises DataError for invalid offsets.
+    """
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
         raise DataError(
             f"offsets of {offsets.dtype} {offsets.shape} are none", hint="give one row of int64: where documents begin"
@@ -194,7 +203,7 @@ def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Group:
-    """So many rows alike: `runs` are the pieces in each, as (length, how many)."""
+    """Group of `rows` equal rows; `runs` are the pieces in each row, as (length, count)."""
 
     rows: int
     runs: tuple[tuple[int, int], ...] = ()
@@ -204,9 +213,11 @@ class Group:
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces of 1 to `capacity` tokens to rows: their numbers in the order of rows (N,), and where each row begins there (R + 1,).
+    """Assign pieces of 1 to `capacity` tokens to rows.
 
-    Longest first, each into the fullest row that still takes it; of equal ones the first comes first. The same for the same lengths.
+    Returns the indices of the pieces in the order of rows (N,), and the start of each row in them
+    (R + 1,). The longest pieces come first, each into the fullest row that has space for it; pieces
+    of equal length keep their order. Equal lengths give an equal result.
 
     >>> order, rows = pack(np.array([3, 5, 2, 6]), 8)
     >>> [order[rows[i] : rows[i + 1]].tolist() for i in range(len(rows) - 1)]
@@ -214,7 +225,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
     order = np.argsort(capacity - lengths.astype(np.int32), kind="stable")
-    first = dict(enumerate((len(lengths) - np.cumsum(counts)).tolist()))  # of a length, where its pieces begin in `order`
+    first = dict(enumerate((len(lengths) - np.cumsum(counts)).tolist()))  # length -> start of its pieces in `order`
     parts, sizes = [], []
     for group in _pack_histogram(counts, capacity):
         columns = []
@@ -227,9 +238,12 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pack_histogram(counts: np.ndarray, capacity: int) -> list[Group]:
-    """Best-fit decreasing for all pieces of one length at a time: equal ones fill a row until it takes no more of them."""
+    """Return the rows of best-fit decreasing, for all pieces of one length at a time.
+
+    Pieces of equal length fill a row until no more of them fit.
+    """
     open_rows: dict[int, list[Group]] = {}  # by the space that is left
-    spaces: list[int] = []  # those there are, sorted
+    spaces: list[int] = []  # the keys of open_rows, sorted
 
     def put(space: int, group: Group) -> None:
         if space not in open_rows:
@@ -246,7 +260,8 @@ def _pack_histogram(counts: np.ndarray, capacity: int) -> list[Group]:
                 del open_rows[space], spaces[at]
             each = space // length
             full = min(group.rows, left // each)
-            rest = left - full * each if full < group.rows else 0  # of what fills one more row in part
+            # pieces that fill one more row in part
+            rest = left - full * each if full < group.rows else 0
             if full:
                 put(space - each * length, group.filled(full, length, each))
             if rest:
@@ -258,7 +273,10 @@ def _pack_histogram(counts: np.ndarray, capacity: int) -> list[Group]:
 
 
 def _cut(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each piece with something to predict: where it starts, how long it is, and whether its document ends with it."""
+    """Return start and length of each piece, and whether its document ends with the piece.
+
+    Pieces without anything to predict are left out.
+    """
     counts = -(-(np.diff(offsets) - 1) // length)
     starts = np.repeat(offsets[:-1], counts) + length * count_up(counts)
     stops = np.repeat(offsets[1:], counts)
@@ -267,14 +285,17 @@ def _cut(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def count_up(counts: np.ndarray) -> np.ndarray:
-    """0 to each count - 1, one after another: [2, 3] is [0, 1, 0, 1, 2]."""
+    """Return the ranges from 0 to each count - 1, concatenated: [2, 3] gives [0, 1, 0, 1, 2]."""
     ends = np.cumsum(counts)
     counted: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
     return counted
 
 
 def _places(lengths: np.ndarray, within: np.ndarray, row_starts: np.ndarray) -> np.ndarray:
-    """Where each piece begins in the batch: its row's begin and the lengths of those before it in the row."""
+    """Return the position in the batch at which each piece begins.
+
+    It is the start of the row plus the lengths of the earlier pieces in the row.
+    """
     before = np.cumsum(lengths) - lengths
     firsts = np.flatnonzero(within == 0)
     places: np.ndarray = row_starts + before - np.repeat(before[firsts], np.diff(np.append(firsts, len(within))))

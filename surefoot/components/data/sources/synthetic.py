@@ -1,4 +1,4 @@
-"""Samples of pure arithmetic, for labs and tests."""
+"""Computed samples, for experiments and tests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from surefoot.core.errors import DataError
 
 
 class Synthetic:
-    """Images of pure arithmetic with an adjustable delay and size, for labs and tests.
+    """Computed images with an adjustable delay and size, for experiments and tests.
 
-    Sample i is `shape` float32 values hashed from (seed, i), its label i modulo `num_classes`; `delay_s` seconds are slept per sample.
+    Sample i is `shape` float32 values drawn from a generator with the seed (seed, i), its label is
+    i modulo `num_classes`; reading sleeps `delay_s` seconds per sample.
     """
 
     guarantee: Guarantee = "proven"

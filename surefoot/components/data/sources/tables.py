@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files by number, through pyarrow, a few groups of rows in memory at a time."""
+"""Rows of Parquet and Arrow files by number, through pyarrow, with few row groups in memory."""
 
 # B batch
 
@@ -28,15 +28,16 @@ from surefoot.core.place import whole_path
 from surefoot.core.process.forked import make_lock
 
 CACHE_BYTES = 256 << 20
-TAIL_BYTES = 1 << 16  # of a file, for its digest: the footer of Parquet, with sizes and statistics, stands there
-PARQUET, ARROW = b"PAR1", b"ARROW1"  # how files begin
+# of a file, for its digest: the footer of Parquet, with sizes and statistics, is at the end
+TAIL_BYTES = 1 << 16
+PARQUET, ARROW = b"PAR1", b"ARROW1"  # first bytes of the files
 IMAGES = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp"}
 Transform = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Opened:
-    """One file: its columns with their types, how many rows each of its groups has, and what reads one."""
+    """Open file: its columns with types, the rows of each row group, and a read function."""
 
     path: Path
     types: dict[str, Any]
@@ -45,21 +46,25 @@ class Opened:
 
 
 class Table:
-    """Rows of Parquet or Arrow IPC (Feather) files, one after another: `Table(paths, image="img", label="class")` reads dicts.
+    """Rows of Parquet or Arrow IPC (Feather) files, one file after another, as dicts.
 
-    Each name stands for a column. Whole numbers become int64 (B,), truth values, other numbers and lists of numbers, however nested, one
-    tensor of the column's dtype (lists of several lengths are refused: `transform` can pad them); bytes, and structs that hold `bytes`
-    (Hugging Face's images), are decoded as jpg, png or webp to uint8 (H, W, 3). Strings, times, decimals, structs and maps are a list of
-    Python's values. `transform` is called on each row's dict, before: to bring images to one size.
+    Example: `Table(paths, image="img", label="class")`, where each name stands for a column.
+    Integers become int64 (B,). Booleans, other numbers and lists of numbers, however nested, become
+    one tensor of the column's dtype; lists of different lengths are refused, and `transform` can
+    pad them. Bytes, and structs that hold `bytes` (Hugging Face's images), are decoded as jpg, png
+    or webp to uint8 (H, W, 3). Strings, times, decimals, structs and maps become a list of Python
+    values. `transform` is called on the dict of each row before batching, for example to bring
+    images to one size.
 
-    A row is read with its whole row group (Parquet) or record batch (Arrow); the ones used last are kept, up to `cache_bytes` or one.
-    Shuffled rows of large groups are therefore slow: write groups of some thousand rows. Raises DataError for files that are none of
-    these, lack a column or have one of the type null; and, when they are read, for missing values, also in lists, but not those of a
-    field of a struct or of a map, which are None. MissingExtra without pyarrow.
+    A row is read with its whole row group (Parquet) or record batch (Arrow); the most recently used
+    groups are kept, up to `cache_bytes` but at least one. Shuffled rows of large groups are
+    therefore slow: write groups of some thousand rows. Raises DataError for files in other formats,
+    and for columns that are missing or of the type null; and, on reading, for missing values, also
+    in lists, but a missing field of a struct or a map is None. Raises MissingExtra without pyarrow.
     """
 
     guarantee: Guarantee = "proven"
-    thread_safe = True  # one reads a group at a time, all take rows of it
+    thread_safe = True  # one thread reads a group at a time, all take rows of it
     _lock: threading.Lock
 
     def __init__(
@@ -83,7 +88,7 @@ class Table:
         self._starts = np.cumsum([0] + [rows for file in self._files for rows in file.rows])
         if not len(self):
             raise DataError(f"{', '.join(map(str, given[:3]))} hold no rows", hint="give 1 or more")
-        self._cache: OrderedDict[int, Any] = OrderedDict()  # the group used last at the end
+        self._cache: OrderedDict[int, Any] = OrderedDict()  # the most recently used group is last
         make_lock(self)
         self.digest = _digest(self._files, columns)
 
@@ -102,7 +107,9 @@ class Table:
             table = self._group(group)
             chosen = (ids[where] - self._starts[group]).tolist()
             for name, column in self._columns.items():
-                values = table.column(column)  # by number: `take` knows no views of strings, as Polars writes them, and no runs
+                # by number: `take` supports neither string views, as Polars writes them, nor run-
+                # end encoding
+                values = table.column(column)
                 for place, number in zip(where, chosen, strict=True):
                     rows[place][name] = _value_of(samples[place], column, values[number])
         if self._transform is not None:
@@ -152,7 +159,7 @@ def _open(path: Path, columns: dict[str, str]) -> Opened:
                 stored = pyarrow.ipc.open_file(mapped)
                 rows = [stored.get_batch(group).num_rows for group in range(stored.num_record_batches)]
                 read = stored.get_batch
-            else:  # a stream, as the cache of Hugging Face's datasets
+            else:  # a stream, as in the cache of Hugging Face's datasets
                 stored = pyarrow.ipc.open_stream(mapped)
                 batches = list(stored)  # views of the map
                 rows, read = [len(batch) for batch in batches], batches.__getitem__
@@ -162,7 +169,7 @@ def _open(path: Path, columns: dict[str, str]) -> Opened:
 
 
 def _check_columns(path: Path, wanted: Sequence[str], schema: Any) -> None:
-    """Raise DataError for a column that the file does not have, has twice, or has without values."""
+    """Raise DataError for a column that is missing, occurs twice, or has the type null."""
     missing = sorted(set(wanted) - set(schema.names))
     if missing:
         raise DataError(f"{path} has no column {', '.join(missing)}", hint=f"it has {', '.join(schema.names)}")
@@ -174,7 +181,10 @@ def _check_columns(path: Path, wanted: Sequence[str], schema: Any) -> None:
 
 
 def _check_int64(columns: dict[str, str], rows: Sequence[dict[str, Any]], samples: Sequence[Sample]) -> None:
-    """Raise DataError for a whole number that int64 does not hold: a batch with one would be a list, all others a tensor."""
+    """Raise DataError for an integer that int64 does not hold.
+
+    A batch with such an integer would be a list, and all other batches a tensor.
+    """
     for name, column in columns.items():
         for row, sample in zip(rows, samples, strict=True):
             if type(row[name]) is int and not -(1 << 63) <= row[name] < 1 << 63:
@@ -186,7 +196,7 @@ def _check_int64(columns: dict[str, str], rows: Sequence[dict[str, Any]], sample
 
 @contextmanager
 def _faults_of(path: Path) -> Iterator[None]:
-    """What pyarrow and the system say of a bad file, as DataError."""
+    """Convert errors of pyarrow and of the system about a bad file to DataError."""
     with needing("pyarrow", "pyarrow", extra="arrow", needed_for="reading Parquet and Arrow files"):
         import pyarrow
     try:
@@ -200,14 +210,17 @@ def _faults_of(path: Path) -> Iterator[None]:
 
 @functools.cache
 def _types() -> Any:
-    """What pyarrow knows of types; it is there once a file is open."""
+    """Return the module `pyarrow.types`; pyarrow is imported once a file is open."""
     import pyarrow.types
 
     return pyarrow.types
 
 
 def _value_of(sample: Sample, column: str, value: Any) -> Any:
-    """One value of a column as a part of a sample: an int, an array, an image, or what pyarrow makes of it."""
+    """Return a value of a column as a part of a sample.
+
+    It is an int, an array, an image, or the Python value that pyarrow returns.
+    """
     value, shape = _stored(value)
     if not value.is_valid:
         raise _missing(sample, column)
@@ -232,7 +245,10 @@ def _value_of(sample: Sample, column: str, value: Any) -> Any:
 
 
 def _stored(value: Any) -> tuple[Any, Any]:
-    """What a value of a dictionary, a run, a union or an extension of lists stands for; and its type where it is a tensor of a shape."""
+    """Return the plain value of a dictionary, run-end, union or list extension value.
+
+    The second result is the type of a tensor of fixed shape, else None.
+    """
     types, shape = _types(), None
     while True:
         kind = value.type
@@ -242,13 +258,13 @@ def _stored(value: Any) -> tuple[Any, Any]:
             inside, shape = value.value, kind if hasattr(kind, "permutation") else None
         else:
             return value, shape
-        if inside is None:  # of a missing value
+        if inside is None:  # a missing value
             return value, shape
         value = inside
 
 
 def _as_number(plain: Any, kind: Any) -> Any:
-    """A truth value or a floating-point number as an array of the column's own dtype; all else as it is."""
+    """Return a boolean or a float as an array of the column's dtype, other values unchanged."""
     types = _types()
     if types.is_floating(kind):
         return np.asarray(plain, dtype=kind.to_pandas_dtype())
@@ -258,7 +274,8 @@ def _as_number(plain: Any, kind: Any) -> Any:
 def _plain_of(sample: Sample, column: str, value: Any) -> Any:
     try:
         return value.as_py()
-    except (ValueError, OverflowError, ImportError) as error:  # nanoseconds, years and zones that Python has not; no UTF-8
+    # nanoseconds, years and time zones that Python does not have; invalid UTF-8
+    except (ValueError, OverflowError, ImportError) as error:
         raise DataError(
             f"{sample.shard}: {column} of {sample.key} is of the type {value.type}, and no value of Python: {str(error)[:200]}",
             hint="write the column as another type, times as int64",
@@ -266,7 +283,11 @@ def _plain_of(sample: Sample, column: str, value: Any) -> Any:
 
 
 def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
-    """The numbers of a list, however nested, as an array of their own dtype; None for other values, and for lists of several lengths."""
+    """Return the numbers of a list, however nested, as an array of their dtype.
+
+    Returns None for other values, and for lists of different lengths. Raises DataError for a
+    missing value.
+    """
     import pyarrow.compute
 
     types, shape, is_even = _types(), [len(inside)], True
@@ -285,7 +306,7 @@ def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
 
 
 def _decoded(array: Any) -> Any:
-    """The values themselves of an array that holds each once (a dictionary), or each run of equal ones."""
+    """Return the plain values of a dictionary-encoded or run-end encoded array."""
     import pyarrow.compute
 
     if _types().is_dictionary(array.type):

@@ -1,4 +1,4 @@
-"""Rows of the tensors of a safetensors file, mapped and not read; its header is checked before anything it says is used."""
+"""Rows of the tensors of a safetensors file, memory-mapped; the header is checked before use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path
 
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
-METADATA = "__metadata__"  # a table of texts beside the tensors
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
+METADATA = "__metadata__"  # a table of texts besides the tensors
 TORCH = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32,
@@ -34,7 +34,7 @@ TORCH = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What a header says of one tensor; its bytes lie from `start` to `stop` of the file."""
+    """Header entry of one tensor; its bytes are at `start` to `stop` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,10 +43,12 @@ class Entry:
 
 
 class Safetensors:
-    """Rows of equally long tensors of one file: `Safetensors("set.safetensors", images="x", labels="y")` reads dicts.
+    """Rows of equally long tensors of one file, as dicts.
 
-    Without names all tensors of the file, under their own. Only the rows asked for are read. Raises DataError for a file that is no
-    safetensors file or is cut, a header whose sizes do not fit, a name that is not in it, and tensors of several lengths.
+    Example: `Safetensors("set.safetensors", images="x", labels="y")`. Without names, all tensors of
+    the file are read, under their names. Only the requested rows are read. Raises DataError for a
+    file that is not safetensors or is truncated, a header whose sizes do not fit, a name that is
+    not in the file, and tensors of different lengths.
     """
 
     guarantee: Guarantee = "proven"
@@ -95,10 +97,11 @@ class Safetensors:
 
 
 def read_header(path: Path) -> Mapping[str, Entry]:
-    """What a safetensors file holds, by name. Reads the header alone.
+    """Return the header entries of a safetensors file, by name; only the header is read.
 
-    Raises DataError for anything that is not as the format says (https://huggingface.co/docs/safetensors): types, sizes, names that stand
-    twice, metadata that are no texts, and bytes that belong to no tensor or to two.
+    Raises DataError for anything that the format (https://huggingface.co/docs/safetensors) does not
+    allow: types, sizes, duplicate names, metadata that are not texts, and bytes that belong to no
+    tensor or to two.
     """
     try:
         with path.open("rb") as file:
@@ -130,7 +133,10 @@ def read_header(path: Path) -> Mapping[str, Entry]:
 
 
 def _check_tiling(path: Path, held: Mapping[str, Entry], begin: int, num_bytes: int) -> None:
-    """Raise DataError unless every byte behind the header belongs to one tensor: what belongs to none could be another file."""
+    """Raise DataError unless every byte after the header belongs to exactly one tensor.
+
+    Bytes that belong to no tensor could be another file.
+    """
     end, before = begin, ""
     for name, entry in sorted(held.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start < end:
@@ -177,6 +183,9 @@ def _fault(path: Path, reason: str) -> DataError:
 
 
 def _as_rows(content: np.ndarray, entry: Entry) -> np.ndarray:
-    """The tensor's bytes as whole numbers of its item's size: numpy has no bfloat16, and bytes may lie at any place."""
+    """Return the bytes of a tensor as unsigned integers of its item size.
+
+    numpy has no bfloat16, and the bytes may be at any offset.
+    """
     kind = np.dtype(f"<u{ITEM_BYTES[entry.dtype]}")
     return np.ndarray(entry.shape, dtype=kind, buffer=content, offset=entry.start)

@@ -1,4 +1,4 @@
-"""Texts of differing length: padded to the next of a few bounds, so that few shapes occur and little is padding."""
+"""Texts of different lengths, padded to the next of a few bounds: few shapes, little padding."""
 
 # B batch, T tokens of the longest text of a batch, or the bound above it
 
@@ -22,14 +22,15 @@ SHORTEST_BOUND = 16
 
 
 class Texts:
-    """Texts of one stream, text k being ids[offsets[k]:offsets[k + 1]], as int64 tensors of the width of the next of `bounds`.
+    """Texts of one stream, as int64 tensors of the width of the next of `bounds`.
 
-    `inputs` (B, T) are 0 where padded, `targets` (B, T) the next tokens, -100 where padded and at a text's last token, `lengths` (B,)
-    the real tokens, `labels` those given, one a text. `bounds` are by default the powers of two from 16 and the longest text.
-
-    With `together` a sample is that many texts of about one length, and `train.batch` counts such groups: which texts they hold is a
-    function of the lengths alone, so that the order of samples stays arithmetic. Raises DataError for offsets that do not rise, a text
-    longer than the last bound, and labels that are not one a text.
+    Text k is ids[offsets[k]:offsets[k + 1]]. `inputs` (B, T) are 0 where padded, `targets` (B, T)
+    the next tokens, -100 where padded and at the last token of a text, `lengths` (B,) the numbers
+    of real tokens, `labels` the given labels, one per text. By default `bounds` are the powers of
+    two from 16, and the length of the longest text. With `together`, a sample is that many texts of
+    similar length, and `train.batch` counts such groups. The groups are a function of the lengths
+    alone, so that the order of samples stays pure arithmetic. Raises DataError for offsets that do
+    not increase, a text longer than the last bound, and labels that are not one per text.
     """
 
     guarantee: Guarantee = "proven"
@@ -52,7 +53,7 @@ class Texts:
         if together < 1:
             raise DataError(f"{together} texts together are none", hint="use 1 or more")
         self._together = together
-        is_grouped = together > 1  # else sample k is text k
+        is_grouped = together > 1  # otherwise sample k is text k
         self._order = np.argsort(self._lengths, kind="stable") if is_grouped else np.arange(len(self._lengths))
         self.tokens_per_sample = len(self._ids) / len(self)
         digest = hashlib.sha256(f"texts {self.bounds} {together} {digest_of(self._ids)}".encode())
@@ -81,9 +82,10 @@ class Texts:
         return batch if self._labels is None else {**batch, "labels": self._labels[torch.from_numpy(texts)]}
 
     def efficiency(self, batch: int = 1) -> float:
-        """Real by all tokens where `batch` samples drawn at random make a batch: a batch is as wide as its widest.
+        """Return the share of real tokens if `batch` samples drawn at random form a batch.
 
-        The widest of `batch` samples is at most w with the probability that one is, to the power of `batch`.
+        A batch is as wide as its widest sample. The probability that the widest of `batch` samples
+        is at most w is the probability for one sample, to the power of `batch`.
         """
         first = np.arange(0, len(self._order), self._together)
         sizes = np.diff(np.append(first, len(self._order)))
@@ -108,7 +110,9 @@ class Texts:
 
 
 def join_texts(texts: Sequence[ArrayLike | Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """A list of texts as one stream and its offsets, for `Texts` and `Packed`. Raises DataError for one that is empty or no token ids.
+    """Return a list of texts as one stream and its offsets, for `Texts` and `Packed`.
+
+    Raises DataError for a text that is empty or does not consist of token ids.
 
     >>> ids, offsets = join_texts([[5, 6], [7, 8, 9]])
     >>> ids.tolist(), offsets.tolist()

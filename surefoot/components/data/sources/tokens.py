@@ -1,4 +1,4 @@
-"""Streams of tokens: windows of one length, out of an array, a memory map or a file."""
+"""Token streams: windows of one length, from an array, a memory map or a file."""
 
 # B batch, T tokens of a window
 
@@ -16,17 +16,19 @@ from surefoot.components.data.sources.asked import check_asked
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 
-IGNORED = -100  # the target that is none
-WHOLE_BYTES = 64 << 20  # a longer stream is known by pieces of it: hashing 20 GB would take half a minute
+IGNORED = -100  # a target that the loss ignores
+# of a longer stream, pieces are hashed: hashing 20 GB would take half a minute
+WHOLE_BYTES = 64 << 20
 PIECES, PIECE_TOKENS = 256, 2048
 
 
 class Tokens:
-    """Windows of `length` tokens out of one stream: inputs (B, T) and the next tokens as targets (B, T), int64.
+    """Windows of `length` tokens of one stream: inputs (B, T) and next tokens as targets (B, T).
 
-    Arrays, tensors and memory maps of whole numbers. Every token but the first is a target once; the last window is padded with
-    target -100 (and input 0). Raises DataError for a stream of fewer than two tokens or of no whole numbers, a length under 1, and,
-    when they are read, negative tokens.
+    Both are int64. The stream is an array, tensor or memory map of integers. Every token but the
+    first is a target once; the last window is padded with target -100 (and input 0). Raises
+    DataError for a stream of fewer than two tokens or not of integers, a length under 1, and, on
+    reading, negative tokens.
     """
 
     guarantee: Guarantee = "proven"
@@ -68,7 +70,10 @@ class Tokens:
 
 
 def check_stream(ids: ArrayLike) -> np.ndarray:
-    """The tokens of a stream as an array, not copied. Raises DataError for what is no stream of whole numbers with a next one."""
+    """Return the tokens of a stream as an array, without a copy.
+
+    Raises DataError for anything but two or more integers in one dimension.
+    """
     array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
     if array.ndim != 1 or len(array) < 2:
         raise DataError(f"a token stream of shape {array.shape} has nothing to predict", hint="give 2 tokens or more, in one row")
@@ -78,7 +83,10 @@ def check_stream(ids: ArrayLike) -> np.ndarray:
 
 
 def to_int64(tokens: np.ndarray) -> Tensor:
-    """Tokens as torch takes them. Raises DataError for negative ones: an embedding would read beside its table."""
+    """Return tokens as an int64 tensor.
+
+    Raises DataError for negative tokens: an embedding would read outside its table.
+    """
     wide = tokens.astype(np.int64, copy=False)
     if tokens.dtype.kind == "i" and wide.size and wide.min() < 0:
         raise DataError(
@@ -88,7 +96,10 @@ def to_int64(tokens: np.ndarray) -> Tensor:
 
 
 def digest_of(ids: np.ndarray) -> str:
-    """SHA-256 of a stream: of all of it up to 64 MiB, of 256 pieces, the first and the last among them, and its size above."""
+    """Return the SHA-256 of a stream; above 64 MiB that of 256 pieces and the size.
+
+    The first and the last piece are at the ends of the stream.
+    """
     if ids.nbytes <= WHOLE_BYTES:
         return hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest()
     digest = hashlib.sha256(f"{len(ids)} {ids.dtype.str}".encode())
@@ -99,9 +110,10 @@ def digest_of(ids: np.ndarray) -> str:
 
 
 def open_tokens(path: str | Path, dtype: str) -> np.ndarray:
-    """A file of tokens as a memory map: .npy, or little-endian numbers of `dtype` and nothing else.
+    """Return a file of tokens as a memory map: .npy, or little-endian numbers of `dtype`.
 
-    Raises DataError for a dtype of no whole numbers, and a file that is missing, empty, or no multiple of the dtype's size.
+    Raises DataError for a dtype that is not an integer, and a file that is missing, empty, or whose
+    size is no multiple of the dtype's size.
     """
     given = Path(path).expanduser()
     if given.suffix == ".npy":

@@ -1,4 +1,4 @@
-"""A loader that somebody else made: which samples each of its batches holds, where that can be seen, and what its order depends on."""
+"""Observation of a user's loader: the samples of each batch, and the generators of its order."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from surefoot.components.data.sources.batch_digest import PassDigest
 from surefoot.contract.loop_ledger import MOST_IDS, Promise
 from surefoot.core.process.forked import never_end_in_children
 
-MAX_NESTED = 16  # samplers in one another
+MAX_NESTED = 16  # nesting of samplers
 
 
 class Watched:
-    """`data` gives the batches of the given loader; of a plain DataLoader with a sampler, `take` returns the samples of each batch.
+    """Observed loader of the user: `data` gives its batches, `take` the samples of each batch.
 
-    A loader of another class, one that already has workers that stay, and one that gives batches as they get ready are not watched.
+    Samples are known for a plain DataLoader with a sampler. A loader of another class, one that
+    already has persistent workers, and one that returns batches out of order are not observed.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
         self.data, self.promise = data, Promise(digests=True)
         self._drawn: deque[Any] = deque()
-        self.num_drawn: int | None = None  # the samples of the batch that was recorded last, where they are known
+        self.num_drawn: int | None = None  # samples of the batch recorded last, if known
         self._sampler: _Recorder | None = None
         if _can_be_watched(data):
             self._sampler = _Recorder(data.batch_sampler, self._drawn)  # type: ignore[attr-defined]
-            self.data = copy.copy(data)  # the user's own loader stays as it is
+            self.data = copy.copy(data)  # the user's loader stays unchanged
             vars(self.data)["batch_sampler"] = self._sampler
             self.promise = _promise_of(data)
 
     @property
     def knows_samples(self) -> bool:
-        """Whether the samples of each batch are known by their number in the dataset."""
+        """Whether the numbers of the samples in each batch are known."""
         return self._sampler is not None
 
     @property
@@ -50,35 +51,44 @@ class Watched:
         self._drawn.clear()
 
     def take(self) -> tuple[Any, ...]:
-        """Return the samples of the next batch, in the order in which batches come; nothing where they are not known."""
+        """Return the samples of the next batch, in the order of the batches; () if unknown."""
         if not self._drawn:
             return ()
         drawn = self._drawn.popleft()
         return tuple(drawn) if isinstance(drawn, Iterable) else (drawn,)
 
     def record(self, batch: Any, seen: PassDigest) -> tuple[int, ...]:
-        """Add the next batch to `seen`; returns its samples as the ledger holds them, or a digest of it where they are not known."""
+        """Add the next batch to `seen`; return its samples as the ledger holds them.
+
+        If the samples are unknown, a digest of the batch is returned.
+        """
         samples = self.take() if self.knows_samples else None
         self.num_drawn = len(samples or ()) or None
-        # what workers draw that take the place of others is another augmentation, and known to be: no spots
+        # workers started after a restart draw another augmentation, which is known: no spots
         digest = seen.add(batch, samples, spots=not self.has_lasting_workers)
         return struct.unpack("<4I", digest) if samples is None else as_ids(samples)
 
     def iterate(self) -> Iterator[Any]:
-        """Begin to read; the iterator is of this process, with the workers that it may have."""
+        """Return an iterator of this process and its workers, which forked processes never end."""
         iterator = iter(self.data)
         never_end_in_children(iterator)
         return iterator
 
     def close(self) -> None:
-        """Let workers go that stay for the next pass; those of a loader that is the user's own object stay with it."""
+        """End the persistent workers of an observed loader.
+
+        The workers of a loader that is the user's object stay with it.
+        """
         if self._sampler is not None:
             vars(self.data)["_iterator"] = None
 
-    # ---- what the order is drawn from
+    # ---- generators that determine the order
 
     def generators(self) -> list[torch.Generator]:
-        """Return the generators of the loader and of its samplers, also of samplers in one another as Accelerate nests them, each once."""
+        """Return the generators of the loader and of its samplers, each once.
+
+        Nested samplers, as Accelerate makes them, are included.
+        """
         places = [self.data]
         for place in places:
             inner = (getattr(place, name, None) for name in ("sampler", "batch_sampler"))
@@ -92,30 +102,39 @@ class Watched:
         return [generator.get_state() for generator in self.generators()]
 
     def restore_generators(self, states: Sequence[Tensor]) -> None:
-        """Put the generators of the loader and its samplers at what `generator_states` returned."""
+        """Set the generators of the loader and its samplers to what `generator_states` returned."""
         for generator, state in zip(self.generators(), states, strict=False):
             generator.set_state(state)
 
     def sampler_start(self) -> list[Tensor] | None:
-        """Return the states of the generators at which the sampler began this pass; None where they follow from those of the pass.
+        """Return the states of the generators at which the sampler started this epoch.
 
-        Workers that stay draw their seed once; those that take their place after a restart draw one in the middle of the run.
+        Returns None if they follow from the states at the start of the epoch. Persistent workers
+        draw their seed once; the workers that replace them after a restart draw one in the middle
+        of the run.
         """
         return self._sampler.started if self._sampler is not None and self.has_lasting_workers else None
 
     def start_sampler_at(self, states: Sequence[Tensor] | None) -> None:
-        """Let the sampler begin its next pass at these states, whatever is drawn before."""
+        """Make the sampler start its next epoch at `states`, whatever is drawn before."""
         if self._sampler is not None:
             self._sampler.start_at = states
 
     def before_iteration(self, *, is_first: bool) -> None:
-        """Prepare for `iter(data)`: lasting workers draw their seed before the first pass, so later ones must not move the order."""
+        """Prepare for `iter(data)`.
+
+        Persistent workers draw their seed before the first epoch; a seed drawn later must not
+        change the order.
+        """
         sampler = self._sampler
         if sampler is not None and self.has_lasting_workers and not is_first and self.data._iterator is None:  # type: ignore[attr-defined]
             sampler.start_at = sampler.start_at or [generator.get_state() for generator in sampler.generators()]
 
     def set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch` of the loader, else of its samplers and its dataset, as the owner of a loop is expected to."""
+        """Call `set_epoch` of the loader, else of its samplers and its dataset.
+
+        The owner of a training loop is expected to do this.
+        """
         batches = getattr(self.data, "batch_sampler", None)
         inner = (
             getattr(self.data, "sampler", None),
@@ -130,7 +149,7 @@ class Watched:
 
 
 def as_ids(samples: Iterable[Any]) -> tuple[int, ...]:
-    """Return the samples as the ledger holds them; nothing where a sampler gives keys that are no whole numbers from 0 on."""
+    """Return the samples as the ledger holds them; () for keys that are not integers from 0."""
     try:
         ids = tuple(map(operator.index, samples))
     except (TypeError, ValueError, RuntimeError):
@@ -143,15 +162,16 @@ def _can_be_watched(data: Any) -> bool:
         type(data) is DataLoader
         and data.batch_sampler is not None
         and not isinstance(data.dataset, IterableDataset)
-        and data._iterator is None  # else its workers would be started twice
+        and data._iterator is None  # otherwise its workers would be started twice
         and getattr(data, "in_order", True)
     )
 
 
 def _promise_of(data: Any) -> Promise:
-    """Return what a pass holds, where torch's own samplers determine it."""
+    """Return the facts about an epoch that the samplers of torch determine."""
     batches = data.batch_sampler
-    sampler: Any = getattr(batches, "sampler", None)  # of a loader that was given a batch sampler its own `sampler` says nothing
+    # the `sampler` of a loader that was given a batch sampler has no meaning
+    sampler: Any = getattr(batches, "sampler", None)
     try:
         samples = len(data.dataset)
     except TypeError:
@@ -162,7 +182,7 @@ def _promise_of(data: Any) -> Promise:
 
 
 class _Recorder:
-    """A batch sampler that records what it drew; in all else the one that it wraps."""
+    """Batch sampler that records its batches, and delegates all else to the wrapped sampler."""
 
     def __init__(self, inner: Any, drawn: deque[Any]) -> None:
         self._inner, self._drawn = inner, drawn
@@ -177,7 +197,7 @@ class _Recorder:
             self.start_at = None
         self.started = [generator.get_state() for generator in generators]
         for given in self._inner:
-            ids = list(given) if isinstance(given, Iterator) else given  # which can be read once
+            ids = list(given) if isinstance(given, Iterator) else given  # it can be read only once
             self._drawn.append(ids)
             yield ids
 

@@ -1,4 +1,4 @@
-"""Datasets and loaders that somebody else made, as sources."""
+"""Datasets and loaders of other libraries, as sources."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from surefoot.core.errors import DataError
 
 
 class TorchDataset:
-    """Any map-style dataset, its items joined by torch's own `default_collate` unless `collate` is given.
+    """Map-style dataset, with items collated by torch's `default_collate` or by `collate`.
 
-    One that reads several items at once (`__getitems__`, as Hugging Face's do) is asked for a batch at a time. Its digest is its
-    own fingerprint where it has one (`_fingerprint`, Hugging Face again), its type and length elsewhere.
+    A dataset that reads several items at once (`__getitems__`, as those of Hugging Face) is read
+    one batch at a time. The digest is that of the dataset's fingerprint if it has one
+    (`_fingerprint`, also of Hugging Face), else of its type and length.
     """
 
     guarantee: Guarantee = "proven"
-    thread_safe = False  # the dataset is the user's
+    thread_safe = False  # the user's dataset may not be
 
     def __init__(self, dataset: Any, collate: Any = None) -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -58,7 +59,7 @@ class TorchDataset:
 
 
 SOURCE_HAS = ("guarantee", "digest", "read", "describe")
-INSTEAD = {  # what is often given in place of a source, and what to give
+INSTEAD = {  # what is often given instead of a source, and a hint
     str: "name what reads it: TokenFile(path, length), ImageFolder(path), Tars([path], image='jpg'), Table(path, x='column')",
     bytes: "give its numbers: Tokens(numpy.frombuffer(data, 'uint8'), length)",
     type: "give an object of that class, not the class itself",
@@ -67,9 +68,10 @@ INSTEAD = {  # what is often given in place of a source, and what to give
 
 
 def as_source(given: Any) -> Source:
-    """Make a source of whatever a task's `data` gave: a source as it is, tensors, a map dataset, an iterable of batches.
+    """Return a source for what a task's `data` returned.
 
-    Raises DataError for anything else.
+    A source is returned unchanged; tensors, a map-style dataset or an iterable of batches are
+    wrapped. Raises DataError for anything else.
     """
     if isinstance(given, Source) and not isinstance(given, type):
         return given
@@ -77,7 +79,8 @@ def as_source(given: Any) -> Source:
         return Arrays(given)
     if isinstance(given, tuple) and given and all(isinstance(part, (Tensor, np.ndarray)) for part in given):
         return Arrays(*given)
-    if hasattr(given, "iloc") and hasattr(given, "columns"):  # a frame of pandas: indexed by number it gives a column, not a row
+    # a frame of pandas: indexed by number it gives a column, not a row
+    if hasattr(given, "iloc") and hasattr(given, "columns"):
         return Arrays(**_checked({name: given[name].to_numpy() for name in given.columns}))
     if isinstance(given, dict) or (
         isinstance(given, Mapping) and all(isinstance(part, (Tensor, np.ndarray)) for part in given.values())
@@ -85,7 +88,7 @@ def as_source(given: Any) -> Source:
         return Arrays(**_checked(given))
     if isinstance(
         given, torch.utils.data.DataLoader | torch.utils.data.IterableDataset
-    ):  # the latter may have a length, and no items
+    ):  # an IterableDataset may have a length, and no items
         return Iterated(given)
     refuse = isinstance(given, tuple(INSTEAD)) or hasattr(given, "__fspath__")
     if not refuse and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
@@ -105,7 +108,10 @@ def as_source(given: Any) -> Source:
 
 
 def _checked(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
-    """A mapping whose values are arrays. A dict of splits, or of lists, is what is often given instead."""
+    """Return `given` if it is a mapping from names to arrays.
+
+    Raises DataError otherwise: a dict of splits, or of lists, is often given instead.
+    """
     if not given:
         raise DataError("a task's data gave an empty dict", hint="give its arrays by name: {'images': x, 'labels': y}")
     for name, part in given.items():

@@ -1,4 +1,4 @@
-"""Tars of samples in the layout of WebDataset: read in sequence, or any sample by an index of where each begins."""
+"""Tars of samples in the WebDataset layout: read sequentially, or by an index of positions."""
 
 from surefoot.components.data.tars.source import Tars
 from surefoot.components.data.tars.stream import TarStream

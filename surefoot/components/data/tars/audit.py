@@ -1,4 +1,4 @@
-"""Check tars: read and decode every part of every sample once, and name what is damaged."""
+"""Check of tars: every part of every sample is read and decoded, and damage is reported."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from surefoot.components.data.tars.decoders import DECODERS, decode
 from surefoot.components.data.tars.shards import read_spans
 from surefoot.core.errors import DataError
 
-Tell = Callable[[int], None]  # bytes read since the last call
+Tell = Callable[[int], None]  # called with the bytes read since the last call
 
 
 @dataclass(frozen=True)
 class Bad:
-    """A damaged part of a sample; without a `key`, the rest of a shard that cannot be read further."""
+    """Damaged part of a sample; without `key`, the rest of a shard that cannot be read further."""
 
     shard: str
     key: str
@@ -24,7 +24,7 @@ class Bad:
 
 @dataclass
 class Audit:
-    """The number of whole samples, the bytes of all parts, and what is damaged."""
+    """Number of undamaged samples, bytes of all parts, and the damaged parts."""
 
     num_samples: int = 0
     num_bytes: int = 0
@@ -32,7 +32,10 @@ class Audit:
 
 
 def find_tars(named: Sequence[str | Path]) -> list[Path]:
-    """The tars named, and those in the folders named, in order. Raises DataError where there is none."""
+    """Return the tars named, and those in the folders named, in order.
+
+    Raises DataError if there are none.
+    """
     found: list[Path] = []
     for place in map(Path, named):
         try:
@@ -50,7 +53,11 @@ def find_tars(named: Sequence[str | Path]) -> list[Path]:
 
 
 def audit(paths: Iterable[Path], *, tell: Tell = lambda done: None) -> Audit:
-    """Read and decode every part of every sample; after damage, continue with the next sample or, in a damaged tar, the next tar."""
+    """Read and decode every part of every sample; return the damage.
+
+    After a damaged part, the check continues with the next sample; in a damaged tar, with the next
+    tar.
+    """
     found = Audit()
     for path in paths:
         try:
@@ -72,6 +79,6 @@ def audit(paths: Iterable[Path], *, tell: Tell = lambda done: None) -> Audit:
 
 
 def _reason(error: DataError, shard: Path, member: str = "") -> str:
-    """The first line of an error without the names of the shard and the member."""
+    """Return the first line of an error without the names of the shard and the member."""
     words = str(error).splitlines()[0].removeprefix(str(shard)).lstrip(": ")
     return words.removeprefix(member).strip()

@@ -1,6 +1,7 @@
-"""From the bytes of a member to a value, by its extension: a short list, each with what it refuses, and nothing that runs code.
+"""Decoders of tar members by extension: a short list, and nothing that runs code.
 
-Sizes are read and compared before anything is allocated: an image's before a pixel is decoded, an array's before its memory is asked for.
+Sizes are read and compared before anything is allocated: the size of an image before a pixel is
+decoded, that of an array before its memory is allocated.
 """
 
 # H height, W width, C channels
@@ -22,26 +23,29 @@ import safetensors.numpy
 from surefoot.components.data.tars.shards import Sample
 from surefoot.core.errors import DataError, needing
 
-MOST_PIXELS = 1 << 26  # of an image: 192 MiB of colours
+MOST_PIXELS = 1 << 26  # of an image: 192 MiB of colors
 WHOLE_NUMBER = re.compile(rb"^\s*\d{1,9}\s*$")
-IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}  # by extension, what Pillow calls them
+# Pillow's names of formats, by extension
+IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 KINDS = tuple(dict.fromkeys(IMAGES.values()))
-ORIENTATION = 0x0112  # of EXIF; from 5 on width and height are exchanged
+ORIENTATION = 0x0112  # the tag in EXIF; from 5 on width and height are exchanged
 SIDEWAYS = (5, 6, 7, 8)
 
 
 def decode(sample: Sample, extension: str) -> Any:
-    """The value of the part `extension` of a sample, by the last word of the extension: `seg.png` is a PNG.
+    """Return the value of the part `extension` of a sample, by the last suffix of the extension.
 
-    Images are uint8 (H, W, 3), whichever of these kinds their content is, upright as their EXIF orientation says. npy is an array,
-    cls an int, txt a str, json what it holds, safetensors a dict of arrays. Raises DataError,
-    with file, member and reason, for another extension, a damaged part and one that is too large; MissingExtra without Pillow.
+    For example `seg.png` is a PNG. Images are uint8 (H, W, 3), upright as their EXIF orientation
+    says, whichever of the image formats their content has. npy gives an array, cls an int, txt a
+    str, json any value, safetensors a dict of arrays. Raises DataError, with file, member and
+    reason, for another extension, a damaged part and a part that is too large; MissingExtra without
+    Pillow.
     """
     return find_decoder(extension)(sample, extension)
 
 
 def find_decoder(extension: str) -> Decoder:
-    """What decodes parts of this extension; one that refuses them where nothing does."""
+    """Return the decoder for an extension; without one, a function that raises DataError."""
     return DECODERS.get(extension.rpartition(".")[2], _refuse)
 
 
@@ -50,15 +54,19 @@ def _refuse(sample: Sample, extension: str) -> Any:
 
 
 def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jpg") -> np.ndarray:
-    """The sample's JPEG as uint8 (H, W, 3), upright; its size is read and compared before any pixel is decoded.
+    """Return the sample's JPEG as uint8 (H, W, 3), upright.
 
-    Raises MissingExtra without Pillow, DataError for a broken file or another size.
+    The size is compared before any pixel is decoded. Raises MissingExtra without Pillow, DataError
+    for a damaged file or another size.
     """
     return _decode_image(sample, extension, kind="JPEG", size=(width, height))
 
 
 def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") -> int:
-    """The sample's class, a whole number in decimal digits from 0 to `num_classes` - 1; raises DataError for anything else."""
+    """Return the sample's class, an integer in decimal digits from 0 to `num_classes` - 1.
+
+    Raises DataError for anything else.
+    """
     number = _decode_number(sample, extension, f"a class number from 0 to {num_classes - 1}")
     if number >= num_classes:
         raise sample.fault(extension, f"is {number}, not a class from 0 to {num_classes - 1}")
@@ -68,7 +76,7 @@ def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") ->
 def _decode_image(sample: Sample, extension: str, *, kind: str, size: tuple[int, int] | None = None) -> np.ndarray:
     pillow, turning = _pillow(kind)
     try:
-        image = pillow.open(io.BytesIO(sample.parts[extension]), formats=KINDS)  # many a PNG is called .jpg
+        image = pillow.open(io.BytesIO(sample.parts[extension]), formats=KINDS)  # many PNGs are called .jpg
         orientation = image.getexif().get(ORIENTATION, 1) if "exif" in image.info else 1
         width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
         if size is not None and (width, height) != size:
@@ -86,7 +94,7 @@ def _decode_image(sample: Sample, extension: str, *, kind: str, size: tuple[int,
         if orientation != 1:
             image = turning.exif_transpose(image)
         return np.frombuffer(image.tobytes(), np.uint8).reshape(height, width, 3)
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # what Pillow raises for damaged files
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # Pillow's errors for damaged files
         if "BytesIO" in str(error):
             what, hint = f"is none of {', '.join(KINDS)}", "convert it, or copy the file again if it is cut"
             raise sample.fault(extension, what, hint) from None
@@ -95,7 +103,10 @@ def _decode_image(sample: Sample, extension: str, *, kind: str, size: tuple[int,
 
 @functools.cache
 def _pillow(kind: str) -> tuple[Any, Any]:
-    """Pillow's modules that open images and turn them, looked for once: that takes as long as a tenth of a small image."""
+    """Return Pillow's modules that open and rotate images, imported once.
+
+    The import statement alone takes as long as a tenth of decoding a small image.
+    """
     with needing("pillow", "PIL", extra="images", needed_for=f"decoding {kind} images"):
         from PIL import Image, ImageOps
     return Image, ImageOps

@@ -1,7 +1,8 @@
-"""The index of remote tars: taken from beside them where it lies there, else made once, by fetching every shard in turn.
+"""Index of remote tars: read from next to them, else built once by downloading every shard.
 
-It holds the digest of every shard, so that each later fetch is held against the first. A shard is told by its digest here: what the
-local file system says of a copy in the cache changes each time it is fetched.
+The index holds the digest of every shard, with which each later download is compared. A remote
+shard is identified by its digest, since the file times of its copy in the cache change with each
+download.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ Made = list[tuple[Shard, np.ndarray]]
 
 
 def find_remote(paths: Remote | str | Path | Sequence[str | Path], cache: str | Path | None = None) -> Remote | None:
-    """The remote shards that are meant; None for local files. Raises DataError for some of each."""
+    """Return the remote shards that `paths` name; None for local files.
+
+    Raises DataError if some paths are URLs and some are files.
+    """
     if isinstance(paths, Remote):
         return paths
     named = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -35,14 +39,16 @@ def find_remote(paths: Remote | str | Path | Sequence[str | Path], cache: str | 
 
 
 def open_remote(remote: Remote, *, tell: Tell | None = None) -> Index:
-    """The index of remote tars, made first where it has to be; from then on each shard must have the digest that it says.
+    """Return the index of remote tars, which is built first if necessary.
 
-    Raises DataError for what `shards.read_shard` refuses, and for a shard that cannot be had or does not have its listed digest.
+    From then on each shard must have the digest that the index has. Raises DataError for a shard
+    that `shards.read_shard` refuses, that cannot be downloaded, or that does not have its listed
+    digest.
     """
     place = remote.folder / name_of(remote.names)
     try:
         remote.folder.mkdir(parents=True, exist_ok=True)
-        with locked(remote.folder / ".index-lock"):  # several processes begin together: one makes it
+        with locked(remote.folder / ".index-lock"):  # of several processes, one builds it
             index = _usable(read_index(place, remote.folder, remote), remote) or _from_beside(remote, place)
             if index is None:
                 write_index(place, _make(remote, place, tell))
@@ -58,7 +64,7 @@ def open_remote(remote: Remote, *, tell: Tell | None = None) -> Index:
 
 
 def open_each(remote: Remote) -> Iterator[Path]:
-    """Each shard in turn, in the cache and in use until the next is asked for."""
+    """Yield the path of each shard in turn; it is in use until the next one is requested."""
     for number in range(len(remote)):
         descriptor = remote.open(number)
         try:
@@ -68,7 +74,7 @@ def open_each(remote: Remote) -> Iterator[Path]:
 
 
 def _usable(index: Index | None, remote: Remote) -> Index | None:
-    """The index, if it is of these shards and says nothing else than the listed digests."""
+    """Return the index if it is of these shards and agrees with the listed digests, else None."""
     if index is None or [shard.name for shard in index.shards] != remote.names:
         return None
     is_listed = all(remote.listed.get(shard.name, shard.digest) == shard.digest for shard in index.shards)
@@ -79,7 +85,8 @@ def _from_beside(remote: Remote, place: Path) -> Index | None:
     content = remote.read_beside(place.name)
     if content is None:
         return None
-    draft = place.with_name(f".draft-{uuid.uuid4().hex}{place.suffix}")  # unlike one of tempfile, with a mode by the umask
+    # not made by tempfile: the mode follows the umask
+    draft = place.with_name(f".draft-{uuid.uuid4().hex}{place.suffix}")
     draft.write_bytes(content)
     try:
         if _usable(read_index(draft, remote.folder), remote) is None:
@@ -91,7 +98,11 @@ def _from_beside(remote: Remote, place: Path) -> Index | None:
 
 
 def _make(remote: Remote, place: Path, tell: Tell | None) -> Made:
-    """What is known of each shard, or else what is found by looking through it."""
+    """Return each remote shard with the positions of its samples.
+
+    Positions in an old index are used if the digest is listed; other shards are downloaded and
+    scanned.
+    """
     old = read_index(place, remote.folder)
     known = (
         {}

@@ -1,7 +1,8 @@
-"""Find where the samples of a tar begin, by reading its headers alone.
+"""Search for the samples of a tar, by reading its headers alone.
 
-tarfile parses each header and checks its sum (POSIX.1-1988; IEEE Std 1003.1-2017, pax); the contents between them are not read. What is
-rare in shards (long or strange names, links, sizes that pax states) is left to `shards.read_shard`, which names what is wrong.
+tarfile parses each header and verifies its checksum (POSIX.1-1988; IEEE Std 1003.1-2017, pax); the
+contents between the headers are not read. Rare cases (long or unusual names, links, sizes in pax
+headers) are left to `shards.read_shard`, which reports what is wrong.
 """
 
 # N samples
@@ -16,16 +17,18 @@ import numpy as np
 
 from surefoot.components.data.tars.shards import BLOCK, is_plain, split_name
 
-FILES, EXTENDED = b"0\0", b"x"  # regular files; what pax says of the next one
-RECORD = re.compile(rb"(\d{1,4}) (?:mtime|atime|ctime|uname|gname|comment)=[^\n]*\n")  # what says nothing of name or content
-Read = Callable[[int, int], bytes]  # of the file, from a byte on, so many
+FILES, EXTENDED = b"0\0", b"x"  # regular files; pax records about the next member
+# records that do not concern name or content
+RECORD = re.compile(rb"(\d{1,4}) (?:mtime|atime|ctime|uname|gname|comment)=[^\n]*\n")
+Read = Callable[[int, int], bytes]  # (first byte, number of bytes) -> bytes of the file
 
 
 def find_samples(read: Read, *, most_bytes: int, most_members: int) -> np.ndarray | None:
-    """The bytes at which each sample of a tar begins, and where the last one ends: (N + 1,) int64; None where it must be read slowly.
+    """Return the first byte of each sample of a tar, and the end of the last: (N + 1,) int64.
 
-    A sample is a row of members of one key: their name up to the first "." of the file's name. What this takes, `shards.read_shard`
-    takes too, and cuts into the same samples.
+    Returns None for a tar that must be read by the slow method. A sample is a sequence of members
+    with one key: the name up to the first "." of the file's name. A tar that this function accepts
+    is accepted by `shards.read_shard` too, and split into the same samples.
     """
     starts: list[int] = []
     keys, extensions, last = set[str](), set[str](), None
@@ -33,11 +36,11 @@ def find_samples(read: Read, *, most_bytes: int, most_members: int) -> np.ndarra
     while (block := read(at, BLOCK)) != bytes(BLOCK):
         try:
             member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except (tarfile.HeaderError, ValueError, OverflowError):  # the latter two of headers that say nonsense
+        except (tarfile.HeaderError, ValueError, OverflowError):  # the last two for malformed headers
             return None
         begin, size, at = at, member.size, at + BLOCK + -(-member.size // BLOCK) * BLOCK
         if member.type == EXTENDED and extended is None and 0 <= size <= BLOCK and says_little(read(begin + BLOCK, size)):
-            extended = begin  # the next member begins with what is said of it
+            extended = begin  # the next member begins with its pax header
             continue
         key, extension = split_name(member.name)
         is_file = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and 0 <= size <= most_bytes and is_plain(member.name)
@@ -54,7 +57,7 @@ def find_samples(read: Read, *, most_bytes: int, most_members: int) -> np.ndarra
 
 
 def says_little(records: bytes) -> bool:
-    """Whether the records of an extended header are sound, and say nothing of name, size or kind."""
+    """Return whether pax records are valid, and do not concern name, size or kind."""
     at = 0
     while at < len(records):
         found = RECORD.match(records, at)

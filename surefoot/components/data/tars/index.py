@@ -1,9 +1,11 @@
-"""The index of a set of tars: where each sample begins, so that any of them is one read, and nothing is extracted or decoded ahead.
+"""Index of a set of tars: the position of each sample, so that any sample is one read.
 
-It is one file: a line of JSON (the shards with name, size, times of change, digest and number of samples), then for each shard the
-bytes at which its samples begin and where the last one ends, int64. It is mapped, not read, so that one of ten million samples opens
-at once. It lies in the cache of the user, or beside the shards where somebody put it there, and is written like every other file: a
-draft, synced, renamed last. A shard that is not as it was (another size, another time of change) is looked through again.
+Nothing is extracted or decoded in advance. The index is one file: a line of JSON (the shards with
+name, size, times of change, digest and number of samples), then for each shard the bytes at which
+its samples begin and the last one ends, int64. It is memory-mapped, so that an index of ten million
+samples opens at once. It is in the cache of the user, or next to the shards if somebody put it
+there, and is written like every other file: a draft, synced, renamed last. A shard that has changed
+(another size, another time of change) is scanned again.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from surefoot.core.errors import DataError
 
 FORMAT = "surefoot tar index 1"
 SUFFIX = ".index"
-ALIGNED = 64  # bytes, at which the numbers begin
+ALIGNED = 64  # bytes: alignment of the positions
 PIECE_BYTES = 16 << 20
 LONGEST_HEAD = 1 << 28
 Stamp = tuple[str, int, int, int]
-Tell = Callable[[int, int], None]  # bytes done, of so many
+Tell = Callable[[int, int], None]  # called with the bytes done, and all bytes
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A tar as the index knows it: its stamp is what a change of it changes; `digest` is SHA-256 of its bytes."""
+    """Tar in an index; `stamp` changes with the file, `digest` is the SHA-256 of its bytes."""
 
     name: str
     num_bytes: int
@@ -55,9 +57,10 @@ Known = dict[Stamp, tuple[Shard, np.ndarray]]
 
 
 class Index:
-    """Where each sample of the shards in `folder` lies, as the file `place` says.
+    """Positions of the samples of the shards in `folder`, as the file `place` holds them.
 
-    Samples are numbered through, shard by shard, in the order of their names. Those of a `remote` are fetched into `folder`.
+    Samples are numbered consecutively, shard by shard, in the order of the shards' names. Shards of
+    a `remote` are downloaded into `folder`.
     """
 
     def __init__(
@@ -73,22 +76,28 @@ class Index:
         return int(self._ends[-1])
 
     def open(self, shard: int) -> int:
-        """A descriptor of a shard, for reading. Raises OSError, and DataError for a remote one that cannot be had."""
+        """Return a descriptor of a shard, for reading.
+
+        Raises OSError, and DataError for a remote shard that cannot be downloaded.
+        """
         return os.open(self.folder / self.shards[shard].name, os.O_RDONLY) if self._remote is None else self._remote.open(shard)
 
     def most_open(self, allowed: int) -> int:
-        """How many shards may be open at a time, where `allowed` are."""
+        """Return how many shards may be open at a time, at most `allowed`."""
         return allowed if self._remote is None else self._remote.most_open(allowed)
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The shard, first byte and number of bytes of each sample, (B,) int64 each. Raises DataError for numbers of none."""
+        """Return shard, first byte and number of bytes of each sample, (B,) int64 each.
+
+        Raises DataError for numbers that are not samples, and for a damaged index.
+        """
         if ids.ndim != 1 or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self)):
             raise DataError(
                 f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[:200], hint="give such numbers"
             )
         ids = ids.astype(np.int64)
         shard = np.searchsorted(self._ends, ids, side="right")
-        place = ids + shard  # each shard before it has one number more than samples
+        place = ids + shard  # each earlier shard has one position more than samples
         first = self.starts[place]
         count = self.starts[place + 1] - first
         sizes = np.array([self.shards[number].num_bytes for number in shard.tolist()], dtype=np.int64)
@@ -98,11 +107,13 @@ class Index:
 
 
 def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, beside: bool = False) -> Index:
-    """The index of the tars `paths`, all in one folder, made or brought up to date first where it has to be.
+    """Return the index of the tars `paths`, which is built or updated first if necessary.
 
-    One that lies beside them is taken if it is up to date, else the one below `cache`; what is made is written there, or `beside` them.
-    `tell` hears how far the making is. Raises DataError for a shard that is named twice, shards of several folders, what
-    `shards.read_shard` refuses, a shard that changes while it is read, and a place that cannot be written.
+    All tars are in one folder. An index next to them is used if it is up to date, else the one
+    below `cache`. A new index is written below `cache`, or next to the tars if `beside`. `tell` is
+    called with the progress. Raises DataError for a shard that is named twice, shards of several
+    folders, a shard that `shards.read_shard` refuses or that changes while it is read, and an index
+    that cannot be written.
     """
     ordered = sorted(paths)
     folder = _check(ordered)
@@ -131,7 +142,7 @@ def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, 
 
 
 def name_of(names: Sequence[str]) -> str:
-    """What the index of shards of these names, in order, is called."""
+    """Return the file name of the index of shards with these names, in order."""
     return f"surefoot-{hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:8]}{SUFFIX}"
 
 
@@ -148,7 +159,10 @@ def _check(paths: Sequence[Path]) -> Path:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """What a change of a file changes. Raises DataError for one that is missing, and for what is no file."""
+    """Return the values that change with a file: name, size, time of change and inode.
+
+    Raises DataError for a file that is missing, and for a path that is not a regular file.
+    """
     try:
         status = path.stat()
     except OSError as error:
@@ -159,7 +173,7 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def _make(paths: Sequence[Path], stamps: Sequence[Stamp], known: Known, tell: Tell | None) -> list[tuple[Shard, np.ndarray]]:
-    """Of each shard what is known of it, or else what is found by looking through it, several at a time."""
+    """Return each shard with the positions of its samples; scan unknown shards in parallel."""
     missing = [(path, stamp) for path, stamp in zip(paths, stamps, strict=True) if stamp not in known]
     total, done = sum(stamp[1] for _, stamp in missing), 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -185,12 +199,16 @@ def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
 
 
 def look_through(path: Path) -> tuple[str, np.ndarray]:
-    """Digest and samples of a shard, which is read once. Raises DataError for what `shards.read_shard` refuses."""
+    """Return the digest of a shard, and the positions of its samples.
+
+    The shard is read once, unless the slow method is needed. Raises DataError for a shard that
+    `shards.read_shard` refuses.
+    """
     digest = hashlib.sha256()
     try:
         with path.open("rb", buffering=0) as file:
 
-            def read(first: int, size: int) -> bytes:  # behind what was hashed, so that it is in memory
+            def read(first: int, size: int) -> bytes:  # hashed bytes, which are in memory
                 while file.tell() < first + size and (piece := file.read(PIECE_BYTES)):
                     digest.update(piece)  # other threads run meanwhile
                 return os.pread(file.fileno(), size, first)
@@ -206,7 +224,7 @@ def look_through(path: Path) -> tuple[str, np.ndarray]:
 
 
 def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index | None:
-    """The index at `place`; None where there is none, or one that was not written to its end."""
+    """Return the index in the file `place`; None if it is missing or incomplete."""
     try:
         with place.open("rb") as file:
             row = json.loads(file.readline(LONGEST_HEAD))
@@ -224,7 +242,7 @@ def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index
 
 
 def cut(index: Index) -> list[np.ndarray]:
-    """Where the samples of each shard begin."""
+    """Return the positions of the samples of each shard."""
     ends = np.cumsum([shard.num_samples + 1 for shard in index.shards])
     return np.split(np.asarray(index.starts), ends[:-1])
 
@@ -232,7 +250,8 @@ def cut(index: Index) -> list[np.ndarray]:
 def write_index(place: Path, made: Sequence[tuple[Shard, np.ndarray]]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps({"format": FORMAT, "shards": [asdict(shard) for shard, _ in made]}).encode() + b"\n"
-    draft = place.with_name(f".draft-{uuid.uuid4().hex}")  # unlike one of tempfile, with a mode by the umask
+    # not made by tempfile: the mode follows the umask
+    draft = place.with_name(f".draft-{uuid.uuid4().hex}")
     with draft.open("xb") as file:
         try:
             file.write(head + bytes(-len(head) % ALIGNED))

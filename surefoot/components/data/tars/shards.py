@@ -1,8 +1,9 @@
-"""Tar shards of the WebDataset layout: members `key.ext` in a row make one sample. Streamed, never extracted; all checked.
+"""Tar shards in the WebDataset layout: consecutive members `key.ext` are one sample.
 
-A tar is foreign input: only regular members with plain names are read, sizes and counts are capped before anything is
-allocated, and what is inside goes through few decoders (`decoders.py`). A. Aizman et al., "High Performance I/O For Large
-Scale Deep Learning", 2019 (https://github.com/webdataset/webdataset has the layout).
+Shards are streamed, never extracted, and checked completely. A tar is untrusted input: only regular
+members with plain names are read, sizes and counts are limited before anything is allocated, and
+the contents go through few decoders (`decoders.py`). A. Aizman et al., "High Performance I/O For
+Large Scale Deep Learning", 2019 (https://github.com/webdataset/webdataset has the layout).
 """
 
 # N samples
@@ -28,21 +29,22 @@ NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: the members of `shard` whose names begin with `key`, as {extension: bytes}."""
+    """Sample: the members of `shard` whose names begin with `key`, as {extension: bytes}."""
 
     shard: Path
     key: str
     parts: dict[str, bytes] = field(default_factory=dict)
 
     def fault(self, extension: str, reason: str, hint: str | None = None) -> DataError:
-        """An error that names the file, the member and the reason."""
+        """Return an error that names the file, the member and the reason."""
         return DataError(f"{self.shard}: {self.key}.{extension} {reason}", hint=hint)
 
 
 def find_shards(folder: str | Path | None, pattern: str, *, home: str) -> list[Path]:
-    """The shards `pattern` of a data set, by name, in its own folder or in the folder `home` below the one given.
+    """Return the shards `pattern` of a data set, sorted by name.
 
-    Raises DataError when the folder is not given, missing, unreadable, or holds no such shard.
+    They are in `folder` or in the subfolder `home` of it. Raises DataError if the folder is not
+    given, missing, unreadable, or holds no such shard.
     """
     hint = f"give the folder of the {pattern} files, or its parent, with --data DIR"
     if folder is None:
@@ -61,17 +63,21 @@ def find_shards(folder: str | Path | None, pattern: str, *, home: str) -> list[P
 
 
 def read_shard(path: Path, *, needs: Sequence[str] = (), max_member_bytes: int = MAX_MEMBER_BYTES) -> Iterator[Sample]:
-    """The samples of one uncompressed tar in the order written; each has the extensions `needs`.
+    """Yield the samples of an uncompressed tar in the order written, with extensions `needs`.
 
-    Raises DataError, with file, member and reason: not a tar, truncated, damaged; a member that is no regular file, has no plain
-    name or is larger than `max_member_bytes`; a sample that comes twice or lacks a part.
+    Raises DataError, with file, member and reason, for a file that is not a tar, truncated or
+    damaged; for a member that is not a regular file, has no plain name or is larger than
+    `max_member_bytes`; and for a sample that occurs twice or lacks a part.
     """
     for sample, _, _ in read_spans(path, max_member_bytes=max_member_bytes):
         yield complete(sample, needs)
 
 
 def find_starts(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> np.ndarray:
-    """The bytes at which each sample of a tar begins, and where the last one ends: (N + 1,) int64. Raises what `read_shard` raises."""
+    """Return the first byte of each sample of a tar, and the end of the last: (N + 1,) int64.
+
+    Raises what `read_shard` raises.
+    """
     spans = [(start, stop) for _, start, stop in read_spans(path, max_member_bytes=max_member_bytes)]
     return np.array([start for start, _ in spans] + [spans[-1][1]], dtype=np.int64)
 
@@ -79,9 +85,10 @@ def find_starts(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> np.n
 def read_spans(
     path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES, file: BinaryIO | None = None
 ) -> Iterator[tuple[Sample, int, int]]:
-    """The samples as `read_shard` gives them, whatever they lack, each with the bytes at which it begins and ends.
+    """Yield the samples, complete or not, each with its first byte and the byte after its end.
 
-    Those of `file`, if it is given: it is read forwards, to its end, and closed; `path` then names it in errors.
+    With `file`, the samples of that stream are read: sequentially, to its end, and it is closed;
+    `path` then names it in errors. Raises what `read_shard` raises, except for missing parts.
     """
     seen: set[str] = set()
     sample: Sample | None = None
@@ -107,7 +114,7 @@ def read_spans(
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The key and the extension of a member.
+    """Return the key and the extension of a member.
 
     >>> split_name("a.b/1.seg.png")
     ('a.b/1', 'seg.png')
@@ -117,12 +124,15 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_plain(name: str) -> bool:
-    """Whether each part of a member's path has letters, digits, '.', '_' and '-' alone, and begins with a letter or a digit."""
+    """Return whether each part of a member's path is a plain name.
+
+    A plain name has letters, digits, '.', '_' and '-' alone, and begins with a letter or a digit.
+    """
     return all(NAME.match(part) for part in name.split("/"))
 
 
 def complete(sample: Sample, needs: Sequence[str]) -> Sample:
-    """The sample, with all that it needs. Raises DataError for a part that it lacks."""
+    """Return the sample. Raises DataError for a part in `needs` that it lacks."""
     for extension in needs:
         if extension not in sample.parts:
             raise sample.fault(extension, f"is missing; the sample has {', '.join(sorted(sample.parts))}")
@@ -130,7 +140,7 @@ def complete(sample: Sample, needs: Sequence[str]) -> Sample:
 
 
 class _Stream:
-    """A file that is read forwards, by tarfile: its last bytes are kept, so that the end marker can be looked at."""
+    """Sequential file for tarfile; its last bytes are kept, so that the end marker can be read."""
 
     KEPT = 4 * tarfile.RECORDSIZE  # tarfile reads a record at a time
 
@@ -159,9 +169,9 @@ class _Stream:
 
 
 def _members(path: Path, max_member_bytes: int, stream: BinaryIO | None = None) -> Iterator[tuple[str, bytes, int, int]]:
-    """Name and content of each member, and the bytes at which it begins and ends.
+    """Yield name, content, first byte and end of each member.
 
-    tarfile ends quietly at a cut or a damaged header, so the end marker is asked for too.
+    tarfile ends silently at a truncated or damaged header, so that the end marker is checked too.
     """
     end = 0
     try:
@@ -183,8 +193,9 @@ def _members(path: Path, max_member_bytes: int, stream: BinaryIO | None = None) 
             file.seek(end)
             marker = file.read(BLOCK)
             while stream is not None and file.read(1 << 16):
-                pass  # to its end: whoever writes it is heard out, and a digest is of all
-    except (tarfile.TarError, ValueError, OverflowError) as error:  # the latter are tarfile's own, of headers that say nonsense
+                pass  # to its end: the writer is not interrupted, and a digest covers all bytes
+    # the last two are tarfile's errors for malformed headers
+    except (tarfile.TarError, ValueError, OverflowError) as error:
         what = f"is damaged after byte {end}" if end else "is no tar"
         raise DataError(f"{path} {what}: {error}", hint="shards are plain tars, not compressed; copy the file again") from None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Samples of tars by number, wherever they stand: one read each by the index of the tars, in any order."""
+"""Samples of tars by number, in any order: one read per sample, with the index of the tars."""
 
 # B batch, H height, W width, C channels
 
@@ -38,13 +38,15 @@ Transform = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Tars:
-    """Tars of the WebDataset layout: `Tars(paths, image="jpg", label="cls")` reads dicts of batches, {"image": ..., "label": ...}.
+    """Tars of the WebDataset layout: `Tars(paths, image="jpg", label="cls")` reads dicts.
 
-    Each name stands for an extension, decoded as `decoders.decode` says. Arrays of one shape become one tensor, numbers an int64 tensor
-    (B,), all else a list. `transform` is called on each sample's dict, before: to bring images to one size. Nothing is extracted; the
-    index lies below `cache` (default $XDG_CACHE_HOME/surefoot), and so do the shards of URLs, for which a `Remote` says more. `tell`
-    hears how far its making is. Raises DataError for bad shards, a sample that lacks a part, parts that are damaged, and arrays of
-    several shapes.
+    A batch is {"image": ..., "label": ...}. Each name stands for an extension, decoded as
+    `decoders.decode` describes. Arrays of one shape become one tensor, integers an int64 tensor
+    (B,), all else a list. `transform` is called on the dict of each sample before batching, for
+    example to bring images to one size. Nothing is extracted. The index is stored below `cache`
+    (default $XDG_CACHE_HOME/surefoot), and so are the shards of URLs, for which a `Remote` has more
+    options. `tell` is called with the progress of building the index. Raises DataError for bad
+    shards, a sample that lacks a part, parts that are damaged, and arrays of different shapes.
     """
 
     guarantee: Guarantee = "proven"
@@ -69,8 +71,9 @@ class Tars:
         self.digest = self.index.digest
         self._paths = [
             self.index.folder / shard.name for shard in self.index.shards
-        ]  # made once: it takes as long as reading one
-        self._open: OrderedDict[int, Descriptor] = OrderedDict()  # of each shard that is open, the one used last at the end
+        ]  # made once: it takes as long as reading a sample
+        # the descriptor of each open shard, the most recently used last
+        self._open: OrderedDict[int, Descriptor] = OrderedDict()
         make_lock(self)
 
     def __len__(self) -> int:
@@ -84,17 +87,17 @@ class Tars:
 
     @property
     def shard_sizes(self) -> list[int]:
-        """The samples of each shard, in the order of their numbers."""
+        """Number of samples of each shard, in the order of the shards."""
         return [shard.num_samples for shard in self.index.shards]
 
     def expect(self, chunks: np.ndarray) -> None:
-        """Samples are going to be asked for in this order, (chunks, 2): shards that lie elsewhere are fetched before."""
+        """Announce the order of the next reads, (chunks, 2), to download shards in advance."""
         if self._remote is not None:
             shards, _, _ = self.index.locate(chunks.ravel())
             self._remote.expect(list(dict.fromkeys(shards.tolist())))
 
     def explain(self, ids: np.ndarray) -> dict[str, float]:
-        """The seconds that reading, decoding and the transform of these samples take."""
+        """Return the seconds that reading, decoding and transforming these samples take."""
         marks = [time.perf_counter()]
         samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
         marks.append(time.perf_counter())
@@ -108,7 +111,10 @@ class Tars:
         return dict(zip(("read", "decode", "transform"), np.diff(marks).tolist(), strict=True))
 
     def sample(self, shard: int, first: int, count: int) -> Sample:
-        """The sample that lies at these bytes of a shard. Raises DataError where another one, or none, lies there by now."""
+        """Return the sample at these bytes of a shard.
+
+        Raises DataError if the shard has changed, so that another sample, or none, is there.
+        """
         path = self._paths[shard]
         try:
             held = self._descriptor(shard, path)
@@ -136,16 +142,18 @@ class Tars:
                 return held
             while len(self._open) >= self.index.most_open(MOST_OPEN):
                 self._open.popitem(last=False)
-        opened = Descriptor(self.index.open(shard))  # which fetches one that lies elsewhere, while other threads read on
+        # downloads a remote shard, while other threads continue to read
+        opened = Descriptor(self.index.open(shard))
         if os.fstat(opened.number).st_size != self.index.shards[shard].num_bytes:
             raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
         with self._lock:
             opened = self._open.setdefault(shard, opened)
-            while len(self._open) > self.index.most_open(MOST_OPEN):  # several threads opened one at once
+            # several threads opened a shard at once
+            while len(self._open) > self.index.most_open(MOST_OPEN):
                 self._open.popitem(last=False)
             return opened
 
-    def __getstate__(self) -> dict[str, Any]:  # another process opens its own
+    def __getstate__(self) -> dict[str, Any]:  # another process opens the shards itself
         return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock")}
 
     def __setstate__(self, held: dict[str, Any]) -> None:
@@ -154,7 +162,10 @@ class Tars:
 
 
 class Descriptor:
-    """A file that is open while anyone holds this: a thread may still read a shard that another one put out of the list."""
+    """File descriptor that is closed when no reference to this object is left.
+
+    A thread may still read a shard that another thread has removed from the list.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -164,7 +175,7 @@ class Descriptor:
 
 
 def make_batch(samples: list[Sample], parts: dict[str, str], transform: Transform | None) -> dict[str, Tensor | list[Any]]:
-    """The batch of whole samples: each part decoded, each sample changed by `transform`, all joined as `Tars` tells."""
+    """Return the batch of whole samples: parts decoded, samples transformed, all joined."""
     wanted = _find_decoders(parts)
     decoded = (_decode(sample, wanted) for sample in samples)
     rows = [row if transform is None else transform(row) for row in decoded]
@@ -187,7 +198,10 @@ def _decode(sample: Sample, wanted: Wanted) -> dict[str, Any]:
 
 
 def read_sample(path: Path, content: bytes) -> Sample:
-    """The one sample whose members, headers and all, are `content`. Raises DataError where they are none."""
+    """Return the one sample whose members, headers included, are `content`.
+
+    Raises DataError if `content` is anything else.
+    """
     sample, at, end = None, 0, len(content)
     while at + BLOCK <= end:
         name, size, kind, magic, prefix = HEADER.unpack_from(content, at)
@@ -220,14 +234,15 @@ def _add(path: Path, sample: Sample | None, name: str, content: bytes) -> Sample
 
 
 def _read_slowly(path: Path, content: bytes) -> Sample:
-    """The same by tarfile, for names and sizes that do not stand in one header."""
+    """Return the sample in `content` by tarfile, for names and sizes that need several headers."""
     sample = None
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
             for member in archive:
                 opened = archive.extractfile(member)
                 sample = _add(path, sample, member.name, opened.read() if opened is not None else b"")
-    except (tarfile.TarError, ValueError, OverflowError):  # the others are tarfile's own, of headers that say nonsense
+    # the last two are tarfile's errors for malformed headers
+    except (tarfile.TarError, ValueError, OverflowError):
         sample = None
     if sample is None:
         raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
@@ -235,9 +250,9 @@ def _read_slowly(path: Path, content: bytes) -> Sample:
 
 
 def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[Any]:
-    """A part of the samples of a batch: arrays as one tensor, whole numbers int64 (B,), all else a list.
+    """Return one part of the samples of a batch: arrays as one tensor, integers int64 (B,).
 
-    Raises DataError for arrays of two shapes.
+    Anything else is returned as a list. Raises DataError for arrays of different shapes or dtypes.
     """
     if all(type(value) is int and -(1 << 63) <= value < 1 << 63 for value in values):
         return torch.tensor(values)
@@ -255,5 +270,6 @@ def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[A
             f"{samples[other].key} of {samples[other].shard}",
             hint="bring them to one shape with transform=",
         )
-    whole = np.concatenate(arrays) if arrays[0].ndim else np.array(arrays)  # half the time of np.stack
+    # takes half the time of np.stack
+    whole = np.concatenate(arrays) if arrays[0].ndim else np.array(arrays)
     return torch.from_numpy(whole.reshape(len(arrays), *arrays[0].shape))

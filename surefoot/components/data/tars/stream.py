@@ -1,4 +1,7 @@
-"""Tars read forwards, for what cannot be sought: pipes, sockets, remote shards larger than the disk. Nothing is indexed or kept on disk."""
+"""Tars read sequentially, for data that cannot be sought; nothing is indexed or kept on disk.
+
+Such data are pipes, sockets, and remote shards larger than the disk.
+"""
 
 # B batch
 
@@ -28,13 +31,15 @@ Opener = Callable[[], BinaryIO]
 
 
 class TarStream:
-    """Tars read from their beginnings: `TarStream(openers, counts, image="jpg", label="cls")`, parts as in `Tars`.
+    """Tars read sequentially: `TarStream(openers, counts, image="jpg", label="cls")`.
 
-    A shard is a path, a function that opens it anew, or a file object that can be read once, such as `sys.stdin.buffer`; or all are a
-    `Remote`. `counts` says how many samples each holds. `window` of them are read at a time; what is read over is kept in memory until
-    it is asked for, so give `BlockShuffle`'s window for its order, and 1 for samples in a row. To go on in the middle, a shard is read
-    again up to there (*replayed*). Raises DataError for a shard that holds another number of samples, what `read_shard` refuses, and
-    a second reading of what can be read once.
+    The parts are as in `Tars`. A shard is a path, a function that opens it again, or a file object
+    that can be read once, such as `sys.stdin.buffer`; or all are a `Remote`. `counts` has the
+    number of samples of each shard. `window` shards are read at a time. Samples that are read
+    before they are requested stay in memory, so use the window of a `BlockShuffle` for its order,
+    and 1 for sequential samples. To resume in the middle, a shard is read again up to that sample
+    (*replayed*). Raises DataError for a shard that holds another number of samples, for what
+    `read_shard` refuses, and for a second reading of a file object that can be read once.
     """
 
     guarantee: Guarantee = "replayed"
@@ -75,7 +80,7 @@ class TarStream:
                 f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[:200], hint="give such numbers"
             )
         shards = np.searchsorted(self._ends, ids, side="right").tolist()
-        with self._lock:  # one stream, one reader
+        with self._lock:  # a stream has one reader
             samples = [
                 self._take(shard, int(number - self._ends[shard]) + self.counts[shard])
                 for number, shard in zip(ids, shards, strict=True)
@@ -83,9 +88,9 @@ class TarStream:
         return make_batch(samples, self.parts, self.transform)
 
     def part(self, part: int, parts: int) -> TarStream:
-        """The stream of one of `parts` readers (ranks times workers): every shard is in one of them, none in two.
+        """Return the stream of one of `parts` readers (ranks times workers).
 
-        Raises DataError for fewer shards than readers.
+        Every shard belongs to exactly one reader. Raises DataError for fewer shards than readers.
         """
         if not 0 <= part < parts <= len(self.counts):
             raise DataError(
@@ -119,7 +124,7 @@ class TarStream:
             del self._reading[shard]
         return sample
 
-    def __getstate__(self) -> dict[str, Any]:  # another process opens its own
+    def __getstate__(self) -> dict[str, Any]:  # another process opens the shards itself
         return {**self.__dict__, "_reading": OrderedDict(), "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -127,13 +132,13 @@ class TarStream:
         call_in_children(self, TarStream._open_own)
 
     def _open_own(self) -> None:
-        """Open shards anew in a forked process: in a file that both read, each would move the place of the other."""
+        """Open shards again in a forked process: processes would share the file positions."""
         once = [(shard, each) for shard, each in self._reading.items() if isinstance(self._openers[shard], _Once)]
         self._reading, self._lock = OrderedDict(once), threading.Lock()
 
 
 class _Forwards:
-    """One shard while it is read: samples that were read over and not asked for yet wait in memory."""
+    """Shard that is being read; samples read before they are requested wait in memory."""
 
     def __init__(self, name: Path, file: BinaryIO, count: int) -> None:
         self._name, self._count, self._next = name, count, 0
@@ -141,7 +146,7 @@ class _Forwards:
         self._waiting: dict[int, Sample] = {}
 
     def has(self, place: int) -> bool:
-        """Whether the sample is still to come."""
+        """Return whether the sample can still be taken."""
         return place >= self._next or place in self._waiting
 
     @property
@@ -165,7 +170,7 @@ class _Forwards:
 
 
 class _Once:
-    """A file object that cannot be opened again."""
+    """File object that cannot be opened again."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file: BinaryIO | None = file
@@ -181,7 +186,7 @@ class _Once:
 
 
 def _opener(shard: Any) -> Opener:
-    """What opens a shard: a function, a file object that is read once, or a path."""
+    """Return a function that opens a shard, given as a function, a file object or a path."""
     if hasattr(shard, "read"):
         return _Once(shard)
     return cast(Opener, shard if callable(shard) else partial(whole_path(shard).open, "rb"))

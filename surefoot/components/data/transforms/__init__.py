@@ -1,7 +1,8 @@
-"""Augmentation of whole batches of images: functions whose draws are the caller's, and steps that draw by sample, in a pipeline.
+"""Augmentation of whole batches of images: functions with explicit draws, and pipeline steps.
 
-The functions take every draw as an argument; the steps (`Crop`, `Mirror`, `Jitter` ...) take the keys of a batch, so that what happens
-to a sample depends on the run's seed, the epoch and the sample alone. `mixup` and `cutmix` join samples, and their labels with them.
+The functions take every draw as an argument; the steps (`Crop`, `Mirror`, `Jitter` ...) take the
+keys of a batch, so that the augmentation of a sample depends on the run's seed, the epoch and the
+sample alone. `mixup` and `cutmix` mix samples, and their labels with them.
 """
 
 from surefoot.components.data.transforms.colours import (

@@ -1,4 +1,4 @@
-"""What the transforms ask of what they are given, in one place."""
+"""Checks of the arguments of the transforms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from surefoot.core.errors import DataError
 
 
 def check_images(images_BHWC: Tensor) -> None:
-    """Raises DataError for what is no batch of images (B, H, W, C), uint8 from 0 to 255 or float from 0 to 1."""
+    """Raise DataError for anything but images (B, H, W, C) of dtype uint8 or floating point.
+
+    Values are expected from 0 to 255 for uint8, from 0 to 1 for floating point.
+    """
     if images_BHWC.ndim != 4 or not (images_BHWC.dtype.is_floating_point or str(images_BHWC.dtype) == "torch.uint8"):
         raise DataError(
             f"a tensor {tuple(images_BHWC.shape)} of {images_BHWC.dtype} is no batch of images",
@@ -17,7 +20,7 @@ def check_images(images_BHWC: Tensor) -> None:
 
 
 def check_colours(images_BHWC: Tensor) -> None:
-    """Raises DataError for what is no batch of images in red, green and blue."""
+    """Raise DataError for anything but a batch of images in red, green and blue."""
     check_images(images_BHWC)
     if images_BHWC.shape[-1] != 3:
         raise DataError(
@@ -27,12 +30,12 @@ def check_colours(images_BHWC: Tensor) -> None:
 
 
 def check_range(what: str, given: tuple[float, float], low: float, high: float) -> None:
-    """Raises DataError unless low <= given[0] <= given[1] <= high."""
+    """Raise DataError unless low <= given[0] <= given[1] <= high."""
     if len(given) != 2 or not low <= given[0] <= given[1] <= high:
         raise DataError(f"{what} from {given} is no range", hint=f"give two numbers, the lesser first, from {low:g} to {high:g}")
 
 
 def check_size(what: str, *sizes: int) -> None:
-    """Raises DataError for sizes that are no whole numbers of 1 or more."""
+    """Raise DataError for sizes that are not integers of 1 or more."""
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise DataError(f"{what} of {' x '.join(map(str, sizes))} pixels is none", hint="give whole numbers of 1 or more")

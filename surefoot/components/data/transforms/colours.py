@@ -1,6 +1,7 @@
-"""Colours: brightness, contrast, saturation and hue by torchvision's formulas, each image with its own factor; and normalising.
+"""Color transforms by torchvision's formulas, each image with its factor; normalization.
 
-Images of bytes stay bytes after each of the four, as in torchvision, so that the levels are cut to whole numbers each time.
+The transforms are brightness, contrast, saturation and hue. uint8 images stay uint8 after each of
+the four, as in torchvision, so that values are truncated to integers each time.
 """
 
 # B batch, H height, W width, C channels
@@ -18,18 +19,18 @@ from surefoot.components.data.order import Keys
 from surefoot.components.data.transforms.checks import check_colours, check_images, check_range
 from surefoot.core.errors import DataError
 
-GREY = (0.2989, 0.587, 0.114)  # what red, green and blue weigh
-PIECE = 1 << 15  # pixels worked on together: 32-bit copies of them stay in the cache of a core
+GREY = (0.2989, 0.587, 0.114)  # weights of red, green and blue
+PIECE = 1 << 15  # pixels processed together: their float32 copies stay in the cache of a core
 LARGEST_FACTOR = 10.0
 
 
 def adjust_brightness(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
-    """Each image times its factor."""
+    """Multiply each image by its factor."""
     return _in_pieces(images_BHWC, factors_B, lambda images, factors: images * factors)
 
 
 def adjust_contrast(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
-    """Each image moved from the mean of its greys, 0, by its factor; 1 leaves it."""
+    """Blend each image with the mean of its gray values: 0 gives the mean, 1 the image."""
 
     def blend(images: Tensor, factors: Tensor) -> Tensor:
         mean = _grey(images, images_BHWC.dtype).mean((1, 2, 3), keepdim=True)
@@ -39,7 +40,7 @@ def adjust_contrast(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
 
 
 def adjust_saturation(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
-    """Each pixel moved from its own grey, 0, by its image's factor; 1 leaves it."""
+    """Blend each pixel with its gray value: 0 gives gray, 1 the image."""
     return _in_pieces(
         images_BHWC,
         factors_B,
@@ -48,14 +49,18 @@ def adjust_saturation(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
 
 
 def adjust_hue(images_BHWC: Tensor, turns_B: Tensor) -> Tensor:
-    """Each image's hues turned by so much of the circle, from -0.5 to 0.5; 0 leaves it, but for one level of rounding."""
+    """Rotate the hues of each image by a part of the color circle, from -0.5 to 0.5.
+
+    0 leaves the image unchanged, except for one level of rounding.
+    """
     check_colours(images_BHWC)
     in_bytes = images_BHWC.dtype == torch.uint8
 
     def turn(images: Tensor, turns: Tensor) -> Tensor:
         hue, saturation, value = _to_hsv(images / 255 if in_bytes else images)
         turned = _to_rgb((hue + turns[..., 0]) % 1.0, saturation, value)
-        return turned * (256 - 1e-3) if in_bytes else turned  # torchvision's way from 0..1 to bytes
+        # torchvision's conversion from 0..1 to uint8
+        return turned * (256 - 1e-3) if in_bytes else turned
 
     return _in_pieces(images_BHWC, turns_B, turn)
 
@@ -64,9 +69,10 @@ def color_jitter(
     images_BHWC: Tensor, *, brightness: Tensor | None = None, contrast: Tensor | None = None, saturation: Tensor | None = None,
     hue: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Brightness, contrast, saturation, hue, in this order, each (B,) factors or None for not at all.
+    """Change brightness, contrast, saturation and hue, in this order.
 
-    The order is fixed; torchvision draws one for each call. A drawn order of each sample would take the batch apart 24 ways.
+    Each argument is (B,) factors, or None for no change. torchvision draws an order for each call;
+    this order is fixed, since a random order for each sample would split the batch 24 ways.
     """
     check_colours(images_BHWC)
     steps = (
@@ -79,7 +85,10 @@ def color_jitter(
 
 
 def normalise(images_BHWC: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
-    """(images - mean) / deviation as float32 (B, C, H, W), channels last in memory; mean and deviation in the images' own units."""
+    """Return (images - mean) / deviation as float32 (B, C, H, W), channels last in memory.
+
+    `mean` and `deviation` are in the units of the images.
+    """
     check_images(images_BHWC)
     _, _, width, channels = images_BHWC.shape
     if len(mean) != channels or len(deviation) != channels:
@@ -87,14 +96,17 @@ def normalise(images_BHWC: Tensor, mean: Sequence[float], deviation: Sequence[fl
             f"{len(mean)} means and {len(deviation)} deviations are given for {channels} colours",
             hint="give one of each a colour",
         )
-    # a whole row at once: three channels alone are too short a run for vector instructions
+    # a whole row at once: three channels alone are too short for vector instructions
     means, deviations = (torch.tensor(each, device=images_BHWC.device).float().repeat(width) for each in (mean, deviation))
     rows = images_BHWC.flatten(2).to(torch.float32, copy=True)
     return rows.sub_(means).div_(deviations).view(images_BHWC.shape).permute(0, 3, 1, 2)
 
 
 def _in_pieces(images_BHWC: Tensor, factors_B: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`change` of some images at a time as float32, with their factors (B, 1, 1, 1), cut to the images' range and dtype."""
+    """Apply `change` to a few images at a time, as float32, with their factors (B, 1, 1, 1).
+
+    The results are clamped to the range of the images and have their dtype.
+    """
     check_colours(images_BHWC)
     factors = factors_B.to(images_BHWC.device, torch.float32).view(-1, 1, 1, 1)
     changed = torch.empty_like(images_BHWC)
@@ -105,7 +117,10 @@ def _in_pieces(images_BHWC: Tensor, factors_B: Tensor, change: Callable[[Tensor,
 
 
 def _pieces(images_BHWC: Tensor) -> Iterator[slice]:
-    """Slices of whole images, few enough to stay in a cache; all of them on a device that would wait for each."""
+    """Return slices of whole images, few enough to stay in a cache.
+
+    On a device other than the CPU, which would wait for each slice, there is one slice.
+    """
     batch, height, width, _ = images_BHWC.shape
     count = max(1, PIECE // max(1, height * width)) if images_BHWC.device.type == "cpu" else max(1, batch)
     return (slice(start, start + count) for start in range(0, batch, count))
@@ -118,7 +133,7 @@ def _grey(images_BHWC: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _to_hsv(images_BHWC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Hue (in turns), saturation and value, (B, H, W) each, of images from 0 to 1."""
+    """Return hue (in turns), saturation and value, (B, H, W) each, of images from 0 to 1."""
     red, green, blue = images_BHWC.unbind(-1)
     most, least = images_BHWC.amax(-1), images_BHWC.amin(-1)
     spread = most - least
@@ -132,7 +147,10 @@ def _to_hsv(images_BHWC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
-    """A. R. Smith's hexcone, as one expression for each colour n of 5, 3, 1: value (1 - saturation max(0, min(k, 4 - k, 1)))."""
+    """Return the colors of A. R. Smith's hexcone, as one expression for each n of 5, 3, 1.
+
+    The color is value (1 - saturation max(0, min(k, 4 - k, 1))), with k = (6 hue + n) mod 6.
+    """
     sixths, chroma = hue * 6, value * saturation
     colours = []
     for offset in (5, 3, 1):
@@ -143,9 +161,10 @@ def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Jitter:
-    """Random brightness, contrast, saturation (factors from 1 - x to 1 + x) and hue (turns from -x to x): torchvision's ColorJitter.
+    """Random brightness, contrast, saturation and hue: torchvision's ColorJitter.
 
-    A change that is 0 is left out. The order is that of `color_jitter`: fixed. In evaluation nothing happens.
+    Factors are drawn from 1 - x to 1 + x, hues from -x to x in turns. A change of 0 is left out.
+    The order is fixed, that of `color_jitter`. In evaluation images are unchanged.
     """
 
     brightness: float = 0.0
@@ -173,13 +192,16 @@ class Jitter:
         return self.brightness, self.contrast, self.saturation
 
     def settled(self) -> tuple[Any, ...]:
-        """What stands for it in evaluation: nothing."""
+        """Return the steps for evaluation: none."""
         return ()
 
 
 @dataclass(frozen=True)
 class Normalise:
-    """(images - mean) / deviation as float32 (B, C, H, W): the last step. `mean` and `deviation` a colour, in the images' own units."""
+    """Normalization to (images - mean) / deviation, float32 (B, C, H, W): the last step.
+
+    `mean` and `deviation` have one number per color, in the units of the images.
+    """
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
@@ -195,5 +217,5 @@ class Normalise:
         return normalise(images_BHWC, self.mean, self.deviation)
 
     def settled(self) -> tuple[Any, ...]:
-        """What stands for it in evaluation: itself."""
+        """Return the steps for evaluation: this step."""
         return (self,)

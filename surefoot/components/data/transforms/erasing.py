@@ -1,4 +1,4 @@
-"""Parts of images painted over: random erasing and cutout."""
+"""Transforms that paint over parts of images: random erasing and cutout."""
 
 # B batch, H height, W width, C channels, K tries
 
@@ -19,7 +19,10 @@ from surefoot.core.errors import DataError
 
 
 def erase(images_BHWC: Tensor, boxes_B4: Tensor, value: float | Sequence[float] = 0) -> Tensor:
-    """The images with the box (top, left, rows, columns) of each painted in `value`, one number or one a colour; what leaves is cut."""
+    """Return the images with the box (top, left, rows, columns) of each painted in `value`.
+
+    `value` is one number, or one per color. Parts of a box outside the image are ignored.
+    """
     check_images(images_BHWC)
     channels = images_BHWC.shape[3]
     colour = torch.as_tensor(value, dtype=images_BHWC.dtype)
@@ -32,17 +35,22 @@ def erase(images_BHWC: Tensor, boxes_B4: Tensor, value: float | Sequence[float] 
 
 
 def cutout(images_BHWC: Tensor, centres_B2: Tensor, size: int, value: float | Sequence[float] = 0) -> Tensor:
-    """The images with a square of `size` pixels about each centre (row, column) painted over, cut at the border (DeVries, 2017)."""
+    """Return the images with a square of `size` pixels around each center (row, column) painted.
+
+    Parts of a square outside the image are ignored (DeVries, 2017).
+    """
     corners = centres_B2 - size // 2
     return erase(images_BHWC, torch.cat([corners, torch.full_like(corners, size)], dim=1), value)
 
 
 @dataclass(frozen=True)
 class Erase:
-    """A random box of some images painted over: torchvision's RandomErasing (Zhong et al., 2017), with its defaults.
+    """Random box of some images painted over: torchvision's RandomErasing (Zhong et al., 2017).
 
-    Its area is drawn from `scale` of the image's, its height over its width from `ratio`; the first of 10 that fit is taken, and the
-    image left alone where none does. `value` is in the images' own units. In evaluation nothing happens.
+    The defaults are torchvision's. The area of the box is drawn from `scale` of the image's area,
+    its height over its width from `ratio`; the first of 10 boxes that fit is used, and the image is
+    unchanged if none fits. `value` is in the units of the images. In evaluation images are
+    unchanged.
     """
 
     probability: float = 0.5
@@ -60,7 +68,10 @@ class Erase:
         return erase(images_BHWC, self.draw(keys, images_BHWC.shape[1], images_BHWC.shape[2]), self.value)
 
     def draw(self, keys: Keys, height: int, width: int) -> Tensor:
-        """The box (top, left, rows, columns) of each sample, (B, 4) int64, empty where nothing is painted."""
+        """Return the box (top, left, rows, columns) of each sample, (B, 4) int64.
+
+        The box is empty if nothing is painted.
+        """
         low, high = map(math.log, self.ratio)
         area_BK = (self.scale[0] + (self.scale[1] - self.scale[0]) * keys.uniform(TRIES, stream=0).double()) * (height * width)
         aspect_BK = (low + (high - low) * keys.uniform(TRIES, stream=1).double()).exp()
@@ -74,13 +85,16 @@ class Erase:
         return torch.where(chosen, torch.cat([corner, size], dim=1), 0)
 
     def settled(self) -> tuple[Any, ...]:
-        """What stands for it in evaluation: nothing."""
+        """Return the steps for evaluation: none."""
         return ()
 
 
 @dataclass(frozen=True)
 class Cutout:
-    """A square of `size` pixels about a random pixel of every image painted in `value`. In evaluation nothing happens."""
+    """Square of `size` pixels around a random pixel of every image, painted in `value`.
+
+    In evaluation images are unchanged.
+    """
 
     size: int
     value: float | tuple[float, ...] = 0
@@ -94,5 +108,5 @@ class Cutout:
         return cutout(images_BHWC, torch.cat([rows, columns], dim=1), self.size, self.value)
 
     def settled(self) -> tuple[Any, ...]:
-        """What stands for it in evaluation: nothing."""
+        """Return the steps for evaluation: none."""
         return ()

@@ -1,8 +1,10 @@
-"""Samples joined, and their labels with them: mixup (Zhang et al., 2018) and cutmix (Yun et al., 2019).
+"""Mixing of samples and their labels: mixup (Zhang et al., 2018), cutmix (Yun et al., 2019).
 
-A sample's partner is its neighbour: the samples at places 0 and 1 of a batch are joined, 2 and 3, and so on; the last of an odd number
-stays alone. Each of a pair draws its own share. So a batch gives the same pixels however it is cut into ranks, workers or
-microbatches, as long as the pieces are runs of an even number of samples; who the neighbours are is shuffled with the samples.
+The partner of a sample is its neighbor: the samples at positions 0 and 1 of a batch are mixed, 2
+and 3, and so on; the last of an odd number is unchanged. Each sample of a pair draws a separate
+share. A batch therefore has the same pixels however it is split into ranks, workers or
+microbatches, as long as the parts are runs of an even number of samples. Partners are shuffled with
+the samples.
 """
 
 # B batch, H height, W width, C channels, N classes
@@ -21,14 +23,15 @@ from surefoot.components.data.transforms.checks import check_images, check_range
 from surefoot.components.data.transforms.pipeline import keys_of
 from surefoot.core.errors import DataError
 
-POINTS = 4097  # of the table of the Beta distribution: its inverse is right to 1e-4
+POINTS = 4097  # of the table of the Beta distribution: its inverse is accurate to 1e-4
 LARGEST_ALPHA = 100.0
 
 
 def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
-    """Labels (B,) as rows (B, N) of float32 with one 1; rows are taken as they are. `cross_entropy` of torch takes such rows.
+    """Return labels (B,) as one-hot rows (B, N) of float32; rows are returned unchanged.
 
-    Raises DataError for labels that are no classes from 0 to `num_classes` - 1.
+    `cross_entropy` of torch accepts such rows. Raises DataError for labels that are not classes
+    from 0 to `num_classes` - 1.
     """
     if labels_B.ndim == 2 and labels_B.shape[1] == num_classes and labels_B.dtype.is_floating_point:
         return labels_B
@@ -43,9 +46,10 @@ def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
 def mixup(
     images_BHWC: Tensor, labels_B: Tensor, keys: Keys, *, num_classes: int, alpha: float = 0.2
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Each image and its target, s times itself and 1 - s times its partner, s drawn from Beta(alpha, alpha): images float32.
+    """Mix each image and its target with those of its partner; return images and targets (B, N).
 
-    Images of any shape (B, ...), after normalising too. Targets are rows (B, N).
+    The image has the share s, its partner 1 - s, with s drawn from Beta(alpha, alpha). The images
+    are float32, of any shape (B, ...), and may be normalized already.
     """
     share_B = draw_shares(keys_of(keys, "mixup"), alpha)
     partner_B, targets_BN = _pair(images_BHWC, labels_B, num_classes)
@@ -58,9 +62,10 @@ def mixup(
 def cutmix(
     images_BHWC: Tensor, labels_B: Tensor, keys: Keys, *, num_classes: int, alpha: float = 1.0
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Each image (B, H, W, C) with a box of its partner's, which covers 1 - s of it, s drawn from Beta(alpha, alpha); targets (B, N).
+    """Paste a box of its partner into each image (B, H, W, C); return images and targets (B, N).
 
-    The box lies about a random pixel and is cut at the border; the target's shares are those of the pixels that are there.
+    The box covers 1 - s of the image, with s drawn from Beta(alpha, alpha). It is centered at a
+    random pixel and cut at the border; the shares of the target are those of the visible pixels.
     """
     check_images(images_BHWC)
     own = keys_of(keys, "cutmix")
@@ -82,7 +87,7 @@ def cutmix(
 
 
 def draw_shares(keys: Keys, alpha: float) -> Tensor:
-    """A number of each sample drawn from Beta(alpha, alpha), (B,) float32, by the inverse of its distribution."""
+    """Return a draw from Beta(alpha, alpha) for each sample, (B,) float32, by the inverse CDF."""
     check_range("alpha", (alpha, alpha), 0.01, LARGEST_ALPHA)
     points, reached = _beta(alpha)
     drawn = keys.uniform()[:, 0].double().numpy()
@@ -94,7 +99,10 @@ def draw_shares(keys: Keys, alpha: float) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _beta(alpha: float) -> tuple[np.ndarray, np.ndarray]:
-    """Points x up to 1/2 and the part of Beta(alpha, alpha) below each; of x ** alpha where the density itself has no bound at 0."""
+    """Return points x up to 1/2, and the CDF of Beta(alpha, alpha) at each.
+
+    For alpha < 1, where the density is unbounded at 0, the points are those of x ** alpha.
+    """
     if alpha < 1:
         points = np.linspace(0, 0.5**alpha, POINTS)
         density = (1 - points ** (1 / alpha)) ** (alpha - 1)
@@ -106,7 +114,7 @@ def _beta(alpha: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pair(images: Tensor, labels_B: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """The place of each sample's partner, and the targets (B, N)."""
+    """Return the index of each sample's partner, and the targets (B, N)."""
     if len(images) != len(labels_B):
         raise DataError(f"{len(images)} images have {len(labels_B)} labels", hint="give one label an image")
     places = torch.arange(len(images))

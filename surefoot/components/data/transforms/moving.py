@@ -1,4 +1,4 @@
-"""Images moved and mirrored, whole pixels at a time; each draw is the caller's, so that it can depend on the sample."""
+"""Shifts, crops and flips of images by whole pixels, with the draws as arguments."""
 
 # B batch, H height, W width, C channels
 
@@ -16,7 +16,10 @@ from surefoot.core.errors import DataError
 
 
 def reflect_pad(images_BHWC: Tensor, size: int) -> Tensor:
-    """Images (B, H + 2 size, W + 2 size, C) whose border mirrors the inside, the edge itself not repeated; size < H and W."""
+    """Return images (B, H + 2 size, W + 2 size, C) whose border mirrors the inside.
+
+    The edge itself is not repeated; `size` must be less than H and W.
+    """
     batch, height, width, channels = images_BHWC.shape
     padded = images_BHWC.new_empty(batch, height + 2 * size, width + 2 * size, channels)
     bottom, right = size + height - 1, size + width - 1
@@ -31,10 +34,11 @@ def reflect_pad(images_BHWC: Tensor, size: int) -> Tensor:
 
 
 def crop(images_BHWC: Tensor, corners_B2: Tensor, height: int, width: int) -> Tensor:
-    """Of each image the window (height, width) whose first row and column `corners_B2` (int64) says; contiguous.
+    """Return the window (height, width) of each image that starts at `corners_B2`, contiguous.
 
-    Each row of a window is a run of bytes in one flat view, so the whole batch is one gather of runs: on one core 40 times as fast
-    as a gather of pixels.
+    `corners_B2` (int64) has the first row and column. Each row of a window is a run of values in
+    one flat view, so that the whole batch is one gather of runs: on one core 40 times as fast as a
+    gather of pixels.
     """
     images = images_BHWC.contiguous()
     batch, rows, columns, channels = images.shape
@@ -47,12 +51,15 @@ def crop(images_BHWC: Tensor, corners_B2: Tensor, height: int, width: int) -> Te
 
 
 def translate(images_BHWC: Tensor, corners_B2: Tensor, size: int) -> Tensor:
-    """Each image moved by up to `size` pixels, its border mirrored: `corners_B2` in [0, 2 size], `size` leaves it where it is."""
+    """Return each image shifted by up to `size` pixels, with a mirrored border.
+
+    `corners_B2` is in [0, 2 size]; `size` leaves an image unchanged.
+    """
     return crop(reflect_pad(images_BHWC, size), corners_B2, images_BHWC.shape[1], images_BHWC.shape[2])
 
 
 def mirror(images_BHWC: Tensor, chosen_B: Tensor) -> Tensor:
-    """The images, those where `chosen_B` (bool) holds with left and right exchanged."""
+    """Return the images, flipped from left to right where `chosen_B` (bool) is True."""
     which = chosen_B.nonzero()[:, 0]
     mirrored = images_BHWC.index_select(0, which).flip(2)
     places = torch.arange(len(images_BHWC), device=images_BHWC.device)
@@ -62,7 +69,10 @@ def mirror(images_BHWC: Tensor, chosen_B: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Translate:
-    """Each image moved by up to `size` pixels each way, its border mirrored. In evaluation nothing happens."""
+    """Random shift of each image by up to `size` pixels each way, with a mirrored border.
+
+    In evaluation images are unchanged.
+    """
 
     size: int
 
@@ -79,13 +89,13 @@ class Translate:
         return translate(images_BHWC, keys.integers(0, 2 * self.size + 1, 2).to(images_BHWC.device), self.size)
 
     def settled(self) -> tuple[Any, ...]:
-        """What stands for it in evaluation: nothing."""
+        """Return the steps for evaluation: none."""
         return ()
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """Left and right exchanged in some images. In evaluation nothing happens."""
+    """Random flip of images from left to right. In evaluation images are unchanged."""
 
     probability: float = 0.5
 
@@ -97,5 +107,5 @@ class Mirror:
         return mirror(images_BHWC, (keys.uniform()[:, 0] < self.probability).to(images_BHWC.device))
 
     def settled(self) -> tuple[Any, ...]:
-        """What stands for it in evaluation: nothing."""
+        """Return the steps for evaluation: none."""
         return ()

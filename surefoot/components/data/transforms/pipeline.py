@@ -1,4 +1,4 @@
-"""Steps in a row, each with draws of its own; what each of them costs; and what stands for them in evaluation."""
+"""Pipelines of augmentation steps with separate draws; the cost of steps; evaluation steps."""
 
 # B batch, H height, W width, C channels
 
@@ -18,18 +18,21 @@ from surefoot.components.data.order import Keys, derive
 from surefoot.core.errors import DataError
 
 Step = Callable[[Any, Keys], Any]
-ROUNDS = 5  # of a measurement; the median counts
-STREAM = 3  # of the run's seed: order has 1, the draws of a task of its own 2
+ROUNDS = 5  # of a measurement, of which the median is used
+STREAM = 3  # of the run's seed: the order has 1, the draws of a task have 2
 
 
 def keys_of(keys: Keys, name: str, number: int = 0) -> Keys:
-    """Draws of the step `name`, the `number`th of that name: independent of those of all others, and of which others there are."""
+    """Return the draws for the step `name`, the `number`-th step of that name.
+
+    They are independent of the draws of all other steps, and of which other steps there are.
+    """
     return dataclasses.replace(keys, seed=derive(keys.seed, STREAM, zlib.crc32(name.encode()), number))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a step takes: milliseconds for 1,000 images, and its share of the whole."""
+    """Cost of a step: milliseconds for 1,000 images, and its share of the total."""
 
     name: str
     ms_per_1000: float
@@ -38,10 +41,12 @@ class Cost:
 
 @final
 class Pipeline:
-    """Steps called one after the other with (images, keys): `Pipeline(Crop(224, 224), Mirror(), Jitter(0.4, 0.4, 0.4, 0.1))`.
+    """Steps that are called one after the other with (images, keys).
 
-    A step is anything that is called so and gives images. Each draws from a stream of its own, named for its kind: another step put in
-    or taken out leaves the draws of the rest alone. Raises DataError for no step, or one that cannot be called.
+    Example: `Pipeline(Crop(224, 224), Mirror(), Jitter(0.4, 0.4, 0.4, 0.1))`. A step is any
+    callable with these arguments that returns images. Each step draws from a separate stream, named
+    after its type: to add or remove a step of another type leaves its draws unchanged. Raises
+    DataError for no steps, or for a step that cannot be called.
     """
 
     def __init__(self, *steps: Step) -> None:
@@ -68,9 +73,10 @@ class Pipeline:
         return f"Pipeline({', '.join(map(repr, self.steps))})"
 
     def evaluation(self) -> Pipeline | None:
-        """The pipeline for evaluation, in which nothing is drawn: what each step's `settled()` says; None where nothing is left.
+        """Return the pipeline for evaluation, without draws; None if no step is left.
 
-        Raises DataError for a step that does not say it.
+        It consists of the `settled()` of each step. Raises DataError for a step without that
+        method.
         """
         left: list[Step] = []
         for step in self.steps:
@@ -84,7 +90,10 @@ class Pipeline:
         return Pipeline(*left) if left else None
 
     def costs(self, images_BHWC: Tensor, keys: Keys) -> list[Cost]:
-        """What each step takes for these images, the costliest first: the median of 5, after one that is not timed."""
+        """Return the cost of each step for these images, the most expensive step first.
+
+        A cost is the median of 5 calls, after a call that is not timed.
+        """
         took: list[tuple[str, float]] = []
         for step, (name, number) in zip(self.steps, self._streams, strict=True):
             own, given, elapsed_s = keys_of(keys, name, number), images_BHWC, []

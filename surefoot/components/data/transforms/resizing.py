@@ -1,7 +1,8 @@
-"""Images brought to another size: bilinear with antialias, as torch's own kernel for bytes does it.
+"""Resizing of images: bilinear with antialiasing, by torch's kernel for uint8.
 
-A window of its own for each image is resized in a loop over the batch, one call of that kernel each, into one buffer: 20 µs an image of
-32 x 32, 0.1 ms one of 224 x 224, on one core. The whole batch as two products with matrices of weights took 5 to 350 times as long.
+A separate window for each image is resized in a loop over the batch, with one call of that kernel
+each, into one buffer: 20 µs for an image of 32 x 32, 0.1 ms for 224 x 224, on one core. Two matmuls
+of the whole batch with weight matrices took 5 to 350 times as long.
 """
 
 # B batch, H height, W width, C channels, K tries
@@ -20,12 +21,12 @@ from surefoot.components.data.order import Keys
 from surefoot.components.data.transforms.checks import check_images, check_range, check_size
 from surefoot.core.errors import DataError
 
-TRIES = 10  # boxes drawn for an image before the middle is taken
+TRIES = 10  # boxes drawn for an image before the middle is used
 LARGEST_RATIO = 100.0
 
 
 def resize(images_BHWC: Tensor, height: int, width: int) -> Tensor:
-    """The images at (height, width), of their own dtype."""
+    """Return the images resized to (height, width), in their dtype."""
     check_images(images_BHWC)
     check_size("a size", height, width)
     if images_BHWC.shape[1:3] == (height, width):
@@ -34,7 +35,10 @@ def resize(images_BHWC: Tensor, height: int, width: int) -> Tensor:
 
 
 def center_crop(images_BHWC: Tensor, height: int, width: int) -> Tensor:
-    """The middle (height, width) of the images, as torchvision rounds it. Raises DataError for images that are smaller."""
+    """Return the middle (height, width) of the images, rounded as in torchvision.
+
+    Raises DataError for images that are smaller.
+    """
     check_images(images_BHWC)
     check_size("a crop", height, width)
     _, rows, columns, _ = images_BHWC.shape
@@ -47,7 +51,10 @@ def center_crop(images_BHWC: Tensor, height: int, width: int) -> Tensor:
 
 
 def random_resized_crop(images_BHWC: Tensor, boxes_B4: Tensor, height: int, width: int) -> Tensor:
-    """Of each image the box (top, left, rows, columns) that `boxes_B4` (int64) says, at (height, width), of the images' dtype."""
+    """Return a box of each image resized to (height, width), in the dtype of the images.
+
+    `boxes_B4` (int64) has the (top, left, rows, columns) of each box.
+    """
     check_images(images_BHWC)
     check_size("a size", height, width)
     resized = images_BHWC.new_empty(len(images_BHWC), height, width, images_BHWC.shape[3])
@@ -59,10 +66,11 @@ def random_resized_crop(images_BHWC: Tensor, boxes_B4: Tensor, height: int, widt
 
 
 def draw_boxes(keys: Keys, rows: int, columns: int, scale: tuple[float, float], ratio: tuple[float, float]) -> Tensor:
-    """A box (top, left, rows, columns) of each sample, (B, 4) int64, by torchvision's definition.
+    """Return a random box (top, left, rows, columns) of each sample, (B, 4) int64.
 
-    Its area is drawn from `scale` of the image's, its width over its height from `ratio`, evenly by the logarithm; the first of 10
-    that fit is taken and laid anywhere. Where none fits, the middle is taken, as large as `ratio` lets it be.
+    The definition is torchvision's. The area is drawn from `scale` of the image's area, the width
+    over the height from `ratio`, uniformly in the logarithm; the first of 10 boxes that fit is put
+    at a random position. If none fits the middle is used, as large as `ratio` allows.
     """
     area_BK = _spread(keys.uniform(TRIES, stream=0), *scale) * (rows * columns)
     aspect_BK = _spread(keys.uniform(TRIES, stream=1), *map(math.log, ratio)).exp()
@@ -90,14 +98,14 @@ def _middle(rows: int, columns: int, ratio: tuple[float, float]) -> tuple[int, i
 
 
 def _interpolate(images_BCHW: Tensor, height: int, width: int) -> Tensor:
-    if images_BCHW.dtype == torch.uint8 and images_BCHW.device.type != "cpu":  # only the CPU has a kernel for bytes
+    if images_BCHW.dtype == torch.uint8 and images_BCHW.device.type != "cpu":  # only the CPU has a kernel for uint8
         return _interpolate(images_BCHW.float(), height, width).round().clamp(0, 255).to(torch.uint8)
     return F.interpolate(images_BCHW, (height, width), mode="bilinear", antialias=True)
 
 
 @dataclass(frozen=True)
 class Resize:
-    """Images at (height, width)."""
+    """Resize of images to (height, width)."""
 
     height: int
     width: int
@@ -109,13 +117,13 @@ class Resize:
         return resize(images_BHWC, self.height, self.width)
 
     def settled(self) -> tuple[Any, ...]:
-        """What stands for it in evaluation: itself."""
+        """Return the steps for evaluation: this step."""
         return (self,)
 
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """The middle (height, width) of the images."""
+    """Crop of the middle (height, width) of the images."""
 
     height: int
     width: int
@@ -127,15 +135,16 @@ class CenterCrop:
         return center_crop(images_BHWC, self.height, self.width)
 
     def settled(self) -> tuple[Any, ...]:
-        """What stands for it in evaluation: itself."""
+        """Return the steps for evaluation: this step."""
         return (self,)
 
 
 @dataclass(frozen=True)
 class Crop:
-    """A random box of each image at (height, width): torchvision's RandomResizedCrop, with its defaults.
+    """Random box of each image resized to (height, width): torchvision's RandomResizedCrop.
 
-    In evaluation the images are resized to `height / kept`, `width / kept` (224 to 256 pixels) and their middle is taken.
+    The defaults are torchvision's. In evaluation the images are resized to `height / kept`, `width
+    / kept` (256 for 224 pixels), and their middle is cropped.
     """
 
     height: int
@@ -156,6 +165,6 @@ class Crop:
         return random_resized_crop(images_BHWC, boxes_B4, self.height, self.width)
 
     def settled(self) -> tuple[Any, ...]:
-        """What stands for it in evaluation: the images a little larger, and their middle."""
+        """Return the steps for evaluation: a resize to a larger size, and a crop of the middle."""
         larger = Resize(round(self.height / self.kept), round(self.width / self.kept))
         return larger, CenterCrop(self.height, self.width)
