@@ -31,6 +31,7 @@ from surefoot.components.data.blocks import (
 )
 from surefoot.components.data.remote import (
     Remote,
+    RetryPolicy,
 )
 from surefoot.components.data.transforms import (
     CenterCrop,
@@ -67,6 +68,7 @@ __all__ = [
     "Pipeline",
     "Remote",
     "Resize",
+    "RetryPolicy",
     "Safetensors",
     "Synthetic",
     "Table",

@@ -20,7 +20,7 @@ from surefoot.core.units import UNKNOWN, format_seconds
 from surefoot.prove.campaigns import CAMPAIGNS
 from surefoot.prove.campaigns.promises import PROMISES
 from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import Outcome, carry_out
+from surefoot.prove.outcome import CampaignOutcome, carry_out
 from surefoot.trial import find_conditions, markdown
 
 FOLDER = Path(__file__).parent
@@ -32,7 +32,7 @@ MANY = {  # trials of each campaign in the large count
 Row = Mapping[str, Any]
 
 
-def as_row(outcome: Outcome) -> dict[str, Any]:
+def as_row(outcome: CampaignOutcome) -> dict[str, Any]:
     """What is published of a campaign."""
     conditions = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **find_conditions(("torch", "surefoot"))}
     return {"conditions": conditions, **asdict(outcome), "bound": outcome.bound}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data import Feed, Keys, Order
-from surefoot.tasks.cifar10 import PIXEL_DEVIATION, PIXEL_MEAN, Cifar10, Normalise
+from surefoot.tasks.cifar10 import PIXEL_DEVIATION, PIXEL_MEAN, Cifar10, NormalizeImages
 from surefoot.trial import Clock, write_report
 
 BATCH, SHIFT, SIZE = 250, 2, 32
@@ -26,7 +26,7 @@ MEAN, DEVIATION = (torch.tensor(values).view(3, 1, 1) for values in (PIXEL_MEAN,
 
 def surefoot(task: Cifar10, epochs: int) -> Iterator[Tensor]:
     """Sample order, gather, augmentation keyed by sample, normalisation: what a step of the run does before its model."""
-    source, normalise = task.data("train"), Normalise()
+    source, normalise = task.data("train"), NormalizeImages()
     feed = Feed(source, Order(len(source), 0), batch=BATCH)
     for step in range(epochs * feed.steps_per_epoch):
         window = feed.window(step)

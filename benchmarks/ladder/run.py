@@ -20,7 +20,7 @@ from benchmarks.measured import ROOT, show
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.units import format_number
-from surefoot.prove.ladder import Ladder, Rung, Settings, as_row, climb_ladder, gate, parse_rung, rungs
+from surefoot.prove.ladder import Ladder, LadderSettings, Rung, as_row, climb_ladder, gate, parse_rung, rungs
 from surefoot.prove.ladder.workbench import OUTCOMES, Workbench
 from surefoot.trial import find_conditions, markdown
 
@@ -30,7 +30,7 @@ BUILT = ("allocator", "fused", "bf16")
 GIVEN = ('records: observe.every="100 steps"', "loose: train.deterministic=false")
 EQUAL = "equal: checkpoint.keep=4"  # a run of a second makes one commit, so it keeps as many
 EXHAUSTIVE_ROUNDS, FINAL_ROUNDS, LADDERS = 10, 15, 20
-SETTINGS = {"digits": Settings(samples=9600), "cifar10_quick": Settings(samples=600)}
+SETTINGS = {"digits": LadderSettings(samples=9600), "cifar10_quick": LadderSettings(samples=600)}
 SETS = {"digits": (), "cifar10_quick": ("train.batch=50", "task.widths=[16, 64, 64]")}
 PARTS = (*SETS, "equal")
 MOST_APART, MOST_RUNS, MOST_FALSE = 1.03, 1 / 3, 1

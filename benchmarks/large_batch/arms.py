@@ -20,7 +20,7 @@ from surefoot.contract import spec_file
 from surefoot.contract.spec import OptimTable
 from surefoot.train import environment
 from surefoot.train.run import Run, drive
-from surefoot.train.step.arithmetic import Rule, move
+from surefoot.train.step.arithmetic import UpdateRule, move
 from surefoot.trial import Clock, write_report
 
 WARMUP, UPDATES = 50, 2000
@@ -37,7 +37,7 @@ def make_update(name: str, model: nn.Module) -> Callable[[], object]:
 
 def _compile(kind: str, guarded: optim.GuardedUpdate) -> Callable[[], object]:
     """The end of a step that is one graph, by itself: in a run it is a part of the graph of the whole step."""
-    rules = [Rule.of(kind, group) for group in guarded.groups]
+    rules = [UpdateRule.of(kind, group) for group in guarded.groups]
     loss = torch.zeros(())
 
     def whole(held: Any, grads: Any, rates: Any) -> Any:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from benchmarks.loaders.sets import stand_in_for_torchvision
 from surefoot.components.data import Feed, Keys, Order, Tars
-from surefoot.components.data.loader import Loader, Reader, Settings
+from surefoot.components.data.loader import Loader, LoaderSettings, Reader
 from surefoot.components.data.transforms import mirror, translate
-from surefoot.tasks.cifar10 import PIXEL_DEVIATION, PIXEL_MEAN, Cifar10, Normalise
+from surefoot.tasks.cifar10 import PIXEL_DEVIATION, PIXEL_MEAN, Cifar10, NormalizeImages
 from surefoot.trial import write_report
 
 BATCH, WORKERS = 256, 2
@@ -60,7 +60,7 @@ def augment_all(images: Tensor, keys: Keys) -> Tensor:
     return made
 
 
-NORMALISE = Normalise()
+NORMALISE = NormalizeImages()
 
 
 def augment_batch(batch: dict[str, Tensor], keys: Keys) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ def surefoot_threads(tars: Path, sets: Path) -> Batches:
 def _surefoot(tars: Path, sets: Path, kind: Any) -> Batches:
     source = Tars(sorted(tars.glob("train-*.tar")), cache=sets / "index", image="jpg", label="cls")
     feed = Feed(source, Order(len(source), 0), batch=BATCH)
-    loader = Loader(feed, Reader(source, augment_batch, 0), Settings(workers=WORKERS, kind=kind))
+    loader = Loader(feed, Reader(source, augment_batch, 0), LoaderSettings(workers=WORKERS, kind=kind))
     number = 0
     while True:
         number += 1

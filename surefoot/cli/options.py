@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
     from surefoot.contract.spec_file import Origin
     from surefoot.control.launch.looking import Judge
-    from surefoot.core.flight import Seen
+    from surefoot.core.flight import RankSnapshot
 
 
 def complete_spec(incomplete: str) -> list[str]:
@@ -261,7 +261,7 @@ def find_judge(stall_s: float) -> Judge:
     from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
     from surefoot.control.launch.looking import Judge
 
-    def blame(rows: Sequence[Seen]) -> tuple[int, ...] | None:
+    def blame(rows: Sequence[RankSnapshot]) -> tuple[int, ...] | None:
         found = find_hang(rows)
         return None if found.is_unlike else found.ranks
 

@@ -15,8 +15,8 @@ import sys
 import time
 
 from surefoot.cli.options import find_judge, say
-from surefoot.control.launch.local import STALL_LOOK_S, Rank, end_if_stalled
-from surefoot.control.launch.looking import Told
+from surefoot.control.launch.local import STALL_LOOK_S, RankProcess, end_if_stalled
+from surefoot.control.launch.looking import RankFiles
 from surefoot.control.launch.peers import Peer
 
 HINT = "torchrun --max-restarts N starts them again: with --run they resume from the newest commit"
@@ -25,10 +25,10 @@ HINT = "torchrun --max-restarts N starts them again: with --run they resume from
 def main(words: str) -> None:
     """Watch until the parent process or a rank has ended, or a rank keeps the others waiting."""
     row = json.loads(words)
-    told = [Told(*each["files"]) for each in row["ranks"]]
+    told = [RankFiles(*each["files"]) for each in row["ranks"]]
     judge = find_judge(row["stall_s"])._replace(hint=HINT)
     try:
-        ranks = [Rank(rank, Peer(each["pid"], told[rank].flight)) for rank, each in enumerate(row["ranks"])]
+        ranks = [RankProcess(rank, Peer(each["pid"], told[rank].flight)) for rank, each in enumerate(row["ranks"])]
     except ProcessLookupError:
         return  # a rank has ended; the others, or their launcher, detect that themselves
     while os.getppid() == row["parent"]:

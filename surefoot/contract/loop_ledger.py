@@ -32,7 +32,7 @@ NEAR, LONG_CHAIN = 64, 3  # rows that damage may remove at once; rows needed in 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Promise:
+class LoopGuarantee:
     """Guarantees of an epoch over the data.
 
     `samples` is the size of the set (None: unknown), `once` that an epoch has no sample twice,
@@ -59,7 +59,7 @@ class Batch(NamedTuple):
     ids: tuple[int, ...]
 
 
-class Damage(NamedTuple):
+class DamagedBytes(NamedTuple):
     """Bytes of the file that are not rows, after a row of `step`."""
 
     start: int
@@ -67,7 +67,7 @@ class Damage(NamedTuple):
     step: int
 
 
-class Fault(NamedTuple):
+class LoopFault(NamedTuple):
     """A wrong batch or row.
 
     `kind` is `lost`, `twice`, `out of order`, `other samples` or `damaged`.
@@ -85,7 +85,7 @@ class LoopConsumed:
     `attempts` are the generations; `num_overruled` batches were read again after a kill.
     """
 
-    promise: Promise
+    promise: LoopGuarantee
     last: int
     attempts: tuple[int, ...]
     num_batches: int
@@ -93,7 +93,7 @@ class LoopConsumed:
     num_samples: int
     num_passes: int
     num_compared: int  # overruled batches that were compared with the batches read in their place
-    faults: tuple[Fault, ...]
+    faults: tuple[LoopFault, ...]
 
     @property
     def holds(self) -> bool:
@@ -106,7 +106,7 @@ class LoopLedger:
     Raises StorageError when the disk refuses, RunFolderError when the file is for other data.
     """
 
-    def __init__(self, folder: Path, promise: Promise, generation: int) -> None:
+    def __init__(self, folder: Path, promise: LoopGuarantee, generation: int) -> None:
         path, self._generation = folder / FILE, generation
         header = json.dumps({"surefoot ledger": FORMAT, **asdict(promise)}).encode().ljust(HEADER_BYTES - 1) + b"\n"
         self._file = Appended(path, header, lambda size: max((end for _, end in _scan(folder)), default=HEADER_BYTES))
@@ -136,18 +136,18 @@ def is_of_a_loop(folder: Path) -> bool:
         return False
 
 
-def read_promise(folder: Path) -> Promise:
+def read_promise(folder: Path) -> LoopGuarantee:
     """Return what the data of a loop guarantee. Raises RunFolderError for a damaged ledger."""
     try:
         with files.opened(folder, FILE) as file:
             row = json.loads(file.read(HEADER_BYTES))
         del row["surefoot ledger"]
-        return Promise(**row)
+        return LoopGuarantee(**row)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{folder / FILE} is no ledger of a loop: {error}") from None
 
 
-def read(folder: Path, damaged: list[Damage] | None = None) -> Iterator[Batch]:
+def read(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[Batch]:
     """Return every batch in the order written, without a partial one at the end (after a kill).
 
     Damaged rows are left out and listed in `damaged`; reading resumes at the next valid row.
@@ -155,7 +155,7 @@ def read(folder: Path, damaged: list[Damage] | None = None) -> Iterator[Batch]:
     return (row for row, _ in _scan(folder, damaged))
 
 
-def _scan(folder: Path, damaged: list[Damage] | None = None) -> Iterator[tuple[Batch, int]]:
+def _scan(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[tuple[Batch, int]]:
     """Yield every batch, and the position in the file where its row ends."""
     with files.opened(folder, FILE) as file:
         size, at, before = file.seek(0, os.SEEK_END), HEADER_BYTES, None
@@ -169,7 +169,7 @@ def _scan(folder: Path, damaged: list[Damage] | None = None) -> Iterator[tuple[B
                     return  # a part of a row
                 if found is not None and _is_damaged(file, (at, end, found), size, row, before):
                     if damaged is not None:
-                        damaged.append(Damage(at, found, 0 if before is None else before.step))
+                        damaged.append(DamagedBytes(at, found, 0 if before is None else before.step))
                     at = found
                     continue
             if row is None:
@@ -296,7 +296,7 @@ def check(run: Path) -> LoopConsumed:
     Raises RunFolderError if it is damaged.
     """
     promise = read_promise(run)
-    damaged: list[Damage] = []
+    damaged: list[DamagedBytes] = []
     rows = list(read(run, damaged))
     kept, overruled = consumed(iter(rows))
     num_compared, others = _read_again(rows, kept)
@@ -308,8 +308,8 @@ def check(run: Path) -> LoopConsumed:
     )  # fmt: skip
 
 
-def _told_of_damage(damage: Damage) -> Fault:
-    return Fault(
+def _told_of_damage(damage: DamagedBytes) -> LoopFault:
+    return LoopFault(
         "damaged", damage.step, f"bytes {damage.start:,} to {damage.end:,} of {FILE}, behind a row of step {damage.step:,}, are no rows"
     )  # fmt: skip
 
@@ -341,7 +341,7 @@ def find_sample(run: Path, sample: int) -> list[Batch]:
     return [batch for batch in consumed(read(run))[0] if sample in batch.ids]
 
 
-def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[Fault]]:
+def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[LoopFault]]:
     """Compare the overruled batches with those read in their place.
 
     Returns the number of comparisons, and a fault for each difference.
@@ -351,7 +351,7 @@ def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[Fault]]
     pairs = [(batch, now) for batch, now in again if now is not None and now is not batch and batch.ids and now.ids]
     others = {now: batch for batch, now in pairs if batch.ids != now.ids}
     return len(pairs), [
-        Fault(
+        LoopFault(
             "other samples",
             now.step,
             f"batch {now.place + 1:,} of pass {now.number_of_pass + 1:,} held other samples in attempt {batch.generation} "
@@ -361,7 +361,7 @@ def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[Fault]]
     ]
 
 
-def _places(kept: list[Batch]) -> Iterator[Fault]:
+def _places(kept: list[Batch]) -> Iterator[LoopFault]:
     """Yield a fault for each batch that is not the next of its epoch, and for each skipped step.
 
     An epoch may be left before its end, and a step may hold several batches.
@@ -372,18 +372,18 @@ def _places(kept: list[Batch]) -> Iterator[Fault]:
         if (batch.number_of_pass, batch.place) != expected:
             at = f"batch {batch.place + 1:,} of pass {batch.number_of_pass + 1:,}"
             kind = "lost" if (batch.number_of_pass, batch.place) > expected else "twice"
-            yield Fault(
+            yield LoopFault(
                 kind,
                 batch.step,
                 f"step {batch.step:,} read {at} where batch {expected[1] + 1:,} of pass {expected[0] + 1:,} was next",
             )
         elif not step <= batch.step <= step + 1:
             kind = "lost" if batch.step > step + 1 else "out of order"
-            yield Fault(kind, batch.step, f"step {batch.step:,} follows step {step:,}")
+            yield LoopFault(kind, batch.step, f"step {batch.step:,} follows step {step:,}")
         step, number, place = batch.step, batch.number_of_pass, batch.place
 
 
-def _samples(kept: list[Batch], promise: Promise) -> Iterator[Fault]:
+def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LoopFault]:
     """Yield a fault for each sample that an epoch has twice, and for samples that it left out.
 
     Samples can be missing only in a complete epoch: one after which the next epoch started.
@@ -398,7 +398,7 @@ def _samples(kept: list[Batch], promise: Promise) -> Iterator[Fault]:
     for number, counts in passes.items():
         for sample, count in counts.items():
             if count > 1:
-                yield Fault("twice", last[number], f"pass {number + 1:,} consumed sample {sample:,} {count} times")
+                yield LoopFault("twice", last[number], f"pass {number + 1:,} consumed sample {sample:,} {count} times")
         is_whole = number + 1 in passes
         if promise.all and is_whole and promise.samples is not None and len(counts) < promise.samples:
-            yield Fault("lost", last[number], f"pass {number + 1:,} left out {promise.samples - len(counts):,} samples")
+            yield LoopFault("lost", last[number], f"pass {number + 1:,} left out {promise.samples - len(counts):,} samples")

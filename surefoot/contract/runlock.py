@@ -177,7 +177,7 @@ class RunLock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Owner:
+class LockOwner:
     """The attempt that last took a run's lock, as `run.lock` records it, and whether it is held.
 
     Unknown values are None.
@@ -199,7 +199,7 @@ def read_boot_id() -> str | None:
         return None
 
 
-def find_owner(folder: Path) -> Owner:
+def find_owner(folder: Path) -> LockOwner:
     """Return who last took the lock of the run in `folder`, and whether it is held.
 
     Call it before reading the records, so that a run that ends in between does not look like a dead
@@ -211,7 +211,7 @@ def find_owner(folder: Path) -> Owner:
     if descriptor is not None:
         os.close(descriptor)
     host, boot, since_s = row.get("host"), row.get("boot"), row.get("since_s")
-    return Owner(
+    return LockOwner(
         is_held=is_held, generation=_whole(row.get("generation")), process=_whole(row.get("process")),
         host=host if isinstance(host, str) else None, boot=boot if isinstance(boot, str) else None,
         since_s=float(since_s) if isinstance(since_s, int | float) and 0 <= since_s < LARGEST_TIME_S else None,

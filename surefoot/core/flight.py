@@ -80,7 +80,7 @@ class Record:
         return self.microbatch == BUSY
 
 
-class Seen(NamedTuple):
+class RankSnapshot(NamedTuple):
     """Observation of one rank by its launcher.
 
     It holds the flight record, the letter of the process state (proc(5)), the stack, innermost

@@ -21,7 +21,7 @@ WORDS = '"none", "full", "every 2", "operators", or a budget as "12 MiB"'
 
 
 @dataclass(frozen=True)
-class How:
+class RecomputeChoice:
     """Choice of what the backward pass recomputes.
 
     "none": no block; "full": all blocks; "every": every `number`-th block; "operators": the cheap
@@ -32,7 +32,7 @@ class How:
     number: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> How:
+    def parse(cls, text: str) -> RecomputeChoice:
         """Read "none", "full", "every N", "operators" or a number of bytes. Raises SpecError.
 
         >>> How.parse("every 3"), How.parse("12 MiB")
@@ -52,7 +52,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class Cost:
+class RecomputeCost:
     """Cost of a block: bytes of its inputs, bytes of everything else that backward needs, seconds.
 
     `again_s` is the time to recompute it.
@@ -68,12 +68,12 @@ class Cost:
         return self.input_bytes + self.inner_bytes
 
 
-def smallest_budget(costs: Sequence[Cost]) -> int:
+def smallest_budget(costs: Sequence[RecomputeCost]) -> int:
     """Return the smallest possible peak in bytes: that with each block recomputed."""
     return peak_bytes(costs, range(len(costs)))
 
 
-def peak_bytes(costs: Sequence[Cost], again: Container[int]) -> int:
+def peak_bytes(costs: Sequence[RecomputeCost], again: Container[int]) -> int:
     """Return the peak bytes of the blocks when those with an index in `again` are recomputed.
 
     >>> blocks = [Cost("a", 1, 10, 1.0), Cost("b", 1, 10, 1.0)]
@@ -87,7 +87,7 @@ def peak_bytes(costs: Sequence[Cost], again: Container[int]) -> int:
     return peak
 
 
-def choose(costs: Sequence[Cost], budget_bytes: int) -> frozenset[int]:
+def choose(costs: Sequence[RecomputeCost], budget_bytes: int) -> frozenset[int]:
     """Return the indices of the blocks to recompute so that the peak is within `budget_bytes`.
 
     The choice takes the least time. A dynamic program over the bytes held after each block keeps

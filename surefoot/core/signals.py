@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from surefoot.core.errors import EXIT_CPU_TIME, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_SIGNAL
-from surefoot.core.process.forked import Owner
+from surefoot.core.process.forked import OwningProcess
 
 ENDINGS = {  # signal -> what it does to a run, its display name, the exit code
     "SIGINT": ("interrupted by Ctrl-C", "Ctrl-C", EXIT_INTERRUPTED),
@@ -93,7 +93,7 @@ def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False
         if is_outer:
             _before.pop(number, None)
 
-    owner, inherited = Owner(), 0  # number of signals that a forked process received
+    owner, inherited = OwningProcess(), 0  # number of signals that a forked process received
 
     def heard(number: int, frame: FrameType | None) -> None:
         nonlocal last_s, inherited

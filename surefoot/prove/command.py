@@ -95,7 +95,7 @@ def _verify(words: list[str], state: Path, folder: Path, kills: int, seed: int, 
 
 
 @dataclass(frozen=True)
-class Pace:
+class RunPace:
     """Timing of an uninterrupted run: its seconds, and the changes of its state folder.
 
     `first_s` is the time from the start to the first change; `num_changes` is how many were seen.
@@ -106,7 +106,7 @@ class Pace:
     num_changes: int
 
 
-class _Process:
+class _CommandGroup:
     """The command in a new process group, which is killed when the context ends.
 
     Its stderr goes to a file, so that it never waits for a reader.
@@ -144,10 +144,10 @@ class _Process:
         return ": " + "\n".join(lines) if lines else " and said nothing on stderr"
 
 
-def _run_whole(words: list[str], state: Path) -> Pace:
+def _run_whole(words: list[str], state: Path) -> RunPace:
     """Run the command to its end. Raises TaskError when it fails or leaves nothing."""
     started_s = first_s = time.monotonic()
-    with _Process(words) as one:
+    with _CommandGroup(words) as one:
         look, num_changes = _look(state), 0
         while one.process.poll() is None:
             if (now := _look(state)) != look:
@@ -160,7 +160,7 @@ def _run_whole(words: list[str], state: Path) -> Pace:
         raise TaskError(f"the command left a link in place of the folder {state}", hint="name the folder itself with --state")
     if not state.is_dir() or not list_files(state):
         raise TaskError(f"the command left nothing in {state}", hint="name the folder that holds all it keeps with --state")
-    return Pace(time.monotonic() - started_s, first_s - started_s, num_changes)
+    return RunPace(time.monotonic() - started_s, first_s - started_s, num_changes)
 
 
 def _look(state: Path) -> tuple[tuple[str, int, int], ...]:
@@ -175,7 +175,7 @@ def _look(state: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(sorted(found))
 
 
-def _run_killed(words: list[str], state: Path, pace: Pace, kills: int, draws: random.Random, tell: Tell) -> tuple[int, ...]:
+def _run_killed(words: list[str], state: Path, pace: RunPace, kills: int, draws: random.Random, tell: Tell) -> tuple[int, ...]:
     """Kill the process group after random numbers of changes in the folder, and restart it.
 
     The last start may end. Return the changes before each kill. Changes are counted instead of
@@ -188,7 +188,7 @@ def _run_killed(words: list[str], state: Path, pace: Pace, kills: int, draws: ra
         if len(done) == kills:
             break
         wanted = draws.randint(1, most)
-        with _Process(words) as one:
+        with _CommandGroup(words) as one:
             if _kill_after(one, state, wanted, draws.uniform(0.0, longest_s)):
                 done.append(wanted)
                 tell(f"kill {len(done)} of {kills}: after {wanted} of {pace.num_changes} changes in {state}")
@@ -207,7 +207,7 @@ def _run_killed(words: list[str], state: Path, pace: Pace, kills: int, draws: ra
     return tuple(done)
 
 
-def _kill_after(one: _Process, state: Path, changes: int, later_s: float) -> bool:
+def _kill_after(one: _CommandGroup, state: Path, changes: int, later_s: float) -> bool:
     """Kill the group `later_s` seconds after the folder has changed `changes` times.
 
     Return False where the process ended by itself.

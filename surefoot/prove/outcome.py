@@ -18,7 +18,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Result:
+class TrialResult:
     """Result of one trial: what was wrong (None: nothing), tags to count, and `fell`.
 
     `fell` says whether the fault took effect.
@@ -48,14 +48,14 @@ class Campaign:
 
     case: str
     title: str
-    trial: Callable[[Workshop, int], Result]
+    trial: Callable[[Workshop, int], TrialResult]
     few: int
     sweep: Callable[[Workshop], int] | None = None
     missing: Callable[[], str | None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CampaignOutcome:
     """Results of a campaign: `trials` is the number of trials in which the fault took effect.
 
     `bound` is the failure rate that they exclude with 95 % confidence.
@@ -85,7 +85,9 @@ class Outcome:
         return RULE_OF_THREE / self.trials if self.holds else None
 
 
-def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int, tell: Tell = lambda text: None) -> Outcome:
+def carry_out(
+    campaign: Campaign, workshop: Workshop, *, trials: int, seed: int, tell: Tell = lambda text: None
+) -> CampaignOutcome:
     """Make `trials` trials with the seeds `seed`, `seed + 1`, ..., and report failures to `tell`.
 
     A trial that raises has failed. A trial whose fault did not take effect, since the run ended
@@ -93,7 +95,7 @@ def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int,
     """
     case, title = campaign.case, campaign.title
     if (missing := campaign.missing()) is not None:
-        return Outcome(case=case, title=title, seed=seed, trials=0, not_here=missing)
+        return CampaignOutcome(case=case, title=title, seed=seed, trials=0, not_here=missing)
     places = trials + trials // 10 if campaign.sweep is None else campaign.sweep(workshop)
     trials, most = min(trials, places), min(trials + trials // 10, places)
     started_s = time.perf_counter()
@@ -102,7 +104,7 @@ def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int,
         try:
             result = campaign.trial(workshop, number)
         except SurefootError as error:
-            result = Result(error.message)
+            result = TrialResult(error.message)
         counts.update(result.tags)
         fell += result.fell
         if result.wrong is not None:
@@ -110,7 +112,7 @@ def carry_out(campaign: Campaign, workshop: Workshop, *, trials: int, seed: int,
             tell(f"--case {case} --seed {number}: {result.wrong}")
         number += 1
     tell(f"{case}: {fell} trials with seeds {seed} to {number - 1}, {len(failures)} failures")
-    return Outcome(
+    return CampaignOutcome(
         case=case, title=title, seed=seed, trials=fell, failures=tuple(failures), counts=dict(sorted(counts.items())),
         elapsed_s=time.perf_counter() - started_s,
     )  # fmt: skip

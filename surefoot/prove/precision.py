@@ -15,7 +15,7 @@ from surefoot.contract.spec import RunSpec, key_names
 from surefoot.core.errors import InputError, SpecError, TaskError
 from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import rungs
-from surefoot.prove.ladder.gate import LEAST_SEEDS, Score, Scores, decide_by_scores
+from surefoot.prove.ladder.gate import LEAST_SEEDS, Score, SeedScores, decide_by_scores
 from surefoot.trial import Arm, run_arm
 from surefoot.trial.arm import REPORT, WORK, absolute
 
@@ -43,14 +43,14 @@ def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tu
     narrow = spec if spec.precision.compute != WIDE else rungs.change(spec, {"precision.compute": NARROW})
     name = narrow.precision.compute
 
-    def take(chosen: range) -> tuple[Scores, Scores]:
+    def take(chosen: range) -> tuple[SeedScores, SeedScores]:
         found: dict[str, dict[int, float]] = {WIDE: {}, name: {}}
         facts: dict[str, str] = {}
         for seed in chosen:
             for kind, each in ((WIDE, wide), (name, narrow)):
                 tell(f"seed {seed} in {kind}")
                 found[kind][seed], facts = _score(kind, each, seed, steps)
-        one, other = (Scores(found[kind], facts["score"], facts["better"], facts["unit"]) for kind in (WIDE, name))
+        one, other = (SeedScores(found[kind], facts["score"], facts["better"], facts["unit"]) for kind in (WIDE, name))
         return one, other
 
     score = decide_by_scores(range(spec.train.seed, spec.train.seed + seeds), take)

@@ -88,10 +88,10 @@ class Cifar10:
     def model(self) -> nn.Module:
         train = self.data("train")
         images, _ = train.read(np.arange(min(NUM_WHITENED, len(train)), dtype=np.int64))
-        normalise = Normalise()
+        normalise = NormalizeImages()
         whiten = Whiten(find_whitening_filters(normalise(images)))
         sizes = [whiten.num_channels, *self.widths]
-        blocks = [(f"block{number}", Block(sizes[number - 1], sizes[number])) for number in (1, 2, 3)]
+        blocks = [(f"block{number}", ResidualBlock(sizes[number - 1], sizes[number])) for number in (1, 2, 3)]
         head = nn.Linear(self.widths[-1], NUM_CLASSES, bias=False)
         pool = nn.MaxPool2d(3)  # 32 pixels: 31 whitened, 15, 7, 3, 1
         return nn.Sequential(
@@ -155,7 +155,7 @@ def find_whitening_filters(images_BCHW: Tensor) -> Tensor:
     return filters.reshape(12, 3, 2, 2).float()
 
 
-class Normalise(nn.Module):
+class NormalizeImages(nn.Module):
     """Conversion of uint8 (B, H, W, C) to float (B, C, H, W) with mean 0 and variance 1.
 
     The result is channels last in memory, which is fastest for convolutions on a CPU.
@@ -190,7 +190,7 @@ class Whiten(nn.Module):
         return F.silu(F.conv2d(images_BCHW, self.filters, self.bias))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Convolution of 3 x 3 with pooling, then a residual pair; starts near the identity (dirac)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from surefoot.components import optim, precision
-from surefoot.components.compiler import Compiled, lay_channels_last
+from surefoot.components.compiler import CompiledRegions, lay_channels_last
 from surefoot.components.data import Feed, Iterated, Keys, Share, to_device
 from surefoot.components.data.lengths import find_tokens_per_sample, to_steps
-from surefoot.components.data.loader import Read, Sound, Told, look, read_sound
+from surefoot.components.data.loader import LoaderNotice, Read, Sound, look, read_sound
 from surefoot.components.memory import Offloaded, Recomputed, Spilled, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
@@ -40,7 +40,7 @@ from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_un
 from surefoot.train.record.partial import describe_unshared, watch
 from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, Stepper
-from surefoot.train.step.course import Course
+from surefoot.train.step.course import RunSchedule
 from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
 from surefoot.train.step.sharding import make_ranks, shard
 from surefoot.train.step.unfrozen import TrainedSet
@@ -55,7 +55,7 @@ class Engine:
     average: optim.WeightAverage | None
     stepper: Stepper
     recomputed: Recomputed
-    compiled: Compiled | None = None
+    compiled: CompiledRegions | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Assembly:
     model: nn.Module
     evaluation: Callable[[str], Source]
     updates: list[LiveUpdate]
-    course: Course
+    course: RunSchedule
     schedule: Curve
     engine: Engine
     notes: list[str]
@@ -88,7 +88,7 @@ class Assembly:
         batch = to_device(found.whole, self.engine.device)
         return batch if augment is None else augment(batch, Keys(self.spec.train.seed, epoch, found.kept(ids)))
 
-    def reading(self, tell: Callable[[Told], None]) -> Reading:
+    def reading(self, tell: Callable[[LoaderNotice], None]) -> Reading:
         """Return the function with which an evaluation reads batches, with the loader's workers."""
         settings = replace(self.engine.stepper.loader.settings, most=0)
         return lambda source, batch, device, share, key: read_once(self.spec, source, batch, device, settings, tell, share, key)
@@ -196,7 +196,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     stated = spec.schedule if _own_schedule(spec, resolved) is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
-    course = Course(length, total_steps, feed, tokens)
+    course = RunSchedule(length, total_steps, feed, tokens)
     schedule = build_schedule(stated, total_steps, course.to_steps_or_refuse, better=better)
     curve = _curve(spec, resolved, schedule, feed, total_steps)
     sharded = shard(spec, model, find_wanted_blocks(spec, resolved, model), mesh)

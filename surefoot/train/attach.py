@@ -33,7 +33,7 @@ from surefoot.contract.state import StepReport
 from surefoot.contract.task import check_not_importing
 from surefoot.core import place
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, InputError, StorageError
-from surefoot.core.process.forked import Owner
+from surefoot.core.process.forked import OwningProcess
 from surefoot.runtime.comm import Group
 from surefoot.train import environment, folder
 from surefoot.train.failure import blame
@@ -91,14 +91,14 @@ def attach(
     unheld = Unheld(objects, optimizers, data)
     reported = [*kept, *unheld.find(caller)]
     notes = loop_ranks.describe_buckets(group, model)
-    return Attached(_Record(objects, optimizers, data, wanted, every, save, group, (unheld, reported, notes)))
+    return Attached(_LoopRecord(objects, optimizers, data, wanted, every, save, group, (unheld, reported, notes)))
 
 
 @final
 class Attached:
     """A recorded loop: `folder` is the run folder, `step` the number of steps in all attempts."""
 
-    def __init__(self, record: _Record) -> None:
+    def __init__(self, record: _LoopRecord) -> None:
         self._record = record
         self._left = weakref.finalize(self, record.end, "stopped")
         self._left.atexit = False  # then the record asks first whether an exception ended the process
@@ -174,7 +174,7 @@ class Attached:
 
 
 @final
-class _Record:
+class _LoopRecord:
     """Counters and files of an attached loop; ended when its `Attached` object is deleted."""
 
     def __init__(
@@ -188,7 +188,7 @@ class _Record:
         self._length = length_of(data)
         self._console = Console(total_steps=None, unit="samples", quiet=True)
         self._meter = Meter()
-        self.owner, self._old_error = Owner(), getattr(sys, "last_value", None)
+        self.owner, self._old_error = OwningProcess(), getattr(sys, "last_value", None)
         self._loss: float | None = None
         self._journal: Journal | NoJournal
         self._waiting_s = self._training_s = 0.0

@@ -30,7 +30,7 @@ from surefoot.train.failure.blame import describe
 from surefoot.train.quiet import untouched
 from surefoot.train.record import partial
 from surefoot.train.record.carried import CarriedState
-from surefoot.train.record.partial import Merged, Part
+from surefoot.train.record.partial import BatchResult, Merged
 from surefoot.train.step import check_count
 
 NUM_TRIED = 8
@@ -106,7 +106,7 @@ def evaluate(
     size, num_samples = _batch_size(source, batch), 0
     shares = not group.is_alone and source.guarantee == "proven"
     share = Share(group.rank, group.size) if shares else WHOLE
-    merged, mine = Merged(), list[Part]()
+    merged, mine = Merged(), list[BatchResult]()
     compute, key = compute_context(precision, device), evaluation_key(seed, split)
     with untouched(model, task.state), _generators_kept(source):
         carried = CarriedState(model, task.state) if shares else None
@@ -119,7 +119,7 @@ def evaluate(
                 else tuple((each.name, each.total.detach().double(), each.count, each.weight) for each in loss.terms)
             )
             count = known if known is not None else _count_of(terms)
-            part = Part(count, terms, _metrics(task, output, inputs))
+            part = BatchResult(count, terms, _metrics(task, output, inputs))
             mine.append(part) if shares else merged.add(part)
             num_samples += count
             if carried is not None:

@@ -255,7 +255,7 @@ def _check_writable(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _LockedFolder:
     """Locked run folder, the names it held before, and folders created for it, innermost first."""
 
     chosen: Chosen
@@ -307,7 +307,7 @@ def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[
         raise
 
 
-def _take(choice: Callable[[], Chosen]) -> _Taken:
+def _take(choice: Callable[[], Chosen]) -> _LockedFolder:
     for _ in range(MAX_TRIES):
         chosen = choice()
         folder = chosen.folder
@@ -323,7 +323,7 @@ def _take(choice: Callable[[], Chosen]) -> _Taken:
             if isinstance(error, RunFolderError):
                 raise
             raise RunFolderError(f"{folder} cannot be written: {error.strerror}", hint="give another --run folder") from error
-        mine = _Taken(chosen, lock, there, missing)
+        mine = _LockedFolder(chosen, lock, there, missing)
         try:
             if _still_holds(chosen, choice):
                 return mine

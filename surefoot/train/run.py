@@ -23,7 +23,7 @@ from surefoot.contract.state import StepReport
 from surefoot.contract.task import check_not_importing
 from surefoot.core import signals
 from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFolderError, StorageError, SurefootError, TaskError
-from surefoot.core.process.forked import Owner
+from surefoot.core.process.forked import OwningProcess
 from surefoot.train import environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.evaluate import Evaluation, evaluate
@@ -37,9 +37,9 @@ from surefoot.train.record.noticed.movement import Movement
 from surefoot.train.record.peak import stepping
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
-from surefoot.train.record.telling import Damage, Telling
+from surefoot.train.record.telling import RunDamage, Telling
 from surefoot.train.resume import together
-from surefoot.train.resume.keeper import Keeper
+from surefoot.train.resume.keeper import CheckpointManager
 from surefoot.train.resume.program import Program
 from surefoot.train.resume.start import Begun, Start, begin, check_as_stated, check_can_begin_anew, check_same_data
 
@@ -79,7 +79,7 @@ class Run:
     def __enter__(self) -> Self:
         check_not_importing()
         script.watch()
-        self._owner = Owner()
+        self._owner = OwningProcess()
         self._opened.callback(environment.apply(self.spec))
         with contextlib.ExitStack() as unless_begun:
             unless_begun.callback(self._opened.close)
@@ -139,7 +139,7 @@ class Run:
         self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
         together.clear_drafts(self.group, self.folder)
         begun = None if self._start is None else self._begin_with(self._start, chosen)
-        self._keeper = Keeper(root, self._lock, self.assembly, None if begun is None else begun.parent, self.group)
+        self._keeper = CheckpointManager(root, self._lock, self.assembly, None if begun is None else begun.parent, self.group)
         troubles = self._resume(chosen) if begun is None else []
         first = [] if begun is None else self._commit_first(begun)
         self._home = home = together.home_of(self.group, root)
@@ -167,7 +167,7 @@ class Run:
         self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
-        damage = Damage(log=self._damaged, commits=troubles, lost_commits=self._keeper.lost_commits,
+        damage = RunDamage(log=self._damaged, commits=troubles, lost_commits=self._keeper.lost_commits,
                         num_lost_rows=self._ledger.count_lost(self.step), other_data=self._other_data)  # fmt: skip
         self._telling.tell_damage(damage, self.step)
         self._telling.begin((*said, f"run folder {self.folder}"), warnings if self.group.is_first else ())

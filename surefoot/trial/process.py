@@ -20,7 +20,7 @@ from typing import Literal
 from surefoot.core import place
 from surefoot.core.errors import BadRecordError, InputError
 from surefoot.trial.arm import REPORT, SHARED, STARTED, TURNS, WORK, Arm
-from surefoot.trial.report import Report, read_report
+from surefoot.trial.report import ProcessReport, read_report
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 TAIL_LINES, TAIL_CHARACTERS = 12, 1500
@@ -47,7 +47,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Rank:
+class ArmProcess:
     """A started process of an arm."""
 
     process: subprocess.Popen[bytes]
@@ -65,7 +65,7 @@ def run_arm(arm: Arm, work: Path, *, number: int = 0, is_warmup: bool = False) -
     if not arm.folder.is_dir():
         raise InputError(f"the working folder {arm.folder} of the arm {arm.name!r} does not exist")
     started_s = time.perf_counter()
-    ranks: list[Rank] = []
+    ranks: list[ArmProcess] = []
     with _rank_variables(arm) as variables:
         try:
             for rank in range(arm.ranks):
@@ -95,7 +95,7 @@ def _rank_variables(arm: Arm) -> Iterator[list[dict[str, str]]]:
         yield [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(arm.ranks)]
 
 
-def start_rank(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: float, *, turns: int | None = None) -> Rank:
+def start_rank(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: float, *, turns: int | None = None) -> ArmProcess:
     """Start one process of `arm` in the new folder `folder`.
 
     `turns` is the process's end of the channel by which arms take turns.
@@ -124,7 +124,7 @@ def start_rank(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: 
         raise
     finally:
         os.close(write_end)
-    return Rank(process, read_end, folder)
+    return ArmProcess(process, read_end, folder)
 
 
 def _fill(word: str, values: Mapping[str, str]) -> str:
@@ -133,7 +133,7 @@ def _fill(word: str, values: Mapping[str, str]) -> str:
     return word
 
 
-def _wait(ranks: Sequence[Rank], until_s: float) -> list[dict[str, float] | None]:
+def _wait(ranks: Sequence[ArmProcess], until_s: float) -> list[dict[str, float] | None]:
     """Return the result line of each rank's launcher, None if still running; stop at a failure."""
     results: list[dict[str, float] | None] = [None] * len(ranks)
     for index in _as_they_end(ranks, until_s):
@@ -143,14 +143,14 @@ def _wait(ranks: Sequence[Rank], until_s: float) -> list[dict[str, float] | None
     return results
 
 
-def read_result(rank: Rank) -> dict[str, float]:
+def read_result(rank: ArmProcess) -> dict[str, float]:
     """Return the launcher's result line; exit code -SIGKILL if it was killed and wrote none."""
     text = os.read(rank.result, 4096)
     result: dict[str, float] = json.loads(text) if text else {"exit_code": -signal.SIGKILL}
     return result
 
 
-def _as_they_end(ranks: Sequence[Rank], until_s: float) -> Iterator[int]:
+def _as_they_end(ranks: Sequence[ArmProcess], until_s: float) -> Iterator[int]:
     waiting = {rank.result: index for index, rank in enumerate(ranks)}
     while waiting:
         ready, _, _ = select.select(list(waiting), [], [], max(0.0, until_s - time.perf_counter()))
@@ -160,7 +160,7 @@ def _as_they_end(ranks: Sequence[Rank], until_s: float) -> Iterator[int]:
             yield waiting.pop(descriptor)
 
 
-def end_rank(rank: Rank) -> None:
+def end_rank(rank: ArmProcess) -> None:
     """Kill the rank's process group, whose id its leader still holds, then reap the leader."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, signal.SIGKILL)
@@ -169,7 +169,7 @@ def end_rank(rank: Rank) -> None:
 
 
 def judge_outcome(
-    arm: Arm, ranks: Sequence[Rank], results: Sequence[dict[str, float] | None], wall_s: float, number: int, is_warmup: bool
+    arm: Arm, ranks: Sequence[ArmProcess], results: Sequence[dict[str, float] | None], wall_s: float, number: int, is_warmup: bool
 ) -> Outcome:
     """Return the outcome of a run from its launchers' results and the report of rank 0.
 
@@ -177,7 +177,7 @@ def judge_outcome(
     """
     done = [result for result in results if result is not None]
     problem = _problem(arm, ranks, results)
-    report = Report()
+    report = ProcessReport()
     if problem is None and arm.reports:
         try:
             report = read_report(ranks[0].folder / "report.json")
@@ -198,7 +198,7 @@ def judge_outcome(
     )
 
 
-def _problem(arm: Arm, ranks: Sequence[Rank], results: Sequence[dict[str, float] | None]) -> tuple[Ending, str] | None:
+def _problem(arm: Arm, ranks: Sequence[ArmProcess], results: Sequence[dict[str, float] | None]) -> tuple[Ending, str] | None:
     """Return how the first failed rank ended, else the first rank that timed out."""
     for index, result in enumerate(results):
         if result is not None and result["exit_code"] != 0:

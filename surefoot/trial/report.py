@@ -30,7 +30,7 @@ MAX_BYTES = 1 << 20  # of the JSON: an arm reports numbers, not logs
 
 
 @dataclass(frozen=True)
-class Report:
+class ProcessReport:
     """Report of one process: measures by name, and facts as text."""
 
     measures: Mapping[str, float] = field(default_factory=dict)
@@ -57,7 +57,7 @@ def write_report(
     draft.replace(path)
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path) -> ProcessReport:
     """Return the report at `path`. Raises BadRecordError if it is missing or invalid."""
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -76,7 +76,7 @@ def read_report(path: Path) -> Report:
         ) from None
     if version != VERSION or not finite:
         raise BadRecordError(f"the report has version {version}, or a measure that is not finite", hint=f"this reads {VERSION}")
-    return Report(measures, facts)
+    return ProcessReport(measures, facts)
 
 
 def arrays_of(path: Path) -> Path:

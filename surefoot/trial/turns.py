@@ -23,7 +23,7 @@ import psutil
 
 from surefoot.core.errors import InputError
 from surefoot.trial.arm import Arm
-from surefoot.trial.process import Outcome, Rank, end_rank, judge_outcome, read_result, start_rank
+from surefoot.trial.process import ArmProcess, Outcome, end_rank, judge_outcome, read_result, start_rank
 
 TURN_S = 0.1
 POLL_S = 0.0002
@@ -62,7 +62,7 @@ class _Player:
     """Harness's side of one arm; `pid` is the process to stop, known after its first turn."""
 
     arm: Arm
-    rank: Rank
+    rank: ArmProcess
     channel: Connection
     pid: int | None = None
     used_s: float = 0.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.contract import events
-from surefoot.contract.spec import RunSpec, Table, effects, formulas
+from surefoot.contract.spec import RunSpec, SpecTable, effects, formulas
 from surefoot.core.schedule.settings import USES, ScheduleSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ def spec_rows() -> dict[str, list[str]]:
     found = {}
     for name, field in RunSpec.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Table):
+        if isinstance(kind, type) and issubclass(kind, SpecTable):
             schema = kind.model_json_schema()["properties"]
             found[name] = [_spec_row(key, each, schema[key]) for key, each in kind.model_fields.items()]
     return found

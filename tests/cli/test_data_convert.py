@@ -18,7 +18,7 @@ import torch
 
 from surefoot.components.data import Arrays, ImageFolder, Iterated, Tars, as_source
 from surefoot.components.data.blocks import Order
-from surefoot.components.data.disk import Folder, Layout, Samples, convert, of_arrays
+from surefoot.components.data.disk import Folder, Samples, ShardNaming, convert, of_arrays
 from surefoot.components.data.disk import files as on_disk
 from surefoot.components.data.disk.convert import PROGRESS
 from surefoot.components.data.tars.audit import audit
@@ -116,7 +116,7 @@ def test_an_image_folder_becomes_tars_that_hold_its_very_bytes(images: Path, tmp
 
 
 def test_the_tars_are_read_by_their_headers_alone(arrays: dict[str, Path], tmp_path: Path) -> None:
-    made = convert(of_arrays(arrays), tmp_path / "out", Layout(shard_bytes=30 << 10))
+    made = convert(of_arrays(arrays), tmp_path / "out", ShardNaming(shard_bytes=30 << 10))
     for each in made.shards:
         found = look(tmp_path / "out" / each.name)
         assert found is not None
@@ -138,7 +138,7 @@ def test_numbers_that_are_no_classes_are_arrays(tmp_path: Path) -> None:
     np.save(tmp_path / "y.npy", np.array([-100, 5, 10**12]))
     made = of_arrays({"label": tmp_path / "y.npy"})
     assert made.parts == {"label": "npy"}
-    convert(made, tmp_path / "out", Layout())
+    convert(made, tmp_path / "out", ShardNaming())
     read = Tars(tars_of(tmp_path / "out"), cache=tmp_path / "cache", label="npy").read(np.arange(3))
     assert read["label"].tolist() == [-100, 5, 10**12]
 
@@ -171,14 +171,14 @@ def test_a_form_can_be_chosen(arrays: dict[str, Path], tmp_path: Path, surefoot:
 
 def test_bytes_depend_on_the_samples_alone(arrays: dict[str, Path], tmp_path: Path) -> None:
     for name in ("a", "b"):
-        convert(of_arrays(arrays), tmp_path / name, Layout(shard_bytes=20 << 10))
+        convert(of_arrays(arrays), tmp_path / name, ShardNaming(shard_bytes=20 << 10))
         os.utime(arrays["image"])  # another time of change is another source, not other bytes
     one, other = digests(tmp_path / "a"), digests(tmp_path / "b")
     assert {name: one[name] for name in one if name != PROGRESS} == {name: other[name] for name in other if name != PROGRESS}
 
 
 def test_shuffled_tars_have_the_order_of_a_runs_first_epoch(arrays: dict[str, Path], tmp_path: Path) -> None:
-    convert(of_arrays(arrays), tmp_path / "out", Layout(shard_bytes=20 << 10, shuffle=3))
+    convert(of_arrays(arrays), tmp_path / "out", ShardNaming(shard_bytes=20 << 10, shuffle=3))
     tars = Tars(tars_of(tmp_path / "out"), cache=tmp_path / "cache", image="npy")
     order = Order(60, 3).ids(0, 0, 60)
     assert np.array_equal(tars.read(np.arange(60))["image"], np.load(arrays["image"])[order])
@@ -196,13 +196,13 @@ def _killed(arrays: dict[str, Path], out: Path, after: int) -> None:
         if seen >= after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    convert(of_arrays(arrays), out, Layout(shard_bytes=10 << 10, shuffle=1), tell=tell)
+    convert(of_arrays(arrays), out, ShardNaming(shard_bytes=10 << 10, shuffle=1), tell=tell)
 
 
 def test_tars_of_a_process_killed_again_and_again_are_those_of_one_that_was_not(
     arrays: dict[str, Path], tmp_path: Path, surefoot: Command
 ) -> None:
-    out, layout = tmp_path / "killed", Layout(shard_bytes=10 << 10, shuffle=1)
+    out, layout = tmp_path / "killed", ShardNaming(shard_bytes=10 << 10, shuffle=1)
     made = convert(of_arrays(arrays), tmp_path / "whole", layout)
     assert len(made.shards) > 8
     for after in (1, 3, 17, 18, 40, 59, 60):
@@ -222,7 +222,7 @@ def test_tars_of_a_process_killed_again_and_again_are_those_of_one_that_was_not(
 
 
 def test_it_goes_on_wherever_the_progress_file_ends(arrays: dict[str, Path], tmp_path: Path) -> None:
-    out, layout = tmp_path / "out", Layout(shard_bytes=20 << 10)
+    out, layout = tmp_path / "out", ShardNaming(shard_bytes=20 << 10)
     convert(of_arrays(arrays), out, layout)
     whole, progress = digests(out), (out / PROGRESS).read_bytes()
     lines = progress.splitlines(keepends=True)
@@ -366,9 +366,9 @@ def test_two_processes_do_not_write_into_one_folder(arrays: dict[str, Path], tmp
         if not tried:
             tried.append(1)
             with pytest.raises(DataError, match="another process writes into"):
-                convert(of_arrays(arrays), out, Layout())
+                convert(of_arrays(arrays), out, ShardNaming())
 
-    convert(of_arrays(arrays), out, Layout(), tell=tell)
+    convert(of_arrays(arrays), out, ShardNaming(), tell=tell)
     assert tried
 
 
@@ -382,18 +382,18 @@ def test_sources_without_rows_and_values_without_a_form_are_refused(tmp_path: Pa
         Samples(Arrays(label=torch.tensor([1, -1])))
     rows = Iterated([{"x": torch.full((1, 2), float(number))} for number in range(6)])
     with pytest.raises(DataError, match="cannot be shuffled"):
-        convert(Samples(rows), tmp_path / "out", Layout(shuffle=1))
-    convert(Samples(rows), tmp_path / "out", Layout())
+        convert(Samples(rows), tmp_path / "out", ShardNaming(shuffle=1))
+    convert(Samples(rows), tmp_path / "out", ShardNaming())
     read = Tars(tars_of(tmp_path / "out"), cache=tmp_path / "cache", x="npy").read(np.arange(6))
     assert read["x"][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_every_part_is_sound_by_the_check_of_tars(images: Path, tmp_path: Path) -> None:
-    convert(Folder(images), tmp_path / "out", Layout(shard_bytes=12 << 10))
+    convert(Folder(images), tmp_path / "out", ShardNaming(shard_bytes=12 << 10))
     found = audit(tars_of(tmp_path / "out"))
     assert (found.num_samples, found.bad) == (24, [])
     pairs = as_source((torch.rand(5, 2), torch.arange(5)))
     made = Samples(pairs)
-    convert(made, tmp_path / "pairs", Layout())
+    convert(made, tmp_path / "pairs", ShardNaming())
     assert made.parts == {"0": "npy", "1": "cls"}
     assert audit(tars_of(tmp_path / "pairs")).bad == []

@@ -14,7 +14,7 @@ import pytest
 from surefoot.components.data import consumed
 from surefoot.contract import ledger
 from surefoot.contract.ledger import HEADER_BYTES, ROW, Ledger, Plan
-from surefoot.contract.loop_ledger import LoopLedger, Promise
+from surefoot.contract.loop_ledger import LoopGuarantee, LoopLedger
 from surefoot.core.errors import InputError, RunFolderError
 from tests.cli import past_runs
 from tests.cli.conftest import Command
@@ -199,7 +199,7 @@ def test_a_folder_without_a_ledger_and_a_sample_that_is_none_are_refused(tmp_pat
 
 
 def test_of_a_loop_the_samples_themselves_are_told(tmp_path: Path, surefoot: Command) -> None:
-    book = LoopLedger(tmp_path, Promise(samples=6, once=True, all=True), 1)
+    book = LoopLedger(tmp_path, LoopGuarantee(samples=6, once=True, all=True), 1)
     for step, ids in enumerate([(4, 1, 0), (2, 5, 3), (1, 3, 3)]):
         book.add(step + 1, step // 2, step % 2, ids)
         book.sync()
@@ -224,7 +224,7 @@ def test_a_pipe_in_place_of_the_ledger_is_told_and_not_waited_for(tmp_path: Path
 
 NOTHING = {
     "of a run without a row": lambda folder: ledger.Ledger(folder, PLAN, 1).close(),
-    "of a loop without a batch": lambda folder: LoopLedger(folder, Promise(samples=8, once=True, all=True), 1).close(),
+    "of a loop without a batch": lambda folder: LoopLedger(folder, LoopGuarantee(samples=8, once=True, all=True), 1).close(),
 }
 
 

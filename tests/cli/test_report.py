@@ -18,7 +18,7 @@ from surefoot.cli.look import past as past_run
 from surefoot.cli.look.report import rows_of, write_page
 from surefoot.contract import events
 from surefoot.contract.events import Committed
-from surefoot.control.report import Report, read_ladder, read_profile, render
+from surefoot.control.report import ReportPage, read_ladder, read_profile, render
 from surefoot.control.report.page import harmless
 from surefoot.core.errors import InputError
 from tests.cli import past_runs as past
@@ -226,9 +226,9 @@ def test_values_of_any_type_break_no_page(name: str, tmp_path: Path, monkeypatch
             path.write_text(json.dumps({**whole, key: junk}))
             rows = replace(whole_rows, profile=read_profile(run))
             if name != "ladder.json":
-                assert render(Report(runs=[rows])).endswith("</html>")
+                assert render(ReportPage(runs=[rows])).endswith("</html>")
             elif key != "version":
-                assert render(Report(runs=[rows], ladder=read_ladder(Path("climbed")))).endswith("</html>")
+                assert render(ReportPage(runs=[rows], ladder=read_ladder(Path("climbed")))).endswith("</html>")
 
 
 def test_numbers_that_are_not_finite_are_counted_and_left_out(surefoot: Command) -> None:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.components.data import Arrays, Feed, Order, Window
-from surefoot.components.data.loader import Ahead, Loader, Reader, Settings, Taken
+from surefoot.components.data import Arrays, Feed, Order, SampleWindow
+from surefoot.components.data.loader import Ahead, Loader, LoaderSettings, Reader, Taken
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def taken(number: int, batch: object) -> Taken:
-    return Taken(number, Window(0, 0, np.arange(1)), [batch], [np.arange(1)])
+    return Taken(number, SampleWindow(0, 0, np.arange(1)), [batch], [np.arange(1)])
 
 
 def test_on_a_cpu_batches_pass_through() -> None:
@@ -30,7 +30,7 @@ def test_each_step_has_its_own_batch_on_the_device_to_the_last(kind: str) -> Non
     values = torch.arange(1000).view(1000, 1).expand(1000, 4096).contiguous()
     source = Arrays(values)
     feed = Feed(source, Order(1000, 0), batch=64)
-    loader = Loader(feed, Reader(source, None, 0), Settings(workers=2, kind=kind), last=32)  # type: ignore[arg-type]
+    loader = Loader(feed, Reader(source, None, 0), LoaderSettings(workers=2, kind=kind), last=32)  # type: ignore[arg-type]
     ahead = Ahead(torch.device("cuda"))
     for number in range(1, 33):
         (batch,) = ahead.take(loader.take(number), loader.peek)

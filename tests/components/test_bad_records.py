@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surefoot.components.data import Feed, Keys, Order, Tars
-from surefoot.components.data.loader import Loader, Reader, Settings, Told
+from surefoot.components.data.loader import Loader, LoaderNotice, LoaderSettings, Reader
 from surefoot.components.data.loader.bad import read_sound
 from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract import events
@@ -79,12 +79,14 @@ def task(folder: Path, **how: Any) -> Photos:
     return Photos(str(write_photos(folder, **how)), str(folder / "cache"))
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(workers=2, kind="thread"), Settings(workers=2, kind="process")])
-def test_exactly_the_bad_ones_are_left_out_whoever_reads(settings: Settings, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [LoaderSettings(), LoaderSettings(workers=2, kind="thread"), LoaderSettings(workers=2, kind="process")]
+)
+def test_exactly_the_bad_ones_are_left_out_whoever_reads(settings: LoaderSettings, tmp_path: Path) -> None:
     source = task(tmp_path).data("train")
     loader = Loader(Feed(source, Order(NUM_SAMPLES, 0), batch=BATCH, microbatch=3), Reader(source, None, 0), settings)
     loader.skip_bad(0.03)
-    told: list[Told] = []
+    told: list[LoaderNotice] = []
     loader.tell = told.append
     for number in range(1, 2 * NUM_SAMPLES // BATCH + 1):  # two epochs: each is told once
         taken = loader.take(number)

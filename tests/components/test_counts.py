@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from surefoot.components.profiler import formulas
 from surefoot.components.profiler.counts import Counter
 from surefoot.core.cost import shape
-from surefoot.core.cost.roofline import Work
+from surefoot.core.cost.roofline import OperatorWork
 
 FLOAT = 4  # bytes
 
@@ -30,7 +30,7 @@ def counted(model: nn.Module, *inputs: Tensor, loss: Callable[[Any], Tensor] = l
     return counter
 
 
-def one(counter: Counter, operator: str, module: str = "") -> Work:
+def one(counter: Counter, operator: str, module: str = "") -> OperatorWork:
     (found,) = [row for row in counter.of(module) if row.operator == operator]
     return found
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from surefoot.components.checkpoint import export
-from surefoot.components.checkpoint.export import Call, capture, export_graph, export_weights, max_error
+from surefoot.components.checkpoint.export import ModelCall, capture, export_graph, export_weights, max_error
 from surefoot.core.errors import InputError, MissingExtra, TaskError
 
 
@@ -41,7 +41,7 @@ def made() -> Tied:
     return model.eval()
 
 
-def calls(model: nn.Module, *sizes: int) -> list[Call]:
+def calls(model: nn.Module, *sizes: int) -> list[ModelCall]:
     with torch.no_grad():
         return [capture(model, lambda size=size: model(torch.randn(size, 6), shift=torch.ones(size, 6))) for size in sizes]
 
@@ -183,8 +183,8 @@ class Fixed(nn.Module):
 
 def test_a_model_whose_graph_holds_for_one_size_of_batch_says_which(tmp_path: Path) -> None:
     model = Fixed()
-    found = export_graph(model, [Call((torch.ones(4, 2),), {}, torch.ones(4, 2) * 2), Call((torch.ones(3, 2),), {}, torch.ones(3, 2) * 3)],
-                         tmp_path / "a.pt2", "torch-export")  # fmt: skip
+    calls = [ModelCall((torch.ones(size, 2),), {}, torch.ones(size, 2) * by) for size, by in ((4, 2), (3, 3))]
+    found = export_graph(model, calls, tmp_path / "a.pt2", "torch-export")
     assert (found.holds, found.batch) == (True, 4)
 
 
@@ -199,7 +199,7 @@ def test_outputs_that_differ_leave_no_file(tmp_path: Path) -> None:
     assert not found.holds
     assert list(tmp_path.iterdir()) == []
     wrong = [
-        Call(call.args, call.kwargs, {"output": call.output["output"] + 1, "hidden": call.output["hidden"]})
+        ModelCall(call.args, call.kwargs, {"output": call.output["output"] + 1, "hidden": call.output["hidden"]})
         for call in calls(model, 4)
     ]
     assert not export_graph(model, wrong, path, "torch-export").holds
@@ -213,7 +213,7 @@ class Untraceable(nn.Module):
 
 def test_a_model_that_cannot_be_traced_is_told_with_what_can_be_done(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="cannot be exported") as caught:
-        export_graph(Untraceable(), [Call((torch.ones(2, 2),), {}, torch.ones(2, 2))], tmp_path / "a.pt2", "torch-export")
+        export_graph(Untraceable(), [ModelCall((torch.ones(2, 2),), {}, torch.ones(2, 2))], tmp_path / "a.pt2", "torch-export")
     assert "--format safetensors" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 

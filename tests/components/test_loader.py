@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data import Feed, Iterated, Order
-from surefoot.components.data.loader import Loader, Reader, Settings, Told, crew
-from surefoot.components.data.loader.pilot import Pilot
+from surefoot.components.data.loader import Loader, LoaderNotice, LoaderSettings, Reader, crew
+from surefoot.components.data.loader.pilot import WorkerTuner
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Source
 from surefoot.core.errors import BadRecordError, DataError, SpecError
@@ -32,12 +32,14 @@ from surefoot.train.step.reading import make_settings
 from tests.components.loading import Counting, Locked, Numbers, Odds, Once, Troubled, Unsafe, shifted
 
 BATCH, STEPS, SEED = 16, 21, 5  # three epochs; the last batch of each has one sample
-CREWS = [Settings(workers=workers, kind=kind) for kind in ("thread", "process") for workers in (1, 2, 7)]
+CREWS = [LoaderSettings(workers=workers, kind=kind) for kind in ("thread", "process") for workers in (1, 2, 7)]
 
 
-def loader(source: Source, settings: Settings | None = None, *, microbatch: int | None = 6) -> Loader:
+def loader(source: Source, settings: LoaderSettings | None = None, *, microbatch: int | None = 6) -> Loader:
     feed = Feed(source, Order(len(source), SEED), batch=BATCH, microbatch=microbatch)
-    return Loader(feed, Reader(source, shifted if type(source) is not Odds else None, SEED), settings or Settings(), last=STEPS)
+    return Loader(
+        feed, Reader(source, shifted if type(source) is not Odds else None, SEED), settings or LoaderSettings(), last=STEPS
+    )
 
 
 def rows(taken: Any) -> list[Any]:
@@ -70,7 +72,7 @@ def nothing_stays() -> Any:
 
 
 @pytest.mark.parametrize("settings", CREWS, ids=lambda each: f"{each.workers} {each.kind}")
-def test_any_number_of_workers_reads_the_same(settings: Settings, expected: list[list[Any]]) -> None:
+def test_any_number_of_workers_reads_the_same(settings: LoaderSettings, expected: list[list[Any]]) -> None:
     reading = loader(Numbers(), settings)
     found = [rows(reading.take(number)) for number in range(1, STEPS + 1)]
     reading.close()
@@ -78,13 +80,13 @@ def test_any_number_of_workers_reads_the_same(settings: Settings, expected: list
 
 
 def test_workers_that_are_spawned_read_the_same(expected: list[list[Any]]) -> None:
-    reading = loader(Numbers(), Settings(workers=1, kind="process", start="spawn"))
+    reading = loader(Numbers(), LoaderSettings(workers=1, kind="process", start="spawn"))
     assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1))
     reading.close()
 
 
 def test_workers_stay_from_epoch_to_epoch() -> None:
-    reading = loader(Numbers(), Settings(workers=2, kind="process"))
+    reading = loader(Numbers(), LoaderSettings(workers=2, kind="process"))
     seen = set()
     for number in range(1, STEPS + 1):
         reading.take(number)
@@ -94,25 +96,25 @@ def test_workers_stay_from_epoch_to_epoch() -> None:
 
 
 def test_steps_may_be_taken_from_anywhere(expected: list[list[Any]]) -> None:
-    reading = loader(Numbers(), Settings(workers=2, kind="process"))
+    reading = loader(Numbers(), LoaderSettings(workers=2, kind="process"))
     for number in (20, 21, 3, 4, 4, 5, 1, 2, 21):
         assert same(rows(reading.take(number)), expected[number - 1])
     reading.close()
 
 
 def test_other_workers_in_the_middle_change_nothing(expected: list[list[Any]]) -> None:
-    reading = loader(Numbers(), Settings(workers=1, kind="process"))
+    reading = loader(Numbers(), LoaderSettings(workers=1, kind="process"))
     for number in range(1, STEPS + 1):
         assert same(rows(reading.take(number)), expected[number - 1])
         if number in (3, 9, 15):
-            reading.use(Settings(workers=number // 3, kind="thread" if number == 9 else "process"))
+            reading.use(LoaderSettings(workers=number // 3, kind="thread" if number == 9 else "process"))
     reading.close()
 
 
 @pytest.mark.parametrize(
-    "settings", [Settings(workers=2, kind="process"), Settings(workers=2, kind="thread")], ids=["process", "thread"]
+    "settings", [LoaderSettings(workers=2, kind="process"), LoaderSettings(workers=2, kind="thread")], ids=["process", "thread"]
 )
-def test_all_that_a_batch_may_hold_comes_through(settings: Settings) -> None:
+def test_all_that_a_batch_may_hold_comes_through(settings: LoaderSettings) -> None:
     here, there = loader(Odds()), loader(Odds(), settings)
     for number in range(1, 9):
         for one, other in zip(here.take(number).batches, there.take(number).batches, strict=True):
@@ -134,7 +136,7 @@ def test_all_that_a_batch_may_hold_comes_through(settings: Settings) -> None:
 
 def test_a_batch_that_is_kept_stays_as_it_was(expected: list[list[Any]]) -> None:
     """Slots are used again, though never while somebody has what lies in them."""
-    reading = loader(Numbers(), Settings(workers=2, kind="process"))
+    reading = loader(Numbers(), LoaderSettings(workers=2, kind="process"))
     kept = [reading.take(number) for number in range(1, STEPS + 1)]
     reading.close()
     gc.collect()
@@ -142,9 +144,9 @@ def test_a_batch_that_is_kept_stays_as_it_was(expected: list[list[Any]]) -> None
 
 
 def test_workers_killed_at_random_change_nothing(expected: list[list[Any]]) -> None:
-    drawn, told = random.Random(0), list[Told]()
+    drawn, told = random.Random(0), list[LoaderNotice]()
     for workers in (1, 2, 7):
-        reading = loader(Numbers(0.001), Settings(workers=workers, kind="process"))
+        reading = loader(Numbers(0.001), LoaderSettings(workers=workers, kind="process"))
         reading.tell = told.append
         for number in range(1, STEPS + 1):
             if number > 1 and drawn.random() < 0.35:
@@ -156,12 +158,14 @@ def test_workers_killed_at_random_change_nothing(expected: list[list[Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    "settings", [Settings(workers=2, kind="process"), Settings(workers=2, kind="thread", timeout_s=1)], ids=["process", "thread"]
+    "settings",
+    [LoaderSettings(workers=2, kind="process"), LoaderSettings(workers=2, kind="thread", timeout_s=1)],
+    ids=["process", "thread"],
 )
 def test_a_worker_that_hangs_is_named_within_5_s_and_replaced(
-    settings: Settings, tmp_path: Path, expected: list[list[Any]]
+    settings: LoaderSettings, tmp_path: Path, expected: list[list[Any]]
 ) -> None:
-    reading, told = loader(Troubled("hangs", Once(tmp_path, 1)), settings), list[Told]()
+    reading, told = loader(Troubled("hangs", Once(tmp_path, 1)), settings), list[LoaderNotice]()
     reading.tell = told.append
     longest_s = 0.0
     for number in range(1, 8):
@@ -179,8 +183,8 @@ def test_a_worker_that_hangs_is_named_within_5_s_and_replaced(
 
 def test_a_worker_that_computes_is_given_longer(tmp_path: Path, expected: list[list[Any]]) -> None:
     reading, told = (
-        loader(Troubled("computes", Once(tmp_path, 1)), Settings(workers=1, kind="process", timeout_s=0.25)),
-        list[Told](),
+        loader(Troubled("computes", Once(tmp_path, 1)), LoaderSettings(workers=1, kind="process", timeout_s=0.25)),
+        list[LoaderNotice](),
     )
     reading.tell = told.append
     begun_s = time.monotonic()
@@ -191,7 +195,7 @@ def test_a_worker_that_computes_is_given_longer(tmp_path: Path, expected: list[l
 
 
 def test_what_a_worker_raises_is_raised_where_a_person_sees_it(tmp_path: Path) -> None:
-    reading = loader(Troubled("raises", Once(tmp_path, 100)), Settings(workers=2, kind="process"))
+    reading = loader(Troubled("raises", Once(tmp_path, 100)), LoaderSettings(workers=2, kind="process"))
     with pytest.raises(OSError, match="the cable is loose") as raised:
         for number in range(1, 8):
             reading.take(number)
@@ -201,7 +205,7 @@ def test_what_a_worker_raises_is_raised_where_a_person_sees_it(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_an_error_of_the_moment_is_told_and_read_again(kind: Any, tmp_path: Path, expected: list[list[Any]]) -> None:
-    reading, told = loader(Troubled("raises", Once(tmp_path, 1)), Settings(workers=2, kind=kind)), list[Told]()
+    reading, told = loader(Troubled("raises", Once(tmp_path, 1)), LoaderSettings(workers=2, kind=kind)), list[LoaderNotice]()
     reading.tell = told.append
     assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, 8))
     reading.close()
@@ -210,7 +214,7 @@ def test_an_error_of_the_moment_is_told_and_read_again(kind: Any, tmp_path: Path
 
 
 def test_samples_that_no_worker_survives_end_the_run_with_their_numbers(tmp_path: Path, expected: list[list[Any]]) -> None:
-    reading = loader(Troubled("dies", Once(tmp_path, 100)), Settings(workers=2, kind="process"))
+    reading = loader(Troubled("dies", Once(tmp_path, 100)), LoaderSettings(workers=2, kind="process"))
     with pytest.raises(
         BadRecordError, match=r"killed by signal 9 while it read samples .* of step \d; so did 2 workers"
     ) as raised:
@@ -220,21 +224,21 @@ def test_samples_that_no_worker_survives_end_the_run_with_their_numbers(tmp_path
 
 
 def test_nothing_is_read_further_ahead_than_memory_allows() -> None:
-    reading = loader(Numbers(), Settings(workers=2, kind="process", prefetch=9))
+    reading = loader(Numbers(), LoaderSettings(workers=2, kind="process", prefetch=9))
     reading.take(1)
     assert reading.depth == 18
-    reading.use(Settings(workers=2, kind="process", prefetch=9, memory_bytes=6 * reading.batch_bytes))
+    reading.use(LoaderSettings(workers=2, kind="process", prefetch=9, memory_bytes=6 * reading.batch_bytes))
     reading.take(1)
     assert reading.depth == 6
     assert "2 worker processes hold 6 microbatches ahead" in reading.describe()
-    reading.use(Settings(workers=2, kind="process", prefetch=9, memory_bytes=1))
+    reading.use(LoaderSettings(workers=2, kind="process", prefetch=9, memory_bytes=1))
     reading.take(1)
     reading.close()
     assert reading.depth == 2
 
 
 def test_a_source_that_cannot_be_sent_is_told_with_the_attribute() -> None:
-    reading = loader(Locked(), Settings(workers=1, kind="process", start="spawn"))
+    reading = loader(Locked(), LoaderSettings(workers=1, kind="process", start="spawn"))
     with pytest.raises(DataError, match=r"the source\.settings\['transform'\] cannot be sent") as raised:
         reading.take(1)
     assert 'loader.start = "fork"' in raised.value.hint
@@ -242,7 +246,7 @@ def test_a_source_that_cannot_be_sent_is_told_with_the_attribute() -> None:
 
 def test_threads_leave_the_threads_of_torch_alone() -> None:
     before = torch.get_num_threads()
-    reading = loader(Numbers(), Settings(workers=2, kind="thread"))
+    reading = loader(Numbers(), LoaderSettings(workers=2, kind="thread"))
     reading.take(1)
     reading.close()
     assert torch.get_num_threads() == before
@@ -280,9 +284,9 @@ def test_what_goes_together_in_a_spec() -> None:
 
 def test_workers_are_threads_where_two_of_them_are_faster(expected: list[list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "ROUNDS", 12)  # the fastest of many: one in a row of them is not held up by what else runs
-    made = {each: loader(each, Settings(workers=1)).kind for each in (Numbers(0.1), Counting(), Unsafe(0.1))}
+    made = {each: loader(each, LoaderSettings(workers=1)).kind for each in (Numbers(0.1), Counting(), Unsafe(0.1))}
     assert list(made.values()) == ["thread", "process", "process"]
-    assert loader(Unsafe(), Settings(workers=1, kind="thread")).kind == "thread"
+    assert loader(Unsafe(), LoaderSettings(workers=1, kind="thread")).kind == "thread"
 
 
 class Steps:
@@ -309,7 +313,7 @@ class Steps:
 def test_the_cheapest_number_of_workers_is_found_with_which_no_step_waits(
     read_s: float, compute_s: float, most: int, found: int
 ) -> None:
-    pilot, run = Pilot(most), Steps(read_s, compute_s)
+    pilot, run = WorkerTuner(most), Steps(read_s, compute_s)
     for _ in range(500):
         pilot.add(*run.times(pilot.workers))
     assert pilot.is_done
@@ -319,7 +323,7 @@ def test_the_cheapest_number_of_workers_is_found_with_which_no_step_waits(
 
 def test_workers_that_bring_nothing_are_let_go() -> None:
     """Where steps and workers want the same cores."""
-    pilot = Pilot(8)
+    pilot = WorkerTuner(8)
     for _ in range(500):
         pilot.add(0.1 if not pilot.workers else 0.12, 0.03)
     assert pilot.is_done
@@ -329,7 +333,7 @@ def test_workers_that_bring_nothing_are_let_go() -> None:
 def test_a_run_that_waits_is_told_so_once_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("surefoot.components.data.loader.loader.STARVES_AFTER_S", 0.05)
     monkeypatch.setattr("surefoot.components.data.loader.loader.STARVES_AFTER_STEPS", 5)
-    told = list[Told]()
+    told = list[LoaderNotice]()
     reading = loader(Numbers(0.05))  # far longer than a busy machine makes what else a step does
     reading.tell = told.append
     for number in range(1, STEPS + 1):
@@ -345,8 +349,8 @@ def test_workers_are_found_while_a_run_goes_on(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_S", 0.0)
     monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_STEPS", 3)
     monkeypatch.setattr("surefoot.components.data.loader.pilot.SKIPPED_STEPS", 1)
-    told = list[Told]()
-    reading = loader(Numbers(0.02), Settings(most=4))  # far longer than a busy machine makes a step
+    told = list[LoaderNotice]()
+    reading = loader(Numbers(0.02), LoaderSettings(most=4))  # far longer than a busy machine makes a step
     reading.tell = told.append
     assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1))
     found = reading.settings.workers

@@ -21,18 +21,20 @@ import pytest
 import torch
 
 from surefoot.components.data import Feed, Order
-from surefoot.components.data.loader import Loader, Reader, Settings, Told, bytes_of
+from surefoot.components.data.loader import Loader, LoaderNotice, LoaderSettings, Reader, bytes_of
 from surefoot.components.data.order import Keys
 from surefoot.contract.task import Source, import_file
 from surefoot.core.errors import BadRecordError, DataError
 from tests.components.loading import Drawing, Nameless, Numbers, Once, OnlyAtHome, Unsafe, Wordy, shifted
 from tests.components.test_loader import expected, nothing_stays, rows, same  # noqa: F401 - fixtures
 
-ONE = Settings(workers=1, kind="process")
-TWO = Settings(workers=2, kind="process")
+ONE = LoaderSettings(workers=1, kind="process")
+TWO = LoaderSettings(workers=2, kind="process")
 
 
-def loader(source: Source, settings: Settings, *, batch: int = 16, last: int = 21, told: list[Told] | None = None) -> Loader:
+def loader(
+    source: Source, settings: LoaderSettings, *, batch: int = 16, last: int = 21, told: list[LoaderNotice] | None = None
+) -> Loader:
     feed = Feed(source, Order(len(source), 5), batch=batch)
     reading = Loader(feed, Reader(source, None, 5), settings, last=last)
     reading.tell = (lambda each: None) if told is None else told.append
@@ -41,7 +43,7 @@ def loader(source: Source, settings: Settings, *, batch: int = 16, last: int = 2
 
 def test_numbers_and_words_that_fill_a_pipe_hold_nobody_up() -> None:
     """The run would wait to send, the worker to send back, and both for ever."""
-    reading = loader(Wordy(), Settings(workers=1, kind="process", prefetch=6), batch=40_000, last=6)
+    reading = loader(Wordy(), LoaderSettings(workers=1, kind="process", prefetch=6), batch=40_000, last=6)
     signal.alarm(30)
     for number in range(1, 7):
         (batch,) = reading.take(number).batches
@@ -51,8 +53,8 @@ def test_numbers_and_words_that_fill_a_pipe_hold_nobody_up() -> None:
 
 
 def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_is_replaced() -> None:
-    told: list[Told] = []
-    reading = loader(Wordy(), Settings(workers=1, kind="process", timeout_s=0.2), batch=4000, last=9, told=told)
+    told: list[LoaderNotice] = []
+    reading = loader(Wordy(), LoaderSettings(workers=1, kind="process", timeout_s=0.2), batch=4000, last=9, told=told)
     drawn = random.Random(1)
     signal.alarm(30)
     for number in range(1, 10):
@@ -69,8 +71,8 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_is_replaced() -> None
 
 def test_a_source_that_is_slow_each_time_is_not_taken_for_one_that_hangs() -> None:
     """Once it is known how long it takes, nobody is ended for it."""
-    told: list[Told] = []
-    reading = loader(Numbers(1.5), Settings(workers=1, kind="process", timeout_s=1.0), last=5, told=told)
+    told: list[LoaderNotice] = []
+    reading = loader(Numbers(1.5), LoaderSettings(workers=1, kind="process", timeout_s=1.0), last=5, told=told)
     for number in range(1, 6):
         reading.take(number)
     reading.close()
@@ -79,7 +81,7 @@ def test_a_source_that_is_slow_each_time_is_not_taken_for_one_that_hangs() -> No
 
 def test_a_run_that_was_stopped_itself_finds_no_worker_guilty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-Z and fg: the clock went on, and neither the run nor its workers did."""
-    told: list[Told] = []
+    told: list[LoaderNotice] = []
     reading = loader(Numbers(0.1), ONE, last=5, told=told)
     real, jumps = time.monotonic, iter([0.0, 0.0, 100.0])
     monkeypatch.setattr(
@@ -101,7 +103,7 @@ def test_batches_that_cannot_be_sent_end_the_run_and_are_not_read_twice_each(com
 
 
 def test_a_source_that_raises_in_every_worker_is_read_without_them(expected: list[list[Any]]) -> None:  # noqa: F811
-    told: list[Told] = []
+    told: list[LoaderNotice] = []
     reading = loader(OnlyAtHome(), TWO, told=told)
     for number in range(1, 15):
         assert reading.take(number).window.ids.tolist() == expected[number - 1][0]
@@ -116,7 +118,7 @@ def test_a_dataset_that_draws_for_itself_draws_the_same_in_any_worker_and_no_two
     found = {}
     for workers in (0, 1, 2, 7):
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
-        reading = loader(Drawing(), Settings(workers=workers, kind="process"))
+        reading = loader(Drawing(), LoaderSettings(workers=workers, kind="process"))
         found[workers] = [tuple(reading.take(number).batches[0]["image"].tolist()) for number in range(1, 22)]
         reading.close()
         after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
@@ -140,7 +142,7 @@ def test_a_source_that_writes_to_its_ids_changes_nothing_but_its_own(workers: in
                 raise ValueError("no image")
             return {"number": torch.from_numpy(ids - 1)}
 
-    reading = loader(FromOne(), Settings(workers=workers, kind="process" if workers else "auto"))
+    reading = loader(FromOne(), LoaderSettings(workers=workers, kind="process" if workers else "auto"))
     if skips:
         reading.skip_bad(1.0)
     for number in (1, 1, 2, 7) if skips else (1, 1, 3):
@@ -157,7 +159,7 @@ def test_tensors_in_tensors_come_through() -> None:
         def read(self, ids: np.ndarray) -> Any:
             return torch.nested.nested_tensor([torch.arange(float(number)) for number in ids[:3]])
 
-    here, there = loader(Ragged(), Settings()), loader(Ragged(), ONE)
+    here, there = loader(Ragged(), LoaderSettings()), loader(Ragged(), ONE)
     mine, its = here.take(1).batches[0], there.take(1).batches[0]
     there.close()
     assert [each.tolist() for each in its.unbind()] == [each.tolist() for each in mine.unbind()]
@@ -177,7 +179,7 @@ def test_a_source_that_hangs_in_workers_alone_is_told_what_may_hold_it() -> None
             return super().read(ids)
 
     source = Pooled()
-    reading = loader(source, Settings(workers=1, kind="process", timeout_s=0.05))
+    reading = loader(source, LoaderSettings(workers=1, kind="process", timeout_s=0.05))
     with pytest.raises(BadRecordError, match=r"gave nothing for .* of step 1; so did 2 workers before it") as raised:
         reading.take(1)
     source.pool.shutdown()
@@ -201,7 +203,7 @@ def test_a_gradient_that_is_asked_for_is_asked_for_behind_a_worker() -> None:
 
 def test_a_thread_that_ends_takes_no_worker_with_it() -> None:
     """The kernel's signal of a parent's death is of the thread that forked."""
-    told: list[Told] = []
+    told: list[LoaderNotice] = []
     reading = loader(Numbers(0.005), TWO, told=told)
     for number in range(1, 6):
         thread = threading.Thread(target=reading.take, args=(number,))
@@ -259,7 +261,7 @@ class Deadly(Numbers):
 
 def test_samples_that_were_read_when_a_worker_died_of_others_are_not_blamed(tmp_path: Path) -> None:
     """What it had is read again in the same order, so that the first of it is what it died of."""
-    reading = loader(Deadly(Once(tmp_path, 1)), Settings(workers=1, kind="process", prefetch=3))
+    reading = loader(Deadly(Once(tmp_path, 1)), LoaderSettings(workers=1, kind="process", prefetch=3))
     with pytest.raises(BadRecordError, match="of step 3; so did 2 workers before it"):
         for number in range(1, 4):
             reading.take(number)
@@ -283,8 +285,11 @@ class Late(Numbers):
 
 
 def test_what_a_thread_gives_after_it_was_replaced_is_nobodys() -> None:
-    told: list[Told] = []
-    here, there = loader(Numbers(), Settings()), loader(Late(), Settings(workers=1, kind="thread", timeout_s=0.1), told=told)
+    told: list[LoaderNotice] = []
+    here, there = (
+        loader(Numbers(), LoaderSettings()),
+        loader(Late(), LoaderSettings(workers=1, kind="thread", timeout_s=0.1), told=told),
+    )
     for number in range(1, 9):
         assert same(rows(there.take(number)), rows(here.take(number)))
     there.close()
@@ -311,7 +316,7 @@ def test_more_files_than_a_process_may_open_are_told_and_given_back() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 60, hard))
     try:
         with pytest.raises(DataError, match=r"worker 1 of 2 could not begin: .* each opens 42 files of memory") as raised:
-            loader(Numbers(), Settings(workers=2, kind="process", prefetch=20)).take(1)
+            loader(Numbers(), LoaderSettings(workers=2, kind="process", prefetch=20)).take(1)
         assert psutil.Process().num_fds() <= before
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -326,7 +331,7 @@ def test_batches_that_grow_are_held_to_the_memory_that_was_allowed() -> None:
     source = Growing()
     reading = Loader(
         Feed(source, Order(97, 0, shuffle=False), batch=16), Reader(source, None, 0),
-        Settings(workers=1, kind="thread", prefetch=9, memory_bytes=1 << 20), last=20,
+        LoaderSettings(workers=1, kind="thread", prefetch=9, memory_bytes=1 << 20), last=20,
     )  # fmt: skip
     reading.take(1)
     assert reading.depth == 9
@@ -361,7 +366,7 @@ def test_what_a_task_file_defines_goes_to_a_worker_that_is_spawned(tmp_path: Pat
         "from tests.components.loading import Numbers\nclass Mine(Numbers):\n    pass\nclass Task:\n    source = Mine()\n"
     )
     source = import_file(tmp_path / "elsewhere.py").Task.source
-    reading = loader(source, Settings(workers=1, kind="process", start="spawn"))
+    reading = loader(source, LoaderSettings(workers=1, kind="process", start="spawn"))
     assert len(reading.take(1).window.ids) == 16
     reading.close()
 
@@ -415,10 +420,10 @@ def test_a_worker_that_fails_is_named_and_changes_nothing(
     how: str, workers: int, tmp_path: Path, expected: list[list[Any]]  # noqa: F811
 ) -> None:  # fmt: skip
     """F18; hangs are given a second here, and the usual four in another test."""
-    told: list[Told] = []
+    told: list[LoaderNotice] = []
     source = Failing(how, tmp_path / "left")
     feed = Feed(source, Order(len(source), 5), batch=16, microbatch=6)
-    reading = Loader(feed, Reader(source, shifted, 5), Settings(workers=workers, kind="process", timeout_s=1), last=21)
+    reading = Loader(feed, Reader(source, shifted, 5), LoaderSettings(workers=workers, kind="process", timeout_s=1), last=21)
     reading.tell = told.append
     longest_s = 0.0
     for number in range(1, 10):

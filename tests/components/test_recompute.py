@@ -23,7 +23,7 @@ from benchmarks.step_cost.models import GPT
 from surefoot import Run, RunSpec, recompute
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.measure import Rise
-from surefoot.components.memory.products import Allowance, Work
+from surefoot.components.memory.products import Allowance, ProductWork
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.recompute import peak_bytes
 from surefoot.tasks.transformer import Transformer
@@ -189,10 +189,20 @@ def test_operators_save_six_tenths_of_what_full_saves_for_a_tenth_of_the_product
 
 def test_blocks_compute_again_the_products_that_are_cheapest_for_their_bytes_and_leave_what_they_do_not_use_to_the_next() -> None:
     allowance = Allowance()
-    work = [Work(8, 4), Work(4, 4), Work(4, 2), Work(math.inf, 9), Work(16, 16)]  # 8 of 32; the last is never among them
+    work = [
+        ProductWork(8, 4),
+        ProductWork(4, 4),
+        ProductWork(4, 2),
+        ProductWork(math.inf, 9),
+        ProductWork(16, 16),
+    ]  # 8 of 32; the last is never among them
     assert [set(allowance.choose(work)) for _ in range(2)] == [{1, 2}, {1, 2}]
     allowance = Allowance()
-    later = [Work(6, 3), Work(16, 8), Work(10, 1)]  # 8 of 32: 2 are left each time, and 16 are there at the fifth
+    later = [
+        ProductWork(6, 3),
+        ProductWork(16, 8),
+        ProductWork(10, 1),
+    ]  # 8 of 32: 2 are left each time, and 16 are there at the fifth
     assert [set(allowance.choose(later)) for _ in range(5)] == [{0}, {0}, {0}, {0}, {1}]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from surefoot import recompute
-from surefoot.components.compiler import Compiled, compile_regions
+from surefoot.components.compiler import CompiledRegions, compile_regions
 from surefoot.components.memory import find_blocks
 from surefoot.tasks.transformer import Transformer
 from tests.components.test_recompute import Deep, InPlace, assert_same_bits, kept_bytes, made, trained
@@ -28,7 +28,7 @@ def deep() -> nn.Module:
     return Deep((64,) * NUM_BLOCKS)
 
 
-def compiled(model: nn.Module, what: str) -> Compiled:
+def compiled(model: nn.Module, what: str) -> CompiledRegions:
     """Graphs are made as always, and run by torch's own kernels."""
     torch._dynamo.reset()
     regions = {"model": model} if what == "model" else find_blocks(model)

@@ -22,7 +22,7 @@ import pytest
 
 from surefoot.components.data import Tars
 from surefoot.components.data.remote import Remote, fetch, shards
-from surefoot.components.data.remote.fetch import Patience
+from surefoot.components.data.remote.fetch import RetryPolicy
 from surefoot.components.data.tars.index import open_index
 from surefoot.core.errors import DataError
 from tests.components.server import Asked, Served, Short, serving
@@ -32,7 +32,7 @@ pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
 
 SHARDS, SAMPLES = 6, 4
-QUICK = Patience(tries=4, first_wait_s=0.01, longest_wait_s=0.02, request_s=2.0)
+QUICK = RetryPolicy(tries=4, first_wait_s=0.01, longest_wait_s=0.02, request_s=2.0)
 
 
 def make_tar(shard: int, samples: int = SAMPLES) -> bytes:
@@ -214,7 +214,7 @@ def test_cuts_at_random_bytes_leave_the_right_bytes(cuts: int, served: Served, t
     draws = random.Random(cuts)
     served.fault = lambda asked: asked.right[: draws.randrange(len(asked.right))] if draws.random() < 0.3 else None
     assert (
-        read(remote(served, tmp_path, patience=Patience(tries=12, first_wait_s=0.001, longest_wait_s=0.002)))
+        read(remote(served, tmp_path, patience=RetryPolicy(tries=12, first_wait_s=0.001, longest_wait_s=0.002)))
         == CONTENT["/d/s-00.tar"]
     )
 
@@ -239,7 +239,7 @@ def test_a_refusal_is_told_at_once(status: int, served: Served, tmp_path: Path) 
 def test_what_is_not_there_is_told_at_once(served: Served, tmp_path: Path) -> None:
     del served.files["/d/s-00.tar"]
     with pytest.raises(DataError, match=r"s-00.tar cannot be fetched: .*404") as raised:
-        read(remote(served, tmp_path, patience=Patience()))
+        read(remote(served, tmp_path, patience=RetryPolicy()))
     assert "tries" not in str(raised.value)
 
 
@@ -253,7 +253,7 @@ def test_a_server_that_stays_away_is_tried_and_told(tmp_path: Path) -> None:
 def test_a_server_that_says_nothing_is_not_waited_for_forever(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
-        source = Remote(place, cache=tmp_path, digests={}, patience=Patience(tries=2, first_wait_s=0.01, request_s=0.2))
+        source = Remote(place, cache=tmp_path, digests={}, patience=RetryPolicy(tries=2, first_wait_s=0.01, request_s=0.2))
         with pytest.raises(DataError, match="2 tries in"):
             source.open(0)
 

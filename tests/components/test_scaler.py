@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.components.optim import GuardedUpdate
-from surefoot.components.precision import LossScaler, Units, choose, compute_context, set_products
+from surefoot.components.precision import FormatSupport, LossScaler, choose, compute_context, set_products
 from surefoot.core.errors import InputError, SpecError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "loss_scaler.py"
@@ -157,18 +157,21 @@ def test_a_scale_stays_in_the_range_of_fp32_and_is_a_power_of_two() -> None:
         LossScaler(1000.0)
 
 
-OLD, NEW = Units("cuda", "Tesla V100", frozenset({"fp16"})), Units("cuda", "NVIDIA H100", frozenset({"fp16", "bf16", "tf32"}))
+OLD, NEW = (
+    FormatSupport("cuda", "Tesla V100", frozenset({"fp16"})),
+    FormatSupport("cuda", "NVIDIA H100", frozenset({"fp16", "bf16", "tf32"})),
+)
 OLDEST, PLAIN, WITH_BF16 = (
-    Units("cuda", "GTX 980", frozenset()),
-    Units("cpu", "old", frozenset()),
-    Units("cpu", "new", frozenset({"bf16"})),
+    FormatSupport("cuda", "GTX 980", frozenset()),
+    FormatSupport("cpu", "old", frozenset()),
+    FormatSupport("cpu", "new", frozenset({"bf16"})),
 )
 
 
 @pytest.mark.parametrize(
     ("units", "best"), [(OLD, "fp16"), (NEW, "bf16"), (OLDEST, "fp32"), (PLAIN, "fp32"), (WITH_BF16, "bf16")]
 )
-def test_auto_takes_the_best_that_a_device_has_units_for_and_says_why(units: Units, best: str) -> None:
+def test_auto_takes_the_best_that_a_device_has_units_for_and_says_why(units: FormatSupport, best: str) -> None:
     chosen, why = choose("auto", units)
     assert chosen == best
     assert units.name in why
@@ -178,7 +181,7 @@ def test_auto_takes_the_best_that_a_device_has_units_for_and_says_why(units: Uni
     ("bf16", OLD, "no units for bf16"), ("tf32", OLD, "no units for tf32"), ("fp16", OLDEST, "no units for fp16"),
     ("tf32", WITH_BF16, "a GPU's tensor cores"),
 ])  # fmt: skip
-def test_what_a_device_lacks_is_refused_with_the_reason(wanted: str, units: Units, reason: str) -> None:
+def test_what_a_device_lacks_is_refused_with_the_reason(wanted: str, units: FormatSupport, reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         choose(wanted, units)
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from surefoot.components.profiler.counts import Counter
 from surefoot.components.profiler.tracing import Profiler, Window, analyse, draw, flame, fold, memory, trace, window
-from surefoot.components.profiler.tracing.operators import Operator, count_flops, find_operators
+from surefoot.components.profiler.tracing.operators import OperatorStats, count_flops, find_operators
 from surefoot.core.errors import InputError
 
 WIDTH, BATCH = 64, 32
@@ -87,7 +87,7 @@ def test_the_widths_of_every_flame_graph_add_up_to_the_window(recorded: Path) ->
             assert sum(each.total_ns for each in inside) <= box.total_ns
 
 
-def names(root: fold.Frame) -> set[tuple[str, ...]]:
+def names(root: fold.StackFrame) -> set[tuple[str, ...]]:
     found, waiting = set(), [(root, (root.name,))]
     while waiting:
         frame, path = waiting.pop()
@@ -173,7 +173,7 @@ def test_operators_have_torch_s_own_calls_times_memory_and_flops(tmp_path: Path)
         assert ours[name].flops == theirs[name].flops > 0
 
 
-def recorded_operators(folder: Path, run: Callable[[], Any]) -> dict[str, Operator]:
+def recorded_operators(folder: Path, run: Callable[[], Any]) -> dict[str, OperatorStats]:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as torchs:
         run()
     torchs.export_chrome_trace(str(folder / "trace.json"))
@@ -265,8 +265,8 @@ def test_the_memory_of_a_step_is_told_apart_by_category(recorded: Path) -> None:
 
 
 def test_blocks_are_told_apart_by_hand() -> None:
-    def change(time_ns: int, address: int, num_bytes: int) -> trace.Change:
-        return trace.Change(time_ns, address, num_bytes, -1, ("1", "1"))
+    def change(time_ns: int, address: int, num_bytes: int) -> trace.MemoryChange:
+        return trace.MemoryChange(time_ns, address, num_bytes, -1, ("1", "1"))
 
     def work(start_ns: int, end_ns: int, name: str, category: str = trace.OPERATOR) -> trace.Slice:
         return trace.Slice(start_ns, end_ns, name, category, ("1", "1"), {})

@@ -10,7 +10,7 @@ import pytest
 
 from surefoot.contract import loop_ledger
 from surefoot.contract.ledger import FILE, HEADER_BYTES
-from surefoot.contract.loop_ledger import HEAD, ID_BYTES, Batch, LoopLedger, Promise
+from surefoot.contract.loop_ledger import HEAD, ID_BYTES, Batch, LoopGuarantee, LoopLedger
 
 NUM_ROWS, SIZE = 12, 4
 ROW = HEAD.size + ID_BYTES * SIZE
@@ -19,7 +19,7 @@ COUNT = 16  # where the number of ids stands in a row
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    written = LoopLedger(tmp_path, Promise(samples=24, once=True, all=True), 1)
+    written = LoopLedger(tmp_path, LoopGuarantee(samples=24, once=True, all=True), 1)
     for step in range(NUM_ROWS):
         number, place = divmod(step, 6)
         written.add(step + 1, number, place, range(SIZE * place, SIZE * place + SIZE))
@@ -52,7 +52,7 @@ def test_damage_costs_the_row_that_it_touches_and_is_named(name: str, folder: Pa
     harm, lost = DAMAGES[name]
     before = list(loop_ledger.read(folder))
     harm(folder)
-    found: list[loop_ledger.Damage] = []
+    found: list[loop_ledger.DamagedBytes] = []
     assert list(loop_ledger.read(folder, found)) == [row for row in before if row.step not in lost]
     assert [(each.start, each.end) for each in found] == [
         (HEADER_BYTES + ROW * (step - 1), HEADER_BYTES + ROW * step) for step in sorted(lost)
@@ -67,7 +67,7 @@ def test_a_run_that_goes_on_keeps_what_stands_behind_the_damage(name: str, folde
     harm, lost = DAMAGES[name]
     harm(folder)
     size = (folder / FILE).stat().st_size
-    again = LoopLedger(folder, Promise(samples=24, once=True, all=True), 2)
+    again = LoopLedger(folder, LoopGuarantee(samples=24, once=True, all=True), 2)
     again.add(NUM_ROWS + 1, 2, 0, range(SIZE))
     again.sync()
     again.close()
@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_keeps_what_stands_behind_the_damage(name: str, folde
 def test_a_part_of_a_row_at_the_end_is_left_out_and_is_no_damage(cut: int, folder: Path) -> None:
     with (folder / FILE).open("r+b") as file:
         file.truncate(HEADER_BYTES + ROW * (NUM_ROWS - 1) + cut)
-    found: list[loop_ledger.Damage] = []
+    found: list[loop_ledger.DamagedBytes] = []
     assert [row.step for row in loop_ledger.read(folder, found)] == list(range(1, NUM_ROWS))
     assert not found
 
@@ -97,10 +97,10 @@ def test_a_part_of_a_row_at_the_end_is_left_out_and_is_no_damage(cut: int, folde
 )  # fmt: skip
 def test_what_a_loop_really_did_is_no_damage(rows: list[Batch], tmp_path: Path) -> None:
     for row in rows:
-        written = LoopLedger(tmp_path, Promise(), row.generation)
+        written = LoopLedger(tmp_path, LoopGuarantee(), row.generation)
         written.add(row.step, row.number_of_pass, row.place, row.ids)
         written.sync()
         written.close()
-    found: list[loop_ledger.Damage] = []
+    found: list[loop_ledger.DamagedBytes] = []
     assert list(loop_ledger.read(tmp_path, found)) == rows
     assert not found

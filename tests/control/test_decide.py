@@ -7,37 +7,48 @@ from dataclasses import replace
 
 import pytest
 
-from surefoot.control.launch.decide import Choice, Course, Fault, How, Rules, choose, decide, find_numbers, has_more, read_code
+from surefoot.control.launch.decide import (
+    Choice,
+    ExitKind,
+    RankFailure,
+    RestartHistory,
+    Rules,
+    choose,
+    decide,
+    find_numbers,
+    has_more,
+    read_code,
+)
 from surefoot.core.errors import InputError
 
 FIXED = Rules(places=3, numbers=(3,))
 ELASTIC = Rules(places=3, numbers=(2, 3))
 EVEN = Rules(places=4, numbers=(2, 4))
-Case = tuple[How, int | None, int]  # how an attempt ended, whose fault it was, and the commits that there are then
+Case = tuple[ExitKind, int | None, int]  # how an attempt ended, whose fault it was, and the commits that there are then
 
 
-def run(rules: Rules, *cases: Case, course: Course | None = None) -> tuple[list[str], Course, str]:
+def run(rules: Rules, *cases: Case, course: RestartHistory | None = None) -> tuple[list[str], RestartHistory, str]:
     """The decisions on one fault after another, what has become of the places, and the last reason."""
-    now, found, why = course or Course(), list[Choice](), ""
+    now, found, why = course or RestartHistory(), list[Choice](), ""
     for how, place, num_commits in cases:
         assert not found or found[-1] != Choice.STOP, "it stopped before"
-        decision, now = decide(rules, now, Fault(how, place), num_commits)
+        decision, now = decide(rules, now, RankFailure(how, place), num_commits)
         found.append(decision.choice)
         why = decision.why
     return [each.value for each in found], now, why
 
 
-K, C, H, P = How.KILLED, How.CRASHED, How.HUNG, How.PARTED
+K, C, H, P = ExitKind.KILLED, ExitKind.CRASHED, ExitKind.HUNG, ExitKind.PARTED
 
 
-@pytest.mark.parametrize("how", [How.RAISED, How.ABORTED, How.TOLD, How.APART, How.LEFT])
+@pytest.mark.parametrize("how", [ExitKind.RAISED, ExitKind.ABORTED, ExitKind.TOLD, ExitKind.APART, ExitKind.LEFT])
 @pytest.mark.parametrize("rules", [FIXED, ELASTIC])
-def test_what_another_attempt_cannot_mend_stops_at_once(how: How, rules: Rules) -> None:
+def test_what_another_attempt_cannot_mend_stops_at_once(how: ExitKind, rules: Rules) -> None:
     assert run(rules, (how, 1, 5))[0] == ["stop"]
 
 
 @pytest.mark.parametrize("how", [K, C, H, P])
-def test_a_lost_rank_is_retried_unless_restarts_are_none(how: How) -> None:
+def test_a_lost_rank_is_retried_unless_restarts_are_none(how: ExitKind) -> None:
     assert run(FIXED, (how, 1, 0))[0] == ["retry"]
     found, _, why = run(replace(FIXED, max_restarts=0), (how, 1, 9))
     assert (found, why) == (["stop"], "")
@@ -81,18 +92,19 @@ def test_a_stop_says_why() -> None:
 @pytest.mark.parametrize(
     ("code", "how"),
     [
-        (3, How.RAISED), (2, How.RAISED), (7, How.RAISED), (70, How.RAISED), (8, P), (130, How.TOLD), (143, How.TOLD), (140, How.TOLD),
+        (3, ExitKind.RAISED), (2, ExitKind.RAISED), (7, ExitKind.RAISED), (70, ExitKind.RAISED), (8, P),
+        (130, ExitKind.TOLD), (143, ExitKind.TOLD), (140, ExitKind.TOLD),
         (-signal.SIGKILL, K), (-signal.SIGSEGV, C), (-signal.SIGBUS, C), (-signal.SIGILL, C), (-signal.SIGFPE, C),
-        (-signal.SIGABRT, How.ABORTED), (-signal.SIGXFSZ, How.ABORTED), (-signal.SIGTERM, How.TOLD),
-        (-signal.SIGXCPU, How.TOLD), (-64, How.ABORTED),
+        (-signal.SIGABRT, ExitKind.ABORTED), (-signal.SIGXFSZ, ExitKind.ABORTED), (-signal.SIGTERM, ExitKind.TOLD),
+        (-signal.SIGXCPU, ExitKind.TOLD), (-64, ExitKind.ABORTED),
     ],
 )  # fmt: skip
-def test_how_a_process_ended_is_read_off_its_exit_code(code: int, how: How) -> None:
+def test_how_a_process_ended_is_read_off_its_exit_code(code: int, how: ExitKind) -> None:
     assert read_code(code) is how
 
 
 def test_a_place_that_is_left_out_is_tried_again_after_three_commits_then_six_then_twelve() -> None:
-    assert choose(ELASTIC, Course()) == (0, 1, 2)
+    assert choose(ELASTIC, RestartHistory()) == (0, 1, 2)
     _, now, why = run(ELASTIC, (K, 1, 1), (K, 1, 2))
     assert "until 3 more commits" in why
     for wait in (3, 6, 12):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from surefoot.contract.events import Event
-from surefoot.control.diagnose import Measured, MemoryUse, Shape, find_memory_use
+from surefoot.control.diagnose import MeasuredMemory, MemoryUse, Shape, find_memory_use
 from surefoot.core.units import format_bytes
 from tests.cli.conftest import Command, surefoot
 from tests.cli.past_runs import SPEC, ended, started, step, write
@@ -73,12 +73,14 @@ def test_what_a_run_does_already_is_no_remedy() -> None:
 
 
 def test_what_was_measured_comes_first_and_takes_the_place_of_what_is_predicted() -> None:
-    rung = Measured(change="memory.recompute=full", source="0.7 (0.6 to 0.8)", ratio=0.7)
+    rung = MeasuredMemory(change="memory.recompute=full", source="0.7 (0.6 to 0.8)", ratio=0.7)
     splits = [
-        Measured(change=f"train.microbatch={part}", source="b.csv", peak_bytes=size * MIB, split=(64, part))
+        MeasuredMemory(change=f"train.microbatch={part}", source="b.csv", peak_bytes=size * MIB, split=(64, part))
         for part, size in ((64, 480), (32, 460), (16, 490))
     ]
-    splits.append(Measured(change="train.batch=16", source="b.csv", peak_bytes=100.0 * MIB, split=(16, 16)))  # other numbers
+    splits.append(
+        MeasuredMemory(change="train.batch=16", source="b.csv", peak_bytes=100.0 * MIB, split=(16, 16))
+    )  # other numbers
     found = use(520, shape=SHAPE, measured=[*splits, rung]).remedies
     assert [each.change for each in found] == ["memory.recompute=full", "train.microbatch=32", "precision.compute=bf16"]
     assert [each.saved_bytes for each in found] == pytest.approx([0.3 * PEAK, 20 * MIB, 40 * MIB])
@@ -86,7 +88,7 @@ def test_what_was_measured_comes_first_and_takes_the_place_of_what_is_predicted(
     assert found[1].effect == "20 MiB less, as measured: b.csv"
 
 
-def changes(spec: Any, limit_mib: float = 520, measured: Sequence[Measured] = ()) -> list[str]:
+def changes(spec: Any, limit_mib: float = 520, measured: Sequence[MeasuredMemory] = ()) -> list[str]:
     found = find_memory_use(run(spec), limit_bytes=limit_mib * MIB, shape=SHAPE, measured=measured)
     assert found is not None
     return [each.change for each in found.remedies]
@@ -106,12 +108,14 @@ def test_a_loop_of_ones_own_is_told_what_helps_without_keys_that_it_does_not_hav
 
 def test_what_was_measured_to_help_nothing_is_not_predicted_to_help() -> None:
     same = [
-        Measured(change=f"train.batch=64 train.microbatch={part}", source="b.csv", peak_bytes=PEAK, split=(64, part))
+        MeasuredMemory(change=f"train.batch=64 train.microbatch={part}", source="b.csv", peak_bytes=PEAK, split=(64, part))
         for part in (64, 16)
     ]
-    no_less = Measured(change="memory.recompute=full", source="1.1 (1 to 1.2)", ratio=1.1)
+    no_less = MeasuredMemory(change="memory.recompute=full", source="1.1 (1 to 1.2)", ratio=1.1)
     assert changes(BATCH_64, measured=[*same, no_less]) == ["precision.compute=bf16"]
-    too_much = Measured(change="train.batch=128 train.microbatch=64", source="b.csv", peak_bytes=1100.0 * MIB, split=(128, 64))
+    too_much = MeasuredMemory(
+        change="train.batch=128 train.microbatch=64", source="b.csv", peak_bytes=1100.0 * MIB, split=(128, 64)
+    )
     assert changes(BATCH_64, 1200, [too_much]) == ["a larger model"]
 
 
@@ -121,7 +125,7 @@ def test_what_is_above_the_limit_is_told_by_how_much() -> None:
 
 def test_room_is_for_the_largest_batch_that_was_measured_and_fits_or_for_twice_the_batch() -> None:
     measured = [
-        Measured(change=f"train.batch={batch}", source="b.csv", peak_bytes=size * MIB, split=(batch, batch))
+        MeasuredMemory(change=f"train.batch={batch}", source="b.csv", peak_bytes=size * MIB, split=(batch, batch))
         for batch, size in ((64, 500), (128, 700), (256, 1000), (512, 1900))
     ]
     batch, model = use(1200, shape=SHAPE, measured=measured).remedies

@@ -11,24 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.core.errors import SpecError
-from surefoot.core.recompute import Cost, How, choose, peak_bytes, smallest_budget
+from surefoot.core.recompute import RecomputeChoice, RecomputeCost, choose, peak_bytes, smallest_budget
 from surefoot.core.units import parse_bytes
 
-COST = st.builds(Cost, st.just("block"), st.integers(0, 50), st.integers(0, 500), st.floats(0.0, 1.0))
+COST = st.builds(RecomputeCost, st.just("block"), st.integers(0, 50), st.integers(0, 500), st.floats(0.0, 1.0))
 
 
-def time_of(costs: list[Cost], again: frozenset[int]) -> float:
+def time_of(costs: list[RecomputeCost], again: frozenset[int]) -> float:
     return sum(costs[number].again_s for number in again)
 
 
-def best_of_all(costs: list[Cost], budget_bytes: int) -> float:
+def best_of_all(costs: list[RecomputeCost], budget_bytes: int) -> float:
     every = (frozenset(some) for size in range(len(costs) + 1) for some in combinations(range(len(costs)), size))
     return min(time_of(costs, again) for again in every if peak_bytes(costs, again) <= budget_bytes)
 
 
 @given(st.lists(COST, min_size=1, max_size=8), st.floats(0, 1))
 @settings(max_examples=150, deadline=None)
-def test_the_choice_fits_and_no_other_that_fits_is_faster(costs: list[Cost], share: float) -> None:
+def test_the_choice_fits_and_no_other_that_fits_is_faster(costs: list[RecomputeCost], share: float) -> None:
     least, whole = smallest_budget(costs), peak_bytes(costs, ())
     budget = least + int(share * max(0, whole - least))
     again = choose(costs, budget)
@@ -40,7 +40,7 @@ def test_the_choice_fits_and_no_other_that_fits_is_faster(costs: list[Cost], sha
 
 @given(st.lists(COST, min_size=1, max_size=24), st.lists(st.floats(0, 1.2), min_size=2, max_size=6))
 @settings(max_examples=50, deadline=None)
-def test_a_larger_budget_never_takes_more_time(costs: list[Cost], shares: list[float]) -> None:
+def test_a_larger_budget_never_takes_more_time(costs: list[RecomputeCost], shares: list[float]) -> None:
     least, whole = smallest_budget(costs), peak_bytes(costs, ())
     budgets = sorted(least + int(share * max(0, whole - least)) for share in shares)
     unit = sum(cost.again_s for cost in costs) / 2**13
@@ -49,7 +49,7 @@ def test_a_larger_budget_never_takes_more_time(costs: list[Cost], shares: list[f
 
 
 def test_what_fits_whole_is_kept_whole_and_what_can_never_fit_is_told_with_the_least_that_can() -> None:
-    costs = [Cost("a", 1 << 20, 9 << 20, 0.5), Cost("b", 2 << 20, 20 << 20, 0.1)]
+    costs = [RecomputeCost("a", 1 << 20, 9 << 20, 0.5), RecomputeCost("b", 2 << 20, 20 << 20, 0.1)]
     assert choose(costs, peak_bytes(costs, ())) == frozenset()
     least = smallest_budget(costs)
     assert least == (1 + 22) << 20
@@ -66,5 +66,5 @@ def test_what_fits_whole_is_kept_whole_and_what_can_never_fit_is_told_with_the_l
 )
 def test_what_is_no_way_to_recompute_is_refused_with_what_is(text: Any) -> None:
     with pytest.raises(SpecError, match="is no way to recompute") as raised:
-        How.parse(text)
+        RecomputeChoice.parse(text)
     assert '"every 2"' in str(raised.value.hint)

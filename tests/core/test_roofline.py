@@ -10,8 +10,8 @@ import pytest
 
 from surefoot.core.cost import shape
 from surefoot.core.cost.roofline import (
+    OperatorWork,
     Utilisation,
-    Work,
     attainable_flops_per_s,
     find_point,
     fusible_share,
@@ -23,9 +23,9 @@ from surefoot.core.hardware import Peaks, find_published
 PEAKS = Peaks(device="a", threads=1, flops_per_s={"fp32": 100e9, "bf16": 400e9}, bytes_per_s=10e9, source="measured here")
 
 
-def work(operator: str = "mm", group: str = "product", **more: float | str) -> Work:
+def work(operator: str = "mm", group: str = "product", **more: float | str) -> OperatorWork:
     row = {"dtype": "fp32", "calls": 1, "flops": 0.0, "model_flops": 0.0, "num_bytes": 0.0, "elapsed_s": 1.0, **more}
-    return Work(operator=operator, group=group, **row)  # type: ignore[arg-type]
+    return OperatorWork(operator=operator, group=group, **row)  # type: ignore[arg-type]
 
 
 def test_the_roof_rises_with_the_intensity_up_to_the_ridge() -> None:

@@ -6,7 +6,16 @@ import random
 
 import pytest
 
-from surefoot.core.ranks.stragglers import Pace, Straggler, Watch, explain, find_lags, find_stragglers, find_window, least_often
+from surefoot.core.ranks.stragglers import (
+    Pace,
+    Straggler,
+    StragglerWatch,
+    explain,
+    find_lags,
+    find_stragglers,
+    find_window,
+    least_often,
+)
 
 EVEN = Pace(0.001, 0.1, 0.001, 8.0, 80.0, 800.0)
 
@@ -21,7 +30,7 @@ def steps(num_steps: int, num_ranks: int, noise: float, seed: int, slow: dict[in
 
 
 def watched(rows: list[list[Pace]]) -> list[tuple[int, Straggler]]:
-    watch = Watch()
+    watch = StragglerWatch()
     return [(number, each) for number, paces in enumerate(rows, start=1) for each in watch.add(paces)[0]]
 
 
@@ -94,7 +103,7 @@ def test_data_that_come_late_more_work_and_slow_computing_are_told_apart(paces: 
 
 def test_another_cause_is_told_and_so_is_a_rank_that_keeps_up_again() -> None:
     slow, late = EVEN._replace(compute_s=0.13), EVEN._replace(data_s=0.06)
-    watch = Watch()
+    watch = StragglerWatch()
     told = [watch.add([EVEN, paces]) for paces in [slow] * 30 + [late] * 30 + [EVEN] * 30 + [slow] * 30]
     assert [each.cause for named, _ in told for each in named] == ["compute", "data", "compute"]
     assert [over for _, over in told if over] == [[1]]

@@ -17,7 +17,7 @@ from surefoot.components.checkpoint import Commit
 from surefoot.contract import commits, manifest
 from surefoot.contract.runlock import RunLock
 from surefoot.core import signals
-from surefoot.train.resume.keeper import Keeper
+from surefoot.train.resume.keeper import CheckpointManager
 from surefoot.train.run import Run
 
 SYNC = os.fsync
@@ -81,20 +81,20 @@ def a_pointer_taken_as_truth() -> None:
     checkpoint.commit, checkpoint.newest_loadable = commit_pointed, newest
 
 
-def after_resume(then: Callable[[Keeper], None]) -> None:
-    resume = Keeper.resume
+def after_resume(then: Callable[[CheckpointManager], None]) -> None:
+    resume = CheckpointManager.resume
 
-    def resume_and(self: Keeper) -> Any:
+    def resume_and(self: CheckpointManager) -> Any:
         found = resume(self)
         if found[0] is not None:
             then(self)
         return found
 
-    Keeper.resume = resume_and
+    CheckpointManager.resume = resume_and
 
 
 def a_last_bit_off_on_resume() -> None:
-    def move(keeper: Keeper) -> None:
+    def move(keeper: CheckpointManager) -> None:
         weight = next(keeper._assembly.model.parameters())
         weight.data.flatten()[0] *= 1 + torch.finfo(weight.dtype).eps
 
@@ -102,7 +102,7 @@ def a_last_bit_off_on_resume() -> None:
 
 
 def begun_anew_on_resume() -> None:
-    Keeper.resume = lambda self: (None, 0, [])
+    CheckpointManager.resume = lambda self: (None, 0, [])
 
 
 def a_loaded_commit_is_used_up() -> None:

@@ -18,7 +18,7 @@ from surefoot.contract import commits, digest, ledger, manifest
 from surefoot.contract.manifest import Entry
 from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.train.record.telling import Telling
-from surefoot.train.resume.keeper import Keeper
+from surefoot.train.resume.keeper import CheckpointManager
 
 load, save, tensors = (importlib.import_module(f"surefoot.components.checkpoint.{name}") for name in ("load", "save", "tensors"))
 
@@ -71,7 +71,7 @@ def allocated_first(place: Path, entry: Entry, give: Any, pool: Any) -> Any:
 real_read = tensors.read
 
 
-def any_own(self: Keeper, commit: Any) -> None: ...
+def any_own(self: CheckpointManager, commit: Any) -> None: ...
 
 
 def load_before_it_is_verified(run: Path, load: Any, *, at_most: int | None = None) -> tuple[int | None, list[str]]:
@@ -175,6 +175,6 @@ PLANTED: Mapping[str, tuple[Any, str, Any]] = {
     "what is damaged is not told": (Telling, "fault", lambda self, fault: None),
     "the wrong commit is named": (Guard, "damaged_commit", lambda self, step, detail: self.storage_fault(step, "?", "one")),
     "a damaged commit ends the run": (checkpoint, "newest_loadable", load_the_newest),
-    "the commit of another run is as good": (Keeper, "_check_own", any_own),
+    "the commit of another run is as good": (CheckpointManager, "_check_own", any_own),
     "a commit is loaded before it is verified": (checkpoint, "newest_loadable", load_before_it_is_verified),
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.prove.campaigns.ranks import Spoiled
-from surefoot.train.resume.keeper import Keeper
+from surefoot.train.resume.keeper import CheckpointManager
 
 SLOW_S = 0.5
 
@@ -30,16 +30,16 @@ class MovedOnResume(Spoiled):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        resume = Keeper.resume
+        resume = CheckpointManager.resume
 
-        def resume_and_move(self: Keeper) -> Any:
+        def resume_and_move(self: CheckpointManager) -> Any:
             found = resume(self)
             if found[0] is not None:
                 with torch.no_grad():
                     next(self._assembly.model.parameters()).mul_(1 + 1e-6)
             return found
 
-        Keeper.resume = resume_and_move
+        CheckpointManager.resume = resume_and_move
 
 
 class Outlives(Spoiled):

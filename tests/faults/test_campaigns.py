@@ -18,10 +18,10 @@ from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import CAMPAIGNS, jobs, kills, rivals
 from surefoot.prove.campaigns import workshop as places
 from surefoot.prove.campaigns.power import cut
-from surefoot.prove.campaigns.probe import EVERY, STEPS, Attempt
+from surefoot.prove.campaigns.probe import EVERY, STEPS, ProbedRun
 from surefoot.prove.campaigns.promises import PROMISES
 from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import Campaign, Failure, Outcome, Result, carry_out
+from surefoot.prove.outcome import Campaign, CampaignOutcome, Failure, TrialResult, carry_out
 from tests.faults import planted
 
 LARGE_SEED = 10_000  # the large counts have trials of their own
@@ -52,7 +52,7 @@ def workshop() -> Iterator[Workshop]:
         yield Workshop(Path(folder))
 
 
-def tried(campaign: Campaign, workshop: Workshop, trials: int, seed: int) -> Outcome:
+def tried(campaign: Campaign, workshop: Workshop, trials: int, seed: int) -> CampaignOutcome:
     """What came of it; skips where it cannot be tried."""
     found = carry_out(campaign, workshop, trials=trials, seed=seed)
     if found.not_here is not None:
@@ -111,18 +111,18 @@ def test_a_trial_is_replayed_by_its_seed(workshop: Workshop) -> None:
 
 
 def test_a_trial_that_waits_for_ever_has_failed(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(workshop: Workshop, seed: int) -> Result:
+    def wait(workshop: Workshop, seed: int) -> TrialResult:
         with workshop.scratch("pipe") as folder:
             os.mkfifo(folder / "run")
-            workshop.fork(read_pipe, Attempt(run=str(folder / "run"))).wait()
-        return Result()
+            workshop.fork(read_pipe, ProbedRun(run=str(folder / "run"))).wait()
+        return TrialResult()
 
     monkeypatch.setattr(places, "PATIENCE_S", 0.2)
     found = carry_out(Campaign(case="F00", title="a pipe", trial=wait, few=1), workshop, trials=2, seed=5)
     assert [(each.seed, each.what) for each in found.failures] == [(seed, "a trial hung after []: ") for seed in (5, 6)]
 
 
-def read_pipe(attempt: Attempt, line: jobs.Line) -> int:
+def read_pipe(attempt: ProbedRun, line: jobs.Line) -> int:
     return len(attempt.folder.read_bytes())
 
 
@@ -130,9 +130,9 @@ def read_pipe(attempt: Attempt, line: jobs.Line) -> int:
 def test_a_fault_that_did_not_fall_is_made_up_for(misses: Sequence[int], fell: int, tried: int, workshop: Workshop) -> None:
     seeds = []
 
-    def kill(workshop: Workshop, seed: int) -> Result:
+    def kill(workshop: Workshop, seed: int) -> TrialResult:
         seeds.append(seed)
-        return Result(fell=seed - 100 not in misses)
+        return TrialResult(fell=seed - 100 not in misses)
 
     found = carry_out(Campaign(case="F00", title="late kills", trial=kill, few=1), workshop, trials=20, seed=100)
     assert (found.trials, seeds) == (fell, list(range(100, 100 + tried)))
@@ -171,7 +171,7 @@ def under_wrong_clocks(workshop: Workshop, seed: int, also: str | None = None) -
     first, second, last = draws.sample(sorted(CLOCKS), 3)
     try:
         with workshop.scratch("clock") as folder:
-            attempt = Attempt(run=str(folder / "run"), background=False)  # so that a seed always leaves the same commits
+            attempt = ProbedRun(run=str(folder / "run"), background=False)  # so that a seed always leaves the same commits
             for clock, step in zip((first, second), sorted(draws.sample(range(EVERY, STEPS, EVERY), 2)), strict=True):
                 workshop.plant = partial(set_clock, clock, also)
                 workshop.train(replace(attempt, die_at=step + 1)).wait()

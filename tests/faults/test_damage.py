@@ -11,7 +11,7 @@ from benchmarks.faults.run import MANY
 from surefoot.contract import commits, events, manifest
 from surefoot.prove.campaigns.files import damage
 from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import Campaign, Outcome, carry_out
+from surefoot.prove.outcome import Campaign, CampaignOutcome, carry_out
 from tests.faults.planted_files import plant
 
 FLIP, FILE, ANOTHER = damage.CAMPAIGNS
@@ -22,7 +22,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("damage"))
 
 
-def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) -> Outcome:
+def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) -> CampaignOutcome:
     return carry_out(campaign, workshop, trials=trials, seed=seed, tell=print)
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import failing
 from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import Campaign, Outcome, carry_out
+from surefoot.prove.outcome import Campaign, CampaignOutcome, carry_out
 from tests.faults.planted_files import plant
 
 FULL, REFUSED, READ_ONLY, SLOW = failing.CAMPAIGNS
@@ -20,7 +20,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("failing"))
 
 
-def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) -> Outcome:
+def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) -> CampaignOutcome:
     outcome = carry_out(campaign, workshop, trials=trials, seed=seed, tell=print)
     if outcome.not_here is not None:
         pytest.skip(outcome.not_here)

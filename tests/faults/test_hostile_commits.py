@@ -7,7 +7,7 @@ import pytest
 from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns.files import forge, hostile
 from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import Outcome, carry_out
+from surefoot.prove.outcome import CampaignOutcome, carry_out
 from tests.faults.planted_files import plant
 
 (CAMPAIGN,) = hostile.CAMPAIGNS
@@ -18,7 +18,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("hostile"))
 
 
-def found(workshop: Workshop, trials: int, seed: int = 0) -> Outcome:
+def found(workshop: Workshop, trials: int, seed: int = 0) -> CampaignOutcome:
     return carry_out(CAMPAIGN, workshop, trials=trials, seed=seed, tell=print)
 
 

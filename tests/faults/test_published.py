@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 from benchmarks.faults import run as faults
-from surefoot.prove.outcome import Failure, Outcome
+from surefoot.prove.outcome import CampaignOutcome, Failure
 
 README = Path(faults.__file__).with_name("README.md")
-CLEAN = Outcome(case="F01", title="kill", seed=7, trials=500, counts={"inside a save": 260}, elapsed_s=60.0)
+CLEAN = CampaignOutcome(case="F01", title="kill", seed=7, trials=500, counts={"inside a save": 260}, elapsed_s=60.0)
 
 
 def test_the_document_holds_the_tables_of_its_results() -> None:

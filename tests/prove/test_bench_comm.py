@@ -17,7 +17,7 @@ from surefoot.components.parallel import Replicas
 from surefoot.contract.spec import RunSpec
 from surefoot.control.plan import COLLECTIVES, Link, bus_factor
 from surefoot.core.statistics import median_interval, paired_ratio
-from surefoot.prove.bench.buckets import Duel, Laid, Tuned, tune
+from surefoot.prove.bench.buckets import BucketTuning, Duel, Laid, tune
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.bench.wanted import Buckets
 from surefoot.train.step.ranks import Ranks
@@ -195,7 +195,7 @@ def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(quick
 )
 def test_what_won_the_sweep_is_set_only_where_its_own_rounds_confirm_it(ratios: list[float], chosen: Laid) -> None:
     against_own = Duel(laid=Laid(16, 16), against=OWN, ratio=paired_ratio(ratios, [1.0] * len(ratios)))
-    found = Tuned(
+    found = BucketTuning(
         ranks=2, device="cpu", transport="gloo", gradient_bytes=140, own=OWN, own_sizes=(60, 80), alone=median_interval([1e-3]),
         link=Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0), tried=(), best=against_own, first=None,
     )  # fmt: skip

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from surefoot.contract.spec import RunSpec
-from surefoot.prove.ladder import child, gate, rungs
-from surefoot.prove.ladder.gate import Arrays, Scores, Verdict
+from surefoot.prove.ladder import LadderSettings, child, gate, parse_rung, rungs
+from surefoot.prove.ladder.climb import Climb
+from surefoot.prove.ladder.gate import Arrays, GateVerdict, SeedScores
+from surefoot.prove.ladder.workbench import Workbench
 
 PLANTED = Path(__file__).with_name("planted.py")
 STEPS, SEEDS = 8, 4
@@ -51,7 +53,7 @@ def tensors(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
     return take
 
 
-def judge(tensors: Tensors, start: RunSpec, rung: RunSpec, kind: rungs.Kind) -> Verdict:
+def judge(tensors: Tensors, start: RunSpec, rung: RunSpec, kind: rungs.Kind) -> GateVerdict:
     unit = gate.UNITS[rung.precision.compute if kind == "rounding" else "fp32"]
     return gate.judge(kind, tensors(start), tensors(start, unit), tensors(rung))
 
@@ -194,8 +196,8 @@ def test_a_model_that_gives_probabilities_is_blurred_within_their_range(tensors:
     assert np.isfinite(tensors(start, gate.UNITS["bf16"])["gradient/1/0.weight"]).all()
 
 
-def scores(*values: float, better: str = "higher") -> Scores:
-    return Scores(dict(enumerate(values)), "accuracy", better, "%")
+def scores(*values: float, better: str = "higher") -> SeedScores:
+    return SeedScores(dict(enumerate(values)), "accuracy", better, "%")
 
 
 def test_a_score_is_worse_where_every_run_says_so_or_where_it_leaves_the_spread_of_the_start_s_own_runs() -> None:
@@ -229,3 +231,25 @@ def test_equal_code_with_other_seeds_is_seldom_called_worse() -> None:
         worse += found.is_worse
     assert worse / 1000 <= 0.15  # scores of unlike seeds: the ladder's are paired, and scatter less
     assert math.isfinite(worse)
+
+
+def test_a_rung_is_worse_where_the_further_seeds_say_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = rungs.plain(spec())
+    rung = parse_rung("half (algorithm): train.batch=32")
+    draw, asked = np.random.default_rng(1), list[range]()
+
+    monkeypatch.setattr(Workbench, "num_samples", 64, raising=False)
+
+    def scores(bench: Workbench, name: str, changed: RunSpec, seeds: range) -> SeedScores:
+        asked.append(seeds)
+        lower = worse if name == rung.name else 0.0
+        return SeedScores({seed: draw.normal(0.9 - lower, 0.01) for seed in seeds}, "accuracy", "higher", "%")
+
+    monkeypatch.setattr(Workbench, "scores", scores)
+    found = {}
+    for worse in (0.0, 0.03):
+        climbs = [Climb(start, Workbench(start, LadderSettings(), tmp_path / "out"), lambda text: None) for _ in range(500)]
+        found[worse] = sum(score is not None and score.is_worse for score in (each._score(rung, start) for each in climbs)) / 500
+    assert found[0.0] <= 0.02
+    assert found[0.03] >= 0.8
+    assert set(asked) == {range(3), range(3, 9)}

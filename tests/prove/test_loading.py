@@ -6,7 +6,7 @@ from pathlib import Path
 
 from surefoot.components.data.loader.pilot import ENOUGH
 from surefoot.contract.spec import RunSpec
-from surefoot.prove.bench.loading import Tried, Tuned, choose, is_enough, tune
+from surefoot.prove.bench.loading import LoaderTiming, LoaderTuning, choose, is_enough, tune
 
 TASK = f"{Path(__file__).parent / 'slow_data.py'}:Slow"
 
@@ -16,13 +16,13 @@ def spec(read_s: float, compute_s: float, **loader: object) -> RunSpec:
     return RunSpec(task=task, train={"batch": 8, "length": "9 steps"}, evaluate={"split": "train"}, loader=loader)
 
 
-def tried(workers: int, supply: float, together: float, waiting: float, prefetch: int = 2) -> Tried:
-    return Tried(
+def tried(workers: int, supply: float, together: float, waiting: float, prefetch: int = 2) -> LoaderTiming:
+    return LoaderTiming(
         workers=workers, kind="thread", prefetch=prefetch, pinned=False, supply_per_s=supply, samples_per_s=together, waiting=waiting
     )  # fmt: skip
 
 
-def check(found: Tuned) -> None:
+def check(found: LoaderTuning) -> None:
     """No setting too many was tried, and the choice follows from what was measured, whatever a busy machine made of the measurements."""
     numbers = [each.workers for each in found.tried]
     rising = numbers[: next((at for at in range(1, len(numbers)) if numbers[at] <= numbers[at - 1]), len(numbers))]

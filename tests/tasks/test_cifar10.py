@@ -21,7 +21,7 @@ from surefoot.components.data.tars.decoders import decode_class
 from surefoot.components.data.tars.shards import read_shard
 from surefoot.contract import spec_file
 from surefoot.core.errors import DataError, TaskError
-from surefoot.tasks.cifar10 import PIXEL_DEVIATION, PIXEL_MEAN, Cifar10, Normalise, find_whitening_filters
+from surefoot.tasks.cifar10 import PIXEL_DEVIATION, PIXEL_MEAN, Cifar10, NormalizeImages, find_whitening_filters
 
 NUM_TRAIN, NUM_TEST = 80, 20
 
@@ -112,11 +112,11 @@ def test_two_epochs_in_a_row_show_both_sides_of_every_image(small_set: Path, tmp
 def test_pixels_are_normalised_with_the_statistics_of_their_channel(task: Cifar10) -> None:
     images, _ = first(task, 5)
     expected = (images.double() - torch.tensor(PIXEL_MEAN)) / torch.tensor(PIXEL_DEVIATION)
-    torch.testing.assert_close(Normalise()(images), expected.permute(0, 3, 1, 2).float())
+    torch.testing.assert_close(NormalizeImages()(images), expected.permute(0, 3, 1, 2).float())
 
 
 def test_whitened_patches_are_uncorrelated_with_unit_variance(task: Cifar10) -> None:
-    pixels = Normalise()(first(task, NUM_TRAIN)[0])
+    pixels = NormalizeImages()(first(task, NUM_TRAIN)[0])
     out = torch.nn.functional.conv2d(pixels, find_whitening_filters(pixels)).transpose(0, 1).flatten(1).double()
     covariance = out @ out.T / out.shape[1]
     off_diagonal = covariance - covariance.diag().diag()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import surefoot
 from surefoot.contract import loop_ledger, manifest
-from surefoot.contract.loop_ledger import Batch, LoopLedger, Promise
+from surefoot.contract.loop_ledger import Batch, LoopGuarantee, LoopLedger
 from surefoot.core.errors import RunFolderError
 from surefoot.train.resume.loop import LoopKeeper
 from tests.train.test_attach_resume import DATA, Left, shuffled, train
@@ -91,7 +91,7 @@ def test_a_loader_that_comes_in_another_order_after_a_stop_is_told_and_found(
 def test_of_other_data_the_places_of_the_batches_are_recorded(kind: str, tmp_path: Path) -> None:
     found = left_at(tmp_path / "a", DATA[kind], 4, 9)
     assert found.holds
-    assert (found.promise, found.num_samples, found.num_batches) == (Promise(digests=True), 0, 20)
+    assert (found.promise, found.num_samples, found.num_batches) == (LoopGuarantee(digests=True), 0, 20)
 
 
 def test_a_commit_between_two_passes_goes_on_with_the_next_pass(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     for where in ("sound", "spoiled"):
         (tmp_path / where).mkdir()
         for generation, first in ((1, 0), (2, 8)):  # the second attempt goes back to where the ninth row was written
-            book = LoopLedger(tmp_path / where, Promise(samples=SAMPLES, once=True, all=True), generation)
+            book = LoopLedger(tmp_path / where, LoopGuarantee(samples=SAMPLES, once=True, all=True), generation)
             for row in rows[first:]:
                 book.add(row.step, row.number_of_pass, row.place, row.ids)
             book.sync()
@@ -165,7 +165,7 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
 
 
 def test_half_a_batch_at_the_end_is_taken_away_by_the_next_attempt_and_other_data_are_refused(tmp_path: Path) -> None:
-    promise = Promise(samples=8, once=True, all=True)
+    promise = LoopGuarantee(samples=8, once=True, all=True)
     for generation, step in ((1, 1), (2, 2)):
         book = LoopLedger(tmp_path, promise, generation)
         book.add(step, 0, step - 1, range(step * 4 - 4, step * 4))
@@ -176,7 +176,7 @@ def test_half_a_batch_at_the_end_is_taken_away_by_the_next_attempt_and_other_dat
     assert [batch.step for batch in loop_ledger.read(tmp_path)] == [1, 2]
     assert loop_ledger.check(tmp_path).holds
     with pytest.raises(RunFolderError, match="is of other data"):
-        LoopLedger(tmp_path, Promise(samples=9, once=True, all=True), 3)
+        LoopLedger(tmp_path, LoopGuarantee(samples=9, once=True, all=True), 3)
 
 
 class Shaken(torch.utils.data.Dataset[Any]):

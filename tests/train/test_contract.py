@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec, Term
 from surefoot.components.data import Arrays, Feed, Order
-from surefoot.components.data.feed import Window
+from surefoot.components.data.feed import SampleWindow
 from surefoot.components.optim import GuardedUpdate
 from surefoot.contract.task import resolve
 from surefoot.core.errors import SurefootError, TaskError
@@ -73,7 +73,7 @@ class SplitAt(Feed):
 
     cuts: tuple[int, ...] = ()
 
-    def microbatches(self, window: Window) -> list[np.ndarray]:
+    def microbatches(self, window: SampleWindow) -> list[np.ndarray]:
         return [part for part in np.split(window.ids, self.cuts) if len(part)]
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import surefoot
-from surefoot.components.precision import Units, choose, compute_context, find_linear, keep_in_fp32, to_float8
+from surefoot.components.precision import FormatSupport, choose, compute_context, find_linear, keep_in_fp32, to_float8
 from surefoot.contract.events import Dtypes, Started
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
@@ -193,9 +193,10 @@ def test_what_was_saved_is_evaluated_as_the_run_did_and_in_fp32_without_rounding
 
 
 @pytest.mark.parametrize(
-    "units", [Units("cpu", "a CPU", frozenset({"bf16"})), Units("cuda", "A100", frozenset({"bf16", "tf32", "fp16"}))]
+    "units",
+    [FormatSupport("cpu", "a CPU", frozenset({"bf16"})), FormatSupport("cuda", "A100", frozenset({"bf16", "tf32", "fp16"}))],
 )
-def test_a_device_without_units_for_float8_is_refused_with_the_reason_unless_it_is_emulated(units: Units) -> None:
+def test_a_device_without_units_for_float8_is_refused_with_the_reason_unless_it_is_emulated(units: FormatSupport) -> None:
     with pytest.raises(SpecError, match=rf"'float8', which {units.name} lacks: it has no units for float8") as refused:
         choose("float8", units)
     assert (
@@ -203,7 +204,7 @@ def test_a_device_without_units_for_float8_is_refused_with_the_reason_unless_it_
         == "GPUs have them since Ada and Hopper (2022); precision.emulate = true gives its numbers without them, slowly"
     )
     assert choose("float8", units, emulate=True)[0] == "float8"
-    assert choose("float8", Units("cuda", "H100", units.formats | {"float8"})) == ("float8", "as the spec says")
+    assert choose("float8", FormatSupport("cuda", "H100", units.formats | {"float8"})) == ("float8", "as the spec says")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from surefoot.cli import options
 from surefoot.cli.main import _tell
 from surefoot.control.launch import local
 from surefoot.control.launch.forks import ForkServer
-from surefoot.control.launch.looking import Told
+from surefoot.control.launch.looking import RankFiles
 from surefoot.core import place
 from surefoot.core.errors import SurefootError
 from surefoot.core.signals import dying_with
@@ -132,8 +132,10 @@ def _supervise(
     said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     speak(said, said)
 
-    def start(server: ForkServer, rank: int, ranks: int, meeting: socket.socket, told: Told, *, local_rank: int) -> local.Rank:
-        return local.Rank(rank, _fork(job, rank, ranks, meeting, told, folder, local_rank))  # type: ignore[arg-type]
+    def start(
+        server: ForkServer, rank: int, ranks: int, meeting: socket.socket, told: RankFiles, *, local_rank: int
+    ) -> local.RankProcess:
+        return local.RankProcess(rank, _fork(job, rank, ranks, meeting, told, folder, local_rank))  # type: ignore[arg-type]
 
     local._start = start
     return local.launch(
@@ -142,7 +144,7 @@ def _supervise(
     )  # fmt: skip
 
 
-def _fork(job: Job, rank: int, num_ranks: int, meeting: socket.socket, told: Told, folder: Path, local_rank: int) -> Forked:
+def _fork(job: Job, rank: int, num_ranks: int, meeting: socket.socket, told: RankFiles, folder: Path, local_rank: int) -> Forked:
     reads, writes = os.pipe() if rank else (None, 2)
     parent = os.getpid()
     variables = {

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from surefoot.control.plan import COLLECTIVES, bus_factor
 from surefoot.core.errors import NumbersError
 from surefoot.core.ranks.layout import Transport
-from surefoot.prove.bench.collectives import Timed, check, fit, measure, time_collective
+from surefoot.prove.bench.collectives import TimedCollective, check, fit, measure, time_collective
 from surefoot.prove.bench.wanted import Sizes
 from surefoot.runtime.comm import Collective, Group
 from tests.world.ranks import RankFailed, together
@@ -21,7 +21,7 @@ from tests.world.ranks import RankFailed, together
 NEEDED_FOR = {"all-reduce": "all_reduce", "broadcast": "broadcast", "all-to-all": "all_to_all_single", "send": "recv"}
 
 
-def rows_of(found: tuple[Timed, ...]) -> list[list[Any]]:
+def rows_of(found: tuple[TimedCollective, ...]) -> list[list[Any]]:
     return [[row.collective, row.num_bytes, row.elapsed.estimate, row.elapsed.count] for row in found]
 
 

@@ -23,7 +23,7 @@ from surefoot.contract import events, manifest
 from surefoot.control.launch import local
 from surefoot.core import flight, place
 from surefoot.core.errors import LostRank
-from surefoot.core.flight import Kind, Record, Seen
+from surefoot.core.flight import Kind, RankSnapshot, Record
 from surefoot.train.environment import find_device
 from surefoot.train.run import Run
 from tests.world.launched import Supervised, forked
@@ -170,12 +170,12 @@ def test_a_place_that_hangs_twice_is_left_out(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_do_the_same_are_the_code_and_a_late_one_is_its_place() -> None:
-    def row(rank: int, waits_s: float | None, size: int) -> Seen:
-        return Seen(rank, Record(3, 0, 7, Kind.SUM, size, waits_s, {7: (Kind.SUM, size)}), "S")
+    def row(rank: int, waits_s: float | None, size: int) -> RankSnapshot:
+        return RankSnapshot(rank, Record(3, 0, 7, Kind.SUM, size, waits_s, {7: (Kind.SUM, size)}), "S")
 
     blame = find_judge(1.0).blame
     assert blame([row(0, 2.0, 8), row(1, 2.0, 8), row(2, 2.0, 80)]) is None
-    late = Seen(1, Record(3, 0, 6, Kind.SUM, 8, None), "S")
+    late = RankSnapshot(1, Record(3, 0, 6, Kind.SUM, 8, None), "S")
     assert blame([row(0, 2.0, 8), late, row(2, 2.0, 8)]) == (1,)
 
 

@@ -22,7 +22,7 @@ from surefoot.contract.task import Loss
 from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
 from surefoot.control.launch.looking import parse_stacks
 from surefoot.core import place
-from surefoot.core.flight import BUSY, Flight, Kind, Record, Seen, make_file, read
+from surefoot.core.flight import BUSY, Flight, Kind, RankSnapshot, Record, make_file, read
 from surefoot.runtime.comm import join
 from surefoot.train import run as loop
 from surefoot.train.run import Run
@@ -273,9 +273,9 @@ def _plain_rank(rank: int, neighbour: int, folder: Path) -> int:
 
 def seen(
     rank: int, count: int, waits_s: float | None, kind: Kind = Kind.WAIT, num_bytes: int = 8, step: int = 5, state: str = "S"
-) -> Seen:
+) -> RankSnapshot:
     recent = dict.fromkeys(range(1, count), (Kind.WAIT, 8)) | {count: (kind, num_bytes)}
-    return Seen(rank, Record(step, 0, count, kind, num_bytes, waits_s, recent), state)
+    return RankSnapshot(rank, Record(step, 0, count, kind, num_bytes, waits_s, recent), state)
 
 
 def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_on_the_network() -> None:
@@ -312,9 +312,9 @@ def test_a_wait_is_no_stall_while_a_rank_saves_and_lasts_longer_in_the_first_ste
     assert is_stalled(waiting, 5.0)
     assert not is_stalled(waiting, 10.0)
     assert not is_stalled([seen(0, 7, 9.0, step=1), seen(1, 6, None, step=1)], 5.0)
-    saves = Seen(1, Record(5, BUSY, 6, Kind.NONE, 0, None), "D")
+    saves = RankSnapshot(1, Record(5, BUSY, 6, Kind.NONE, 0, None), "D")
     assert not is_stalled([seen(0, 7, 9.0), saves], 5.0)
-    alone = Seen(1, Record(5, BUSY, 7, Kind.GATHER, 4, 9.0), "S")
+    alone = RankSnapshot(1, Record(5, BUSY, 7, Kind.GATHER, 4, 9.0), "S")
     assert is_stalled([seen(0, 7, 9.0), alone], 5.0)  # what the others take no part in does not end by itself
 
 

@@ -126,7 +126,7 @@ def test_ranks_share_an_evaluation_with_metrics_of_one_s_own_or_say_that_they_do
 @pytest.mark.parametrize(("metric", "shares"), [(Mean(1.0, 2), True), (Longest(3), False)])
 def test_a_rank_without_a_batch_rebuilds_the_metrics_of_surefoot_alone(metric: Any, shares: bool, tmp_path: Path) -> None:
     def job(group: Group) -> Any:
-        parts = partial.gather([] if group.rank else [partial.Part(4, (), {"mine": metric})], group)
+        parts = partial.gather([] if group.rank else [partial.BatchResult(4, (), {"mine": metric})], group)
         return None if parts is None else [each.metrics["mine"].value() for each in parts]
 
     assert together(2, job, tmp_path) == [[0.5] if shares else None] * 2

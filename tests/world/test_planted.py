@@ -109,7 +109,7 @@ def test_a_planted_fault_shows_in_the_numbers(plant: Plant, tmp_path: Path) -> N
 def test_an_evaluation_that_merges_in_the_order_of_ranks_shows(tmp_path: Path) -> None:
     """Sums of numbers of unlike size: the order shows in the last bits."""
     sizes = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    parts = [partial.Part(1, (("loss", size, 1, 1.0),), {}) for size in sizes]
+    parts = [partial.BatchResult(1, (("loss", size, 1, 1.0),), {}) for size in sizes]
     in_order, by_rank = partial.Merged(), partial.Merged()
     for part in parts:
         in_order.add(part)

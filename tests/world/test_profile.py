@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from surefoot.components.data import Arrays
 from surefoot.components.parallel import Replicas
 from surefoot.components.profiler.tracing import Window, analyse
-from surefoot.components.profiler.tracing.collectives import Collective, find_collectives
+from surefoot.components.profiler.tracing.collectives import CollectiveStats, find_collectives
 from surefoot.components.profiler.tracing.trace import OPERATOR, RANGE, Slice, Trace
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
@@ -93,7 +93,7 @@ def test_what_is_sent_beside_the_backward_pass_is_overlapped_and_what_is_sent_af
 SIZES = [f"a sum of {4 * (numbers + tensors)} bytes" for numbers, tensors in ((64 + 1, 2), (64 * 64 + 64, 2), (64 * 64 + 64, 2))]
 
 
-def share(found: list[Collective]) -> float:
+def share(found: list[CollectiveStats]) -> float:
     return sum(each.overlapped_s for each in found) / sum(each.lasts_s for each in found)
 
 

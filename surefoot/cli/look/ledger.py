@@ -14,7 +14,7 @@ from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 
 if TYPE_CHECKING:
-    from surefoot.components.data.consumed import Consumed, Fault
+    from surefoot.components.data.consumed import Consumed, LedgerFault
     from surefoot.contract import loop_ledger
 
 MOST_SHOWN = 10
@@ -109,7 +109,7 @@ def _tell(found: Consumed) -> None:
     _tell_faults(found.faults)
 
 
-def _tell_faults(faults: Sequence[Fault | loop_ledger.Fault]) -> None:
+def _tell_faults(faults: Sequence[LedgerFault | loop_ledger.LoopFault]) -> None:
     from surefoot.cli.table import print_text
 
     for each in faults[:MOST_SHOWN]:

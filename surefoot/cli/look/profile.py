@@ -23,7 +23,7 @@ from surefoot.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from surefoot.components.profiler.tracing import Found, Window
+    from surefoot.components.profiler.tracing import TraceAnalysis, Window
 
 ROWS = 20
 ALL = "shapes,stacks,memory"
@@ -158,7 +158,7 @@ def _tell_trace(path: Path, run: Path | None, *, json: bool) -> None:
         print(each)
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: TraceAnalysis) -> dict[str, Any]:
     peak = None
     if found.memory is not None:
         at_s, parts = found.memory.peak
@@ -166,7 +166,7 @@ def _row(found: Found) -> dict[str, Any]:
     return {**found.as_row(), "memory_peak": peak}
 
 
-def _print(found: Found) -> None:
+def _print(found: TraceAnalysis) -> None:
     from surefoot.cli.table import print_pairs, print_table
     from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
 
@@ -190,7 +190,7 @@ def _print(found: Found) -> None:
     print_pairs(_pairs(found, whole_s))
 
 
-def _print_collectives(found: Found) -> None:
+def _print_collectives(found: TraceAnalysis) -> None:
     from surefoot.cli.table import print_table
     from surefoot.core.units import format_percent, format_seconds
 
@@ -208,7 +208,7 @@ def _print_collectives(found: Found) -> None:
     print("  seconds after the step began; overlapped: beside computing, a share of the whole; exposed: waited for")
 
 
-def _pairs(found: Found, operators_s: float) -> list[tuple[str, str]]:
+def _pairs(found: TraceAnalysis, operators_s: float) -> list[tuple[str, str]]:
     from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
 
     steps, paces = found.num_steps, found.facts.get("step_s") or {}

@@ -14,7 +14,7 @@ from surefoot.cli.options import JsonOption, TracebackOption
 
 if TYPE_CHECKING:
     from surefoot.cli.look.past import Past
-    from surefoot.control.report import RunRows, Table, Whole
+    from surefoot.control.report import RunRows, TableRows, Whole
 
 MAX_RUNS = 8  # the number of distinct line styles
 MAX_SPEC_BYTES = 1 << 16
@@ -38,14 +38,14 @@ def report(
     """
     from surefoot import __version__
     from surefoot.cli.look import past
-    from surefoot.control.report import Report, read_ladder, render
+    from surefoot.control.report import ReportPage, read_ladder, render
     from surefoot.core.units import format_bytes
 
     _check_number(runs)
     file = _choose(runs, out)
     found = [past.read(folder) for folder in runs]
     _check_steps(found)
-    rows = Report(
+    rows = ReportPage(
         runs=[rows_of(each) for each in found], differences=_differences(found) if len(found) > 1 else None,
         ladder=None if ladder is None else read_ladder(ladder), version=__version__,
     )  # fmt: skip
@@ -169,11 +169,11 @@ def _spec(past: Past) -> Whole:
         return Whole(json.dumps(past.started.spec, indent=1)[:MAX_SPEC_BYTES])
 
 
-def _differences(found: Sequence[Past]) -> Table:
+def _differences(found: Sequence[Past]) -> TableRows:
     """Return a table of what differs in the specs and circumstances of several runs."""
     from surefoot.cli.look import side_by_side
-    from surefoot.control.report import Table
+    from surefoot.control.report import TableRows
 
     rows = [*side_by_side.spec_differences(found), *side_by_side.circumstance_differences(found)]
     texts = [[key, *("-" if value is None else str(value) for value in values)] for key, values in rows]
-    return Table(headers=["", *(str(each.folder) for each in found)], rows=texts)
+    return TableRows(headers=["", *(str(each.folder) for each in found)], rows=texts)

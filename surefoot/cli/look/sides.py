@@ -27,7 +27,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Compared:
+class MeasureComparison:
     """A measure of a side compared with the first side: both means, and their difference.
 
     `difference` has a confidence interval. Values are None where one of the sides has none.
@@ -64,24 +64,26 @@ def read(folder: Path) -> Side:
     return Side(folder, found)
 
 
-def compare(sides: Sequence[Side]) -> list[Compared]:
+def compare(sides: Sequence[Side]) -> list[MeasureComparison]:
     """Compare every measure of each further side with the first, by difference of means (Welch).
 
     Scores are compared only if all runs have the same score.
     """
     scores = {run.last.score for side in sides for run in side.runs if run.last is not None}
     return [
-        Compared(name, side, None, None, None) if name == "score" and len(scores) > 1 else _compare(name, of, side, sides[0])
+        MeasureComparison(name, side, None, None, None)
+        if name == "score" and len(scores) > 1
+        else _compare(name, of, side, sides[0])
         for name, of in MEASURES.items()
         for side in sides[1:]
     ]
 
 
-def _compare(name: str, of: Callable[[Past], float | None], side: Side, first: Side) -> Compared:
+def _compare(name: str, of: Callable[[Past], float | None], side: Side, first: Side) -> MeasureComparison:
     mine, theirs = ([value for run in each.runs if (value := of(run)) is not None] for each in (side, first))
     if not mine or not theirs:
-        return Compared(name, side, None, None, None)
-    return Compared(name, side, mean(mine), mean(theirs), mean_difference(mine, theirs))
+        return MeasureComparison(name, side, None, None, None)
+    return MeasureComparison(name, side, mean(mine), mean(theirs), mean_difference(mine, theirs))
 
 
 def tell(sides: Sequence[Side]) -> None:

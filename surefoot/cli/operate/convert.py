@@ -14,7 +14,7 @@ from surefoot.cli.operate.progress import progress, to_total
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SetOption, TracebackOption
 
 if TYPE_CHECKING:
-    from surefoot.components.data.disk.convert import Converted
+    from surefoot.components.data.disk.convert import ConvertedShards
     from surefoot.components.data.disk.given import Given
 
 SourceArgument = Annotated[
@@ -46,14 +46,14 @@ def convert(
     Of an image folder the bytes as they are, of arrays and of whatever a task reads each part in a form that holds it exactly. Whatever
     ends it, the same command goes on behind the last whole tar, and ends with the same bytes.
     """
-    from surefoot.components.data.disk.convert import Layout, plain_name
+    from surefoot.components.data.disk.convert import ShardNaming, plain_name
     from surefoot.components.data.disk.convert import convert as write
     from surefoot.components.data.tars.index import open_index
     from surefoot.core.errors import DataError
     from surefoot.core.signals import ending_by_signal
     from surefoot.core.units import parse_bytes
 
-    layout = Layout(name=name or plain_name(out), shard_bytes=parse_bytes(shard_size), shuffle=shuffle)
+    layout = ShardNaming(name=name or plain_name(out), shard_bytes=parse_bytes(shard_size), shuffle=shuffle)
     given = _find(sources, split=split, kinds=_pairs(as_ or []), follow_links=follow_links, set_=set_, data=data)
     say = options.teller("data convert", quiet=quiet or json)
     with ending_by_signal(), progress("converting", len(given), quiet or json, unit="samples") as advance:
@@ -108,7 +108,7 @@ def _pairs(words: list[str]) -> dict[str, str]:
     return found
 
 
-def _tell(made: Converted, given: Given, out: Path, index: Path | None, json: bool) -> None:
+def _tell(made: ConvertedShards, given: Given, out: Path, index: Path | None, json: bool) -> None:
     from surefoot.cli.table import without_control
     from surefoot.core.units import format_bytes
 

@@ -30,7 +30,7 @@ BLOCK = 1 << 20  # values compared at once
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """A tensor or value that differs: `what` in words; for tensors also the counts and the maximum.
 
     `max_abs` is over pairs of values that are both finite; None where there is no such pair.
@@ -47,14 +47,14 @@ class Difference:
         return asdict(self)
 
 
-def compare(one: Path, other: Path) -> tuple[list[Difference], int]:
+def compare(one: Path, other: Path) -> tuple[list[ValueDifference], int]:
     """Return all differences between two checkpoints, except times, and how many tensors are equal.
 
     Raises RunFolderError for damage.
     """
     manifests = manifest.read(one), manifest.read(other)
     entries = [{entry.name: entry for entry in made.files} for made in manifests]
-    found: list[Difference] = []
+    found: list[ValueDifference] = []
     same = 0
     with commits.hashing(commits.MANY_THREADS, nice=0) as pool:
         for folder, made in zip((one, other), manifests, strict=True):
@@ -66,7 +66,7 @@ def compare(one: Path, other: Path) -> tuple[list[Difference], int]:
                 found += _compare_texts((one, other), (pair[0], pair[1]))
         tensors, same = _compare_tensors((one, other), manifests, pool)
     missing = [
-        Difference(file, "", f"only in {one if file in entries[0] else other}")
+        ValueDifference(file, "", f"only in {one if file in entries[0] else other}")
         for file in sorted(entries[0].keys() ^ entries[1].keys())
         if (entries[0].get(file) or entries[1][file]).tensors is None
     ]
@@ -95,23 +95,23 @@ def _kind(file: str) -> str:
     return "model.safetensors" if whole.startswith("model-") else whole
 
 
-def _compare_tensors(folders: Pair, manifests: tuple[Manifest, Manifest], pool: Executor) -> tuple[list[Difference], int]:
+def _compare_tensors(folders: Pair, manifests: tuple[Manifest, Manifest], pool: Executor) -> tuple[list[ValueDifference], int]:
     ours, theirs = _places(manifests[0]), _places(manifests[1])
     found = []
     same = 0
     for key in sorted(ours.keys() | theirs.keys()):
         file, _, name = key.partition("\n")
         if key not in theirs or key not in ours:
-            found.append(Difference(file, name, f"only in {folders[0] if key in ours else folders[1]}"))
+            found.append(ValueDifference(file, name, f"only in {folders[0] if key in ours else folders[1]}"))
             continue
         mine, other = ours[key], theirs[key]
         one, two = mine[0][1], other[0][1]
         if [_content(piece) for _, piece in mine] == [_content(piece) for _, piece in other]:
             same += 1
         elif one.whole != two.whole:
-            found.append(Difference(file, name, f"shape {list(one.whole)} and {list(two.whole)}"))
+            found.append(ValueDifference(file, name, f"shape {list(one.whole)} and {list(two.whole)}"))
         elif one.dtype != two.dtype:
-            found.append(Difference(file, name, f"dtype {one.dtype} and {two.dtype}"))
+            found.append(ValueDifference(file, name, f"dtype {one.dtype} and {two.dtype}"))
         else:
             values = [
                 np.concatenate([read_tensor(folder, *part, name, pool) for part in parts])
@@ -180,7 +180,7 @@ def _e4m3() -> npt.NDArray[np.float64]:
 _E4M3 = _e4m3()
 
 
-def _numbers(file: str, name: str, one: npt.NDArray[Any], other: npt.NDArray[Any], dtype: str) -> Difference:
+def _numbers(file: str, name: str, one: npt.NDArray[Any], other: npt.NDArray[Any], dtype: str) -> ValueDifference:
     different, largest = 0, None
     for start in range(0, len(one), BLOCK):
         a, b = one[start : start + BLOCK], other[start : start + BLOCK]
@@ -190,7 +190,7 @@ def _numbers(file: str, name: str, one: npt.NDArray[Any], other: npt.NDArray[Any
         apart = apart[np.isfinite(apart)]
         if len(apart):
             largest = max(float(apart.max()), largest or 0.0)
-    return Difference(file, name, "values", different, len(one), largest)
+    return ValueDifference(file, name, "values", different, len(one), largest)
 
 
 def _as_bits(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -198,7 +198,7 @@ def _as_bits(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return stored.view(f"u{stored.dtype.itemsize}")
 
 
-def _compare_texts(folders: Pair, pair: tuple[Entry, Entry]) -> list[Difference]:
+def _compare_texts(folders: Pair, pair: tuple[Entry, Entry]) -> list[ValueDifference]:
     """Compare a text file of two checkpoints; for JSON, return differing values by path."""
     if pair[0].sha256 == pair[1].sha256:
         return []
@@ -206,13 +206,13 @@ def _compare_texts(folders: Pair, pair: tuple[Entry, Entry]) -> list[Difference]
     try:
         trees = [json.loads(files.read_bytes(folder, name)) for folder in folders]
     except (ValueError, RecursionError):
-        return [Difference(name, "", "other bytes")]
+        return [ValueDifference(name, "", "other bytes")]
     ours, theirs = dict(_leaves(trees[0])), dict(_leaves(trees[1]))
     return [
-        Difference(name, path, f"{_shown(ours, path)} and {_shown(theirs, path)}")
+        ValueDifference(name, path, f"{_shown(ours, path)} and {_shown(theirs, path)}")
         for path in sorted(ours.keys() | theirs.keys())
         if ours.get(path, ...) != theirs.get(path, ...)
-    ] or [Difference(name, "", "other bytes")]
+    ] or [ValueDifference(name, "", "other bytes")]
 
 
 def _leaves(value: Any, path: str = "") -> Any:

@@ -10,7 +10,7 @@ from surefoot.cli import options
 from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
 
 if TYPE_CHECKING:
-    from surefoot.prove.bench.reading import Measured
+    from surefoot.prove.bench.reading import MeasuredReading
 
 ReadArgument = Annotated[
     list[str], typer.Argument(metavar="PATH", help="tars, folders of them, URLs with {000..099}, or a folder of images by class")
@@ -47,7 +47,7 @@ def bench(
     _print(found, delay)
 
 
-def _print(found: Measured, delay_ms: float) -> None:
+def _print(found: MeasuredReading, delay_ms: float) -> None:
     from surefoot.cli.table import print_table, without_control
     from surefoot.core.units import format_number, format_percent
 

@@ -108,7 +108,7 @@ def _step_of(folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Health:
+class CommitHealth:
     """A checkpoint checked against its manifest: damage by file, and unknown files."""
 
     folder: Path
@@ -125,23 +125,23 @@ class Health:
         return not self.damaged
 
 
-def check_run(run: Path) -> Iterator[Health]:
+def check_run(run: Path) -> Iterator[CommitHealth]:
     """Check every checkpoint of a run, the oldest first; every byte is read."""
     for folder in step_folders(run):
         yield check_commit(folder)
 
 
-def check_commit(folder: Path) -> Health:
+def check_commit(folder: Path) -> CommitHealth:
     """Check every file of a checkpoint against its manifest."""
     try:
         made = manifest.read(folder)
     except RunFolderError as error:
-        return Health(folder, _step_of(folder), (error.message,), names=(manifest.FILE,))
+        return CommitHealth(folder, _step_of(folder), (error.message,), names=(manifest.FILE,))
     known = {manifest.FILE, *(entry.name for entry in made.files)}
     unknown = sorted(path.name for path in folder.iterdir() if path.name not in known)
     with commits.hashing() as pool:
         told = {entry.name: problem for entry in made.files if (problem := _problem(folder, entry, pool)) is not None}
-    return Health(
+    return CommitHealth(
         folder, made.step, tuple(told.values()), tuple(unknown), len(made.files), made.num_bytes, made.is_whole_state, tuple(told)
     )
 
@@ -154,7 +154,7 @@ def _problem(folder: Path, entry: Entry, pool: Executor) -> str | None:
     return None
 
 
-def newest_sound(found: list[Health]) -> int | None:
+def newest_sound(found: list[CommitHealth]) -> int | None:
     """Return the step after which a run would resume; None without a sound, complete checkpoint."""
     return max((each.step for each in found if each.is_sound and each.whole_state), default=None)
 

@@ -23,7 +23,7 @@ WHOLE, DAMAGED, LOST, REMOVED = "whole", "damaged", "lost", "removed"
 
 
 @dataclass(frozen=True)
-class Part:
+class RunPart:
     """The spec, the log, the ledger or a checkpoint, and its `state`.
 
     The state is "whole", "damaged", "lost", or "removed", as retention removes old checkpoints.
@@ -45,11 +45,11 @@ class Part:
         return {**named, "state": self.state, "found": self.found, "problems": list(self.problems)}
 
 
-def _part(name: str, found: str, problems: Sequence[str] = ()) -> Part:
-    return Part(name, DAMAGED if problems else WHOLE, found, tuple(problems))
+def _part(name: str, found: str, problems: Sequence[str] = ()) -> RunPart:
+    return RunPart(name, DAMAGED if problems else WHOLE, found, tuple(problems))
 
 
-def check(run: Path) -> list[Part]:
+def check(run: Path) -> list[RunPart]:
     """Check the spec, the log, the ledger and every checkpoint of a run, byte for byte.
 
     Raises RunFolderError for a folder that is not a run.
@@ -80,7 +80,7 @@ def why_unread(run: Path) -> str | None:
     return damaged[0] if damaged else None if records else "the log has no record of a start"
 
 
-def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[Part]:
+def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[RunPart]:
     """Check every checkpoint that the folder holds or `records` name, by step."""
     steps = sorted({*commits.readable_steps(run), *gone.find_named(records)})
     folders = {step: commits.find_folder(run, step) for step in steps}
@@ -93,19 +93,19 @@ def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[Part]:
             yield _of_present(step, healths[step])
 
 
-def _of_missing(missing: gone.Gone) -> Part:
+def _of_missing(missing: gone.Gone) -> RunPart:
     name = f"step {missing.step:,}"
     if missing.is_lost:
-        return Part(name, LOST, "", (missing.why,), missing.step)
-    return Part(name, REMOVED, missing.why, (), missing.step)
+        return RunPart(name, LOST, "", (missing.why,), missing.step)
+    return RunPart(name, REMOVED, missing.why, (), missing.step)
 
 
-def _of_present(step: int, health: stored.Health) -> Part:
+def _of_present(step: int, health: stored.CommitHealth) -> RunPart:
     found = f"{health.num_files} files, {format_bytes(health.num_bytes)}"
-    return Part(f"step {step:,}", WHOLE if health.is_sound else DAMAGED, found, health.damaged, step)
+    return RunPart(f"step {step:,}", WHOLE if health.is_sound else DAMAGED, found, health.damaged, step)
 
 
-def _check_spec(run: Path, starts: Sequence[Started]) -> Part:
+def _check_spec(run: Path, starts: Sequence[Started]) -> RunPart:
     logged = starts[-1].spec_id if starts else None
     if logged == ATTACHED:
         return _part("spec", "none: the run is a loop of the user's own")
@@ -127,7 +127,7 @@ def _check_spec(run: Path, starts: Sequence[Started]) -> Part:
 # ---- the ledger
 
 
-def _check_ledger(run: Path, starts: Sequence[Started], records: Sequence[Event], *, is_log_whole: bool) -> Part:
+def _check_ledger(run: Path, starts: Sequence[Started], records: Sequence[Event], *, is_log_whole: bool) -> RunPart:
     """Check the ledger as `surefoot ledger` does, and whether it belongs to this log."""
     committed = max(gone.find_named(records), default=0)
     try:

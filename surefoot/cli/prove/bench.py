@@ -18,7 +18,7 @@ from surefoot.core.errors import InputError, StorageError, UserCodeError
 if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
     from surefoot.contract.spec_file import Origin
-    from surefoot.prove.bench.step import Bench, Timed
+    from surefoot.prove.bench.step import Bench, TimedMode
 
 app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Time a step of a spec, or what ranks send each other.")
 TIMES = ("mean_s", "sd_s", "p50_s", "p95_s", "p99_s", "cold_mean_s", "first_s")
@@ -87,7 +87,7 @@ def step(
             raise UserCodeError(f"{_label(each)} failed: {each.failure.splitlines()[-1]}", hint="does surefoot train run it?")
 
 
-def _label(row: Timed) -> str:
+def _label(row: TimedMode) -> str:
     return " ".join([row.mode, *(f"{key}={value}" for key, value in row.values.items())])
 
 
@@ -116,7 +116,7 @@ def _print(found: Bench) -> None:
     )
 
 
-def _against(row: Timed) -> str:
+def _against(row: TimedMode) -> str:
     return "" if row.against is None else f"{row.against}: {row.against.verdict}"
 
 
@@ -133,6 +133,6 @@ def _write_csv(path: Path, found: Bench) -> None:
         raise StorageError(f"{path} cannot be written: {error.strerror}", hint="name another file with --csv") from None
 
 
-def _cells(row: Timed, names: Sequence[str]) -> list[Any]:
+def _cells(row: TimedMode, names: Sequence[str]) -> list[Any]:
     """Return the values of a row for the CSV; None becomes an empty cell."""
     return ["" if (value := getattr(row, name)) is None else value for name in names]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
     from surefoot.control.plan import Link
     from surefoot.core.statistics import Interval
-    from surefoot.prove.bench.buckets import Duel, Tuned
-    from surefoot.prove.bench.collectives import Timed
+    from surefoot.prove.bench.buckets import BucketTuning, Duel
+    from surefoot.prove.bench.collectives import TimedCollective
     from surefoot.prove.bench.wanted import Buckets, Sizes
 
 RANKS = 2
@@ -121,7 +121,7 @@ def _collectives(sizes: Sizes, is_first: bool, *, json: bool, tell: Callable[[st
     return EXIT_OK
 
 
-def _print_collectives(rows: Sequence[Timed], links: Mapping[str, Link]) -> None:
+def _print_collectives(rows: Sequence[TimedCollective], links: Mapping[str, Link]) -> None:
     from surefoot.cli.table import print_table, print_text
     from surefoot.control.plan import bus_factor
     from surefoot.core.units import format_bits_per_s, format_bytes, format_percent, format_seconds
@@ -167,7 +167,7 @@ def _buckets(name: str, spec: RunSpec, asked: Buckets, is_first: bool, *, json: 
     return EXIT_OK
 
 
-def _print_buckets(found: Tuned) -> None:
+def _print_buckets(found: BucketTuning) -> None:
     from surefoot.cli.table import print_pairs, print_table, print_text
     from surefoot.core.units import format_bits_per_s, format_bytes, format_seconds
 
@@ -192,7 +192,7 @@ def _print_buckets(found: Tuned) -> None:
         print_text(line)
 
 
-def _verdict(found: Tuned) -> list[str]:
+def _verdict(found: BucketTuning) -> list[str]:
     """Return the recommended settings as sentences, with the measurements behind them."""
     from surefoot.core.units import format_bytes
 
@@ -237,7 +237,7 @@ def _interval(found: Interval) -> dict[str, Any]:
     return {"median_s": found.estimate, "low_s": found.low, "high_s": found.high, "n": found.count}
 
 
-def _row(each: Timed) -> dict[str, Any]:
+def _row(each: TimedCollective) -> dict[str, Any]:
     return {
         "collective": each.collective, "bytes": each.num_bytes, **_interval(each.elapsed), "bytes_per_s": each.bytes_per_s,
         "bus_bytes_per_s": each.bus_bytes_per_s,

@@ -41,14 +41,14 @@ def ladder(
     """
     from surefoot.core.errors import SpecError
     from surefoot.core.signals import ending_by_signal
-    from surefoot.prove.ladder import Settings, as_row, climb_ladder, parse_rung
+    from surefoot.prove.ladder import LadderSettings, as_row, climb_ladder, parse_rung
 
     origin = options.read_spec("ladder", spec, options.overrides(set_, seed=seed, data=data))
     if origin.spec.task.use is None:
         raise SpecError("the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "file.py:Task"')
     given = [parse_rung(text) for text in rung or []]
     names = None if rungs is None else [name.strip() for name in rungs.split(",")]
-    settings = Settings(pairs=pairs, samples=samples, measures_refused=not skip_refused)
+    settings = LadderSettings(pairs=pairs, samples=samples, measures_refused=not skip_refused)
     folder = _folder(out, origin.spec.task.use)
     talks = not (quiet or json)
     with ending_by_signal():

@@ -17,7 +17,7 @@ from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
 
 if TYPE_CHECKING:
     from surefoot.prove.campaigns.promises import Promise
-    from surefoot.prove.outcome import Outcome
+    from surefoot.prove.outcome import CampaignOutcome
 
 
 def prove(
@@ -63,7 +63,7 @@ def _list(json: bool) -> int:
     return EXIT_OK
 
 
-def _carry_out(cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: bool) -> list[Outcome]:
+def _carry_out(cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: bool) -> list[CampaignOutcome]:
     from surefoot.prove.campaigns import CAMPAIGNS
     from surefoot.prove.campaigns.workshop import Workshop
     from surefoot.prove.outcome import carry_out
@@ -81,7 +81,7 @@ def _carry_out(cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: 
         ]
 
 
-def _print(promise: Promise, outcomes: list[Outcome], *, holds: bool) -> None:
+def _print(promise: Promise, outcomes: list[CampaignOutcome], *, holds: bool) -> None:
     from surefoot.cli.table import print_table
     from surefoot.core.units import UNKNOWN, format_seconds
 

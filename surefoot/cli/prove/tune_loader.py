@@ -11,7 +11,7 @@ from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption
 from surefoot.cli.table import print_table
 
 if TYPE_CHECKING:
-    from surefoot.prove.bench.loading import Tried, Tuned
+    from surefoot.prove.bench.loading import LoaderTiming, LoaderTuning
 
 
 def tune_loader(
@@ -37,7 +37,7 @@ def tune_loader(
         _print(found)
 
 
-def _print(found: Tuned) -> None:
+def _print(found: LoaderTuning) -> None:
     print(f"the steps could take {found.demand_per_s:,.0f} samples/s")
     headers = ("workers", "kind", "prefetch", "persistent", "pinned", "loader alone", "with the steps", "waiting", "")
     print_table(headers, [_cells(each, found) for each in found.tried], right=set(headers) - {"kind", ""})
@@ -50,7 +50,7 @@ def _print(found: Tuned) -> None:
         print(f"{key} = {value}")
 
 
-def _cells(each: Tried, found: Tuned) -> tuple[str, ...]:
+def _cells(each: LoaderTiming, found: LoaderTuning) -> tuple[str, ...]:
     yes = "yes" if each.workers else "-"
     return (
         str(each.workers), each.kind if each.workers else "-", str(each.prefetch) if each.workers else "-", yes,

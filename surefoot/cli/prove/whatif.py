@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from surefoot.components.compiler.kernels import Graph
     from surefoot.contract.spec import RunSpec
     from surefoot.prove.whatif.batch import Split, Splits
-    from surefoot.prove.whatif.compiled import Way, Ways
+    from surefoot.prove.whatif.compiled import CompileTiming, Ways
     from surefoot.prove.whatif.fit import Fitted
     from surefoot.prove.whatif.noise import NoiseLab
     from surefoot.prove.whatif.recompute import Recomputing
@@ -247,7 +247,7 @@ def _sizes(flag: str, text: str | None) -> list[int]:
     return [int(word) for word in words]
 
 
-def _error_of(row: Split | Way) -> str:
+def _error_of(row: Split | CompileTiming) -> str:
     """Return the last error of the process, in one line, without its hint."""
     from surefoot.prove.attempts import last_words
 
@@ -304,7 +304,7 @@ def _print_ways(found: Ways) -> None:
     print_text(f"{found.conditions.get('processor')}, {found.conditions['device']}, torch {found.conditions.get('torch')}")
 
 
-def _break_even(way: Way) -> str:
+def _break_even(way: CompileTiming) -> str:
     if way.pays_after is not None:
         after, least, most = way.pays_after
         return f"{after:,} steps ({least:,} to {most:,})"

@@ -49,7 +49,7 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """Arguments of one call of a model, and the output of that call."""
 
     args: tuple[Any, ...]
@@ -57,15 +57,15 @@ class Call:
     output: Any
 
 
-def capture(model: nn.Module, forward: Callable[[], Any]) -> Call:
+def capture(model: nn.Module, forward: Callable[[], Any]) -> ModelCall:
     """Run `forward()` and return the one call of `model` that it makes.
 
     Raises TaskError if `forward` calls the model several times or not at all.
     """
-    calls: list[Call] = []
+    calls: list[ModelCall] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls.append(Call(args, kwargs, output))
+        calls.append(ModelCall(args, kwargs, output))
 
     handle = model.register_forward_hook(keep, with_kwargs=True)
     try:
@@ -131,7 +131,7 @@ def _unshared(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def export_graph(model: nn.Module, calls: Sequence[Call], path: Path, kind: Format) -> Exported:
+def export_graph(model: nn.Module, calls: Sequence[ModelCall], path: Path, kind: Format) -> Exported:
     """Write the model as a graph that runs without its code.
 
     `calls` are two calls with different batch sizes, the larger first. The batch size of the graph
@@ -161,14 +161,14 @@ def export_graph(model: nn.Module, calls: Sequence[Call], path: Path, kind: Form
     raise TaskError("the model was not called")
 
 
-def _write_export(model: nn.Module, call: Call, shapes: Any, draft: Path) -> Callable[[Call], Any]:
+def _write_export(model: nn.Module, call: ModelCall, shapes: Any, draft: Path) -> Callable[[ModelCall], Any]:
     made = torch.export.export(model, call.args, dict(call.kwargs), dynamic_shapes=shapes)
     torch.export.save(made, draft)
     read = torch.export.load(draft).module()
     return lambda call: read(*call.args, **call.kwargs)
 
 
-def _write_onnx(model: nn.Module, call: Call, shapes: Any, draft: Path) -> Callable[[Call], Any]:
+def _write_onnx(model: nn.Module, call: ModelCall, shapes: Any, draft: Path) -> Callable[[ModelCall], Any]:
     """Write the model as ONNX; return a function that runs the file.
 
     The function uses the reference evaluator of the onnx package, which needs no other runtime.
@@ -186,14 +186,14 @@ def _write_onnx(model: nn.Module, call: Call, shapes: Any, draft: Path) -> Calla
     read = onnx.reference.ReferenceEvaluator(graph)
     names = [each.name for each in graph.graph.input]
 
-    def run(call: Call) -> Any:
+    def run(call: ModelCall) -> Any:
         given = [leaf.numpy() for leaf in leaves((call.args, call.kwargs))]
         return [torch.from_numpy(each.copy()) for each in read.run(None, dict(zip(names, given, strict=True)))]
 
     return run
 
 
-def _free_batch(model: nn.Module, call: Call, size: int | None) -> Any:
+def _free_batch(model: nn.Module, call: ModelCall, size: int | None) -> Any:
     """Return `dynamic_shapes`, with dimension 0 dynamic where its size is `size`."""
 
     def free(value: Any) -> Any:
@@ -207,7 +207,7 @@ def _free_batch(model: nn.Module, call: Call, size: int | None) -> Any:
     return {name: free(value) for name, value in given.items()}
 
 
-def _batch_size(call: Call) -> int | None:
+def _batch_size(call: ModelCall) -> int | None:
     return next((leaf.shape[0] for leaf in leaves((call.args, call.kwargs)) if leaf.ndim), None)
 
 

@@ -217,7 +217,7 @@ def _need_file(path: Path) -> None:
         raise InputError(f"{path} is missing, or no regular file", hint="half a model is no model: bring every file of it")
 
 
-class _Record:
+class _MetadataObject:
     """Stand-in for any object in the metadata of torch.distributed.checkpoint.
 
     It keeps the constructor arguments, and the fields if the object has any.
@@ -246,7 +246,7 @@ class _Metadata(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in DCP_RECORDS:
-            return _Record
+            return _MetadataObject
         if (module, name) == ("torch", "Size"):
             return tuple
         if (module, name) == ("collections", "OrderedDict"):

@@ -24,7 +24,7 @@ from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.runtime.attributes import Changed, Stored, encode_attributes
 
 
-class Held(NamedTuple):
+class ModuleTensors(NamedTuple):
     """State of a module.
 
     `tensors` are its live tensors by state dict name, `extra` the other entries of the state dict,
@@ -36,7 +36,7 @@ class Held(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def held_by(module: nn.Module, stored: Collection[str] | None = None) -> Held:
+def held_by(module: nn.Module, stored: Collection[str] | None = None) -> ModuleTensors:
     """Return the state of a module. Raises TaskError for a lazy layer that has no tensors yet.
 
     A custom state dict may return a tensor with other values (a cast); the live tensor is saved
@@ -64,7 +64,7 @@ def held_by(module: nn.Module, stored: Collection[str] | None = None) -> Held:
     left = {name: each for name, each in left.items() if (each.requires_grad if stored is None else name in stored)}
     saved_places = {_place(each) for each in tensors.values()} if left else set()
     tensors |= {name: each for name, each in left.items() if name not in state and _place(each) not in saved_places}
-    return Held(tensors, extra, {name: buffer for name, buffer in module.named_buffers() if name not in state})
+    return ModuleTensors(tensors, extra, {name: buffer for name, buffer in module.named_buffers() if name not in state})
 
 
 def _is_flattened(module: nn.Module) -> bool:

@@ -297,7 +297,7 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
     """
     modules = _modules(state)
     reshard(modules.values())
-    own = _Own(one, rank)
+    own = _RankState(one, rank)
     absent = [name for name in modules if not (one.names(f"{name}.safetensors") or own.of(f"{name}.safetensors"))]
     if absent:
         raise RunFolderError(f"{one.folder} holds no {absent[0]}.safetensors", hint="load what was saved, by the same names")
@@ -350,7 +350,7 @@ def _check_layouts(place: Path, saved: list[str], now: list[str]) -> None:
         )
 
 
-class _Own:
+class _RankState:
     """State that a checkpoint holds for one rank alone: tensors by `FILE/NAME`, and a tree.
 
     There are no such tensors for a loop with a single process, and its tree is state.json.

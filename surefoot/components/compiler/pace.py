@@ -12,7 +12,7 @@ NUM_TIMED = 20  # compiled steps; the first two include compilation
 LEFT_OUT = 2
 
 
-class Pace:
+class CompilePayback:
     """Collector of eager and compiled step times, which reports once after how many steps the
     compile time is recovered."""
 

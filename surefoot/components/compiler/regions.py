@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.compiler import instructions
-from surefoot.components.compiler.pace import Pace
+from surefoot.components.compiler.pace import CompilePayback
 from surefoot.components.compiler.quoting import quote_paths
 from surefoot.components.compiler.steward import Steward
 from surefoot.core.errors import InputError, TaskError
@@ -23,7 +23,7 @@ Mode = Literal["default", "reduce-overhead", "max-autotune"]
 OnFailure = Literal["eager", "stop"]
 
 
-class Compiled:
+class CompiledRegions:
     """Result of compiling: the names of the compiled `regions` of a model, and `failed`, a dict of
     names and reasons."""
 
@@ -32,7 +32,7 @@ class Compiled:
         self.was_called = False
         self.is_eager = False  # true inside eager()
         self.on_failure = on_failure
-        self.steward, self.pace = Steward(), Pace()
+        self.steward, self.pace = Steward(), CompilePayback()
         self._regions, self._words = dict(regions), words
 
     @property
@@ -80,7 +80,7 @@ class Compiled:
 def compile_regions(
     regions: nn.Module | Mapping[str, nn.Module], *, mode: Mode = "default", dynamic: bool | None = None,
     on_failure: OnFailure = "eager", deterministic: bool = True, backend: Any = "inductor",
-) -> Compiled:  # fmt: skip
+) -> CompiledRegions:  # fmt: skip
     """Compile a model, or regions of it by name, at their first call (torch.compile, in place).
 
     Regions with equal code share the compiled code. Random draws stay those of eager mode, so that
@@ -103,7 +103,7 @@ def compile_regions(
     ('model',)
     """
     named = {"model": regions} if isinstance(regions, nn.Module) else dict(regions)
-    made = Compiled(named, on_failure)
+    made = CompiledRegions(named, on_failure)
     for name, region in named.items():
         if region._compiled_call_impl is not None:
             raise InputError(f"{name} is compiled already", hint="compile a model once, here or by itself")
@@ -118,8 +118,14 @@ class CompiledFunction:
     nothing."""
 
     def __init__(
-        self, name: str, function: Callable[..., Any], plan: Compiled, options: dict[str, Any] | None, dynamic: bool | None, backend: Any
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        function: Callable[..., Any],
+        plan: CompiledRegions,
+        options: dict[str, Any] | None,
+        dynamic: bool | None,
+        backend: Any,
+    ) -> None:
         self._name, self._plan = name, plan
         self._options: dict[str, Any] = {"options": options, "dynamic": dynamic, "backend": backend}
         self.take(function)
@@ -145,14 +151,14 @@ class CompiledFunction:
 def compile_function(
     name: str, function: Callable[..., Any], *, mode: Mode = "default", dynamic: bool | None = None, on_failure: OnFailure = "eager",
     deterministic: bool = True, backend: Any = "inductor", on_cpu: bool = False,
-) -> tuple[Compiled, CompiledFunction]:  # fmt: skip
+) -> tuple[CompiledRegions, CompiledFunction]:  # fmt: skip
     """Compile `function`, which may call torch.autograd.grad, as one graph at its first call.
 
     The arguments are those of `compile_regions`. With `on_cpu`, for a function whose tensors are
     all on the CPU, one C++ program calls the kernels (`cpp_wrapper`), without Python between them.
     """
     torch._dynamo.config.trace_autograd_ops = True
-    made = Compiled({}, on_failure, f"{name} will be compiled as one graph when it is needed")
+    made = CompiledRegions({}, on_failure, f"{name} will be compiled as one graph when it is needed")
     options = _options(mode, dynamic, deterministic, backend)
     if options is not None:
         options["cpp_wrapper"] = on_cpu
@@ -183,7 +189,13 @@ class _Region:
     failed."""
 
     def __init__(
-        self, name: str, module: nn.Module, plan: Compiled, options: dict[str, Any] | None, dynamic: bool | None, backend: Any
+        self,
+        name: str,
+        module: nn.Module,
+        plan: CompiledRegions,
+        options: dict[str, Any] | None,
+        dynamic: bool | None,
+        backend: Any,
     ) -> None:
         self._name, self._module, self._plan = name, module, plan
         self._compiled: Any = torch.compile(_traced(module), options=options, dynamic=dynamic, backend=backend)

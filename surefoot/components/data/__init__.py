@@ -1,7 +1,7 @@
 """Data: sources of samples, the sample order, and the keys of augmentation."""
 
 from surefoot.components.data.blocks import BlockShuffle, Order
-from surefoot.components.data.feed import WHOLE, Feed, Share, Window, count_numbers, size_of, to_device
+from surefoot.components.data.feed import WHOLE, Feed, SampleWindow, Share, count_numbers, size_of, to_device
 from surefoot.components.data.order import Keys, Permutation
 from surefoot.components.data.sources import Arrays, Iterated, Synthetic, Tokens, TorchDataset, as_source
 from surefoot.components.data.sources.images import ImageFolder
@@ -13,6 +13,6 @@ from surefoot.components.data.tars import Tars, TarStream
 
 __all__ = [
     "WHOLE", "Arrays", "BlockShuffle", "Feed", "ImageFolder", "Iterated", "Keys", "Order", "Packed", "Permutation", "Safetensors", "Share",
-    "Synthetic", "Table", "TarStream", "Tars", "Texts", "TokenFile", "Tokens", "TorchDataset", "Window", "as_source",
+    "Synthetic", "Table", "TarStream", "Tars", "Texts", "TokenFile", "Tokens", "TorchDataset", "SampleWindow", "as_source",
     "block_diagonal", "count_numbers", "find_documents", "join_texts", "size_of", "to_device",
 ]  # fmt: skip

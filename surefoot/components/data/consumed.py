@@ -22,7 +22,7 @@ from surefoot.core.errors import RunFolderError
 SEARCHED = 1 << 20  # positions of an epoch computed at once
 
 
-class Fault(NamedTuple):
+class LedgerFault(NamedTuple):
     """Deviation of a step in the ledger from the plan.
 
     `kind` is `lost`, `twice`, `out of order`, `other samples` or `damaged`.
@@ -59,7 +59,7 @@ class Consumed:
     num_samples: int
     epochs: float
     torn_bytes: int
-    faults: tuple[Fault, ...]
+    faults: tuple[LedgerFault, ...]
 
     @property
     def holds(self) -> bool:
@@ -135,7 +135,7 @@ def _epochs(feed: Feed, steps: set[int], samples: int) -> float:
     return samples / feed.order.n if feed.steps_per_epoch is None else len(steps) / feed.steps_per_epoch
 
 
-def _damaged(run: Path, rows: list[Row]) -> list[Fault]:
+def _damaged(run: Path, rows: list[Row]) -> list[LedgerFault]:
     """Return faults in the attempt numbers, which only rise, up to the one in the run lock.
 
     Attempt 0 marks the rows that a fork took over from its parent.
@@ -145,11 +145,11 @@ def _damaged(run: Path, rows: list[Row]) -> list[Fault]:
     found, before = [], 0
     if taken_over and taken_over[-1] != _forked_after(run):
         found.append(
-            Fault("damaged", taken_over[-1], f"steps up to {taken_over[-1]:,} are of no attempt, and this is no such fork")
+            LedgerFault("damaged", taken_over[-1], f"steps up to {taken_over[-1]:,} are of no attempt, and this is no such fork")
         )
     for row in rows:
         if row.generation < before or (newest and row.generation > newest):
-            found.append(Fault("damaged", row.step, f"attempt {row.generation} is written after attempt {before}"))
+            found.append(LedgerFault("damaged", row.step, f"attempt {row.generation} is written after attempt {before}"))
         else:
             before = row.generation
     return found
@@ -164,13 +164,13 @@ def _forked_after(run: Path) -> int | None:
     return None
 
 
-def _order(rows: list[Row], after: int) -> list[Fault]:
+def _order(rows: list[Row], after: int) -> list[LedgerFault]:
     """Return faults in the step numbers of the rows.
 
     Each attempt runs consecutive steps, and starts no later than after the last step of the
     previous one.
     """
-    found: list[Fault] = []
+    found: list[LedgerFault] = []
     before = Row(after, -1, 0)
     for row in rows:
         if row.step > before.step + 1:
@@ -179,16 +179,16 @@ def _order(rows: list[Row], after: int) -> list[Fault]:
                 if row.step == before.step + 2
                 else f"steps {before.step + 1:,} to {row.step - 1:,} are"
             )
-            found.append(Fault("lost", before.step + 1, f"{gone} not there"))
+            found.append(LedgerFault("lost", before.step + 1, f"{gone} not there"))
         elif row.step <= after or (row.step < before.step and row.generation == before.generation):
-            found.append(Fault("out of order", row.step, f"step {row.step:,} follows step {before.step:,}"))
+            found.append(LedgerFault("out of order", row.step, f"step {row.step:,} follows step {before.step:,}"))
         elif row.step == before.step and row.generation == before.generation:
-            found.append(Fault("twice", row.step, f"step {row.step:,} is there twice"))
+            found.append(LedgerFault("twice", row.step, f"step {row.step:,} is there twice"))
         before = row
     return found
 
 
-def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[Fault]:
+def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[LedgerFault]:
     """Return a fault if the ledger lacks a committed step.
 
     The rows of a step reach the disk before its checkpoint.
@@ -196,12 +196,14 @@ def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[Fault]:
     committed, last = max(manifest.steps(run), default=0), max((row.step for row in kept), default=after)
     if committed <= last:
         return []
-    return [Fault("lost", last + 1, f"steps {last + 1:,} to {committed:,} are not there, and step {committed:,} was committed")]
-
-
-def _other_samples(feed: Feed, rows: list[Row]) -> list[Fault]:
     return [
-        Fault("other samples", row.step, f"step {row.step:,} did not consume what the plan says")
+        LedgerFault("lost", last + 1, f"steps {last + 1:,} to {committed:,} are not there, and step {committed:,} was committed")
+    ]
+
+
+def _other_samples(feed: Feed, rows: list[Row]) -> list[LedgerFault]:
+    return [
+        LedgerFault("other samples", row.step, f"step {row.step:,} did not consume what the plan says")
         for row in rows
         if row.step < 1 or ledger.checksum(feed.window(row.step - 1).ids) != row.checksum
     ]

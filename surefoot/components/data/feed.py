@@ -21,7 +21,7 @@ BLOCK_SAMPLES = 4096  # positions computed at once: the cost is then under 0.1 u
 SOUGHT_SAMPLES = 512  # the same after a seek, which may be one of many
 
 
-class Window(NamedTuple):
+class SampleWindow(NamedTuple):
     """Samples of one step: `ids` (int64) in order, their epoch, and the position of the first."""
 
     epoch: int
@@ -29,7 +29,7 @@ class Window(NamedTuple):
     ids: np.ndarray
 
 
-class Piece(NamedTuple):
+class FeedPiece(NamedTuple):
     """Part of a run with one batch size.
 
     The part starts with `step` (from 0), which reads from position `start` of `epoch` on.
@@ -95,11 +95,11 @@ class Feed:
                 f"a batch of {batch} is larger than the set of {n} samples, and last_batch is 'drop'",
                 hint=f'use a batch of {n} or less, or data.last_batch = "keep"',
             )
-        self._pieces = [Piece(0, 0, 0, ramp[0][1] if ramp else batch)]
+        self._pieces = [FeedPiece(0, 0, 0, ramp[0][1] if ramp else batch)]
         self.steps_per_epoch = None if ramp else self.steps_for(self._end)  # it decreases with a ramp
         for samples, next_batch in ramp[1:]:
             step = self.steps_for(samples)
-            made = Piece(step, *self._place(step), next_batch)
+            made = FeedPiece(step, *self._place(step), next_batch)
             self._pieces = [piece for piece in self._pieces if piece.step < step] + [
                 made
             ]  # a piece that would end before its first step is dropped
@@ -108,14 +108,14 @@ class Feed:
         self._block = np.empty(0, dtype=np.int64)
         self._block_start = 0
 
-    def window(self, step: int) -> Window:
+    def window(self, step: int) -> SampleWindow:
         """Return the samples of the step numbered `step`, from 0."""
         epoch, start = self._place(step)
         stop = min(start + self.batch_at(step), self._end)
         if epoch != self._epoch or start < self._block_start or stop > self._block_start + len(self._block):
             self._look_up(epoch, start)
         offset = start - self._block_start
-        return Window(epoch, start, self._block[offset : offset + stop - start])
+        return SampleWindow(epoch, start, self._block[offset : offset + stop - start])
 
     def _look_up(self, epoch: int, start: int) -> None:
         order = self.order
@@ -136,7 +136,7 @@ class Feed:
         """Whether steps may have several microbatches in this process."""
         return self._is_cut or self.microbatch < self.batch
 
-    def microbatches(self, window: Window) -> list[np.ndarray]:
+    def microbatches(self, window: SampleWindow) -> list[np.ndarray]:
         """Return the ids of each microbatch of a step, for all ranks; the last may be shorter."""
         pieces = self.share.num_pieces
         size = self.microbatch if self._is_cut or pieces == 1 else -(-len(window.ids) // pieces)
@@ -144,7 +144,7 @@ class Feed:
             return [window.ids]
         return [window.ids[at : at + size] for at in range(0, len(window.ids), size)]
 
-    def mine(self, window: Window) -> tuple[int, list[np.ndarray]]:
+    def mine(self, window: SampleWindow) -> tuple[int, list[np.ndarray]]:
         """Return the index of this rank's first microbatch of a step, and its microbatches.
 
         A short step may have no microbatch for this rank.
@@ -194,12 +194,12 @@ class Feed:
             return step / self.steps_per_epoch
         return self.samples_after(step) / self._end
 
-    def _piece(self, step: int) -> Piece:
+    def _piece(self, step: int) -> FeedPiece:
         if len(self._pieces) == 1:
             return self._pieces[0]
         return next(each for each in reversed(self._pieces) if each.step <= step)
 
-    def _left(self, piece: Piece) -> int:
+    def _left(self, piece: FeedPiece) -> int:
         """Return the number of steps from the start of a piece to the end of its first epoch."""
         return -(-(self._end - piece.start) // piece.batch)
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from surefoot.components.memory.again import Buffers
 from surefoot.core.errors import InputError
-from surefoot.core.recompute import Cost, choose, peak_bytes
+from surefoot.core.recompute import RecomputeCost, choose, peak_bytes
 from surefoot.core.units import format_bytes, format_seconds
 
 TRIALS = 3  # number of measurements of a block; the fastest counts
@@ -49,7 +49,7 @@ class Budget:
         self.fates = [Fate() for _ in names]
         self._names, self._bytes = names, num_bytes
         self._own = set(_storages(own))
-        self._costs: dict[int, Cost] = {}
+        self._costs: dict[int, RecomputeCost] = {}
         self._held: set[int] = set()  # inputs that an earlier block also holds, such as a mask
 
     @property
@@ -106,16 +106,16 @@ class Budget:
                 )
         mine = {address: size for address, size in given.items() if address not in self._own and address not in self._held}
         self._held |= mine.keys()
-        self._costs[number] = Cost(self._names[number], sum(mine.values()), inner_bytes, again_s)
+        self._costs[number] = RecomputeCost(self._names[number], sum(mine.values()), inner_bytes, again_s)
         self.fates[number].most_bytes = count_bytes(inputs)
         if len(self._costs) == len(self._names):
             self._decide()
 
     @property
-    def costs(self) -> list[Cost]:
+    def costs(self) -> list[RecomputeCost]:
         """The measured cost of each block, in the order of the blocks; zeros for a block that was
         not called."""
-        nothing = Cost("", 0, 0, 0.0)  # for a block that was not called
+        nothing = RecomputeCost("", 0, 0, 0.0)  # for a block that was not called
         return [self._costs.get(number, nothing) for number in range(len(self._names))]
 
     def _decide(self) -> None:

@@ -35,7 +35,7 @@ SHARE = 0.26  # of all FLOPs, which may be recomputed: Q, K and V are a quarter 
 
 
 @dataclass(frozen=True)
-class Work:
+class ProductWork:
     """The FLOPs of one matmul, convolution or attention (inf where they are not known), and the
     bytes of its output."""
 
@@ -60,7 +60,7 @@ class Allowance:
     def __init__(self) -> None:
         self._left = 0.0
 
-    def choose(self, work: Sequence[Work]) -> frozenset[int]:
+    def choose(self, work: Sequence[ProductWork]) -> frozenset[int]:
         """Return the indices in `work` that a block recomputes: the fewest FLOPs per byte first, of
         equal ones the largest.
 
@@ -90,7 +90,7 @@ class Products:
         self.again: frozenset[int] | None = None  # chosen at the end of the first pass
         self._allowance = allowance
 
-    def choose(self, work: Sequence[Work]) -> None:
+    def choose(self, work: Sequence[ProductWork]) -> None:
         self.again = self._allowance.choose(work)
 
     def contexts(self) -> Contexts:
@@ -132,7 +132,7 @@ class _Keeping(_Mode):
     def __init__(self, products: Products, kept: dict[int, _Kept]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products, self._kept, self._count = products, kept, 0
-        self._work: list[Work] = []
+        self._work: list[ProductWork] = []
 
     def __exit__(self, kind: object = None, *error: object) -> None:
         if self._products.again is None and kind is None:
@@ -182,7 +182,7 @@ class _Reusing(_Mode):
         return func(*args, **(kwargs or {})) if output is None else output
 
 
-def _work_of(name: str, args: tuple[Any, ...], output: Any) -> Work:
+def _work_of(name: str, args: tuple[Any, ...], output: Any) -> ProductWork:
     parts = [each for each in ((output,) if isinstance(output, Tensor) else output) if isinstance(each, Tensor)]
     num_bytes, flops = sum(each.nbytes for each in parts), math.inf
     if name in SUMMED:
@@ -190,7 +190,7 @@ def _work_of(name: str, args: tuple[Any, ...], output: Any) -> Work:
     elif name == "convolution":
         inputs, weight, transposed = args[0], args[1], args[6]
         flops = shape.convolution_flops(weight.shape, inputs.numel() if transposed else parts[0].numel())
-    return Work(flops, num_bytes)
+    return ProductWork(flops, num_bytes)
 
 
 def keep_products() -> Contexts:

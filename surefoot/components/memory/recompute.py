@@ -23,7 +23,7 @@ from surefoot.components.memory.caches import CachesOff
 from surefoot.components.memory.products import Allowance, Products, keep_products
 from surefoot.components.memory.tensors import find_tensors
 from surefoot.core.errors import InputError
-from surefoot.core.recompute import How
+from surefoot.core.recompute import RecomputeChoice
 
 _SEAT = "_surefoot_seat"  # the attribute of a block that holds its _Seat
 
@@ -33,7 +33,7 @@ class Recomputed:
     `names` of those that are recomputed."""
 
     def __init__(
-        self, how: How, blocks: Mapping[str, nn.Module], skipped: Mapping[str, str], budget: Budget | None, caches: CachesOff
+        self, how: RecomputeChoice, blocks: Mapping[str, nn.Module], skipped: Mapping[str, str], budget: Budget | None, caches: CachesOff
     ) -> None:  # fmt: skip
         self.how, self.blocks, self.skipped, self.budget, self._caches = how, tuple(blocks), dict(skipped), budget, caches
         self.allowance = Allowance()
@@ -95,7 +95,7 @@ def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.
     >>> recompute(model, "every 2").names
     ('0', '2')
     """
-    parsed = How.parse(how)
+    parsed = RecomputeChoice.parse(how)
     found = {} if parsed.kind == "none" else find_blocks(model, blocks)
     skipped = {name: reason for name, block in found.items() if (reason := _reason_against(block)) is not None}
     taken = {name: block for name, block in found.items() if name not in skipped}

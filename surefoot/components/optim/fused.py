@@ -89,7 +89,7 @@ def in_one_layout(rows: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor
         own.copy_(copy)
 
 
-class Group(Protocol):
+class FusedParamGroup(Protocol):
     """A parameter group whose update can divide the gradients by `grad_scale`, and change nothing
     where `found_inf` is 1."""
 

@@ -27,7 +27,7 @@ from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
 Curve = Callable[[int], float]
-FusedGroups = Sequence[fused.Group] | None  # of one optimizer; None without a fused update
+FusedGroups = Sequence[fused.FusedParamGroup] | None  # of one optimizer; None without a fused update
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
 HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # optimizers whose update can be part of a graph
@@ -87,7 +87,7 @@ class GuardedUpdate:
             if fused.supports(each):
                 fused.create_state(each)
         self._fused = [_groups_of(each) for each in self.optimizers]
-        self._taken = [_Taken.of(each, of_fused) for each, of_fused in zip(self.optimizers, self._fused, strict=True)]
+        self._taken = [_OptimizerSnapshot.of(each, of_fused) for each, of_fused in zip(self.optimizers, self._fused, strict=True)]
         self._learning_rates.take(self._groups)
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         is_wide = any(parameter.dtype == torch.float64 for parameter in self._parameters)
@@ -106,7 +106,7 @@ class GuardedUpdate:
             if not _is_current(optimizer, taken):
                 self._take_optimizers()
                 return
-            self._taken[number] = _Taken.of(optimizer, taken.fused)  # only the update has changed its state
+            self._taken[number] = _OptimizerSnapshot.of(optimizer, taken.fused)  # only the update has changed its state
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -377,7 +377,7 @@ class GuardedUpdate:
         return norm, finite
 
 
-def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
+def _groups_of(optimizer: Optimizer) -> list[fused.FusedParamGroup] | None:
     """Return the groups of an optimizer that divides and skips inside its update; None for any
     other."""
     if fused.supports(optimizer):
@@ -388,7 +388,7 @@ def _groups_of(optimizer: Optimizer) -> list[fused.Group] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Taken:
+class _OptimizerSnapshot:
     """The contents of an optimizer when it was read: groups, the parameters of each, its state, all
     objects in them, its fused groups.
 
@@ -420,7 +420,7 @@ class _Taken:
 _PARAMETERS, _END = operator.itemgetter("params"), object()
 
 
-def _has_same(optimizer: Optimizer, taken: _Taken) -> bool:
+def _has_same(optimizer: Optimizer, taken: _OptimizerSnapshot) -> bool:
     """Return whether an optimizer holds the same objects as when it was read; without Python loops,
     for every step."""
     if optimizer.state is not taken.state or optimizer.param_groups is not taken.groups:
@@ -432,7 +432,7 @@ def _has_same(optimizer: Optimizer, taken: _Taken) -> bool:
     )
 
 
-def _is_current(optimizer: Optimizer, taken: _Taken) -> bool:
+def _is_current(optimizer: Optimizer, taken: _OptimizerSnapshot) -> bool:
     """Return whether only the update itself has changed the contents of an optimizer."""
     groups = [[*group["params"]] for group in optimizer.param_groups]
     return (

@@ -30,14 +30,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from surefoot.components.parallel.wires import Link, Wait
+from surefoot.components.parallel.wires import CountedGroup, Wait
 from surefoot.core.errors import TaskError
 
 SAVES = 2  # least compression ratio of a matrix
 
 
 @dataclass(eq=False)
-class Held:
+class LowRankState:
     """The state of one (n, m) gradient matrix between steps, and the values that replace it once
     the step is applied."""
 
@@ -64,7 +64,7 @@ class LowRank:
     uncompressed with P."""
 
     def __init__(
-        self, flat: Tensor, parameters: Sequence[Tensor], rank: int, link: Link, generator: torch.Generator
+        self, flat: Tensor, parameters: Sequence[Tensor], rank: int, link: CountedGroup, generator: torch.Generator
     ) -> None:  # fmt: skip
         """Split `flat`, which holds the gradients of `parameters` one after the other, and then a
         count of ranks for each.
@@ -75,7 +75,7 @@ class LowRank:
         self._link, self._is_open = link, False
         self._factor: float | Tensor = 1.0
         *parts, self._presence = torch.split(flat, [*sizes, len(parameters)])
-        self.held: list[Held] = []
+        self.held: list[LowRankState] = []
         self._others = [self._presence]
         for place, (part, parameter) in enumerate(zip(parts, parameters, strict=True)):
             shape = matrix_shape(parameter, rank)
@@ -155,6 +155,6 @@ def matrix_shape(parameter: Tensor, rank: int) -> tuple[int, int] | None:
     return (n, m) if SAVES * (n + m) * rank <= n * m else None
 
 
-def _hold(parameter: Tensor, place: int, matrix: Tensor, rank: int, generator: torch.Generator) -> Held:
+def _hold(parameter: Tensor, place: int, matrix: Tensor, rank: int, generator: torch.Generator) -> LowRankState:
     draws = torch.randn(matrix.shape[1], rank, generator=generator, dtype=torch.float64)
-    return Held(parameter, place, matrix, (draws / torch.linalg.vector_norm(draws, dim=0)).to(matrix))
+    return LowRankState(parameter, place, matrix, (draws / torch.linalg.vector_norm(draws, dim=0)).to(matrix))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from surefoot.components.parallel.exact import InOrder
-from surefoot.components.parallel.low_rank import Held, LowRank
-from surefoot.components.parallel.wires import NONE, BrainFloat, Compression, Half, Link, Plain, Wait, Wire
+from surefoot.components.parallel.low_rank import LowRank, LowRankState
+from surefoot.components.parallel.wires import NONE, BrainFloat, Compression, CountedGroup, Half, Plain, Wait, Wire
 from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
@@ -73,7 +73,7 @@ class Replicas:
         compress: Compression = NONE, in_order: bool = False, sparse: Collection[Tensor] = (),
     ) -> None:  # fmt: skip
         self._in_order = in_order
-        self._group, self._link = group, Link(group)
+        self._group, self._link = group, CountedGroup(group)
         self._compress = NONE if group.is_alone else compress
         self._columns = torch.Generator().manual_seed(0)  # draws the initial columns of PowerSGD
         leaves = [each for each in parameters if each.requires_grad]
@@ -165,7 +165,7 @@ class Replicas:
             if isinstance(bucket.wire, LowRank):
                 bucket.wire.keep(applied)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[LowRankState]:
         """Return the PowerSGD state of each compressed matrix: identical on all ranks, except for
         the residuals."""
         if not self.asks_factor:

@@ -35,7 +35,7 @@ class Compression:
 NONE = Compression()
 
 
-class Link:
+class CountedGroup:
     """The group, with the bytes and collectives that this rank has sent; `num_bytes` counts the
     arguments of the collectives."""
 
@@ -67,7 +67,7 @@ class Wire(Protocol):
 class Plain:
     """Reducer without compression."""
 
-    def __init__(self, flat: Tensor, link: Link) -> None:
+    def __init__(self, flat: Tensor, link: CountedGroup) -> None:
         self._flat, self._link = flat, link
 
     def begin(self) -> Wait:
@@ -81,7 +81,7 @@ class BrainFloat:
     rounding for the cast, one for each addition.
     """
 
-    def __init__(self, flat: Tensor, link: Link) -> None:
+    def __init__(self, flat: Tensor, link: CountedGroup) -> None:
         self._flat, self._link = flat, link
 
     def begin(self) -> Wait:
@@ -102,7 +102,7 @@ class Half:
     after the backward pass. Non-finite values stay non-finite.
     """
 
-    def __init__(self, flat: Tensor, num_tail: int, link: Link) -> None:
+    def __init__(self, flat: Tensor, num_tail: int, link: CountedGroup) -> None:
         """Split `flat`: its last `num_tail` elements are counts of ranks, which are not scaled."""
         self._gradients, self._tail = flat[: flat.numel() - num_tail], flat[flat.numel() - num_tail :]
         self._flat, self._link = flat, link

@@ -1,7 +1,7 @@
 """Precision: the dtypes of computation, the loss scale for fp16, float8 layers, and checks for
 overflow and underflow."""
 
-from surefoot.components.precision.float8 import Converted, convert, find_linear, to_float8
+from surefoot.components.precision.float8 import Float8Layers, convert, find_linear, to_float8
 from surefoot.components.precision.formats import Format, find_formats, round_to_tf32
 from surefoot.components.precision.instability import (
     Flushed,
@@ -17,8 +17,8 @@ from surefoot.components.precision.policy import (
     HALVES,
     PLAIN,
     Compute,
+    FormatSupport,
     Policy,
-    Units,
     build,
     choose,
     compute_context,
@@ -33,7 +33,7 @@ __all__ = [
     "PLAIN",
     "ROLES",
     "Compute",
-    "Converted",
+    "Float8Layers",
     "DtypeRecord",
     "Flushed",
     "Format",
@@ -41,7 +41,7 @@ __all__ = [
     "Overflow",
     "ParameterDtypes",
     "Policy",
-    "Units",
+    "FormatSupport",
     "Watch",
     "advise_scale",
     "build",

@@ -20,7 +20,7 @@ MULTIPLE = 16  # the size that a tensor core multiplies at a time
 
 
 @dataclass(frozen=True)
-class Converted:
+class Float8Layers:
     """The linear layers of a model that compute in float8, and for each other linear layer the
     reason why not."""
 
@@ -36,7 +36,7 @@ class Converted:
         return [f"multiplying in float8: {', '.join(self.layers)}", *rest]
 
 
-def find_linear(model: nn.Module, kept: Collection[nn.Module] = ()) -> Converted:
+def find_linear(model: nn.Module, kept: Collection[nn.Module] = ()) -> Float8Layers:
     """Return which linear layers of `model` `to_float8` converts, or has converted, and why it
     skips the others.
 
@@ -49,7 +49,7 @@ def find_linear(model: nn.Module, kept: Collection[nn.Module] = ()) -> Converted
         name: _why_not(module, name in head, module in wide) if name else "it is the whole model"
         for name, module in linear.items()
     }
-    return Converted(
+    return Float8Layers(
         tuple(name for name, reason in why.items() if reason is None),
         {name: reason for name, reason in why.items() if reason is not None},
     )
@@ -68,7 +68,7 @@ def _why_not(module: nn.Linear, is_head: bool, is_wide: bool) -> str | None:
     return "the last linear layer: the loss sees what it rounds" if is_head else None
 
 
-def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bool = False) -> Converted:
+def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bool = False) -> Float8Layers:
     """Convert the linear layers of `model` to float8 matmuls, in place.
 
     With `emulate`, and on any CPU, inputs are rounded to float8 and multiplied in fp32. Each layer

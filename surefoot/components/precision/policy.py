@@ -30,7 +30,7 @@ INSTEAD = {"float8": "precision.emulate = true gives its numbers without them, s
 
 
 @dataclass(frozen=True)
-class Units:
+class FormatSupport:
     """The formats besides fp32 that a device has hardware for; `kind` is cpu or cuda, `name` the
     name of the device."""
 
@@ -53,22 +53,22 @@ class Policy:
 PLAIN = Policy("fp32", "as the spec says", nullcontext)
 
 
-def find_units(device: torch.device) -> Units:
+def find_units(device: torch.device) -> FormatSupport:
     """Return the formats that `device` has hardware for: of a GPU by torch, of a CPU by the flags
     of the operating system."""
     if device.type != "cuda":
         flags = find_processor_flags()
         found = {name for name, known in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)) if flags & known}
-        return Units("cpu", find_machine().processor, frozenset(found))
+        return FormatSupport("cpu", find_machine().processor, frozenset(found))
     with torch.cuda.device(device):
         capability = torch.cuda.get_device_capability()
         bf16, tf32 = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.is_tf32_supported()
         rest = (("fp16", capability >= (7, 0)), ("float8", capability >= (8, 9)))
         found = {name for name, has in (("bf16", bf16), ("tf32", tf32), *rest) if has}
-        return Units("cuda", torch.cuda.get_device_name(), frozenset(found))
+        return FormatSupport("cuda", torch.cuda.get_device_name(), frozenset(found))
 
 
-def choose(wanted: str, units: Units, *, emulate: bool = False) -> tuple[Compute, str]:
+def choose(wanted: str, units: FormatSupport, *, emulate: bool = False) -> tuple[Compute, str]:
     """Return the precision for "auto" on such a device, or the one that was requested, each with
     the reason.
 
@@ -92,7 +92,7 @@ def choose(wanted: str, units: Units, *, emulate: bool = False) -> tuple[Compute
     return cast("Compute", wanted), "as the spec says"
 
 
-def _best(units: Units) -> tuple[Compute, str]:
+def _best(units: FormatSupport) -> tuple[Compute, str]:
     if "bf16" in units.formats:
         return "bf16", f"auto: {units.name} has units for bf16, whose range is that of fp32"
     if units.kind == "cuda" and "fp16" in units.formats:

@@ -27,7 +27,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from surefoot.components.profiler.formulas import COMPLEX, count
 from surefoot.components.profiler.whereabouts import Whereabouts
-from surefoot.core.cost.roofline import Work
+from surefoot.core.cost.roofline import OperatorWork
 
 WHOLE = ""  # the name of the step itself among the modules
 
@@ -107,11 +107,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append((begun, ended, tallies))
         return out
 
-    def of(self, module: str = WHOLE) -> list[Work]:
+    def of(self, module: str = WHOLE) -> list[OperatorWork]:
         """Return the operators that ran inside `module`, one row for each operator and dtype, the
         longest first."""
         rows = [
-            Work(operator=name, dtype=dtype, group=group, calls=tally.calls, flops=tally.flops, model_flops=tally.model_flops,
+            OperatorWork(operator=name, dtype=dtype, group=group, calls=tally.calls, flops=tally.flops, model_flops=tally.model_flops,
                  num_bytes=tally.num_bytes, elapsed_s=tally.elapsed_s)
             for (where, name, dtype, group), tally in self._tallies.items() if where == module
         ]  # fmt: skip

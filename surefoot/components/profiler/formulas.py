@@ -89,7 +89,7 @@ MUTATED = {aten._fused_adamw_: (0, 2, 3, 5), aten._fused_adam_: (0, 2, 3, 5), at
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """The cost of one call: `group` is the kind of operator, `is_known` is false where its FLOPs
     have no formula."""
 
@@ -101,20 +101,20 @@ class Call:
     is_known: bool = True
 
 
-def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> Call:
+def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> OperatorCall:
     """Return the cost of a call of the overload `func` with the result `out`."""
     packet = func.overloadpacket
     read, written = list(_tensors((args, kwargs))), list(_tensors(out))
     dtype = _complex_dtype((*written, *read)) or _dtype(written) or _dtype(read) or NO_FLOAT
     if func.is_view or packet in ALLOCATED or not (read or written):
-        return Call("view", dtype, 0, 0, 0)
+        return OperatorCall("view", dtype, 0, 0, 0)
     flops, group = _flops(func, packet, args, kwargs, out, read, written)
     if dtype in COMPLEX.values() and not _is_free(group, written):
         flops = None
     every, asked = flops if isinstance(flops, tuple) else (flops or 0, 0)
     if dtype == NO_FLOAT:
         every = asked = 0
-    return Call(group, dtype, every, asked, _bytes(packet, args, kwargs, read, written), flops is not None)
+    return OperatorCall(group, dtype, every, asked, _bytes(packet, args, kwargs, read, written), flops is not None)
 
 
 def _is_free(group: str, written: Sequence[Tensor]) -> bool:

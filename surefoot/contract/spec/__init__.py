@@ -7,12 +7,12 @@ from surefoot.contract.spec.tables import (
     NcclTable,
     OptimTable,
     PrecisionTable,
+    SpecTable,
     StabilityTable,
-    Table,
 )
 
 __all__ = [
     "ALLOWED", "CheckpointTable", "CompileTable", "NcclTable", "OptimTable", "PrecisionTable", "RunSpec", "StabilityTable",
-    "Table",
+    "SpecTable",
     "explain", "find_idle_keys", "find_place", "key_names", "leave_out_idle",
 ]  # fmt: skip

@@ -39,8 +39,8 @@ from surefoot.contract.spec.tables import (
     ObserveTable,
     OptimTable,
     PrecisionTable,
+    SpecTable,
     StabilityTable,
-    Table,
     TaskTable,
     TrainTable,
 )
@@ -76,7 +76,7 @@ _SCHEDULE = TypeAdapter(ScheduleSettings)
 ScheduleTable = Annotated[ScheduleSettings, BeforeValidator(_read_schedule)]
 
 
-class RunSpec(Table):
+class RunSpec(SpecTable):
     """The specification of a run, such as `RunSpec(task={"use": "digits"}, train={"batch": 64})`.
 
     Raises SpecError.
@@ -151,7 +151,9 @@ class RunSpec(Table):
         tables = self.model_dump(exclude_defaults=True, mode="python")
         for name in (name for name in RunSpec.model_fields if name in self.model_fields_set):
             table = getattr(self, name)
-            stated = table.model_dump(exclude_unset=True, exclude_none=True) if isinstance(table, Table) else {"name": table.name}
+            stated = (
+                table.model_dump(exclude_unset=True, exclude_none=True) if isinstance(table, SpecTable) else {"name": table.name}
+            )
             tables[name] = {**stated, **tables.get(name, {})}
         return {name: table for name, table in tables.items() if table}
 

@@ -18,7 +18,7 @@ from pydantic import (
 
 from surefoot.core.errors import SpecError
 from surefoot.core.ranks.layout import Transport
-from surefoot.core.recompute import WORDS, How
+from surefoot.core.recompute import WORDS, RecomputeChoice
 from surefoot.core.units import Duration, parse_bytes
 
 Positive = Annotated[int, Field(gt=0)]
@@ -72,13 +72,13 @@ Never = Annotated[Literal["never"], BeforeValidator(lambda given: "never" if giv
 SHORTEST_RUN_S = 0.01  # a run that is over before its first step would train nothing, and count as finished
 
 
-class Table(BaseModel):
+class SpecTable(BaseModel):
     """A table of the spec: frozen, without unknown keys, type conversion or NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
-class TaskTable(Table):
+class TaskTable(SpecTable):
     """The [task] table: `use` names the task, every other key is a parameter of its constructor.
 
     Without `use` the task object must be passed to Run.
@@ -93,7 +93,7 @@ class TaskTable(Table):
         return dict(self.__pydantic_extra__ or {})
 
 
-class DataTable(Table):
+class DataTable(SpecTable):
     folder: str | None = Field(None, description="the data set's own folder, or its parent")
     shuffle: bool = Field(True, description="a new order each epoch, a pure function of (seed, epoch)")
     window: Positive | None = Field(
@@ -106,7 +106,7 @@ class DataTable(Table):
     max_bad: float = Field(0.001, ge=0, le=1, description="the share of a set that skip leaves out, rounded up; more end the run")
 
 
-class OptimTable(Table):
+class OptimTable(SpecTable):
     name: Literal["sgd", "adam", "adamw", "muon", "lars", "lamb", "task"] = Field(
         "adamw", description="'task' is the task's own optimizer()"
     )
@@ -161,7 +161,7 @@ class OptimTable(Table):
         return self
 
 
-class TrainTable(Table):
+class TrainTable(SpecTable):
     length: DurationText = Field("10 epochs", description="how long the run is; a time is that of all its attempts")
     batch: Positive = Field(128, description="samples of one step, over all microbatches and ranks")
     microbatch: Positive | None = Field(None, description="samples of one forward pass; none: the whole batch")
@@ -216,7 +216,7 @@ class TrainTable(Table):
             raise ValueError(f"microbatch = {self.microbatch} does not divide {wrong[0]} of ramp; use one of {legal}")
 
 
-class EvaluateTable(Table):
+class EvaluateTable(SpecTable):
     split: str = Field("test", min_length=1, description="what is evaluated while training; the task's data(split) knows it")
     every: DurationText = Field("1 epoch", description="besides the end of the run")
     batch: Positive | None = Field(None, description="none: the training batch")
@@ -228,7 +228,7 @@ Role = Literal["storage", "compute", "gradient", "reduce", "master", "state"]
 Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
 
-class PrecisionTable(Table):
+class PrecisionTable(SpecTable):
     compute: Literal["fp32", "tf32", "bf16", "fp16", "float8", "auto"] = Field(
         "fp32",
         description="dtype of forward and backward; float8: of linear layers; auto: the best besides; weights and state stay fp32",
@@ -261,8 +261,8 @@ class PrecisionTable(Table):
         return self
 
 
-class MemoryTable(Table):
-    recompute: Annotated[str, _checked_by(How.parse)] = Field(
+class MemoryTable(SpecTable):
+    recompute: Annotated[str, _checked_by(RecomputeChoice.parse)] = Field(
         "none", description=f"what the backward pass computes again instead of keeping it: {WORDS}"
     )
     blocks: tuple[str, ...] = Field((), description="patterns of the modules to compute again; none: those that repeat")
@@ -297,7 +297,7 @@ def _pointed(given: Any) -> Any:
     return given
 
 
-class CompileTable(Table):
+class CompileTable(SpecTable):
     what: Annotated[Literal["none", "blocks", "model", "step"], BeforeValidator(_pointed)] = Field(
         "none",
         description="what torch.compile compiles: the blocks of the model, of which equal ones share it, all of it, or the whole step",
@@ -312,7 +312,7 @@ class CompileTable(Table):
     over_budget: Literal["warn", "stop"] = Field("warn", description="what one compilation more does")
 
 
-class LoaderTable(Table):
+class LoaderTable(SpecTable):
     workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = Field(
         0, description="who reads ahead of the steps; auto finds how many it takes; 0: each step reads by itself"
     )
@@ -327,7 +327,7 @@ class LoaderTable(Table):
     memory: Annotated[str, _checked_by(parse_bytes)] = Field("2 GiB", description="what is read ahead takes so much at the most")
 
 
-class CheckpointTable(Table):
+class CheckpointTable(SpecTable):
     every: DurationText | Never = Field("10 min", description="commit so often, besides the best and the last")
     keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest commits stay")
     keep_every: DurationText | None = Field(None, description="commits at its multiples stay; of a time, the first after each")
@@ -344,19 +344,19 @@ class CheckpointTable(Table):
     )
 
 
-class StabilityTable(Table):
+class StabilityTable(SpecTable):
     nonfinite: Literal["skip", "stop"] = Field("skip", description="what a non-finite gradient does to its step")
     max_skips: Positive = Field(5, description="so many skipped steps in a row end the run")
     diverged: float = Field(1e4, gt=1, description="a loss so many times the first one, five times in a row, ends the run")
 
 
-class ObserveTable(Table):
+class ObserveTable(SpecTable):
     every: DurationText = Field("10 steps", description="steps that one Step event sums up")
     tensorboard: bool | None = Field(None, description="none: when the extra is installed")
     noise: bool = Field(False, description="the gradient noise scale, from the first microbatch of each step and the whole of it")
 
 
-class FaultTable(Table):
+class FaultTable(SpecTable):
     """Faults that are injected for experiments; results of such a run must not be used."""
 
     forget: tuple[Literal["optimizer", "schedule", "random", "task"], ...] = Field(
@@ -364,7 +364,7 @@ class FaultTable(Table):
     )
 
 
-class LayoutTable(Table):
+class LayoutTable(SpecTable):
     """Ranks per axis; the launcher decides how many ranks there are."""
 
     replicate: Positive | None = Field(
@@ -405,7 +405,7 @@ class LayoutTable(Table):
     timeout: float = Field(1800.0, ge=0.01, le=3e7, description="seconds that a rank waits in a collective before it gives up")
 
 
-class NcclTable(Table):
+class NcclTable(SpecTable):
     """Settings of NCCL, the communication library of GPUs; NCCL chooses what is not given."""
 
     debug: Literal["version", "warn", "info", "trace"] | None = Field(None, description="NCCL_DEBUG: what it tells of itself")

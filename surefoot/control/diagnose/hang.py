@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from surefoot.core.flight import Kind, Seen
+from surefoot.core.flight import Kind, RankSnapshot
 from surefoot.core.process.frames import is_of_library, is_of_surefoot, is_of_torch
 
 EARLY, FIRST_STEPS = 10, 1
@@ -29,7 +29,7 @@ class Hang:
     is_unlike: bool = False
 
 
-def is_stalled(rows: Sequence[Seen], after_s: float) -> bool:
+def is_stalled(rows: Sequence[RankSnapshot], after_s: float) -> bool:
     """Return whether a rank has waited `after_s` for the others while no rank is busy alone.
 
     In the first step, which compiles, the limit is `EARLY` times as long.
@@ -42,7 +42,7 @@ def is_stalled(rows: Sequence[Seen], after_s: float) -> bool:
     )
 
 
-def find_apart(rows: Sequence[Seen]) -> Hang | None:
+def find_apart(rows: Sequence[RankSnapshot]) -> Hang | None:
     """Return the ranks that did something else when one rank ended inside a collective, or None.
 
     A library that sums what one rank sends with what another rank does not expect ends the
@@ -57,7 +57,7 @@ def find_apart(rows: Sequence[Seen]) -> Hang | None:
     return found if found.ranks else None
 
 
-def find_hang(rows: Sequence[Seen]) -> Hang:
+def find_hang(rows: Sequence[RankSnapshot]) -> Hang:
     """Return the ranks to blame for a stall.
 
     In this order: the ranks that called another collective than most did; the ranks that are in no
@@ -82,7 +82,7 @@ def find_hang(rows: Sequence[Seen]) -> Hang:
     return Hang((), f"all {len(rows)} ranks are in {where}, and it does not end: the network between them is cut, or too slow")
 
 
-def _find_unlike(rows: Sequence[Seen]) -> Hang | None:
+def _find_unlike(rows: Sequence[RankSnapshot]) -> Hang | None:
     """Return the hang of ranks that differ in the first collective not called alike, or None.
 
     Without a majority (of two ranks, say) all ranks that called it are returned.
@@ -104,18 +104,18 @@ def _find_unlike(rows: Sequence[Seen]) -> Hang | None:
     return None
 
 
-def _blame(rows: Sequence[Seen], every: Sequence[Seen], how: str) -> Hang:
+def _blame(rows: Sequence[RankSnapshot], every: Sequence[RankSnapshot], how: str) -> Hang:
     names = f"rank{'s' * (len(rows) > 1)} {', '.join(str(row.rank) for row in rows)} of {len(every)}"
     other = max((row for row in every if row not in rows), key=lambda row: row.record.waits_s or 0.0, default=None)
     waited = "" if other is None else f"rank {other.rank} waits in {_where(other)} for {other.record.waits_s or 0:.1f} s; "
     return Hang(tuple(row.rank for row in rows), f"{waited}{names} {how}: {_places(rows[:1])}")
 
 
-def _places(rows: Sequence[Seen]) -> str:
+def _places(rows: Sequence[RankSnapshot]) -> str:
     return "; ".join(f"rank {row.rank} is {_place(row)}" for row in rows)
 
 
-def _place(row: Seen) -> str:
+def _place(row: RankSnapshot) -> str:
     parts = [f"in step {row.record.step}"]
     if row.record.waits_s is not None:
         parts.append(f"in {_where(row)}")
@@ -132,7 +132,7 @@ def _place(row: Seen) -> str:
     return ", ".join(parts)
 
 
-def _is_in_own_collective(row: Seen) -> bool:
+def _is_in_own_collective(row: RankSnapshot) -> bool:
     return row.record.waits_s is None and any(is_of_torch(_file_of(frame), TOGETHER) for frame in row.stack)
 
 
@@ -140,7 +140,7 @@ def _called(kind: Kind, num_bytes: int) -> str:
     return kind.words if num_bytes < 0 else f"{kind.words} of {num_bytes:,} bytes"
 
 
-def _where(row: Seen) -> str:
+def _where(row: RankSnapshot) -> str:
     return f"{row.record.kind.words} of {row.record.num_bytes:,} bytes (collective {row.record.count})"
 
 

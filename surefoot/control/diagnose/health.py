@@ -75,7 +75,7 @@ class Health:
 
 
 def find_health(
-    owner: runlock.Owner, events: Sequence[Event], *, stuck_after_s: float | None = None, now_s: float | None = None
+    owner: runlock.LockOwner, events: Sequence[Event], *, stuck_after_s: float | None = None, now_s: float | None = None
 ) -> Health:
     """Judge a run by its lock and by its records.
 

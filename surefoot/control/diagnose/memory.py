@@ -35,7 +35,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredMemory:
     """Measured memory of a changed spec, from an experiment.
 
     Either `ratio`, the memory with the change divided by the memory without it, or `peak_bytes` for
@@ -97,7 +97,11 @@ class MemoryUse:
 
 
 def find_memory_use(
-    events: Iterable[Event], *, limit_bytes: float | None = None, shape: Shape | None = None, measured: Sequence[Measured] = ()
+    events: Iterable[Event],
+    *,
+    limit_bytes: float | None = None,
+    shape: Shape | None = None,
+    measured: Sequence[MeasuredMemory] = (),
 ) -> MemoryUse | None:
     """Judge the peak memory of the newest attempt among `events`; None where a number is missing.
 
@@ -131,7 +135,7 @@ def find_memory_use(
     )  # fmt: skip
 
 
-def _shrink(started: Started, peak: float, shape: Shape | None, measured: Sequence[Measured]) -> Iterator[Remedy]:
+def _shrink(started: Started, peak: float, shape: Shape | None, measured: Sequence[MeasuredMemory]) -> Iterator[Remedy]:
     """Yield changes that save memory: measured ones by their saving, then predicted ones."""
     spec = _spec(started)
     batch, microbatch = _sizes(spec)
@@ -150,7 +154,9 @@ def _shrink(started: Started, peak: float, shape: Shape | None, measured: Sequen
             yield _as_predicted(spec, key, value, None if shape is None else share * shape.activation_bytes)
 
 
-def _grow(started: Started, peak: float, most: float, shape: Shape | None, measured: Sequence[Measured]) -> Iterator[Remedy]:
+def _grow(
+    started: Started, peak: float, most: float, shape: Shape | None, measured: Sequence[MeasuredMemory]
+) -> Iterator[Remedy]:
     """Yield uses of free memory: a larger batch, and a larger model.
 
     The batch is the largest measured one that fits, or twice the batch of the run.
@@ -209,12 +215,12 @@ def _as_predicted(spec: RunSpec | None, key: str, value: Any, saved_bytes: float
     return Remedy(change=change, saved_bytes=saved_bytes, known=known)
 
 
-def _as_measured(found: Measured, before: float) -> Remedy:
+def _as_measured(found: MeasuredMemory, before: float) -> Remedy:
     there = found.peak_bytes if found.ratio is None else found.ratio * before
     return Remedy(change=found.change, saved_bytes=before - there, known=f"as measured: {found.source}")
 
 
-def _before(spec: RunSpec | None, peak: float, measured: Sequence[Measured], found: Measured) -> float:
+def _before(spec: RunSpec | None, peak: float, measured: Sequence[MeasuredMemory], found: MeasuredMemory) -> float:
     """Return the peak that a measured change is compared with.
 
     That is the measured peak of the run's split from the same source if there is one, else the peak

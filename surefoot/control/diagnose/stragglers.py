@@ -14,7 +14,7 @@ FAULT = "straggler"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waited:
+class StragglerWait:
     """A rank: the number of steps it finished last, the seconds waited for it, its mean pace.
 
     `waited_s` is what the median of the other ranks waited in those steps.
@@ -34,7 +34,7 @@ class Waits:
     """The ranks of an attempt over `num_steps` steps, and the stragglers reported during it."""
 
     num_steps: int
-    ranks: tuple[Waited, ...]
+    ranks: tuple[StragglerWait, ...]
     named: tuple[tuple[int, str], ...]  # (step, description and advice)
 
     def as_row(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def find_waits(events: Iterable[Event]) -> Waits | None:
     if num_steps < 1:
         return None
     ranks = [
-        Waited(
+        StragglerWait(
             rank=rank, num_last=round(sums["last"][rank]), waited_s=sums["waited_s"][rank],
             pace=Pace(*(sums[name][rank] / num_steps for name in Pace._fields)),
         )

@@ -20,7 +20,7 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # by a 
 TOLD = tuple(getattr(signal, name) for name in ENDINGS if hasattr(signal, name))
 
 
-class How(Enum):
+class ExitKind(Enum):
     """How an attempt ended; `is_retried` is True where a restart may help."""
 
     RAISED = "it ended with an error of its own"
@@ -36,13 +36,13 @@ class How(Enum):
 
     @property
     def is_retried(self) -> bool:
-        return self in (How.KILLED, How.CRASHED, How.HUNG, How.PARTED)
+        return self in (ExitKind.KILLED, ExitKind.CRASHED, ExitKind.HUNG, ExitKind.PARTED)
 
 
-class Fault(NamedTuple):
+class RankFailure(NamedTuple):
     """How an attempt ended, and the slot that is to blame; None where no single slot is."""
 
-    how: How
+    how: ExitKind
     place: int | None = None
 
 
@@ -73,7 +73,7 @@ class Rules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class RestartHistory:
     """History of a run's failures; checkpoints are counted from the start of its supervisor.
 
     `in_vain` counts the failed attempts from the last one that wrote a checkpoint on, including
@@ -92,7 +92,7 @@ class Course:
     waits: Mapping[int, int] = field(default_factory=dict)
 
 
-def read_code(code: int) -> How:
+def read_code(code: int) -> ExitKind:
     """Return how a process ended, from its exit code; the code of a signal is negative.
 
     SIGKILL comes from outside: a user, or the kernel when memory ran out. After SIGSEGV, SIGBUS,
@@ -104,14 +104,14 @@ def read_code(code: int) -> How:
     ['RAISED', 'PARTED', 'TOLD', 'KILLED', 'CRASHED', 'ABORTED']
     """
     if code >= 0:
-        codes = {LostRank.exit_code: How.PARTED, **dict.fromkeys((code for _, _, code in ENDINGS.values()), How.TOLD)}
-        return codes.get(code, How.RAISED)
+        codes = {LostRank.exit_code: ExitKind.PARTED, **dict.fromkeys((code for _, _, code in ENDINGS.values()), ExitKind.TOLD)}
+        return codes.get(code, ExitKind.RAISED)
     if -code == signal.SIGKILL:
-        return How.KILLED
-    return How.CRASHED if -code in CRASHES else How.TOLD if -code in TOLD else How.ABORTED
+        return ExitKind.KILLED
+    return ExitKind.CRASHED if -code in CRASHES else ExitKind.TOLD if -code in TOLD else ExitKind.ABORTED
 
 
-def decide(rules: Rules, course: Course, fault: Fault, num_commits: int) -> tuple[Decision, Course]:
+def decide(rules: Rules, course: RestartHistory, fault: RankFailure, num_commits: int) -> tuple[Decision, RestartHistory]:
     """Return what to do after `fault` when `num_commits` checkpoints exist, and the new history.
 
     Stop for a fault that a restart cannot mend; when two slots crashed with no checkpoint between,
@@ -123,7 +123,7 @@ def decide(rules: Rules, course: Course, fault: Fault, num_commits: int) -> tupl
     after = replace(course, num_commits=num_commits, in_vain=in_vain)
     if not fault.how.is_retried or rules.max_restarts == 0:
         return Decision(Choice.STOP), after
-    if fault.how is How.CRASHED and place is not None:
+    if fault.how is ExitKind.CRASHED and place is not None:
         if course.crash is not None and course.crash[0] != place and course.crash[1] == num_commits:
             both = " and ".join(map(str, sorted((course.crash[0], place))))
             return Decision(Choice.STOP, f"places {both} crashed, and no commit came between: it is the code, not a place"), after
@@ -143,19 +143,19 @@ def decide(rules: Rules, course: Course, fault: Fault, num_commits: int) -> tupl
     return Decision(Choice.LEAVE_OUT, f"place {place} {again} and is left out until {wait} more commits"), less
 
 
-def choose(rules: Rules, course: Course) -> tuple[int, ...]:
+def choose(rules: Rules, course: RestartHistory) -> tuple[int, ...]:
     """Return the slots that get a rank: as many as allowed, those never left out first."""
     there = _there(rules, course)
     number = max((each for each in rules.numbers if each <= len(there)), default=rules.numbers[0])
     return tuple(sorted(sorted(there, key=lambda each: (each in course.waits, each))[:number]))
 
 
-def has_more(rules: Rules, course: Course, places: tuple[int, ...], num_commits: int) -> bool:
+def has_more(rules: Rules, course: RestartHistory, places: tuple[int, ...], num_commits: int) -> bool:
     """Return whether more slots than `places` may have a rank at `num_commits` checkpoints."""
     return len(choose(rules, replace(course, num_commits=num_commits))) > len(places)
 
 
-def _there(rules: Rules, course: Course) -> list[int]:
+def _there(rules: Rules, course: RestartHistory) -> list[int]:
     return [each for each in range(rules.places) if course.out.get(each, 0) <= course.num_commits]
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from surefoot.contract import events, manifest
-from surefoot.control.launch.decide import Choice, Course, Fault, How, Rules, choose, decide, has_more
+from surefoot.control.launch.decide import Choice, ExitKind, RankFailure, RestartHistory, Rules, choose, decide, has_more
 from surefoot.core.errors import EXIT_OK
 
 LOOK_S = 0.2
 JOIN_S = 1.0
 
 
-class End(NamedTuple):
+class AttemptEnd(NamedTuple):
     """How an attempt ended: its exit code, and the fault if there was one.
 
     `is_asked` is True where a signal to the supervisor ended it, `is_recalled` where the supervisor
@@ -28,7 +28,7 @@ class End(NamedTuple):
     """
 
     code: int
-    fault: Fault | None = None
+    fault: RankFailure | None = None
     is_asked: bool = False
     is_recalled: bool = False
 
@@ -72,7 +72,7 @@ class Places:
 
     def __init__(self, rules: Rules, run: Path | None, say: Callable[[str], None]) -> None:
         self._rules, self._run, self._say = rules, run, say
-        self._course, self._commits = Course(), Commits(run)
+        self._course, self._commits = RestartHistory(), Commits(run)
         self.now = choose(rules, self._course)
 
     @property
@@ -95,12 +95,12 @@ class Places:
             f"{_names(set(found) - set(self.now))} will be tried again: all ranks save and end, to begin anew as {len(found)}"
         )
 
-    def after(self, end: End) -> int | None:
+    def after(self, end: AttemptEnd) -> int | None:
         """Return the exit code of the supervisor; None where all ranks restart."""
         fault = end.fault
         if self._run is None or end.is_asked or fault is None:
             return end.code
-        grows = end.is_recalled and fault.how is How.TOLD
+        grows = end.is_recalled and fault.how is ExitKind.TOLD
         if not grows and (not fault.how.is_retried or self._rules.max_restarts == 0):
             return end.code
         if events.is_finished(self._run):

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from surefoot.contract import events
-from surefoot.control.launch.decide import Fault, How, Rules, read_code
-from surefoot.control.launch.elastic import End, Places
+from surefoot.control.launch.decide import ExitKind, RankFailure, Rules, read_code
+from surefoot.control.launch.elastic import AttemptEnd, Places
 from surefoot.control.launch.forks import Forked, ForkServer
-from surefoot.control.launch.looking import Judge, Told, as_left, look, with_stacks
+from surefoot.control.launch.looking import Judge, RankFiles, as_left, look, with_stacks
 from surefoot.control.launch.peers import Peer
 from surefoot.core import flight, place, signals
 from surefoot.core.errors import EXIT_OK, InputError, LostRank, OutOfMemory
-from surefoot.core.flight import Seen
+from surefoot.core.flight import RankSnapshot
 from surefoot.core.hardware import count_cores
 from surefoot.core.process import memory
 
@@ -45,7 +45,7 @@ HEARD = (*signals.ENDINGS, "SIGUSR1")
 
 
 @dataclass(eq=False)
-class Rank:
+class RankProcess:
     """A rank process and its output.
 
     `said` holds the lines from its first error on, `part` a line that is not complete yet,
@@ -115,18 +115,18 @@ def _fill_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], judge: Judge) -> End:
+def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], judge: Judge) -> AttemptEnd:
     """Run all ranks once, from their start to the end of the last one."""
     num_ranks, asked, num_kills = len(places.now), list[int](), memory.count_kills()
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8))
-        ranks: list[Rank] = []
+        ranks: list[RankProcess] = []
         stack.callback(_end_all, ranks)
         for name in HEARD:
             if hasattr(signal, name):
                 number = getattr(signal, name)
                 stack.callback(signals.listen(number, functools.partial(_tell, ranks, number, asked)))
-        told = [Told.make(rank) for rank in range(num_ranks)]
+        told = [RankFiles.make(rank) for rank in range(num_ranks)]
         for each in told:
             stack.callback(each.close)
         for rank in range(num_ranks):
@@ -134,11 +134,11 @@ def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], jud
             ranks.append(begun)  # so that they are ended even if the next rank cannot be started
         meeting.close()
         if asked:  # a signal came before all ranks could receive it: nothing has started
-            return End(128 + asked[0], is_asked=True)
+            return AttemptEnd(128 + asked[0], is_asked=True)
         with places.watched():
             hung, is_recalled = _watch(ranks, say, judge, told, places)
         seen = as_left(look(dict.fromkeys(range(num_ranks), 0), told), told)
-    end = _judge(ranks, say, judge, seen) if hung is None else End(LOST, hung)
+    end = _judge(ranks, say, judge, seen) if hung is None else AttemptEnd(LOST, hung)
     end = _name_memory(end, memory.count_kills() - num_kills, say, places)
     fault = end.fault
     if fault is not None and fault.place is not None:
@@ -146,36 +146,38 @@ def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], jud
     return end._replace(fault=fault, is_asked=bool(asked), is_recalled=is_recalled)
 
 
-def _name_memory(end: End, num_kills: int, say: Callable[[str], None], places: Places) -> End:
+def _name_memory(end: AttemptEnd, num_kills: int, say: Callable[[str], None], places: Places) -> AttemptEnd:
     """Return `end` with the out-of-memory exit code where the kernel killed a rank for memory.
 
     Unless fewer ranks are allowed, such a run is not restarted: the same number of ranks would fail
     again.
     """
-    if num_kills <= 0 or end.fault is None or end.fault.how is not How.KILLED:
+    if num_kills <= 0 or end.fault is None or end.fault.how is not ExitKind.KILLED:
         return end
     say(
         f"error: the kernel killed {num_kills} process{'es' * (num_kills > 1)} of this run's cgroup for memory; all ranks together may "
         f"use {memory.find_limit().words}"
     )
     say("hint: use a smaller train.microbatch, memory.recompute, layout.shard or fewer ranks, or raise the limit")
-    how = end.fault.how if places.is_elastic else How.SHORT
+    how = end.fault.how if places.is_elastic else ExitKind.SHORT
     return end._replace(code=OutOfMemory.exit_code, fault=end.fault._replace(how=how))
 
 
-def _start(server: ForkServer, rank: int, num_ranks: int, meeting: socket.socket, told: Told, *, local_rank: int) -> Rank:
+def _start(
+    server: ForkServer, rank: int, num_ranks: int, meeting: socket.socket, told: RankFiles, *, local_rank: int
+) -> RankProcess:
     variables = {
         "RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting.getsockname()[1],
     }  # fmt: skip
     passed = {place.FLIGHT: told.flight, place.STACKS: told.stacks} | ({} if rank else {place.LISTENS: meeting.fileno()})
     threads = None if place.has_threads() else max(1, count_cores() // num_ranks)
-    return Rank(
+    return RankProcess(
         rank, server.start({name: str(value) for name, value in variables.items()}, passed, speaks=rank == 0, threads=threads)
     )
 
 
-def _tell(ranks: Sequence[Rank], number: int, asked: list[int]) -> None:
+def _tell(ranks: Sequence[RankProcess], number: int, asked: list[int]) -> None:
     """Forward a signal to every rank, and note it in `asked` if it ends them.
 
     Only SIGUSR1, which requests a checkpoint, does not.
@@ -189,8 +191,8 @@ def _tell(ranks: Sequence[Rank], number: int, asked: list[int]) -> None:
 
 
 def _watch(
-    ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told], places: Places
-) -> tuple[Fault | None, bool]:  # fmt: skip
+    ranks: Sequence[RankProcess], say: Callable[[str], None], judge: Judge, told: Sequence[RankFiles], places: Places
+) -> tuple[RankFailure | None, bool]:  # fmt: skip
     """Watch the ranks until all have ended, and print what they write.
 
     Once a rank has failed, the others have `GRACE_S` to end and are then killed. All ranks are
@@ -229,7 +231,7 @@ def _watch(
     return hung, is_recalled
 
 
-def _recall(ranks: Sequence[Rank], told: Sequence[Told]) -> None:
+def _recall(ranks: Sequence[RankProcess], told: Sequence[RankFiles]) -> None:
     """Make all ranks save and end after the same step, to be restarted.
 
     They end as on SIGTERM, and know that it is not the end of the run.
@@ -239,7 +241,9 @@ def _recall(ranks: Sequence[Rank], told: Sequence[Told]) -> None:
     _tell(ranks, signal.SIGTERM, [])
 
 
-def end_if_stalled(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, told: Sequence[Told]) -> Fault | None:
+def end_if_stalled(
+    ranks: Sequence[RankProcess], say: Callable[[str], None], judge: Judge, told: Sequence[RankFiles]
+) -> RankFailure | None:
     """Report the rank that blocks the others and kill all ranks; None where no rank does."""
     pids = {each.number: each.process.pid for each in ranks if each.code is None}
     rows = look(pids, told)
@@ -254,7 +258,7 @@ def end_if_stalled(ranks: Sequence[Rank], say: Callable[[str], None], judge: Jud
         else f"hint: all ranks are ended, and {judge.hint}; layout.stall says how long one may take"
     )
     _end_all(ranks)
-    return Fault(How.APART) if late is None else Fault(How.HUNG, late[0] if len(late) == 1 else None)
+    return RankFailure(ExitKind.APART) if late is None else RankFailure(ExitKind.HUNG, late[0] if len(late) == 1 else None)
 
 
 def _pause() -> Iterator[tuple[selectors.SelectorKey, int]]:
@@ -262,7 +266,7 @@ def _pause() -> Iterator[tuple[selectors.SelectorKey, int]]:
     return iter(())
 
 
-def _read(rank: Rank, say: Callable[[str], None]) -> bool:
+def _read(rank: RankProcess, say: Callable[[str], None]) -> bool:
     """Print the lines that a rank wrote, and return False at the end of its output.
 
     Its errors are kept instead: only those of the rank that failed first are printed.
@@ -286,7 +290,7 @@ def _read(rank: Rank, say: Callable[[str], None]) -> bool:
     return bool(content)
 
 
-def _end_all(ranks: Sequence[Rank]) -> None:
+def _end_all(ranks: Sequence[RankProcess]) -> None:
     """Kill every rank that is still running; the processes that a rank started end with it."""
     for each in ranks:
         if each.process.poll() is None:
@@ -296,7 +300,7 @@ def _end_all(ranks: Sequence[Rank]) -> None:
         each.process.wait()
 
 
-def _judge(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, seen: Sequence[Seen]) -> End:
+def _judge(ranks: Sequence[RankProcess], say: Callable[[str], None], judge: Judge, seen: Sequence[RankSnapshot]) -> AttemptEnd:
     """Return how the ranks ended, and report the rank that failed first.
 
     Rank 0 is not reported, since it prints its error itself. `seen` is the progress of each rank:
@@ -307,7 +311,7 @@ def _judge(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, seen
         key=lambda each: (each.code == LOST, each.ended_s, (each.code or 0) > 0, each.number),
     )
     if not failed:
-        return End(EXIT_OK)
+        return AttemptEnd(EXIT_OK)
     first = failed[0]
     assert first.code is not None
     if first.code > 0:
@@ -326,14 +330,14 @@ def _judge(ranks: Sequence[Rank], say: Callable[[str], None], judge: Judge, seen
     if first.code < 0:
         say(f"hint: {judge.hint}")
     how = read_code(first.code)
-    for each in ranks if how is How.PARTED else ():
+    for each in ranks if how is ExitKind.PARTED else ():
         if each.code == 0:
             say(f"error: rank {each.number} of {len(ranks)} ended with exit code 0, as if the run were over")
-            how = How.LEFT
-    return End(code, Fault(how, first.number if how in (How.KILLED, How.CRASHED) else None))
+            how = ExitKind.LEFT
+    return AttemptEnd(code, RankFailure(how, first.number if how in (ExitKind.KILLED, ExitKind.CRASHED) else None))
 
 
-def _tell_apart(ranks: Sequence[Rank], first: Rank, say: Callable[[str], None], words: str) -> None:
+def _tell_apart(ranks: Sequence[RankProcess], first: RankProcess, say: Callable[[str], None], words: str) -> None:
     """Print what the ranks did when one failed, and the first error of each other rank."""
     if words:
         say(f"error: at that time {words}")

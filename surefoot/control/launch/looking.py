@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from surefoot.control.launch.blocked import find_waits
 from surefoot.core import flight
-from surefoot.core.flight import Seen
+from surefoot.core.flight import RankSnapshot
 from surefoot.core.process.frames import is_of_surefoot
 from surefoot.core.signals import STACKS_SIGNAL
 
@@ -33,21 +33,21 @@ class Judge(NamedTuple):
     ended inside a collective; "" for none.
     """
 
-    is_stalled: Callable[[Sequence[Seen]], bool]
-    tell: Callable[[Sequence[Seen]], str]
-    tell_apart: Callable[[Sequence[Seen]], str] = lambda rows: ""
-    blame: Callable[[Sequence[Seen]], tuple[int, ...] | None] = lambda rows: ()
+    is_stalled: Callable[[Sequence[RankSnapshot]], bool]
+    tell: Callable[[Sequence[RankSnapshot]], str]
+    tell_apart: Callable[[Sequence[RankSnapshot]], str] = lambda rows: ""
+    blame: Callable[[Sequence[RankSnapshot]], tuple[int, ...] | None] = lambda rows: ()
     hint: str = "the same command goes on after the newest commit"
 
 
-class Told(NamedTuple):
+class RankFiles(NamedTuple):
     """Two in-memory files that a rank writes: its flight record and its stacks."""
 
     flight: int
     stacks: int
 
     @classmethod
-    def make(cls, rank: int) -> Told:
+    def make(cls, rank: int) -> RankFiles:
         """Make the two files of a rank; other processes do not inherit them."""
         return cls(flight.make_file(f"surefoot-flight-{rank}"), flight.make_file(f"surefoot-stacks-{rank}"))
 
@@ -56,12 +56,12 @@ class Told(NamedTuple):
             os.close(each)
 
 
-def look(pids: Mapping[int, int], told: Sequence[Told]) -> list[Seen]:
+def look(pids: Mapping[int, int], told: Sequence[RankFiles]) -> list[RankSnapshot]:
     """Return the current state of every rank; `pids` maps a rank to its process id."""
-    return [Seen(rank, flight.read(told[rank].flight), state_of(pid)) for rank, pid in pids.items()]
+    return [RankSnapshot(rank, flight.read(told[rank].flight), state_of(pid)) for rank, pid in pids.items()]
 
 
-def with_stacks(rows: Sequence[Seen], pids: Mapping[int, int], told: Sequence[Told]) -> list[Seen]:
+def with_stacks(rows: Sequence[RankSnapshot], pids: Mapping[int, int], told: Sequence[RankFiles]) -> list[RankSnapshot]:
     """Return `rows` with the stacks of the ranks that can be asked for them.
 
     A stopped process handles no signal, and a rank that has not joined has no handler yet. A row
@@ -99,7 +99,7 @@ def _wait_for_stacks(files: Sequence[int]) -> None:
             before, since_s = sizes, now_s
 
 
-def as_left(rows: Sequence[Seen], told: Sequence[Told]) -> list[Seen]:
+def as_left(rows: Sequence[RankSnapshot], told: Sequence[RankFiles]) -> list[RankSnapshot]:
     """Return `rows` with the last stacks that the ranks wrote, for instance at a fatal signal."""
     return [
         row._replace(stack=parse_stacks(os.pread(told[row.rank].stacks, 1 << 16, 0).decode(errors="replace"))) for row in rows

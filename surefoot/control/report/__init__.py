@@ -6,6 +6,6 @@ Figures are SVG; the templates beside this file escape all text.
 from surefoot.control.report.figure import Whole
 from surefoot.control.report.files import read_ladder, read_measured, read_profile, read_shape
 from surefoot.control.report.page import render
-from surefoot.control.report.rows import Report, RunRows, Table
+from surefoot.control.report.rows import ReportPage, RunRows, TableRows
 
-__all__ = ["Report", "RunRows", "Table", "Whole", "read_ladder", "read_measured", "read_profile", "read_shape", "render"]
+__all__ = ["ReportPage", "RunRows", "TableRows", "Whole", "read_ladder", "read_measured", "read_profile", "read_shape", "render"]

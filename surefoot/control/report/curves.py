@@ -19,7 +19,7 @@ WIDE_RANGE = 30.0  # max / min from which the axis is logarithmic: a linear one 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class PlottedCurve:
     """A curve of a figure: its style (the run's number), its name and its points.
 
     `marks` draws a marker at each point, `joins` connects the points with a line.
@@ -46,7 +46,7 @@ def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
     return [figure for title, y_title, lines in wanted if (figure := draw(title, y_title, lines)) is not None]
 
 
-def draw(title: str, y_title: str, lines: Sequence[Curve]) -> Figure | None:
+def draw(title: str, y_title: str, lines: Sequence[PlottedCurve]) -> Figure | None:
     """Draw curves in one pair of axes; None where there is nothing to draw."""
     lines = [replace(line, points=_within(line.points)) for line in lines]
     lines = [line for line in lines if any(is_drawn(y) for _, y in line.points)]
@@ -74,14 +74,14 @@ def _within(points: Sequence[Point]) -> list[Point]:
     return [(x, y if y is None or abs(y) < LARGEST else math.nan) for x, y in points]
 
 
-def _marks(frame: Frame, line: Curve) -> Iterator[Mark]:
+def _marks(frame: Frame, line: PlottedCurve) -> Iterator[Mark]:
     for x, y in line.points:
         if is_drawn(y):
             told = f"{line.label}: {format_number(y)} at step {x:,.0f}"
             yield Mark(x=frame.across(x), y=frame.up(y), shape=line.style, told=told)
 
 
-def _best(lines: Sequence[Curve]) -> Iterator[str]:
+def _best(lines: Sequence[PlottedCurve]) -> Iterator[str]:
     for line in lines:
         if line.best is not None:
             step, value = line.best
@@ -99,22 +99,24 @@ def _label(runs: Sequence[RunRows], run: RunRows, what: str) -> str:
     return what if len(runs) == 1 else f"{run.name}, {what}" if what else run.name
 
 
-def _losses(runs: Sequence[RunRows]) -> Iterator[Curve]:
+def _losses(runs: Sequence[RunRows]) -> Iterator[PlottedCurve]:
     """Yield the training loss as a line and the loss of evaluations as markers."""
     for index, run in enumerate(runs):
-        yield Curve(style=index, label=_label(runs, run, "training"), points=[(each.step, each.loss) for each in run.steps])
+        yield PlottedCurve(
+            style=index, label=_label(runs, run, "training"), points=[(each.step, each.loss) for each in run.steps]
+        )
         evaluated = [(each.step, each.loss) for each in run.evaluations]
         label = _label(runs, run, f"{run.evaluations[-1].split} split") if evaluated else ""
-        yield Curve(style=index, label=label, points=evaluated, marks=True, joins=False)
+        yield PlottedCurve(style=index, label=label, points=evaluated, marks=True, joins=False)
 
 
-def _scores(runs: Sequence[RunRows], scale: float) -> Iterator[Curve]:
+def _scores(runs: Sequence[RunRows], scale: float) -> Iterator[PlottedCurve]:
     for index, run in enumerate(runs):
         found = [(each, value_of(each)) for each in run.evaluations]
         best = [(float(each.step), value * scale) for each, value in found if each.best and value is not None]
         points = [(each.step, None if value is None else value * scale) for each, value in found]
         label = _label(runs, run, found[-1][0].score if found else "")
-        yield Curve(style=index, label=label, points=points, marks=True, best=best[-1] if best else None)
+        yield PlottedCurve(style=index, label=label, points=points, marks=True, best=best[-1] if best else None)
 
 
 def _score_scale(runs: Sequence[RunRows]) -> tuple[float, str]:
@@ -130,7 +132,7 @@ def value_of(evaluated: Evaluated) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _rates(runs: Sequence[RunRows]) -> Iterator[Curve]:
+def _rates(runs: Sequence[RunRows]) -> Iterator[PlottedCurve]:
     """Yield a curve for each run and parameter group, at most `NUM_STYLES`.
 
     Groups of a run with equal learning rates share one curve.
@@ -144,9 +146,9 @@ def _rates(runs: Sequence[RunRows]) -> Iterator[Curve]:
             (_label(runs, run, ", ".join(names) if len(groups) > 1 else ""), list(points)) for points, names in groups.items()
         ]
     for index, (label, points) in enumerate(found[:NUM_STYLES]):
-        yield Curve(style=index, label=label, points=points)
+        yield PlottedCurve(style=index, label=label, points=points)
 
 
-def _of_steps(runs: Sequence[RunRows], value: Callable[[Step], float | None]) -> Iterator[Curve]:
+def _of_steps(runs: Sequence[RunRows], value: Callable[[Step], float | None]) -> Iterator[PlottedCurve]:
     for index, run in enumerate(runs):
-        yield Curve(style=index, label=_label(runs, run, ""), points=[(each.step, value(each)) for each in run.steps])
+        yield PlottedCurve(style=index, label=_label(runs, run, ""), points=[(each.step, value(each)) for each in run.steps])

@@ -13,9 +13,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from surefoot.contract.run_folder import files
-from surefoot.control.diagnose import Measured, Shape
+from surefoot.control.diagnose import MeasuredMemory, Shape
 from surefoot.control.report.figure import Whole
-from surefoot.control.report.rows import Flame, Ladder, Memory, Operator, Place, Profile, Ratio, Roofline, Rung
+from surefoot.control.report.rows import (
+    Flame,
+    LadderRows,
+    MemoryRows,
+    OperatorRow,
+    Profile,
+    Ratio,
+    Roofline,
+    RooflinePoint,
+    RungRow,
+)
 from surefoot.control.report.rungs import format_ratio
 from surefoot.core.errors import InputError, RunFolderError
 from surefoot.core.units import LARGEST, format_bytes, format_number, format_percent
@@ -51,13 +61,13 @@ def read_profile(run: Path) -> Profile:
     )  # fmt: skip
 
 
-def read_ladder(folder: Path) -> Ladder:
+def read_ladder(folder: Path) -> LadderRows:
     """Return the ladder in a folder. Raises InputError if it is missing or cannot be read."""
     path = folder if folder.name == LADDER_FILE else folder / LADDER_FILE
     if not path.is_file():
         raise InputError(f"{folder} holds no {LADDER_FILE}", hint="surefoot ladder SPEC --out DIR writes one; give that DIR")
     row = _read(path)
-    return Ladder(
+    return LadderRows(
         folder=str(path.parent), spec=_text(row.get("spec")), device=_text(row.get("device")),
         conditions=_text(row.get("conditions")), baseline=_settings(_mapping(row.get("baseline")).get("plain")),
         best=_text(row.get("best")), num_runs=_whole_number(row.get("num_runs")), num_samples=_whole_number(row.get("num_samples")),
@@ -70,7 +80,7 @@ def read_shape(run: Path) -> Shape | None:
     return _part(run / SHAPE_FILE, _shape, [])
 
 
-def read_measured(path: Path) -> list[Measured]:
+def read_measured(path: Path) -> list[MeasuredMemory]:
     """Return measured memory of changed specs.
 
     Read from the folder of a ladder (the variants whose memory ratio is known to be below 1, or not
@@ -80,7 +90,7 @@ def read_measured(path: Path) -> list[Measured]:
     if path.is_dir() or path.name == LADDER_FILE:
         rungs = [(rung, rung.memory.low, rung.memory.high) for rung in read_ladder(path).rungs if rung.change]
         return [
-            Measured(change=rung.change, ratio=rung.memory.estimate, source=f"{format_ratio(rung.memory)}, {rung.standing} by {path}")
+            MeasuredMemory(change=rung.change, ratio=rung.memory.estimate, source=f"{format_ratio(rung.memory)}, {rung.standing} by {path}")
             for rung, low, high in rungs if low is not None and high is not None and (high < 1 or low >= 1)
         ]  # fmt: skip
     try:
@@ -90,7 +100,7 @@ def read_measured(path: Path) -> list[Measured]:
         rows = list(table)[:MAX_ROWS]
         splits = [(int(row["batch"]), int(row["microbatch"]), float(row["peak_bytes"])) for row in rows if row["peak_bytes"]]
         return [
-            Measured(change=f"train.batch={size} train.microbatch={part}", source=str(path), peak_bytes=peak, split=(size, part))
+            MeasuredMemory(change=f"train.batch={size} train.microbatch={part}", source=str(path), peak_bytes=peak, split=(size, part))
             for size, part, peak in splits if 0 < peak < LARGEST
         ]  # fmt: skip
     except (KeyError, TypeError, ValueError, csv.Error):
@@ -156,8 +166,8 @@ def _flame(title: str, path: Path, notes: list[str]) -> Flame | None:
     return Flame(title=title, uri=uri, file=str(path))
 
 
-def _operator(row: Mapping[str, Any]) -> Operator:
-    return Operator(
+def _operator(row: Mapping[str, Any]) -> OperatorRow:
+    return OperatorRow(
         name=_text(row.get("name")), calls=_number(row.get("calls")), self_s=_number(row.get("self_s")),
         total_s=_number(row.get("total_s")), self_bytes=_number(row.get("self_bytes")), flops=_number(row.get("flops")),
     )  # fmt: skip
@@ -167,7 +177,7 @@ def _roofline(row: Mapping[str, Any]) -> Roofline:
     peaks = _mapping(row.get("peaks"))
     rates = {_text(name): _number(peak) for name, peak in _mapping(peaks.get("flops_per_s")).items()}
     places = [
-        Place(
+        RooflinePoint(
             name=_text(each.get("name")), kind=_text(each.get("kind")), calls=_number(each.get("calls")),
             flops=_number(each.get("flops")), num_bytes=_number(each.get("bytes")), elapsed_s=_number(each.get("elapsed_s")),
             bound=_text(each.get("bound")),
@@ -192,7 +202,7 @@ def _shape(row: Mapping[str, Any]) -> Shape | None:
     )
 
 
-def _memory(row: Mapping[str, Any]) -> Memory:
+def _memory(row: Mapping[str, Any]) -> MemoryRows:
     times = [_number(value) for value in _list(row.get("times_s"))[:MAX_TIMES]]
     if any(value is None for value in times):
         raise RunFolderError("profile/memory.json is damaged: a time is no number")
@@ -200,16 +210,16 @@ def _memory(row: Mapping[str, Any]) -> Memory:
         _text(name): [_number(value) for value in _list(values)[:MAX_TIMES]]
         for name, values in _mapping(row.get("categories")).items()
     }
-    return Memory(times_s=[value or 0.0 for value in times], categories=categories)
+    return MemoryRows(times_s=[value or 0.0 for value in times], categories=categories)
 
 
-def _rung(row: Mapping[str, Any]) -> Rung:
+def _rung(row: Mapping[str, Any]) -> RungRow:
     parity = _mapping(row.get("parity"))
     ratios = {
         name: _ratio(row.get(f"{name}_ratio"))
         for name in ("time", "memory", "throughput", "startup", "total_time", "total_memory")
     }
-    return Rung(
+    return RungRow(
         name=_text(row.get("name")), kind=_text(row.get("kind")), standing=_text(row.get("standing")),
         reason=_text(row.get("reason")), change=_settings(row.get("change")), score=_score(row.get("score")),
         parity=", ".join(part for part in (_text(parity.get("verdict")), _text(parity.get("words"))) if part),

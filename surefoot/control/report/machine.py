@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from surefoot.control.report.figure import LETTERS, NUM_STYLES, Figure, Frame, Key, Mark, Path, Words, cut
-from surefoot.control.report.rows import Memory, Place, Profile, Roofline, Table
+from surefoot.control.report.rows import MemoryRows, Profile, Roofline, RooflinePoint, TableRows
 from surefoot.core.axis import Axis, find_axis
 from surefoot.core.units import UNKNOWN, format_bytes, format_count, format_flops, format_number, format_percent, format_seconds
 
@@ -52,7 +52,7 @@ def draw_roofline(found: Roofline) -> Figure | None:
     )  # fmt: skip
 
 
-def _stand(place: Place) -> tuple[float | None, float | None]:
+def _stand(place: RooflinePoint) -> tuple[float | None, float | None]:
     """Return FLOPs per byte and FLOP/s of a point; None where a count is unknown or 0."""
     if not (place.flops and place.num_bytes and place.elapsed_s) or min(place.flops, place.num_bytes, place.elapsed_s) <= 0:
         return None, None
@@ -70,7 +70,7 @@ def _roof(frame: Frame, index: int, peak: float, width: float | None) -> Iterato
     yield Path(d=d, style=f"line s{index % NUM_STYLES}")
 
 
-def _named(frame: Frame, places: Sequence[tuple[Place, float, float]]) -> Iterator[Words]:
+def _named(frame: Frame, places: Sequence[tuple[RooflinePoint, float, float]]) -> Iterator[Words]:
     """Yield names beside their markers; a name that would overlap another is left out."""
     taken: list[tuple[float, float, float]] = []
     for place, x, y in places:
@@ -94,12 +94,12 @@ def _powers(frame: Frame) -> Iterator[Words]:
     yield Words(x=frame.width - frame.right, y=frame.height - 6, text="FLOP a byte (log)", anchor="end", style="title")
 
 
-def _tell(place: Place) -> str:
+def _tell(place: RooflinePoint) -> str:
     x, y = _stand(place)
     return f"{place.name}: {format_count(x)} FLOP a byte, {_giga(y)} GFLOP/s, {format_seconds(place.elapsed_s)}"
 
 
-def table_of_places(found: Roofline) -> Table | None:
+def table_of_places(found: Roofline) -> TableRows | None:
     """Return a table of the modules and operators that took longest, with what bounds each."""
     ranked = sorted(found.places, key=lambda place: -(place.elapsed_s or 0.0))[:MAX_ROWS]
     headers = ("where", "kind", "calls", "time", "FLOPs", "bytes", "FLOP a byte", "GFLOP/s", "bound by")
@@ -111,7 +111,7 @@ def table_of_places(found: Roofline) -> Table | None:
             format_bytes(place.num_bytes), format_count(intensity), _giga(rate), place.bound or UNKNOWN,
         ])  # fmt: skip
     return (
-        Table(headers=headers, rows=rows, right=headers[2:8], caption=_of(len(ranked), len(found.places), "places"))
+        TableRows(headers=headers, rows=rows, right=headers[2:8], caption=_of(len(ranked), len(found.places), "places"))
         if rows
         else None
     )
@@ -132,7 +132,7 @@ def tell_roofline(found: Roofline) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def table_of_operators(profile: Profile) -> Table | None:
+def table_of_operators(profile: Profile) -> TableRows | None:
     """Return a table of the operators with the largest self time."""
     ranked = sorted(profile.operators, key=lambda each: -(each.self_s or 0.0))[:MAX_ROWS]
     headers = ("operator", "calls", "self time", "share", "total time", "own memory", "FLOPs")
@@ -146,7 +146,7 @@ def table_of_operators(profile: Profile) -> Table | None:
         for each in ranked
     ]  # fmt: skip
     return (
-        Table(headers=headers, rows=rows, right=headers[1:], caption=_of(len(ranked), len(profile.operators), "operators"))
+        TableRows(headers=headers, rows=rows, right=headers[1:], caption=_of(len(ranked), len(profile.operators), "operators"))
         if rows
         else None
     )
@@ -156,7 +156,7 @@ def _of(shown: int, every: int, what: str) -> str:
     return f"the first {shown} of {every:,} {what}, by time" if shown < every else ""
 
 
-def draw_memory(memory: Memory) -> tuple[Figure, Table] | None:
+def draw_memory(memory: MemoryRows) -> tuple[Figure, TableRows] | None:
     """Draw the memory categories stacked over time, each with a letter, and a table of the peak.
 
     The table lists the bytes of each category when their sum is largest.
@@ -194,7 +194,7 @@ def draw_memory(memory: Memory) -> tuple[Figure, Table] | None:
     ]
     rows.append(["", "all", format_bytes(top), f"at {format_seconds(memory.times_s[peak])}"])
     headers = ("", "category", "at the peak", "share")
-    return figure, Table(
+    return figure, TableRows(
         headers=headers,
         rows=rows,
         right=headers[2:],

@@ -14,7 +14,7 @@ from typing import Any
 
 from surefoot.control.report import curves, machine, rungs, spent
 from surefoot.control.report.figure import Figure, Whole
-from surefoot.control.report.rows import Flame, Pairs, Report, RunRows, Table
+from surefoot.control.report.rows import Flame, Pairs, ReportPage, RunRows, TableRows
 from surefoot.core.errors import needing
 from surefoot.core.units import UNKNOWN, format_bytes, format_seconds
 
@@ -24,13 +24,13 @@ TEMPLATES = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PagePart:
     """A figure, a table, images, text or commands, in that order; empty ones are left out."""
 
     title: str = ""
     figures: Sequence[Figure] = ()
     pairs: Pairs = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[TableRows] = ()
     flames: Sequence[Flame] = ()
     commands: Sequence[tuple[str, Whole]] = ()
     notes: Sequence[str] = ()
@@ -42,10 +42,10 @@ class Section:
 
     anchor: str
     title: str
-    parts: Sequence[Part]
+    parts: Sequence[PagePart]
 
 
-def render(report: Report) -> str:
+def render(report: ReportPage) -> str:
     """Return the whole HTML file. Raises MissingExtra without jinja2."""
     with needing("jinja2", "jinja2", extra="report", needed_for="surefoot report"):
         import jinja2
@@ -80,15 +80,15 @@ def harmless(value: Any) -> Any:
     return text if len(text) <= MAX_TEXT or lines else f"{text[:MAX_TEXT]}... ({len(text):,} letters)"
 
 
-def _sections(report: Report) -> Iterator[Section]:
+def _sections(report: ReportPage) -> Iterator[Section]:
     runs = report.runs
     yield Section(anchor="summary", title="Summary", parts=list(_summary(report)))
     figures = curves.draw_curves(runs)
-    yield Section(anchor="curves", title="Curves", parts=[Part(figures=figures)] if figures else [])
+    yield Section(anchor="curves", title="Curves", parts=[PagePart(figures=figures)] if figures else [])
     yield Section(anchor="time", title="Where the time went", parts=list(_time(runs)))
     if report.ladder is not None:
         figure = rungs.draw_rungs(report.ladder)
-        parts = [Part(
+        parts = [PagePart(
             pairs=rungs.tell_ladder(report.ladder), tables=rungs.tables_of_rungs(report.ladder), figures=[figure] if figure else [],
         )]  # fmt: skip
         yield Section(anchor="ladder", title="The ladder of optimisations", parts=parts)
@@ -100,24 +100,24 @@ def _sections(report: Report) -> Iterator[Section]:
         yield Section(anchor=anchor, title=title, parts=parts)
     yield Section(anchor="profile", title="Profile", parts=list(_profile_notes(runs)))
     yield Section(anchor="saves", title="Checkpoints and faults", parts=list(_saves(runs)))
-    yield Section(anchor="environment", title="Environment", parts=[Part(tables=[_beside(runs, "environment")])])
-    again = [Part(title=run.name if len(runs) > 1 else "", commands=[*run.commands, ("the spec", run.spec)]) for run in runs]
+    yield Section(anchor="environment", title="Environment", parts=[PagePart(tables=[_beside(runs, "environment")])])
+    again = [PagePart(title=run.name if len(runs) > 1 else "", commands=[*run.commands, ("the spec", run.spec)]) for run in runs]
     yield Section(anchor="again", title="How to repeat it", parts=again)
 
 
-def _summary(report: Report) -> Iterator[Part]:
-    yield Part(tables=[_beside(report.runs, "summary")])
+def _summary(report: ReportPage) -> Iterator[PagePart]:
+    yield PagePart(tables=[_beside(report.runs, "summary")])
     if report.differences is not None:
         same = [] if report.differences.rows else ["what is recorded of spec, versions, machine, code and data is equal"]
-        yield Part(title="What differs", tables=[report.differences] if report.differences.rows else [], notes=same)
+        yield PagePart(title="What differs", tables=[report.differences] if report.differences.rows else [], notes=same)
 
 
-def _beside(runs: Sequence[RunRows], what: str) -> Table:
+def _beside(runs: Sequence[RunRows], what: str) -> TableRows:
     """Return a table with a row for each name and a column for each run."""
     columns = [dict(_merged(getattr(run, what))) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     headers = ["", *(run.name for run in runs)] if len(runs) > 1 else ()
-    return Table(headers=headers, rows=[[name, *(column.get(name, UNKNOWN) for column in columns)] for name in names])
+    return TableRows(headers=headers, rows=[[name, *(column.get(name, UNKNOWN) for column in columns)] for name in names])
 
 
 def _merged(pairs: Pairs) -> Iterator[tuple[str, str]]:
@@ -130,65 +130,65 @@ def _merged(pairs: Pairs) -> Iterator[tuple[str, str]]:
     yield from merged.items()
 
 
-def _time(runs: Sequence[RunRows]) -> Iterator[Part]:
+def _time(runs: Sequence[RunRows]) -> Iterator[PagePart]:
     phases = [{} if run.phases is None else {each.name: each.total_s for each in run.phases.phases} for run in runs]
     for title, found in (("Phases of the newest attempt", phases), ("All attempts", [_known(run.goodput.parts) for run in runs])):
         drawn = spent.draw_bars(title, runs, found)
         if drawn is not None:
-            yield Part(figures=[drawn[0]], tables=[drawn[1]])
+            yield PagePart(figures=[drawn[0]], tables=[drawn[1]])
     for run in runs:
         if run.phases is not None:
             title = f"{run.name}, a step" if len(runs) > 1 else "A step"
-            yield Part(title=title, tables=list(spent.tables_of_steps(run.phases)), notes=list(spent.tell_phases(run.phases)))
+            yield PagePart(title=title, tables=list(spent.tables_of_steps(run.phases)), notes=list(spent.tell_phases(run.phases)))
 
 
 def _known(parts: Mapping[str, float | None]) -> dict[str, float]:
     return {name: seconds for name, seconds in parts.items() if seconds is not None}
 
 
-def _roofline(run: RunRows, title: str) -> Iterator[Part]:
+def _roofline(run: RunRows, title: str) -> Iterator[PagePart]:
     if (found := run.profile.roofline) is not None:
         figure, table = machine.draw_roofline(found), machine.table_of_places(found)
-        yield Part(
+        yield PagePart(
             title=title, figures=[figure] if figure else [], pairs=machine.tell_roofline(found), tables=[table] if table else [],
             notes=[] if figure else ["no roof is drawn: peaks or counts are n/a"],
         )  # fmt: skip
 
 
-def _operators(run: RunRows, title: str) -> Iterator[Part]:
+def _operators(run: RunRows, title: str) -> Iterator[PagePart]:
     if (table := machine.table_of_operators(run.profile)) is not None:
         steps = UNKNOWN if run.profile.num_steps is None else f"{run.profile.num_steps:,}"
-        yield Part(title=title, pairs=[("window", f"{steps} steps, {format_seconds(run.profile.window_s)}")], tables=[table])
+        yield PagePart(title=title, pairs=[("window", f"{steps} steps, {format_seconds(run.profile.window_s)}")], tables=[table])
 
 
-def _memory(run: RunRows, title: str) -> Iterator[Part]:
+def _memory(run: RunRows, title: str) -> Iterator[PagePart]:
     if run.memory is not None:
         rows = [[each.change, each.effect] for each in run.memory.remedies]
-        tables = [Table(headers=("what would change it", "by how much"), rows=rows)] if rows else []
-        yield Part(title=title, pairs=[("at its most", run.memory.words)], tables=tables)
+        tables = [TableRows(headers=("what would change it", "by how much"), rows=rows)] if rows else []
+        yield PagePart(title=title, pairs=[("at its most", run.memory.words)], tables=tables)
     if run.profile.memory is not None and (drawn := machine.draw_memory(run.profile.memory)) is not None:
-        yield Part(title=title, figures=[drawn[0]], tables=[drawn[1]])
+        yield PagePart(title=title, figures=[drawn[0]], tables=[drawn[1]])
 
 
-def _flames(run: RunRows, title: str) -> Iterator[Part]:
+def _flames(run: RunRows, title: str) -> Iterator[PagePart]:
     if run.profile.flames:
-        yield Part(title=title, flames=run.profile.flames)
+        yield PagePart(title=title, flames=run.profile.flames)
 
 
-def _profile_notes(runs: Sequence[RunRows]) -> Iterator[Part]:
+def _profile_notes(runs: Sequence[RunRows]) -> Iterator[PagePart]:
     notes = [note for run in runs for note in run.profile.notes]
     bare = [
         run for run in runs if not (run.profile.operators or run.profile.roofline or run.profile.memory or run.profile.flames)
     ]
     notes += [f"{run.name} has no profile, so operators, roofline, memory and flame graph are n/a" for run in bare]
     if notes:
-        yield Part(notes=notes)
+        yield PagePart(notes=notes)
 
 
-def _saves(runs: Sequence[RunRows]) -> Iterator[Part]:
+def _saves(runs: Sequence[RunRows]) -> Iterator[PagePart]:
     figure = spent.draw_history(runs)
     if figure is not None:
-        yield Part(figures=[figure])
+        yield PagePart(figures=[figure])
     for run in runs:
         tables = []
         if run.commits:
@@ -198,14 +198,14 @@ def _saves(runs: Sequence[RunRows]) -> Iterator[Part]:
                 for each in run.commits[-MAX_ROWS:]
             ]
             tables.append(
-                Table(headers=headers, rows=rows, right=headers, caption=_newest(len(run.commits), "saves"), is_narrow=True)
+                TableRows(headers=headers, rows=rows, right=headers, caption=_newest(len(run.commits), "saves"), is_narrow=True)
             )
         if run.faults:
             headers = ("fault at step", "fault", "what", "what was done")
             rows = [[f"{each.step:,}", each.fault, each.detail, each.action] for each in run.faults[-MAX_ROWS:]]
-            tables.append(Table(headers=headers, rows=rows, right=headers[:1], caption=_newest(len(run.faults), "faults")))
+            tables.append(TableRows(headers=headers, rows=rows, right=headers[:1], caption=_newest(len(run.faults), "faults")))
         notes = [] if run.commits else ["nothing was saved"]
-        yield Part(
+        yield PagePart(
             title=run.name if len(runs) > 1 else "",
             tables=tables,
             notes=[*notes, *([] if run.faults else ["no fault was recorded"])],

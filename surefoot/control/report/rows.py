@@ -13,7 +13,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class TableRows:
     """Rows under their headers; the columns named in `right` hold numbers.
 
     `swatches` is the style number of the figure for each row. A table with `is_narrow` is placed
@@ -29,7 +29,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operator:
+class OperatorRow:
     """A row of `profile/operators.json`: the time, memory and FLOPs of an operator in the window.
 
     `self_s` excludes the operators that it calls, `total_s` includes them.
@@ -44,7 +44,7 @@ class Operator:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RooflinePoint:
     """A point of the roofline: a module or an operator with its FLOPs, bytes and seconds."""
 
     name: str
@@ -63,14 +63,14 @@ class Roofline:
     device: str
     flops_per_s: Mapping[str, float]
     bytes_per_s: float | None
-    places: Sequence[Place]
+    places: Sequence[RooflinePoint]
     mfu: float | None
     mfu_formula: str
     fusible_share: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryRows:
     """Bytes of each memory category at each time of a window."""
 
     times_s: Sequence[float]
@@ -92,9 +92,9 @@ class Profile:
 
     num_steps: int | None = None
     window_s: float | None = None
-    operators: Sequence[Operator] = ()
+    operators: Sequence[OperatorRow] = ()
     roofline: Roofline | None = None
-    memory: Memory | None = None
+    memory: MemoryRows | None = None
     flames: Sequence[Flame] = ()
     notes: Sequence[str] = ()
 
@@ -110,7 +110,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
+class RungRow:
     """A variant of a ladder: its change, its effects, and its standing.
 
     `standing` is `kept`, `rejected` or `skipped`. `time`, `memory`, `throughput` and `startup` are
@@ -134,7 +134,7 @@ class Rung:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ladder:
+class LadderRows:
     """The results of `surefoot ladder`."""
 
     folder: str
@@ -142,7 +142,7 @@ class Ladder:
     device: str
     conditions: str
     baseline: str
-    rungs: Sequence[Rung]
+    rungs: Sequence[RungRow]
     best: str
     num_runs: int | None = None
     num_samples: int | None = None
@@ -170,10 +170,10 @@ class RunRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ReportPage:
     """The content of a page: runs, their differences, and the ladder they belong to."""
 
     runs: Sequence[RunRows]
-    differences: Table | None = None
-    ladder: Ladder | None = None
+    differences: TableRows | None = None
+    ladder: LadderRows | None = None
     version: str = ""

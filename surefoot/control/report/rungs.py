@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from surefoot.control.report.figure import Box, Figure, Frame, Mark, Path, Words, cut
-from surefoot.control.report.rows import Ladder, Ratio, Rung, Table
+from surefoot.control.report.rows import LadderRows, Ratio, RungRow, TableRows
 from surefoot.core.axis import LARGEST, Axis, find_axis
 from surefoot.core.units import UNKNOWN, format_number
 
@@ -13,7 +13,7 @@ STANDINGS = KEPT, REJECTED, SKIPPED = "kept", "rejected", "skipped"
 ROW, WIDTH, LEFT, RIGHT = 26, 460, 150, 74
 
 
-def verdict(rung: Rung) -> str:
+def verdict(rung: RungRow) -> str:
     """Return the standing of a variant, in capitals if rejected; n/a if unknown."""
     return rung.standing.upper() if rung.standing == REJECTED else rung.standing or UNKNOWN
 
@@ -27,7 +27,7 @@ def format_ratio(ratio: Ratio) -> str:
     return f"{format_number(ratio.estimate)} ({format_number(ratio.low)} to {format_number(ratio.high)})"
 
 
-def tables_of_rungs(ladder: Ladder) -> list[Table]:
+def tables_of_rungs(ladder: LadderRows) -> list[TableRows]:
     """Return three tables with a row for each variant: results, further ratios, and changes.
 
     Rejected variants are listed too, with the reason.
@@ -42,7 +42,7 @@ def tables_of_rungs(ladder: Ladder) -> list[Table]:
     ]  # fmt: skip
     most = max((rung.time.n or 0 for rung in ladder.rungs), default=0)
     told = "ratios against the rung below, below 1 is less; in brackets the interval"
-    table = Table(
+    table = TableRows(
         headers=headers, rows=rows, right=headers[2:5], caption=f"{told}, of at most {most:.0f} pairs a rung" if most else told
     )
     ratios = ("rung", "throughput", "start-up", "memory from the start", "rule of thumb")
@@ -53,12 +53,12 @@ def tables_of_rungs(ladder: Ladder) -> list[Table]:
     what = [[rung.name, rung.kind or UNKNOWN, rung.change or UNKNOWN, rung.parity or UNKNOWN] for rung in ladder.rungs]
     return [
         table,
-        Table(headers=ratios, rows=measured, right=ratios[1:4]),
-        Table(headers=("rung", "kind", "change", "parity"), rows=what),
+        TableRows(headers=ratios, rows=measured, right=ratios[1:4]),
+        TableRows(headers=("rung", "kind", "change", "parity"), rows=what),
     ]
 
 
-def draw_rungs(ladder: Ladder) -> Figure | None:
+def draw_rungs(ladder: LadderRows) -> Figure | None:
     """Draw the time ratio of each variant to the one below; the vertical line is 1."""
     drawn = [rung for rung in ladder.rungs if rung.time.estimate is not None and 0 < rung.time.estimate < LARGEST]
     x = find_axis([1.0, *(value for rung in drawn for value in (rung.time.estimate, rung.time.low, rung.time.high))])
@@ -105,7 +105,7 @@ def _ticks(frame: Frame, values: Sequence[float]) -> Iterator[Words]:
     )
 
 
-def tell_ladder(ladder: Ladder) -> list[tuple[str, str]]:
+def tell_ladder(ladder: LadderRows) -> list[tuple[str, str]]:
     """Return the conditions of a ladder in words: runs, spec, device, baseline, best variant."""
     standings = [rung.standing for rung in ladder.rungs]
     return [

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from surefoot.control.diagnose import Phases, Spread
 from surefoot.control.report.figure import LETTERS, NUM_STYLES, Box, Figure, Frame, Key, Mark, Path, Words, cut
-from surefoot.control.report.rows import RunRows, Table
+from surefoot.control.report.rows import RunRows, TableRows
 from surefoot.core.axis import LARGEST, Axis, find_axis
 from surefoot.core.units import format_percent, format_seconds
 
@@ -18,7 +18,7 @@ LETTER_ROOM = 14.0  # minimum width in pixels of a part that shows its letter
 COMMITTED, FAULTED, BEGAN = 0, 1, 2  # markers of the history
 
 
-def draw_bars(title: str, runs: Sequence[RunRows], spent: Sequence[Mapping[str, float]]) -> tuple[Figure, Table] | None:
+def draw_bars(title: str, runs: Sequence[RunRows], spent: Sequence[Mapping[str, float]]) -> tuple[Figure, TableRows] | None:
     """Draw a bar for each run, with its parts as shares of its time, and the table of the parts.
 
     Each part has the letter of its row in the table.
@@ -48,7 +48,7 @@ def draw_bars(title: str, runs: Sequence[RunRows], spent: Sequence[Mapping[str, 
 
 def _table(
     names: Sequence[str], letters: Mapping[str, str], runs: Sequence[RunRows], spent: Sequence[Mapping[str, float]]
-) -> Table:
+) -> TableRows:
     headers = ["", "part", *(name for run in runs for name in ((run.name if len(runs) > 1 else "time"), "share"))]
     totals = [math.fsum(each.values()) for each in spent]
     rows = [
@@ -59,7 +59,7 @@ def _table(
         ]
         for name in names
     ]
-    return Table(
+    return TableRows(
         headers=headers,
         rows=rows,
         right=headers[2:],
@@ -74,17 +74,17 @@ def _cells(seconds: float | None, total: float) -> tuple[str, str]:
     return format_seconds(seconds), format_percent(seconds / total if total > 0 else None)
 
 
-def tables_of_steps(phases: Phases) -> Iterator[Table]:
+def tables_of_steps(phases: Phases) -> Iterator[TableRows]:
     """Yield a table of the time of each phase and of a step, and one of the slow steps."""
     headers = ("phase", *SPREAD)
     rows = [[each.name, *_spread(each.a_step)] for each in phases.phases if each.total_s > 0]
     rows.append(["a step", *_spread(phases.step)])
-    yield Table(headers=headers, rows=rows, right=SPREAD, caption="of one step; of the phases, of the records' means")
+    yield TableRows(headers=headers, rows=rows, right=SPREAD, caption="of one step; of the phases, of the records' means")
     slow = [[f"{row['step']:,}", format_seconds(row["elapsed_s"]), str(row["cause"])] for row in phases.outliers[:MAX_OUTLIERS]]
     if slow:
         others = sum(phases.causes.values()) - len(slow)
         caption = f"{others:,} other slow steps are left out" if others > 0 else ""
-        yield Table(headers=("slow step", "time", "cause"), rows=slow, right=("slow step", "time"), caption=caption)
+        yield TableRows(headers=("slow step", "time", "cause"), rows=slow, right=("slow step", "time"), caption=caption)
 
 
 def tell_phases(phases: Phases) -> Iterator[str]:

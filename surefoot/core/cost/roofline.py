@@ -46,7 +46,7 @@ def ridge(peak_flops_per_s: float, bytes_per_s: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class OperatorWork:
     """Work of the calls of one operator in one dtype, in a step.
 
     `model_flops` are the FLOPs of the matmuls that the model itself requires, without
@@ -96,7 +96,7 @@ class Point:
         return {**row, "bytes": row.pop("num_bytes"), "intensity_flops_per_byte": self.intensity, "reached": self.reached}
 
 
-def find_point(name: str, kind: Kind, works: Sequence[Work], peaks: Peaks) -> Point:
+def find_point(name: str, kind: Kind, works: Sequence[OperatorWork], peaks: Peaks) -> Point:
     """Return `works` as one point, with times and counts added up.
 
     It is bound by compute or memory, whichever needs more time for the sum of `works` on the peaks
@@ -122,7 +122,7 @@ def find_point(name: str, kind: Kind, works: Sequence[Work], peaks: Peaks) -> Po
     )  # fmt: skip
 
 
-def _compute_s(work: Work, peaks: Peaks) -> float | None:
+def _compute_s(work: OperatorWork, peaks: Peaks) -> float | None:
     if not work.flops:
         return 0.0
     peak = peaks.flops_per_s.get(work.dtype)

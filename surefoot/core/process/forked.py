@@ -17,7 +17,7 @@ _forking = threading.local()  # what a forking thread passes to the child
 _inherited: list[Any] = []  # objects of the parent of this process
 
 
-class Owner:
+class OwningProcess:
     """The process that made this object; processes forked from it must not use what it owns."""
 
     def __init__(self) -> None:

@@ -205,7 +205,7 @@ def _amount(times: float) -> str:
     return "just" if times < 1.005 else f"{format_number(times)} times"
 
 
-class Watch:
+class StragglerWatch:
     """Detector of stragglers that reports a rank when it becomes one and when it catches up.
 
     A new attempt is judged as soon as its steps are enough: with 2 ranks after 11 steps, all

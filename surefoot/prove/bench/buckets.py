@@ -44,7 +44,7 @@ class Laid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class BucketTiming:
     """Steps with one bucket layout: the bytes of each bucket, and the seconds of a step.
 
     `elapsed` is the median over rounds with its 95 % interval.
@@ -65,7 +65,7 @@ class Duel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
+class BucketTuning:
     """Results of the measurement of bucket layouts.
 
     `best` compares the fastest layout of the sweep with the spec's. `first` compares the fastest
@@ -81,7 +81,7 @@ class Tuned:
     own_sizes: tuple[int, ...]
     alone: Interval
     link: Link
-    tried: tuple[Tried, ...]
+    tried: tuple[BucketTiming, ...]
     best: Duel | None
     first: Duel | None
 
@@ -114,7 +114,7 @@ class Tuned:
         return self.best.laid if self.best is not None and self.best.ratio.verdict == "lower" else self.own
 
 
-def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> Tuned:
+def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> BucketTuning:
     """Measure bucket layouts on the ranks of which this process is one.
 
     Raises InputError or a subclass for a spec that several ranks cannot share, UserCodeError for an
@@ -137,7 +137,7 @@ def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> T
             raise blame.as_run_error(error, f"{group.place}in bench comm:") from error
 
 
-def _tune(bench: _Bench, own: Laid, wanted: Buckets) -> Tuned:
+def _tune(bench: _Bench, own: Laid, wanted: Buckets) -> BucketTuning:
     own_sizes = bench.use(own)
     gradient_bytes = sum(own_sizes)
     bench.tell(f"the gradients alone, {wanted.calls} times")
@@ -155,16 +155,16 @@ def _tune(bench: _Bench, own: Laid, wanted: Buckets) -> Tuned:
     if len(bench.without_twins([quickest, alike])) > 1:
         bench.tell("a first bucket of its own against one like the others")
         first = _duel(bench, quickest, alike, wanted.rounds)
-    return Tuned(
+    return BucketTuning(
         ranks=bench.group.size, device=str(bench.rehearsal.device), transport=bench.group.transport,
         gradient_bytes=gradient_bytes, own=own, own_sizes=own_sizes,
         alone=alone, link=link, tried=tried, best=best, first=first,
     )  # fmt: skip
 
 
-def _sweep(bench: _Bench, ways: Sequence[Laid], rounds: int) -> tuple[Tried, ...]:
+def _sweep(bench: _Bench, ways: Sequence[Laid], rounds: int) -> tuple[BucketTiming, ...]:
     found = bench.time_steps(ways, rounds)
-    return tuple(Tried(laid=way, bucket_sizes=bench.use(way), elapsed=median_interval(found[way])) for way in ways)
+    return tuple(BucketTiming(laid=way, bucket_sizes=bench.use(way), elapsed=median_interval(found[way])) for way in ways)
 
 
 def _duel(bench: _Bench, laid: Laid, against: Laid, rounds: int) -> Duel:

@@ -23,7 +23,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class TimedCollective:
     """A collective over `num_bytes` bytes: median seconds of its calls, with a 95 % interval.
 
     The time of a call is that of the slowest rank.
@@ -61,12 +61,12 @@ def on_ranks(device: str, transport: Transport = "auto") -> Iterator[Group]:
         yield group
 
 
-def measure(group: Group, wanted: Sizes, *, tell: Tell = lambda text: None) -> tuple[Timed, ...]:
+def measure(group: Group, wanted: Sizes, *, tell: Tell = lambda text: None) -> tuple[TimedCollective, ...]:
     """Time every collective over every size; each rank returns the same rows.
 
     Raises NumbersError for a collective with wrong results.
     """
-    rows: list[Timed] = []
+    rows: list[TimedCollective] = []
     for name in wanted.collectives:
         check(group, name)
         tell(f"{name}, {len(wanted.all)} sizes")
@@ -88,13 +88,13 @@ def check(group: Group, name: str) -> None:
         )
 
 
-def time_collective(group: Group, collective: Collective, calls: int, warmup: int) -> Timed:
+def time_collective(group: Group, collective: Collective, calls: int, warmup: int) -> TimedCollective:
     """Time `calls` samples of a collective, after `warmup` samples that are not counted.
 
     A sample is `collective.period` consecutive calls, so that no rank runs ahead of the others.
     """
     elapsed_s = time_calls(group, lambda: list(map(collective.call, range(collective.period))), calls, warmup)
-    return Timed(
+    return TimedCollective(
         collective=collective.name, ranks=group.size, num_bytes=collective.num_bytes,
         elapsed=median_interval([each / collective.period for each in elapsed_s]),
     )  # fmt: skip
@@ -119,7 +119,7 @@ def _synchronise(group: Group) -> None:
         torch.cuda.synchronize(group.device)
 
 
-def fit(rows: Sequence[Timed]) -> dict[str, Link]:
+def fit(rows: Sequence[TimedCollective]) -> dict[str, Link]:
     """Fit latency and bandwidth for each collective with two sizes or more."""
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from surefoot.components.data.loader import Kind, Loader, Settings, Taken
+from surefoot.components.data.loader import Kind, Loader, LoaderSettings, Taken
 from surefoot.components.data.loader.pilot import ENOUGH, GAIN, find_most, numbers
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
@@ -26,7 +26,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class LoaderTiming:
     """A loader setting, with samples per second of the loader alone and of steps that use it.
 
     `waiting` is the share of the steps' time that they wait for data.
@@ -47,7 +47,7 @@ class Tried:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
+class LoaderTuning:
     """The chosen loader setting and every tried one.
 
     `demand_per_s` is samples per second of steps whose data is already loaded; `why` says why
@@ -55,8 +55,8 @@ class Tuned:
     """
 
     demand_per_s: float
-    tried: tuple[Tried, ...]
-    chosen: Tried
+    tried: tuple[LoaderTiming, ...]
+    chosen: LoaderTiming
     why: str
 
     def as_row(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Trials:
         finally:
             self._stepper.loader = self.loader
 
-    def measure(self, settings: Settings) -> Tried:
+    def measure(self, settings: LoaderSettings) -> LoaderTiming:
         """Measure the loader alone, then with steps."""
         self.loader.use(settings)
         supply_per_s = self._supply()
@@ -107,7 +107,7 @@ class Trials:
         samples_per_s, waiting = self._steps(None)
         kind = self.loader.kind if settings.workers else "auto"
         self.loader.close()
-        return Tried(
+        return LoaderTiming(
             workers=settings.workers, kind=kind, prefetch=settings.prefetch if settings.workers else 0, pinned=self._pins,
             supply_per_s=supply_per_s, samples_per_s=samples_per_s, waiting=waiting,
         )  # fmt: skip
@@ -141,7 +141,7 @@ class Trials:
         return samples / elapsed_s, waiting_s / elapsed_s
 
 
-def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: Tell = lambda text: None) -> Tuned:
+def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: Tell = lambda text: None) -> LoaderTuning:
     """Find the loader setting with which the steps of `spec` do not wait for data.
 
     Tries 0, 1, 2, 4 workers and so on, up to `most` (4 to 8 by default, by the number of cores),
@@ -157,7 +157,7 @@ def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: 
         trials = Trials(rehearsal, seconds)
         tell("the steps alone")
         demand = trials.demand()
-        tried: list[Tried] = []
+        tried: list[LoaderTiming] = []
         for settings in _worth_trying(spec, trials, tried, most, demand):
             tell(
                 "no worker"
@@ -166,13 +166,15 @@ def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: 
             )
             tried.append(trials.measure(settings))
     chosen, why = choose(tried, demand)
-    return Tuned(demand_per_s=demand, tried=tuple(tried), chosen=chosen, why=why)
+    return LoaderTuning(demand_per_s=demand, tried=tuple(tried), chosen=chosen, why=why)
 
 
-def _worth_trying(spec: RunSpec, trials: Trials, tried: list[Tried], most: int, demand_per_s: float) -> Iterator[Settings]:
+def _worth_trying(
+    spec: RunSpec, trials: Trials, tried: list[LoaderTiming], most: int, demand_per_s: float
+) -> Iterator[LoaderSettings]:
     """Yield the next setting to try, depending on the results in `tried`."""
     table = spec.loader
-    base = Settings(kind=table.kind, prefetch=table.prefetch or Settings.prefetch, start=table.start)
+    base = LoaderSettings(kind=table.kind, prefetch=table.prefetch or LoaderSettings.prefetch, start=table.start)
     for workers in numbers(most):
         yield replace(base, workers=workers)
         if is_enough(tried, demand_per_s):
@@ -187,7 +189,7 @@ def _worth_trying(spec: RunSpec, trials: Trials, tried: list[Tried], most: int, 
     yield replace(settings, kind=best.kind, prefetch=2 * settings.prefetch)
 
 
-def is_enough(tried: list[Tried], demand_per_s: float) -> bool:
+def is_enough(tried: list[LoaderTiming], demand_per_s: float) -> bool:
     """Return whether more workers are not worth trying: no step waits, or nothing was gained."""
     *before, last = tried
     if last.waiting <= ENOUGH:
@@ -195,7 +197,7 @@ def is_enough(tried: list[Tried], demand_per_s: float) -> bool:
     return last.workers > 1 and last.samples_per_s < max(each.samples_per_s for each in before) * (1 + GAIN)
 
 
-def choose(tried: list[Tried], demand_per_s: float) -> tuple[Tried, str]:
+def choose(tried: list[LoaderTiming], demand_per_s: float) -> tuple[LoaderTiming, str]:
     """Return the cheapest setting that keeps steps from waiting, with a fifth to spare, and why.
 
     Where there is none, return the cheapest of the fastest.

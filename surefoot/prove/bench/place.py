@@ -17,7 +17,7 @@ import torch
 from surefoot.components.profiler.counts import WHOLE, Counter
 from surefoot.components.profiler.peaks import measure_peaks
 from surefoot.contract.spec import RunSpec
-from surefoot.core.cost.roofline import MFU, VERSION, Point, Utilisation, Work, find_point, fusible_share
+from surefoot.core.cost.roofline import MFU, VERSION, OperatorWork, Point, Utilisation, find_point, fusible_share
 from surefoot.core.errors import InputError
 from surefoot.core.hardware import Peaks, find_published
 from surefoot.core.statistics import median
@@ -130,7 +130,7 @@ def _placed(
     )  # fmt: skip
 
 
-def _works(counters: list[Counter], module: str) -> list[Work]:
+def _works(counters: list[Counter], module: str) -> list[OperatorWork]:
     """Return what the last counted step did in a module, each time a median over counted steps."""
     times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for counter in counters:
@@ -140,7 +140,7 @@ def _works(counters: list[Counter], module: str) -> list[Work]:
     return sorted(last, key=lambda work: -work.elapsed_s)
 
 
-def _points(counters: list[Counter], whole: list[Work], peaks: Peaks) -> tuple[Point, ...]:
+def _points(counters: list[Counter], whole: list[OperatorWork], peaks: Peaks) -> tuple[Point, ...]:
     """Return a point per operator and dtype, then a point per module, the longest first.
 
     A module includes its backward pass and everything inside it.
@@ -150,7 +150,7 @@ def _points(counters: list[Counter], whole: list[Work], peaks: Peaks) -> tuple[P
     return (*operators, *sorted(modules, key=lambda point: -point.elapsed_s))
 
 
-def _utilisation(whole: list[Work], flops_per_sample: float, peaks: Peaks) -> Utilisation:
+def _utilisation(whole: list[OperatorWork], flops_per_sample: float, peaks: Peaks) -> Utilisation:
     """Return the utilization, relative to the peak of the dtype with most of the model's FLOPs.
 
     The peak is the maker's for a known GPU, else the one measured on this machine.
@@ -168,7 +168,7 @@ def _utilisation(whole: list[Work], flops_per_sample: float, peaks: Peaks) -> Ut
     )
 
 
-def _rule_flops(rehearsal: Rehearsal, whole: list[Work]) -> float | None:
+def _rule_flops(rehearsal: Rehearsal, whole: list[OperatorWork]) -> float | None:
     tokens = rehearsal.assembly.course.tokens_per_sample
     if tokens is None:
         return None

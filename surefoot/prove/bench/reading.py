@@ -42,7 +42,7 @@ class Explained(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class TimedReading:
     """Reading with `workers` from a `state`: "cold", "warm", or "delay" (warm, with a delay).
 
     `samples_per_s` and `bytes_per_s` count samples and bytes of files; `read`, `decode` and `delay`
@@ -60,7 +60,7 @@ class Timed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredReading:
     """Results of the read measurement, and what was measured.
 
     `dropped` says whether the system dropped the files from its cache, so that "cold" measures the
@@ -72,7 +72,7 @@ class Measured:
     dropped: bool
     kind: Kind
     num_samples: int
-    rows: tuple[Timed, ...]
+    rows: tuple[TimedReading, ...]
 
     def as_row(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,7 +93,7 @@ def measure(
     paths: Sequence[str], *, workers: Sequence[int] = (0, 2, 4), samples: int = 2000, seconds: float = 5.0, delay_s: float = 0.0,
     kind: Kind = "thread",
     tell: Tell = lambda text: None,
-) -> Measured:  # fmt: skip
+) -> MeasuredReading:  # fmt: skip
     """Read up to `samples` of tars, URLs or an image folder, for up to `seconds` per row.
 
     Workers are threads or processes, by `kind`. With a delay, the warm files are also read while
@@ -114,7 +114,7 @@ def measure(
         )
     found = find(paths)
     ids = Order(len(found.sizes), 0).ids(0, 0, min(samples, len(found.sizes)))
-    rows, dropped = list[Timed](), True
+    rows, dropped = list[TimedReading](), True
     states = {"cold": 0.0, "warm": 0.0} | ({"delay": delay_s} if delay_s else {})
     for number in dict.fromkeys(workers):
         chosen = ids
@@ -127,7 +127,9 @@ def measure(
             rows.append(_time(found, chosen, number, state, seconds, wait_s, kind))
             chosen = ids[: rows[-1].samples]
     device = find_device(found.folder)
-    return Measured(what=found.what, device=device, dropped=dropped, kind=kind, num_samples=len(found.sizes), rows=tuple(rows))
+    return MeasuredReading(
+        what=found.what, device=device, dropped=dropped, kind=kind, num_samples=len(found.sizes), rows=tuple(rows)
+    )
 
 
 def find(paths: Sequence[str]) -> _Found:
@@ -166,7 +168,7 @@ def _explain(delay_s: float, ids: np.ndarray) -> tuple[float, float, float]:
     return costs["read"], costs["decode"], time.perf_counter() - begun_s if delay_s else 0.0
 
 
-def _time(found: _Found, ids: np.ndarray, workers: int, state: str, seconds: float, delay_s: float, kind: Kind) -> Timed:
+def _time(found: _Found, ids: np.ndarray, workers: int, state: str, seconds: float, delay_s: float, kind: Kind) -> TimedReading:
     """Read the samples once, for at most `seconds`; the start of the workers is not timed."""
     costs, samples, elapsed_s = np.zeros(3), 0, 0.0
     with contextlib.ExitStack() as stack:
@@ -185,7 +187,7 @@ def _time(found: _Found, ids: np.ndarray, workers: int, state: str, seconds: flo
             if elapsed_s >= seconds:
                 break
     read, decode, delay = (costs / max(costs.sum(), 1e-12)).tolist()
-    return Timed(
+    return TimedReading(
         workers=workers, state=state, samples=samples, samples_per_s=samples / elapsed_s, read=read, decode=decode, delay=delay,
         bytes_per_s=int(found.sizes[ids[:samples]].sum()) / elapsed_s,
     )  # fmt: skip

@@ -31,7 +31,7 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class TimedMode:
     """Times of one mode of one variant, over the `n` calls after the warm-up in all rounds.
 
     `cold_mean_s` is the mean of the first `n` calls of a process, warm-up calls included; `first_s`
@@ -66,7 +66,7 @@ class Timed:
 class Bench:
     """Results of `surefoot bench step`, and their conditions."""
 
-    rows: tuple[Timed, ...]
+    rows: tuple[TimedMode, ...]
     warmup: int
     conditions: Mapping[str, str] = field(default_factory=dict)
 
@@ -164,15 +164,15 @@ def _with_mean(outcome: Outcome, warmup: int) -> Outcome:
     return Outcome(**{**asdict(outcome), "measures": {**outcome.measures, "mean_s": mean(calls[warmup:])}})
 
 
-def _timed(trial: Trial, index: int, variant: Variant, mode: Mode, n: int, warmup: int) -> Timed:
+def _timed(trial: Trial, index: int, variant: Variant, mode: Mode, n: int, warmup: int) -> TimedMode:
     name, base = _name(index, mode), _name(0, mode)
     done = [each for each in trial.outcomes if each.arm == name and each.ended == "done"]
     if not done:
-        return Timed(mode=mode, values=variant.values, failure=trial.failure(name) or "it was not run")
+        return TimedMode(mode=mode, values=variant.values, failure=trial.failure(name) or "it was not run")
     warm = [value for each in done for value in _calls(each)[warmup:]]
     p50, p95, p99 = quantiles(warm, PERCENTILES)
     against = None if name == base else find_effect(trial, name, base, "mean_s").interval
-    return Timed(
+    return TimedMode(
         mode=mode, values=variant.values, n=n, rounds=len(done), mean_s=mean(warm), sd_s=standard_deviation(warm), p50_s=p50,
         p95_s=p95, p99_s=p99, cold_mean_s=mean([value for each in done for value in _calls(each)[:n]]),
         first_s=quantiles([_calls(each)[0] for each in done], [0.5])[0],

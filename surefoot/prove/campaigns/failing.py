@@ -21,10 +21,10 @@ from surefoot.contract import events, manifest
 from surefoot.contract.events import Committed
 from surefoot.core.errors import InputError, TaskError
 from surefoot.prove.campaigns import strace
-from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, Attempt
-from surefoot.prove.campaigns.strace import Call, Tracer
+from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
+from surefoot.prove.campaigns.strace import SystemCall, Tracer
 from surefoot.prove.campaigns.workshop import LOOK_S, PATIENCE_S, Child, Workshop, find_damage, find_difference
-from surefoot.prove.outcome import Campaign, Result
+from surefoot.prove.outcome import Campaign, TrialResult
 
 AT, UNTIL = 2 * EVERY, 3 * EVERY  # a disk fails before the save of step AT and works again before that of step UNTIL
 WIDTH = 64  # so that a checkpoint has many pages, between which it can be cut
@@ -39,7 +39,7 @@ CANNOT = "a file system of our own cannot be mounted here"
 
 
 @dataclass(frozen=True)
-class Fault:
+class DiskFault:
     """How a disk fails under a run.
 
     `begin` starts the failure once the run waits; the context that it returns ends the failure.
@@ -47,11 +47,11 @@ class Fault:
     """
 
     what: str
-    begin: Callable[[Child, Attempt, Path], contextlib.AbstractContextManager[object]]
+    begin: Callable[[Child, ProbedRun, Path], contextlib.AbstractContextManager[object]]
     lasts: bool = True
 
 
-def fail(workshop: Workshop, attempt: Attempt, scratch: Path, fault: Fault) -> tuple[Child, str | None]:
+def fail(workshop: Workshop, attempt: ProbedRun, scratch: Path, fault: DiskFault) -> tuple[Child, str | None]:
     """Train a run whose disk fails from before the save of step AT; return it and what is wrong."""
     golden = workshop.golden(attempt.variant, attempt.width)
     child = workshop.train(attempt)
@@ -71,7 +71,7 @@ def fail(workshop: Workshop, attempt: Attempt, scratch: Path, fault: Fault) -> t
     return child, wrong and f"{fault.what}: {wrong}"
 
 
-def wait_for_first(child: Child, attempt: Attempt) -> None:
+def wait_for_first(child: Child, attempt: ProbedRun) -> None:
     """Wait until the folder of the first checkpoint exists, since its mark precedes the rename."""
     folder, until_s = manifest.step_folder(attempt.folder, EVERY), time.monotonic() + PATIENCE_S
     while f"step {EVERY}" in child.marks and not folder.exists() and time.monotonic() < until_s and not child.is_over:
@@ -81,15 +81,15 @@ def wait_for_first(child: Child, attempt: Attempt) -> None:
 # ---- a full disk
 
 
-def fill_the_disk(workshop: Workshop, seed: int) -> Result:
+def fill_the_disk(workshop: Workshop, seed: int) -> TrialResult:
     """Fill the disk up to 0, 5, ... 100 % of one save, in the background and not."""
     percent, is_background = PERCENTS[seed % len(PERCENTS)], bool(seed // len(PERCENTS) % 2)
     variant = list(VARIANTS)[seed % len(VARIANTS)]
     with workshop.scratch("full") as folder, mounted(folder / "disk", f"size={DISK_BYTES}") as disk:
-        attempt = Attempt(run=str(disk / "run"), variant=variant, width=WIDTH, background=is_background, pauses=(AT, UNTIL))
-        fault = Fault(f"room for {percent} %", lambda child, attempt, scratch: filled(attempt.folder, percent))
+        attempt = ProbedRun(run=str(disk / "run"), variant=variant, width=WIDTH, background=is_background, pauses=(AT, UNTIL))
+        fault = DiskFault(f"room for {percent} %", lambda child, attempt, scratch: filled(attempt.folder, percent))
         _, wrong = fail(workshop, attempt, folder, fault)
-        return Result(wrong, ("given up" if _told(attempt.folder) else "saved",))
+        return TrialResult(wrong, ("given up" if _told(attempt.folder) else "saved",))
 
 
 @contextlib.contextmanager
@@ -143,24 +143,24 @@ def cannot_mount() -> str | None:
 # ---- a call that fails
 
 
-def refuse_a_call(workshop: Workshop, seed: int) -> Result:
+def refuse_a_call(workshop: Workshop, seed: int) -> TrialResult:
     """Make one call of a save on a file of the run fail: each call in turn, with each error."""
     targets = find_calls(workshop)
     name, number = targets[seed % len(targets)]
     error = ERRORS[seed // len(targets) % len(ERRORS)]
     with workshop.scratch("refused") as folder:
-        attempt = Attempt(run=str(folder / "run"), variant="frozen", background=False, pauses=(AT,))
+        attempt = ProbedRun(run=str(folder / "run"), variant="frozen", background=False, pauses=(AT,))
         options = ("-y", "-e", f"trace={','.join(CALLS)}", "-e", f"inject={name}:error={error}:when={number}")
         _, wrong = fail(workshop, attempt, folder, _traced(f"{name} number {number} ended with {error}", options))
         calls = list(strace.read(folder / "trace"))
         wrong = wrong or find_second_fsync(calls)
         if wrong is None and name == "fsync" and AT not in _told(attempt.folder):
             wrong = f"it was not on the disk, and step {AT} was called committed"
-        return Result(wrong, (name, error)) if any("INJECTED" in call.rest for call in calls) else Result(fell=False)
+        return TrialResult(wrong, (name, error)) if any("INJECTED" in call.rest for call in calls) else TrialResult(fell=False)
 
 
-def _traced(what: str, options: tuple[str, ...]) -> Fault:
-    return Fault(what, lambda child, attempt, scratch: Tracer(child, scratch / "trace", *options), lasts=False)
+def _traced(what: str, options: tuple[str, ...]) -> DiskFault:
+    return DiskFault(what, lambda child, attempt, scratch: Tracer(child, scratch / "trace", *options), lasts=False)
 
 
 def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
@@ -172,7 +172,7 @@ def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
     return sorted(of_run, key=lambda each: (each[1] - first[each[0]], each))  # the first call of each name, then the second
 
 
-def find_second_fsync(calls: Sequence[Call]) -> str | None:
+def find_second_fsync(calls: Sequence[SystemCall]) -> str | None:
     """Return a message for a file that is synced again after its fsync failed, or None.
 
     The second fsync says nothing of the data that the first one did not write.
@@ -191,44 +191,44 @@ def find_second_fsync(calls: Sequence[Call]) -> str | None:
 # ---- a disk that turns read-only, and a slow one
 
 
-def turn_read_only(workshop: Workshop, seed: int) -> Result:
+def turn_read_only(workshop: Workshop, seed: int) -> TrialResult:
     """Make a folder read-only, before the run or during it.
 
     Before the run, nothing may be trained. During the run, saves are lost until it is writable
     again.
     """
     with workshop.scratch("readonly") as folder:
-        attempt = Attempt(run=str(folder / "run"), background=bool(seed // 3 % 2), pauses=(AT, UNTIL))
+        attempt = ProbedRun(run=str(folder / "run"), background=bool(seed // 3 % 2), pauses=(AT, UNTIL))
         if seed % 3 == 2:
             return _begin_read_only(workshop, attempt)
         place = attempt.folder if seed % 3 else attempt.folder / manifest.FOLDER
-        fault = Fault(f"{place.name} turned read-only", lambda child, attempt, scratch: read_only(place))
+        fault = DiskFault(f"{place.name} turned read-only", lambda child, attempt, scratch: read_only(place))
         _, wrong = fail(workshop, attempt, folder, fault)
         if wrong is None and AT not in _told(attempt.folder):
             wrong = f"the save of step {AT} could not be written, and no event says so"
-        return Result(wrong, ("in the middle",))
+        return TrialResult(wrong, ("in the middle",))
 
 
-def _begin_read_only(workshop: Workshop, attempt: Attempt) -> Result:
+def _begin_read_only(workshop: Workshop, attempt: ProbedRun) -> TrialResult:
     attempt.folder.mkdir()
     with read_only(attempt.folder):
         child = workshop.train(attempt)
         status = child.wait()
     is_told = status == InputError.exit_code and "cannot be written" in child.said and "begun" not in child.marks
     is_well = is_told and not any(attempt.folder.iterdir())
-    return Result(None if is_well else f"a read-only folder: ended with {status}: {child.said[-300:]}", ("at the start",))
+    return TrialResult(None if is_well else f"a read-only folder: ended with {status}: {child.said[-300:]}", ("at the start",))
 
 
-def slow_down(workshop: Workshop, seed: int) -> Result:
+def slow_down(workshop: Workshop, seed: int) -> TrialResult:
     """Make every fsync of two saves take longer than the steps between the saves.
 
     Training must wait for the previous save, so that no saves queue up.
     """
     with workshop.scratch("slow") as folder:
-        attempt = Attempt(run=str(folder / "run"), variant=list(VARIANTS)[seed % len(VARIANTS)], pauses=(EVERY - 1,))
+        attempt = ProbedRun(run=str(folder / "run"), variant=list(VARIANTS)[seed % len(VARIANTS)], pauses=(EVERY - 1,))
         slow = f"inject=fsync:delay_enter={int(SLOW_S * (1 + seed % 4) * 1e6)}:when=1..{NUM_SLOW}"
         child, wrong = fail(workshop, attempt, folder, _traced("slow", ("-e", "trace=fsync", "-e", slow)))
-        return Result(wrong or find_queue(child.marks))
+        return TrialResult(wrong or find_queue(child.marks))
 
 
 def find_queue(marks: Sequence[str]) -> str | None:
@@ -245,7 +245,7 @@ def find_queue(marks: Sequence[str]) -> str | None:
 # ---- what must hold
 
 
-def _find_wrong(attempt: Attempt, status: int, said: str) -> str | None:
+def _find_wrong(attempt: ProbedRun, status: int, said: str) -> str | None:
     """Return what is wrong with a run's end, or with the record that each save must have.
 
     Each save has one record: that it was committed, or that it was given up.

@@ -25,7 +25,7 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
 from surefoot.contract import commits, manifest
 from surefoot.core.errors import EXIT_INTERRUPTED, RunFolderError, SurefootError
-from surefoot.prove.campaigns.probe import Attempt
+from surefoot.prove.campaigns.probe import ProbedRun
 from surefoot.train.run import Run
 
 TRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2): strace may attach, though it is not a parent of this process
@@ -49,10 +49,10 @@ class Line:
         self._pipe.recv_bytes()
 
 
-Job = Callable[[Attempt, Line], int]
+Job = Callable[[ProbedRun, Line], int]
 
 
-def begin(job: Job, attempt: Attempt, pipe: Connection, said: Path, plant: Callable[[], None] | None) -> None:
+def begin(job: Job, attempt: ProbedRun, pipe: Connection, said: Path, plant: Callable[[], None] | None) -> None:
     """Run one job in a new session, with its output in the file `said`.
 
     `plant` breaks something first; the tests of the campaigns use it.
@@ -75,7 +75,7 @@ def begin(job: Job, attempt: Attempt, pipe: Connection, said: Path, plant: Calla
         raise SystemExit(EXIT_INTERRUPTED) from None
 
 
-def train(attempt: Attempt, line: Line) -> int:
+def train(attempt: ProbedRun, line: Line) -> int:
     """Train one attempt at a run; mark its steps and what happens to its checkpoints.
 
     A checkpoint is started, named, retired, set aside, loaded or cleared.
@@ -126,7 +126,7 @@ def _mark_commit(line: Line, event: str, given: tuple[Any, ...]) -> None:
             line.mark(f"{word} {int(hit[1])}")
 
 
-def open_run(attempt: Attempt, line: Line) -> int:
+def open_run(attempt: ProbedRun, line: Line) -> int:
     """Check the checkpoints of a run and open it.
 
     Marks each checkpoint as whole or damaged, and the state that was loaded. With

@@ -15,10 +15,10 @@ from pathlib import Path
 from surefoot.contract import commits, manifest
 from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
 from surefoot.prove.campaigns import strace
-from surefoot.prove.campaigns.probe import EVALUATE_EVERY, EVERY, STEPS, VARIANTS, Attempt
+from surefoot.prove.campaigns.probe import EVALUATE_EVERY, EVERY, STEPS, VARIANTS, ProbedRun
 from surefoot.prove.campaigns.strace import Tracer
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, go_on, look_at
-from surefoot.prove.outcome import Campaign, Result
+from surefoot.prove.outcome import Campaign, TrialResult
 
 DEPTH = 3  # consecutive kills, of which only the first hits an undisturbed run
 LATER_S = 0.02  # longest wait before the kill, about as long as a save
@@ -32,7 +32,7 @@ GRACES_S = (30.0, 5.0, 0.0)
 CODES = {signal.SIGTERM: EXIT_TERMINATED, signal.SIGINT: EXIT_INTERRUPTED}
 
 
-def kill(workshop: Workshop, seed: int, *, places: tuple[str, ...], depth: int) -> Result:
+def kill(workshop: Workshop, seed: int, *, places: tuple[str, ...], depth: int) -> TrialResult:
     """Kill a run in one of `places`, then perhaps its recoveries, `depth` kills at most.
 
     Then the run must resume and end as if it had never been killed.
@@ -41,7 +41,7 @@ def kill(workshop: Workshop, seed: int, *, places: tuple[str, ...], depth: int) 
     place, variant = places[seed % len(places)], draws.choice(list(VARIANTS))
     golden, fell = workshop.golden(variant), 0
     with workshop.scratch("kill") as folder:
-        attempt = Attempt(run=str(folder / "run"), variant=variant)
+        attempt = ProbedRun(run=str(folder / "run"), variant=variant)
         if place in ("load", "recovery", "clearing"):  # these need a run that was killed before
             _break_off(workshop, attempt)
         for number in range(draws.randint(1, depth)):
@@ -50,13 +50,15 @@ def kill(workshop: Workshop, seed: int, *, places: tuple[str, ...], depth: int) 
             child.kill()
             fell += child.wait() == KILLED
             if (wrong := look_at(attempt.folder, golden)) is not None:
-                return Result(f"{place}: {wrong}", (place,))
+                return TrialResult(f"{place}: {wrong}", (place,))
         return (
-            Result(go_on(workshop, attempt, golden), (place, variant, f"{fell} kills"), fell > 0) if fell else Result(fell=False)
+            TrialResult(go_on(workshop, attempt, golden), (place, variant, f"{fell} kills"), fell > 0)
+            if fell
+            else TrialResult(fell=False)
         )
 
 
-def _break_off(workshop: Workshop, attempt: Attempt) -> None:
+def _break_off(workshop: Workshop, attempt: ProbedRun) -> None:
     """Train a run and kill it at the start of its third save."""
     child = workshop.train(attempt)
     child.wait_for(f"draft {3 * EVERY}")
@@ -76,7 +78,7 @@ def _come_to(place: str, child: Child, run: Path, draws: random.Random) -> None:
     time.sleep(draws.uniform(0.0, LATER_S))
 
 
-def preempt(workshop: Workshop, seed: int) -> Result:
+def preempt(workshop: Workshop, seed: int) -> TrialResult:
     """Send one signal, or two, in a phase of a run; then resume the run.
 
     With enough grace time no step may be lost, and the exit code must name the signal.
@@ -86,7 +88,7 @@ def preempt(workshop: Workshop, seed: int) -> Result:
     sent, times = draws.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT)), draws.choice((1, 1, 1, 2))
     golden = workshop.golden()
     with workshop.scratch("preempt") as folder:
-        attempt = Attempt(run=str(folder / "run"))
+        attempt = ProbedRun(run=str(folder / "run"))
         if place == "going on":
             _break_off(workshop, attempt)
         child = workshop.train(attempt)
@@ -105,10 +107,10 @@ def preempt(workshop: Workshop, seed: int) -> Result:
         elif wrong is None and status == CODES[sent] and times == 1 and newest < max(child.steps, default=0):
             wrong = f"it was given the time to save, did step {child.steps[-1]}, and step {newest} is committed"
         wrong = wrong or go_on(workshop, attempt, golden)
-        return Result(wrong and f"{', '.join(tags)}: {wrong}", tags, fell=status != EXIT_OK)
+        return TrialResult(wrong and f"{', '.join(tags)}: {wrong}", tags, fell=status != EXIT_OK)
 
 
-def kill_at_call(workshop: Workshop, seed: int) -> Result:
+def kill_at_call(workshop: Workshop, seed: int) -> TrialResult:
     """Kill a run at one system call of a save, before the call is done; then resume the run.
 
     The call is, for example, the 7th `write`.
@@ -124,15 +126,15 @@ def kill_at_call(workshop: Workshop, seed: int) -> Result:
             child.wait()
         wrong = look_at(attempt.folder, golden) or go_on(workshop, replace(attempt, pauses=(), die_at=None), golden)
         fell = attempt.die_at not in child.steps
-        return Result(wrong and f"{name} for the {count}th time: {wrong}", (name,) if fell else (), fell)
+        return TrialResult(wrong and f"{name} for the {count}th time: {wrong}", (name,) if fell else (), fell)
 
 
-def _one_save(run: Path) -> Attempt:
+def _one_save(run: Path) -> ProbedRun:
     """Return an attempt that waits, saves without background threads, and dies one step later.
 
     It dies so that a trace ends with the save.
     """
-    return Attempt(run=str(run), background=False, pauses=(SAVED,), die_at=SAVED + 1)
+    return ProbedRun(run=str(run), background=False, pauses=(SAVED,), die_at=SAVED + 1)
 
 
 def _calls(workshop: Workshop) -> list[tuple[str, int]]:

@@ -63,7 +63,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class ProbedRun:
     """An attempt at the run in the folder `run`: how it saves, pauses, and kills itself."""
 
     run: str

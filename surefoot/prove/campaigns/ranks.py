@@ -33,7 +33,7 @@ from surefoot.core import place
 from surefoot.core.errors import EXIT_OK, TaskError
 from surefoot.prove.campaigns.probe import SAMPLES, Probe
 from surefoot.prove.campaigns.workshop import KILLED, LOOK_S, PATIENCE_S, Workshop, read_consumed, read_losses
-from surefoot.prove.outcome import Campaign, Result
+from surefoot.prove.outcome import Campaign, TrialResult
 
 STEPS, EVERY, BATCH = 40, 4, 8
 PIECES = 4  # pieces of each batch, summed in one order: bitwise identical on 1, 2 and 4 ranks
@@ -82,7 +82,7 @@ class Spoiled(Probe):
 
 
 @dataclass(frozen=True)
-class End:
+class RunEnd:
     """The end of a run, as far as ranks must agree.
 
     It holds the digests of its tensors, the samples of each step, and its losses.
@@ -185,17 +185,17 @@ def write_spec(folder: Path, given: Mapping[str, Any] = NOTHING, *, is_exact: bo
     return path
 
 
-def look(run: Path) -> End:
+def look(run: Path) -> RunEnd:
     """Return how a run ended. Raises RunFolderError where it has no checkpoint of the last step."""
     held = Commit(run, STEPS).read("").items()
     tensors = {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in held if not name.startswith(OWN)}
-    return End(tensors, read_consumed(run), {step: repr(loss) for step, loss in read_losses(run).items()})
+    return RunEnd(tensors, read_consumed(run), {step: repr(loss) for step, loss in read_losses(run).items()})
 
 
-def find_golden(workshop: Workshop, given: Mapping[str, Any] = NOTHING) -> End:
+def find_golden(workshop: Workshop, given: Mapping[str, Any] = NOTHING) -> RunEnd:
     """Return the end of the uninterrupted run of one process, made once per task arguments."""
 
-    def run() -> End:
+    def run() -> RunEnd:
         with workshop.scratch("one") as folder, Command(write_spec(folder, given), folder / "run", 1) as one:
             if code := one.wait():
                 raise TaskError(f"the unbroken run ended with {code}: {one.said[-500:]}", hint="this is a fault of surefoot")
@@ -204,7 +204,7 @@ def find_golden(workshop: Workshop, given: Mapping[str, Any] = NOTHING) -> End:
     return workshop.once(("one process", *given.items()), run)
 
 
-def judge(command: Command, golden: End) -> str | None:
+def judge(command: Command, golden: RunEnd) -> str | None:
     """Return what is wrong with a run at its end; None if it ended as the uninterrupted one."""
     if code := command.wait():
         return f"it ended with {code}: {command.said[-500:]}"
@@ -220,7 +220,7 @@ def _moments(draws: random.Random, number: int) -> list[int]:
     return sorted(draws.sample(range(0, STEPS - EVERY, EVERY), number))
 
 
-def change_size(workshop: Workshop, seed: int) -> Result:
+def change_size(workshop: Workshop, seed: int) -> TrialResult:
     """Interrupt three attempts with 1, 2 or 4 ranks, then train a fourth to its end.
 
     Each is interrupted by a kill of a rank or of the supervisor.
@@ -242,10 +242,10 @@ def change_size(workshop: Workshop, seed: int) -> Result:
                     else:
                         command.kill()
                     fell += 1
-    return Result(wrong and f"ranks {sizes}: {wrong}", (f"{fell} kills", f"at last {sizes[-1]}"), fell=fell > 0)
+    return TrialResult(wrong and f"ranks {sizes}: {wrong}", (f"{fell} kills", f"at last {sizes[-1]}"), fell=fell > 0)
 
 
-def poison_a_sample(workshop: Workshop, seed: int) -> Result:
+def poison_a_sample(workshop: Workshop, seed: int) -> TrialResult:
     """Make a value of one sample non-finite.
 
     All ranks must skip every step with that sample, as one process does.
@@ -256,10 +256,10 @@ def poison_a_sample(workshop: Workshop, seed: int) -> Result:
     golden = find_golden(workshop, given)
     with workshop.scratch("poison") as folder, Command(write_spec(folder, given), folder / "run", ranks) as command:
         wrong = judge(command, golden) or find_poison(command.run) or (None if _skipped(command.run) else "no step was skipped")
-    return Result(wrong and f"{given}, {ranks} ranks: {wrong}", (str(given["value"]), f"{ranks} ranks"))
+    return TrialResult(wrong and f"{given}, {ranks} ranks: {wrong}", (str(given["value"]), f"{ranks} ranks"))
 
 
-def poison_a_step(workshop: Workshop, seed: int) -> Result:
+def poison_a_step(workshop: Workshop, seed: int) -> TrialResult:
     """Make a loss, a gradient or a buffer non-finite, once, on one rank.
 
     All ranks must skip that step; a buffer that stays non-finite must end the run and be reported.
@@ -274,7 +274,7 @@ def poison_a_step(workshop: Workshop, seed: int) -> Result:
         is_well = code != EXIT_OK and "not finite" in said if kind == "buffer" else code == EXIT_OK and num_skipped == 1
         if wrong is None and not is_well:
             wrong = f"it ended with {code} and skipped {num_skipped} steps: {said[-300:]}"
-    return Result(wrong and f"{kind} of rank {given['guilty']} of {ranks}: {wrong}", (kind, f"{ranks} ranks"))
+    return TrialResult(wrong and f"{kind} of rank {given['guilty']} of {ranks}: {wrong}", (kind, f"{ranks} ranks"))
 
 
 def find_poison(run: Path) -> str | None:
@@ -291,7 +291,7 @@ def _skipped(run: Path) -> list[int]:
     return [each.step for each in events.newest(events.read(run)) if isinstance(each, Fault) and each.fault == "nonfinite"]
 
 
-def stop_a_rank(workshop: Workshop, seed: int) -> Result:
+def stop_a_rank(workshop: Workshop, seed: int) -> TrialResult:
     """Send SIGSTOP to a rank at any time.
 
     The rank must be named in time; all ranks must restart by themselves and end as the
@@ -306,13 +306,13 @@ def stop_a_rank(workshop: Workshop, seed: int) -> Result:
             there[victim].suspend()
         is_named = command.wait_for(lambda: f"rank {victim} of {ranks}" in command.said, STALL_S + NAMED_S)
         if not is_named and manifest.steps(command.run)[-1:] == [STEPS]:
-            return Result(fell=False)  # the run ended before the signal
+            return TrialResult(fell=False)  # the run ended before the signal
         wrong = judge(command, golden) if is_named else f"it was not named in {STALL_S + NAMED_S:.0f} s: {command.said[-500:]}"
     told = f"rank {victim} of {ranks} stopped after step {step}"
-    return Result(wrong and f"{told}: {wrong}", (f"{ranks} ranks", "later" if step else "first steps"))
+    return TrialResult(wrong and f"{told}: {wrong}", (f"{ranks} ranks", "later" if step else "first steps"))
 
 
-def kill_the_supervisor(workshop: Workshop, seed: int) -> Result:
+def kill_the_supervisor(workshop: Workshop, seed: int) -> TrialResult:
     """Send SIGKILL to the supervisor.
 
     No rank may be left, and the same command, run at once, must end as the uninterrupted run.
@@ -330,14 +330,14 @@ def kill_the_supervisor(workshop: Workshop, seed: int) -> Result:
             for each in (left := _alive(there)):
                 each.kill()
             wrong = f"after {GONE_S:.0f} s {len(left)} ranks are left" if left else judge(again, golden)
-    return Result(wrong and f"{ranks} ranks, after step {step}: {wrong}", (f"{ranks} ranks",), fell=fell)
+    return TrialResult(wrong and f"{ranks} ranks, after step {step}: {wrong}", (f"{ranks} ranks",), fell=fell)
 
 
 def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
-def kill_each_attempt(workshop: Workshop, seed: int) -> Result:
+def kill_each_attempt(workshop: Workshop, seed: int) -> TrialResult:
     """Kill a rank before every checkpoint.
 
     After several restarts without a new checkpoint the run must end and say why.
@@ -353,7 +353,7 @@ def kill_each_attempt(workshop: Workshop, seed: int) -> Result:
     anew = said.count("begin anew")
     is_well = code != EXIT_OK and anew == RESTARTS and "without a commit" in said
     wrong = f"rank {given['guilty']} of {ranks}: it began anew {anew} times and ended with {code}: {said[-300:]}"
-    return Result(None if is_well else wrong, (f"{ranks} ranks",))
+    return TrialResult(None if is_well else wrong, (f"{ranks} ranks",))
 
 
 def missing() -> str | None:

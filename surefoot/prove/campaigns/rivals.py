@@ -12,16 +12,16 @@ import time
 
 from surefoot.contract import events, manifest, runlock
 from surefoot.core.errors import EXIT_OK, RunFolderError, StorageError
-from surefoot.prove.campaigns.probe import EVERY, Attempt
+from surefoot.prove.campaigns.probe import EVERY, ProbedRun
 from surefoot.prove.campaigns.workshop import LOOK_S, PATIENCE_S, Child, Golden, Workshop, find_difference
-from surefoot.prove.outcome import Campaign, Result
+from surefoot.prove.outcome import Campaign, TrialResult
 
 KINDS = ("all at once", "the owner is killed", "the lock is lost")
 HELD = 2 * EVERY + 1  # the step after which the owner waits while the others start
 MOST, STAGGER_S = 8, 0.3
 
 
-def launch_rivals(workshop: Workshop, seed: int) -> Result:
+def launch_rivals(workshop: Workshop, seed: int) -> TrialResult:
     """Start 2 to 8 launchers at about the same time.
 
     Then, by the seed, the owner continues, is killed, or loses its lock to another process.
@@ -29,7 +29,7 @@ def launch_rivals(workshop: Workshop, seed: int) -> Result:
     draws = random.Random(seed)
     kind, count, golden = KINDS[seed % len(KINDS)], draws.randint(2, MOST), workshop.golden()
     with workshop.scratch("rivals") as folder:
-        attempt = Attempt(run=str(folder / "run"), pauses=(HELD,))
+        attempt = ProbedRun(run=str(folder / "run"), pauses=(HELD,))
         children = []
         for _ in range(count):
             children.append(workshop.train(attempt))
@@ -39,7 +39,7 @@ def launch_rivals(workshop: Workshop, seed: int) -> Result:
         for child in children:
             child.kill()
             child.wait()
-        return Result(wrong and f"{count} launchers, {kind}: {wrong}", (kind, f"{count} launchers"))
+        return TrialResult(wrong and f"{count} launchers, {kind}: {wrong}", (kind, f"{count} launchers"))
 
 
 def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
@@ -65,7 +65,7 @@ def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
     return left[0], None
 
 
-def _go_on_as(kind: str, workshop: Workshop, attempt: Attempt, owner: Child, golden: Golden) -> str | None:
+def _go_on_as(kind: str, workshop: Workshop, attempt: ProbedRun, owner: Child, golden: Golden) -> str | None:
     """Let the run continue as `kind` says; return what is wrong with its end."""
     last = owner
     if kind == "the owner is killed":
@@ -92,7 +92,7 @@ def _go_on_as(kind: str, workshop: Workshop, attempt: Attempt, owner: Child, gol
     return find_difference(attempt.folder, golden)
 
 
-def _find_committed(attempt: Attempt) -> list[int]:
+def _find_committed(attempt: ProbedRun) -> list[int]:
     """Return the steps whose checkpoints the first attempt has made."""
     found = {step: manifest.read(manifest.step_folder(attempt.folder, step)) for step in manifest.steps(attempt.folder)}
     return [step for step, made in found.items() if made.generation == 1]

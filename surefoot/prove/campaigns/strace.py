@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from surefoot.core.errors import TaskError
-from surefoot.prove.campaigns.probe import Attempt
+from surefoot.prove.campaigns.probe import ProbedRun
 from surefoot.prove.campaigns.workshop import PATIENCE_S, Child, Workshop
 
 LINE = re.compile(r"^(\d+) +(.*)$")
@@ -29,7 +29,7 @@ LONGEST = 1 << 26  # the most bytes of a string that strace prints
 
 
 @dataclass(frozen=True)
-class Call:
+class SystemCall:
     """A system call that returned: its thread, arguments (as strace prints them) and result."""
 
     thread: int
@@ -76,12 +76,12 @@ class Tracer:
             self._process.terminate()
         self._process.wait()
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[SystemCall]:
         self._process.wait()
         return list(read(self._out))
 
 
-def read(path: Path) -> Iterator[Call]:
+def read(path: Path) -> Iterator[SystemCall]:
     """Yield the calls of a trace in the order in which they ended; unfinished ones are left out."""
     begun: dict[str, str] = {}
     with path.open(encoding="ascii", errors="replace") as lines:
@@ -92,7 +92,7 @@ def read(path: Path) -> Iterator[Call]:
             if (again := RESUMED.match(text)) is not None:
                 text = begun.pop(thread, f"{again[1]}(") + again[2].lstrip(" ")
             if (call := CALL.match(text)) is not None:
-                yield Call(int(thread), call[1], tuple(split(call[2])), int(call[3]), call[4])
+                yield SystemCall(int(thread), call[1], tuple(split(call[2])), int(call[3]), call[4])
 
 
 def split(arguments: str) -> list[str]:
@@ -118,7 +118,7 @@ def named(descriptor: str) -> str:
     return unquote(descriptor.partition("<")[2].partition(">")[0]).decode()
 
 
-def paths(call: Call) -> list[str]:
+def paths(call: SystemCall) -> list[str]:
     """Return the paths in a call of strace -y, each below the folder descriptor before it."""
     found, folder = [], ""
     for given in call.arguments:
@@ -128,7 +128,7 @@ def paths(call: Call) -> list[str]:
     return found
 
 
-def numbered(calls: Iterable[Call]) -> Iterator[tuple[str, int, Call]]:
+def numbered(calls: Iterable[SystemCall]) -> Iterator[tuple[str, int, SystemCall]]:
     """Yield the name of each call, its count among calls of that name in its thread, and the call.
 
     `when=` of strace uses the same count.
@@ -139,16 +139,16 @@ def numbered(calls: Iterable[Call]) -> Iterator[tuple[str, int, Call]]:
         yield call.name, counts[call.thread, call.name], call
 
 
-def trace_a_save(workshop: Workshop, step: int, *options: str, variant: str = "plain") -> list[tuple[str, int, Call]]:
+def trace_a_save(workshop: Workshop, step: int, *options: str, variant: str = "plain") -> list[tuple[str, int, SystemCall]]:
     """Return the numbered calls from the end of a step to the end of the next one, traced once.
 
     The step is saved in between.
     """
 
-    def trace() -> list[tuple[str, int, Call]]:
+    def trace() -> list[tuple[str, int, SystemCall]]:
         with workshop.scratch("calls") as folder:
             child = workshop.train(
-                Attempt(run=str(folder / "run"), background=False, pauses=(step,), die_at=step + 1, variant=variant)
+                ProbedRun(run=str(folder / "run"), background=False, pauses=(step,), die_at=step + 1, variant=variant)
             )
             child.wait_for(f"paused {step}")
             with Tracer(child, folder / "trace", *options) as tracer:

@@ -22,7 +22,7 @@ from surefoot.contract.events import Committed, Ended, Step
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.jobs import Job
-from surefoot.prove.campaigns.probe import STEPS, Attempt
+from surefoot.prove.campaigns.probe import STEPS, ProbedRun
 
 # modules that a run imports late: imported once, in the process that forks the trials
 PRELOADED = (jobs.__name__, "torch._dynamo")
@@ -41,7 +41,7 @@ class Child:
     `is_over` is true once it has ended and all its marks were received.
     """
 
-    def __init__(self, job: Job, attempt: Attempt, said: Path, plant: Callable[[], None] | None) -> None:
+    def __init__(self, job: Job, attempt: ProbedRun, said: Path, plant: Callable[[], None] | None) -> None:
         forks = multiprocessing.get_context("forkserver")
         forks.set_forkserver_preload(list(PRELOADED))
         self._pipe, theirs = forks.Pipe()
@@ -162,12 +162,12 @@ class Workshop:
         made.mkdir(parents=True)
         return made
 
-    def fork(self, job: Job, attempt: Attempt) -> Child:
+    def fork(self, job: Job, attempt: ProbedRun) -> Child:
         """Start a job in a child, with the planted fault if there is one."""
         self._number += 1
         return Child(job, attempt, self.folder / f"said-{self._number}", self.plant)
 
-    def train(self, attempt: Attempt) -> Child:
+    def train(self, attempt: ProbedRun) -> Child:
         return self.fork(jobs.train, attempt)
 
     def golden(self, variant: str = "plain", width: int = 16) -> Golden:
@@ -177,7 +177,7 @@ class Workshop:
     def _make_golden(self, variant: str, width: int) -> Golden:
         with self.scratch("golden") as folder:
             run = folder / "run"
-            child = self.train(Attempt(run=str(run), every=1, keep=STEPS, background=False, variant=variant, width=width))
+            child = self.train(ProbedRun(run=str(run), every=1, keep=STEPS, background=False, variant=variant, width=width))
             if child.wait() != 0:
                 raise TaskError(f"the unbroken run failed: {child.said[-1000:]}", hint="this is a fault of surefoot")
             return Golden({step: digests(run, step) for step in manifest.steps(run)}, read_consumed(run), read_losses(run))
@@ -252,7 +252,7 @@ def _is_finished(run: Path) -> bool:
     return bool(past) and isinstance(past[-1], Ended) and past[-1].outcome == "finished"
 
 
-def go_on(workshop: Workshop, attempt: Attempt, golden: Golden) -> str | None:
+def go_on(workshop: Workshop, attempt: ProbedRun, golden: Golden) -> str | None:
     """Restart the run, let it end, and compare it with the uninterrupted run.
 
     It must resume after its newest checkpoint. Return what is wrong, or None.

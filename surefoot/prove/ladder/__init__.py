@@ -3,13 +3,13 @@
 Each one measures the gain on this machine, and checks that the results stay the same.
 """
 
-from surefoot.prove.ladder.climb import Ladder, Result, climb_ladder
+from surefoot.prove.ladder.climb import Ladder, RungResult, climb_ladder
 from surefoot.prove.ladder.compiled import verify_compiled
 from surefoot.prove.ladder.rows import BEST, HEADER, as_markdown, as_row, as_svg, as_toml, cells
 from surefoot.prove.ladder.rungs import PLAIN, Rung, find_rungs, parse_rung
-from surefoot.prove.ladder.workbench import Settings
+from surefoot.prove.ladder.workbench import LadderSettings
 
 __all__ = [
-    "BEST", "HEADER", "PLAIN", "Ladder", "Result", "Rung", "Settings", "as_markdown", "as_row", "as_svg", "as_toml", "cells",
+    "BEST", "HEADER", "PLAIN", "Ladder", "RungResult", "Rung", "LadderSettings", "as_markdown", "as_row", "as_svg", "as_toml", "cells",
     "climb_ladder", "find_rungs", "parse_rung", "verify_compiled",
 ]  # fmt: skip

@@ -20,9 +20,9 @@ from surefoot.core.statistics import FIRST_LOOK, Interval, looks, median
 from surefoot.core.units import format_number, format_seconds
 from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import gate, rungs
-from surefoot.prove.ladder.gate import Arrays, Score, Scores, Verdict
+from surefoot.prove.ladder.gate import Arrays, GateVerdict, Score, SeedScores
 from surefoot.prove.ladder.rungs import Rung
-from surefoot.prove.ladder.workbench import BELOW, START, Measure, Settings, Tell, Workbench
+from surefoot.prove.ladder.workbench import BELOW, START, LadderSettings, Measure, Tell, Workbench
 from surefoot.trial import Trial, find_conditions
 from surefoot.trial.arm import REFUSED, num_ranks
 
@@ -35,7 +35,7 @@ Ratios = Mapping[Measure, Interval | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class RungResult:
     """Result of a rung: `step` holds its ratios to the rung below, `total` those to the baseline.
 
     Ratios are None where they were not measured.
@@ -44,7 +44,7 @@ class Result:
     rung: Rung
     standing: Standing
     reason: str
-    parity: Verdict
+    parity: GateVerdict
     step: Ratios
     total: Ratios
     score: Score | None = None
@@ -74,12 +74,12 @@ class Ladder:
     device: str
     conditions: Mapping[str, str]
     num_samples: int
-    results: tuple[Result, ...] = ()
+    results: tuple[RungResult, ...] = ()
     left_out: Mapping[str, Interval] | None = None
     num_runs: int = 0
 
     @property
-    def kept(self) -> list[Result]:
+    def kept(self) -> list[RungResult]:
         return [each for each in self.results if each.kept]
 
 
@@ -93,9 +93,9 @@ class Climb:
         self._kept: list[Rung] = []
         self._tensors: dict[int | None, Arrays] = {}  # tensors of the reference, by the size of the pieces of its batch
         self._blurred: dict[tuple[int | None, float], Arrays] = {}
-        self._scores: dict[range, Scores | None] = {}  # scores of the baseline, by the seeds
+        self._scores: dict[range, SeedScores | None] = {}  # scores of the baseline, by the seeds
 
-    def climb(self, rung: Rung) -> Result:
+    def climb(self, rung: Rung) -> RungResult:
         """Check and measure a rung; if it is kept, further rungs are added to it."""
         before = self._bench.num_runs
         if not rung.is_here:
@@ -116,7 +116,7 @@ class Climb:
         step = {measure: self._bench.ratio(trial, rung.name, BELOW, measure) for measure in MEASURES}
         total = {measure: self._bench.ratio(trial, rung.name, START, measure) for measure in MEASURES}
         reason, score = self._reason_against(rung, spec, trial, parity, step)
-        result = Result(
+        result = RungResult(
             rung=rung, standing=_standing(reason), reason=reason or self._words(rung, step), parity=parity,
             step=step, total=step if self.below == self.start else total, score=score, num_runs=self._bench.num_runs - before,
         )  # fmt: skip
@@ -130,7 +130,7 @@ class Climb:
         if rung.kind == "algorithm":  # no rung above it computes what the baseline does
             self._ground, self._ground_name, self._tensors, self._blurred = spec, rung.name, {}, {}
 
-    def _check(self, rung: Rung, spec: RunSpec) -> Verdict:
+    def _check(self, rung: Rung, spec: RunSpec) -> GateVerdict:
         """Return the gate's verdict on gradients and weights.
 
         A rung that crashes, or is refused, is not measured. Several ranks compute a batch in
@@ -150,7 +150,7 @@ class Climb:
         try:
             found = self._bench.tensors(rung.name, spec)
         except TaskError as error:
-            return Verdict(verdict="not measured", words=_refused(error.message) or f"it {error.message}")
+            return GateVerdict(verdict="not measured", words=_refused(error.message) or f"it {error.message}")
         return gate.judge(kind, self._tensors[piece], self._blurred[piece, unit], found)
 
     def _floor(self, ground: RunSpec, unit: float) -> Arrays:
@@ -180,7 +180,7 @@ class Climb:
         return is_settled(ratios, trial.rounds)
 
     def _reason_against(
-        self, rung: Rung, spec: RunSpec, trial: Trial, parity: Verdict, step: Ratios
+        self, rung: Rung, spec: RunSpec, trial: Trial, parity: GateVerdict, step: Ratios
     ) -> tuple[str | None, Score | None]:
         """Return why a rung may not stay (None if it may), and its score.
 
@@ -207,7 +207,7 @@ class Climb:
     def _score(self, rung: Rung, spec: RunSpec) -> Score | None:
         """Compare the scores of a few seeds with the baseline's."""
 
-        def take(seeds: range) -> tuple[Scores | None, Scores | None]:
+        def take(seeds: range) -> tuple[SeedScores | None, SeedScores | None]:
             self._tell(f"{rung.name}: its score after {self._bench.num_samples:,} samples, {len(seeds)} seeds")
             if seeds not in self._scores:
                 self._scores[seeds] = self._bench.scores(START, self.start, seeds)
@@ -215,7 +215,7 @@ class Climb:
 
         return gate.decide_by_scores(range(gate.LEAST_SEEDS), take)
 
-    def _other_numbers(self, parity: Verdict) -> str:
+    def _other_numbers(self, parity: GateVerdict) -> str:
         return f"its numbers are not those of {self._ground_words}: {parity.words}"
 
     @property
@@ -310,10 +310,10 @@ def find_skipped_work(trial: Trial, name: str) -> str | None:
     return None
 
 
-def _unmeasured(rung: Rung, standing: Standing, reason: str, num_runs: int = 0, parity: Verdict | None = None) -> Result:
+def _unmeasured(rung: Rung, standing: Standing, reason: str, num_runs: int = 0, parity: GateVerdict | None = None) -> RungResult:
     nothing: Ratios = dict.fromkeys(MEASURES)
-    parity = parity or Verdict(verdict="not measured", words=reason)
-    return Result(rung=rung, standing=standing, reason=reason, parity=parity, step=nothing, total=nothing, num_runs=num_runs)
+    parity = parity or GateVerdict(verdict="not measured", words=reason)
+    return RungResult(rung=rung, standing=standing, reason=reason, parity=parity, step=nothing, total=nothing, num_runs=num_runs)
 
 
 def order_rungs(chosen: Sequence[Rung], given: Sequence[Rung]) -> list[Rung]:
@@ -328,7 +328,7 @@ def order_rungs(chosen: Sequence[Rung], given: Sequence[Rung]) -> list[Rung]:
 
 
 def climb_ladder(
-    name: str, spec: RunSpec, settings: Settings, folder: Path, *, given: Sequence[Rung] = (), names: Sequence[str] | None = None,
+    name: str, spec: RunSpec, settings: LadderSettings, folder: Path, *, given: Sequence[Rung] = (), names: Sequence[str] | None = None,
     leave_one_out: bool = False, tell: Tell, decided: Callable[[Ladder], None],
 ) -> Ladder:  # fmt: skip
     """Try the rungs called `names` (None: every one), then those `given`.

@@ -14,15 +14,15 @@ from pathlib import Path
 from surefoot.contract.spec import RunSpec, key_names
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.prove.ladder import gate, rungs
-from surefoot.prove.ladder.gate import Verdict
-from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
+from surefoot.prove.ladder.gate import GateVerdict
+from surefoot.prove.ladder.workbench import LadderSettings, Tell, Workbench
 from surefoot.trial import check_finite
 
 UNITS = {"fp32": (1, 2, 4, 4)}  # units per draw; with fewer bits a compiled step rounds less often than eager mode does
 FLOOR = "floor/"
 
 
-def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec, Verdict]:
+def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec, GateVerdict]:
     """Compare `spec` compiled with `spec` in eager mode; return the compiled spec and the verdict.
 
     The whole model is compiled where the spec compiles nothing. A part that cannot be compiled is
@@ -38,7 +38,7 @@ def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec
     eager = rungs.change(spec, {f"compile.{key}": None for key in key_names("compile")})
     compute = spec.precision.compute
     unit = gate.unit_of(compute)
-    bench = Workbench(eager, Settings(), folder)
+    bench = Workbench(eager, LadderSettings(), folder)
     tell("eager mode, and what rounding makes of it")
     found = _states(bench, "eager mode", eager, tuple(unit * times for times in UNITS.get(compute, (1, 1, 1))))
     start = {name: array for name, array in found.items() if not name.startswith(FLOOR)}

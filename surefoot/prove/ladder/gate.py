@@ -77,7 +77,7 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class GateVerdict:
     """The verdict of the gate.
 
     `worst` is the largest ratio of `off` to `allowed`, which the first of `claims` has.
@@ -89,21 +89,21 @@ class Verdict:
     claims: tuple[Claim, ...] = ()
 
 
-def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> Verdict:
+def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> GateVerdict:
     """Return the verdict on the tensors of a rung of kind *nothing* or *rounding*.
 
     `blurred` is the baseline under simulated rounding. A floor that was not measured, or is not
     finite where the baseline is, allows no rounding at all, since it would allow anything.
     """
     if kind == "algorithm":
-        return Verdict(verdict="does not apply", words="another algorithm has other gradients: its score decides")
+        return GateVerdict(verdict="does not apply", words="another algorithm has other gradients: its score decides")
     unlike = sorted(start.keys() ^ rung.keys())
     if unlike:
-        return Verdict(verdict="fails", words=f"{unlike[0]} is missing in one of the two", worst=float("inf"))
+        return GateVerdict(verdict="fails", words=f"{unlike[0]} is missing in one of the two", worst=float("inf"))
     shapes = [name for name in start if start[name].shape != rung[name].shape]
     if shapes:
         words = f"{shapes[0]} has the shape {rung[shapes[0]].shape}, the start's {start[shapes[0]].shape}"
-        return Verdict(verdict="fails", words=words, worst=float("inf"))
+        return GateVerdict(verdict="fails", words=words, worst=float("inf"))
     has_floor = _has_floor(start, blurred)
     floor = blurred if has_floor else start
     claims = [*_slices(start, floor, rung), *(_equal(start, floor, rung) if kind == "nothing" else _near(start, floor, rung))]
@@ -115,7 +115,7 @@ def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> Verdict:
         words = f"{len(claims)} comparisons hold; the nearest to its bound: {words}"
     if not has_floor:
         words += ", since what rounding comes to here could not be measured"
-    return Verdict(verdict="fails" if fails else "passes", words=words, worst=worst.share, claims=tuple(claims))
+    return GateVerdict(verdict="fails" if fails else "passes", words=words, worst=worst.share, claims=tuple(claims))
 
 
 def _has_floor(start: Arrays, blurred: Arrays) -> bool:
@@ -267,7 +267,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Scores:
+class SeedScores:
     """Scores of runs by seed number, with the name, direction and unit of the score."""
 
     values: Mapping[int, float]
@@ -276,7 +276,7 @@ class Scores:
     unit: str
 
 
-def decide_by_scores(seeds: range, take: Callable[[range], tuple[Scores | None, Scores | None]]) -> Score | None:
+def decide_by_scores(seeds: range, take: Callable[[range], tuple[SeedScores | None, SeedScores | None]]) -> Score | None:
     """Compare the scores of `seeds`; if they look worse, compare further seeds and decide by all.
 
     `take` returns the scores of the baseline and of the rung. With three seeds a rung that changes
@@ -291,14 +291,14 @@ def decide_by_scores(seeds: range, take: Callable[[range], tuple[Scores | None, 
     return compare_scores(_join(start, more), _join(rung, theirs))
 
 
-def _join(some: Scores | None, more: Scores | None) -> Scores | None:
+def _join(some: SeedScores | None, more: SeedScores | None) -> SeedScores | None:
     """Join two sets of scores; where one is None, return the other."""
     if some is None or more is None:
         return some or more
     return replace(some, values={**some.values, **more.values})
 
 
-def compare_scores(start: Scores | None, rung: Scores | None) -> Score | None:
+def compare_scores(start: SeedScores | None, rung: SeedScores | None) -> Score | None:
     """Compare the scores of the seeds that both have; return None where they share none."""
     shared = sorted(start.values.keys() & rung.values.keys()) if start is not None and rung is not None else []
     if start is None or rung is None or not shared:

@@ -13,7 +13,7 @@ from typing import Any
 from surefoot.contract import spec_file
 from surefoot.core.statistics import Interval
 from surefoot.core.units import UNKNOWN, format_number, format_percent
-from surefoot.prove.ladder.climb import Ladder, Result
+from surefoot.prove.ladder.climb import Ladder, RungResult
 from surefoot.prove.ladder.gate import Score
 from surefoot.prove.ladder.rungs import PLAIN
 from surefoot.trial import markdown
@@ -36,7 +36,7 @@ def as_row(ladder: Ladder) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rung_row(result: Result) -> dict[str, Any]:
+def _rung_row(result: RungResult) -> dict[str, Any]:
     rung, step, total, parity = result.rung, result.step, result.total, result.parity
     worst = parity.worst if parity.worst is not None and math.isfinite(parity.worst) else None
     return {
@@ -98,7 +98,7 @@ def inverse(interval: Interval | None) -> Interval | None:
     return Interval(estimate=1 / interval.estimate, low=low, high=high, count=interval.count, neutral=1.0)
 
 
-def cells(result: Result) -> tuple[str, ...]:
+def cells(result: RungResult) -> tuple[str, ...]:
     """Return the cells of one rung's row, below HEADER."""
     step = result.step
     return (

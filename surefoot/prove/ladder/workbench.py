@@ -19,7 +19,7 @@ from surefoot.core.process.memory import find_available_bytes
 from surefoot.core.statistics import FIRST_LOOK, Interval, looks, sequential_ratio
 from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import rungs
-from surefoot.prove.ladder.gate import Arrays, Scores
+from surefoot.prove.ladder.gate import Arrays, SeedScores
 from surefoot.trial import Arm, Outcome, Trial, as_line, read_arrays, run_arm, run_rounds, spec_arm
 from surefoot.trial.arm import REPORT, SHARED, WORK, absolute, num_ranks
 
@@ -37,7 +37,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class LadderSettings:
     """How a ladder is measured: at most `pairs` pairs of runs per rung, `samples` per run.
 
     With `samples` None, the measured steps of the baseline take TARGET_S seconds. With
@@ -66,7 +66,7 @@ class Workbench:
     Every raw outcome is written to `folder`, one per line.
     """
 
-    def __init__(self, start: RunSpec, settings: Settings, folder: Path) -> None:
+    def __init__(self, start: RunSpec, settings: LadderSettings, folder: Path) -> None:
         self.settings, self._start, self._folder = settings, start, folder
         self._seed = start.train.seed
         self.num_runs = 0
@@ -226,7 +226,7 @@ class Workbench:
             except BadRecordError as error:
                 raise TaskError(f"gave no tensors: {error.message}") from error
 
-    def scores(self, name: str, spec: RunSpec, seeds: range) -> Scores | None:
+    def scores(self, name: str, spec: RunSpec, seeds: range) -> SeedScores | None:
         """Return the scores of these seed numbers after the measured number of samples, or None."""
         steps = self._steps_of(spec, self._steps + self.warmup_steps)
         with _work() as work:
@@ -235,7 +235,7 @@ class Workbench:
         found = {number: outcome.measures.get(f"score_{place}") for place, number in enumerate(seeds)}
         known = {number: value for number, value in found.items() if value is not None}
         facts = outcome.facts
-        return Scores(known, facts["score"], facts["better"], facts["unit"]) if known else None
+        return SeedScores(known, facts["score"], facts["better"], facts["unit"]) if known else None
 
     def _child(self, what: str, name: str, spec: RunSpec, *, steps: int, seeds: range, words: Sequence[str] = ()) -> Arm:
         seeded = [word for number in seeds for word in ("--seed", str(self._seed + number))]

@@ -1,6 +1,6 @@
 """Comparison of what a task computes under several layouts of its ranks."""
 
-from surefoot.prove.layouts.compare import Compared
-from surefoot.prove.layouts.verify import Verdict, verify_layouts
+from surefoot.prove.layouts.compare import LayoutComparison
+from surefoot.prove.layouts.verify import LayoutVerdict, verify_layouts
 
-__all__ = ["Compared", "Verdict", "verify_layouts"]
+__all__ = ["LayoutComparison", "LayoutVerdict", "verify_layouts"]

@@ -26,7 +26,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class LayoutComparison:
     """A layout compared with one process, in one precision.
 
     `worst` is the tensor that is off most, relative to the allowed difference; `count` is how many
@@ -47,7 +47,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Trial:
+class LayoutTrial:
     """Runs of a comparison, each in fresh processes and a new folder below `folder`."""
 
     folder: Path
@@ -88,7 +88,7 @@ class Trial:
         return read_arrays(place / "rank0" / "report.json"), outcome.facts
 
 
-def compare(layout: str, precision: str, whole: Arrays, found: Arrays, allowed: float, *, only_first: bool) -> Compared:
+def compare(layout: str, precision: str, whole: Arrays, found: Arrays, allowed: float, *, only_first: bool) -> LayoutComparison:
     """Compare `found` with `whole`, tensor by tensor.
 
     With `only_first`, only loss, norm and gradients of the first step are compared.
@@ -99,7 +99,7 @@ def compare(layout: str, precision: str, whole: Arrays, found: Arrays, allowed: 
 
     gaps = compare_arrays(kept(whole), kept(whole), kept(found), tolerance=allowed)
     worst = gaps[0]
-    return Compared(
+    return LayoutComparison(
         layout=layout, precision=precision, worst=worst.name, off=worst.distance, allowed=allowed, count=len(gaps),
         num_bad=sum(gap.verdict == "differs" for gap in gaps),
     )  # fmt: skip

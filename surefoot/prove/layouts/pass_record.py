@@ -36,7 +36,7 @@ BUILT_IN = f"{OUR_FOLDER / 'tasks'}{os.sep}"  # a built-in task counts as the us
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorRecord:
     """An operator that the user's code, or a library that it uses, called.
 
     `dtype` is that of its output; `module` is "" outside of the model.
@@ -65,9 +65,9 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names: dict[int, str] = {}
         self._is_paused = False
-        self._casts: dict[Operator, None] = {}
-        self._others: dict[Operator, None] = {}
-        self._draws: dict[Operator, None] = {}
+        self._casts: dict[OperatorRecord, None] = {}
+        self._others: dict[OperatorRecord, None] = {}
+        self._draws: dict[OperatorRecord, None] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -87,11 +87,11 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_paused = before
 
     @property
-    def narrow(self) -> tuple[Operator, ...]:
+    def narrow(self) -> tuple[OperatorRecord, ...]:
         return tuple(self._casts or self._others)
 
     @property
-    def draws(self) -> tuple[Operator, ...]:
+    def draws(self) -> tuple[OperatorRecord, ...]:
         return tuple(self._draws)
 
     def __torch_dispatch__(
@@ -113,7 +113,7 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (self._casts if is_cast else self._others)[found] = None
         return out
 
-    def _find(self, func: Any, made: Tensor | None) -> Operator | None:
+    def _find(self, func: Any, made: Tensor | None) -> OperatorRecord | None:
         """Return the operator, with the innermost line of the user and module of the model.
 
         Lines of torch and surefoot do not count; return None where there is no other line.
@@ -128,7 +128,7 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             frame = frame.f_back
         name = str(func.overloadpacket).removeprefix("aten.")
         dtype = "" if made is None else str(made.dtype).removeprefix("torch.")
-        return Operator(name, dtype, module, line) if line else None
+        return OperatorRecord(name, dtype, module, line) if line else None
 
 
 def _is_users(file: str) -> bool:

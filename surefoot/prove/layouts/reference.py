@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from surefoot.contract.spec import RunSpec
 from surefoot.core.ranks.layout import Layout
-from surefoot.prove.layouts.compare import NARROW, UNIT, WIDE, Arrays, Compared, Trial, compare
+from surefoot.prove.layouts.compare import NARROW, UNIT, WIDE, Arrays, LayoutComparison, LayoutTrial, compare
 
 OPERATOR_UNITS = {"float32": UNIT, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 LEAST_UNIT = 2.0**-3  # unit of any format with fewer bits
@@ -27,7 +27,7 @@ class Reference:
     compute in fewer bits than float64, `notes` what a reader of the verdict must know.
     """
 
-    run: Trial
+    run: LayoutTrial
     cut: RunSpec
     arrays: Arrays | None
     narrow: Operators
@@ -35,7 +35,7 @@ class Reference:
     compute: str  # of the spec
     notes: list[str] = field(default_factory=list)
 
-    def compare(self, whole: Arrays, batch: int) -> list[Compared]:
+    def compare(self, whole: Arrays, batch: int) -> list[LayoutComparison]:
         """Compare the step of one process that splits its batch with this step.
 
         Return no row, and add a note, where they cannot be compared.
@@ -71,7 +71,7 @@ class Reference:
 
     def judge(
         self, layout: str, is_wide: bool, whole: Arrays, found: Arrays, batch: int, *, only_first: bool = False
-    ) -> Compared:
+    ) -> LayoutComparison:
         """Compare `found` with `whole` and return the result.
 
         The bound is 1e-10 in float64, and in the spec's precision the rounding of the first step.
@@ -93,11 +93,11 @@ class Reference:
     def _flags(self) -> tuple[str, ...]:
         return ("--float64",) if self.is_wide else ()
 
-    def _judge_cut(self, uncut: Arrays, cut: Arrays, batch: int) -> Compared:
+    def _judge_cut(self, uncut: Arrays, cut: Arrays, batch: int) -> LayoutComparison:
         return self.judge(f"1,microbatch={self.cut.train.microbatch}", self.is_wide, uncut, cut, batch, only_first=True)
 
 
-def take_reference(run: Trial, wide: RunSpec, cut: RunSpec) -> Reference:
+def take_reference(run: LayoutTrial, wide: RunSpec, cut: RunSpec) -> Reference:
     """Run the step of the whole batch: of `wide` in float64, if the task can.
 
     If the task itself keeps values in fewer bits, run that of `cut` instead.

@@ -31,13 +31,13 @@ import numpy as np
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError
 from surefoot.core.ranks.layout import Layout
-from surefoot.prove.layouts.compare import Arrays, Compared, Tell, Trial
+from surefoot.prove.layouts.compare import Arrays, LayoutComparison, LayoutTrial, Tell
 from surefoot.prove.layouts.reference import take_reference
 from surefoot.trial import check_finite
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class LayoutCost:
     """Seconds of a step of one layout, as a median over the steps after the first.
 
     `exact_s` is with `layout.virtual_ranks`, `plain_s` without.
@@ -49,14 +49,14 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class LayoutVerdict:
     """Results of a comparison of layouts."""
 
     num_steps: int
     batch: int
     microbatch: int
-    rows: tuple[Compared, ...]
-    costs: tuple[Cost, ...] = ()
+    rows: tuple[LayoutComparison, ...]
+    costs: tuple[LayoutCost, ...] = ()
     notes: tuple[str, ...] = ()
     narrow: tuple[Mapping[str, str], ...] = ()
 
@@ -101,18 +101,18 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
     )  # fmt: skip
 
 
-def verify_layouts(spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, steps: int, tell: Tell) -> Verdict:
+def verify_layouts(spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, steps: int, tell: Tell) -> LayoutVerdict:
     """Run each layout in `folder`, in float64 where possible and as the spec says, and compare.
 
     Raises SpecError for a spec that cannot be tried, TaskError for a layout that does not run.
     """
-    cut, run = as_trial(spec, layouts, steps), Trial(folder, steps, tell)
+    cut, run = as_trial(spec, layouts, steps), LayoutTrial(folder, steps, tell)
     compute = cut.precision.compute
     wide = cut.replace(precision={"compute": "fp32", "weights": "fp32"}) if compute != "fp32" else cut
     is_exact = cut.layout.virtual_ranks is not None
     reference = take_reference(run, wide, cut)
-    rows: list[Compared] = []
-    costs: list[Cost] = []
+    rows: list[LayoutComparison] = []
+    costs: list[LayoutCost] = []
     facts: Mapping[str, str] = {}
     for precision, tried in (("float64", wide), (compute, cut)):
         is_wide = precision == "float64"
@@ -135,24 +135,24 @@ def verify_layouts(spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, st
             rows.append(reference.judge(str(each), is_wide, whole, found, int(facts["batch"])))
     if is_exact:
         costs.insert(0, _cost(run, cut, Layout(), facts))
-    return Verdict(
+    return LayoutVerdict(
         num_steps=int(facts["steps"]), batch=int(facts["batch"]), microbatch=cut.train.microbatch or 0, rows=tuple(rows),
         costs=tuple(costs), notes=tuple(reference.notes), narrow=tuple(reference.narrow),
     )  # fmt: skip
 
 
-def _cost(run: Trial, spec: RunSpec, layout: Layout, exact: Mapping[str, str]) -> Cost:
+def _cost(run: LayoutTrial, spec: RunSpec, layout: Layout, exact: Mapping[str, str]) -> LayoutCost:
     _, told = run.run(spec.replace(layout={"virtual_ranks": None}), layout, f"{layout}, without the same bits")
-    return Cost(layout=str(layout), exact_s=float(exact["step_s"]), plain_s=float(told["step_s"]))
+    return LayoutCost(layout=str(layout), exact_s=float(exact["step_s"]), plain_s=float(told["step_s"]))
 
 
-def _compare_bits(layout: Layout, precision: str, whole: Arrays, found: Arrays) -> Compared:
+def _compare_bits(layout: Layout, precision: str, whole: Arrays, found: Arrays) -> LayoutComparison:
     """Compare all tensors bitwise and return the worst one; -0.0 differs from 0.0."""
     both = whole.keys() & found.keys()
     apart = [name for name in {**whole, **found} if name not in both or whole[name].tobytes() != found[name].tobytes()]
     off = {name: float(np.abs(np.subtract(whole[name], found[name])).max(initial=0.0)) for name in apart if name in both}
     worst = max(apart or whole, key=lambda name: off.get(name, np.inf))
-    return Compared(
+    return LayoutComparison(
         layout=str(layout), precision=precision, worst=worst, off=off.get(worst) if apart else 0.0, allowed=0.0, count=len(whole),
         num_bad=len(apart),
     )  # fmt: skip

@@ -18,7 +18,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Compared:
+class MemoryComparison:
     """The measured peak, the largest resident size of the process, and the predicted peak."""
 
     measured_bytes: int
@@ -34,7 +34,7 @@ class Compared:
         return {"measured_bytes": self.measured_bytes, "resident_bytes": self.resident_bytes, "error": self.error}
 
 
-def compare(spec: RunSpec, predicted_bytes: int | None) -> Compared:
+def compare(spec: RunSpec, predicted_bytes: int | None) -> MemoryComparison:
     """Run three steps of `spec` on the CPU and measure the third."""
     with Rehearsal(spec, steps=STEPS) as rehearsal:
         assembly, rise = rehearsal.assembly, Rise()
@@ -48,4 +48,4 @@ def compare(spec: RunSpec, predicted_bytes: int | None) -> Compared:
             rehearsal.take("step")
         finally:
             rise_bytes = rise.stop()
-    return Compared(before_bytes + rise_bytes, peak_resident_bytes(), predicted_bytes)
+    return MemoryComparison(before_bytes + rise_bytes, peak_resident_bytes(), predicted_bytes)

@@ -17,7 +17,7 @@ from surefoot.contract.spec import CompileTable, RunSpec, key_names
 from surefoot.core.errors import InputError
 from surefoot.core.statistics import FIRST_LOOK, Interval, median
 from surefoot.prove.ladder import rungs
-from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
+from surefoot.prove.ladder.workbench import LadderSettings, Tell, Workbench
 from surefoot.prove.whatif.trials import failure_of, median_of, steady
 from surefoot.trial import Trial, find_conditions
 
@@ -28,7 +28,7 @@ MODES: tuple[str, ...] = get_args(CompileTable.model_fields["mode"].annotation)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class CompileTiming:
     """A way to run a step; a value that was not measured is None, and `failure` says why.
 
     `compile_s` is measured with empty compiler caches. `again_s` is the median of later processes,
@@ -56,13 +56,13 @@ class Way:
 class Ways:
     """Results of all ways, their conditions, and the modes that were left out, with the reason."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[CompileTiming, ...]
     left_out: Mapping[str, str]
     rounds: int
     conditions: Mapping[str, str]
 
     @property
-    def best(self) -> Way | None:
+    def best(self) -> CompileTiming | None:
         """The way with the least time among those whose gain is shown; None without one."""
         gains = [each for each in self.ways if each.ratio is not None and each.ratio.verdict == "lower"]
         return min(gains, key=lambda way: way.ratio.estimate if way.ratio else math.inf, default=None)
@@ -96,7 +96,7 @@ def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda tex
     made = steady(spec)
     eager = rungs.change(made, {f"compile.{key}": None for key in key_names("compile")})
     with tempfile.TemporaryDirectory(prefix="surefoot-whatif-") as work:
-        bench = Workbench(eager, Settings(pairs=rounds), Path(work))
+        bench = Workbench(eager, LadderSettings(pairs=rounds), Path(work))
         tell("eager mode alone, to see how long a step takes")
         bench.begin()
         bench.warm_up_what_is_compiled()
@@ -108,8 +108,8 @@ def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda tex
     return Ways(ways=ways, left_out=left_out, rounds=rounds, conditions=conditions)
 
 
-def _eager(trial: Trial) -> Way:
-    return Way(
+def _eager(trial: Trial) -> CompileTiming:
+    return CompileTiming(
         what=EAGER,
         step_s=median_of(trial, EAGER, "wall_s_per_step"),
         peak_bytes=_peak(trial, EAGER),
@@ -117,19 +117,19 @@ def _eager(trial: Trial) -> Way:
     )
 
 
-def _way(bench: Workbench, trial: Trial, name: str) -> Way:
+def _way(bench: Workbench, trial: Trial, name: str) -> CompileTiming:
     what, mode = name.split()
     compiled = trial.by_round(name, "compile_s")
     failure = failure_of(trial, name)
     if failure is None and not compiled:
-        return Way(what=what, mode=mode, failure="nothing was compiled: the steps call none of what was to be")
+        return CompileTiming(what=what, mode=mode, failure="nothing was compiled: the steps call none of what was to be")
     if not compiled:
-        return Way(what=what, mode=mode, failure=failure)
+        return CompileTiming(what=what, mode=mode, failure=failure)
     first = min(compiled)
     later = [compile_s for number, compile_s in compiled.items() if number > first]
     ratio = bench.ratio(trial, name, EAGER, "wall")
     eager_s = median_of(trial, EAGER, "wall_s_per_step")
-    return Way(
+    return CompileTiming(
         what=what, mode=mode, compile_s=compiled[first] if first == 0 else None, again_s=median(later) if later else None,
         step_s=median_of(trial, name, "wall_s_per_step"), peak_bytes=_peak(trial, name), ratio=ratio,
         pays_after=find_break_even(compiled[first], eager_s, ratio) if first == 0 and eager_s and ratio else None, failure=failure,

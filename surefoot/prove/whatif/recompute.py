@@ -13,11 +13,11 @@ from typing import Any
 
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
-from surefoot.core.recompute import Cost, How, peak_bytes, smallest_budget
+from surefoot.core.recompute import RecomputeChoice, RecomputeCost, peak_bytes, smallest_budget
 from surefoot.core.statistics import FIRST_LOOK, Interval
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.ladder import rungs
-from surefoot.prove.ladder.workbench import Settings, Tell, Workbench
+from surefoot.prove.ladder.workbench import LadderSettings, Tell, Workbench
 from surefoot.prove.memory.measured import compare
 from surefoot.prove.whatif.trials import failure_of, median_of, steady
 from surefoot.trial import Trial, find_conditions
@@ -29,7 +29,7 @@ EVERYTHING = "1000 TiB"  # a budget that keeps everything, for which the blocks 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class BlockCost:
     """A block: what it keeps for its backward pass, and the seconds to recompute it.
 
     `inner_bytes` is what it keeps beside its inputs, `input_bytes` the size of the inputs.
@@ -49,7 +49,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class RecomputeTiming:
     """A value of `memory.recompute`; a value that was not measured is None (`failure` says why).
 
     `held_bytes` is the most that the blocks hold, by what each was measured to keep; None for
@@ -73,13 +73,13 @@ class Way:
 class Recomputing:
     """Results for the blocks, in order, and for the ways, from none to full recomputation."""
 
-    blocks: tuple[Block, ...]
-    ways: tuple[Way, ...]
+    blocks: tuple[BlockCost, ...]
+    ways: tuple[RecomputeTiming, ...]
     rounds: int
     conditions: Mapping[str, str]
 
 
-def find_costs(spec: RunSpec) -> list[Cost]:
+def find_costs(spec: RunSpec) -> list[RecomputeCost]:
     """Return the cost of each block of the model, measured on a microbatch.
 
     Raises InputError where there are no blocks.
@@ -91,7 +91,7 @@ def find_costs(spec: RunSpec) -> list[Cost]:
         return budget.costs
 
 
-def find_ways(costs: list[Cost]) -> dict[str, int | None]:
+def find_ways(costs: list[RecomputeCost]) -> dict[str, int | None]:
     """Return every distinct way to recompute, and the bytes that the blocks then hold.
 
     The bytes that "every 2" leaves are also a budget: it chooses those of uneven blocks that take
@@ -109,8 +109,8 @@ def find_ways(costs: list[Cost]) -> dict[str, int | None]:
     return {**held, "operators": None, "full": _held(costs, "full")}
 
 
-def _held(costs: list[Cost], how: str) -> int:
-    parsed = How.parse(how)
+def _held(costs: list[RecomputeCost], how: str) -> int:
+    parsed = RecomputeChoice.parse(how)
     step = {"none": len(costs) + 1, "full": 1, "every": parsed.number}[parsed.kind]
     return peak_bytes(costs, range(0, len(costs), step) if parsed.kind != "none" else ())
 
@@ -130,7 +130,7 @@ def measure_recomputing(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lam
     made = steady(spec)
     none = rungs.change(made, {"memory.recompute": None, "memory.blocks": None})
     with tempfile.TemporaryDirectory(prefix="surefoot-whatif-") as work:
-        bench = Workbench(none, Settings(pairs=rounds), Path(work))
+        bench = Workbench(none, LadderSettings(pairs=rounds), Path(work))
         tell("the spec without recomputation, to see how long a step takes")
         bench.begin()
         specs = {how: none if how == NONE else rungs.change(made, {"memory.recompute": how}) for how in held}
@@ -139,7 +139,8 @@ def measure_recomputing(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lam
         peaks = {how: _peak(bench, trial, how, each) for how, each in specs.items()}
     conditions = {**find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1), "device": bench.device}
     blocks = tuple(
-        Block(name=each.name, inner_bytes=each.inner_bytes, input_bytes=each.input_bytes, again_s=each.again_s) for each in costs
+        BlockCost(name=each.name, inner_bytes=each.inner_bytes, input_bytes=each.input_bytes, again_s=each.again_s)
+        for each in costs
     )
     ways = tuple(_way(bench, trial, how, held_bytes, peaks[how]) for how, held_bytes in held.items())
     return Recomputing(blocks=blocks, ways=ways, rounds=rounds, conditions=conditions)
@@ -156,8 +157,8 @@ def _peak(bench: Workbench, trial: Trial, how: str, spec: RunSpec) -> float | No
     return float(compare(spec, None).measured_bytes) if bench.device == "cpu" else median_of(trial, how, bench.key("memory"))
 
 
-def _way(bench: Workbench, trial: Trial, how: str, held_bytes: int | None, peak: float | None) -> Way:
-    return Way(
+def _way(bench: Workbench, trial: Trial, how: str, held_bytes: int | None, peak: float | None) -> RecomputeTiming:
+    return RecomputeTiming(
         how=how, held_bytes=held_bytes, peak_bytes=peak, step_s=median_of(trial, how, "wall_s_per_step"),
         ratio=None if how == NONE else bench.ratio(trial, how, NONE, "time"),
         failure=failure_of(trial, how),

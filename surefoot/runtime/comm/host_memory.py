@@ -196,7 +196,7 @@ class Links:
 
 
 @dataclass(eq=False)
-class _Sum:
+class _RunningSum:
     """A sum in progress: this rank's values, and whether this rank has added its share."""
 
     number: int
@@ -219,7 +219,7 @@ class Shared:
     ranks: Sequence[int]
     axis: int
     _count: int = 0
-    _open: deque[_Sum] = field(default_factory=deque)
+    _open: deque[_RunningSum] = field(default_factory=deque)
 
     def among(self, ranks: Sequence[int], axis: int) -> Shared:
         """Return the collectives of a subset of these ranks, in the given order."""
@@ -289,11 +289,11 @@ class Shared:
         """
         return partial(self._end, self._begin(tensor, into, Kind.SCATTER))
 
-    def _begin(self, tensor: Tensor, into: Tensor | None, kind: Kind) -> _Sum:
+    def _begin(self, tensor: Tensor, into: Tensor | None, kind: Kind) -> _RunningSum:
         at, num_bytes = self.links.find(tensor), tensor.numel() * tensor.element_size()
         assert at is not None
         self._count += 1
-        begun = _Sum(self._count, kind, tensor, into, num_bytes)
+        begun = _RunningSum(self._count, kind, tensor, into, num_bytes)
         self._tell(self._head(What.READY, kind, self._count, at, num_bytes))
         self._open.append(begun)
         self._go_on()
@@ -307,14 +307,14 @@ class Shared:
                 return
             self._add_share(each)
 
-    def _end(self, asked: _Sum) -> None:
+    def _end(self, asked: _RunningSum) -> None:
         while not asked.is_added:
             self._add_share(next(each for each in self._open if not each.is_added))
         self._await_done(asked.number)
         self._open.remove(asked)
 
     @torch.no_grad()
-    def _add_share(self, begun: _Sum) -> None:
+    def _add_share(self, begun: _RunningSum) -> None:
         count, dtype = len(self.ranks), begun.mine.dtype
         rows = [begun.mine.view(-1)] * count
         for place, rank in self._others:

@@ -19,7 +19,7 @@ from surefoot.contract.events import PHASES
 from surefoot.contract.run_folder import files
 from surefoot.core import place
 from surefoot.core.errors import OutOfMemory, SurefootError
-from surefoot.core.recompute import How
+from surefoot.core.recompute import RecomputeChoice
 from surefoot.core.units import format_bytes
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe, find_place
@@ -159,7 +159,7 @@ def _candidates(assembly: Assembly) -> Iterator[Change]:
         yield {"task": {"chunked_loss": True}}
     if microbatch > 1:
         yield {"train": {"microbatch": half(microbatch)}}
-    kind = How.parse(spec.memory.recompute).kind
+    kind = RecomputeChoice.parse(spec.memory.recompute).kind
     if kind == "none":
         yield {"memory": {"recompute": "operators"}}
     if kind != "full":

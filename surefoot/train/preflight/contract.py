@@ -52,7 +52,7 @@ def check(assembly: Assembly) -> list[str]:
     def read(part: np.ndarray) -> Batch:
         return assembly.read(window.epoch, part)
 
-    def attempt(update: LiveUpdate, batch: Batch, seed: int = 0, what: str = "a part of a batch") -> halving.Attempt:
+    def attempt(update: LiveUpdate, batch: Batch, seed: int = 0, what: str = "a part of a batch") -> halving.LossTrial:
         tried = copy_of(batch)  # what writes into it would change the data before step 1
         versions = in_place.Versions(tried)
         with untouched(assembly.model, state), torch.enable_grad():  # a loss may differentiate by itself: a gradient penalty does
@@ -63,12 +63,12 @@ def check(assembly: Assembly) -> list[str]:
             draws = read_streams() != before
         writes[0] |= versions.have_changed()
         gathers[update.name] = gathered.was_used
-        return halving.Attempt(loss, draws, gathered.was_used)
+        return halving.LossTrial(loss, draws, gathered.was_used)
 
-    def attempt_all(part: np.ndarray) -> samples.Tried:
+    def attempt_all(part: np.ndarray) -> samples.SampleLosses:
         batch = _first(read, part)
         what = f"{len(part)} samples" if source.guarantee == "proven" else "the first batch"
-        return samples.Tried(part, batch, [attempt(update, batch, what=what).loss for update in assembly.updates])
+        return samples.SampleLosses(part, batch, [attempt(update, batch, what=what).loss for update in assembly.updates])
 
     train = assembly.spec.train
     splits = (

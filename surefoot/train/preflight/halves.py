@@ -32,7 +32,7 @@ Verdict = Literal["sum", "mean", "other", "unknown"]
 
 
 @dataclass(frozen=True)
-class Attempt:
+class LossTrial:
     """Loss in evaluation mode, whether it drew random numbers and whether it calls all_gather."""
 
     loss: Loss
@@ -40,7 +40,7 @@ class Attempt:
     gathers: bool = False
 
 
-Try = Callable[[Batch, int], Attempt]  # the loss of a batch under a seed
+Try = Callable[[Batch, int], LossTrial]  # the loss of a batch under a seed
 
 
 def cut_batch(batch: Batch, size: int | None = None) -> list[Batch] | None:
@@ -145,7 +145,7 @@ def _report(update: str, term: str, values: Sequence[float], *, is_refused: bool
     return f"{what}; with train.microbatch or on several ranks it trains to other weights"
 
 
-def _repeats(attempt: Try, whole: Batch, index: int, value: float, tried: Sequence[Sequence[Attempt]]) -> bool:
+def _repeats(attempt: Try, whole: Batch, index: int, value: float, tried: Sequence[Sequence[LossTrial]]) -> bool:
     """Whether the same batch gives the same value again; else the loss has its own generator."""
     return len(tried) > 1 or abs(_value(attempt(whole, 0).loss, index) - value) <= TOLERANCE * abs(value)
 

@@ -26,7 +26,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source, resolve
 from surefoot.core.errors import InputError, SurefootError
 from surefoot.core.ranks.layout import Layout
-from surefoot.core.recompute import How
+from surefoot.core.recompute import RecomputeChoice
 from surefoot.train.assemble import Assembly, assemble, find_wanted_blocks, take_task
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight.rank_memory import GATHERED, RankGradients, RankShare, find_layout, find_share
@@ -76,7 +76,7 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None, nu
     that of `[layout]`. Raises InputError for a task that needs values to know its sizes, SpecError
     for a layout that `train` refuses.
     """
-    if How.parse(spec.memory.recompute).kind == "budget":
+    if RecomputeChoice.parse(spec.memory.recompute).kind == "budget":
         raise InputError(
             "a budget is met by measuring the blocks, and nothing is run here",
             hint='set memory.recompute = "none" or "full", or run three steps: --measure',

@@ -16,7 +16,7 @@ NUM_SAMPLES = 8
 NUM_SOUGHT = 64  # steps, spread over the epoch, in which items that count are looked for
 
 
-class Tried(NamedTuple):
+class SampleLosses(NamedTuple):
     """Samples as one batch, and the loss of each update over the batch."""
 
     ids: np.ndarray
@@ -24,7 +24,7 @@ class Tried(NamedTuple):
     losses: list[Loss]
 
 
-def find(assembly: Assembly, attempt: Callable[[np.ndarray], Tried]) -> tuple[Tried, list[str]]:
+def find(assembly: Assembly, attempt: Callable[[np.ndarray], SampleLosses]) -> tuple[SampleLosses, list[str]]:
     """Return the samples on which the loss is checked, and warnings.
 
     These are the first `NUM_SAMPLES`; a whole microbatch of the run if the model fails on fewer;
@@ -50,7 +50,7 @@ def find(assembly: Assembly, attempt: Callable[[np.ndarray], Tried]) -> tuple[Tr
     raise TaskError(f"the loss of update {empty} counts 0 items", hint="count the items that the total sums over, at least one")
 
 
-def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], Tried]) -> Tried:
+def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], SampleLosses]) -> SampleLosses:
     window = feed.window(0)
     own = feed.microbatches(window)[0]
     few = window.ids[:NUM_SAMPLES] if feed.source.guarantee == "proven" else own  # of what is read forwards one batch at a time
@@ -62,7 +62,7 @@ def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], Tried]) -> Tried:
     return attempt(own)  # a model may be built for batches of one size
 
 
-def _find_empty(assembly: Assembly, tried: Tried) -> str:
+def _find_empty(assembly: Assembly, tried: SampleLosses) -> str:
     """Return the name of the first update whose loss counts no item; "" if there is none."""
     pairs = zip(assembly.updates, tried.losses, strict=True)
     return next((update.name for update, loss in pairs if loss.terms and not any(float(term.count) for term in loss.terms)), "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from surefoot.components.compiler import Compiled, compile_regions
+from surefoot.components.compiler import CompiledRegions, compile_regions
 from surefoot.components.compiler.modes import why_default
 from surefoot.components.memory import Recomputed, find_blocks
 from surefoot.contract.spec import CompileTable, RunSpec
@@ -24,7 +24,7 @@ GIVEN_UP = "recompile limit"  # torch's words for code that it has compiled too 
 
 
 @dataclass(frozen=True)
-class Found:
+class CompileNotices:
     """Compilations since the last call, lines to print, and faults as (finding, action)."""
 
     compilations: list[Compilation]
@@ -35,14 +35,14 @@ class Found:
 class Compiling:
     """Monitor of a run's compilations and of their budget in the spec."""
 
-    def __init__(self, compiled: Compiled, table: CompileTable) -> None:
+    def __init__(self, compiled: CompiledRegions, table: CompileTable) -> None:
         self._compiled, self._table = compiled, table
         self._told: set[str] = set()
         self._again: list[Compilation] = []
         self._has_begun = self._is_over = False
         self._compiling_s = 0.0
 
-    def take(self, step: int) -> Found:
+    def take(self, step: int) -> CompileNotices:
         """Return the news after `step`; the first step is observed in eager mode, not compiled."""
         new = self._compiled.steward.take()
         again = [each for each in new if each.why_again is not None]
@@ -70,7 +70,7 @@ class Compiling:
             self._is_over = True
             action = "going on" if self._table.over_budget == "warn" else "the run ends"
             faults.append((self._over, action))
-        return Found(new, lines, faults)
+        return CompileNotices(new, lines, faults)
 
     def _breaks(self, compilations: list[Compilation]) -> list[str]:
         broken = dict.fromkeys(each.ended_early for each in compilations if each.ended_early is not None)
@@ -91,7 +91,7 @@ class Compiling:
 
 def compile_as_stated(
     spec: RunSpec, task: Resolved, model: nn.Module, stepper: Stepper, updates: list[LiveUpdate], recomputed: Recomputed
-) -> Compiled | None:
+) -> CompiledRegions | None:
     """Compile what [compile] names, with the recomputation that was set up before.
 
     Raises InputError if there are no blocks to compile, if the step cannot be one graph, or for a
@@ -134,12 +134,12 @@ def describe_mode(spec: RunSpec, device: str) -> list[str]:
     return [] if why is None else [f'compile.mode = "{table.mode}" is default here, since {why}']
 
 
-def eager(compiled: Compiled | None) -> AbstractContextManager[None]:
+def eager(compiled: CompiledRegions | None) -> AbstractContextManager[None]:
     """Return a context that runs the model uncompiled, for a trial that no step repeats."""
     return nullcontext() if compiled is None else compiled.eager()
 
 
-def watch(compiled: Compiled | None, table: CompileTable) -> Compiling | None:
+def watch(compiled: CompiledRegions | None, table: CompileTable) -> Compiling | None:
     """Return the monitor of the compilations; None if nothing is compiled."""
     return Compiling(compiled, table) if compiled is not None else None
 

@@ -19,7 +19,7 @@ Number = Tensor | float
 Term = tuple[str, Number, Number, float]
 
 
-class Part(NamedTuple):
+class BatchResult(NamedTuple):
     """Result of one batch: sample count, loss terms (name, total, count, weight) and metrics."""
 
     num_samples: int
@@ -35,7 +35,7 @@ class Merged:
         self.terms: dict[str, tuple[Mean, float]] = {}
         self.metrics: dict[str, Metric] = {}
 
-    def add(self, part: Part) -> None:
+    def add(self, part: BatchResult) -> None:
         self.num_samples += part.num_samples
         for name, total, count, weight in part.terms:
             mean = Mean(total, count, "lower")
@@ -44,7 +44,7 @@ class Merged:
             self.metrics[name] = self.metrics[name].merge(metric) if name in self.metrics else metric
 
 
-def gather(mine: Sequence[Part], group: Group, *, can_share: bool = True) -> list[Part] | None:
+def gather(mine: Sequence[BatchResult], group: Group, *, can_share: bool = True) -> list[BatchResult] | None:
     """Return the parts of all ranks in the order of the batches; of n ranks each has every n-th.
 
     Returns None if a metric holds values that cannot be sent as text, or if a rank passes
@@ -103,7 +103,7 @@ def _name_of(metric: Metric) -> str:
     return kind.__name__ if kind in PLAIN.values() else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _as_row(part: Part) -> list[Any]:
+def _as_row(part: BatchResult) -> list[Any]:
     terms = [[name, _number(total), _number(count), weight] for name, total, count, weight in part.terms]
     metrics = {name: [_name_of(each), _as_values(each)] for name, each in part.metrics.items()}
     return [part.num_samples, terms, metrics]
@@ -125,9 +125,9 @@ def _number(value: Number) -> float:
     return value if isinstance(value, (int, float)) else value.item()
 
 
-def _from_row(row: list[Any], known: Mapping[str, Any]) -> Part:
+def _from_row(row: list[Any], known: Mapping[str, Any]) -> BatchResult:
     num_samples, terms, metrics = row
-    return Part(
+    return BatchResult(
         num_samples,
         tuple((name, total, count, weight) for name, total, count, weight in terms),
         {name: _metric_of(known[kind], values) for name, (kind, values) in metrics.items()},

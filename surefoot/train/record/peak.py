@@ -26,7 +26,7 @@ from surefoot.train.record.convolutions import TimedConvolutions
 from surefoot.train.record.noticed.in_place import WatchedForWrites
 from surefoot.train.record.noticed.unfreezing import Unfreezing
 from surefoot.train.record.telling import Telling
-from surefoot.train.record.waited import Waited
+from surefoot.train.record.waited import WaitRecorder
 
 FILE = "shape.json"
 MEASURED = 3  # the step of an attempt that is measured: by then all that is held is there
@@ -37,16 +37,16 @@ def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[in
     step: Callable[[int], StepReport] = Unfreezing(WithinMemory(assembly, telling, folder), assembly, telling)
     step = WatchedForWrites(step, assembly, telling)
     if assembly.spec.memory.predict:
-        step = Compared(step, assembly, telling, folder)
+        step = PeakCheck(step, assembly, telling, folder)
     is_timed = assembly.spec.train.cudnn_benchmark and torch.backends.cudnn.benchmark
     if is_timed:
         step = TimedConvolutions(step, assembly.engine.stepper, telling)
     ranks = assembly.engine.stepper.ranks
-    return step if ranks is None or ranks.group.is_alone or not ranks.group.is_first else Waited(step, ranks.paces, telling)
+    return step if ranks is None or ranks.group.is_alone or not ranks.group.is_first else WaitRecorder(step, ranks.paces, telling)
 
 
 @final
-class Compared:
+class PeakCheck:
     """Step function that measures the third step's peak memory and logs it with the prediction."""
 
     def __init__(self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling, folder: Path) -> None:

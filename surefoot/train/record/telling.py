@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from surefoot.components.data.loader import Loader, Told
+from surefoot.components.data.loader import Loader, LoaderNotice
 from surefoot.components.observe import Console, Journal, NoJournal, TensorBoard
 from surefoot.components.profiler import LOGGING, PhaseClock
 from surefoot.components.stability import Guard, GuardFault
@@ -20,7 +20,7 @@ from surefoot.train.record.noticed.movement import Movement
 
 
 @dataclass(frozen=True, kw_only=True)
-class Damage:
+class RunDamage:
     """Damage in the folder of a resumed run: log lines, checkpoints, and lost ledger rows."""
 
     log: Sequence[str] = ()
@@ -115,7 +115,7 @@ class Telling:
             self._record(environment.fault(self.generation, fault))
             self.console.warn(f"{fault.detail}; {fault.action}")
 
-    def tell_damage(self, damage: Damage, step: int) -> None:
+    def tell_damage(self, damage: RunDamage, step: int) -> None:
         """Record and print the damage in the folder of a run that resumes after `step`."""
         for line in damage.log:
             self.fault(self._guard.damaged_log(step, line))
@@ -141,11 +141,11 @@ class Telling:
         loader.tell = self._tell_of_data
         return loader.end
 
-    def of_evaluation(self, split: str, step: int) -> Callable[[Told], None]:
+    def of_evaluation(self, split: str, step: int) -> Callable[[LoaderNotice], None]:
         """Return a function that reports loader notices of an evaluation after `step`."""
         return lambda told: self._tell_of_data(told._replace(step=step, what=f"evaluating on {split}: {told.what}"))
 
-    def _tell_of_data(self, told: Told) -> None:
+    def _tell_of_data(self, told: LoaderNotice) -> None:
         if told.kind == "tuned":
             self.say(f"step {told.step}: {told.what}")
         else:

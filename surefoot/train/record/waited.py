@@ -14,7 +14,7 @@ from surefoot.train.step.pace import Paces
 
 
 @final
-class Waited:
+class WaitRecorder:
     """Step function that reports the stragglers detected in the previous step."""
 
     def __init__(self, step: Callable[[int], StepReport], paces: Paces, telling: Telling) -> None:

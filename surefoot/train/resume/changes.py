@@ -28,7 +28,7 @@ Verdict = Literal["in place", "fork", "refused"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class ChangeRule:
     """Verdict on a change of the keys that match `pattern`, and the reason."""
 
     pattern: str
@@ -37,47 +37,47 @@ class Rule:
 
 
 RULES = (
-    Rule("observe.*", "in place", "what is recorded changes no number"),
-    Rule("checkpoint.*", "in place", "when a run is saved changes no number"),
-    Rule("data.folder", "in place", "data may lie elsewhere; other data are refused when they are read"),
-    Rule("loader.*", "in place", "who reads ahead changes no sample and no number"),
-    Rule("layout.compress*", "fork", "what is sent of the gradients is another from the first new step"),
-    Rule("layout.virtual_ranks", "fork", "sums are added in another order from the first new step"),
-    Rule(
+    ChangeRule("observe.*", "in place", "what is recorded changes no number"),
+    ChangeRule("checkpoint.*", "in place", "when a run is saved changes no number"),
+    ChangeRule("data.folder", "in place", "data may lie elsewhere; other data are refused when they are read"),
+    ChangeRule("loader.*", "in place", "who reads ahead changes no sample and no number"),
+    ChangeRule("layout.compress*", "fork", "what is sent of the gradients is another from the first new step"),
+    ChangeRule("layout.virtual_ranks", "fork", "sums are added in another order from the first new step"),
+    ChangeRule(
         "layout.*",
         "in place",
         "other ranks share the same batches; what one pass sees stays the same where train.microbatch is stated",
     ),
-    Rule("nccl.*", "in place", "what is sent is the same; another algorithm may add it in another order"),
-    Rule("train.device", "in place", "another device computes other bits, the same run"),
-    Rule("train.threads", "in place", "another number of threads may compute other bits, the same run"),
-    Rule("memory.*", "in place", "what is held and what is computed again changes no number"),
-    Rule("compile.*", "in place", "compiled code may compute other bits, the same run"),
-    Rule("train.cudnn_benchmark", "in place", "another algorithm may compute other bits, the same run"),
-    Rule("train.attention", "in place", "another kernel may compute other bits, the same run"),
-    Rule("train.keep_freed_memory", "in place", "memory is held otherwise, and no number changes"),
-    Rule("task.use", "refused", "another task has another model"),
-    Rule("task.*", "fork", "a model with other names or shapes is refused when it is loaded; scores begin anew"),
-    Rule("optim.name", "refused", "another optimiser has another state"),
-    Rule("optim.state", "refused", "the optimiser's state is of another format"),
-    Rule("optim.freeze", "refused", "what was frozen has no optimiser state"),
-    Rule("optim.ema", "fork", "switching the average on or off is refused when it is loaded"),
-    Rule("optim.ema_buffers", "refused", "a checkpoint holds averages of buffers, or it does not"),
-    Rule("optim.*", "fork", "the new values hold from the first new step; the optimiser's moments stay"),
-    Rule("schedule.*", "fork", "the new curve holds from the first new step, at the run's step"),
-    Rule("precision.weights", "refused", "weights and the optimiser's state are of another format"),
-    Rule("precision.master", "refused", "weights and the optimiser's state are of another format"),
-    Rule("train.length", "fork", "a longer or shorter run; its schedule follows"),
-    Rule("train.batch", "fork", "step n reads what step n reads of a run that always had this batch"),
-    Rule("train.ramp", "fork", "step n reads what step n reads of a run that always had this ramp"),
-    Rule("train.batchnorm", "refused", "another norm has another state"),
-    Rule("train.memory_format", "refused", "what Muon keeps of filters lies as they do"),
-    Rule("train.seed", "fork", "the order of the data is that of the new seed from the first new step"),
-    Rule("data.*", "fork", "the order of the data is another from the first new step"),
-    Rule("evaluate.split", "fork", "scores begin anew"),
-    Rule("evaluate.score", "fork", "scores begin anew"),
-    Rule("evaluate.*", "fork", "the new values hold from the first new step"),
-    Rule("*", "fork", "the new values hold from the first new step"),
+    ChangeRule("nccl.*", "in place", "what is sent is the same; another algorithm may add it in another order"),
+    ChangeRule("train.device", "in place", "another device computes other bits, the same run"),
+    ChangeRule("train.threads", "in place", "another number of threads may compute other bits, the same run"),
+    ChangeRule("memory.*", "in place", "what is held and what is computed again changes no number"),
+    ChangeRule("compile.*", "in place", "compiled code may compute other bits, the same run"),
+    ChangeRule("train.cudnn_benchmark", "in place", "another algorithm may compute other bits, the same run"),
+    ChangeRule("train.attention", "in place", "another kernel may compute other bits, the same run"),
+    ChangeRule("train.keep_freed_memory", "in place", "memory is held otherwise, and no number changes"),
+    ChangeRule("task.use", "refused", "another task has another model"),
+    ChangeRule("task.*", "fork", "a model with other names or shapes is refused when it is loaded; scores begin anew"),
+    ChangeRule("optim.name", "refused", "another optimiser has another state"),
+    ChangeRule("optim.state", "refused", "the optimiser's state is of another format"),
+    ChangeRule("optim.freeze", "refused", "what was frozen has no optimiser state"),
+    ChangeRule("optim.ema", "fork", "switching the average on or off is refused when it is loaded"),
+    ChangeRule("optim.ema_buffers", "refused", "a checkpoint holds averages of buffers, or it does not"),
+    ChangeRule("optim.*", "fork", "the new values hold from the first new step; the optimiser's moments stay"),
+    ChangeRule("schedule.*", "fork", "the new curve holds from the first new step, at the run's step"),
+    ChangeRule("precision.weights", "refused", "weights and the optimiser's state are of another format"),
+    ChangeRule("precision.master", "refused", "weights and the optimiser's state are of another format"),
+    ChangeRule("train.length", "fork", "a longer or shorter run; its schedule follows"),
+    ChangeRule("train.batch", "fork", "step n reads what step n reads of a run that always had this batch"),
+    ChangeRule("train.ramp", "fork", "step n reads what step n reads of a run that always had this ramp"),
+    ChangeRule("train.batchnorm", "refused", "another norm has another state"),
+    ChangeRule("train.memory_format", "refused", "what Muon keeps of filters lies as they do"),
+    ChangeRule("train.seed", "fork", "the order of the data is that of the new seed from the first new step"),
+    ChangeRule("data.*", "fork", "the order of the data is another from the first new step"),
+    ChangeRule("evaluate.split", "fork", "scores begin anew"),
+    ChangeRule("evaluate.score", "fork", "scores begin anew"),
+    ChangeRule("evaluate.*", "fork", "the new values hold from the first new step"),
+    ChangeRule("*", "fork", "the new values hold from the first new step"),
 )
 
 
@@ -88,13 +88,13 @@ class Change:
     key: str
     was: Any
     now: Any
-    rule: Rule
+    rule: ChangeRule
 
     def __str__(self) -> str:
         return f"{self.key} is {self.now!r}, was {self.was!r}"
 
 
-def rule_for(key: str) -> Rule:
+def rule_for(key: str) -> ChangeRule:
     """Return the first rule whose pattern matches the key."""
     return next(rule for rule in RULES if fnmatchcase(key, rule.pattern))
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from surefoot.train.record.telling import Telling
 
 
-class Keeper:
+class CheckpointManager:
     """Saves the checkpoints of one run into its folder, and loads them."""
 
     def __init__(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Stamp
 from surefoot.components.data.sources import Watched
-from surefoot.components.data.sources.batch_digest import Difference, PassDigest
+from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
@@ -170,7 +170,7 @@ class LoopKeeper:
         self._watched.restore_generators(self._own_now)
         return batches
 
-    difference: Difference | None = None  # between what was read again to resume and what was read before
+    difference: ReadingDifference | None = None  # between what was read again to resume and what was read before
 
     def _iterate(self) -> Iterator[Any]:
         self._watched.before_iteration(is_first=self.pass_number == 0)

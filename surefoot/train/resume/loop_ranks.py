@@ -24,7 +24,7 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import MODEL, Commit, Content, Stamp
 from surefoot.components.observe import Journal
 from surefoot.contract import commits, digest, events
-from surefoot.contract.loop_ledger import LoopLedger, Promise
+from surefoot.contract.loop_ledger import LoopGuarantee, LoopLedger
 from surefoot.contract.manifest import Manifest, name_of_rank
 from surefoot.contract.run_folder import files
 from surefoot.contract.runlock import RunLock
@@ -193,7 +193,7 @@ class RankedLedger:
     Rank 0 receives the rows of the others at each save, so rows after the last save are left out.
     """
 
-    def __init__(self, group: Group, root: Path, promise: Promise, generation: int) -> None:
+    def __init__(self, group: Group, root: Path, promise: LoopGuarantee, generation: int) -> None:
         self._group = group
         promise = promise if group.is_alone else replace(promise, once=False, all=False)  # which rank reads what is the sampler's
         self._file = LoopLedger(root, promise, generation) if group.is_first else None

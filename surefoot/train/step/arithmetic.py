@@ -21,7 +21,7 @@ Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """Optimizer name and hyperparameters of a parameter group, without the learning rate."""
 
     name: str
@@ -34,7 +34,7 @@ class Rule:
     adapt: bool = False
 
     @classmethod
-    def of(cls, name: str, group: dict[str, Any]) -> Rule:
+    def of(cls, name: str, group: dict[str, Any]) -> UpdateRule:
         if name == "sgd":
             return cls(name, group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
         if name == "lars":
@@ -44,7 +44,7 @@ class Rule:
 
 
 def move(
-    rules: Sequence[Rule], held: Sequence[tuple[Tensors, ...]], grads: Sequence[Tensor | None], rates: Sequence[Tensor],
+    rules: Sequence[UpdateRule], held: Sequence[tuple[Tensors, ...]], grads: Sequence[Tensor | None], rates: Sequence[Tensor],
     losses: Sequence[Tensor], clip: float, clip_value: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
     """Apply one optimizer step to every tensor of `held` in place.
@@ -85,7 +85,11 @@ def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor
 
 
 def _move_group(
-    rule: Rule, tensors: tuple[Tensors, ...], grads: Sequence[tuple[Tensor | None, Tensor | None]], rate: Tensor, finite: Tensor
+    rule: UpdateRule,
+    tensors: tuple[Tensors, ...],
+    grads: Sequence[tuple[Tensor | None, Tensor | None]],
+    rate: Tensor,
+    finite: Tensor,
 ) -> None:
     """Apply one optimizer step to a group; `grads` holds each gradient with its norm."""
     params, counters, first, second, momentum = tensors
@@ -112,7 +116,7 @@ def _move_group(
             _move_by_moments(rule, param, grad, (first[number], second[number]), each, rate, finite)
 
 
-def _rate(rule: Rule, param: Tensor, size: Tensor, rate: Tensor, wide: torch.dtype) -> Tensor:
+def _rate(rule: UpdateRule, param: Tensor, size: Tensor, rate: Tensor, wide: torch.dtype) -> Tensor:
     """Return a layer's learning rate; `size` is its gradient norm, which LARS divides by."""
     if rule.name == "lars" and rule.adapt:
         weights = torch.linalg.vector_norm(param)
@@ -120,7 +124,7 @@ def _rate(rule: Rule, param: Tensor, size: Tensor, rate: Tensor, wide: torch.dty
     return _once(rate.to(wide))
 
 
-def _move_by_momentum(rule: Rule, param: Tensor, grad: Tensor, kept: Tensor | None, rate: Tensor, finite: Tensor) -> None:
+def _move_by_momentum(rule: UpdateRule, param: Tensor, grad: Tensor, kept: Tensor | None, rate: Tensor, finite: Tensor) -> None:
     """Apply SGD, or LARS, whose momentum includes the layer's learning rate."""
     grad = grad + rule.decay * param
     if rule.name == "lars":
@@ -132,14 +136,14 @@ def _move_by_momentum(rule: Rule, param: Tensor, grad: Tensor, kept: Tensor | No
     _put(param, param - (grad if rule.name == "lars" else rate * grad), finite)
 
 
-def _corrections(rule: Rule, counts: Tensor, wide: torch.dtype) -> Tensor:
+def _corrections(rule: UpdateRule, counts: Tensor, wide: torch.dtype) -> Tensor:
     """Return the bias corrections (2, counts): 1 - beta1^t and sqrt(1 - beta2^t) for each count."""
     first, second = (1.0 - beta**counts for beta in rule.betas)
     return _once(torch.stack((first, second.sqrt())).to(wide))
 
 
 def _move_by_moments(
-    rule: Rule, param: Tensor, grad: Tensor, kept: tuple[Tensor, Tensor], corrections: Tensor, rate: Tensor, finite: Tensor
+    rule: UpdateRule, param: Tensor, grad: Tensor, kept: tuple[Tensor, Tensor], corrections: Tensor, rate: Tensor, finite: Tensor
 ) -> None:
     """Apply Adam, AdamW or LAMB."""
     (first, second), (of_mean, root) = kept, corrections.unbind()

@@ -12,7 +12,7 @@ from surefoot.core.units import Duration
 
 
 @dataclass(frozen=True)
-class Course:
+class RunSchedule:
     """Length of a run; `total_steps` is None if the length is a time."""
 
     length: Duration

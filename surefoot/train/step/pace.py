@@ -11,7 +11,7 @@ from torch import Tensor
 from surefoot.components.data import count_numbers
 from surefoot.components.profiler.phases.device_line import make_cuda_event
 from surefoot.contract.task import Batch
-from surefoot.core.ranks.stragglers import Pace, Straggler, Watch, find_lags
+from surefoot.core.ranks.stragglers import Pace, Straggler, StragglerWatch, find_lags
 from surefoot.runtime.comm import Group
 
 NUM_FIELDS = len(Pace._fields)
@@ -37,7 +37,7 @@ class Paces:
         self._ended: Mark | None = None  # the step before
         self._work, self._num_items = (0.0, 0.0), 0.0
         self._mine: Pace | None = None  # of the step before
-        self._watch = Watch()
+        self._watch = StragglerWatch()
         self._window: list[list[Pace]] = []
         self.told: list[tuple[list[Straggler], list[int]]] = []
 

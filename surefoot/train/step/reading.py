@@ -11,7 +11,7 @@ import torch
 
 from surefoot.components.data import WHOLE, Feed, Iterated, Order, Share, as_source
 from surefoot.components.data.lengths import check_ramp
-from surefoot.components.data.loader import Ahead, Loader, Reader, Settings, Told
+from surefoot.components.data.loader import Ahead, Loader, LoaderNotice, LoaderSettings, Reader
 from surefoot.components.data.loader.pilot import find_most
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
@@ -119,7 +119,7 @@ def _chunk_of(spec: RunSpec, source: Source) -> int:
 
 
 def read_once(
-    spec: RunSpec, source: Source, batch: int, device: torch.device, settings: Settings, tell: Callable[[Told], None],
+    spec: RunSpec, source: Source, batch: int, device: torch.device, settings: LoaderSettings, tell: Callable[[LoaderNotice], None],
     share: Share = WHOLE, seed: int = 0,
 ) -> Iterator[tuple[Batch, int | None]]:  # fmt: skip
     """Yield every sample once, in order, in batches with their sample counts, read ahead.
@@ -137,7 +137,7 @@ def read_once(
     feed = Feed(source, _EveryNth(num_samples, 0, shuffle=False, batch=batch, share=share), batch=batch)
     steps = feed.steps_per_epoch or 0
     plain = steps < LEAST_BATCHES or isinstance(source, Iterated)
-    loader = Loader(feed, Reader(source, None, seed), Settings() if plain else settings, last=steps)
+    loader = Loader(feed, Reader(source, None, seed), LoaderSettings() if plain else settings, last=steps)
     if spec.data.on_bad == "skip":
         loader.skip_bad(spec.data.max_bad)
     loader.tell = lambda told: tell(told) if told.kind in ("worker", "bad-record", "data") else None
@@ -171,7 +171,7 @@ class _EveryNth(Order):
         return lambda positions: (positions // self.batch * size + rank) * self.batch + positions % self.batch
 
 
-def make_settings(spec: RunSpec, source: Source) -> Settings:
+def make_settings(spec: RunSpec, source: Source) -> LoaderSettings:
     """Return the loader settings of `[loader]`.
 
     Raises SpecError for workers with a source that is read in sequence.
@@ -183,8 +183,8 @@ def make_settings(spec: RunSpec, source: Source) -> Settings:
             hint="leave loader.workers out; a DataLoader has workers of its own: num_workers",
         )
     finds = table.workers == "auto"
-    return Settings(
+    return LoaderSettings(
         workers=0 if table.workers == "auto" else table.workers, most=find_most(count_cores()) if finds else 0,
-        kind=table.kind, prefetch=table.prefetch or Settings.prefetch, start=table.start,
+        kind=table.kind, prefetch=table.prefetch or LoaderSettings.prefetch, start=table.start,
         timeout_s=table.timeout, memory_bytes=parse_bytes(table.memory),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from surefoot.components.precision import PLAIN, Policy
 from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, TaskError
-from surefoot.train.step.arithmetic import Rule, move
+from surefoot.train.step.arithmetic import UpdateRule, move
 from surefoot.train.step.hooks import hooks_of_modules
 from surefoot.train.step.stepper import LiveUpdate
 
@@ -130,7 +130,9 @@ def _settings_of(guarded: GuardedUpdate) -> list[tuple[Any, ...]]:
 
 
 def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
-    rules = [Rule.of(type(each).__name__.lower(), group) for each in update.guarded.optimizers for group in each.param_groups]
+    rules = [
+        UpdateRule.of(type(each).__name__.lower(), group) for each in update.guarded.optimizers for group in each.param_groups
+    ]
     clip, clip_value = update.guarded.limits
 
     def whole(batch: Batch, held: Any, rates: Any) -> Any:

@@ -50,7 +50,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ShardNaming:
     """Names and sizes of tars: `NAME-00000.tar` and so on, each of at most `shard_bytes`.
 
     A tar exceeds `shard_bytes` only if a single sample does. Samples are in the order of the
@@ -82,7 +82,7 @@ class Written:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class ConvertedShards:
     """Shards in order, of which `kept` existed before; `beside` names the other files written."""
 
     shards: tuple[Written, ...]
@@ -93,8 +93,8 @@ class Converted:
 
 
 def convert(
-    given: Given, out: Path, layout: Layout, *, tell: Tell = lambda done: None, say: Say = lambda text: None
-) -> Converted:
+    given: Given, out: Path, layout: ShardNaming, *, tell: Tell = lambda done: None, say: Say = lambda text: None
+) -> ConvertedShards:
     """Write the samples as tars into the folder `out`, or resume there; write `SHA256SUMS` last.
 
     Raises DataError, before anything is written, if `out` holds other tars, was started from
@@ -130,7 +130,7 @@ def convert(
     beside = {name: hashlib.sha256(content).hexdigest() for name, content in given.beside.items()}
     write_sums(out, {each.name: each.sha256 for each in shards} | beside)
     num_samples, num_bytes = sum(each.samples for each in shards), sum(each.bytes for each in shards)
-    return Converted(shards=tuple(shards), kept=kept, num_samples=num_samples, num_bytes=num_bytes, beside=tuple(beside))
+    return ConvertedShards(shards=tuple(shards), kept=kept, num_samples=num_samples, num_bytes=num_bytes, beside=tuple(beside))
 
 
 def _frames(given: Given, shuffle: int | None, first: int) -> Iterator[bytes]:
@@ -177,7 +177,7 @@ def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> N
 
 
 @contextlib.contextmanager
-def _progress_of(out: Path, given: Given, layout: Layout) -> Iterator[tuple[BinaryIO, list[Written]]]:
+def _progress_of(out: Path, given: Given, layout: ShardNaming) -> Iterator[tuple[BinaryIO, list[Written]]]:
     """Open and lock the progress file; yield it together with the shards that it lists."""
     with lock_folder(out, PROGRESS) as file:
         file.seek(0)
@@ -237,7 +237,7 @@ def _refuse(out: Path, others: list[Path]) -> None:
 def plain_name(folder: Path) -> str:
     """Return the name for tars of `folder`: the folder's name, or `shard` if that is not plain."""
     name = folder.resolve().name
-    return name if PLAIN.fullmatch(name) else Layout.name
+    return name if PLAIN.fullmatch(name) else ShardNaming.name
 
 
-__all__ = ["Converted", "Layout", "Written", "convert", "plain_name"]
+__all__ = ["ConvertedShards", "ShardNaming", "Written", "convert", "plain_name"]

@@ -3,7 +3,7 @@
 from surefoot.components.data.loader.ahead import Ahead
 from surefoot.components.data.loader.bad import Read, Sound, read_sound
 from surefoot.components.data.loader.jobs import Job, Reader, look
-from surefoot.components.data.loader.loader import Kind, Loader, Settings, Taken, Told, bytes_of
+from surefoot.components.data.loader.loader import Kind, Loader, LoaderNotice, LoaderSettings, Taken, bytes_of
 
 __all__ = [
     "Ahead",
@@ -12,10 +12,10 @@ __all__ = [
     "Loader",
     "Read",
     "Reader",
-    "Settings",
+    "LoaderSettings",
     "Sound",
     "Taken",
-    "Told",
+    "LoaderNotice",
     "bytes_of",
     "look",
     "read_sound",

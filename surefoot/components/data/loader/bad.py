@@ -15,7 +15,7 @@ from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import BadRecordError, DataError
 
 
-class Bad(NamedTuple):
+class UnreadableSample(NamedTuple):
     """Sample that cannot be read, and the error message of the attempt."""
 
     sample: int
@@ -26,7 +26,7 @@ class Read(NamedTuple):
     """Batch without the samples in `bad`; `batch` is None if no sample is left."""
 
     batch: Batch
-    bad: tuple[Bad, ...] = ()
+    bad: tuple[UnreadableSample, ...] = ()
 
     @property
     def whole(self) -> Batch:
@@ -56,12 +56,12 @@ def read_sound(source: Source, ids: np.ndarray) -> Read:
     return Read(source.read(left.copy()) if len(left) else None, bad)
 
 
-def _try(source: Source, sample: int) -> Bad | None:
+def _try(source: Source, sample: int) -> UnreadableSample | None:
     try:
         source.read(np.array([sample], dtype=np.int64))
     except Exception as error:  # noqa: BLE001 - a decoder can raise anything
         _raise_unless_of_a_record(error)
-        return Bad(sample, f"{getattr(error, 'message', None) or f'{type(error).__name__}: {error}'}")
+        return UnreadableSample(sample, f"{getattr(error, 'message', None) or f'{type(error).__name__}: {error}'}")
     return None
 
 
@@ -100,7 +100,7 @@ class BadRecords:
         self._num_samples, self._share = num_samples, share
         self.found: dict[int, str] = {}
 
-    def add(self, bad: Iterable[Bad]) -> list[Bad]:
+    def add(self, bad: Iterable[UnreadableSample]) -> list[UnreadableSample]:
         """Record unreadable samples; return those that were not known before.
 
         Raises BadRecordError if there are more than may be left out.

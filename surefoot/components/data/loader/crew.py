@@ -34,7 +34,7 @@ from surefoot.components.data.loader.ring import Slot, pack_ids, unpack
 from surefoot.components.data.loader.worker import serve
 from surefoot.contract.task import import_file, task_files
 from surefoot.core.errors import DataError
-from surefoot.core.process.forked import Owner
+from surefoot.core.process.forked import OwningProcess
 
 Start = Literal["auto", "fork", "spawn"]
 ENDS_WITHIN_S = 1.0
@@ -55,7 +55,7 @@ class Message(NamedTuple):
     is_unsendable: bool = False  # it was read, but cannot be sent to another process
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Pool of workers, each identified by its index, `place`.
 
     The replacement of a worker has the same index, but not the jobs that the worker was given.
@@ -175,7 +175,7 @@ def _seconds(do: Callable[[], object]) -> float:
     return time.perf_counter() - begun_s
 
 
-class _Process(NamedTuple):
+class _WorkerProcess(NamedTuple):
     process: Any
     pipe: connection.Connection
     slots: tuple[Slot, ...]
@@ -191,8 +191,8 @@ class Processes:
         self._context: Any = multiprocessing.get_context(self.start)
         if self.start != "fork":
             check_picklable(reader)
-        self._workers: list[_Process] = []
-        self._owner = Owner()
+        self._workers: list[_WorkerProcess] = []
+        self._owner = OwningProcess()
         if multiprocessing.current_process().daemon:
             raise DataError(
                 "this process is daemonic, and such a one may begin no workers",
@@ -228,7 +228,7 @@ class Processes:
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
-        self._workers[place : place + 1] = [_Process(process, ours, slots, deque(range(self._num_slots)))]
+        self._workers[place : place + 1] = [_WorkerProcess(process, ours, slots, deque(range(self._num_slots)))]
 
     def has_room(self, place: int) -> bool:
         return bool(self._workers[place].free)
@@ -286,7 +286,7 @@ class Processes:
             self._end(worker)
         self._workers = []
 
-    def _end(self, worker: _Process) -> None:
+    def _end(self, worker: _WorkerProcess) -> None:
         worker.pipe.close()
         worker.process.kill()
         worker.process.join(ENDS_WITHIN_S)

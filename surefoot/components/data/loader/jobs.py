@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-from surefoot.components.data.feed import Window
+from surefoot.components.data.feed import SampleWindow
 from surefoot.components.data.loader.bad import Read, read_sound
 from surefoot.components.data.order import Keys, derive
 from surefoot.contract.task import Batch, Source
@@ -33,7 +33,7 @@ class Job:
     """
 
     number: int
-    window: Window
+    window: SampleWindow
     ids: np.ndarray
     first: int = 0
 

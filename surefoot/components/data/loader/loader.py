@@ -19,11 +19,18 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 from torch import Tensor
 
-from surefoot.components.data.feed import Feed, Window
-from surefoot.components.data.loader.bad import Bad, BadRecords, Read
-from surefoot.components.data.loader.crew import Crew, Message, Processes, Start, Threads, gain_of_threads
+from surefoot.components.data.feed import Feed, SampleWindow
+from surefoot.components.data.loader.bad import BadRecords, Read, UnreadableSample
+from surefoot.components.data.loader.crew import Message, Processes, Start, Threads, WorkerPool, gain_of_threads
 from surefoot.components.data.loader.jobs import Job, Reader, streams_of_epoch
-from surefoot.components.data.loader.pilot import STARVES, STARVES_AFTER_S, STARVES_AFTER_STEPS, Pilot, Seen, Watch
+from surefoot.components.data.loader.pilot import (
+    STARVES,
+    STARVES_AFTER_S,
+    STARVES_AFTER_STEPS,
+    StepTimings,
+    WorkerTiming,
+    WorkerTuner,
+)
 from surefoot.components.data.sources import Iterated
 from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import BadRecordError, DataError
@@ -40,7 +47,7 @@ PATIENCE = 1.5  # minimum timeout, relative to the slowest batch so far
 MOST_IN_VAIN = 8  # consecutive batches that raise in a worker, but not in this process
 
 
-class Told(NamedTuple):
+class LoaderNotice(NamedTuple):
     """Notice from a loader to its run.
 
     `kind` is worker (a worker failed), starving (steps wait for data), tuned (the number of workers
@@ -55,7 +62,7 @@ class Told(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class LoaderSettings:
     """Settings of a loader: `workers` of a `kind`, each with `prefetch` microbatches ahead.
 
     Kind auto is the one that is found to be faster. Batches read ahead take at most `memory_bytes`.
@@ -97,14 +104,14 @@ class Taken(NamedTuple):
     """
 
     number: int
-    window: Window
+    window: SampleWindow
     batches: list[Batch]
     ids: list[np.ndarray]
-    bad: tuple[Bad, ...] = ()
+    bad: tuple[UnreadableSample, ...] = ()
     first: int = 0
 
     @classmethod
-    def of(cls, number: int, window: Window, cut: Iterable[np.ndarray], reads: Iterable[Read], first: int = 0) -> Self:
+    def of(cls, number: int, window: SampleWindow, cut: Iterable[np.ndarray], reads: Iterable[Read], first: int = 0) -> Self:
         """Return the batches of a step from the reads of its microbatches, with samples `cut`."""
         kept = [(read.batch, read.kept(ids)) for ids, read in zip(cut, reads, strict=True) if read.batch is not None]
         bad = tuple(bad for read in reads for bad in read.bad)
@@ -119,21 +126,21 @@ class Taken(NamedTuple):
 class Loader:
     """Batches by step, numbered from 1: `loader.take(n)`; consecutive steps are read ahead."""
 
-    def __init__(self, feed: Feed, reader: Reader, settings: Settings | None = None, *, last: int | None = None) -> None:
+    def __init__(self, feed: Feed, reader: Reader, settings: LoaderSettings | None = None, *, last: int | None = None) -> None:
         """Create a loader up to step `last`; without settings, steps read without workers."""
         self._feed, self._reader, self._last = feed, reader, last
         self.bad = BadRecords(len(feed.source), 0.0)
-        self.tell: Callable[[Told], None] = lambda told: None
-        self._pilot: Pilot | None = None
+        self.tell: Callable[[LoaderNotice], None] = lambda told: None
+        self._pilot: WorkerTuner | None = None
         self._last_take = 0, 0.0, 0.0
-        self._crew: Crew | None = None
+        self._crew: WorkerPool | None = None
         self._tickets: deque[_Ticket] = deque()  # in the order of the run
         self._given: dict[int, _Ticket] = {}  # serial -> job that a worker still has
         self._jobs: Iterator[Job] = iter(())
         self._next, self._serial = 0, 0
         self._slowest_s = 0.0  # slowest batch so far
         self._in_vain = 0
-        self.use(settings or Settings())
+        self.use(settings or LoaderSettings())
 
     def take(self, number: int) -> Taken:
         """Return the batches of step `number`.
@@ -153,7 +160,7 @@ class Loader:
     def _pass_on(self, notices: list[tuple[Any, ...]], number: int) -> None:
         """Report the notices that a sequential source has about its iterable."""
         while notices:
-            self.tell(Told("data", number, *notices.pop(0)))
+            self.tell(LoaderNotice("data", number, *notices.pop(0)))
 
     def _take(self, number: int) -> Taken:
         if number != self._next:
@@ -191,7 +198,7 @@ class Loader:
         for each in self.bad.add(taken.bad):
             what = f"sample {each.sample} cannot be read: {each.reason}"
             then = f"it is left out, as {len(self.bad.found):,} of {self.bad.limit:,} that may be"
-            self.tell(Told("bad-record", taken.number, what, then))
+            self.tell(LoaderNotice("bad-record", taken.number, what, then))
 
     def close(self) -> None:
         """End the workers and release their resources. The loader can be used again."""
@@ -208,7 +215,7 @@ class Loader:
         if isinstance(self.source, Iterated):
             self.source.close()
 
-    def use(self, settings: Settings, *, last: int | None = None) -> None:
+    def use(self, settings: LoaderSettings, *, last: int | None = None) -> None:
         """Continue with other settings; the samples read stay the same. `last` is the last step."""
         self.close()
         self._last = last or self._last
@@ -216,11 +223,11 @@ class Loader:
         self.batch_bytes = 0  # of the largest microbatch so far
         self.__dict__.pop("kind", None)
         self._depth = settings.workers * settings.prefetch
-        self._steps, self._is_starving = Watch(), False
+        self._steps, self._is_starving = StepTimings(), False
         if not settings.most:
             self._pilot = None
         elif self._pilot is None:
-            self._pilot = Pilot(settings.most)
+            self._pilot = WorkerTuner(settings.most)
 
     @property
     def source(self) -> Source:
@@ -293,12 +300,12 @@ class Loader:
             self._tickets.append(ticket)
             self._give(crew, ticket)
 
-    def _loads(self, crew: Crew) -> list[tuple[int, int]]:
+    def _loads(self, crew: WorkerPool) -> list[tuple[int, int]]:
         """Return the load of each worker: jobs still to be read, and all jobs not yet consumed."""
         reads, holds = Counter(each.place for each in self._given.values()), Counter(each.place for each in self._tickets)
         return [(reads[place], holds[place]) for place in range(crew.size)]
 
-    def _make_crew(self) -> Crew:
+    def _make_crew(self) -> WorkerPool:
         settings = self.settings
         if self.kind == "thread":
             self._crew = Threads(settings.workers, self._reader)
@@ -307,7 +314,7 @@ class Loader:
             self._crew = Processes(settings.workers, self._reader, num_slots=num_slots, start=settings.start)
         return self._crew
 
-    def _give(self, crew: Crew, ticket: _Ticket) -> None:
+    def _give(self, crew: WorkerPool, ticket: _Ticket) -> None:
         self._given[ticket.serial] = ticket
         crew.give(ticket.place, ticket.serial, ticket.job)
 
@@ -339,7 +346,7 @@ class Loader:
         else:
             self._in_vain = 0
 
-    def _sort_in(self, crew: Crew, message: Message) -> None:
+    def _sort_in(self, crew: WorkerPool, message: Message) -> None:
         self._slowest_s = max(self._slowest_s, message.took_s)
         if message.serial is None:
             waiting = [each for each in self._given.values() if each.place == message.place]
@@ -350,7 +357,7 @@ class Loader:
             ticket.read, ticket.problem, ticket.is_there = message.read, message.problem, True
             ticket.is_unsendable = message.is_unsendable
 
-    def _lose(self, crew: Crew, place: int, how: str, guilty: _Ticket | None) -> None:
+    def _lose(self, crew: WorkerPool, place: int, how: str, guilty: _Ticket | None) -> None:
         """Replace a failed worker; its jobs are given to the new one, in the same order.
 
         `guilty` is the job that the worker was reading. Raises BadRecordError if too many workers
@@ -374,7 +381,7 @@ class Loader:
         crew.replace(place)
         for ticket in lost:
             self._give(crew, ticket)
-        self.tell(Told("worker", step, what, "it was replaced, and the same samples are read again"))
+        self.tell(LoaderNotice("worker", step, what, "it was replaced, and the same samples are read again"))
 
     def _read_again(self, ticket: _Ticket) -> None:
         """Read a microbatch again in this process, after a worker raised an exception.
@@ -394,14 +401,14 @@ class Loader:
         self._in_vain += 1
         crew = self._crew or self._make_crew()
         what = f"{crew.name(ticket.place)} raised {raised} while it read {_told(job.ids)} of step {job.number:,}"
-        self.tell(Told("worker", job.number, what, "the same samples were read again, without an error"))
+        self.tell(LoaderNotice("worker", job.number, what, "the same samples were read again, without an error"))
 
     def _go_on_alone(self, number: int) -> None:
         """Continue without workers, since reading fails in them each time."""
         self.use(replace(self.settings, workers=0))
         what = f"{self._in_vain} batches in a row raised in a worker, and did not in the run"
         self._in_vain = 0
-        self.tell(Told("worker", number, what, "the workers are let go, and each step reads its own samples"))
+        self.tell(LoaderNotice("worker", number, what, "the workers are let go, and each step reads its own samples"))
 
     def _bound_depth(self, batch: Batch) -> None:
         """Limit the read-ahead to the allowed memory, but at least one microbatch per worker."""
@@ -423,18 +430,18 @@ class Loader:
             if changed is not None:
                 self.use(replace(self.settings, workers=changed))
             if self._pilot.is_done:
-                self.tell(Told("tuned", number, self._pilot.describe(), ""))
+                self.tell(LoaderNotice("tuned", number, self._pilot.describe(), ""))
             return
         if self._is_starving:
             return  # already reported
         self._steps.add(step_s, waiting_s)
         if self._steps.is_enough(STARVES_AFTER_STEPS, STARVES_AFTER_S):
-            seen, self._steps = self._steps.seen(self.settings.workers), Watch()
+            seen, self._steps = self._steps.seen(self.settings.workers), StepTimings()
             if seen.waiting > STARVES:
                 self._is_starving = True
                 self._tell_starving(number, seen)
 
-    def _tell_starving(self, number: int, seen: Seen) -> None:
+    def _tell_starving(self, number: int, seen: WorkerTiming) -> None:
         window = self._feed.window(number - 1)
         _, cut = self._feed.mine(window)
         ids = (cut or [window.ids])[0]
@@ -448,7 +455,7 @@ class Loader:
         if total_s:
             what += f"; of what {len(ids):,} samples take, {total_s * 1e3:.3g} ms: {causes}"
         then = 'loader.workers = "auto" finds how many workers it takes; surefoot tune-loader SPEC shows what each number brings'
-        self.tell(Told("starving", number, what, then))
+        self.tell(LoaderNotice("starving", number, what, then))
 
     def describe(self) -> str:
         """Return the workers and the read-ahead in words."""

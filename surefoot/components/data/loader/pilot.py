@@ -25,7 +25,7 @@ STARVES_AFTER_STEPS, STARVES_AFTER_S = 50, 5.0
 
 
 @dataclass(frozen=True)
-class Seen:
+class WorkerTiming:
     """Steps measured with `workers` workers: median time, and share spent waiting for data."""
 
     workers: int
@@ -33,7 +33,7 @@ class Seen:
     waiting: float
 
 
-class Watch:
+class StepTimings:
     """Times of the steps so far."""
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class Watch:
     def is_enough(self, steps: int, seconds: float) -> bool:
         return len(self._steps) >= steps and self._total_s >= seconds
 
-    def seen(self, workers: int) -> Seen:
+    def seen(self, workers: int) -> WorkerTiming:
         middle_s = statistics.median(step for step, _ in self._steps)
         # no evaluation, no checkpoint
         usual = [each for each in self._steps if each[0] <= PAUSES * middle_s]
         total_s, waiting_s = map(sum, zip(*usual, strict=True))
-        return Seen(workers, middle_s, waiting_s / total_s if total_s else 0.0)
+        return WorkerTiming(workers, middle_s, waiting_s / total_s if total_s else 0.0)
 
 
 def find_most(cores: int) -> int:
@@ -75,15 +75,15 @@ def numbers(most: int) -> Iterator[int]:
         yield most
 
 
-class Pilot:
+class WorkerTuner:
     """Search over numbers of workers; `add` records each step until a number is found."""
 
     def __init__(self, most: int) -> None:
         self._left = list(numbers(most))
         self.workers = self._left.pop(0)
-        self.tried: list[Seen] = []
+        self.tried: list[WorkerTiming] = []
         self.is_done = False
-        self._watch = Watch()
+        self._watch = StepTimings()
 
     def add(self, step_s: float, waiting_s: float) -> int | None:
         """Return the number of workers to continue with if it changes now, else None."""
@@ -91,7 +91,7 @@ class Pilot:
         if self.is_done or not self._watch.is_enough(LEAST_STEPS, LEAST_S):
             return None
         seen = self._watch.seen(self.workers)
-        self._watch = Watch()
+        self._watch = StepTimings()
         shortest_s = min((each.step_s for each in self.tried), default=math.inf)
         self.tried.append(seen)
         brings = (

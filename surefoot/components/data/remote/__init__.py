@@ -3,7 +3,8 @@
 Each downloaded shard is verified against its digest.
 """
 
+from surefoot.components.data.remote.fetch import RetryPolicy
 from surefoot.components.data.remote.names import is_url
 from surefoot.components.data.remote.shards import Remote
 
-__all__ = ["Remote", "is_url"]
+__all__ = ["Remote", "RetryPolicy", "is_url"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from surefoot.components.data.remote.names import EXTRA, Place
+from surefoot.components.data.remote.names import EXTRA, ShardUrl
 from surefoot.core.errors import DataError, MissingExtra, SurefootError, needing
 from surefoot.core.units import format_bytes
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """Retry settings of a request: tries, waits between two tries, and timeout of each try.
 
     A request is for 8 MiB; for the whole shard if the server does not support ranges.
@@ -42,7 +42,7 @@ class Far:
     Raises DataError if it cannot be read, MissingExtra if packages are not installed.
     """
 
-    def __init__(self, place: Place, patience: Patience) -> None:
+    def __init__(self, place: ShardUrl, patience: RetryPolicy) -> None:
         self.place, self._patience = place, patience
 
     def size(self) -> int:

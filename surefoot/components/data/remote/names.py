@@ -26,7 +26,7 @@ def is_url(text: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardUrl:
     """URL of one shard.
 
     `shown` is the URL without user, password and query, which may hold secrets; `name` is the last
@@ -37,13 +37,13 @@ class Place:
     shown: str
     name: str
 
-    def beside(self, name: str) -> Place:
+    def beside(self, name: str) -> ShardUrl:
         """Return the URL of another file in the same folder, with the same query."""
         base, mark, query = self.url.partition("?") if self.url.startswith("http") else (self.url, "", "")
-        return Place(f"{base.rpartition('/')[0]}/{name}{mark}{query}", f"{self.shown.rpartition('/')[0]}/{name}", name)
+        return ShardUrl(f"{base.rpartition('/')[0]}/{name}{mark}{query}", f"{self.shown.rpartition('/')[0]}/{name}", name)
 
 
-def find_places(urls: str | Sequence[str]) -> list[Place]:
+def find_places(urls: str | Sequence[str]) -> list[ShardUrl]:
     """Return the shards that the URLs name, sorted by name.
 
     Patterns such as `{000..099}` and `{a,b}` are expanded. Raises DataError for a scheme that is
@@ -81,7 +81,7 @@ def expand(pattern: str) -> list[str]:
     return urls
 
 
-def _read(url: str) -> Place:
+def _read(url: str) -> ShardUrl:
     parts = urlsplit(url)
     hint = f"give https://host/folder/name.tar, or s3://bucket/folder/name.tar; taken are {', '.join(SCHEMES)}"
     if parts.scheme not in SCHEMES or "::" in url:
@@ -90,7 +90,7 @@ def _read(url: str) -> Place:
     name = path.rpartition("/")[2]
     if not parts.netloc or not PLAIN.match(name):
         raise DataError(f"{_shown(url)} names no shard", hint=f"{hint}; a name has letters, digits, '.', '_' and '-'")
-    return Place(url, _shown(url), name)
+    return ShardUrl(url, _shown(url), name)
 
 
 def _shown(url: str) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast, final
 
 from surefoot.components.data.remote.cache import Cache
-from surefoot.components.data.remote.fetch import Far, Patience, Stream
-from surefoot.components.data.remote.names import Place, find_places
+from surefoot.components.data.remote.fetch import Far, RetryPolicy, Stream
+from surefoot.components.data.remote.names import ShardUrl, find_places
 from surefoot.core.errors import DataError, SurefootError
 from surefoot.core.place import cache_folder, whole_path
 from surefoot.core.process.forked import make_lock
@@ -42,10 +42,10 @@ class Remote:
 
     def __init__(
         self, urls: str | Sequence[str], *, cache: str | Path | None = None, cache_bytes: str | int = "20 GiB", ahead: int = 2,
-        digests: Mapping[str, str] | None = None, patience: Patience | None = None,
+        digests: Mapping[str, str] | None = None, patience: RetryPolicy | None = None,
     ) -> None:  # fmt: skip
         self.places = find_places(urls)
-        self.ahead, self._patience = ahead, patience or Patience()
+        self.ahead, self._patience = ahead, patience or RetryPolicy()
         most_bytes = parse_bytes(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes
         if ahead < 0 or most_bytes < 1:
             raise DataError(
@@ -223,7 +223,7 @@ def _digest_of(descriptor: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _another(place: Place, found: str, wanted: str | None) -> DataError:
+def _another(place: ShardUrl, found: str, wanted: str | None) -> DataError:
     return DataError(
         f"{place.shown} is not what it should be: its SHA-256 is {found}, and {wanted} was expected",
         hint="was it written anew? Then give its new digest, or remove the index from the cache",

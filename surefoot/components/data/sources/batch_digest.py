@@ -49,7 +49,7 @@ def digest_of(batch: Any) -> bytes:
     return taken.digest()
 
 
-class Difference(NamedTuple):
+class ReadingDifference(NamedTuple):
     """Difference between a second reading and the first, and what to do about it.
 
     With `same_samples` only the values of the samples differ.
@@ -101,7 +101,7 @@ class PassDigest:
         self.count += 1
         return digest
 
-    def compare(self, before: PassDigest, *, knows_samples: bool, values: bool = True) -> Difference | None:
+    def compare(self, before: PassDigest, *, knows_samples: bool, values: bool = True) -> ReadingDifference | None:
         """Return how this second reading of an epoch differs from the first, or None.
 
         Both readings must cover the same number of batches. Without `values`, the contents of the
@@ -109,28 +109,28 @@ class PassDigest:
         """
         if not values and not knows_samples:
             what = "the first batch of the pass, read again to resume, is not the one trained on"
-            return None if self.first == before.first else Difference(what, OTHER_HINT)
+            return None if self.first == before.first else ReadingDifference(what, OTHER_HINT)
         if self.digest != before.digest:
             if knows_samples:
-                return Difference(
+                return ReadingDifference(
                     f"the {self.count:,} batches {AGAIN} hold other samples than those trained on",
                     "give the sampler a generator, or seed it by the epoch: the same order must come again",
                 )
-            return Difference(f"the {self.count:,} batches {AGAIN} are not those trained on", OTHER_HINT)
+            return ReadingDifference(f"the {self.count:,} batches {AGAIN} are not those trained on", OTHER_HINT)
         if values and self.spot_number == before.spot_number >= 0 and self.spot != before.spot:
-            return Difference(
+            return ReadingDifference(
                 f"batch {self.spot_number + 1:,}, read again to resume, holds the same samples with other values than before",
                 VALUES_HINT,
                 same_samples=True,
             )
         return None
 
-    def compare_first(self, before: PassDigest) -> Difference | None:
+    def compare_first(self, before: PassDigest) -> ReadingDifference | None:
         """Return how the first batch of a finished epoch, read again, differs, or None."""
         if self.first != before.first:
-            return Difference("the first batch of the pass before, read again, is not the one trained on", OTHER_HINT)
+            return ReadingDifference("the first batch of the pass before, read again, is not the one trained on", OTHER_HINT)
         if self.first_values and before.first_values and self.first_values != before.first_values:
-            return Difference(
+            return ReadingDifference(
                 "the first batch of the pass before, read again, holds the same samples with other values", VALUES_HINT, True
             )
         return None

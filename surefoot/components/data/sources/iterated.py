@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from surefoot.components.data.feed import size_of
-from surefoot.components.data.sources.batch_digest import Difference, PassDigest
+from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
 from surefoot.components.data.sources.watched import Watched
 from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError, OtherDataError
@@ -332,7 +332,7 @@ class Iterated:
         expected, self._expected = self._expected, None
         if expected is None or self._has_state:
             return
-        found: Difference | None = None
+        found: ReadingDifference | None = None
         if number and expected.epoch == epoch:
             self._go_to(epoch, number, streams_of(epoch))
             if self._pass is not None and self._pass.seen.count == expected.seen.count:
@@ -345,7 +345,7 @@ class Iterated:
             raise OtherDataError(found.what, hint=found.hint)
         self.notices.append((found.what, found.hint))
 
-    def _compare_first(self, expected: _Pass, streams: Streams) -> Difference | None:
+    def _compare_first(self, expected: _Pass, streams: Streams) -> ReadingDifference | None:
         """Read the first batch of a finished epoch again, and compare it with the first reading.
 
         The comparison shows whether the finished epoch could be read again.

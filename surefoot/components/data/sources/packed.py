@@ -202,14 +202,14 @@ def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Group of `rows` equal rows; `runs` are the pieces in each row, as (length, count)."""
 
     rows: int
     runs: tuple[tuple[int, int], ...] = ()
 
-    def filled(self, rows: int, length: int, count: int) -> Group:
-        return Group(rows, (*self.runs, (length, count)))
+    def filled(self, rows: int, length: int, count: int) -> RowGroup:
+        return RowGroup(rows, (*self.runs, (length, count)))
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -237,15 +237,15 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([part.ravel() for part in parts]), np.concatenate(([0], np.cumsum(np.concatenate(sizes))))
 
 
-def _pack_histogram(counts: np.ndarray, capacity: int) -> list[Group]:
+def _pack_histogram(counts: np.ndarray, capacity: int) -> list[RowGroup]:
     """Return the rows of best-fit decreasing, for all pieces of one length at a time.
 
     Pieces of equal length fill a row until no more of them fit.
     """
-    open_rows: dict[int, list[Group]] = {}  # by the space that is left
+    open_rows: dict[int, list[RowGroup]] = {}  # by the space that is left
     spaces: list[int] = []  # the keys of open_rows, sorted
 
-    def put(space: int, group: Group) -> None:
+    def put(space: int, group: RowGroup) -> None:
         if space not in open_rows:
             bisect.insort(spaces, space)
         open_rows.setdefault(space, []).append(group)
@@ -255,7 +255,7 @@ def _pack_histogram(counts: np.ndarray, capacity: int) -> list[Group]:
         while left:
             at = bisect.bisect_left(spaces, length)
             space = spaces[at] if at < len(spaces) else capacity
-            group = open_rows[space].pop() if at < len(spaces) else Group(-(-left // (capacity // length)))
+            group = open_rows[space].pop() if at < len(spaces) else RowGroup(-(-left // (capacity // length)))
             if at < len(spaces) and not open_rows[space]:
                 del open_rows[space], spaces[at]
             each = space // length
@@ -267,7 +267,7 @@ def _pack_histogram(counts: np.ndarray, capacity: int) -> list[Group]:
             if rest:
                 put(space - rest * length, group.filled(1, length, rest))
             if group.rows > full + (rest > 0):
-                put(space, Group(group.rows - full - (rest > 0), group.runs))
+                put(space, RowGroup(group.rows - full - (rest > 0), group.runs))
             left -= full * each + rest
     return [group for space in spaces for group in open_rows[space]]
 

@@ -33,7 +33,7 @@ TORCH = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Header entry of one tensor; its bytes are at `start` to `stop` of the file."""
 
     dtype: str
@@ -96,7 +96,7 @@ class Safetensors:
         return self._again, (self.path,)
 
 
-def read_header(path: Path) -> Mapping[str, Entry]:
+def read_header(path: Path) -> Mapping[str, TensorEntry]:
     """Return the header entries of a safetensors file, by name; only the header is read.
 
     Raises DataError for anything that the format (https://huggingface.co/docs/safetensors) does not
@@ -132,7 +132,7 @@ def read_header(path: Path) -> Mapping[str, Entry]:
     return held
 
 
-def _check_tiling(path: Path, held: Mapping[str, Entry], begin: int, num_bytes: int) -> None:
+def _check_tiling(path: Path, held: Mapping[str, TensorEntry], begin: int, num_bytes: int) -> None:
     """Raise DataError unless every byte after the header belongs to exactly one tensor.
 
     Bytes that belong to no tensor could be another file.
@@ -152,7 +152,7 @@ def _refuse_constant(path: Path, text: str) -> None:
     raise _fault(path, f"its header is no JSON: {text} is none of its numbers")
 
 
-def _entry(path: Path, name: str, row: Any, begin: int, num_bytes: int) -> Entry:
+def _entry(path: Path, name: str, row: Any, begin: int, num_bytes: int) -> TensorEntry:
     said: dict[str, Any] = row if isinstance(row, dict) else {}
     dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
@@ -164,7 +164,7 @@ def _entry(path: Path, name: str, row: Any, begin: int, num_bytes: int) -> Entry
         raise _fault(path, f"its tensor {name} lies at bytes {start:,} to {stop:,}, and the file has {num_bytes:,}")
     if math.prod(shape) * ITEM_BYTES[dtype] != stop - start:
         raise _fault(path, f"its tensor {name} is {dtype} {tuple(shape)} and has {stop - start:,} bytes")
-    return Entry(dtype, tuple(shape), start, stop)
+    return TensorEntry(dtype, tuple(shape), start, stop)
 
 
 def _are_counts(given: Any) -> TypeGuard[list[int]]:
@@ -182,7 +182,7 @@ def _fault(path: Path, reason: str) -> DataError:
     return DataError(f"{path} is no sound safetensors file: {reason}", hint="copy it again, or write it with safetensors")
 
 
-def _as_rows(content: np.ndarray, entry: Entry) -> np.ndarray:
+def _as_rows(content: np.ndarray, entry: TensorEntry) -> np.ndarray:
     """Return the bytes of a tensor as unsigned integers of its item size.
 
     numpy has no bfloat16, and the bytes may be at any offset.

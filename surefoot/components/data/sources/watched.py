@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from surefoot.components.data.sources.batch_digest import PassDigest
-from surefoot.contract.loop_ledger import MOST_IDS, Promise
+from surefoot.contract.loop_ledger import MOST_IDS, LoopGuarantee
 from surefoot.core.process.forked import never_end_in_children
 
 MAX_NESTED = 16  # nesting of samplers
@@ -28,7 +28,7 @@ class Watched:
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
-        self.data, self.promise = data, Promise(digests=True)
+        self.data, self.promise = data, LoopGuarantee(digests=True)
         self._drawn: deque[Any] = deque()
         self.num_drawn: int | None = None  # samples of the batch recorded last, if known
         self._sampler: _Recorder | None = None
@@ -167,7 +167,7 @@ def _can_be_watched(data: Any) -> bool:
     )
 
 
-def _promise_of(data: Any) -> Promise:
+def _promise_of(data: Any) -> LoopGuarantee:
     """Return the facts about an epoch that the samplers of torch determine."""
     batches = data.batch_sampler
     # the `sampler` of a loader that was given a batch sampler has no meaning
@@ -175,10 +175,10 @@ def _promise_of(data: Any) -> Promise:
     try:
         samples = len(data.dataset)
     except TypeError:
-        return Promise()
+        return LoopGuarantee()
     is_plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
     once = type(batches) is BatchSampler and is_plain and len(sampler) == samples
-    return Promise(samples=samples, once=once, all=once and not batches.drop_last)
+    return LoopGuarantee(samples=samples, once=once, all=once and not batches.drop_last)
 
 
 class _Recorder:

@@ -14,7 +14,7 @@ Tell = Callable[[int], None]  # called with the bytes read since the last call
 
 
 @dataclass(frozen=True)
-class Bad:
+class DamagedSample:
     """Damaged part of a sample; without `key`, the rest of a shard that cannot be read further."""
 
     shard: str
@@ -28,7 +28,7 @@ class Audit:
 
     num_samples: int = 0
     num_bytes: int = 0
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[DamagedSample] = field(default_factory=list)
 
 
 def find_tars(named: Sequence[str | Path]) -> list[Path]:
@@ -70,11 +70,11 @@ def audit(paths: Iterable[Path], *, tell: Tell = lambda done: None) -> Audit:
                             decode(sample, extension)
                         except DataError as error:
                             member = f"{sample.key}.{extension}"
-                            found.bad.append(Bad(path.name, member, _reason(error, path, member)))
+                            found.bad.append(DamagedSample(path.name, member, _reason(error, path, member)))
                 found.num_samples += len(found.bad) == num_bad
                 tell(stop - start)
         except DataError as error:
-            found.bad.append(Bad(path.name, "", _reason(error, path)))
+            found.bad.append(DamagedSample(path.name, "", _reason(error, path)))
     return found
 
 

@@ -31,7 +31,7 @@ def keys_of(keys: Keys, name: str, number: int = 0) -> Keys:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class TransformCost:
     """Cost of a step: milliseconds for 1,000 images, and its share of the total."""
 
     name: str
@@ -89,7 +89,7 @@ class Pipeline:
             left += settled()
         return Pipeline(*left) if left else None
 
-    def costs(self, images_BHWC: Tensor, keys: Keys) -> list[Cost]:
+    def costs(self, images_BHWC: Tensor, keys: Keys) -> list[TransformCost]:
         """Return the cost of each step for these images, the most expensive step first.
 
         A cost is the median of 5 calls, after a call that is not timed.
@@ -103,4 +103,4 @@ class Pipeline:
                 elapsed_s.append(time.perf_counter() - started_s)
             took.append((name, 1e6 * statistics.median(elapsed_s[1:]) / max(1, len(given))))
         total = sum(each for _, each in took) or 1.0
-        return sorted((Cost(name, each, each / total) for name, each in took), key=lambda cost: -cost.ms_per_1000)
+        return sorted((TransformCost(name, each, each / total) for name, each in took), key=lambda cost: -cost.ms_per_1000)

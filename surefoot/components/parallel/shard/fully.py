@@ -283,7 +283,7 @@ class _HandedOver:
             self._replicas.close()
 
 
-class _Own:
+class _SendMemory:
     """Buffer allocation for the collectives of FSDP for one unit, in memory of the group."""
 
     def __init__(self, group: Group, units: Units, unit: str) -> None:
@@ -293,7 +293,7 @@ class _Own:
         return self._group.allocate(size, dtype, device)
 
 
-class _Gathering(_Own):
+class _Gathering(_SendMemory):
     """All-gather for FSDP that goes through `Group`, so that it is counted and visible to the hang
     detection."""
 
@@ -302,7 +302,7 @@ class _Gathering(_Own):
             return self._group.gather_into(output_tensor, input_tensor, is_async=async_op)
 
 
-class _Scattering(_Own):
+class _Scattering(_SendMemory):
     """Reduce-scatter for FSDP that goes through `Group`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:

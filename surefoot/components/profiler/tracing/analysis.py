@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.components.profiler.tracing import fold, trace
-from surefoot.components.profiler.tracing.collectives import Collective, find_collectives
+from surefoot.components.profiler.tracing.collectives import CollectiveStats, find_collectives
 from surefoot.components.profiler.tracing.flame import draw as draw_flame
 from surefoot.components.profiler.tracing.memory import Known, Timeline, find_timeline
 from surefoot.components.profiler.tracing.memory_plot import draw_memory
-from surefoot.components.profiler.tracing.operators import Operator, find_operators
+from surefoot.components.profiler.tracing.operators import OperatorStats, find_operators
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError, hint_unwritten
 
@@ -22,19 +22,19 @@ STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_PLOT = "flame_stack.svg", "flame_mo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class TraceAnalysis:
     """The analysis of a window: its length, its operators, its frames by stack, module and device,
     its memory. None means not recorded."""
 
     num_steps: int | None
     window_s: float
-    operators: list[Operator]
-    by_stack: fold.Frame | None
-    by_module: fold.Frame
-    by_device: fold.Frame | None
+    operators: list[OperatorStats]
+    by_stack: fold.StackFrame | None
+    by_module: fold.StackFrame
+    by_device: fold.StackFrame | None
     memory: Timeline | None
     facts: Mapping[str, Any]
-    collectives: list[Collective] | None = None
+    collectives: list[CollectiveStats] | None = None
 
     @property
     def slowdown(self) -> float | None:
@@ -54,7 +54,7 @@ class Found:
         }  # fmt: skip
 
 
-def analyse(path: Path) -> Found:
+def analyse(path: Path) -> TraceAnalysis:
     """Read the trace `path`, with the facts file of its Profiler. Raises InputError for a file that
     is no complete trace."""
     facts = _facts(path.with_name(FACTS_FILE)) if path.name == TRACE_FILE else {}
@@ -62,7 +62,7 @@ def analyse(path: Path) -> Found:
     first_ns, last_ns = found.window
     has_stacks = any(each.category == trace.PYTHON for each in found.slices)
     memory = facts.get("memory")
-    return Found(
+    return TraceAnalysis(
         num_steps=len(found.steps) or None, window_s=(last_ns - first_ns) / 1e9, operators=find_operators(found),
         by_stack=fold.by_stack(found) if has_stacks else None, by_module=fold.by_module(found), by_device=fold.by_device(found),
         memory=None if memory is None or not found.changes else find_timeline(found, Known.of_row(memory)), facts=facts,
@@ -95,7 +95,7 @@ def _are_facts(facts: Mapping[str, Any]) -> bool:
     )
 
 
-def draw(found: Found, folder: Path) -> list[Path]:
+def draw(found: TraceAnalysis, folder: Path) -> list[Path]:
     """Write tables and plots of `found` into `folder`; return their paths. Raises InputError where
     the disk refuses."""
     texts = {OPERATORS_FILE: json.dumps(found.as_row(), indent=1)}

@@ -26,7 +26,7 @@ Spans = list[tuple[int, int]]  # sorted and disjoint, in nanoseconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class CollectiveStats:
     """The collectives at one position in the steps of a window: means over `num_calls`.
 
     `begins_s` and `ends_s` are seconds after the start of the step; `backward_ends_s` is when the
@@ -67,7 +67,7 @@ class _Call(NamedTuple):
     exposed_ns: int
 
 
-def find_collectives(trace: Trace) -> list[Collective] | None:
+def find_collectives(trace: Trace) -> list[CollectiveStats] | None:
     """Return the collectives at each position in a step, in the order in which they start.
 
     None where the trace has none, or does not show what was waited for: for gloo, only the trace of
@@ -165,12 +165,12 @@ def _meets(begin: int, end: int, work: Slice) -> bool:
     return begin < work.end_ns and end > work.start_ns
 
 
-def _summed(calls: Sequence[_Call]) -> Collective:
+def _summed(calls: Sequence[_Call]) -> CollectiveStats:
     def mean_s(values: Iterable[int]) -> float:
         return sum(values) / len(calls) / 1e9
 
     known = [each.backward_ends_ns for each in calls if each.backward_ends_ns is not None]
-    return Collective(
+    return CollectiveStats(
         name=calls[0].name, place=calls[0].place, num_calls=len(calls),
         num_early=sum(each.backward_ends_ns is not None and each.begins_ns < each.backward_ends_ns for each in calls),
         begins_s=mean_s(each.begins_ns for each in calls), ends_s=mean_s(each.ends_ns for each in calls),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-from surefoot.components.profiler.tracing.fold import Frame
+from surefoot.components.profiler.tracing.fold import StackFrame
 from surefoot.core.units import format_percent, format_seconds
 
 WIDTH, ROW, TOP, SIDE = 1200, 18, 46, 6
@@ -55,33 +55,33 @@ document.addEventListener('keydown',function(e){{if(e.key==='Escape')zoom(all[0]
 """
 
 
-class Box(NamedTuple):
+class FlameBox(NamedTuple):
     """A frame with its position: nanoseconds from the left, rows from the top."""
 
-    frame: Frame
+    frame: StackFrame
     left_ns: int
     total_ns: int
     row: int
 
 
-def boxes(root: Frame) -> Iterator[Box]:
+def boxes(root: StackFrame) -> Iterator[FlameBox]:
     """Yield the frames that are wide enough to be seen, each after its caller."""
     totals: dict[int, int] = {}
     _add_up(root, totals)
     least_ns = LEAST_SHARE * totals[id(root)]
-    waiting = [Box(root, 0, totals[id(root)], 0)]
+    waiting = [FlameBox(root, 0, totals[id(root)], 0)]
     while waiting:
         box = waiting.pop()
         yield box
         left_ns, below = box.left_ns, []
         for child in box.frame.children.values():
             if totals[id(child)] >= least_ns and box.row < MOST_DEEP:
-                below.append(Box(child, left_ns, totals[id(child)], box.row + 1))
+                below.append(FlameBox(child, left_ns, totals[id(child)], box.row + 1))
             left_ns += totals[id(child)]
         waiting.extend(reversed(below))
 
 
-def _add_up(root: Frame, totals: dict[int, int]) -> None:
+def _add_up(root: StackFrame, totals: dict[int, int]) -> None:
     """Add the total of every frame to `totals`, from the leaves up, without recursion: a Python
     stack may be deeper than the limit."""
     order, waiting = [], [root]
@@ -93,7 +93,7 @@ def _add_up(root: Frame, totals: dict[int, int]) -> None:
         totals[id(frame)] = frame.self_ns + sum(totals[id(child)] for child in frame.children.values())
 
 
-def draw(root: Frame, title: str) -> str:
+def draw(root: StackFrame, title: str) -> str:
     """Return the flame graph of a tree, as the text of an SVG file."""
     drawn = list(boxes(root))
     whole_ns = drawn[0].total_ns
@@ -110,7 +110,7 @@ def draw(root: Frame, title: str) -> str:
     return "\n".join([*parts, f"<script><![CDATA[{_SCRIPT}]]></script>", "</svg>", ""])
 
 
-def _group(box: Box, whole_ns: int) -> str:
+def _group(box: FlameBox, whole_ns: int) -> str:
     scale = (WIDTH - 2 * SIDE) / whole_ns if whole_ns else 0.0
     x, wide, y = SIDE + box.left_ns * scale, box.total_ns * scale, TOP + ROW * box.row
     name, room = box.frame.name, int((wide - 6) / CHARACTER)

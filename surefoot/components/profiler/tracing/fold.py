@@ -15,12 +15,12 @@ _NO_PATH: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
-class Frame:
+class StackFrame:
     """A name below its callers, with its self time."""
 
     name: str
     self_ns: int = 0
-    children: dict[str, Frame] = field(default_factory=dict)
+    children: dict[str, StackFrame] = field(default_factory=dict)
 
     @property
     def total_ns(self) -> int:
@@ -32,11 +32,11 @@ class Frame:
             waiting.extend(frame.children.values())
         return total_ns
 
-    def child(self, *names: str) -> Frame:
+    def child(self, *names: str) -> StackFrame:
         """Return the frame below this one along `names`; missing frames are created."""
         frame = self
         for name in names:
-            frame = frame.children.setdefault(name, Frame(name))
+            frame = frame.children.setdefault(name, StackFrame(name))
         return frame
 
 
@@ -45,23 +45,23 @@ class _Open:
     """A frame on the stack: it lasts until `end_ns`, and its time up to `given_ns` has gone to
     frames below it."""
 
-    frame: Frame
+    frame: StackFrame
     end_ns: int
     given_ns: int
 
 
-def by_stack(trace: Trace) -> Frame:
+def by_stack(trace: Trace) -> StackFrame:
     """Return the tree of Python functions and the operators they call, on the thread of the steps,
     without common outer callers."""
     kept = (each for each in _of_main_thread(trace) if each.category in (PYTHON, OPERATOR))
     root = fold(kept, trace.window, "the window")
     while not root.self_ns and len(root.children) == 1:
         (caller,) = root.children.values()
-        root = Frame(root.name, caller.self_ns, caller.children)
+        root = StackFrame(root.name, caller.self_ns, caller.children)
     return root
 
 
-def by_module(trace: Trace) -> Frame:
+def by_module(trace: Trace) -> StackFrame:
     """Return the tree of ranges, modules and operators.
 
     The backward pass of an operator is below the module that called the operator in the forward
@@ -79,13 +79,13 @@ def by_module(trace: Trace) -> Frame:
     return fold(kept, trace.window, "the window", path)
 
 
-def by_device(trace: Trace) -> Frame | None:
+def by_device(trace: Trace) -> StackFrame | None:
     """Return the tree of device work, below the operators that launched it; None without any."""
     work = [each for each in trace.slices if each.category in DEVICE_WORK]
     if not work:
         return None
     paths = {each.mark("External id"): names for each, names in _with_names(_of_main_thread(trace))}
-    root = Frame("device time")
+    root = StackFrame("device time")
     for each in work:
         root.child(*paths.get(each.mark("External id"), _NO_PATH), each.name).self_ns += each.end_ns - each.start_ns
     return root
@@ -96,14 +96,14 @@ def fold(
     window: tuple[int, int],
     name: str,
     path: Callable[[Slice, Sequence[str]], Sequence[str]] | None = None,
-) -> Frame:
+) -> StackFrame:
     """Return the tree of the slices of one thread, given in order.
 
     Each slice is cut to the window and to its caller; `path` returns the names of frames to insert
     above a slice.
     """
     start_ns, end_ns = window
-    root = Frame(name, end_ns - start_ns)
+    root = StackFrame(name, end_ns - start_ns)
     stack = [_Open(root, end_ns, start_ns)]
     for each in slices:
         while len(stack) > 1 and each.start_ns >= stack[-1].end_ns:

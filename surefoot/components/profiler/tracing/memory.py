@@ -55,7 +55,7 @@ class Known:
 
 
 @dataclass(slots=True)
-class Block:
+class Allocation:
     """An allocation from its start (None: before the window) to its end (None: after the
     window)."""
 
@@ -93,7 +93,7 @@ def find_timeline(trace: Trace, known: Known) -> Timeline:
     allocated = {each.address for each in changes if each.num_bytes > 0}
     kept = known.after.get(GRADIENTS, {}).keys() - allocated  # for other earlier blocks, torch does not record the release
     before = {**known.before, GRADIENTS: {at: size for at, size in known.before.get(GRADIENTS, {}).items() if at in kept}}
-    blocks = [Block(at, size, None, None, name) for name, found in before.items() for at, size in found.items()]
+    blocks = [Allocation(at, size, None, None, name) for name, found in before.items() for at, size in found.items()]
     blocks = _pair(((each.time_ns, each.address, each.num_bytes) for each in changes), blocks)
     passes, seen = backward_passes(trace), defaultdict[int, list[int]](list)
     for clock_ns, address in known.gradients:
@@ -103,19 +103,19 @@ def find_timeline(trace: Trace, known: Known) -> Timeline:
     return _sample(blocks, trace.window)
 
 
-def _pair(changes: Iterable[tuple[int, int, int]], before: list[Block]) -> list[Block]:
+def _pair(changes: Iterable[tuple[int, int, int]], before: list[Allocation]) -> list[Allocation]:
     """Return blocks from allocations (more than 0 bytes) and releases; a release without an
     allocation is a block from before the window."""
     held = {block.address: block for block in before}
-    done: list[Block] = []
+    done: list[Allocation] = []
     for time_ns, address, num_bytes in changes:
         if num_bytes >= 0:
             if address in held:  # its release was not recorded
                 held[address].ended_ns = time_ns
                 done.append(held.pop(address))
-            held[address] = Block(address, num_bytes, time_ns)
+            held[address] = Allocation(address, num_bytes, time_ns)
         else:
-            block = held.pop(address, None) or Block(address, -num_bytes, None)
+            block = held.pop(address, None) or Allocation(address, -num_bytes, None)
             block.ended_ns = time_ns
             done.append(block)
     return done + list(held.values())
@@ -140,7 +140,7 @@ def backward_passes(trace: Trace) -> list[tuple[int, int]]:
     return found
 
 
-def _category(block: Block, known: Known, passes: Sequence[tuple[int, int]], seen_ns: Iterable[int]) -> str:
+def _category(block: Allocation, known: Known, passes: Sequence[tuple[int, int]], seen_ns: Iterable[int]) -> str:
     if block.began_ns is None and block.category != TEMPORARIES:
         return block.category
     if block.ended_ns is None:
@@ -152,11 +152,11 @@ def _category(block: Block, known: Known, passes: Sequence[tuple[int, int]], see
     return ACTIVATIONS if _is_activation(block, passes) else TEMPORARIES
 
 
-def _lives_at(block: Block, time_ns: int) -> bool:
+def _lives_at(block: Allocation, time_ns: int) -> bool:
     return (block.began_ns is None or block.began_ns <= time_ns) and (block.ended_ns is None or time_ns <= block.ended_ns)
 
 
-def _is_activation(block: Block, passes: Sequence[tuple[int, int]]) -> bool:
+def _is_activation(block: Allocation, passes: Sequence[tuple[int, int]]) -> bool:
     if block.began_ns is None or block.ended_ns is None:
         return False
     place = bisect.bisect_right(passes, (block.began_ns, 0))
@@ -165,7 +165,7 @@ def _is_activation(block: Block, passes: Sequence[tuple[int, int]]) -> bool:
     return place < len(passes) and passes[place][0] < block.ended_ns
 
 
-def _sample(blocks: Sequence[Block], window: tuple[int, int]) -> Timeline:
+def _sample(blocks: Sequence[Allocation], window: tuple[int, int]) -> Timeline:
     """Return the sums at every change, thinned out: each interval shows its largest sum, from its
     start on."""
     moments: list[tuple[int, str, int]] = []

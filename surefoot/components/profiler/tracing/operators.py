@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, Change, Slice, Trace, is_shape
+from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, MemoryChange, Slice, Trace, is_shape
 from surefoot.core.cost import shape
 
 ITEM_BYTES = {
@@ -35,7 +35,7 @@ TRANSPOSED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operator:
+class OperatorStats:
     """All calls of an operator in the window, summed; an unknown value is None.
 
     The `self_` fields exclude operators that it called. `self_bytes` is the memory that it
@@ -57,23 +57,23 @@ class Operator:
         return asdict(self)
 
 
-class _Sum:
+class _OperatorSum:
     def __init__(self) -> None:
         self.calls = self.self_ns = self.total_ns = self.self_bytes = self.device_ns = 0
         self.flops: int | None = 0
         self.bytes: int | None = 0
 
 
-def find_operators(trace: Trace) -> list[Operator]:
+def find_operators(trace: Trace) -> list[OperatorStats]:
     """Return the operators that started in the window, on every thread, the largest self time
     first: that on the device where there is one."""
-    sums: defaultdict[str, _Sum] = defaultdict(_Sum)
+    sums: defaultdict[str, _OperatorSum] = defaultdict(_OperatorSum)
     first_ns, last_ns = trace.window
     by_thread: defaultdict[Any, list[Slice]] = defaultdict(list)
     for each in trace.slices:
         if each.category == OPERATOR and first_ns <= each.start_ns < last_ns:
             by_thread[each.thread].append(each)
-    changes: defaultdict[Any, list[Change]] = defaultdict(list)
+    changes: defaultdict[Any, list[MemoryChange]] = defaultdict(list)
     for change in trace.changes:
         changes[change.thread].append(change)
     for thread, slices in by_thread.items():
@@ -83,7 +83,7 @@ def find_operators(trace: Trace) -> list[Operator]:
     return sorted(made, key=lambda each: (-(each.self_device_s or 0.0), -each.self_s, each.name))
 
 
-def _add_thread(sums: Mapping[str, _Sum], slices: Sequence[Slice], changes: Iterable[Change]) -> None:
+def _add_thread(sums: Mapping[str, _OperatorSum], slices: Sequence[Slice], changes: Iterable[MemoryChange]) -> None:
     """Add the operators of a thread, in order, and attribute each memory change to the innermost
     running operator."""
     stack: list[Slice] = []
@@ -118,7 +118,7 @@ def _add_thread(sums: Mapping[str, _Sum], slices: Sequence[Slice], changes: Iter
     give(math.inf)
 
 
-def _add_shapes(found: _Sum, each: Slice) -> None:
+def _add_shapes(found: _OperatorSum, each: Slice) -> None:
     """Add the bytes and FLOPs of a call; a value that is unknown for one call is unknown for
     all."""
     shapes, types, values = (each.details.get(key) for key in ("Input Dims", "Input type", "Concrete Inputs"))
@@ -210,7 +210,7 @@ def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
     return found if len(found) == count else None
 
 
-def _add_device(sums: Mapping[str, _Sum], trace: Trace) -> bool:
+def _add_device(sums: Mapping[str, _OperatorSum], trace: Trace) -> bool:
     """Add the time of device work to the operator that launched it; return whether there was any
     device work."""
     names = {each.mark("External id"): each.name for each in trace.slices if each.category == OPERATOR}
@@ -224,8 +224,8 @@ def _add_device(sums: Mapping[str, _Sum], trace: Trace) -> bool:
     return has_any
 
 
-def _as_operator(name: str, found: _Sum, has_memory: bool, has_device: bool) -> Operator:
-    return Operator(
+def _as_operator(name: str, found: _OperatorSum, has_memory: bool, has_device: bool) -> OperatorStats:
+    return OperatorStats(
         name=name, calls=found.calls, self_s=found.self_ns / 1e9, total_s=found.total_ns / 1e9,
         self_device_s=found.device_ns / 1e9 if has_device else None, self_bytes=found.self_bytes if has_memory else None,
         flops=found.flops, bytes=found.bytes,

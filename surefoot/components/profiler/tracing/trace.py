@@ -46,7 +46,7 @@ class Slice(NamedTuple):
         return value if isinstance(value, int | str) else None
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """Bytes that an allocator allocated (more than 0) or freed; `device` is -1 for the host."""
 
     time_ns: int
@@ -65,7 +65,7 @@ class Trace:
     """
 
     slices: Sequence[Slice]
-    changes: Sequence[Change]
+    changes: Sequence[MemoryChange]
     epoch_ns: int
     most_steps: int | None = None  # number of complete steps: an interrupted loop has started one more
 
@@ -147,7 +147,7 @@ def _of_document(document: Any, path: Path, most_steps: int | None) -> Trace:
     return Trace(known, memory, base if isinstance(base, int) else 0, most_steps)
 
 
-def _find_damage(slices: Sequence[Slice], changes: Sequence[Change]) -> str | None:
+def _find_damage(slices: Sequence[Slice], changes: Sequence[MemoryChange]) -> str | None:
     """Return a text for values that no tensor and no allocator can have; None without any."""
     odd = next((each for each in slices if each.category == OPERATOR and has_odd_sizes(each.details.get("Input Dims"))), None)
     if odd is not None:
@@ -165,14 +165,14 @@ def _slice(event: Mapping[str, Any]) -> Slice | None:
     return Slice(start_ns, start_ns + length_ns, name, category, thread, details if isinstance(details, dict) else {})
 
 
-def _change(event: Mapping[str, Any]) -> Change | None:
+def _change(event: Mapping[str, Any]) -> MemoryChange | None:
     time_ns, details = _nanoseconds(event.get("ts")), event.get("args")
     if time_ns is None or not isinstance(details, dict):
         return None
     address, num_bytes, device = (details.get(key) for key in ("Addr", "Bytes", "Device Id"))
     if not (isinstance(address, int) and isinstance(num_bytes, int) and isinstance(device, int)):
         return None
-    return Change(time_ns, address, num_bytes, device, (str(event.get("pid")), str(event.get("tid"))))
+    return MemoryChange(time_ns, address, num_bytes, device, (str(event.get("pid")), str(event.get("tid"))))
 
 
 def _nanoseconds(microseconds: Any) -> int | None:

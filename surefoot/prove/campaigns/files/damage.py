@@ -21,10 +21,10 @@ from surefoot.contract.events import Fault
 from surefoot.core.errors import EXIT_OK, RunFolderError, TaskError
 from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.files import mutate
-from surefoot.prove.campaigns.files.mutate import KINDS, Place
-from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, Attempt
+from surefoot.prove.campaigns.files.mutate import KINDS, MutationTarget
+from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, digests
-from surefoot.prove.outcome import Campaign, Result
+from surefoot.prove.outcome import Campaign, TrialResult
 
 LEFT_AT = 3 * EVERY + 1  # step at which the run stops: it then has three saved checkpoints and that of its best evaluation
 TO_THE_END_EVERY = 40  # one in 40 trials resumes to the end, which takes longest
@@ -34,7 +34,7 @@ TO_THE_END_EVERY = 40  # one in 40 trials resumes to the end, which takes longes
 class Left:
     """A run that was stopped in the middle, and the mark of its state after each step."""
 
-    attempt: Attempt
+    attempt: ProbedRun
     states: Mapping[int, str]
 
     @property
@@ -71,7 +71,7 @@ def find_left(workshop: Workshop, variant: str, seed: int = 0) -> Left:
 
 
 def _leave(workshop: Workshop, variant: str, seed: int) -> Left:
-    attempt = Attempt(run=str(workshop.fresh("left") / "run"), variant=variant, background=False, seed=seed)
+    attempt = ProbedRun(run=str(workshop.fresh("left") / "run"), variant=variant, background=False, seed=seed)
     child = workshop.train(replace(attempt, marks_states=True, die_at=LEFT_AT))
     if child.wait() != KILLED:
         raise TaskError(f"the run that is to be damaged failed: {child.said[-500:]}", hint="this is a fault of surefoot")
@@ -92,7 +92,7 @@ def copy_run(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=copy)
 
 
-def damage(workshop: Workshop, seed: int, *, kinds: Mapping[str, mutate.Kind]) -> Result:
+def damage(workshop: Workshop, seed: int, *, kinds: Mapping[str, mutate.Kind]) -> TrialResult:
     """Damage one file of a run, by each kind in turn; then open the run."""
     draws = random.Random(seed)
     kind, variant = list(kinds)[seed % len(kinds)], draws.choice(list(VARIANTS))
@@ -102,12 +102,12 @@ def damage(workshop: Workshop, seed: int, *, kinds: Mapping[str, mutate.Kind]) -
     with workshop.scratch("damage") as folder:
         copy_run(left.attempt.folder, folder / "run")
         path = folder / "run" / name
-        kinds[kind](Place(path, other.attempt.folder, folder, draws))
+        kinds[kind](MutationTarget(path, other.attempt.folder, folder, draws))
         wrong = find_wrong(workshop, left, path, to_the_end=seed % TO_THE_END_EVERY == 0)
-        return Result(wrong and f"{kind}: {name} ({variant}): {wrong}", (path.name if len(kinds) == 1 else kind,))
+        return TrialResult(wrong and f"{kind}: {name} ({variant}): {wrong}", (path.name if len(kinds) == 1 else kind,))
 
 
-def take_another_run_s_commit(workshop: Workshop, seed: int) -> Result:
+def take_another_run_s_commit(workshop: Workshop, seed: int) -> TrialResult:
     """Replace the newest checkpoint by that of another run, whose digests are all right.
 
     It must be refused, and nothing may be loaded.
@@ -121,8 +121,8 @@ def take_another_run_s_commit(workshop: Workshop, seed: int) -> Result:
         shutil.copytree(manifest.step_folder(other.attempt.folder, left.steps[-1]), newest)
         child = workshop.fork(jobs.open_run, replace(left.attempt, run=str(folder / "run")))
         if child.wait() != RunFolderError.exit_code or newest.name not in child.said:
-            return Result(f"the commit of another run was taken: {child.said[-300:]}")
-    return Result()
+            return TrialResult(f"the commit of another run was taken: {child.said[-300:]}")
+    return TrialResult()
 
 
 # ---- what must hold

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Commit:
+class ForgedCommit:
     """The newest checkpoint of a run, to be made hostile: its folder and its manifest as an object.
 
     `outside` is a folder outside of the run that the checkpoint tries to reach.
@@ -71,13 +71,13 @@ class Commit:
         (self.folder / manifest.FILE).write_text(json.dumps({**self.row, "sha256": own}))
 
 
-Forge = Callable[[Commit], object]
+Forge = Callable[[ForgedCommit], object]
 
 
 def forge(change: Forge, folder: Path, outside: Path, draws: random.Random) -> None:
     """Make a checkpoint hostile, and sign it unless `change` did, elsewhere or as other bytes."""
     row = json.loads((folder / manifest.FILE).read_text())
-    one = Commit(folder, {key: value for key, value in row.items() if key != "sha256"}, outside, draws)
+    one = ForgedCommit(folder, {key: value for key, value in row.items() if key != "sha256"}, outside, draws)
     change(one)
     if one.row and not folder.is_symlink() and not (folder / manifest.FILE).is_symlink():
         one.sign()
@@ -114,37 +114,37 @@ def _of_all(key: str, value: Any) -> Forge:
 def _reach_out(name: Callable[[Path], str]) -> Forge:
     """Return a change that names a file outside, with its right size and digest."""
 
-    def do(one: Commit) -> None:
+    def do(one: ForgedCommit) -> None:
         data = (one.outside / "secret").read_bytes()
         one.entry(tensors=False).update(name=name(one.outside / "secret"), num_bytes=len(data), sha256=digest.of_bytes(data))
 
     return do
 
 
-def _reach_by_link(one: Commit) -> None:
+def _reach_by_link(one: ForgedCommit) -> None:
     entry = one.entry(tensors=False)
     one.write(entry, (one.outside / "secret").read_bytes())
     (one.folder / entry["name"]).unlink()
     (one.folder / entry["name"]).symlink_to(one.outside / "secret")
 
 
-def _link(path: Callable[[Commit], Path]) -> Forge:
+def _link(path: Callable[[ForgedCommit], Path]) -> Forge:
     """Return a change that moves the signed manifest, or the folder, and leaves a symbolic link."""
 
-    def do(one: Commit) -> None:
+    def do(one: ForgedCommit) -> None:
         one.sign()
         path(one).symlink_to(path(one).rename(one.outside / "elsewhere"))
 
     return do
 
 
-def _pipe(one: Commit) -> None:
+def _pipe(one: ForgedCommit) -> None:
     path = one.folder / one.entry(tensors=one.draws.random() < 0.5)["name"]
     path.unlink()
     os.mkfifo(path)
 
 
-def _claim(one: Commit) -> None:
+def _claim(one: ForgedCommit) -> None:
     """Claim a tensor that is far larger than its file."""
     entry = one.entry(tensors=True)
     piece = max(entry["tensors"].values(), key=lambda each: int(each["start"]))
@@ -152,7 +152,7 @@ def _claim(one: Commit) -> None:
     entry["num_bytes"] = piece["start"] + 2**44 + 1000
 
 
-def _sparse_tensor(one: Commit) -> None:
+def _sparse_tensor(one: ForgedCommit) -> None:
     """Make a huge tensor that is one hole in a sparse file.
 
     A reader must not allocate the file's size before it knows that it needs the tensor.
@@ -166,7 +166,7 @@ def _sparse_tensor(one: Commit) -> None:
     os.truncate(one.folder / entry["name"], entry["num_bytes"])
 
 
-def _sparse_file(one: Commit, entry: Row, tensors: Row | None, head: bytes = b"") -> None:
+def _sparse_file(one: ForgedCommit, entry: Row, tensors: Row | None, head: bytes = b"") -> None:
     entry.update(tensors=tensors, num_bytes=SPARSE_BYTES)
     one.put(entry, head)
 
@@ -174,7 +174,7 @@ def _sparse_file(one: Commit, entry: Row, tensors: Row | None, head: bytes = b""
 def _state(change: Callable[[Row], Any]) -> Forge:
     """Return a change of the tree in state.json."""
 
-    def do(one: Commit) -> None:
+    def do(one: ForgedCommit) -> None:
         changed = change(json.loads((one.folder / "state.json").read_text()))
         one.write(one.named("state.json"), changed if isinstance(changed, bytes) else json.dumps(changed).encode())
 
@@ -192,24 +192,24 @@ def _clock(text: bytes) -> Forge:
 def _pickled(name: str) -> Forge:
     """Return a change that replaces the file `name`, or some safetensors file, by the pickle."""
 
-    def do(one: Commit) -> None:
+    def do(one: ForgedCommit) -> None:
         own = [each for each in one.row["files"] if each["name"] == name]
         one.write(own[0] if own else one.entry(tensors=True), gadget(one.outside / "canary"))
 
     return do
 
 
-def _raw(make: Callable[[Commit], bytes]) -> Forge:
+def _raw(make: Callable[[ForgedCommit], bytes]) -> Forge:
     """Return a change that writes the bytes of `make` as the manifest."""
 
-    def do(one: Commit) -> None:
+    def do(one: ForgedCommit) -> None:
         (one.folder / manifest.FILE).write_bytes(make(one))
         one.row.clear()
 
     return do
 
 
-def _twice(one: Commit) -> bytes:
+def _twice(one: ForgedCommit) -> bytes:
     one.sign()
     return (one.folder / manifest.FILE).read_bytes().replace(b'{"', b'{"step": 3, "', 1)
 

@@ -17,13 +17,13 @@ from surefoot.prove.campaigns.files.damage import Left, copy_run, find_left
 from surefoot.prove.campaigns.files.forge import HOSTILE, forge, gadget
 from surefoot.prove.campaigns.probe import VARIANTS
 from surefoot.prove.campaigns.workshop import Child, Workshop
-from surefoot.prove.outcome import Campaign, Result
+from surefoot.prove.outcome import Campaign, TrialResult
 
 MEMORY_BYTES = 1 << 30  # beyond what the child holds before it opens the run
 BESIDE = ("events.jsonl", "ledger.bin", "spec.toml", "run.lock")
 
 
-def open_a_hostile_commit(workshop: Workshop, seed: int) -> Result:
+def open_a_hostile_commit(workshop: Workshop, seed: int) -> TrialResult:
     """Open a hostile checkpoint in a child process.
 
     None of its code may run, nothing outside of the run may be touched, and the checkpoint must be
@@ -45,7 +45,7 @@ def open_a_hostile_commit(workshop: Workshop, seed: int) -> Result:
         child = workshop.fork(jobs.open_run, replace(left.attempt, run=str(run), memory_bytes=MEMORY_BYTES))
         status = child.wait()
         wrong = "code of it ran" if (outside / "canary").exists() else _find_wrong(left, newest, status, child)
-        return Result(wrong and f"{kind}: {wrong}", ("refused" if status else "set aside",))
+        return TrialResult(wrong and f"{kind}: {wrong}", ("refused" if status else "set aside",))
 
 
 def _find_wrong(left: Left, newest: Path, status: int, child: Child) -> str | None:

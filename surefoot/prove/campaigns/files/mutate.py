@@ -15,7 +15,7 @@ BLOCK_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Place:
+class MutationTarget:
     """A file of a run, another run with other values, and a folder outside of both."""
 
     path: Path
@@ -29,23 +29,23 @@ class Place:
         return self.path.parents[1] if manifest.STEP_FOLDER.match(self.path.parent.name) else self.path.parent
 
 
-Kind = Callable[[Place], object]
+Kind = Callable[[MutationTarget], object]
 
 
-def flip(at: Place) -> None:
+def flip(at: MutationTarget) -> None:
     data = bytearray(at.path.read_bytes())
     data[at.draws.randrange(len(data))] ^= 1 << at.draws.randrange(8)
     at.path.write_bytes(data)
 
 
-def zero_a_block(at: Place) -> None:
+def zero_a_block(at: MutationTarget) -> None:
     data = bytearray(at.path.read_bytes())
     start = at.draws.randrange(len(data)) // BLOCK_BYTES * BLOCK_BYTES
     data[start : start + BLOCK_BYTES] = bytes(len(data[start : start + BLOCK_BYTES]))
     at.path.write_bytes(data)
 
 
-def link_by_name(at: Place) -> None:
+def link_by_name(at: MutationTarget) -> None:
     """Move the file elsewhere, and leave a symbolic link to it."""
     at.path.symlink_to(at.path.rename(at.outside / "elsewhere"))
 
@@ -56,14 +56,14 @@ def in_its_place(make: Callable[[Path], object]) -> Kind:
     A process that opens a pipe to read waits for a writer that never comes.
     """
 
-    def do(at: Place) -> None:
+    def do(at: MutationTarget) -> None:
         at.path.unlink()
         make(at.path)
 
     return do
 
 
-def swap(at: Place) -> None:
+def swap(at: MutationTarget) -> None:
     """Swap the contents with a file of other bytes, of the same size if there is one."""
     own = at.path.read_bytes()
     others = [path for path in sorted(at.commits.rglob("*")) if path.is_file() and path.read_bytes() != own]
@@ -73,14 +73,14 @@ def swap(at: Place) -> None:
     other.write_bytes(own)
 
 
-def splice(at: Place) -> None:
+def splice(at: MutationTarget) -> None:
     """Overwrite the file with the file of that name from another step or another run."""
     runs = (at.commits, at.other)
     others = [path for run in runs for path in sorted(run.glob(f"**/{at.path.name}")) if path != at.path]
     at.path.write_bytes(at.draws.choice(others).read_bytes())
 
 
-def duplicate(at: Place) -> None:
+def duplicate(at: MutationTarget) -> None:
     """Copy the whole checkpoint under the name of a later step; of any other file make a copy."""
     step = manifest.STEP_FOLDER.match(at.path.parent.name)
     if step is None:
@@ -89,7 +89,7 @@ def duplicate(at: Place) -> None:
         shutil.copytree(at.path.parent, at.path.parent.with_name(f"step-{int(step[1]) + 100:012d}"))
 
 
-def link_the_folder(at: Place) -> None:
+def link_the_folder(at: MutationTarget) -> None:
     """Move the folder of the file elsewhere, and leave a symbolic link to it."""
     if at.commits != at.path.parent:
         at.path.parent.symlink_to(at.path.parent.rename(at.outside / "folder"))

@@ -11,16 +11,16 @@ from surefoot.contract import commits, manifest, spec_file
 from surefoot.core.errors import SurefootError, TaskError
 from surefoot.prove.campaigns import strace
 from surefoot.prove.campaigns.power import disk
-from surefoot.prove.campaigns.probe import Attempt
+from surefoot.prove.campaigns.probe import ProbedRun
 from surefoot.prove.campaigns.strace import Tracer
 from surefoot.prove.campaigns.workshop import Golden, Workshop, digests, go_on
-from surefoot.prove.outcome import Campaign, Result
+from surefoot.prove.outcome import Campaign, TrialResult
 
 GOES_ON_EVERY = 20  # a run resumes to the end from one in 20 states, which takes longest
 WHOLE = ("frozen", "plain")  # traced variants: checkpoints with linked files, and without
 
 
-def cut_power(workshop: Workshop, seed: int) -> Result:
+def cut_power(workshop: Workshop, seed: int) -> TrialResult:
     """Write and check one possible disk state after a power cut.
 
     Every acknowledged step must load, and no visible checkpoint may be silently wrong. Some runs
@@ -38,14 +38,14 @@ def cut_power(workshop: Workshop, seed: int) -> Result:
         wrong = _look(run, disk.acknowledged(ops, cut.moment), golden)
         if wrong is None and goes_on:
             wrong = go_on(workshop, replace(attempt, run=str(run), pauses=()), golden)
-        return Result(wrong and f"{cut}: {wrong}", (cut.blocks, cut.entries, *(["gone on to the end"] if goes_on else [])))
+        return TrialResult(wrong and f"{cut}: {wrong}", (cut.blocks, cut.entries, *(["gone on to the end"] if goes_on else [])))
 
 
-def _record(workshop: Workshop, variant: str) -> tuple[disk.Recorder, Attempt]:
+def _record(workshop: Workshop, variant: str) -> tuple[disk.Recorder, ProbedRun]:
     """Record the file operations of one run from its start to its end."""
     with workshop.scratch("traced") as folder:
         (root := folder / "disk").mkdir()
-        attempt = Attempt(run=str(root / "run"), variant=variant, pauses=(0,))
+        attempt = ProbedRun(run=str(root / "run"), variant=variant, pauses=(0,))
         child = workshop.train(attempt)
         child.wait_for("paused 0")
         with Tracer(child, folder / "trace", "-y", "-e", f"trace={','.join(disk.TRACED)}") as tracer:

@@ -17,7 +17,7 @@ from pathlib import Path
 from surefoot.contract import commits
 from surefoot.core.errors import TaskError
 from surefoot.prove.campaigns import strace
-from surefoot.prove.campaigns.strace import Call
+from surefoot.prove.campaigns.strace import SystemCall
 
 SECTOR_BYTES = 512
 BLOCKS = ("none", "all", "random", "size")
@@ -34,7 +34,7 @@ TRACED = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class FolderChange:
     """A change of a folder: `name` becomes `node`, or is removed (None); moves have an `origin`."""
 
     folder: int
@@ -65,7 +65,7 @@ class Note:
     step: int
 
 
-Op = Entry | Data | Sync | Note
+Op = FolderChange | Data | Sync | Note
 
 
 class Recorder:
@@ -82,7 +82,7 @@ class Recorder:
         self._sizes: dict[int, int] = {}
         self._offsets: dict[int, int | None] = {}  # by descriptor; None for a file opened to append
 
-    def record(self, calls: Sequence[Call]) -> None:
+    def record(self, calls: Sequence[SystemCall]) -> None:
         """Record the calls. Raises TaskError for a call on these files that is not supported."""
         for call in calls:
             if call.failed:
@@ -94,7 +94,7 @@ class Recorder:
             elif (names := strace.paths(call)) and all(name.startswith(self._root) for name in names):
                 self._change(call, names)
 
-    def _use(self, call: Call, descriptor: int, node: int) -> None:
+    def _use(self, call: SystemCall, descriptor: int, node: int) -> None:
         offset = self._offsets.get(descriptor, 0)
         match call.name:
             case "fsync" | "fdatasync":
@@ -119,7 +119,7 @@ class Recorder:
         self.ops.append(Data(node, size, None))
         self._sizes[node] = size
 
-    def _change(self, call: Call, names: list[str]) -> None:
+    def _change(self, call: SystemCall, names: list[str]) -> None:
         path, to = names[0], names[-1]
         match call.name:
             case "openat":
@@ -160,7 +160,7 @@ class Recorder:
     def _enter(self, path: str, node: int | None, origin: tuple[int, str] | None = None) -> None:
         if node is not None and origin is None:
             self._nodes[path] = node
-        self.ops.append(Entry(*self._where(path), node, origin))
+        self.ops.append(FolderChange(*self._where(path), node, origin))
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def find_tree(ops: Sequence[Op], cut: PowerCut, draws: random.Random) -> dict[in
     """
     before = ops[: cut.moment]
     synced = {op.node: place for place, op in enumerate(before) if isinstance(op, Sync)}
-    changes = [(op, synced.get(op.folder, -1) > place) for place, op in enumerate(before) if isinstance(op, Entry)]
+    changes = [(op, synced.get(op.folder, -1) > place) for place, op in enumerate(before) if isinstance(op, FolderChange)]
     least = max((number for number, (_, is_forced) in enumerate(changes, start=1) if is_forced), default=0)
     length = draws.randint(least, len(changes))
     tree: dict[int, dict[str, int]] = {ROOT: {}}

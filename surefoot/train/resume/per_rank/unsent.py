@@ -15,7 +15,7 @@ from torch import Tensor
 from surefoot.components.checkpoint import Commit
 
 if TYPE_CHECKING:
-    from surefoot.components.parallel.low_rank import Held
+    from surefoot.components.parallel.low_rank import LowRankState
     from surefoot.train.step.ranks import Ranks
 
 ALIKE = "unsent.safetensors"
@@ -24,7 +24,7 @@ Files = dict[str, dict[str, Tensor]]
 Names = Mapping[int, str]  # of a parameter, by its id
 
 
-def held_by(ranks: Ranks | None, names: Names) -> dict[str, Held]:
+def held_by(ranks: Ranks | None, names: Names) -> dict[str, LowRankState]:
     """Return the PowerSGD state by update and parameter name."""
     if ranks is None:
         return {}
@@ -94,7 +94,7 @@ def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
     return told
 
 
-def _add(commit: Commit, rank: int, held: Mapping[str, Held]) -> None:
+def _add(commit: Commit, rank: int, held: Mapping[str, LowRankState]) -> None:
     prefix = f"unsent/{rank}/"
     for key, tensor in commit.read(f"unsent-rank-{rank}.safetensors").items():
         each = held.get(key.removeprefix(prefix))
