@@ -236,6 +236,19 @@ LAWS: dict[str, Law] = {
         (Plant("utils says nothing", {"surefoot/core/data_utils.py": ""}), Plant("common", {"surefoot/common/a.py": ""})),
         {"surefoot/core/utilisation.py": ""},
     ),
+    "a class's name stands in one file": Law(
+        words.class_names,
+        (Plant("A is a class of", {"surefoot/core/a.py": "class A: ...\n", "surefoot/core/b.py": "class A: ...\n"}),),
+        {"surefoot/core/a.py": "class A: ...\nclass _A: ...\n", "tests/a.py": "class A: ...\n"},
+    ),
+    "a docstring does not begin with a pronoun": Law(
+        words.first_words,
+        (
+            Plant("begins with 'What'", {"surefoot/core/a.py": '"""What there is."""\n'}),
+            Plant("begins with 'One'", {"surefoot/core/a.py": 'class A:\n    """One of many."""\n'}),
+        ),
+        {"surefoot/core/a.py": 'def f():\n    """Return what there is."""\n'},
+    ),
     "nothing runs code hidden in data": Law(
         calls.dangerous,
         tuple(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
-from tests.laws.tree import Violation
+from tests.laws.tree import FUNCTIONS, Violation, modules
 
 READ = ("surefoot", "docs", "examples", "benchmarks", "recipes", "tests", ".ci")
 OWN = "tests/laws"  # where the words stand as rules
@@ -16,6 +18,36 @@ WORDS = {
     r"\b(TODO|FIXME|XXX|HACK)\b": "a note to oneself; do it, or open an issue",
     r"\b(pypi\.org|pythonhosted\.org|download\.pytorch\.org)\b": "a registry's address; let the reader's own settings choose",
 }
+
+PRONOUNS = re.compile(
+    r"(what|which|who|whose|whom|it|its|they|them|their|this|that|these|those|ones?|both|he|she|we|you|i|others"
+    r"|(what|which|who)ever|(no|some|any|every)body|(no|some|any|every)thing|none)\b",
+    re.IGNORECASE,
+)
+
+
+def class_names(root: Path) -> list[Violation]:
+    """A name of a class stands in one file of the package: who reads it elsewhere knows which is meant."""
+    homes: dict[str, dict[str, str]] = defaultdict(dict)
+    for module in modules(root):
+        for node in ast.walk(module.syntax):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].setdefault(module.path.as_posix(), module.at(node.lineno))
+    return [
+        Violation(places[0], f"{name} is a class of {', '.join(places[1:])} as well; name each for what it is")
+        for name, found in sorted(homes.items())
+        if len(places := list(found.values())) > 1
+    ]
+
+
+def first_words(root: Path) -> list[Violation]:
+    """A docstring does not begin with a pronoun: it says what a function returns or does, and what a class is."""
+    return [
+        Violation(module.at(node.body[0].lineno), f"the docstring begins with {word[0]!r}; begin with a verb or a noun")
+        for module in modules(root)
+        for node in ast.walk(module.syntax)
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and (word := PRONOUNS.match(ast.get_docstring(node) or ""))
+    ]
 
 
 def words(root: Path) -> list[Violation]:
