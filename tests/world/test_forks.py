@@ -23,6 +23,16 @@ from tests.world.launched import is_alive
 from tests.world.test_launch import command, environment
 
 THREADED = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+STOPPED = """
+import os, signal
+fork = os.fork
+def stopped():
+    pid = fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return pid
+os.fork = stopped
+"""
 WORDS = ("spec", "check", "nothing-of-this-name")
 
 
@@ -68,6 +78,26 @@ def test_ranks_begin_again_when_the_process_that_forks_them_was_killed() -> None
         second, _ = begin(server)
         assert isinstance(second, Forked)
         assert second.wait() == 2
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "poll"])
+@pytest.mark.parametrize("ended", ["killed", "closed"])
+def test_a_rank_that_is_stopped_before_it_asks_to_die_with_the_process_that_forked_it_ends_with_it(
+    ended: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STOPPED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with opened() as server:
+        ranks = [begin(server, rank)[0] for rank in (0, 1)]
+        if ended == "killed":
+            os.kill(psutil.Process(ranks[0].pid).ppid(), signal.SIGKILL)
+        else:
+            server.close()
+        for rank in ranks:
+            while not waits and rank.poll() is None:
+                time.sleep(0.01)
+            assert rank.wait() == rank.poll() == LOST
+            assert not is_alive(rank.pid)
 
 
 def test_one_that_is_stopped_is_ended_and_ranks_begin_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

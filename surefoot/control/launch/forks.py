@@ -30,11 +30,12 @@ ANSWER_S = 20.0  # seconds to fork a rank or to report its exit status; a server
 class Forked:
     """A forked rank, with the interface of `subprocess.Popen` that the supervisor uses."""
 
-    def __init__(self, pid: int, ask: Callable[[int], int], stderr: IO[bytes] | None) -> None:
+    def __init__(self, pid: int, server: int, ask: Callable[[int], int], stderr: IO[bytes] | None) -> None:
         self.pid, self.stderr = pid, stderr
         self.returncode: int | None = None
         self._ask = ask
-        self._end = os.pidfd_open(pid)  # readable once the rank has ended
+        # each is readable once its process has ended
+        self._end, self._end_of_server = os.pidfd_open(pid), os.pidfd_open(server)
 
     def poll(self) -> int | None:
         return self._ended(0)
@@ -46,11 +47,14 @@ class Forked:
 
     def _ended(self, within_ms: int | None) -> int | None:
         if self.returncode is None:
-            waiting = select.poll()
-            waiting.register(self._end, select.POLLIN)
-            if waiting.poll(within_ms):
+            ready = _wait_for((self._end, self._end_of_server), within_ms)
+            if ready and self._end not in ready:
+                self.kill()  # a rank that was stopped before it could ask to die with the server
+                ready = _wait_for((self._end,), within_ms)
+            if self._end in ready:
                 self.returncode = self._ask(self.pid)
                 os.close(self._end)
+                os.close(self._end_of_server)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -59,6 +63,13 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _wait_for(descriptors: Sequence[int], within_ms: int | None) -> set[int]:
+    waiting = select.poll()
+    for each in descriptors:
+        waiting.register(each, select.POLLIN)
+    return {descriptor for descriptor, _ in waiting.poll(within_ms)}
 
 
 class ForkServer:
@@ -142,7 +153,8 @@ class ForkServer:
                 stack.callback(os.close, writes)
                 stderr, given = os.fdopen(reads, "rb", buffering=0), [*given, writes]
             socket.send_fds(self._link, [json.dumps(request).encode()], given)
-            return Forked(int(self._answer()["pid"]), self._status, stderr)
+            assert self._process is not None
+            return Forked(int(self._answer()["pid"]), self._process.pid, self._status, stderr)
 
     def _status(self, pid: int) -> int:
         try:
