@@ -7,6 +7,8 @@ from surefoot.components.precision import (
     LossScaler,
     Watch,
     compute_context,
+    count_lost,
+    was_clipped_first,
 )
 
 __all__ = [
@@ -14,4 +16,6 @@ __all__ = [
     "LossScaler",
     "Watch",
     "compute_context",
+    "count_lost",
+    "was_clipped_first",
 ]
