@@ -257,8 +257,8 @@ def test_workers_die_with_the_process_that_began_them() -> None:
     code = (
         "import sys, multiprocessing, time\n"
         "from tests.components.test_loader import loader\nfrom tests.components.loading import Numbers\n"
-        "from surefoot.components.data.loader import Settings\n"
-        "reading = loader(Numbers(0.2), Settings(workers=3, kind='process')); reading.take(1)\n"
+        "from surefoot.components.data.loader import LoaderSettings\n"
+        "reading = loader(Numbers(0.2), LoaderSettings(workers=3, kind='process')); reading.take(1)\n"
         "print(*(each.pid for each in multiprocessing.active_children()), flush=True); time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])

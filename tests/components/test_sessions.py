@@ -19,7 +19,7 @@ from tests.components.loading import Numbers
 SESSION = """
 import sys
 from surefoot.components.data import as_source
-from surefoot.components.data.loader import Settings
+from surefoot.components.data.loader import LoaderSettings
 from surefoot.core.errors import DataError
 from tests.components.test_loader_attacks import loader
 
@@ -31,10 +31,10 @@ class Squares:
         return number * number
 
 try:
-    loader(as_source(Squares()), Settings(workers=1, kind="process", start="spawn")).take(1)
+    loader(as_source(Squares()), LoaderSettings(workers=1, kind="process", start="spawn")).take(1)
 except DataError as error:
     print(error)
-reading = loader(as_source(Squares()), Settings(workers=0))
+reading = loader(as_source(Squares()), LoaderSettings(workers=0))
 print(len(reading.take(1).window.ids))
 """
 

@@ -110,7 +110,7 @@ class Iterated:
 
     @property
     def promise(self) -> Any:
-        """Facts about an epoch that the ledger may check: see `contract.loop_ledger.Promise`."""
+        """Facts about an epoch that the ledger may check: see `contract.loop_ledger.LoopGuarantee`."""
         return self._watched.promise
 
     def read(self, ids: np.ndarray) -> Batch:
