@@ -372,7 +372,7 @@ def reader(served: Served, folder: Path, seed: int) -> BaseProcess:
 def test_processes_share_a_cache_that_holds_less_than_all(served: Served, tmp_path: Path) -> None:
     running = [reader(served, tmp_path, seed) for seed in range(3)]
     for one in running:
-        one.join(60)
+        one.join(300)  # as long as a busy machine takes
     assert [one.exitcode for one in running] == [0, 0, 0]
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 4 * SIZE
 

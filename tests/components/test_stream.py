@@ -111,7 +111,7 @@ def test_a_pipe_is_read_once_and_heard_out() -> None:
     writer.start()
     source = TarStream([os.fdopen(far, "rb")], [SAMPLES], label="cls")
     assert labels(source, np.arange(SAMPLES)) == list(range(SAMPLES))
-    writer.join(10)
+    writer.join(120)
     assert not writer.is_alive()
     with pytest.raises(DataError, match="a stream that can be read once was read"):
         source.read(np.array([0]))
