@@ -16,12 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 
 from surefoot.components.data import Tars
 from surefoot.components.data.remote import Remote, fetch, shards
+from surefoot.components.data.remote.cache import Cache
 from surefoot.components.data.remote.fetch import RetryPolicy
 from surefoot.components.data.tars.index import open_index
 from surefoot.core.errors import DataError
@@ -372,9 +374,55 @@ def reader(served: Served, folder: Path, seed: int) -> BaseProcess:
 def test_processes_share_a_cache_that_holds_less_than_all(served: Served, tmp_path: Path) -> None:
     running = [reader(served, tmp_path, seed) for seed in range(3)]
     for one in running:
-        one.join(300)  # as long as a busy machine takes
+        one.join(300)
     assert [one.exitcode for one in running] == [0, 0, 0]
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 4 * SIZE
+
+
+class Slow(Cache):
+    """A cache that takes its time between the list of its files and their sizes: until `listed` has done its work."""
+
+    listed: Callable[[], object] | None = None
+    is_adding = False
+
+    def _evict(self, size: int) -> int:
+        self.is_adding = True
+        return super()._evict(size)
+
+    def _files(self) -> list[Path]:
+        found = super()._files()
+        if self.is_adding and self.listed is not None:
+            self.listed()
+        return found
+
+
+def test_a_shard_that_is_named_while_the_bytes_are_added_up_counts(tmp_path: Path) -> None:
+    mine, other = Slow(tmp_path, 2 * SIZE), Cache(tmp_path, 2 * SIZE)
+    folder = tmp_path / "set"
+
+    def fill(file: BinaryIO) -> None:
+        file.write(bytes(SIZE))
+
+    def fill_late(file: BinaryIO) -> None:
+        drafted.set()
+        assert ready.wait(60)
+        fill(file)
+
+    def let_it_be_named() -> None:
+        ready.set()
+        until_s = time.monotonic() + 0.5  # it may be named now, or wait for who adds up
+        while not (folder / "b.tar").exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+
+    os.close(mine.open(folder / "a.tar", SIZE, fill))
+    drafted, ready = threading.Event(), threading.Event()
+    beside = threading.Thread(target=lambda: os.close(other.open(folder / "b.tar", SIZE, fill_late)))
+    beside.start()
+    assert drafted.wait(60)
+    mine.listed, mine.is_adding = let_it_be_named, False
+    os.close(mine.open(folder / "c.tar", SIZE, fill))
+    beside.join()
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 2 * SIZE
 
 
 def test_a_killed_process_leaves_a_draft_that_the_next_removes(served: Served, tmp_path: Path) -> None:

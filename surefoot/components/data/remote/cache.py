@@ -106,7 +106,8 @@ class Cache:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
-                draft.rename(path)
+                with locked(self.folder / LOCK):  # else who adds up the files may find it under neither name
+                    draft.rename(path)
             except BaseException:
                 with suppress(OSError):
                     draft.unlink()
