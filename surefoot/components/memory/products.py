@@ -1,8 +1,8 @@
 """Selective activation checkpointing: recomputing a block except for its expensive matmuls,
 convolutions and attention.
 
-Saving all of these outputs saves at most 40 % of the time that recomputing a transformer block in
-full costs; recomputing a quarter of their FLOPs, a twelfth of a step, brings that to 60 %. The
+Saving all of these outputs frees at most 40 % of the memory that recomputing a transformer block in
+full frees; recomputing a quarter of their FLOPs, a twelfth of a step, brings that to 60 %. The
 output of attention is always saved: a fused kernel takes longer for its FLOPs than a matmul does.
 Two private names of torch are used: `torch.utils._python_dispatch.TorchDispatchMode`, which sees
 each operator below autograd, and `torch._C._SetExcludeDispatchKeyGuard`, without which an in-place
