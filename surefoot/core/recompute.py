@@ -35,8 +35,8 @@ class RecomputeChoice:
     def parse(cls, text: str) -> RecomputeChoice:
         """Read "none", "full", "every N", "operators" or a number of bytes. Raises SpecError.
 
-        >>> How.parse("every 3"), How.parse("12 MiB")
-        (How(kind='every', number=3), How(kind='budget', number=12582912))
+        >>> RecomputeChoice.parse("every 3"), RecomputeChoice.parse("12 MiB")
+        (RecomputeChoice(kind='every', number=3), RecomputeChoice(kind='budget', number=12582912))
         """
         if text in ("none", "full", "operators"):
             return cls(text)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def smallest_budget(costs: Sequence[RecomputeCost]) -> int:
 def peak_bytes(costs: Sequence[RecomputeCost], again: Container[int]) -> int:
     """Return the peak bytes of the blocks when those with an index in `again` are recomputed.
 
-    >>> blocks = [Cost("a", 1, 10, 1.0), Cost("b", 1, 10, 1.0)]
+    >>> blocks = [RecomputeCost("a", 1, 10, 1.0), RecomputeCost("b", 1, 10, 1.0)]
     >>> peak_bytes(blocks, ()), peak_bytes(blocks, {0}), peak_bytes(blocks, {1}), peak_bytes(blocks, {0, 1})
     (22, 12, 22, 12)
     """
@@ -94,7 +94,7 @@ def choose(costs: Sequence[RecomputeCost], budget_bytes: int) -> frozenset[int]:
     only the faster of two choices with equal bytes. A larger budget never takes more time. Raises
     SpecError, with the smallest possible budget, where this one cannot be met.
 
-    >>> sorted(choose([Cost("a", 1, 10, 3.0), Cost("b", 1, 10, 1.0), Cost("c", 1, 10, 1.0)], 30))
+    >>> sorted(choose([RecomputeCost("a", 1, 10, 3.0), RecomputeCost("b", 1, 10, 1.0), RecomputeCost("c", 1, 10, 1.0)], 30))
     [1]
     """
     least = smallest_budget(costs)

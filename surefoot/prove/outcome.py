@@ -79,7 +79,7 @@ class CampaignOutcome:
     def bound(self) -> float | None:
         """Bound of the failure rate: 3/n after n clean trials; None in any other case.
 
-        >>> Outcome(case="F01", title="kill", seed=0, trials=500).bound
+        >>> CampaignOutcome(case="F01", title="kill", seed=0, trials=500).bound
         0.006
         """
         return RULE_OF_THREE / self.trials if self.holds else None

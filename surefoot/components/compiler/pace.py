@@ -32,7 +32,7 @@ class CompilePayback:
 
         Returns it once, when enough steps of both kinds were timed; None before and after.
 
-        >>> pace = Pace()
+        >>> pace = CompilePayback()
         >>> for number in range(24):
         ...     pace.add(0.002 if number < 2 else 0.0005, is_compiled=number >= 2)
         >>> pace.take(6.0)

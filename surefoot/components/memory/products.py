@@ -53,7 +53,7 @@ class Allowance:
     """The FLOPs of matmuls and convolutions that the blocks of a model may recompute: a share of
     all; a block may use what earlier ones left.
 
-    >>> Allowance().choose([Work(12, 12), Work(4, 4), Work(32, 16)])
+    >>> Allowance().choose([ProductWork(12, 12), ProductWork(4, 4), ProductWork(32, 16)])
     frozenset({0})
     """
 

@@ -74,7 +74,7 @@ def choose(wanted: str, units: FormatSupport, *, emulate: bool = False) -> tuple
 
     Raises SpecError for a format that the device lacks.
 
-    >>> choose("auto", Units("cuda", "Tesla V100", frozenset({"fp16"})))
+    >>> choose("auto", FormatSupport("cuda", "Tesla V100", frozenset({"fp16"})))
     ('fp16', 'auto: Tesla V100 has units for fp16 and none for bf16; with a loss scale')
     """
     if wanted == "auto":
