@@ -105,7 +105,7 @@ class Manifest:
 
     @property
     def is_whole_state(self) -> bool:
-        """Whether a run can resume from this checkpoint; else it holds only the weights."""
+        """True if a run can resume from this checkpoint; else it holds only the weights."""
         return any(entry.name == "state.json" for entry in self.files)
 
     def as_text(self) -> str:

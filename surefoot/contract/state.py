@@ -124,7 +124,7 @@ class StepReport:
 
     @property
     def applied(self) -> bool:
-        """Whether the weights were updated.
+        """True if the weights were updated.
 
         False if the step was skipped: its gradient was non-finite, or its loss counted no item.
         """
@@ -132,7 +132,7 @@ class StepReport:
 
     @property
     def overflowed(self) -> bool:
-        """Whether gradients overflowed fp16 although the losses are finite.
+        """True if gradients overflowed fp16 although the losses are finite.
 
         The loss scale is reduced then.
         """

@@ -76,7 +76,7 @@ class Record:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the rank saves, or does something else that only one rank does."""
+        """True if the rank saves, or does something else that only one rank does."""
         return self.microbatch == BUSY
 
 

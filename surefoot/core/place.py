@@ -59,7 +59,7 @@ class Place:
 
     @property
     def is_on_loopback(self) -> bool:
-        """Whether all ranks are on this host, according to the rendezvous address."""
+        """True if all ranks are on this host, according to the rendezvous address."""
         return self.meeting in ("localhost", "::1") or self.meeting.startswith("127.")
 
     @classmethod

@@ -72,7 +72,7 @@ class CampaignOutcome:
 
     @property
     def holds(self) -> bool:
-        """Whether there were trials, and none of them failed."""
+        """True if there were trials, and none of them failed."""
         return bool(self.trials) and not self.failures
 
     @property

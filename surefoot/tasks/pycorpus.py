@@ -131,7 +131,7 @@ def find_files(folder: Path) -> list[str]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file is kept for evaluation; depends on its name alone, for any Python version."""
+    """Return whether a file is kept for evaluation; depends on its name alone, for any Python version."""
     return hashlib.sha256(name.encode()).digest()[0] < 256 * HELD_OUT_SHARE
 
 

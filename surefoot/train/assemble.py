@@ -95,7 +95,7 @@ class Assembly:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks must run the same number of forward passes."""
+        """True if all ranks must run the same number of forward passes."""
         ranks = self.engine.stepper.ranks
         return ranks is not None and ranks.is_even
 

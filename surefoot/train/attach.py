@@ -348,7 +348,7 @@ class _LoopRecord:
         return self._num_batches / self._length if self._length else float(self._num_passes)
 
     def _is_unrecorded(self) -> bool:
-        """Whether recording has ended or this process is a fork of the one that records."""
+        """Return whether recording has ended or this process is a fork of the one that records."""
         if not self._is_over and not self.owner.is_here:
             self._is_over = True
             self._console.warn(f"{self.owner.describe('this loop')}: here it is neither recorded nor saved")

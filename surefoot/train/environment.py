@@ -154,12 +154,12 @@ def find_device(name: str) -> torch.device:
 
 
 def is_launched() -> bool:
-    """Whether the run has several ranks, or a surefoot supervisor that forwards signals."""
+    """Return whether the run has several ranks, or a surefoot supervisor that forwards signals."""
     return place.here().world_size > 1 or place.flight_file() is not None
 
 
 def has_process_group() -> bool:
-    """Whether torch.distributed is initialized in this process."""
+    """Return whether torch.distributed is initialized in this process."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

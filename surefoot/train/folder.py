@@ -206,7 +206,7 @@ def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
 
 
 def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:
-    """Whether the folder holds only files that an attempt writes before its log.
+    """Return whether the folder holds only files that an attempt writes before its log.
 
     A power failure or a kill may leave any of them. A fork writes the ledger with its history and
     the checkpoints folder before its spec.
@@ -220,7 +220,7 @@ def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:
 
 
 def _is_new_fork(folder: Path, names: Collection[str], spec_id: str) -> bool:
-    """Whether the folder holds the first checkpoint of a fork of `spec_id` and no log."""
+    """Return whether the folder holds the first checkpoint of a fork of `spec_id` and no log."""
     if SPEC_FILE not in names or manifest.FOLDER not in names or len(steps := manifest.steps(folder)) != 1:
         return False
     with contextlib.suppress(RunFolderError):

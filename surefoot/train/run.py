@@ -341,7 +341,7 @@ class Run:
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the spec asks for an evaluation after this step: periodic or at the end."""
+        """True if the spec asks for an evaluation after this step: periodic or at the end."""
         return self._scores.is_due(self.step) or self.step == self.assembly.course.total_steps
 
     def evaluate(self, split: str | None = None) -> Evaluation:

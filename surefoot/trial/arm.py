@@ -66,7 +66,7 @@ class Arm:
 
     @property
     def reports(self) -> bool:
-        """Whether the arm's process writes a report."""
+        """True if the arm's process writes a report."""
         return any(REPORT in word for word in self.command)
 
 

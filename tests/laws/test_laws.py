@@ -245,6 +245,7 @@ LAWS: dict[str, Law] = {
         words.first_words,
         (
             Plant("begins with 'What'", {"surefoot/core/a.py": '"""What there is."""\n'}),
+            Plant("begins with 'Whether'", {"surefoot/core/a.py": 'def f():\n    """Whether it is so."""\n'}),
             Plant("begins with 'One'", {"surefoot/core/a.py": 'class A:\n    """One of many."""\n'}),
         ),
         {"surefoot/core/a.py": 'def f():\n    """Return what there is."""\n'},

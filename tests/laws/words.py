@@ -20,7 +20,7 @@ WORDS = {
 }
 
 PRONOUNS = re.compile(
-    r"(what|which|who|whose|whom|it|its|they|them|their|this|that|these|those|ones?|both|he|she|we|you|i|others"
+    r"(how|whether|what|which|who|whose|whom|it|its|they|them|their|this|that|these|those|ones?|both|he|she|we|you|i|others"
     r"|(what|which|who)ever|(no|some|any|every)body|(no|some|any|every)thing|none)\b",
     re.IGNORECASE,
 )
@@ -41,7 +41,7 @@ def class_names(root: Path) -> list[Violation]:
 
 
 def first_words(root: Path) -> list[Violation]:
-    """A docstring does not begin with a pronoun: it says what a function returns or does, and what a class is."""
+    """A docstring does not begin with a pronoun or a question word: it says what a function returns or does, and what a class is."""
     return [
         Violation(module.at(node.body[0].lineno), f"the docstring begins with {word[0]!r}; begin with a verb or a noun")
         for module in modules(root)

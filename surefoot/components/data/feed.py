@@ -133,7 +133,7 @@ class Feed:
 
     @property
     def is_cut(self) -> bool:
-        """Whether steps may have several microbatches in this process."""
+        """True if steps may have several microbatches in this process."""
         return self._is_cut or self.microbatch < self.batch
 
     def microbatches(self, window: SampleWindow) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ TRIALS = 3  # number of measurements of a block; the fastest counts
 
 @dataclass
 class Fate:
-    """Whether a block is recomputed (`again`).
+    """True if a block is recomputed (`again`).
 
     `most_bytes` is the largest total of input bytes that the decision is valid for; None means any.
     """

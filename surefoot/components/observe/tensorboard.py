@@ -73,7 +73,6 @@ class TensorBoard:
     def _open(self) -> None:
         """Create an event file with TensorBoard's name and format: first its version, then the
         purge step, if there is one."""
-        from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -81,19 +80,26 @@ class TensorBoard:
         name = f"events.out.tfevents.{int(now_s):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         folder = files.make_folder(self._folder.parent, self._folder.name)
         self._records = RecordWriter(files.open_new(folder, name))
-        self._records.write(Record(wall_time=now_s, file_version="brain.Event:2").SerializeToString())
+        self._put(now_s, version="brain.Event:2")
         if self._purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._records.write(Record(wall_time=now_s, step=self._purge_step, session_log=start).SerializeToString())
+            self._put(now_s, step=self._purge_step, start=SessionLog(status=SessionLog.START))
 
     def _add(self, time_s: float, rows: Sequence[tuple[str, float, int]]) -> None:
         if not rows:
             return
-        from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value, _ in rows])
-        self._records.write(Record(wall_time=time_s, step=rows[0][2], summary=summary).SerializeToString())
+        self._put(time_s, step=rows[0][2], summary=summary)
+
+    def _put(
+        self, time_s: float, *, step: int | None = None, version: str | None = None, start: Any = None, summary: Any = None
+    ) -> None:
+        """Write one record: a version, the start of an attempt at `step`, or the scalars of `step`."""
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+
+        record = Record(wall_time=time_s, step=step, file_version=version, session_log=start, summary=summary)
+        self._records.write(record.SerializeToString())
 
     def close(self) -> None:
         """Write the buffered events and close. Raises StorageError when the files cannot be
@@ -101,6 +107,11 @@ class TensorBoard:
         if not self._on:
             return
         self._flush()
+        try:
+            if self._records is not None:
+                self._records.close()
+        except OSError as error:  # some file systems report at the close what they could not write
+            raise self._given_up(error) from error
         self._turn_off()
 
     def _given_up(self, error: Exception) -> StorageError:

@@ -117,7 +117,7 @@ class Replicas:
 
     @property
     def asks_factor(self) -> bool:
-        """Whether `finish` needs the factor that the sums are multiplied by; nothing is sent before
+        """True if `finish` needs the factor that the sums are multiplied by; nothing is sent before
         `finish` then."""
         return self._compress.kind == "powersgd"
 

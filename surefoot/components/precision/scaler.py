@@ -78,7 +78,7 @@ class LossScaler:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the scale is below its floor: a smaller scale does not help gradients that
+        """True if the scale is below its floor: a smaller scale does not help gradients that
         overflow at any scale."""
         return float(self.scale) < self.floor
 

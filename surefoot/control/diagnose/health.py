@@ -1,4 +1,4 @@
-"""Whether a run is running, stuck or dead: from its lock, its records and this host's clock.
+"""State of a run: whether a run is running, stuck or dead: from its lock, its records and this host's clock.
 
 The kernel holds the lock as long as the process lives, so on the host of the run, and in any
 container on it, the lock is proof. On another host a free lock proves nothing: the state of a run
@@ -45,7 +45,7 @@ class Health:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the run is running, or ended as intended."""
+        """True if the run is running, or ended as intended."""
         return self.state in IN_ORDER
 
     def as_row(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ TOLD = tuple(getattr(signal, name) for name in ENDINGS if hasattr(signal, name))
 
 
 class ExitKind(Enum):
-    """How an attempt ended; `is_retried` is True where a restart may help."""
+    """End of an attempt; `is_retried` is True where a restart may help."""
 
     RAISED = "it ended with an error of its own"
     ABORTED = "it ended itself by a signal"
@@ -40,7 +40,7 @@ class ExitKind(Enum):
 
 
 class RankFailure(NamedTuple):
-    """How an attempt ended, and the slot that is to blame; None where no single slot is."""
+    """End of an attempt, and the slot that is to blame; None where no single slot is."""
 
     how: ExitKind
     place: int | None = None

@@ -21,7 +21,7 @@ JOIN_S = 1.0
 
 
 class AttemptEnd(NamedTuple):
-    """How an attempt ended: its exit code, and the fault if there was one.
+    """End of an attempt: its exit code, and the fault if there was one.
 
     `is_asked` is True where a signal to the supervisor ended it, `is_recalled` where the supervisor
     ended it to restart with more ranks.
@@ -77,7 +77,7 @@ class Places:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run may continue with fewer ranks, which need less memory."""
+        """True if the run may continue with fewer ranks, which need less memory."""
         return len(self._rules.numbers) > 1
 
     def has_more(self) -> bool:

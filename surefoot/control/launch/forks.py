@@ -47,10 +47,10 @@ class Forked:
 
     def _ended(self, within_ms: int | None) -> int | None:
         if self.returncode is None:
-            ready = _wait_for((self._end, self._end_of_server), within_ms)
+            ready = wait_for((self._end, self._end_of_server), within_ms)
             if ready and self._end not in ready:
                 self.kill()  # a rank that was stopped before it could ask to die with the server
-                ready = _wait_for((self._end,), within_ms)
+                ready = wait_for((self._end,), within_ms)
             if self._end in ready:
                 self.returncode = self._ask(self.pid)
                 os.close(self._end)
@@ -65,7 +65,8 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _wait_for(descriptors: Sequence[int], within_ms: int | None) -> set[int]:
+def wait_for(descriptors: Sequence[int], within_ms: int | None) -> set[int]:
+    """Return the pidfds whose process has ended; None waits until one has."""
     waiting = select.poll()
     for each in descriptors:
         waiting.register(each, select.POLLIN)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 
+from surefoot.control.launch.forks import wait_for
 from surefoot.core import flight
 
 ENDS_S = 5.0  # seconds for a rank to end itself: a stopped process, or one that never releases the GIL, does not
@@ -52,6 +52,4 @@ class Peer:
             signal.pidfd_send_signal(self._end, number)
 
     def _ended(self, within_ms: int | None) -> int | None:
-        waiting = select.poll()
-        waiting.register(self._end, select.POLLIN)
-        return 0 if waiting.poll(within_ms) else None
+        return 0 if wait_for((self._end,), within_ms) else None

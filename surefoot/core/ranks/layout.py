@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds only a part of the state."""
+        """True if a rank holds only a part of the state."""
         return self.shard > 1
 
     def __str__(self) -> str:

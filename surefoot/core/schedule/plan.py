@@ -47,7 +47,7 @@ class Curve:
 
     @property
     def is_pure(self) -> bool:
-        """Whether the curve depends on the step alone, so that it may be tabulated."""
+        """True if the curve depends on the step alone, so that it may be tabulated."""
         return self.plateau is None
 
     def state(self) -> dict[str, Any] | None:

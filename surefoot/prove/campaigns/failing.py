@@ -40,7 +40,7 @@ CANNOT = "a file system of our own cannot be mounted here"
 
 @dataclass(frozen=True)
 class DiskFault:
-    """How a disk fails under a run.
+    """Way in which a disk fails under a run.
 
     `begin` starts the failure once the run waits; the context that it returns ends the failure.
     `lasts`: the failure ends at step UNTIL, else with the run.

@@ -56,7 +56,7 @@ class RungResult:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the rung's results or its time were measured."""
+        """True if the rung's results or its time were measured."""
         return self.parity.verdict != "not measured" or any(ratio is not None for ratio in self.step.values())
 
 

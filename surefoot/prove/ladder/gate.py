@@ -259,7 +259,7 @@ class Score:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the interval shows a worse score, or a mean worse by over twice the spread."""
+        """True if the interval shows a worse score, or a mean worse by over twice the spread."""
         sign = 1.0 if self.better == "higher" else -1.0
         if self.difference.verdict == ("lower" if sign > 0 else "higher"):
             return True

@@ -95,7 +95,7 @@ class Rung:
 
     @property
     def takes_ranks(self) -> bool:
-        """Whether the rung trains on several ranks."""
+        """True if the rung trains on several ranks."""
         return any(key.startswith("layout.") for key in self.change)
 
     @property

@@ -38,7 +38,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LadderSettings:
-    """How a ladder is measured: at most `pairs` pairs of runs per rung, `samples` per run.
+    """Settings with which a ladder is measured: at most `pairs` pairs of runs per rung, `samples` per run.
 
     With `samples` None, the measured steps of the baseline take TARGET_S seconds. With
     `measures_refused`, a rung whose results failed is measured up to the first interim analysis, to
@@ -56,7 +56,7 @@ class LadderSettings:
 
     @property
     def can_decide(self) -> bool:
-        """Whether `pairs` pairs can show a gain at all."""
+        """True if `pairs` pairs can show a gain at all."""
         return bool(looks(self.pairs))
 
 

@@ -74,7 +74,7 @@ class AttributeSnapshot:
         return _is_changed(value, copy)
 
     def _is_ours(self, now: Any, value: Any) -> bool:
-        """Whether an attribute is to be restored.
+        """Return whether an attribute is to be restored.
 
         False if code has created an object that is not state, such as a compiled function.
         """
@@ -161,7 +161,7 @@ def _as_then(value: Any, copy: Any) -> Any:
 
 
 def _fits(now: Any, before: Any, copy: Any) -> bool:
-    """Whether a value has the structure, tensor shapes and dtypes of the copied value."""
+    """Return whether a value has the structure, tensor shapes and dtypes of the copied value."""
     if isinstance(now, Tensor) != isinstance(before, Tensor):
         return False
     if isinstance(now, Tensor):
@@ -188,7 +188,7 @@ def _choose(applied: Tensor, now: Any, copy: Any) -> Any:
 
 
 def _is_changed(value: Any, copy: Any) -> bool:
-    """Whether a value has changed in place since it was copied."""
+    """Return whether a value has changed in place since it was copied."""
     if copy is None:
         return False
     if isinstance(value, Tensor):

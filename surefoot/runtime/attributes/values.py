@@ -77,12 +77,12 @@ def find_leaves(value: Any) -> list[Any] | None:
 
 
 def is_state(value: Any) -> bool:
-    """Whether a value consists of tensors, arrays and plain values alone."""
+    """Return whether a value consists of tensors, arrays and plain values alone."""
     return find_leaves(value) is not None
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a value is state and contains a tensor or an array."""
+    """Return whether a value is state and contains a tensor or an array."""
     return any(isinstance(each, Tensor | np.ndarray) for each in find_leaves(value) or ())
 
 
@@ -106,7 +106,7 @@ class Aliases:
         return cls({id(each): name for name, each in tensors.items()}, memory, tensors)
 
     def is_alias(self, tensor: Tensor) -> bool:
-        """Whether `tensor` shares its values with a parameter or a buffer."""
+        """Return whether `tensor` shares its values with a parameter or a buffer."""
         return id(tensor) in self.names or memory_of(tensor) in self.memory
 
 
@@ -186,7 +186,7 @@ def find_owner(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
 
 
 def is_same(now: Any, before: Any) -> bool:
-    """Whether two plain values are equal, NaN included."""
+    """Return whether two plain values are equal, NaN included."""
     return type(now) is type(before) and repr(now) == repr(before)
 
 

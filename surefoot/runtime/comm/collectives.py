@@ -71,7 +71,7 @@ class Collective:
                 dist.recv(whole, ends[0])
 
     def is_right(self) -> bool:
-        """Whether the first call gives the right result on this rank.
+        """Return whether the first call gives the right result on this rank.
 
         Every rank must call this; all ranks hold zeros again afterwards.
         """

@@ -59,7 +59,7 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that writes and prints."""
+        """True if this rank is the one that writes and prints."""
         return self.rank == 0
 
     @property

@@ -371,7 +371,7 @@ def _no_memory(size: int) -> InputError:
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Whether a tensor is small enough to be sent in a message."""
+    """Return whether a tensor is small enough to be sent in a message."""
     return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= SMALL_BYTES
 
 

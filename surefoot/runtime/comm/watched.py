@@ -93,7 +93,7 @@ class _Watch:
                 self._watcher = self._start()
 
     def _is_chosen(self) -> bool:
-        """Whether no other rank has started the process; locks the right to do so."""
+        """Return whether no other rank has started the process; locks the right to do so."""
         try:
             fcntl.flock(self._files[0][0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -26,7 +26,7 @@ FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<nam
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether surefoot's code raised the error, wherever it was called from.
+    """Return whether surefoot's code raised the error, wherever it was called from.
 
     A signal handler, for example, runs between any two lines of user code.
     """
@@ -70,12 +70,12 @@ def find_exit_code(leave: SystemExit) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error is a failed allocation on the host or the device."""
+    """Return whether the error is a failed allocation on the host or the device."""
     return is_refused(error)
 
 
 def is_lost_together(error: BaseException) -> bool:
-    """Whether a collective that user code calls has failed.
+    """Return whether a collective that user code calls has failed.
 
     Gloo and NCCL raise one kind of error, a RuntimeError, for every failure.
     """

@@ -276,5 +276,5 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
 
 
 def _norms_batches(model: nn.Module) -> bool:
-    """Whether a norm of the model mixes the samples of a batch in evaluation mode too."""
+    """Return whether a norm of the model mixes the samples of a batch in evaluation mode too."""
     return any(each.running_mean is None for each in find_batch_norms(model).values())

@@ -146,7 +146,7 @@ def _report(update: str, term: str, values: Sequence[float], *, is_refused: bool
 
 
 def _repeats(attempt: Try, whole: Batch, index: int, value: float, tried: Sequence[Sequence[LossTrial]]) -> bool:
-    """Whether the same batch gives the same value again; else the loss has its own generator."""
+    """Return whether the same batch gives the same value again; else the loss has its own generator."""
     return len(tried) > 1 or abs(_value(attempt(whole, 0).loss, index) - value) <= TOLERANCE * abs(value)
 
 

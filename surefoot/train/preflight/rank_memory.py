@@ -47,7 +47,7 @@ class RankShare:
 
     @property
     def is_split(self) -> bool:
-        """Whether gradients are reduced to rows in the backward pass (stages 2 and 3)."""
+        """True if gradients are reduced to rows in the backward pass (stages 2 and 3)."""
         return self.layout.is_sharded and self.layout.stage > 1
 
     def of(self, kind: str) -> float:

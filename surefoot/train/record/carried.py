@@ -34,7 +34,7 @@ class CarriedState:
             self._after_first = self._sign()
 
     def has_changed(self) -> bool:
-        """Whether state has changed since the first batch, or in the only batch."""
+        """Return whether state has changed since the first batch, or in the only batch."""
         return bool(self.find_changed())
 
     def find_changed(self) -> list[str]:

@@ -48,7 +48,7 @@ class Outputs:
         self._num_samples += size
 
     def is_ambiguous(self, size: int) -> bool:
-        """Whether a dimension other than the first is as long as the batch."""
+        """Return whether a dimension other than the first is as long as the batch."""
         return any(size in part.shape[1:] for parts in self._rows.values() for part in parts)
 
     def check_follows(self, made: Any, fewer: int) -> None:
@@ -102,7 +102,7 @@ def _leaves(made: Any, name: str, size: int | None) -> Iterator[tuple[str, Any]]
 
 
 def _are_samples(made: list[Any], size: int) -> bool:
-    """Whether a list as long as the batch holds an entry per sample, not whole batches."""
+    """Return whether a list as long as the batch holds an entry per sample, not whole batches."""
     if all(isinstance(one, Mapping) for one in made):
         return all(one.keys() == made[0].keys() and all(isinstance(value, Tensor) for value in one.values()) for one in made)
     return all(isinstance(one, Tensor) for one in made) and not all(one.ndim and len(one) == size for one in made)

@@ -63,7 +63,7 @@ def gather(mine: Sequence[BatchResult], group: Group, *, can_share: bool = True)
 
 
 def is_sendable(metric: Metric) -> bool:
-    """Whether another rank can rebuild a metric from its attributes: tensors, numbers and text."""
+    """Return whether another rank can rebuild a metric from its attributes: tensors, numbers and text."""
     if type(metric) in PLAIN.values():
         return True
     slots = any(vars(kind).get("__slots__") for kind in type(metric).__mro__)

@@ -42,7 +42,7 @@ class Profiling:
 
     @property
     def is_done(self) -> bool:
-        """Whether a window was opened and has closed."""
+        """True if a window was opened and has closed."""
         return self._profiler is not None and self._profiler.is_done
 
     def begin(self, window: Window, levels: Sequence[str], step: int, *, nvtx: bool = False) -> Window:

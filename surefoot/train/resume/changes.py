@@ -202,10 +202,10 @@ def _switches_average(change: Change) -> bool:
 
 
 def starts_scores_anew(changes: Sequence[Change]) -> bool:
-    """Whether an evaluation now measures another quantity than before."""
+    """Return whether an evaluation now measures another quantity than before."""
     return any(change.key in ("evaluate.split", "evaluate.score") or change.key.startswith("task.") for change in changes)
 
 
 def changes_settings(changes: Sequence[Change]) -> bool:
-    """Whether the optimizer's group settings must be those of the new spec, not the saved ones."""
+    """Return whether the optimizer's group settings must be those of the new spec, not the saved ones."""
     return any(change.key.startswith(("optim.", "schedule.")) for change in changes)

@@ -69,7 +69,7 @@ class Patience:
         self._first = None
 
     def is_over(self, error: StorageError) -> bool:
-        """Whether `error` is the one that ends the run."""
+        """Return whether `error` is the one that ends the run."""
         return error is self._ending
 
     def refused(self, error: StorageError, step: int) -> None:

@@ -70,7 +70,7 @@ class CheckpointManager:
     # ---- when
 
     def is_due(self, step: int) -> bool:
-        """Whether the spec or `ask` requires a save after this step.
+        """Return whether the spec or `ask` requires a save after this step.
 
         If all ranks take part in a save, whether one of them requires it.
         """
@@ -186,7 +186,7 @@ class CheckpointManager:
         return not self._group.most([float(not is_there)])[0] if self._all_save else is_there
 
     def _is_on_disk(self, content: Content, *, texts: bool) -> bool:
-        """Whether this step's checkpoint holds all tensors and texts of `content` but the clock."""
+        """Return whether this step's checkpoint holds all tensors and texts of `content` but the clock."""
         try:
             held = {entry.name: entry for entry in manifest.read(manifest.step_folder(self._folder, content.step)).files}
         except RunFolderError:

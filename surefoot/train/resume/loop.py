@@ -385,7 +385,7 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
 
 
 def saves_its_place(data: Any) -> bool:
-    """Whether `data` can save its position.
+    """Return whether `data` can save its position.
 
     Some loaders (Accelerate's) have the methods and raise unless they were built for it.
     """

@@ -159,7 +159,7 @@ class SaveTimer:
         self._last_s, self._last_step, self._next = time.monotonic(), 0, 0
 
     def is_due(self, step: int, since_s: float) -> bool:
-        """Whether `since_s`, the time since the last save, exceeds the limit on rank 0.
+        """Return whether `since_s`, the time since the last save, exceeds the limit on rank 0.
 
         All ranks must call this after the same steps.
         """

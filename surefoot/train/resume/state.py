@@ -78,14 +78,14 @@ class LiveState:
 
     @property
     def is_shared(self) -> bool:
-        """Whether each rank holds state that no other rank has; all ranks then save together."""
+        """True if each rank holds state that no other rank has; all ranks then save together."""
         if self._ranks is None:
             return False
         return self._sharded is not None or bool(unsent.held_by(self._ranks, self._names)) or self._has_words
 
     @property
     def _has_words(self) -> bool:
-        """Whether several ranks train and the task defines `state_on_ranks`."""
+        """True if several ranks train and the task defines `state_on_ranks`."""
         return not self._group.is_alone and bool(self._assembly.task.state_on_ranks)
 
     @property

@@ -120,7 +120,7 @@ def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
 
 
 def _is_time(spec: RunSpec, text: str) -> bool:
-    """Whether `text` is a duration in time; a share of a run with a time length is one too."""
+    """Return whether `text` is a duration in time; a share of a run with a time length is one too."""
     unit = None if text == "never" else Duration.parse(text).unit
     return unit == "s" or (unit == "%" and Duration.parse(spec.train.length).unit == "s")
 

@@ -113,7 +113,7 @@ class Ranks:
 
     @property
     def is_exact(self) -> bool:
-        """Whether sums are those of virtual ranks, in their order."""
+        """True if sums are those of virtual ranks, in their order."""
         return self._virtual is not None
 
     def open(self, index: int, first: int, num_microbatches: int) -> None:
@@ -216,7 +216,7 @@ class Ranks:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks must run the same number of forward passes."""
+        """True if all ranks must run the same number of forward passes."""
         return self.sharded is not None and self.sharded.is_even
 
     def num_passes(self, num_own: int, num_all: int) -> int:

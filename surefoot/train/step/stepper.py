@@ -218,7 +218,7 @@ class Stepper:
         return [source.count_samples(taken.window.epoch, int(ids[0]), batch) for ids, batch in pairs]
 
     def _is_whole(self, number: int) -> bool:
-        """Whether a step is run as one compiled graph."""
+        """Return whether a step is run as one compiled graph."""
         return self.whole is not None and self.whole.is_on and not (self.records and number <= EAGER_STEPS)
 
     def _update(
@@ -467,7 +467,7 @@ class Stepper:
 
 
 def _overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:
-    """Whether gradients are non-finite and losses finite, so that the loss scale must change."""
+    """Return whether gradients are non-finite and losses finite, so that the loss scale must change."""
     if isinstance(norm, Tensor):
         return ~torch.isfinite(norm) & torch.isfinite(torch.as_tensor(factor))
     return not math.isfinite(norm) and math.isfinite(float(factor))

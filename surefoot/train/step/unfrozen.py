@@ -39,7 +39,7 @@ class TrainedSet:
         return [each for each in self._model.parameters() if not each.requires_grad]
 
     def has_changed(self) -> bool:
-        """Whether modules or parameters were added, replaced or removed since the last call."""
+        """Return whether modules or parameters were added, replaced or removed since the last call."""
         now = [*chain.from_iterable(map(dict.values, self._tables))]
         if now and len(now) == len(self._registered) and all(map(is_, now, self._registered)):
             return False

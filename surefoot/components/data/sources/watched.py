@@ -40,7 +40,7 @@ class Watched:
 
     @property
     def knows_samples(self) -> bool:
-        """Whether the numbers of the samples in each batch are known."""
+        """True if the numbers of the samples in each batch are known."""
         return self._sampler is not None
 
     @property

@@ -92,7 +92,7 @@ class Unheld:
 
 
 def has_state(value: Any) -> bool:
-    """Whether an object, not a class or Python module, can save and load a state."""
+    """Return whether an object, not a class or Python module, can save and load a state."""
     return _saves_state(type(value))
 
 
@@ -125,7 +125,7 @@ def _with_parts(objects: Iterable[Any]) -> set[int]:
 
 
 def _is_copy(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a module has the class and shapes of the model, as a user-written weight average."""
+    """Return whether a module has the class and shapes of the model, as a user-written weight average."""
     shapes, own = ([each.shape for each in one.parameters()] for one in (module, model))
     return type(module) is type(model) and bool(own) and shapes == own
 
@@ -159,7 +159,7 @@ def describe_task(assembly: Assembly) -> list[str]:
 
 
 def _is_apart(module: nn.Module, model: nn.Module, named: Sequence[Any]) -> bool:
-    """Whether a module has parameters, none of which is in the model or in `named`."""
+    """Return whether a module has parameters, none of which is in the model or in `named`."""
     held = {id(each) for each in (*model.parameters(), *named)}
     parameters = list(module.parameters())
     return bool(parameters) and not any(id(each) in held for each in parameters)

@@ -39,7 +39,7 @@ class Gathered(NamedTuple):
 
 
 def is_of_task(file: str) -> bool:
-    """Whether a safetensors file holds `per_rank` entries, which need not be finite."""
+    """Return whether a safetensors file holds `per_rank` entries, which need not be finite."""
     return file.startswith(OF_RANK)
 
 
