@@ -24,10 +24,12 @@ from tests.world.test_launch import command, environment
 
 THREADED = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
 STOPPED = """
-import os, signal
-fork = os.fork
-def stopped():
+import os, signal, time
+fork, parent = os.fork, os.getpid()
+def stopped():  # as a SIGSTOP that reaches a busy machine's rank late: the kernel wakes what was stopped before its parent ended
     pid = fork()
+    while pid == 0 and os.getppid() == parent:
+        time.sleep(0.01)
     if pid == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     return pid

@@ -1,4 +1,4 @@
-"""State of a run: whether a run is running, stuck or dead: from its lock, its records and this host's clock.
+"""State of a run (running, stuck or dead), from its lock, its records and the clock of this host.
 
 The kernel holds the lock as long as the process lives, so on the host of the run, and in any
 container on it, the lock is proof. On another host a free lock proves nothing: the state of a run

@@ -48,11 +48,12 @@ class Forked:
     def _ended(self, within_ms: int | None) -> int | None:
         if self.returncode is None:
             ready = wait_for((self._end, self._end_of_server), within_ms)
-            if ready and self._end not in ready:
+            is_lost = self._end_of_server in ready  # nobody can tell how the rank ended
+            if is_lost and self._end not in ready:
                 self.kill()  # a rank that was stopped before it could ask to die with the server
                 ready = wait_for((self._end,), within_ms)
             if self._end in ready:
-                self.returncode = self._ask(self.pid)
+                self.returncode = LOST if is_lost else self._ask(self.pid)
                 os.close(self._end)
                 os.close(self._end_of_server)
         return self.returncode
