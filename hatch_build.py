@@ -20,13 +20,19 @@ class NativeBuild(BuildHookInterface):
         made, draft = folder / "_sha256.so", folder / f"_sha256.so.{os.getpid()}"
         try:
             subprocess.run(
-                [*compiler, "-O3", "-shared", "-fPIC", "-o", draft, folder / "sha256.c"], check=True, capture_output=True
+                [*compiler, "-O3", "-shared", "-fPIC", "-o", draft, folder / "sha256.c"],
+                check=True,
+                capture_output=True,
             )
         except (OSError, subprocess.CalledProcessError) as error:
             why = getattr(error, "stderr", b"") or str(error).encode()
-            self.app.display_warning(f"checkpoints will be hashed by hashlib alone: {why.decode(errors='replace').strip()}")
+            self.app.display_warning(
+                f"checkpoints will be hashed by hashlib alone: {why.decode(errors='replace').strip()}"
+            )
             return
         draft.replace(made)  # a running surefoot keeps the old one
         build_data["artifacts"].append(f"/{NATIVE.as_posix()}/{made.name}")
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = (
+            f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        )

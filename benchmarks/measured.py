@@ -18,31 +18,56 @@ ROUNDS = 15
 
 def make_parser(description: str | None, results: Path) -> argparse.ArgumentParser:
     """The flags of every benchmark: --rounds, --out and --show."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, default=results, help="where the raw outcomes go, as JSON")
-    parser.add_argument("--show", action="store_true", help="only make the tables from the results that are there")
+    parser.add_argument(
+        "--out", type=Path, default=results, help="where the raw outcomes go, as JSON"
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="only make the tables from the results that are there"
+    )
     return parser
 
 
 def measure(
-    title: str, arms: Sequence[Arm], *, rounds: int, packages: Sequence[str], out: Path, said: Mapping[str, str] | None = None,
+    title: str,
+    arms: Sequence[Arm],
+    *,
+    rounds: int,
+    packages: Sequence[str],
+    out: Path,
+    said: Mapping[str, str] | None = None,
     warmup_rounds: int = 1,
-) -> Trial:  # fmt: skip
+) -> Trial:
     """Run the arms interleaved, `warmup_rounds` first that do not count, say on stderr how far it is, and write the trial to `out`.
 
     `said` are conditions that only the benchmark knows.
     """
-    conditions = {**find_conditions(packages), **(said or {}), "load when begun": f"{os.getloadavg()[0]:.2f}"}
+    conditions = {
+        **find_conditions(packages),
+        **(said or {}),
+        "load when begun": f"{os.getloadavg()[0]:.2f}",
+    }
     outcomes = []
     for outcome in run_rounds(arms, rounds=rounds, warmup_rounds=warmup_rounds):
         outcomes.append(outcome)
         where = "warm-up" if outcome.is_warmup else f"round {outcome.round + 1} of {rounds}"
         told = outcome.error or f"{format_seconds(outcome.measures['process_cpu_s'])} of CPU time"
-        print(f"{title}: {where}: {outcome.arm}: {outcome.ended}, {told}", file=sys.stderr, flush=True)
+        print(
+            f"{title}: {where}: {outcome.arm}: {outcome.ended}, {told}", file=sys.stderr, flush=True
+        )
     conditions["load when done"] = f"{os.getloadavg()[0]:.2f}"
     names = tuple(arm.name for arm in arms)
-    trial = Trial(title=title, arms=names, rounds=rounds, seed=0, conditions=conditions, outcomes=tuple(outcomes))
+    trial = Trial(
+        title=title,
+        arms=names,
+        rounds=rounds,
+        seed=0,
+        conditions=conditions,
+        outcomes=tuple(outcomes),
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_trial(trial, out)
     return trial
@@ -50,14 +75,28 @@ def measure(
 
 def render_conditions(trial: Trial) -> str:
     """What the trial was measured under, the rounds of each arm that ended well, and how others failed."""
-    done = {arm: sum(o.arm == arm and o.ended == "done" and not o.is_warmup for o in trial.outcomes) for arm in trial.arms}
+    done = {
+        arm: sum(o.arm == arm and o.ended == "done" and not o.is_warmup for o in trial.outcomes)
+        for arm in trial.arms
+    }
     rounds = ", ".join(f"{arm} {count}" for arm, count in done.items())
-    failures = [(f"failure of {arm}", text.splitlines()[0]) for arm in trial.arms if (text := trial.failure(arm))]
-    return markdown(("condition", "value"), [*trial.conditions.items(), ("rounds", rounds), *failures])
+    failures = [
+        (f"failure of {arm}", text.splitlines()[0])
+        for arm in trial.arms
+        if (text := trial.failure(arm))
+    ]
+    return markdown(
+        ("condition", "value"), [*trial.conditions.items(), ("rounds", rounds), *failures]
+    )
 
 
 def render_scores(
-    trial: Trial, kinds: Sequence[str], *, heads: tuple[str, str, str], most_worse: float, factor: float = 1.0
+    trial: Trial,
+    kinds: Sequence[str],
+    *,
+    heads: tuple[str, str, str],
+    most_worse: float,
+    factor: float = 1.0,
 ) -> str:
     """The mean score of each kind over arms `KIND seed N`, and how far it is from the first one's with the same seeds.
 
@@ -75,10 +114,20 @@ def render_scores(
             rows.append((kind, "n/a", "0", "", "not measured"))
             continue
         average = mean([mine[seed] for seed in both])
-        apart = mean_difference([mine[seed] for seed in both], [base[seed] for seed in both], paired=True)
+        apart = mean_difference(
+            [mine[seed] for seed in both], [base[seed] for seed in both], paired=True
+        )
         worse = -apart.estimate if factor > 0 else apart.estimate
         verdict = "" if kind == kinds[0] else "holds" if worse <= most_worse else "fails"
-        rows.append((kind, format_number(average), str(len(both)), "" if kind == kinds[0] else str(apart), verdict))
+        rows.append(
+            (
+                kind,
+                format_number(average),
+                str(len(both)),
+                "" if kind == kinds[0] else str(apart),
+                verdict,
+            )
+        )
     return markdown(("run", heads[0], "seeds", heads[1], heads[2]), rows)
 
 
@@ -94,7 +143,11 @@ def ratio_of(trial: Trial, arm: str, baseline: str, name: str) -> Interval | Non
     """What `arm` takes over what `baseline` takes, round by round; None where no round has both."""
     one, other = trial.by_round(arm, name), trial.by_round(baseline, name)
     rounds = [number for number in one if number in other]
-    return paired_ratio([one[number] for number in rounds], [other[number] for number in rounds]) if rounds else None
+    return (
+        paired_ratio([one[number] for number in rounds], [other[number] for number in rounds])
+        if rounds
+        else None
+    )
 
 
 def render_interval(found: Interval | None, form: str = ".3g", factor: float = 1.0) -> str:
@@ -105,14 +158,20 @@ def render_interval(found: Interval | None, form: str = ".3g", factor: float = 1
     return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
-def standing_of(found: Interval | None, *, least: float | None = None, most: float | None = None) -> str:
+def standing_of(
+    found: Interval | None, *, least: float | None = None, most: float | None = None
+) -> str:
     """Whether an interval lies within a bar, without it, or on both sides."""
     if found is None:
         return "not measured"
     low, _, high = _ends(found)
     if (least is None or low >= least) and (most is None or high <= most):
         return "holds"
-    return "missed" if (least is not None and high < least) or (most is not None and low > most) else "undecided"
+    return (
+        "missed"
+        if (least is not None and high < least) or (most is not None and low > most)
+        else "undecided"
+    )
 
 
 def _ends(found: Interval) -> tuple[float, float, float]:

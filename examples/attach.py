@@ -44,7 +44,10 @@ def main(folder: str = "runs/attached", epochs: int = 8) -> float:
                 run.step_done(loss)  # 3
 
     with torch.no_grad():
-        hits = sum((model(pixels).argmax(-1) == labels).sum().item() for pixels, labels in DataLoader(test, batch_size=64))
+        hits = sum(
+            (model(pixels).argmax(-1) == labels).sum().item()
+            for pixels, labels in DataLoader(test, batch_size=64)
+        )
     print(f"accuracy {hits / len(test):.1%}, recorded in {run.folder}")
     return hits / len(test)
 

@@ -38,7 +38,9 @@ class OwnLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.passes += 1
-        order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(self.passes))
+        order = torch.randperm(
+            len(self.labels), generator=torch.Generator().manual_seed(self.passes)
+        )
         for chosen in order.split(self.size):
             yield self.pixels[chosen], self.labels[chosen]
 

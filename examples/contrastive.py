@@ -50,7 +50,9 @@ class Halves:
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         own = torch.arange(len(output), device=output.device)
-        both_ways = F.cross_entropy(output, own, reduction="sum") + F.cross_entropy(output.T, own, reduction="sum")
+        both_ways = F.cross_entropy(output, own, reduction="sum") + F.cross_entropy(
+            output.T, own, reduction="sum"
+        )
         return Loss.sum(both_ways / 2, count=len(output), additive=False)
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
@@ -59,9 +61,10 @@ class Halves:
 
 def main(folder: str | None = None) -> Run:
     spec = RunSpec(
-        optim={"lr": 3e-3}, train={"length": "30 epochs", "batch": 128},
+        optim={"lr": 3e-3},
+        train={"length": "30 epochs", "batch": 128},
         evaluate={"every": "10 epochs", "batch": 60},  # 1 of 60 is found by chance
-    )  # fmt: skip
+    )
     with Run(spec, Halves(), folder=folder) as run:
         for _ in run.steps():
             if run.evaluation_due:

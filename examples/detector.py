@@ -26,7 +26,9 @@ NUM_CELLS = CANVAS // CELL  # a side
 Batch = dict[str, Tensor]
 
 
-def paint(num_canvases: int, seed: int, digits: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+def paint(
+    num_canvases: int, seed: int, digits: np.ndarray, labels: np.ndarray
+) -> dict[str, np.ndarray]:
     """Canvases with one to three digits at any place; a digit belongs to the cell that its centre is in."""
     draw = np.random.default_rng(seed)
     images = draw.random((num_canvases, 1, CANVAS, CANVAS), dtype=np.float32) * 0.2
@@ -54,16 +56,30 @@ class Detector:
 
     def model(self) -> nn.Module:
         def stage(inputs: int, outputs: int) -> list[nn.Module]:
-            return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.ReLU(), nn.MaxPool2d(2)]
+            return [
+                nn.Conv2d(inputs, outputs, 3, padding=1),
+                nn.GroupNorm(4, outputs),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
 
-        return nn.Sequential(*stage(1, 12), *stage(12, 24), *stage(24, 48), nn.Conv2d(48, 11 + 2, 3, padding=1))
+        return nn.Sequential(
+            *stage(1, 12), *stage(12, 24), *stage(24, 48), nn.Conv2d(48, 11 + 2, 3, padding=1)
+        )
 
     def data(self, split: str) -> Arrays:
         pixels, labels = load_digits(return_X_y=True)
         is_test = np.arange(len(labels)) % 5 == 0
         chosen = is_test if split == "test" else ~is_test
         digits = (pixels[chosen] / 16).astype(np.float32).reshape(-1, DIGIT, DIGIT)
-        return Arrays(**paint(200 if split == "test" else 1000, seed=int(split == "test"), digits=digits, labels=labels[chosen]))
+        return Arrays(
+            **paint(
+                200 if split == "test" else 1000,
+                seed=int(split == "test"),
+                digits=digits,
+                labels=labels[chosen],
+            )
+        )
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return {"classes": batch["classes"].numel(), "places": int((batch["classes"] > 0).sum())}
@@ -74,10 +90,15 @@ class Detector:
 
     def loss(self, output: dict[str, Tensor], batch: Batch) -> Loss:
         counts, has_digit = self.counts(batch), batch["classes"] > 0
-        surprise = F.cross_entropy(output["classes"].flatten(0, 2), batch["classes"].flatten(), reduction="sum")
-        distance = F.smooth_l1_loss(output["places"][has_digit], batch["places"][has_digit], reduction="sum")
+        surprise = F.cross_entropy(
+            output["classes"].flatten(0, 2), batch["classes"].flatten(), reduction="sum"
+        )
+        distance = F.smooth_l1_loss(
+            output["places"][has_digit], batch["places"][has_digit], reduction="sum"
+        )
         return Loss(
-            Term("classes", surprise, counts["classes"]), Term("places", distance, counts["places"], weight=self.box_weight)
+            Term("classes", surprise, counts["classes"]),
+            Term("places", distance, counts["places"], weight=self.box_weight),
         )
 
     def metrics(self, output: dict[str, Tensor], batch: Batch) -> dict[str, Mean]:

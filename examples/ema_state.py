@@ -36,7 +36,11 @@ class HardClasses:
 
     def data(self, split: str) -> Arrays:
         pixels, labels = load_digits(return_X_y=True)
-        rows = slice(0, None, 5) if split == "test" else [number for number in range(len(labels)) if number % 5]
+        rows = (
+            slice(0, None, 5)
+            if split == "test"
+            else [number for number in range(len(labels)) if number % 5]
+        )
         return Arrays(pixels=pixels[rows].astype("float32") / 16, labels=labels[rows])
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -44,7 +48,9 @@ class HardClasses:
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         losses = F.cross_entropy(output, batch["labels"], reduction="none")
-        hardness = self.hardness.to(losses.device)  # a task is not told the device; the batch knows it
+        hardness = self.hardness.to(
+            losses.device
+        )  # a task is not told the device; the batch knows it
         weights = (hardness / hardness.mean())[batch["labels"]]
         self._remember(hardness, losses.detach(), batch["labels"])
         return Loss.sum((weights * losses).sum(), count=len(losses))
@@ -53,7 +59,9 @@ class HardClasses:
         sums = torch.zeros_like(hardness).index_add_(0, labels, losses)
         seen = labels.bincount(minlength=10)
         means = torch.where(seen > 0, sums / seen.clamp(min=1), hardness)
-        self.hardness.copy_(hardness.lerp(means, 1 / self.memory))  # in place: the name in state() stays true
+        self.hardness.copy_(
+            hardness.lerp(means, 1 / self.memory)
+        )  # in place: the name in state() stays true
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         return {"accuracy": accuracy(output, batch["labels"])}

@@ -35,21 +35,32 @@ class Moments:
     @classmethod
     def of(cls, real: Tensor, drawn: Tensor) -> Self:
         pair = (real.double(), drawn.double())
-        return cls(len(real), (pair[0].sum(0), pair[1].sum(0)), (pair[0].T @ pair[0], pair[1].T @ pair[1]))
+        return cls(
+            len(real), (pair[0].sum(0), pair[1].sum(0)), (pair[0].T @ pair[0], pair[1].T @ pair[1])
+        )
 
     def merge(self, other: Moments) -> Moments:
-        def add(mine: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        def add(
+            mine: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor]:
             return mine[0] + theirs[0], mine[1] + theirs[1]
 
-        return Moments(self.count + other.count, add(self.sums, other.sums), add(self.squares, other.squares))
+        return Moments(
+            self.count + other.count, add(self.sums, other.sums), add(self.squares, other.squares)
+        )
 
     def value(self) -> float | None:
         """Squared distance of the means plus that of the covariances: 0 for equal distributions of the second order."""
         if not self.count:
             return None
         means = [total / self.count for total in self.sums]
-        covariances = [square / self.count - torch.outer(m, m) for square, m in zip(self.squares, means, strict=True)]
-        return float((means[0] - means[1]).square().sum() + (covariances[0] - covariances[1]).square().sum())
+        covariances = [
+            square / self.count - torch.outer(m, m)
+            for square, m in zip(self.squares, means, strict=True)
+        ]
+        return float(
+            (means[0] - means[1]).square().sum() + (covariances[0] - covariances[1]).square().sum()
+        )
 
 
 class Gan:
@@ -61,16 +72,25 @@ class Gan:
     def model(self) -> nn.Module:
         def net(inputs: int, outputs: int) -> nn.Module:
             return nn.Sequential(
-                nn.Linear(inputs, 128), nn.LeakyReLU(0.2), nn.Linear(128, 128), nn.LeakyReLU(0.2), nn.Linear(128, outputs)
+                nn.Linear(inputs, 128),
+                nn.LeakyReLU(0.2),
+                nn.Linear(128, 128),
+                nn.LeakyReLU(0.2),
+                nn.Linear(128, outputs),
             )
 
-        return nn.ModuleDict({"generator": nn.Sequential(net(NOISE, 64), nn.Sigmoid()), "critic": net(64, 1)})
+        return nn.ModuleDict(
+            {"generator": nn.Sequential(net(NOISE, 64), nn.Sigmoid()), "critic": net(64, 1)}
+        )
 
     def data(self, split: str) -> Arrays:
         """Images, and the noise that evaluation draws from: a part of the data, so that a score can be repeated."""
         images = torch.from_numpy(load_digits().data).float() / 16
         images = images[::5] if split == "test" else images[torch.arange(len(images)) % 5 > 0]
-        return Arrays(images=images, noise=torch.randn(len(images), NOISE, generator=torch.Generator().manual_seed(0)))
+        return Arrays(
+            images=images,
+            noise=torch.randn(len(images), NOISE, generator=torch.Generator().manual_seed(0)),
+        )
 
     def updates(self, model: nn.ModuleDict) -> list[Update]:
         """First the critic, then the generator; the critic has an optimiser of its own, the generator takes the spec's."""
@@ -87,10 +107,15 @@ class Gan:
         on_real, on_drawn = model["critic"](real), model["critic"](drawn)
         (slope,) = torch.autograd.grad(on_real.sum(), real, create_graph=True)
         told = F.softplus(-on_real).sum() + F.softplus(on_drawn).sum()
-        return Loss(Term("telling", told, len(real)), Term("steepness", slope.square().sum(), len(real), weight=self.penalty))
+        return Loss(
+            Term("telling", told, len(real)),
+            Term("steepness", slope.square().sum(), len(real), weight=self.penalty),
+        )
 
     def generator_loss(self, model: nn.ModuleDict, batch: Batch) -> Loss:
-        drawn = model["generator"](torch.randn(len(batch["images"]), NOISE, device=batch["images"].device))
+        drawn = model["generator"](
+            torch.randn(len(batch["images"]), NOISE, device=batch["images"].device)
+        )
         return Loss.sum(F.softplus(-model["critic"](drawn)).sum(), count=len(drawn))
 
     def forward(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
@@ -103,8 +128,9 @@ class Gan:
 def main(folder: str | None = None) -> Run:
     spec = RunSpec(
         optim={"name": "adam", "lr": 2e-3, "betas": [0.0, 0.99], "decay": 0.0, "clip": 0.0},
-        train={"length": "800 steps", "batch": 64}, evaluate={"every": "200 steps"},
-    )  # fmt: skip
+        train={"length": "800 steps", "batch": 64},
+        evaluate={"every": "200 steps"},
+    )
     with Run(spec, Gan(), folder=folder) as run:
         for _ in run.steps():
             if run.evaluation_due:

@@ -38,9 +38,15 @@ class HfCausalLM:
 
     def model(self) -> nn.Module:
         config = LlamaConfig(
-            vocab_size=256, hidden_size=self.width, intermediate_size=2 * self.width, num_hidden_layers=self.layers,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LONGEST, use_cache=False,
-        )  # fmt: skip
+            vocab_size=256,
+            hidden_size=self.width,
+            intermediate_size=2 * self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LONGEST,
+            use_cache=False,
+        )
         return AutoModelForCausalLM.from_config(config)
 
     def data(self, split: str) -> Arrays:
@@ -49,7 +55,11 @@ class HfCausalLM:
         ids = np.zeros((len(lines), LONGEST), dtype=np.int64)
         for row, line in zip(ids, lines, strict=True):
             row[: len(line)] = np.frombuffer(line, dtype=np.uint8)
-        return Arrays(input_ids=ids, attention_mask=(ids > 0).astype(np.int64), labels=np.where(ids > 0, ids, -100))
+        return Arrays(
+            input_ids=ids,
+            attention_mask=(ids > 0).astype(np.int64),
+            labels=np.where(ids > 0, ids, -100),
+        )
 
     def counts(self, batch: Batch) -> int:
         """How many tokens the loss of this batch sums over, known without the model: lets the step divide before it adds up."""

@@ -22,10 +22,16 @@ class ImageClassifier:
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(),
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Flatten(),
             nn.Linear(32 * 4 * 4, 10),
-        )  # fmt: skip
+        )
 
     def data(self, split: str) -> Arrays:
         pixels, labels = load_digits(return_X_y=True)

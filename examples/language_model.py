@@ -35,11 +35,14 @@ class Block(nn.Module):
         self.heads = heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.net = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.net = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q_BNTH, k_BNTH, v_BNTH = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x_BTD)).chunk(3, dim=-1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x_BTD)).chunk(3, dim=-1)
         )
         seen_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
         x_BTD = x_BTD + self.out(seen_BNTH.transpose(1, 2).flatten(2))
@@ -92,14 +95,18 @@ class LanguageModel:
     def _nats(self, logits_BTV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The summed surprise, and over how many bytes; the padding of the last window (-100) counts for neither."""
         targets_BT = batch["targets"]
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum"), (targets_BT >= 0).sum()
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum"), (
+            targets_BT >= 0
+        ).sum()
 
 
 def main(folder: str | None = None) -> Run:
     spec = RunSpec(
-        optim={"name": "muon", "lr": 0.02}, schedule={"warmup": "10 steps"},
-        train={"length": "120 steps", "batch": 16}, evaluate={"every": "60 steps"},
-    )  # fmt: skip
+        optim={"name": "muon", "lr": 0.02},
+        schedule={"warmup": "10 steps"},
+        train={"length": "120 steps", "batch": 16},
+        evaluate={"every": "60 steps"},
+    )
     with Run(spec, LanguageModel(), folder=folder) as run:
         for _ in run.steps():
             if run.evaluation_due:

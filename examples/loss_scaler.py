@@ -33,7 +33,9 @@ class Scaler:
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None = None) -> bool:
         """Divide, look, clip, update, move S; gives whether there was an update."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for gradient in gradients:
             gradient.div_(self.scale)
@@ -62,14 +64,18 @@ def main() -> float:
 
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))  # its weights stay fp32
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.7)
-    scaler = Scaler(scale=2.0**24, growth_interval=100)  # too large at first, so that it has to come down
+    scaler = Scaler(
+        scale=2.0**24, growth_interval=100
+    )  # too large at first, so that it has to come down
 
     for epoch in range(EPOCHS):
         for ids in torch.randperm(len(train)).split(BATCH):
             optimizer.zero_grad()
             for part in ids.split(MICROBATCH):
                 with torch.autocast("cpu", dtype=torch.float16):
-                    loss = F.cross_entropy(model(train[part]), train_labels[part], reduction="sum") / len(ids)
+                    loss = F.cross_entropy(
+                        model(train[part]), train_labels[part], reduction="sum"
+                    ) / len(ids)
                 scaler.scaled(loss).backward()
             if not scaler.step(optimizer, clip=CLIP):
                 print(

@@ -26,7 +26,13 @@ Batch = tuple[Tensor, Tensor]
 class Lion(torch.optim.Optimizer):
     """The sign of an interpolation between gradient and momentum. X. Chen et al., "Symbolic Discovery of ...", 2023, algorithm 2."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+    ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -39,7 +45,9 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[parameter]
                 momentum = state.setdefault("momentum", torch.zeros_like(parameter))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.sub_(torch.lerp(parameter.grad, momentum, beta1).sign_(), alpha=group["lr"])
+                parameter.sub_(
+                    torch.lerp(parameter.grad, momentum, beta1).sign_(), alpha=group["lr"]
+                )
                 momentum.lerp_(parameter.grad, 1 - beta2)
 
 
@@ -47,11 +55,17 @@ class OwnOptimizer:
     """Digits with Lion and a schedule of its own: a warm-up, then two waves."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        return nn.Sequential(
+            nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+        )
 
     def data(self, split: str) -> Arrays:
         pixels, labels = load_digits(return_X_y=True)
-        rows = slice(0, None, 5) if split == "test" else [number for number in range(len(labels)) if number % 5]
+        rows = (
+            slice(0, None, 5)
+            if split == "test"
+            else [number for number in range(len(labels)) if number % 5]
+        )
         return Arrays(pixels[rows].astype("float32") / 16, labels[rows])
 
     def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:

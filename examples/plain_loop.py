@@ -41,9 +41,15 @@ def read_digits(split: str) -> Arrays:
 
 def build_model() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Dropout(0.1), nn.Linear(32 * 16, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(32 * 16, 10),
+    )
 
 
 def shift(images: Tensor, keys: Keys) -> Tensor:
@@ -51,7 +57,9 @@ def shift(images: Tensor, keys: Keys) -> Tensor:
     down, right = keys.integers(0, 2, 2).T
     rows = (torch.arange(8) - down[:, None]).clamp(min=0)
     columns = (torch.arange(8) - right[:, None]).clamp(min=0)
-    return images[torch.arange(len(images))[:, None, None], 0, rows[:, :, None], columns[:, None, :]].unsqueeze(1)
+    return images[
+        torch.arange(len(images))[:, None, None], 0, rows[:, :, None], columns[:, None, :]
+    ].unsqueeze(1)
 
 
 def evaluate(model: nn.Module, source: Arrays) -> float:
@@ -78,7 +86,9 @@ def main(folder: Path, stop_after: int | None = None) -> float:
         return warmup(step, WARMUP_STEPS) * cosine(step, total_steps)
 
     update = GuardedUpdate([optimizer], clip=1.0, curve=curve)
-    restored = checkpoint.load(folder, {"model": model, "update": update})  # the newest that is whole, every byte checked
+    restored = checkpoint.load(
+        folder, {"model": model, "update": update}
+    )  # the newest that is whole, every byte checked
     first = restored.step if restored else 0
     if first:
         print(f"going on after step {first}")
@@ -103,14 +113,23 @@ def main(folder: Path, stop_after: int | None = None) -> float:
         )  # the sum over all microbatches, divided once; clipped; skipped if not finite
 
         report = StepReport(
-            step=step + 1, epoch=feed.epoch_of(step + 1), num_samples=count, learning_rate=optimizer.param_groups[0]["lr"],
-            totals={"loss": (loss_sum, count, 1.0)}, norm=norm, was_applied=applied,
-        )  # fmt: skip
+            step=step + 1,
+            epoch=feed.epoch_of(step + 1),
+            num_samples=count,
+            learning_rate=optimizer.param_groups[0]["lr"],
+            totals={"loss": (loss_sum, count, 1.0)},
+            norm=norm,
+            was_applied=applied,
+        )
         meter.add(report)
         if report.step % REPORT_EVERY == 0 and (seen := meter.take()):
-            print(f"step {seen.step}  loss {seen.loss:.3f}  rate {seen.learning_rate:.3g}  {seen.samples_per_s:,.0f} samples/s")
+            print(
+                f"step {seen.step}  loss {seen.loss:.3f}  rate {seen.learning_rate:.3g}  {seen.samples_per_s:,.0f} samples/s"
+            )
         if report.step % COMMIT_EVERY == 0 or report.step == total_steps:
-            checkpoint.save(folder, report.step, {"model": model, "update": update})  # there whole, or not at all
+            checkpoint.save(
+                folder, report.step, {"model": model, "update": update}
+            )  # there whole, or not at all
             checkpoint.retain(folder, keep=2)
 
     share = evaluate(model, test)

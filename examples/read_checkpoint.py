@@ -13,8 +13,24 @@ from pathlib import Path
 import numpy as np
 
 CHUNK = 16 << 20
-DTYPES = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
-          "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1"}  # fmt: skip
+DTYPES = {
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I64": "<i8",
+    "U64": "<u8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "C64": "<c8",
+    "BF16": "<u2",
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
+}
 # numpy has no bfloat16 and no float8: their bits
 
 
@@ -28,24 +44,33 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor by `file:name`. Raises AssertionError for whatever is damaged."""
     manifest = json.loads((folder / "manifest.json").read_text())
     stated = manifest.pop("sha256")
-    assert hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() == stated, "the manifest is damaged"
+    assert hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest() == stated, (
+        "the manifest is damaged"
+    )
     tensors = {}
     for file in manifest["files"]:
         data = (folder / file["name"]).read_bytes()
         found = digest(data)
-        if file["tensors"] is not None:  # a file of tensors: over the digests of its header and of its tensors
+        if (
+            file["tensors"] is not None
+        ):  # a file of tensors: over the digests of its header and of its tensors
             body = 8 + int.from_bytes(data[:8], "little")
             parts = [digest(data[:body])]
             for name, piece in sorted(
-                file["tensors"].items(), key=lambda each: (each[1]["start"], np.prod(each[1]["shape"]), each[0])
+                file["tensors"].items(),
+                key=lambda each: (each[1]["start"], np.prod(each[1]["shape"]), each[0]),
             ):
                 count = int(np.prod(piece["shape"], dtype=int))
-                tensor = np.frombuffer(data, DTYPES[piece["dtype"]], count, body + piece["start"] if count else 0)
+                tensor = np.frombuffer(
+                    data, DTYPES[piece["dtype"]], count, body + piece["start"] if count else 0
+                )
                 parts.append(digest(tensor.tobytes()))
                 assert parts[-1].hex() == piece["sha256"], f"{file['name']}: {name} is damaged"
                 tensors[f"{file['name']}:{name}"] = tensor.reshape(piece["shape"])
             found = hashlib.sha256(b"".join(parts)).digest()
-        assert (len(data), found.hex()) == (file["num_bytes"], file["sha256"]), f"{file['name']} is damaged"
+        assert (len(data), found.hex()) == (file["num_bytes"], file["sha256"]), (
+            f"{file['name']} is damaged"
+        )
     return tensors
 
 

@@ -33,7 +33,9 @@ def ring_all_reduce(tensor: Tensor) -> int:
     """Put the sum over all ranks in the place of `tensor`, the same bits on each; gives the bytes that this rank sent."""
     rank, size = dist.get_rank(), dist.get_world_size()
     flat = tensor.view(-1)
-    pieces = flat.tensor_split(size)  # views, as even as can be: some hold one number more, and some none at all
+    pieces = flat.tensor_split(
+        size
+    )  # views, as even as can be: some hold one number more, and some none at all
     sent = 0
     for number in range(size - 1):  # reduce-scatter
         going, coming = pieces[(rank - number) % size], pieces[(rank - number - 1) % size]
@@ -60,7 +62,9 @@ def pass_on(going: Tensor, coming: Tensor) -> int:
 def compare(rank: int, size: int, meeting: str) -> None:
     """What each rank does: sum numbers of its own by hand, and with what torch has."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-    by_hand = torch.randn(1_000_003, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    by_hand = torch.randn(
+        1_000_003, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+    )
     built_in = by_hand.clone()
     sent = ring_all_reduce(by_hand)
     dist.all_reduce(built_in)
@@ -68,7 +72,10 @@ def compare(rank: int, size: int, meeting: str) -> None:
     worst = float((by_hand - built_in).abs().max())
     assert worst < 1e-13, worst  # another order of summation
     if rank == 0:
-        print(f"{size} ranks: off the built-in by {worst:.1e}; {sent / num_bytes:.6f} times the size sent", end="")
+        print(
+            f"{size} ranks: off the built-in by {worst:.1e}; {sent / num_bytes:.6f} times the size sent",
+            end="",
+        )
         print(f", 2 (n - 1) / n is {2 * (size - 1) / size:.6f}")
     dist.destroy_process_group()
 
@@ -76,4 +83,6 @@ def compare(rank: int, size: int, meeting: str) -> None:
 if __name__ == "__main__":
     num_ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(compare, args=(num_ranks, str(Path(folder) / "meeting")), nprocs=num_ranks)
+        torch.multiprocessing.spawn(
+            compare, args=(num_ranks, str(Path(folder) / "meeting")), nprocs=num_ranks
+        )

@@ -30,9 +30,19 @@ _PLACES = {
 }
 # modules of public names, one a subject: `surefoot.data.Arrays`
 _MODULES = (
-    "checkpoint", "data", "events", "memory", "metrics", "observe", "optim", "parallel", "precision", "profiler", "schedules",
+    "checkpoint",
+    "data",
+    "events",
+    "memory",
+    "metrics",
+    "observe",
+    "optim",
+    "parallel",
+    "precision",
+    "profiler",
+    "schedules",
     "stability",
-)  # fmt: skip
+)
 __all__ = sorted([*_PLACES, *_MODULES])
 __version__ = "0.1.0"
 

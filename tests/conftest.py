@@ -68,7 +68,9 @@ def find_data(name: str) -> Path:
     """The folder of the data set `name` under DATA (default ../shared/data beside the project); skips the test without it."""
     folder = (ROOT / os.environ.get("DATA", "../shared/data") / name).resolve()
     if not folder.is_dir():
-        pytest.skip(f"the data set {name} is not in {folder.parent}: set DATA to the folder that holds it")
+        pytest.skip(
+            f"the data set {name} is not in {folder.parent}: set DATA to the folder that holds it"
+        )
     return folder
 
 
@@ -87,12 +89,21 @@ def wikitext2_folder() -> Path:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """A test fails that leaves a thread, a process group, a variable, a folder or a setting of torch changed; the next starts clean."""
-    variables, folder, threads, settings_before = dict(os.environ), Path.cwd(), set(threading.enumerate()), _torch_settings()
+    variables, folder, threads, settings_before = (
+        dict(os.environ),
+        Path.cwd(),
+        set(threading.enumerate()),
+        _torch_settings(),
+    )
     yield
     for each in [each for each in threading.enumerate() if each not in threads and not each.daemon]:
         gc.collect()  # a pool that nobody holds any more tells its threads to end
         each.join(timeout=2.0)
-    found = [f"thread {one.name}" for one in threading.enumerate() if one not in threads and not one.daemon and one.is_alive()]
+    found = [
+        f"thread {one.name}"
+        for one in threading.enumerate()
+        if one not in threads and not one.daemon and one.is_alive()
+    ]
     for name in sorted(variables.keys() | os.environ.keys()):
         if variables.get(name) != os.environ.get(name) and name not in SET_BY_OTHERS:
             found.append(f"variable {name}")
@@ -107,7 +118,11 @@ def leaves_nothing_behind() -> Iterator[None]:
         if torch is not None and settings_before.get(name, value) != value:
             found.append(f"torch's {name}")
             getattr(torch, SETTERS[name])(settings_before[name])
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+    if (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
         found.append("process group")
         torch.distributed.destroy_process_group()
     assert not found, f"the test left behind: {', '.join(found)}"
@@ -136,6 +151,12 @@ def _torch_settings() -> dict[str, Any]:
 
 # pytest's own, and those of packages that set variables when first imported or used: not the test's doing
 SET_BY_OTHERS = {
-    "PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TF2_BEHAVIOR", "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
-}  # fmt: skip
+    "PYTEST_CURRENT_TEST",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "TF2_BEHAVIOR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+}

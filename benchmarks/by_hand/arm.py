@@ -23,11 +23,22 @@ from surefoot.trial import write_report
 
 def train(component: str, workload: Workload, watch: Watch, folder: str) -> None:
     tables = {
-        "task": {"use": f"{Costed.__module__}:{Costed.__name__}", "workload": workload.name, "batches": workload.num_batches},
-        "data": {"shuffle": not watch.compares}, "optim": {"lr": LEARNING_RATE}, "schedule": {"name": "constant"},
+        "task": {
+            "use": f"{Costed.__module__}:{Costed.__name__}",
+            "workload": workload.name,
+            "batches": workload.num_batches,
+        },
+        "data": {"shuffle": not watch.compares},
+        "optim": {"lr": LEARNING_RATE},
+        "schedule": {"name": "constant"},
         "observe": {"tensorboard": False},
-        "train": {"length": f"{watch.total} steps", "batch": workload.batch, "seed": SEED, "threads": 1},
-    }  # fmt: skip
+        "train": {
+            "length": f"{watch.total} steps",
+            "batch": workload.batch,
+            "seed": SEED,
+            "threads": 1,
+        },
+    }
     for table, keys in COMPONENTS[component].tables_for(workload.batch).items():
         tables[table] = {**tables.get(table, {}), **keys}
     spec = RunSpec(**tables)

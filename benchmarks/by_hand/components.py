@@ -31,11 +31,17 @@ class Component:
 COMPONENTS = {
     "fp32": Component({}),
     "bf16": Component({"precision": {"compute": "bf16"}}),
-    "fp16": Component({"precision": {"compute": "fp16"}}, CONVNET),  # a processor takes ten times as long over it
+    "fp16": Component(
+        {"precision": {"compute": "fp16"}}, CONVNET
+    ),  # a processor takes ten times as long over it
     "accumulate": Component({"train": {"microbatch": PARTS}}),
     "channels last": Component({"train": {"memory_format": "channels_last"}}, CONVNET),
     "update in backward": Component(
-        {"memory": {"update_in_backward": True}, "optim": {"clip": 0.0}, "stability": {"nonfinite": "stop"}}
+        {
+            "memory": {"update_in_backward": True},
+            "optim": {"clip": 0.0},
+            "stability": {"nonfinite": "stop"},
+        }
     ),
     "8-bit state": Component({"optim": {"state": "8bit"}}, GPT),
     "recompute": Component({"memory": {"recompute": "full"}}, GPT),

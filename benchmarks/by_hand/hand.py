@@ -86,7 +86,10 @@ def _optimizer(component: str, parameters: Iterable[Tensor]) -> Optimizer:
 
 def _in_backward(model: nn.Module) -> Callable[[Batch], Tensor]:
     """After "How to save memory by fusing the optimizer step into the backward pass" of torch's tutorials."""
-    optimizers = {parameter: AdamW([parameter], lr=LEARNING_RATE, fused=True) for parameter in model.parameters()}
+    optimizers = {
+        parameter: AdamW([parameter], lr=LEARNING_RATE, fused=True)
+        for parameter in model.parameters()
+    }
 
     def move(parameter: Tensor) -> None:
         optimizers[parameter].step()

@@ -29,12 +29,29 @@ def make_arms(components: list[str], steps: int | None, caches: str) -> list[Arm
     """A pair for each component; what one compiled in the warm-up round, it finds in `caches` later."""
     more = () if steps is None else ("--steps", str(steps))
     return [
-        Arm(name=f"{how} {component}", folder=ROOT, timeout_s=1800.0,
+        Arm(
+            name=f"{how} {component}",
+            folder=ROOT,
+            timeout_s=1800.0,
             variables={"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{how}-{component.replace(' ', '-')}"},
-            command=(sys.executable, "-m", "benchmarks.by_hand.arm", "--how", how, "--component", component, "--report", "{report}",
-                     "--folder", "{work}/runs", *more))
-        for component in components for how in ("hand", "surefoot")
-    ]  # fmt: skip
+            command=(
+                sys.executable,
+                "-m",
+                "benchmarks.by_hand.arm",
+                "--how",
+                how,
+                "--component",
+                component,
+                "--report",
+                "{report}",
+                "--folder",
+                "{work}/runs",
+                *more,
+            ),
+        )
+        for component in components
+        for how in ("hand", "surefoot")
+    ]
 
 
 def render(trial: Trial) -> str:
@@ -43,13 +60,27 @@ def render(trial: Trial) -> str:
     for component in COMPONENTS:
         for model in MODELS:
             name = f"{model}/{CPU}"
-            times = [list(trial.by_round(f"{how} {component}", name).values()) for how in ("hand", "surefoot")]
+            times = [
+                list(trial.by_round(f"{how} {component}", name).values())
+                for how in ("hand", "surefoot")
+            ]
             if not all(times):
                 continue
-            bar = Bar(arm=f"surefoot {component}", baseline=f"hand {component}", measure=name, most=MOST)
+            bar = Bar(
+                arm=f"surefoot {component}", baseline=f"hand {component}", measure=name, most=MOST
+            )
             effect = find_effect(trial, bar.arm, bar.baseline, name)
             cells = (format_seconds(median_interval(each).estimate) for each in times)
-            rows.append((component, model, *cells, render_ratio(effect), bar.standing(effect), _brings(trial, component, name)))
+            rows.append(
+                (
+                    component,
+                    model,
+                    *cells,
+                    render_ratio(effect),
+                    bar.standing(effect),
+                    _brings(trial, component, name),
+                )
+            )
     heads = (
         "component",
         "model",
@@ -64,18 +95,30 @@ def render(trial: Trial) -> str:
 
 def _brings(trial: Trial, component: str, name: str) -> str:
     arm, plain = f"surefoot {component}", f"surefoot {PLAIN}"
-    return "" if component == PLAIN or not trial.by_round(plain, name) else render_ratio(find_effect(trial, arm, plain, name))
+    return (
+        ""
+        if component == PLAIN or not trial.by_round(plain, name)
+        else render_ratio(find_effect(trial, arm, plain, name))
+    )
 
 
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.add_argument("--components", default=",".join(COMPONENTS))
-    parser.add_argument("--steps", type=int, help="measured, instead of each model's own: to see that it works")
+    parser.add_argument(
+        "--steps", type=int, help="measured, instead of each model's own: to see that it works"
+    )
     asked = parser.parse_args()
     if not asked.show:
         with tempfile.TemporaryDirectory(prefix="surefoot-by-hand-") as caches:
             arms = make_arms(asked.components.split(","), asked.steps, caches)
-            measure("by hand", arms, rounds=asked.rounds, packages=("torch", "torchao", "surefoot"), out=asked.out)
+            measure(
+                "by hand",
+                arms,
+                rounds=asked.rounds,
+                packages=("torch", "torchao", "surefoot"),
+                out=asked.out,
+            )
     trial = read_trial(asked.out)
     prefix = "again " if asked.out.resolve() == AGAIN else ""
     parts = {f"{prefix}results": render(trial), f"{prefix}conditions": render_conditions(trial)}

@@ -37,13 +37,17 @@ def make_state(megabytes: int) -> dict[str, dict[str, Tensor]]:
     names = [f"layers.{number}.weight" for number in range(24)]
     model = {name: torch.randn(numbers, generator=generator) for name in names}
     moments = {
-        f"{name}.{kind}": torch.randn(numbers, generator=generator) for name in names for kind in ("exp_avg", "exp_avg_sq")
+        f"{name}.{kind}": torch.randn(numbers, generator=generator)
+        for name in names
+        for kind in ("exp_avg", "exp_avg_sq")
     }
     return {"model": model, "optimizer": moments}
 
 
 def flat(state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{part}.{name}": tensor for part, held in state.items() for name, tensor in held.items()}
+    return {
+        f"{part}.{name}": tensor for part, held in state.items() for name, tensor in held.items()
+    }
 
 
 def sync(path: Path) -> None:
@@ -71,7 +75,8 @@ def load_raw(into: dict[str, dict[str, Tensor]], folder: Path) -> None:
     with path.open("rb") as file, ThreadPoolExecutor(2) as pool:
         list(
             pool.map(
-                lambda start: hashlib.sha256(os.pread(file.fileno(), CHUNK, start)).digest(), range(0, path.stat().st_size, CHUNK)
+                lambda start: hashlib.sha256(os.pread(file.fileno(), CHUNK, start)).digest(),
+                range(0, path.stat().st_size, CHUNK),
             )
         )
 
@@ -79,7 +84,12 @@ def load_raw(into: dict[str, dict[str, Tensor]], folder: Path) -> None:
 def save_surefoot(state: dict[str, dict[str, Tensor]], folder: Path) -> None:
     tensors = {"model.safetensors": state["model"], "optimizer.safetensors": state["optimizer"]}
     finite = frozenset(name for held in tensors.values() for name in held)
-    checkpoint.commit(folder, Content(step=1, tensors=tensors, texts={"state.json": b"{}"}, finite=finite), Stamp(), link=False)
+    checkpoint.commit(
+        folder,
+        Content(step=1, tensors=tensors, texts={"state.json": b"{}"}, finite=finite),
+        Stamp(),
+        link=False,
+    )
 
 
 def load_surefoot(into: dict[str, dict[str, Tensor]], folder: Path) -> None:
@@ -129,9 +139,12 @@ def copy_into(into: dict[str, Tensor], read: dict[str, Tensor]) -> None:
 
 
 WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
-    "raw": (save_raw, load_raw), "surefoot": (save_surefoot, load_surefoot), "torch_save": (save_torch, load_torch),
-    "safetensors": (save_safetensors, load_safetensors), "dcp": (save_dcp, load_dcp),
-}  # fmt: skip
+    "raw": (save_raw, load_raw),
+    "surefoot": (save_surefoot, load_surefoot),
+    "torch_save": (save_torch, load_torch),
+    "safetensors": (save_safetensors, load_safetensors),
+    "dcp": (save_dcp, load_dcp),
+}
 
 
 def measure_way(way: str, megabytes: int, folder: Path) -> dict[str, float]:
@@ -139,7 +152,10 @@ def measure_way(way: str, megabytes: int, folder: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     save, load = WAYS[way]
     state = make_state(megabytes)
-    into = {part: {name: torch.empty_like(tensor) for name, tensor in held.items()} for part, held in state.items()}
+    into = {
+        part: {name: torch.empty_like(tensor) for name, tensor in held.items()}
+        for part, held in state.items()
+    }
     saves, loads = [], []
     for _ in range(REPEATS):
         shutil.rmtree(folder, ignore_errors=True)
@@ -148,7 +164,11 @@ def measure_way(way: str, megabytes: int, folder: Path) -> dict[str, float]:
         evict(folder)
         loads.append(timed(lambda: load(into, folder)))
     if way != "raw":
-        assert all(torch.equal(tensor, into[part][name]) for part, held in state.items() for name, tensor in held.items())
+        assert all(
+            torch.equal(tensor, into[part][name])
+            for part, held in state.items()
+            for name, tensor in held.items()
+        )
     shutil.rmtree(folder)
     return {"save_s": statistics.median(saves), "load_s": statistics.median(loads)}
 
@@ -173,7 +193,11 @@ def main() -> None:
     if kind == "save":
         made = measure_way(way, int(size), Path(folder))
     else:
-        made = measure_stall(way, int(size), Path(folder)) if kind == "stall" else measure_small(Path(folder))
+        made = (
+            measure_stall(way, int(size), Path(folder))
+            if kind == "stall"
+            else measure_small(Path(folder))
+        )
     write_report(report, made)
 
 

@@ -27,8 +27,9 @@ from surefoot.contract import commits, digest, manifest
 MEGABYTES, REPEATS, CALM_STEPS = 400, 5, 5
 DISK = {
     "written": "dd if=/dev/zero of={file} bs=4M count=95 oflag=direct conv=fsync",
-    "read": "dd if={file} of=/dev/null bs=1M iflag=direct", "deleted": "rm {file} && sync {folder}",
-}  # fmt: skip
+    "read": "dd if={file} of=/dev/null bs=1M iflag=direct",
+    "deleted": "rm {file} && sync {folder}",
+}
 
 
 def time_parts(folder: Path) -> dict[str, list[float]]:
@@ -43,7 +44,9 @@ def time_parts(folder: Path) -> dict[str, list[float]]:
 
     def hash_all() -> None:
         with commits.hashing() as pool:
-            digest.begin(pool, {name: files.as_buffer(tensor) for name, tensor in tensors.items()}).finish()
+            digest.begin(
+                pool, {name: files.as_buffer(tensor) for name, tensor in tensors.items()}
+            ).finish()
 
     def fill_blocks() -> None:
         for tensor in tensors.values():
@@ -53,13 +56,19 @@ def time_parts(folder: Path) -> dict[str, list[float]]:
                 np.copyto(block[: len(part)], part)
 
     parts: dict[str, Callable[[], object]] = {
-        "the copy of the state": copy, "digests": hash_all,
-        "whether all is finite": lambda: [files.is_finite(tensor) for tensor in tensors.values()], "blocks for the disk": fill_blocks,
-    }  # fmt: skip
+        "the copy of the state": copy,
+        "digests": hash_all,
+        "whether all is finite": lambda: [files.is_finite(tensor) for tensor in tensors.values()],
+        "blocks for the disk": fill_blocks,
+    }
     found = {what: [_cpu_ms(call) for _ in range(REPEATS)] for what, call in parts.items()}
     content = Content(step=1, tensors={"model.safetensors": tensors}, finite=frozenset(tensors))
-    found["a whole commit"] = [_cpu_ms(lambda: commit(folder, content, Stamp(), link=False)) for _ in range(REPEATS)]
-    found["reading it back"] = [_cpu_ms(lambda: commits.check(manifest.step_folder(folder, 1))) for _ in range(REPEATS)]
+    found["a whole commit"] = [
+        _cpu_ms(lambda: commit(folder, content, Stamp(), link=False)) for _ in range(REPEATS)
+    ]
+    found["reading it back"] = [
+        _cpu_ms(lambda: commits.check(manifest.step_folder(folder, 1))) for _ in range(REPEATS)
+    ]
     return found
 
 
@@ -88,7 +97,9 @@ def time_disk(folder: Path) -> dict[str, list[float]]:
     for _ in range(REPEATS):
         for what, command in DISK.items():
             calm_s = statistics.median(step_s() for _ in range(CALM_STEPS))
-            words = command.format(file=shlex.quote(str(folder / "bytes")), folder=shlex.quote(str(folder)))
+            words = command.format(
+                file=shlex.quote(str(folder / "bytes")), folder=shlex.quote(str(folder))
+            )
             beside = subprocess.Popen(("sh", "-c", words), stderr=subprocess.DEVNULL)
             extra_s, is_done = 0.0, False
             while not is_done:
@@ -109,7 +120,9 @@ def main() -> None:
 
 
 def _say(words: str, found: list[float]) -> None:
-    number = f"{statistics.median(found):.0f} ({min(found):.0f} to {max(found):.0f}, n = {len(found)})"
+    number = (
+        f"{statistics.median(found):.0f} ({min(found):.0f} to {max(found):.0f}, n = {len(found)})"
+    )
     print(words.format(number), file=sys.stderr)
 
 

@@ -16,30 +16,54 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "checkpoint.json"
-OTHER = RESULTS.with_name("with_sha.json")  # another machine, whose processor has instructions for SHA-256
+OTHER = RESULTS.with_name(
+    "with_sha.json"
+)  # another machine, whose processor has instructions for SHA-256
 WAYS = ("raw", "surefoot", "torch_save", "safetensors", "dcp")
 STALLS = {"one core": 1, "both cores": 2}
 STALL_MODES = {
-    "blocking": "surefoot, blocking", "background": "surefoot", "torch_save": "torch.save and fsync", "dcp_async": "DCP async_save",
-}  # fmt: skip
+    "blocking": "surefoot, blocking",
+    "background": "surefoot",
+    "torch_save": "torch.save and fsync",
+    "dcp_async": "DCP async_save",
+}
 STALL_ROUNDS = 3
 LEAST_SHARE = 0.9
 MOST_LOST = {"one core": 0.02, "both cores": 0.15}
 
 
 def make_arm(name: str, folder: Path, *words: str) -> Arm:
-    command = (sys.executable, "-m", "benchmarks.checkpoint.arms", *words, "{report}", str(folder / "state"))
+    command = (
+        sys.executable,
+        "-m",
+        "benchmarks.checkpoint.arms",
+        *words,
+        "{report}",
+        str(folder / "state"),
+    )
     return Arm(name=name, command=command, folder=ROOT, timeout_s=900.0)
 
 
 def make_stall_arms(folder: Path) -> list[Arm]:
     return [
         Arm(
-            name=f"{mode} {cores}", folder=ROOT, timeout_s=1800.0,
-            command=(sys.executable, "-m", "benchmarks.checkpoint.arms", "stall", mode, str(threads), "{report}", str(folder / "state")),
+            name=f"{mode} {cores}",
+            folder=ROOT,
+            timeout_s=1800.0,
+            command=(
+                sys.executable,
+                "-m",
+                "benchmarks.checkpoint.arms",
+                "stall",
+                mode,
+                str(threads),
+                "{report}",
+                str(folder / "state"),
+            ),
         )
-        for cores, threads in STALLS.items() for mode in STALL_MODES
-    ]  # fmt: skip
+        for cores, threads in STALLS.items()
+        for mode in STALL_MODES
+    ]
 
 
 def render(trial: Trial) -> str:
@@ -53,8 +77,18 @@ def render(trial: Trial) -> str:
                 taken = trial.by_round(f"{way}_{size}", measure_name)
                 if not taken:
                     continue
-                ratio = paired_ratio([raw[r] for r in taken if r in raw], [taken[r] for r in taken if r in raw])
-                rows.append((f"{size} MB", what, way, f"{size / 1000 / median(list(taken.values())):.2f} GB/s", str(ratio)))
+                ratio = paired_ratio(
+                    [raw[r] for r in taken if r in raw], [taken[r] for r in taken if r in raw]
+                )
+                rows.append(
+                    (
+                        f"{size} MB",
+                        what,
+                        way,
+                        f"{size / 1000 / median(list(taken.values())):.2f} GB/s",
+                        str(ratio),
+                    )
+                )
                 if way == "surefoot":
                     bars.append(
                         (
@@ -69,16 +103,19 @@ def render(trial: Trial) -> str:
 
 
 SMALL = {
-    "ledger_bytes_per_step": ("ledger, bytes a step", 16.0), "ledger_us_per_step": ("ledger, CPU us a step", 10.0),
-    "cursor_50000_ms": ("seek to any step of 50,000 samples, ms", 1.0), "cursor_10000000_ms": ("the same of 10 million, ms", 1.0),
+    "ledger_bytes_per_step": ("ledger, bytes a step", 16.0),
+    "ledger_us_per_step": ("ledger, CPU us a step", 10.0),
+    "cursor_50000_ms": ("seek to any step of 50,000 samples, ms", 1.0),
+    "cursor_10000000_ms": ("the same of 10 million, ms", 1.0),
     "incremental_share": ("incremental save, bytes written over bytes of changed tensors", 1.05),
-}  # fmt: skip
+}
 
 
 def render_small(trial: Trial) -> str:
     found = {name: median(list(trial.by_round("small", name).values())) for name in SMALL}
     rows = [
-        (text, format_number(found[name]), f"<= {most:g}", _verdict(found[name] <= most)) for name, (text, most) in SMALL.items()
+        (text, format_number(found[name]), f"<= {most:g}", _verdict(found[name] <= most))
+        for name, (text, most) in SMALL.items()
     ]
     return markdown(("bar", "measured", "must", "verdict"), rows)
 
@@ -87,7 +124,11 @@ def render_stall(trial: Trial) -> str:
     rows = []
     for cores in STALLS:
         found = {
-            name: {mode: median(list(of.values())) for mode in STALL_MODES if (of := trial.by_round(f"{mode} {cores}", name))}
+            name: {
+                mode: median(list(of.values()))
+                for mode in STALL_MODES
+                if (of := trial.by_round(f"{mode} {cores}", name))
+            }
             for name in ("extra_s", "ordinary_s", "touched", "waited_s")
         }
         blocking = found["extra_s"].get("blocking")
@@ -96,11 +137,36 @@ def render_stall(trial: Trial) -> str:
             bar = ("", "")
             if mode == "background" and blocking is not None:
                 bar = (f"<= {MOST_LOST[cores]:.0%}", _verdict(lost <= MOST_LOST[cores] * blocking))
-            step, touched = f"{found['ordinary_s'][mode] * 1e3:.0f} ms", f"{found['touched'][mode]:.1f}"
+            step, touched = (
+                f"{found['ordinary_s'][mode] * 1e3:.0f} ms",
+                f"{found['touched'][mode]:.1f}",
+            )
             waited = f"{found['waited_s'][mode] * 1e3:.1f} ms" if mode in found["waited_s"] else ""
-            rows.append((cores, STALL_MODES[mode], step, touched, waited, f"{lost * 1e3:.1f} ms", share, *bar))
+            rows.append(
+                (
+                    cores,
+                    STALL_MODES[mode],
+                    step,
+                    touched,
+                    waited,
+                    f"{lost * 1e3:.1f} ms",
+                    share,
+                    *bar,
+                )
+            )
     return markdown(
-        ("training on", "save", "a step", "steps touched", "stands still", "adds", "share of blocking", "must", "verdict"), rows
+        (
+            "training on",
+            "save",
+            "a step",
+            "steps touched",
+            "stands still",
+            "adds",
+            "share of blocking",
+            "must",
+            "verdict",
+        ),
+        rows,
     )
 
 
@@ -112,31 +178,53 @@ def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.set_defaults(rounds=4)
     parser.add_argument("--sizes", default="400,2000", help="megabytes")
-    parser.add_argument("--part", choices=("saves", "small", "stall"), help="measure this alone; the rest stays as it is")
-    parser.add_argument("--folder", type=Path, help="where the states are written; a new one by default")
+    parser.add_argument(
+        "--part",
+        choices=("saves", "small", "stall"),
+        help="measure this alone; the rest stays as it is",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the states are written; a new one by default"
+    )
     asked = parser.parse_args()
-    stalls, small = (asked.out.with_name(f"{asked.out.stem}_{name}.json") for name in ("stall", "small"))
+    stalls, small = (
+        asked.out.with_name(f"{asked.out.stem}_{name}.json") for name in ("stall", "small")
+    )
     if not asked.show:
         wanted = ("saves", "small", "stall") if asked.part is None else (asked.part,)
         with tempfile.TemporaryDirectory(dir=asked.folder) as made:
             folder, packages = Path(made), ("torch", "numpy", "surefoot")
             if "saves" in wanted:
                 sizes = asked.sizes.split(",")
-                arms = [make_arm(f"{way}_{size}", folder, "save", way, size) for size in sizes for way in WAYS]
+                arms = [
+                    make_arm(f"{way}_{size}", folder, "save", way, size)
+                    for size in sizes
+                    for way in WAYS
+                ]
                 measure("checkpoint", arms, rounds=asked.rounds, packages=packages, out=asked.out)
             if "small" in wanted:
                 arms = [make_arm("small", folder, "small", "-", "0")]
                 measure("small things", arms, rounds=asked.rounds, packages=packages, out=small)
             if "stall" in wanted:
-                measure("stall", make_stall_arms(folder), rounds=STALL_ROUNDS, warmup_rounds=0, packages=packages, out=stalls)
+                measure(
+                    "stall",
+                    make_stall_arms(folder),
+                    rounds=STALL_ROUNDS,
+                    warmup_rounds=0,
+                    packages=packages,
+                    out=stalls,
+                )
     if asked.out != RESULTS:
         return  # one part of another machine, to be put beside the others
     trial = read_trial(asked.out)
     parts = {
-        "conditions": render_conditions(trial), "results": render(trial), "stall": render_stall(read_trial(stalls)),
-        "small": render_small(read_trial(small)), "other": render(read_trial(OTHER)),
+        "conditions": render_conditions(trial),
+        "results": render(trial),
+        "stall": render_stall(read_trial(stalls)),
+        "small": render_small(read_trial(small)),
+        "other": render(read_trial(OTHER)),
         "other stall": render_stall(read_trial(OTHER.with_name(f"{OTHER.stem}_stall.json"))),
-    }  # fmt: skip
+    }
     show(parts, FOLDER / "README.md")
 
 

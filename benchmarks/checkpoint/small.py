@@ -48,7 +48,9 @@ def measure_ledger(folder: Path) -> dict[str, float]:
     order = Order(50_000, 0)
     feed = Feed(Arrays(np.zeros(50_000)), order, batch=BATCH)
     ids = [feed.window(step).ids for step in range(100)]
-    book = Ledger(folder, Plan(samples=50_000, seed=0, shuffle=True, batch=BATCH, drop_last=False), 1)
+    book = Ledger(
+        folder, Plan(samples=50_000, seed=0, shuffle=True, batch=BATCH, drop_last=False), 1
+    )
     started_s = time.process_time()
     for step in range(STEPS):
         book.add(step + 1, ids[step % 100])
@@ -77,14 +79,21 @@ def measure_incremental(folder: Path) -> dict[str, float]:
     """Bytes newly written by the second save of a run that trains the head alone, against those of the tensors that changed."""
     shutil.rmtree(folder, ignore_errors=True)
     spec = RunSpec(
-        train={"length": "4 steps", "batch": 32}, optim={"freeze": ["body.*"]}, evaluate={"every": "1000 steps"},
-        checkpoint={"every": "2 steps", "background": False}, observe={"tensorboard": False},
-    )  # fmt: skip
+        train={"length": "4 steps", "batch": 32},
+        optim={"freeze": ["body.*"]},
+        evaluate={"every": "1000 steps"},
+        checkpoint={"every": "2 steps", "background": False},
+        observe={"tensorboard": False},
+    )
     with Run(spec, Body(), folder=folder, quiet=True) as run:
         for _ in run.steps():
             pass
     first, second = (manifest.read(manifest.step_folder(folder, step)) for step in (2, 4))
-    before = {(entry.name, name): piece.sha256 for entry in first.files for name, piece in (entry.tensors or {}).items()}
+    before = {
+        (entry.name, name): piece.sha256
+        for entry in first.files
+        for name, piece in (entry.tensors or {}).items()
+    }
     changed = sum(
         piece.num_bytes
         for entry in second.files
@@ -94,4 +103,8 @@ def measure_incremental(folder: Path) -> dict[str, float]:
     written = sum(entry.num_bytes for entry in second.files if entry.since in (None, 4))
     written += (manifest.step_folder(folder, 4) / manifest.FILE).stat().st_size
     shutil.rmtree(folder)
-    return {"incremental_share": written / changed, "incremental_bytes": float(written), "full_bytes": float(first.num_bytes)}
+    return {
+        "incremental_share": written / changed,
+        "incremental_bytes": float(written),
+        "full_bytes": float(first.num_bytes),
+    }

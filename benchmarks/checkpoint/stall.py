@@ -20,16 +20,24 @@ from surefoot.contract import events
 
 WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
-SAVES, FEW_SAVES = 11, 4  # a round's, ours and the peers'; the first one, which makes our staged copy, is left out
+SAVES, FEW_SAVES = (
+    11,
+    4,
+)  # a round's, ours and the peers'; the first one, which makes our staged copy, is left out
 REST_S = 20.0  # a machine that has computed on both cores for three minutes may be slowed to half its speed, until it has rested
-EVERY, OFTEN = 64, 12  # steps between saves; the longer where a writer that yields to two threads lives through 17 to 40 of them
+EVERY, OFTEN = (
+    64,
+    12,
+)  # steps between saves; the longer where a writer that yields to two threads lives through 17 to 40 of them
 
 
 class Wide:
     """A plain wide network on random numbers: a step of a third of a second on one core."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+        return nn.Sequential(
+            *(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+        )
 
     def data(self, split: str) -> Arrays:
         return Arrays(self.numbers())
@@ -58,10 +66,15 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     time_steps = _time_surefoot if mode in ("blocking", "background") else _time_loop
     saves = SAVES if mode in ("blocking", "background") else FEW_SAVES
     durations = time_steps(mode, threads, folder, every, saves)
-    waits = [event.waited_s for event in events.read(folder) if isinstance(event, events.Committed)][1:] if saves == SAVES else []
+    waits = (
+        [event.waited_s for event in events.read(folder) if isinstance(event, events.Committed)][1:]
+        if saves == SAVES
+        else []
+    )
     shutil.rmtree(folder)
     by_save = [
-        [each for each in durations if save < each[0] <= save + every] for save in range(2 * every, every * saves + 1, every)
+        [each for each in durations if save < each[0] <= save + every]
+        for save in range(2 * every, every * saves + 1, every)
     ]
     calm = [[seconds for _, seconds, touched in steps if not touched] for steps in by_save]
     extras = [
@@ -71,24 +84,32 @@ def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
     ]
     waited = {"waited_s": statistics.median(waits)} if waits else {}
     return waited | {
-        "extra_s": statistics.median(extras), "ordinary_s": statistics.median(itertools.chain(*calm)),
-        "saves": float(len(extras)), "touched": sum(touched for steps in by_save for *_, touched in steps) / len(by_save),
-    }  # fmt: skip
+        "extra_s": statistics.median(extras),
+        "ordinary_s": statistics.median(itertools.chain(*calm)),
+        "saves": float(len(extras)),
+        "touched": sum(touched for steps in by_save for *_, touched in steps) / len(by_save),
+    }
 
 
 def _time_surefoot(mode: str, threads: int, folder: Path, every: int, saves: int) -> list[Timed]:
     spec = RunSpec(
-        train={"length": f"{every * (saves + 1)} steps", "batch": BATCH, "threads": threads}, evaluate={"every": "100000 steps"},
+        train={"length": f"{every * (saves + 1)} steps", "batch": BATCH, "threads": threads},
+        evaluate={"every": "100000 steps"},
         checkpoint={"every": f"{every} steps", "keep": 2, "background": mode == "background"},
         observe={"every": f"{every * 100} steps", "tensorboard": False},
-    )  # fmt: skip
+    )
     durations = []
     with Run(spec, Wide(), folder=folder, quiet=True) as run:
         began_s, was_saving = time.perf_counter(), False
         for report in run.steps():
             # the save of a step begins after it was handed over: what it takes at once falls into the step that follows
-            now_s, is_saving = time.perf_counter(), any(thread.name == "surefoot-save" for thread in threading.enumerate())
-            durations.append((report.step, now_s - began_s, was_saving or is_saving or report.step % every == 1))
+            now_s, is_saving = (
+                time.perf_counter(),
+                any(thread.name == "surefoot-save" for thread in threading.enumerate()),
+            )
+            durations.append(
+                (report.step, now_s - began_s, was_saving or is_saving or report.step % every == 1)
+            )
             began_s, was_saving = now_s, is_saving
     return durations
 
@@ -108,7 +129,10 @@ def _time_loop(mode: str, threads: int, folder: Path, every: int, saves: int) ->
         if step % every == 1 and step > 1:
             if saving is not None:
                 saving.result()
-            saving = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{step % (3 * every)}")
+            saving = save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+                folder / f"{step % (3 * every)}",
+            )
         optimizer.zero_grad()
         batch = batches[step % len(batches)]
         (model(batch).square().mean(1).sum() / len(batch)).backward()

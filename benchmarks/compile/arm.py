@@ -32,10 +32,14 @@ from surefoot.train.step.stepper import EAGER_STEPS
 from surefoot.trial import write_report
 
 MODELS = {
-    "mlp": replace(WORKLOADS["mlp"], warmup=500, steps=8000),  # a graph takes 800 steps in less than a tenth of a second
+    "mlp": replace(
+        WORKLOADS["mlp"], warmup=500, steps=8000
+    ),  # a graph takes 800 steps in less than a tenth of a second
     "convnet": replace(WORKLOADS["convnet"], warmup=8),
     "gpt": replace(WORKLOADS["gpt"], warmup=8),
-    "deep": replace(WORKLOADS["gpt"], name="deep", make=functools.partial(GPT, layers=12), warmup=8, steps=40),
+    "deep": replace(
+        WORKLOADS["gpt"], name="deep", make=functools.partial(GPT, layers=12), warmup=8, steps=40
+    ),
 }
 KINDS = ("idiomatic", "eager", "blocks", "model", "step", "graph")
 FIRST = {
@@ -72,10 +76,16 @@ def train(workload: Workload, kind: str, folder: str, watch: Watch) -> None:
     spec = RunSpec(
         task={"use": "benchmarks.compile.arm:Compiled", "workload": workload.name},
         compile={"what": "none" if kind == "eager" else kind, "on_failure": "stop"},
-        optim={"lr": LEARNING_RATE}, schedule={"name": "constant"},
-        train={"length": f"{watch.total} steps", "batch": workload.batch, "seed": SEED, "threads": 1},
+        optim={"lr": LEARNING_RATE},
+        schedule={"name": "constant"},
+        train={
+            "length": f"{watch.total} steps",
+            "batch": workload.batch,
+            "seed": SEED,
+            "threads": 1,
+        },
         observe={"tensorboard": False},
-    )  # fmt: skip
+    )
     with Run(spec, folder=folder) as run:
         for report in islice(run.steps(), watch.total):
             watch.tick(run.model, report)
@@ -84,7 +94,9 @@ def train(workload: Workload, kind: str, folder: str, watch: Watch) -> None:
 def train_by_graph(workload: Workload, watch: Watch) -> None:
     """The plain loop over the same batches, its whole step one graph."""
     model, batches = workload.model(), workload.batches()
-    update = GuardedUpdate([torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)], clip=CLIP)
+    update = GuardedUpdate(
+        [torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)], clip=CLIP
+    )
     step = compile_step(model, sum_loss, update)
     for number in range(watch.total):
         terms, _, _ = step(batches[number % len(batches)])
@@ -93,7 +105,10 @@ def train_by_graph(workload: Workload, watch: Watch) -> None:
 
 def sum_loss(model: nn.Module, batch: Batch) -> Loss:
     inputs, targets = batch
-    return Loss.sum(F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel())
+    return Loss.sum(
+        F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), reduction="sum"),
+        targets.numel(),
+    )
 
 
 def main() -> None:
@@ -105,7 +120,9 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{asked.folder}/compiled"  # torch reads it when it compiles first
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
+        f"{asked.folder}/compiled"  # torch reads it when it compiles first
+    )
     measures: dict[str, float] = {}
     for name in asked.models.split(","):
         workload = replace(MODELS[name], steps=asked.steps or MODELS[name].steps)
@@ -116,7 +133,10 @@ def main() -> None:
             train_by_graph(workload, watch)
         else:
             train(workload, asked.kind, f"{asked.folder}/{name}", watch)
-        measures |= {f"{name}/{measure}": value for measure, value in {"first_s": watch.first_s, **watch.measures}.items()}
+        measures |= {
+            f"{name}/{measure}": value
+            for measure, value in {"first_s": watch.first_s, **watch.measures}.items()
+        }
     write_report(asked.report, measures)
 
 

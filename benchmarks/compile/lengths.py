@@ -48,9 +48,9 @@ class Texts:
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(0)
-        lengths = torch.tensor(LENGTHS)[torch.randint(len(LENGTHS), (SAMPLES // BATCH,), generator=draws)].repeat_interleave(
-            BATCH
-        )
+        lengths = torch.tensor(LENGTHS)[
+            torch.randint(len(LENGTHS), (SAMPLES // BATCH,), generator=draws)
+        ].repeat_interleave(BATCH)
         tokens = torch.randint(0, 256, (SAMPLES, LENGTHS[-1] + 1), generator=draws)
         return Arrays(tokens, lengths)
 
@@ -68,18 +68,30 @@ class Texts:
 
     def _size(self, lengths: Tensor) -> int:
         longest = int(lengths.max())
-        return {"padded": LENGTHS[-1], "cut": longest, "bucketed": -(-longest // BUCKET) * BUCKET}[self.how]
+        return {"padded": LENGTHS[-1], "cut": longest, "bucketed": -(-longest // BUCKET) * BUCKET}[
+            self.how
+        ]
 
 
 def make_arms(steps: int = STEPS, warmup: int = WARMUP) -> list[Arm]:
     """Each trains on the same texts in the same order."""
     return [
-        spec_arm(name, RunSpec(
-            task={"use": "benchmarks.compile.lengths:Texts", "how": how}, compile={**keys, **({"on_failure": "stop"} if keys else {})},
-            data={"shuffle": False}, train={"batch": BATCH, "threads": 1}, observe={"tensorboard": False},
-        ), steps=steps, warmup=warmup, folder=ROOT, timeout_s=1800.0)
+        spec_arm(
+            name,
+            RunSpec(
+                task={"use": "benchmarks.compile.lengths:Texts", "how": how},
+                compile={**keys, **({"on_failure": "stop"} if keys else {})},
+                data={"shuffle": False},
+                train={"batch": BATCH, "threads": 1},
+                observe={"tensorboard": False},
+            ),
+            steps=steps,
+            warmup=warmup,
+            folder=ROOT,
+            timeout_s=1800.0,
+        )
         for name, (how, keys) in ARMS.items()
-    ]  # fmt: skip
+    ]
 
 
 def render(trial: Trial) -> str:
@@ -101,7 +113,14 @@ def main() -> None:
     parser.set_defaults(rounds=7)
     asked = parser.parse_args()
     if not asked.show:
-        measure("lengths", make_arms(), rounds=asked.rounds, packages=("torch", "surefoot"), out=asked.out, warmup_rounds=0)
+        measure(
+            "lengths",
+            make_arms(),
+            rounds=asked.rounds,
+            packages=("torch", "surefoot"),
+            out=asked.out,
+            warmup_rounds=0,
+        )
     trial = read_trial(asked.out)
     parts = {"lengths": render(trial), "lengths conditions": render_conditions(trial)}
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)

@@ -36,10 +36,24 @@ def make_arms(models: tuple[str, ...], steps: int | None) -> list[Arm]:
     arms = []
     for kind in ("eager", "blocks", "model") if models == (DEEP,) else KINDS:
         mine = [name for name in models if not (kind == "blocks" and name in WITHOUT_BLOCKS)]
-        words = (sys.executable, "-m", "benchmarks.compile.arm", "--kind", kind, "--models", ",".join(mine), *more)
+        words = (
+            sys.executable,
+            "-m",
+            "benchmarks.compile.arm",
+            "--kind",
+            kind,
+            "--models",
+            ",".join(mine),
+            *more,
+        )
         if mine:
             arms.append(
-                Arm(name=kind, command=(*words, "--report", "{report}", "--folder", "{work}/runs"), folder=ROOT, timeout_s=3600.0)
+                Arm(
+                    name=kind,
+                    command=(*words, "--report", "{report}", "--folder", "{work}/runs"),
+                    folder=ROOT,
+                    timeout_s=3600.0,
+                )
             )
     return arms
 
@@ -53,7 +67,14 @@ def render_bars(trial: Trial) -> str:
             continue
         effect = find_effect(trial, bar.arm, bar.baseline, bar.measure)
         rows.append(
-            (model, measure, f"{bar.arm} against {bar.baseline}", render_ratio(effect), f"<= {bar.most}", bar.standing(effect))
+            (
+                model,
+                measure,
+                f"{bar.arm} against {bar.baseline}",
+                render_ratio(effect),
+                f"<= {bar.most}",
+                bar.standing(effect),
+            )
         )
     return markdown(("model", "measure", "what", "median (95 %)", "bar", "verdict"), rows)
 
@@ -64,26 +85,57 @@ def render_arms(trial: Trial) -> str:
     for model in MODELS:
         base = "eager" if model == DEEP else "idiomatic"
         for arm in trial.arms:
-            times, firsts = (list(trial.by_round(arm, f"{model}/{measure}").values()) for measure in (CPU, FIRST_S))
+            times, firsts = (
+                list(trial.by_round(arm, f"{model}/{measure}").values())
+                for measure in (CPU, FIRST_S)
+            )
             if not times:
                 continue
-            ratio = "" if arm == base else render_ratio(find_effect(trial, arm, base, f"{model}/{CPU}"))
+            ratio = (
+                "" if arm == base else render_ratio(find_effect(trial, arm, base, f"{model}/{CPU}"))
+            )
             cells = (format_seconds(median_interval(each).estimate) for each in (times, firsts))
             rows.append((model, arm, next(cells), ratio, next(cells), str(FIRST[arm])))
-    return markdown(("model", "arm", "CPU time of a step", "to idiomatic (deep: eager)", "until steady", "in step"), rows)
+    return markdown(
+        (
+            "model",
+            "arm",
+            "CPU time of a step",
+            "to idiomatic (deep: eager)",
+            "until steady",
+            "in step",
+        ),
+        rows,
+    )
 
 
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}; {DEEP} is measured by itself")
-    parser.add_argument("--steps", type=int, help="measured, instead of each model's own: to see that it works")
+    parser.add_argument(
+        "--models",
+        default=",".join(MODELS),
+        help=f"of {', '.join(MODELS)}; {DEEP} is measured by itself",
+    )
+    parser.add_argument(
+        "--steps", type=int, help="measured, instead of each model's own: to see that it works"
+    )
     asked = parser.parse_args()
     parts = {}
-    for models, prefix, out in ((SMALL, "", asked.out), ((DEEP,), f"{DEEP} ", asked.out.with_name(f"{DEEP}.json"))):
+    for models, prefix, out in (
+        (SMALL, "", asked.out),
+        ((DEEP,), f"{DEEP} ", asked.out.with_name(f"{DEEP}.json")),
+    ):
         chosen = tuple(name for name in models if name in asked.models.split(","))
         if chosen and not asked.show:
             arms = make_arms(chosen, asked.steps)
-            measure("compile", arms, rounds=asked.rounds, packages=("torch", "numpy", "surefoot"), out=out, warmup_rounds=0)
+            measure(
+                "compile",
+                arms,
+                rounds=asked.rounds,
+                packages=("torch", "numpy", "surefoot"),
+                out=out,
+                warmup_rounds=0,
+            )
         if out.is_file():
             trial = read_trial(out)
             parts |= {f"{prefix}bars": render_bars(trial), f"{prefix}arms": render_arms(trial)}

@@ -20,7 +20,11 @@ import numpy as np
 from surefoot.components.data.tars.index import ALIGNED, open_index
 from surefoot.trial import resident_bytes, write_report
 
-SHARDS, SHARD_BYTES, IMAGE_BYTES = 64, 64 << 20, (8 << 10, 120 << 10)  # 4 GiB of what photographs take
+SHARDS, SHARD_BYTES, IMAGE_BYTES = (
+    64,
+    64 << 20,
+    (8 << 10, 120 << 10),
+)  # 4 GiB of what photographs take
 LARGE_SHARDS, LARGE_SAMPLES = 100, 100_000  # ten million samples
 
 
@@ -32,8 +36,14 @@ def write_set(folder: Path, *, shards: int = SHARDS, shard_bytes: int = SHARD_BY
         size = sample = 0
         with tarfile.open(folder / f"{number:05d}.tar", "w") as archive:
             while size < shard_bytes:
-                begin, length = int(drawn.integers(IMAGE_BYTES[1])), int(drawn.integers(*IMAGE_BYTES))
-                for extension, content in (("jpg", noise[begin : begin + length]), ("cls", b"%d" % drawn.integers(1000))):
+                begin, length = (
+                    int(drawn.integers(IMAGE_BYTES[1])),
+                    int(drawn.integers(*IMAGE_BYTES)),
+                )
+                for extension, content in (
+                    ("jpg", noise[begin : begin + length]),
+                    ("cls", b"%d" % drawn.integers(1000)),
+                ):
                     member = tarfile.TarInfo(f"{number:05d}{sample:07d}.{extension}")
                     member.size = len(content)
                     archive.addfile(member, BytesIO(content))
@@ -54,8 +64,18 @@ def write_large_index(folder: Path) -> None:
         os.truncate(path, (LARGE_SAMPLES + 1) * 512)  # as long as its samples would be
         status = path.stat()
         changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
-        rows.append({**asdict(shard), "num_samples": LARGE_SAMPLES, "num_bytes": status.st_size, "changed_ns": changed_ns})
-    head = json.dumps({**json.loads(made.place.read_bytes().splitlines()[0]), "shards": rows}).encode() + b"\n"
+        rows.append(
+            {
+                **asdict(shard),
+                "num_samples": LARGE_SAMPLES,
+                "num_bytes": status.st_size,
+                "changed_ns": changed_ns,
+            }
+        )
+    head = (
+        json.dumps({**json.loads(made.place.read_bytes().splitlines()[0]), "shards": rows}).encode()
+        + b"\n"
+    )
     starts = np.tile(np.arange(LARGE_SAMPLES + 1, dtype="<i8") * 512, LARGE_SHARDS)
     made.place.write_bytes(head + bytes(-len(head) % ALIGNED) + starts.tobytes())
 
@@ -67,7 +87,9 @@ def index(folder: Path, report: str) -> None:
         begun_s = time.perf_counter()
         made = open_index(paths, Path(cache))
         took_s = time.perf_counter() - begun_s
-    write_report(report, {"bytes_per_s": num_bytes / took_s, "took_s": took_s, "samples": float(len(made))})
+    write_report(
+        report, {"bytes_per_s": num_bytes / took_s, "took_s": took_s, "samples": float(len(made))}
+    )
 
 
 def open_large(folder: Path, report: str) -> None:

@@ -24,7 +24,12 @@ RESULTS = FOLDER / "results" / "index.json"
 def make_arms(folders: dict[str, Path]) -> list[Arm]:
     module = "benchmarks.data.arms"
     return [
-        Arm(name=name, command=(sys.executable, "-m", module, name, str(folder), "{report}"), folder=ROOT, timeout_s=600)
+        Arm(
+            name=name,
+            command=(sys.executable, "-m", module, name, str(folder), "{report}"),
+            folder=ROOT,
+            timeout_s=600,
+        )
         for name, folder in folders.items()
     ]
 
@@ -50,7 +55,13 @@ class Row:
 
 
 ROWS = (
-    Row("index", "bytes_per_s", "4 GiB of tars indexed, with their digests, in a second", _giga, least=1e9),
+    Row(
+        "index",
+        "bytes_per_s",
+        "4 GiB of tars indexed, with their digests, in a second",
+        _giga,
+        least=1e9,
+    ),
     Row("open", "open_s", "an index of 10 million samples opened", format_seconds, most=0.05),
     Row("open", "resident_bytes", "the memory that this takes", _mega, most=200e6),
     Row("open", "batch_s", "where 256 of them lie", format_seconds),
@@ -59,11 +70,19 @@ ROWS = (
 
 def render(trial: Trial) -> str:
     """Each measure with its interval, and whether the whole of it is what it must be."""
-    return markdown(("what", "median (95 %)", "must", "standing"), [_cells(trial, row) for row in ROWS])
+    return markdown(
+        ("what", "median (95 %)", "must", "standing"), [_cells(trial, row) for row in ROWS]
+    )
 
 
 def _cells(trial: Trial, row: Row) -> tuple[str, str, str, str]:
-    must = f">= {row.told(row.least)}" if row.least is not None else f"<= {row.told(row.most)}" if row.most is not None else ""
+    must = (
+        f">= {row.told(row.least)}"
+        if row.least is not None
+        else f"<= {row.told(row.most)}"
+        if row.most is not None
+        else ""
+    )
     values = list(trial.by_round(row.arm, row.measure).values())
     if not values:
         return row.what, "n/a", must, "not measured"
@@ -86,10 +105,17 @@ def main() -> None:
             for name, write in (("index", write_set), ("open", write_large_index)):
                 folders[name].mkdir()
                 write(folders[name])
-            measure("index of tars", make_arms(folders), rounds=asked.rounds, packages=("numpy", "surefoot"), out=asked.out)
+            measure(
+                "index of tars",
+                make_arms(folders),
+                rounds=asked.rounds,
+                packages=("numpy", "surefoot"),
+                out=asked.out,
+            )
     trial = read_trial(asked.out)
     show(
-        {"results": render(trial), "conditions": render_conditions(trial)}, FOLDER / "README.md" if asked.out == RESULTS else None
+        {"results": render(trial), "conditions": render_conditions(trial)},
+        FOLDER / "README.md" if asked.out == RESULTS else None,
     )
 
 

@@ -48,11 +48,15 @@ class Meter:
         if self._number == self._workload.warmup:
             self._begun = now
         if self._number == self._workload.warmup + self._workload.steps:
-            wall_s, cpu_s, waited_s = (one - other for one, other in zip(now, self._begun, strict=True))
+            wall_s, cpu_s, waited_s = (
+                one - other for one, other in zip(now, self._begun, strict=True)
+            )
             steps = self._workload.steps
             self.measures = {
-                "wall_s_per_step": wall_s / steps, "cpu_s_per_step": cpu_s / steps, "waited_s_per_step": waited_s / steps,
-            }  # fmt: skip
+                "wall_s_per_step": wall_s / steps,
+                "cpu_s_per_step": cpu_s / steps,
+                "waited_s_per_step": waited_s / steps,
+            }
 
     @property
     def total(self) -> int:
@@ -61,11 +65,18 @@ class Meter:
 
 def by_surefoot(workload: Workload, meter: Meter, batch: int, folder: str, transport: str) -> None:
     spec = RunSpec(
-        task={"use": f"{Costed.__module__}:{Costed.__name__}", "workload": workload.name, "batches": 2 * workload.num_batches},
-        optim={"lr": LEARNING_RATE, "clip": CLIP}, schedule={"name": "constant"}, observe={"tensorboard": False},
-        train={"length": f"{meter.total} steps", "batch": batch, "seed": SEED, "threads": 1}, checkpoint={"every": "never"},
+        task={
+            "use": f"{Costed.__module__}:{Costed.__name__}",
+            "workload": workload.name,
+            "batches": 2 * workload.num_batches,
+        },
+        optim={"lr": LEARNING_RATE, "clip": CLIP},
+        schedule={"name": "constant"},
+        observe={"tensorboard": False},
+        train={"length": f"{meter.total} steps", "batch": batch, "seed": SEED, "threads": 1},
+        checkpoint={"every": "never"},
         layout={"transport": transport},
-    )  # fmt: skip
+    )
     do = Group.do
 
     def timed(self: Group, job: Callable[[], Any], *what: Any) -> Any:
@@ -111,7 +122,9 @@ def by_hand(workload: Workload, meter: Meter, rank: int, ranks: int, batch: int)
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", required=True, choices=("surefoot", "hand"))
-    parser.add_argument("--scaling", required=True, choices=("one", "pair", "weak", "gloo", "strong", "four"))
+    parser.add_argument(
+        "--scaling", required=True, choices=("one", "pair", "weak", "gloo", "strong", "four")
+    )
     parser.add_argument("--model", required=True, choices=MODELS)
     parser.add_argument("--report", required=True)
     parser.add_argument("--folder", required=True)
@@ -130,7 +143,9 @@ def main() -> None:
     meter = Meter(workload)
     batch = workload.batch * (here.world_size if asked.scaling in ("weak", "gloo", "four") else 1)
     if asked.how == "surefoot":
-        by_surefoot(workload, meter, batch, asked.folder, "gloo" if asked.scaling == "gloo" else "auto")
+        by_surefoot(
+            workload, meter, batch, asked.folder, "gloo" if asked.scaling == "gloo" else "auto"
+        )
     else:
         if here.world_size > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -35,13 +35,41 @@ WALL, BYTES, LOSS = "wall_s_per_step", "bytes_per_step", "score"
 MOST, MOST_WORSE = 0.3, 1.0  # of the time of a step; per cent of the loss
 
 
-def make_arm(name: str, kind: str, data: str, steps: int, folder: str, *, seed: int = 0, hosts: Hosts | None = None) -> Arm:
+def make_arm(
+    name: str,
+    kind: str,
+    data: str,
+    steps: int,
+    folder: str,
+    *,
+    seed: int = 0,
+    hosts: Hosts | None = None,
+) -> Arm:
     """Two ranks, each on a host of its own where there are `hosts`."""
     command = (
-        sys.executable, "-m", "benchmarks.distributed.compress_arm", "--kind", kind, "--data", data, "--steps", str(steps),
-        "--warmup", str(WARMUP), "--seed", str(seed), "--report", "{report}", "--folder", f"{{work}}/../{folder}",
-    )  # fmt: skip
-    between = () if hosts is None else (sys.executable, "-m", "benchmarks.distributed.hosts", *map(str, hosts.pids))
+        sys.executable,
+        "-m",
+        "benchmarks.distributed.compress_arm",
+        "--kind",
+        kind,
+        "--data",
+        data,
+        "--steps",
+        str(steps),
+        "--warmup",
+        str(WARMUP),
+        "--seed",
+        str(seed),
+        "--report",
+        "{report}",
+        "--folder",
+        f"{{work}}/../{folder}",
+    )
+    between = (
+        ()
+        if hosts is None
+        else (sys.executable, "-m", "benchmarks.distributed.hosts", *map(str, hosts.pids))
+    )
     return Arm(name=name, folder=ROOT, ranks=2, timeout_s=7200.0, command=(*between, *command))
 
 
@@ -53,17 +81,36 @@ def render_cost(trial: Trial) -> str:
         if not walls:
             continue
         sent = list(trial.by_round(kind, BYTES).values())
-        share = "1" if kind == KINDS[0] else render_interval(ratio_of(trial, kind, KINDS[0], WALL), ".3f")
-        rows.append((kind, format_bytes(round(sent[0])), format_seconds(median_interval(walls).estimate), share))
+        share = (
+            "1"
+            if kind == KINDS[0]
+            else render_interval(ratio_of(trial, kind, KINDS[0], WALL), ".3f")
+        )
+        rows.append(
+            (
+                kind,
+                format_bytes(round(sent[0])),
+                format_seconds(median_interval(walls).estimate),
+                share,
+            )
+        )
     low = ratio_of(trial, "powersgd", KINDS[0], WALL)
-    bars.append(("powersgd to none", render_interval(low, ".3f"), f"<= {MOST}", standing_of(low, most=MOST)))
+    bars.append(
+        ("powersgd to none", render_interval(low, ".3f"), f"<= {MOST}", standing_of(low, most=MOST))
+    )
     heads = ("gradients", "sent by a rank in a step", "a step", "to none (95 %)")
-    return "\n".join((markdown(heads, rows), markdown(("share", "median (95 %)", "must", "standing"), bars)))
+    return "\n".join(
+        (markdown(heads, rows), markdown(("share", "median (95 %)", "must", "standing"), bars))
+    )
 
 
 def render_score(trial: Trial) -> str:
     """The loss at the end of equal steps with the same seeds, and how far it is from none."""
-    base = [each.measures[LOSS] for each in trial.outcomes if each.arm.startswith(f"{KINDS[0]} ") and LOSS in each.measures]
+    base = [
+        each.measures[LOSS]
+        for each in trial.outcomes
+        if each.arm.startswith(f"{KINDS[0]} ") and LOSS in each.measures
+    ]
     factor = -100 * len(base) / sum(base) if base else -1.0  # per cent of the loss of none
     heads = ("mean loss, % of that of none", "% above none", f"means at most {MOST_WORSE} % above")
     return render_scores(trial, KINDS, heads=heads, most_worse=MOST_WORSE, factor=factor)
@@ -79,26 +126,57 @@ def main() -> None:
     asked = parser.parse_args()
     if not asked.show and asked.data is None:
         parser.error("--data DIR: the folder of wikitext-2")
-    said = {"compress_rank": str(RANK), "pinned": "each rank to a core of its own, where there are two"}
+    said = {
+        "compress_rank": str(RANK),
+        "pinned": "each rank to a core of its own, where there are two",
+    }
     packages = ("torch", "surefoot")
     parts: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="surefoot-compress-") as name:
         folder = Path(name).name
-        for what, results in (("cost", asked.out), ("score", SCORE if asked.out == COST else asked.out.with_stem("score"))):
+        for what, results in (
+            ("cost", asked.out),
+            ("score", SCORE if asked.out == COST else asked.out.with_stem("score")),
+        ):
             if asked.only not in (None, what):
                 continue
             if what == "cost" and not asked.show:
                 with two_hosts(RATE) as hosts:
-                    arms = [make_arm(kind, kind, asked.data, asked.steps or STEPS, folder, hosts=hosts) for kind in asked.kinds]
-                    measure("two hosts", arms, rounds=asked.rounds, packages=packages, out=results, said={**said, "cable": RATE})
+                    arms = [
+                        make_arm(kind, kind, asked.data, asked.steps or STEPS, folder, hosts=hosts)
+                        for kind in asked.kinds
+                    ]
+                    measure(
+                        "two hosts",
+                        arms,
+                        rounds=asked.rounds,
+                        packages=packages,
+                        out=results,
+                        said={**said, "cable": RATE},
+                    )
             elif not asked.show:
                 arms = [
-                    make_arm(f"{kind} seed {seed}", kind, asked.data, asked.steps or LEARNING_STEPS, folder, seed=seed)
+                    make_arm(
+                        f"{kind} seed {seed}",
+                        kind,
+                        asked.data,
+                        asked.steps or LEARNING_STEPS,
+                        folder,
+                        seed=seed,
+                    )
                     for seed in range(asked.seeds)
                     for kind in asked.kinds
                 ]
                 steps = str(asked.steps or LEARNING_STEPS)
-                measure("loss", arms, rounds=1, packages=packages, out=results, said={**said, "steps": steps}, warmup_rounds=0)
+                measure(
+                    "loss",
+                    arms,
+                    rounds=1,
+                    packages=packages,
+                    out=results,
+                    said={**said, "steps": steps},
+                    warmup_rounds=0,
+                )
             if results.is_file():
                 trial = read_trial(results)
                 parts |= {

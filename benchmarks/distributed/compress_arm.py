@@ -26,12 +26,15 @@ LAST = 5  # the loss is the mean over the last fifth of the steps
 def make_spec(kind: str, data: str, *, steps: int, seed: int = 0) -> RunSpec:
     """`wikitext2`'s model with short windows, so that a step on a CPU takes less than its gradients on the way."""
     return RunSpec(
-        task={"use": "wikitext2", "length": WORDS}, data={"folder": data}, observe={"tensorboard": False},
-        optim={"name": "adamw", "lr": LEARNING_RATE, "clip": 1.0}, checkpoint={"every": "never"},
+        task={"use": "wikitext2", "length": WORDS},
+        data={"folder": data},
+        observe={"tensorboard": False},
+        optim={"name": "adamw", "lr": LEARNING_RATE, "clip": 1.0},
+        checkpoint={"every": "never"},
         schedule={"name": "constant", "warmup": f"{max(1, steps // 10)} steps"},
         train={"length": f"{steps + 1} steps", "batch": BATCH, "seed": seed, "threads": 1},
         layout={"compress": kind, "compress_rank": RANK},
-    )  # fmt: skip
+    )
 
 
 def measure(run: Run, steps: int, warmup: int) -> dict[str, float]:
@@ -48,9 +51,11 @@ def measure(run: Run, steps: int, warmup: int) -> dict[str, float]:
     done = steps - warmup
     parameters = sum(each.numel() for each in run.model.parameters())
     return {
-        "wall_s_per_step": wall_s / done, "bytes_per_step": sent / done, "score": mean(losses[-max(1, steps // LAST) :]),
+        "wall_s_per_step": wall_s / done,
+        "bytes_per_step": sent / done,
+        "score": mean(losses[-max(1, steps // LAST) :]),
         "parameters": float(parameters),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -29,17 +29,23 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "drill.json"
 RANKS, CALM_STEPS, SEED, AIM = 4, 1500, 0, 0.98
 NAMED = "surefoot:"  # and the number of the rank: what its process is called
-OWN = ("state/random/torch", "microbatch")  # each rank draws for its own pieces alone, and several are cut without being told how
+OWN = (
+    "state/random/torch",
+    "microbatch",
+)  # each rank draws for its own pieces alone, and several are cut without being told how
 SHARE = 0.8  # of the time that is asked for, an unbroken run takes: the rest goes to what the kills cost
 
 
 def make_command(steps: int, run: Path, ranks: int) -> list[str]:
     """`digits` with the same bits on any number of ranks; a commit every second."""
     stated = (
-        f"layout.virtual_ranks={RANKS}", "train.threads=1", 'checkpoint.every="1 s"',
-        'evaluate.every="5000 steps"', 'observe.every="20 steps"',
+        f"layout.virtual_ranks={RANKS}",
+        "train.threads=1",
+        'checkpoint.every="1 s"',
+        'evaluate.every="5000 steps"',
+        'observe.every="20 steps"',
         "observe.tensorboard=false",
-    )  # fmt: skip
+    )
     words = [
         "train",
         "digits",
@@ -50,7 +56,14 @@ def make_command(steps: int, run: Path, ranks: int) -> list[str]:
         "--quiet",
         *(w for each in stated for w in ("--set", each)),
     ]
-    return [sys.executable, "-P", "-m", "surefoot", *words, *(["--ranks", str(ranks)] if ranks > 1 else [])]
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "surefoot",
+        *words,
+        *(["--ranks", str(ranks)] if ranks > 1 else []),
+    ]
 
 
 def tell(text: str) -> None:
@@ -62,7 +75,11 @@ def run_calmly(steps: int, run: Path, ranks: int) -> tuple[float, float]:
     begun_s = time.perf_counter()
     subprocess.run(make_command(steps, run, ranks), cwd=ROOT, check=True)
     wall_s = time.perf_counter() - begun_s
-    rows = [event.elapsed_s / event.num_steps for event in events.read(run) if isinstance(event, events.Step)]
+    rows = [
+        event.elapsed_s / event.num_steps
+        for event in events.read(run)
+        if isinstance(event, events.Step)
+    ]
     return wall_s, median(rows[1:])
 
 
@@ -70,14 +87,22 @@ def run_stormily(steps: int, run: Path, ranks: int, every_s: float) -> tuple[flo
     """Wall seconds to the end of a run of which a rank is killed every so often, and which ranks were."""
     draw, killed = random.Random(SEED), list[int]()
     begun_s = time.perf_counter()
-    with subprocess.Popen(make_command(steps, run, ranks), cwd=ROOT, stderr=subprocess.DEVNULL) as supervisor:
+    with subprocess.Popen(
+        make_command(steps, run, ranks), cwd=ROOT, stderr=subprocess.DEVNULL
+    ) as supervisor:
         while True:
             try:
-                code = supervisor.wait(timeout=max(0.0, begun_s + every_s * (len(killed) + 1) - time.perf_counter()))
+                code = supervisor.wait(
+                    timeout=max(0.0, begun_s + every_s * (len(killed) + 1) - time.perf_counter())
+                )
                 break
             except subprocess.TimeoutExpired:
                 below = psutil.Process(supervisor.pid).children(recursive=True)
-                victims = {int(each.name()[len(NAMED) :]): each for each in below if each.name().startswith(NAMED)}
+                victims = {
+                    int(each.name()[len(NAMED) :]): each
+                    for each in below
+                    if each.name().startswith(NAMED)
+                }
                 rank = draw.choice(sorted(victims)) if victims else 0
                 if victims:
                     os.kill(victims[rank].pid, signal.SIGKILL)
@@ -97,7 +122,17 @@ def find_rate(run: Path) -> float:
 
 def find_apart(one: Path, other: Path) -> list[str]:
     """In what the newest commits of both differ: weights, moments, averages, scores; not in how a rank drew for its own samples."""
-    words = [sys.executable, "-P", "-m", "surefoot", "checkpoint", "diff", str(one), str(other), "--json"]
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "surefoot",
+        "checkpoint",
+        "diff",
+        str(one),
+        str(other),
+        "--json",
+    ]
     said = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False).stdout
     return [row["name"] for row in json.loads(said)["differences"] if row["name"] not in OWN]
 
@@ -114,14 +149,30 @@ def measure(ranks: int, every_s: float, seconds: float) -> dict[str, Any]:
         stormy_s = find_rate(folder / "storm")
         run_calmly(steps, folder / "alone", 1)
         apart = find_apart(folder / "storm", folder / "alone")
-        checked = subprocess.run([sys.executable, "-P", "-m", "surefoot", "ledger", str(folder / "storm")], cwd=ROOT, check=False)
+        checked = subprocess.run(
+            [sys.executable, "-P", "-m", "surefoot", "ledger", str(folder / "storm")],
+            cwd=ROOT,
+            check=False,
+        )
     start_s = calm_s - CALM_STEPS * step_s
-    unbroken_s = start_s + steps * stormy_s  # at the rate of these minutes: that of others is a few per cent off
+    unbroken_s = (
+        start_s + steps * stormy_s
+    )  # at the rate of these minutes: that of others is a few per cent off
     return {
-        "ranks": ranks, "every_s": every_s, "steps": steps, "step_s": step_s, "stormy_s": stormy_s, "start_s": start_s,
-        "unbroken_s": unbroken_s, "wall_s": wall_s,
-        "killed": killed, "kept": unbroken_s / wall_s, "apart": apart, "ledger": checked.returncode == 0, "conditions": conditions,
-    }  # fmt: skip
+        "ranks": ranks,
+        "every_s": every_s,
+        "steps": steps,
+        "step_s": step_s,
+        "stormy_s": stormy_s,
+        "start_s": start_s,
+        "unbroken_s": unbroken_s,
+        "wall_s": wall_s,
+        "killed": killed,
+        "kept": unbroken_s / wall_s,
+        "apart": apart,
+        "ledger": checked.returncode == 0,
+        "conditions": conditions,
+    }
 
 
 def render(found: dict[str, Any]) -> str:
@@ -129,7 +180,10 @@ def render(found: dict[str, Any]) -> str:
     kills, lost_s = len(found["killed"]), found["wall_s"] - found["unbroken_s"]
     rows = (
         ("kills", f"{kills}, of ranks {', '.join(map(str, found['killed']))}"),
-        ("steps", f"{found['steps']:,} in {format_seconds(found['wall_s'])}; unbroken {format_seconds(found['unbroken_s'])}"),
+        (
+            "steps",
+            f"{found['steps']:,} in {format_seconds(found['wall_s'])}; unbroken {format_seconds(found['unbroken_s'])}",
+        ),
         ("throughput kept", f"{format_percent(found['kept'])}, {format_percent(AIM)} is the aim"),
         ("a kill costs", format_seconds(lost_s / max(1, kills))),
         (
@@ -142,12 +196,20 @@ def render(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=RANKS)
-    parser.add_argument("--every", type=float, default=30.0, help="seconds from one kill to the next")
-    parser.add_argument("--seconds", type=float, default=600.0, help="about how long the ranks are killed")
+    parser.add_argument(
+        "--every", type=float, default=30.0, help="seconds from one kill to the next"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="about how long the ranks are killed"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--show", action="store_true", help="only make the table from the results that are there")
+    parser.add_argument(
+        "--show", action="store_true", help="only make the table from the results that are there"
+    )
     asked = parser.parse_args()
     if not asked.show:
         found = measure(asked.ranks, asked.every, asked.seconds)
@@ -155,7 +217,10 @@ def main() -> None:
     if asked.out == RESULTS:
         found = json.loads(RESULTS.read_text())
         show(
-            {"drill": render(found), "drill conditions": markdown(("condition", "value"), found["conditions"].items())},
+            {
+                "drill": render(found),
+                "drill conditions": markdown(("condition", "value"), found["conditions"].items()),
+            },
             FOLDER / "README.md",
         )
 

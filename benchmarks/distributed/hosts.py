@@ -67,7 +67,12 @@ def two_hosts(rate: str | None = None) -> Iterator[Hosts]:
             _run(*hosts.on(host, "ip", "link", "set", cable, "up"))
             _run(*hosts.on(host, "ip", "link", "set", "lo", "up"))
             if rate is not None:
-                _run(*hosts.on(host, *f"tc qdisc add dev {cable} root tbf rate {rate} burst 32kbit latency 400ms".split()))
+                _run(
+                    *hosts.on(
+                        host,
+                        *f"tc qdisc add dev {cable} root tbf rate {rate} burst 32kbit latency 400ms".split(),
+                    )
+                )
         yield hosts
 
 
@@ -89,7 +94,10 @@ def _wait_for_own(holder: subprocess.Popen[bytes]) -> None:
     ours = os.readlink("/proc/self/ns/net")
     while time.monotonic() < until_s and holder.poll() is None:
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{holder.pid}/ns/net") != ours and Path(f"/proc/{holder.pid}/comm").read_text() == "sleep\n":
+            if (
+                os.readlink(f"/proc/{holder.pid}/ns/net") != ours
+                and Path(f"/proc/{holder.pid}/comm").read_text() == "sleep\n"
+            ):
                 return
         time.sleep(0.01)
     raise NoHosts("a network namespace cannot be made: that takes root on Linux")

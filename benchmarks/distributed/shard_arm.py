@@ -41,7 +41,11 @@ from surefoot.train.step import stepper
 from surefoot.trial import write_report
 
 VOCABULARY, LENGTH = 256, 4  # few tokens: what is counted are states, and not activations
-TRADED, TRADED_BATCH, TRADED_LENGTH = 10, 8, 64  # steps of wikitext2, windows of a batch, words of a window
+TRADED, TRADED_BATCH, TRADED_LENGTH = (
+    10,
+    8,
+    64,
+)  # steps of wikitext2, windows of a batch, words of a window
 
 
 class Large:
@@ -54,7 +58,9 @@ class Large:
         return Transformer(VOCABULARY, layers=10, width=640, heads=10, length=LENGTH)
 
     def data(self, split: str) -> Arrays:
-        tokens = torch.randint(0, VOCABULARY, (64, LENGTH + 1), generator=torch.Generator().manual_seed(SEED))
+        tokens = torch.randint(
+            0, VOCABULARY, (64, LENGTH + 1), generator=torch.Generator().manual_seed(SEED)
+        )
         return Arrays(tokens=tokens)
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -63,19 +69,35 @@ class Large:
 
     def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
         targets = batch["tokens"][:, 1:]
-        return Loss.sum(nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel())
+        return Loss.sum(
+            nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"),
+            targets.numel(),
+        )
 
 
 def spec_of(stage: int, tables: dict[str, dict[str, Any]]) -> RunSpec:
     return RunSpec(
-        optim={"name": "adamw", "lr": LEARNING_RATE, "clip": CLIP}, schedule={"name": "constant"}, observe={"tensorboard": False},
-        checkpoint={"every": "never"}, layout={"shard": place.here().world_size if stage else 1, "stage": stage or 3}, **tables,
-    )  # fmt: skip
+        optim={"name": "adamw", "lr": LEARNING_RATE, "clip": CLIP},
+        schedule={"name": "constant"},
+        observe={"tensorboard": False},
+        checkpoint={"every": "never"},
+        layout={"shard": place.here().world_size if stage else 1, "stage": stage or 3},
+        **tables,
+    )
 
 
 def by_surefoot(workload: Workload, meter: Meter, stage: int, folder: str) -> None:
-    task = {"use": f"{Costed.__module__}:{Costed.__name__}", "workload": workload.name, "batches": 2 * workload.num_batches}
-    train = {"length": f"{meter.total} steps", "batch": RANKS * workload.batch, "seed": SEED, "threads": 1}
+    task = {
+        "use": f"{Costed.__module__}:{Costed.__name__}",
+        "workload": workload.name,
+        "batches": 2 * workload.num_batches,
+    }
+    train = {
+        "length": f"{meter.total} steps",
+        "batch": RANKS * workload.batch,
+        "seed": SEED,
+        "threads": 1,
+    }
     with Run(spec_of(stage, {"task": task, "train": train}), folder=folder, quiet=True) as run:
         for report in islice(run.steps(), meter.total):
             if report.step % READ_EVERY == 0:
@@ -128,8 +150,12 @@ def counting() -> Iterator[list[int]]:
             if type(each) in (Tensor, nn.Parameter)
         }
         links = [each for each in gc.get_objects() if isinstance(each, Links)]
-        for each in (tensor for link in links for files in link._theirs.values() for tensor in files.values()):
-            storages.pop(each.untyped_storage().data_ptr(), None)  # mapped here, and held by another rank
+        for each in (
+            tensor for link in links for files in link._theirs.values() for tensor in files.values()
+        ):
+            storages.pop(
+                each.untyped_storage().data_ptr(), None
+            )  # mapped here, and held by another rank
         seen.append(sum(storages.values()))
 
     def before_update(self: GuardedUpdate, *args: Any) -> Any:
@@ -151,7 +177,10 @@ def counting() -> Iterator[list[int]]:
 def count_bytes(stage: int, folder: str) -> dict[str, float]:
     """The most bytes that this rank holds in the third step."""
     train = {"length": "3 steps", "batch": place.here().world_size, "seed": SEED, "threads": 1}
-    with counting() as seen, Run(spec_of(stage, {"train": train}), Large(), folder=folder, quiet=True) as run:
+    with (
+        counting() as seen,
+        Run(spec_of(stage, {"train": train}), Large(), folder=folder, quiet=True) as run,
+    ):
         numbers = sum(each.numel() for each in run.model.parameters())
         for _ in islice(run.steps(), 3):
             pass
@@ -160,8 +189,18 @@ def count_bytes(stage: int, folder: str) -> dict[str, float]:
 
 def trade(stage: int, data: str, folder: str) -> dict[str, float]:
     """Of `wikitext2` with short windows: bytes held in the third step, bytes sent and seconds of the later ones, the last one's loss."""
-    train = {"length": f"{TRADED} steps", "batch": TRADED_BATCH, "microbatch": 2, "seed": SEED, "threads": 1}
-    tables: dict[str, Any] = {"task": {"use": "wikitext2", "length": TRADED_LENGTH}, "data": {"folder": data}, "train": train}
+    train = {
+        "length": f"{TRADED} steps",
+        "batch": TRADED_BATCH,
+        "microbatch": 2,
+        "seed": SEED,
+        "threads": 1,
+    }
+    tables: dict[str, Any] = {
+        "task": {"use": "wikitext2", "length": TRADED_LENGTH},
+        "data": {"folder": data},
+        "train": train,
+    }
     with ExitStack() as stack:
         run = stack.enter_context(Run(spec_of(stage, tables), folder=folder, quiet=True))
         numbers, steps = sum(each.numel() for each in run.model.parameters()), run.steps()
@@ -176,9 +215,13 @@ def trade(stage: int, data: str, folder: str) -> dict[str, float]:
         sent, loss = (_sent(ranks) - before) / len(reports), reports[-1].loss
     assert loss is not None
     return {
-        "held_bytes": float(max(seen[-5:])), "num_parameters": float(numbers), "sent_bytes": sent, "wall_s_per_step": wall_s,
-        "words_per_s": TRADED_BATCH * TRADED_LENGTH / wall_s, "loss": loss,
-    }  # fmt: skip
+        "held_bytes": float(max(seen[-5:])),
+        "num_parameters": float(numbers),
+        "sent_bytes": sent,
+        "wall_s_per_step": wall_s,
+        "words_per_s": TRADED_BATCH * TRADED_LENGTH / wall_s,
+        "loss": loss,
+    }
 
 
 def _sent(ranks: Any) -> float:

@@ -39,7 +39,10 @@ def by_windows(task: Cifar10, epochs: int) -> Iterator[Tensor]:
     for batch, corners, flips in _slices(task, epochs):
         padded = _pad(batch)
         image, row, column, channel = padded.strides
-        shape, strides = (len(batch), 5, 5, *batch.shape[1:]), (image, row, column, row, column, channel)
+        shape, strides = (
+            (len(batch), 5, 5, *batch.shape[1:]),
+            (image, row, column, row, column, channel),
+        )
         windows = np.lib.stride_tricks.as_strided(padded, shape, strides, writeable=False)
         moved = windows[np.arange(len(batch)), corners[:, 0], corners[:, 1]]
         moved[flips] = moved[flips, :, ::-1]
@@ -62,7 +65,11 @@ def _slices(task: Cifar10, epochs: int) -> Iterator[tuple[np.ndarray, np.ndarray
     for _ in range(epochs):
         for start in range(0, len(images), BATCH):
             batch_BHWC = images[start : start + BATCH]
-            yield batch_BHWC, draws.integers(0, 2 * SHIFT + 1, (len(batch_BHWC), 2)), draws.random(len(batch_BHWC)) < 0.5
+            yield (
+                batch_BHWC,
+                draws.integers(0, 2 * SHIFT + 1, (len(batch_BHWC), 2)),
+                draws.random(len(batch_BHWC)) < 0.5,
+            )
 
 
 def _pad(batch_BHWC: np.ndarray) -> np.ndarray:
@@ -91,7 +98,13 @@ def main() -> None:
     _take(batches(task, 1))
     with Clock() as clock:
         num_samples = _take(batches(task, EPOCHS))
-    write_report(report, {"cpu_s_per_sample": clock.cpu_s / num_samples, "samples_per_cpu_s": num_samples / clock.cpu_s})
+    write_report(
+        report,
+        {
+            "cpu_s_per_sample": clock.cpu_s / num_samples,
+            "samples_per_cpu_s": num_samples / clock.cpu_s,
+        },
+    )
 
 
 def _take(batches: Iterator[Tensor]) -> int:

@@ -23,30 +23,56 @@ LEAST_SHARE = 0.9  # of the samples per CPU second by hand; so at most 1 / 0.9 o
 
 def make_arms(data: Path) -> list[Arm]:
     words = (sys.executable, "-m", "benchmarks.input.arms")
-    return [Arm(name=name, command=(*words, name, str(data), "{report}"), folder=ROOT) for name in ARMS]
+    return [
+        Arm(name=name, command=(*words, name, str(data), "{report}"), folder=ROOT) for name in ARMS
+    ]
 
 
 def render(trial: Trial) -> str:
     """Samples per CPU second of every way, all against the faster one by hand, and the bar."""
-    medians = {arm: median(values) for arm in trial.arms if (values := list(trial.by_round(arm, MEASURE).values()))}
+    medians = {
+        arm: median(values)
+        for arm in trial.arms
+        if (values := list(trial.by_round(arm, MEASURE).values()))
+    }
     fastest = min((arm for arm in medians if arm != "surefoot"), key=medians.__getitem__)
     effects = find_effects(trial, fastest, [MEASURE])
     rates = [(arm, f"{1 / seconds:,.0f}") for arm, seconds in medians.items()]
     mine = next(effect for effect in effects if effect.arm == "surefoot")
-    standing = Bar(arm="surefoot", baseline=fastest, measure=MEASURE, most=1 / LEAST_SHARE).standing(mine)
+    standing = Bar(
+        arm="surefoot", baseline=fastest, measure=MEASURE, most=1 / LEAST_SHARE
+    ).standing(mine)
     share = f"{1 / mine.interval.estimate:.3g}" if mine.interval else "n/a"
-    row = (f"samples per CPU second, of {fastest}'s, the faster by hand", share, f">= {LEAST_SHARE}", standing)
+    row = (
+        f"samples per CPU second, of {fastest}'s, the faster by hand",
+        share,
+        f">= {LEAST_SHARE}",
+        standing,
+    )
     bar = markdown(("share", "median", "bar", "verdict"), [row])
-    return "\n".join((markdown(("arm", "samples per CPU second"), rates), effects_markdown(effects), bar))
+    return "\n".join(
+        (markdown(("arm", "samples per CPU second"), rates), effects_markdown(effects), bar)
+    )
 
 
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("DATA", DATA)), help="the folder of cifar10-webdataset")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("DATA", DATA)),
+        help="the folder of cifar10-webdataset",
+    )
     asked = parser.parse_args()
     if not asked.show:
         arms = make_arms((ROOT / asked.data).resolve())
-        measure("input", arms, rounds=asked.rounds, packages=("torch", "numpy", "surefoot"), out=asked.out)
+        measure(
+            "input",
+            arms,
+            rounds=asked.rounds,
+            packages=("torch", "numpy", "surefoot"),
+            out=asked.out,
+        )
     trial = read_trial(asked.out)
     parts = {"conditions": render_conditions(trial), "results": render(trial)}
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)

@@ -30,7 +30,9 @@ CLIP = 1.0
 def make_update(name: str, model: nn.Module) -> Callable[[], object]:
     """The guarded update of surefoot: norm, guard, clipping and update, or with `compiled` in the name all that as one graph."""
     kind, _, compiled = name.partition(" ")
-    built = optim.build(OptimTable.model_validate({"name": kind, "lr": 1e-4}), optim.find_trained(model))
+    built = optim.build(
+        OptimTable.model_validate({"name": kind, "lr": 1e-4}), optim.find_trained(model)
+    )
     guarded = optim.GuardedUpdate(built.optimizers, clip=CLIP)
     return _compile(kind, guarded) if compiled else guarded.step_if_finite
 
@@ -43,14 +45,20 @@ def _compile(kind: str, guarded: optim.GuardedUpdate) -> Callable[[], object]:
     def whole(held: Any, grads: Any, rates: Any) -> Any:
         with torch.no_grad():
             norm, applied, limited = move(rules, held, grads, rates, [loss], CLIP, None)
-            for grad, each in zip(grads, limited, strict=True):  # in place, as the fused kernels leave them
+            for grad, each in zip(
+                grads, limited, strict=True
+            ):  # in place, as the fused kernels leave them
                 grad.copy_(each)
             return norm, applied
 
     _, compiled = compile_function("the update", whole, on_failure="stop", on_cpu=True)
 
     def update() -> object:
-        norm, applied = compiled(guarded.held(), [parameter.grad for parameter in guarded.parameters], guarded.begin_traced())
+        norm, applied = compiled(
+            guarded.held(),
+            [parameter.grad for parameter in guarded.parameters],
+            guarded.begin_traced(),
+        )
         return guarded.end_traced(norm, applied)
 
     return update
@@ -62,7 +70,9 @@ def measure_step(name: str, models: str, report: str) -> None:
     environment.keep_freed_memory()  # as every run does
     measures: dict[str, float] = {}
     for model in models.split(","):
-        measures |= {f"{model}/{key}": value for key, value in _step(name, WORKLOADS[model].model()).items()}
+        measures |= {
+            f"{model}/{key}": value for key, value in _step(name, WORKLOADS[model].model()).items()
+        }
     write_report(report, measures)
 
 
@@ -83,7 +93,14 @@ def measure_score(spec: str, folder: str, report: str) -> None:
     """The score of the last evaluation of a run."""
     with Run(spec_file.read(spec).spec, folder=folder, quiet=True) as run:
         drive(run)
-    write_report(report, {"score": float(run.summary["value"]), "training_s": run.training_s, "updates": float(run.step)})
+    write_report(
+        report,
+        {
+            "score": float(run.summary["value"]),
+            "training_s": run.training_s,
+            "updates": float(run.step),
+        },
+    )
 
 
 def main() -> None:

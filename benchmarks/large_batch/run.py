@@ -24,13 +24,25 @@ MOST_COMPILED, MOST_APART, SEEDS = 1.3, 1.5, 3
 EPOCHS = 4
 # the same task, epochs and schedule for all; each has the rate of its own kind
 COMMON: Mapping[str, Mapping[str, Any]] = {
-    "train": {"length": f"{EPOCHS} epochs"}, "evaluate": {"every": f"{EPOCHS} epochs"}, "precision": {"compute": "bf16"},
-    "schedule": {"name": "linear", "warmup": "0.5 epochs"}, "checkpoint": {"every": f"{EPOCHS} epochs"},
-}  # fmt: skip
+    "train": {"length": f"{EPOCHS} epochs"},
+    "evaluate": {"every": f"{EPOCHS} epochs"},
+    "precision": {"compute": "bf16"},
+    "schedule": {"name": "linear", "warmup": "0.5 epochs"},
+    "checkpoint": {"every": f"{EPOCHS} epochs"},
+}
 KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "sgd 256": {"optim": {"name": "sgd", "lr": 0.1, "nesterov": True, "decay": 5e-4, "clip": 0.0}, "train": {"batch": 256}},
-    "lars 2048": {"optim": {"name": "lars", "lr": 8.0, "decay": 5e-4, "clip": 0.0}, "train": {"batch": 2048, "microbatch": 256}},
-    "lamb 2048": {"optim": {"name": "lamb", "lr": 0.02, "decay": 0.01, "clip": 0.0}, "train": {"batch": 2048, "microbatch": 256}},
+    "sgd 256": {
+        "optim": {"name": "sgd", "lr": 0.1, "nesterov": True, "decay": 5e-4, "clip": 0.0},
+        "train": {"batch": 256},
+    },
+    "lars 2048": {
+        "optim": {"name": "lars", "lr": 8.0, "decay": 5e-4, "clip": 0.0},
+        "train": {"batch": 2048, "microbatch": 256},
+    },
+    "lamb 2048": {
+        "optim": {"name": "lamb", "lr": 0.02, "decay": 0.01, "clip": 0.0},
+        "train": {"batch": 2048, "microbatch": 256},
+    },
 }
 
 
@@ -48,17 +60,37 @@ def make_spec(kind: str, seed: int, data: str) -> RunSpec:
 def step_arms() -> list[Arm]:
     words = (sys.executable, "-m", "benchmarks.large_batch.arms", "step")
     return [
-        Arm(name=name, command=(*words, name, ",".join(MODELS), "{report}"), folder=ROOT, timeout_s=1200) for name in OPTIMIZERS
+        Arm(
+            name=name,
+            command=(*words, name, ",".join(MODELS), "{report}"),
+            folder=ROOT,
+            timeout_s=1200,
+        )
+        for name in OPTIMIZERS
     ]
 
 
 def score_arms(seeds: int, data: str) -> list[Arm]:
-    words = (sys.executable, "-m", "benchmarks.large_batch.arms", "score", "{work}/spec.toml", "{work}/run", "{report}")
+    words = (
+        sys.executable,
+        "-m",
+        "benchmarks.large_batch.arms",
+        "score",
+        "{work}/spec.toml",
+        "{work}/run",
+        "{report}",
+    )
     return [
-        Arm(name=f"{kind} seed {seed}", command=words, folder=ROOT, timeout_s=7200,
-            files={"spec.toml": spec_file.write(make_spec(kind, seed, data))})
-        for seed in range(seeds) for kind in KINDS
-    ]  # fmt: skip
+        Arm(
+            name=f"{kind} seed {seed}",
+            command=words,
+            folder=ROOT,
+            timeout_s=7200,
+            files={"spec.toml": spec_file.write(make_spec(kind, seed, data))},
+        )
+        for seed in range(seeds)
+        for kind in KINDS
+    ]
 
 
 def render_step(trial: Trial) -> str:
@@ -87,19 +119,34 @@ def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.add_argument("--only", choices=("step", "score"))
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("DATA", DATA)), help="the folder of cifar10-webdataset")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("DATA", DATA)),
+        help="the folder of cifar10-webdataset",
+    )
     asked = parser.parse_args()
     packages = ("torch", "surefoot")
     if not asked.show and asked.only != "score":
-        measure("large batch: update", step_arms(), rounds=asked.rounds, packages=packages, out=RESULTS)
+        measure(
+            "large batch: update", step_arms(), rounds=asked.rounds, packages=packages, out=RESULTS
+        )
     if not asked.show and asked.only != "step":
         arms = score_arms(asked.seeds, str((ROOT / asked.data).resolve()))
-        measure("large batch: score", arms, rounds=1, packages=packages, out=SCORES, warmup_rounds=0)
+        measure(
+            "large batch: score", arms, rounds=1, packages=packages, out=SCORES, warmup_rounds=0
+        )
     parts = {}
     if RESULTS.is_file():
-        parts |= {"step conditions": render_conditions(read_trial(RESULTS)), "step": render_step(read_trial(RESULTS))}
+        parts |= {
+            "step conditions": render_conditions(read_trial(RESULTS)),
+            "step": render_step(read_trial(RESULTS)),
+        }
     if SCORES.is_file():
-        parts |= {"score conditions": render_conditions(read_trial(SCORES)), "score": render_score(read_trial(SCORES))}
+        parts |= {
+            "score conditions": render_conditions(read_trial(SCORES)),
+            "score": render_score(read_trial(SCORES)),
+        }
     show(parts, FOLDER / "README.md")
 
 

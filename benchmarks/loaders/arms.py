@@ -78,7 +78,9 @@ def surefoot_threads(tars: Path, sets: Path) -> Batches:
 def _surefoot(tars: Path, sets: Path, kind: Any) -> Batches:
     source = Tars(sorted(tars.glob("train-*.tar")), cache=sets / "index", image="jpg", label="cls")
     feed = Feed(source, Order(len(source), 0), batch=BATCH)
-    loader = Loader(feed, Reader(source, augment_batch, 0), LoaderSettings(workers=WORKERS, kind=kind))
+    loader = Loader(
+        feed, Reader(source, augment_batch, 0), LoaderSettings(workers=WORKERS, kind=kind)
+    )
     number = 0
     while True:
         number += 1
@@ -88,7 +90,9 @@ def _surefoot(tars: Path, sets: Path, kind: Any) -> Batches:
 def surefoot_decoded(tars: Path, sets: Path) -> Batches:
     """The set decoded once into a memory map, as the task `cifar10` has it; no worker."""
     images = Cifar10(str(tars), cache=str(sets / "decoded")).data("train")
-    loader = Loader(Feed(images, Order(len(images), 0), batch=BATCH), Reader(images, augment_pair, 0))
+    loader = Loader(
+        Feed(images, Order(len(images), 0), batch=BATCH), Reader(images, augment_pair, 0)
+    )
     number = 0
     while True:
         number += 1
@@ -116,7 +120,11 @@ class Files(torch.utils.data.Dataset[tuple[Tensor, int]]):
 def torch_loader(tars: Path, sets: Path) -> Batches:
     """torch's DataLoader over files in the folders of their classes."""
     loader = torch.utils.data.DataLoader(
-        Files(sets / "files"), batch_size=BATCH, shuffle=True, num_workers=WORKERS, persistent_workers=True
+        Files(sets / "files"),
+        batch_size=BATCH,
+        shuffle=True,
+        num_workers=WORKERS,
+        persistent_workers=True,
     )
     return _images(loader)
 
@@ -133,7 +141,9 @@ def webdataset(tars: Path, sets: Path) -> Batches:
         .map_tuple(lambda jpeg: augment_one(decode(jpeg)), int)
         .batched(BATCH)
     )
-    return _images(wds.WebLoader(data, batch_size=None, num_workers=WORKERS, persistent_workers=True))
+    return _images(
+        wds.WebLoader(data, batch_size=None, num_workers=WORKERS, persistent_workers=True)
+    )
 
 
 def litdata(tars: Path, sets: Path) -> Batches:
@@ -146,7 +156,9 @@ def litdata(tars: Path, sets: Path) -> Batches:
             return augment_one(decode(row["jpg"])), row["cls"]
 
     data = Images(str(sets / "litdata"), shuffle=True, drop_last=False)
-    return _images(StreamingDataLoader(data, batch_size=BATCH, num_workers=WORKERS, persistent_workers=True))
+    return _images(
+        StreamingDataLoader(data, batch_size=BATCH, num_workers=WORKERS, persistent_workers=True)
+    )
 
 
 def streaming(tars: Path, sets: Path) -> Batches:
@@ -160,7 +172,11 @@ def streaming(tars: Path, sets: Path) -> Batches:
             return augment_one(decode(row["jpg"])), row["cls"]
 
     data = Images(local=str(sets / "streaming"), shuffle=True, batch_size=BATCH)
-    return _images(torch.utils.data.DataLoader(data, batch_size=BATCH, num_workers=WORKERS, persistent_workers=True))
+    return _images(
+        torch.utils.data.DataLoader(
+            data, batch_size=BATCH, num_workers=WORKERS, persistent_workers=True
+        )
+    )
 
 
 def _images(loader: Any) -> Batches:
@@ -175,12 +191,17 @@ def ceiling(tars: Path, sets: Path) -> Callable[[int], None]:
     files = [os.open(path, os.O_RDONLY) for path in sorted(tars.glob("train-*.tar"))]
     places = [
         _place_of_jpeg(files, *place)
-        for place in zip(*map(np.ndarray.tolist, source.index.locate(np.arange(len(source)))), strict=True)
+        for place in zip(
+            *map(np.ndarray.tolist, source.index.locate(np.arange(len(source)))), strict=True
+        )
     ]
 
     def read(number: int) -> None:
         ids = np.random.default_rng(number).integers(0, len(places), BATCH)
-        images = [decode(os.pread(files[shard], count, start)) for shard, start, count in (places[each] for each in ids)]
+        images = [
+            decode(os.pread(files[shard], count, start))
+            for shard, start, count in (places[each] for each in ids)
+        ]
         augment_all(torch.from_numpy(np.stack(images)), Keys(0, 0, ids))
 
     return read
@@ -210,7 +231,9 @@ def _timed(arm: str, tars: Path, sets: Path, report: str) -> None:
         images += len(batch)
         float(batch[0, 0, 0, 0])
     took_s, used_s = time.perf_counter() - begun_s, _cpu_s() - before_s
-    write_report(report, {"wall_s_per_sample": took_s / images, "cpu_s_per_sample": used_s / images})
+    write_report(
+        report, {"wall_s_per_sample": took_s / images, "cpu_s_per_sample": used_s / images}
+    )
     sys.stdout.flush()
     os._exit(0)  # some peers take seconds to end their workers
 
@@ -230,7 +253,9 @@ def _by_hand(arm: str, tars: Path, sets: Path, report: str) -> None:
     used_s = sum(sum(os.wait4(child, 0)[2][:2]) for child in children)
     images = TIMED * BATCH
     took_s = time.perf_counter() - begun_s
-    write_report(report, {"wall_s_per_sample": took_s / images, "cpu_s_per_sample": used_s / images})
+    write_report(
+        report, {"wall_s_per_sample": took_s / images, "cpu_s_per_sample": used_s / images}
+    )
 
 
 def _cpu_s() -> float:

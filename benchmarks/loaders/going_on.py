@@ -35,14 +35,18 @@ def open_many(tars: Path, folder: Path) -> Tars:
 
 
 def make_loader(source: Tars) -> Loader:
-    return Loader(Feed(source, Order(len(source), 0), batch=BATCH), Reader(source, augment_batch, 0))
+    return Loader(
+        Feed(source, Order(len(source), 0), batch=BATCH), Reader(source, augment_batch, 0)
+    )
 
 
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="surefoot-going-on-") as made:
         source = open_many(Path(sys.argv[1]), Path(made))
-        steps = np.random.default_rng(0).integers(1, 3 * len(source) // BATCH, TRIED).tolist()  # of three epochs
+        steps = (
+            np.random.default_rng(0).integers(1, 3 * len(source) // BATCH, TRIED).tolist()
+        )  # of three epochs
         going_s, same = [], 0
         for number in steps:
             fresh = make_loader(source)  # as a run has it that goes on
@@ -59,7 +63,10 @@ def main() -> None:
                 passed.batches[0]["image"], again.batches[0]["image"]
             )
     p50, p99 = quantiles(going_s, (0.5, 0.99))
-    write_report(sys.argv[2], {"going_s": p50, "going_p99_s": p99, "same": same / TRIED, "samples": float(len(source))})
+    write_report(
+        sys.argv[2],
+        {"going_s": p50, "going_p99_s": p99, "same": same / TRIED, "samples": float(len(source))},
+    )
 
 
 if __name__ == "__main__":

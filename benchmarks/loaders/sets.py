@@ -54,7 +54,12 @@ def write_streaming(tars: Path, folder: Path) -> None:
 
 def stand_in_for_torchvision() -> None:
     """mosaicml-streaming imports torchvision for data sets of its own, which are not used here; its wheels bring CUDA along."""
-    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.datasets"):
+    for name in (
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.functional",
+        "torchvision.datasets",
+    ):
         made = types.ModuleType(name)
         made.__spec__ = ModuleSpec(name, None)
         made.__dict__.update(to_tensor=None, VisionDataset=object, functional=None, transforms=None)

@@ -30,7 +30,12 @@ class Photos(Cifar10):
     def data(self, split: str) -> Source:  # type: ignore[override]
         if split not in self._sources:
             made: Any = _Pairs(
-                Tars(sorted(Path(self.folder or "").glob(f"{split}-*.tar")), cache=self.cache, image="jpg", label="cls")
+                Tars(
+                    sorted(Path(self.folder or "").glob(f"{split}-*.tar")),
+                    cache=self.cache,
+                    image="jpg",
+                    label="cls",
+                )
             )
             self._sources[split] = made
         return self._sources[split]
@@ -61,9 +66,17 @@ class _Pairs:
 def main() -> None:
     what, setting, tars, sets, report = sys.argv[1:]
     torch.set_num_threads(1)
-    task = (Cifar10 if what == "decoded" else Photos)(tars, cache=str(Path(sets) / what), widths=(16, 32, 32))
-    loader = {"workers": "auto"} if setting == "auto" else {"workers": int(setting), "kind": "process"}
-    spec = RunSpec(train={"batch": BATCH, "length": f"{FOUND + TIMED} steps"}, loader=loader, evaluate={"every": "99 epochs"})
+    task = (Cifar10 if what == "decoded" else Photos)(
+        tars, cache=str(Path(sets) / what), widths=(16, 32, 32)
+    )
+    loader = (
+        {"workers": "auto"} if setting == "auto" else {"workers": int(setting), "kind": "process"}
+    )
+    spec = RunSpec(
+        train={"batch": BATCH, "length": f"{FOUND + TIMED} steps"},
+        loader=loader,
+        evaluate={"every": "99 epochs"},
+    )
     with (
         tempfile.TemporaryDirectory(prefix="surefoot-waiting-") as made,
         Run(spec, task, folder=Path(made) / "run", quiet=True) as run,
@@ -75,7 +88,9 @@ def main() -> None:
             waiting_s += each.waiting_s if each.step > FOUND else 0.0
         took_s = time.perf_counter() - begun_s
         found = run.assembly.engine.stepper.loader.settings.workers
-    write_report(report, {"step_s": took_s / TIMED, "waiting": waiting_s / took_s, "workers": float(found)})
+    write_report(
+        report, {"step_s": took_s / TIMED, "waiting": waiting_s / took_s, "workers": float(found)}
+    )
 
 
 if __name__ == "__main__":

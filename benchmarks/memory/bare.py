@@ -30,7 +30,11 @@ def main() -> None:
         optimizer.step()
     steps_bytes = peak_bytes() - imported_bytes
     save_file(model.state_dict(), Path(work) / "weights.safetensors")
-    measures = {"steps_bytes": steps_bytes, "whole_bytes": peak_bytes() - imported_bytes, "imported_bytes": imported_bytes}
+    measures = {
+        "steps_bytes": steps_bytes,
+        "whole_bytes": peak_bytes() - imported_bytes,
+        "imported_bytes": imported_bytes,
+    }
     write_report(report, measures)
 
 

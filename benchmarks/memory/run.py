@@ -20,22 +20,35 @@ MOST_TIMES = 1.05
 
 def make_arms() -> list[Arm]:
     return [
-        Arm(name=name, command=(sys.executable, "-m", module, "{report}", "{work}"), folder=ROOT) for name, module in MODULES.items()
-    ]  # fmt: skip
+        Arm(name=name, command=(sys.executable, "-m", module, "{report}", "{work}"), folder=ROOT)
+        for name, module in MODULES.items()
+    ]
 
 
 def render(trial: Trial) -> str:
     """Both measures against the bare loop, then the bar."""
     effects = find_effects(trial, "bare", MEASURES)
-    bars = [Bar(arm="surefoot", baseline="bare", measure=measure, most=MOST_TIMES) for measure in MEASURES]
-    rows = [(each.measure, f"<= {MOST_TIMES}", bar.standing(each)) for bar, each in zip(bars, effects, strict=True)]
+    bars = [
+        Bar(arm="surefoot", baseline="bare", measure=measure, most=MOST_TIMES)
+        for measure in MEASURES
+    ]
+    rows = [
+        (each.measure, f"<= {MOST_TIMES}", bar.standing(each))
+        for bar, each in zip(bars, effects, strict=True)
+    ]
     return f"{effects_markdown(effects)}\n{markdown(('measure', 'bar', 'verdict'), rows)}"
 
 
 def main() -> None:
     asked = make_parser(__doc__, RESULTS).parse_args()
     if not asked.show:
-        measure("memory", make_arms(), rounds=asked.rounds, packages=("torch", "safetensors", "surefoot"), out=asked.out)
+        measure(
+            "memory",
+            make_arms(),
+            rounds=asked.rounds,
+            packages=("torch", "safetensors", "surefoot"),
+            out=asked.out,
+        )
     trial = read_trial(asked.out)
     parts = {"conditions": render_conditions(trial), "results": render(trial)}
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)

@@ -34,13 +34,18 @@ def main() -> None:
     report, work = sys.argv[1:]
     imported_bytes = resident_bytes()
     spec = RunSpec(
-        task={"use": "benchmarks.memory.surefoot_run:Wide"}, train={"length": f"{STEPS} steps", "batch": BATCH, "threads": 1},
+        task={"use": "benchmarks.memory.surefoot_run:Wide"},
+        train={"length": f"{STEPS} steps", "batch": BATCH, "threads": 1},
         observe={"tensorboard": False},
-    )  # fmt: skip
+    )
     with Run(spec, folder=f"{work}/run") as run:
         for _ in run.steps():
             steps_bytes = peak_bytes() - imported_bytes
-    measures = {"steps_bytes": steps_bytes, "whole_bytes": peak_bytes() - imported_bytes, "imported_bytes": imported_bytes}
+    measures = {
+        "steps_bytes": steps_bytes,
+        "whole_bytes": peak_bytes() - imported_bytes,
+        "imported_bytes": imported_bytes,
+    }
     write_report(report, measures)
 
 

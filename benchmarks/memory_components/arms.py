@@ -46,7 +46,9 @@ class Size:
 
 
 DEEP = Size(layers=24, batch=8, length=128, width=256, heads=4)
-REFERENCE = Size(layers=12, batch=32, length=512, width=768, heads=12, warmup=0, steps=1)  # a step takes minutes on one core
+REFERENCE = Size(
+    layers=12, batch=32, length=512, width=768, heads=12, warmup=0, steps=1
+)  # a step takes minutes on one core
 
 
 def make_head(*, chunked: bool) -> Step:
@@ -75,7 +77,9 @@ def make_deep(way: str, size: Size) -> Step:
     tokens = torch.randint(0, 256, (size.batch, size.length))
 
     def step() -> None:
-        model.zero_grad(set_to_none=False)  # gradients are there all the time: what is left of the peak are activations
+        model.zero_grad(
+            set_to_none=False
+        )  # gradients are there all the time: what is left of the peak are activations
         scores: Tensor = model(tokens)
         F.cross_entropy(scores.flatten(0, 1), tokens.flatten()).backward()
 
@@ -88,25 +92,35 @@ def make_update(state: str) -> optim.GuardedUpdate:
     model = DEEP.model()
     for parameter in model.parameters():
         parameter.grad = 1e-3 * torch.randn(parameter.shape)
-    built = optim.build(OptimTable.model_validate({"lr": 1e-4, "state": state}), optim.find_trained(model))
+    built = optim.build(
+        OptimTable.model_validate({"lr": 1e-4, "state": state}), optim.find_trained(model)
+    )
     return optim.GuardedUpdate(built.optimizers, clip=1.0)
 
 
 ARMS: dict[str, Callable[[], Step]] = {
-    "head plain": lambda: make_head(chunked=False), "head chunked": lambda: make_head(chunked=True),
+    "head plain": lambda: make_head(chunked=False),
+    "head chunked": lambda: make_head(chunked=True),
     **{f"deep {name}": (lambda way=way: make_deep(way, DEEP)) for name, way in WAYS.items()},
-    **{f"reference {name}": (lambda way=way: make_deep(way, REFERENCE)) for name, way in WAYS.items()},
-}  # fmt: skip
+    **{
+        f"reference {name}": (lambda way=way: make_deep(way, REFERENCE))
+        for name, way in WAYS.items()
+    },
+}
 
 
 def find_peak(step: Callable[[], object]) -> int:
     """The most bytes above those at its beginning that torch had given out at a time in a step, gradients included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recorded:
         step()
     assert recorded.profiler is not None
     assert recorded.profiler.kineto_results is not None
     changes = [
-        (each.start_ns(), each.nbytes()) for each in recorded.profiler.kineto_results.events() if each.name() == "[memory]"
+        (each.start_ns(), each.nbytes())
+        for each in recorded.profiler.kineto_results.events()
+        if each.name() == "[memory]"
     ]
     now = most = 0
     for _, change in sorted(changes, key=lambda pair: pair[0]):
@@ -127,9 +141,14 @@ def main() -> None:
     started_s = time.process_time()
     for _ in range(size.steps):
         step()
-    measures = {"cpu_s_per_step": (time.process_time() - started_s) / size.steps, "peak_bytes": float(find_peak(step))}
+    measures = {
+        "cpu_s_per_step": (time.process_time() - started_s) / size.steps,
+        "peak_bytes": float(find_peak(step)),
+    }
     if guarded is not None:
-        measures["state_bytes"] = float(sum(each.nbytes for _, kept in guarded.states() for each in kept.values()))
+        measures["state_bytes"] = float(
+            sum(each.nbytes for _, kept in guarded.states() for each in kept.values())
+        )
     write_report(report, measures)
 
 

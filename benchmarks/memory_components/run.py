@@ -13,12 +13,30 @@ from benchmarks.measured import ROOT, make_parser, measure, render_conditions, r
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.units import format_number, format_percent
-from surefoot.trial import Arm, Bar, Trial, effects_markdown, find_effect, find_effects, markdown, read_trial
+from surefoot.trial import (
+    Arm,
+    Bar,
+    Trial,
+    effects_markdown,
+    find_effect,
+    find_effects,
+    markdown,
+    read_trial,
+)
 
 FOLDER = Path(__file__).parent
 NAMES = ("memory_components", "again", "reference", "score")
 RESULTS, AGAIN, REFERENCE, SCORES = (FOLDER / "results" / f"{name}.json" for name in NAMES)
-ARMS = ("head plain", "head chunked", "deep none", "deep full", "deep every2", "deep operators", "state fp32", "state 8bit")
+ARMS = (
+    "head plain",
+    "head chunked",
+    "deep none",
+    "deep full",
+    "deep every2",
+    "deep operators",
+    "state fp32",
+    "state 8bit",
+)
 PAIRS = (
     ("head chunked", "head plain"),
     ("deep full", "deep none"),
@@ -31,10 +49,13 @@ REFERENCE_ARMS = ("reference none", "reference full", "reference operators")
 REFERENCE_ROUNDS = 3  # allocations repeat, and a round takes a quarter of an hour
 STATE = ("state 8bit", "state fp32")
 BARS = (
-    ("head chunked", "head plain", "peak_bytes", 0.25), ("head chunked", "head plain", "cpu_s_per_step", 1.15),
-    ("deep full", "deep none", "peak_bytes", 0.35), ("deep full", "deep none", "cpu_s_per_step", 1.40),
-    ("deep operators", "deep none", "cpu_s_per_step", 1.10), (*STATE, "state_bytes", 0.27),
-)  # fmt: skip
+    ("head chunked", "head plain", "peak_bytes", 0.25),
+    ("head chunked", "head plain", "cpu_s_per_step", 1.15),
+    ("deep full", "deep none", "peak_bytes", 0.35),
+    ("deep full", "deep none", "cpu_s_per_step", 1.40),
+    ("deep operators", "deep none", "cpu_s_per_step", 1.10),
+    (*STATE, "state_bytes", 0.27),
+)
 LEAST_SHARE = 0.60  # of the saving of full recomputation that the selective one has
 STATES, SEEDS, MOST_WORSE = ("fp32", "8bit"), 5, 0.02  # bits per byte
 
@@ -43,8 +64,14 @@ def make_arms(names: Sequence[str] = ARMS) -> list[Arm]:
     """Each a process of its own: nothing that another one left raises its peak."""
     module = "benchmarks.memory_components.arms"
     return [
-        Arm(name=name, command=(sys.executable, "-m", module, name, "{report}"), folder=ROOT, timeout_s=3600) for name in names
-    ]  # fmt: skip
+        Arm(
+            name=name,
+            command=(sys.executable, "-m", module, name, "{report}"),
+            folder=ROOT,
+            timeout_s=3600,
+        )
+        for name in names
+    ]
 
 
 def make_spec(state: str, seed: int) -> RunSpec:
@@ -53,23 +80,40 @@ def make_spec(state: str, seed: int) -> RunSpec:
         task={"use": "pycorpus", "layers": 4, "width": 128, "heads": 4, "length": 128},
         optim={"name": "adamw", "lr": 0.002, "betas": [0.9, 0.95], "state": state},
         schedule={"name": "linear", "warmup": "20 steps"},
-        train={"length": "1 M tokens", "batch": 16, "seed": seed}, evaluate={"split": "heldout", "every": "1 M tokens", "batch": 64},
+        train={"length": "1 M tokens", "batch": 16, "seed": seed},
+        evaluate={"split": "heldout", "every": "1 M tokens", "batch": 64},
         checkpoint={"every": "1 h"},
-    )  # fmt: skip
+    )
 
 
 def score_arms(seeds: int) -> list[Arm]:
-    words = (sys.executable, "-m", "benchmarks.large_batch.arms", "score", "{work}/spec.toml", "{work}/run", "{report}")
+    words = (
+        sys.executable,
+        "-m",
+        "benchmarks.large_batch.arms",
+        "score",
+        "{work}/spec.toml",
+        "{work}/run",
+        "{report}",
+    )
     return [
-        Arm(name=f"{state} seed {seed}", command=words, folder=ROOT, timeout_s=3600,
-            files={"spec.toml": spec_file.write(make_spec(state, seed))})
-        for seed in range(seeds) for state in STATES
-    ]  # fmt: skip
+        Arm(
+            name=f"{state} seed {seed}",
+            command=words,
+            folder=ROOT,
+            timeout_s=3600,
+            files={"spec.toml": spec_file.write(make_spec(state, seed))},
+        )
+        for seed in range(seeds)
+        for state in STATES
+    ]
 
 
 def render(trial: Trial) -> str:
     """Each arm against the plain one, then the bars."""
-    effects = [find_effect(trial, arm, baseline, name) for arm, baseline in PAIRS for name in MEASURES]
+    effects = [
+        find_effect(trial, arm, baseline, name) for arm, baseline in PAIRS for name in MEASURES
+    ]
     effects += [find_effect(trial, *STATE, name) for name in ("state_bytes", *MEASURES)]
     rows = []
     for arm, baseline, name, most in BARS:
@@ -106,7 +150,10 @@ def render_reference(trial: Trial) -> str:
 
 def find_share(trial: Trial) -> float | None:
     """How much of what full recomputation saves the selective one does; allocations repeat, so one round says it."""
-    found = [list(trial.by_round(arm, "peak_bytes").values()) for arm in ("deep none", "deep full", "deep operators")]
+    found = [
+        list(trial.by_round(arm, "peak_bytes").values())
+        for arm in ("deep none", "deep full", "deep operators")
+    ]
     if not all(found):
         return None
     none, full, operators = (values[0] for values in found)
@@ -125,18 +172,44 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     asked = parser.parse_args()
     packages = ("torch", "torchao", "surefoot")
-    again, reference, scores = (asked.out.with_name(each.name) for each in (AGAIN, REFERENCE, SCORES))
-    asked_for = () if asked.show else (asked.only,) if asked.only else ("cost", "reference", "score")
+    again, reference, scores = (
+        asked.out.with_name(each.name) for each in (AGAIN, REFERENCE, SCORES)
+    )
+    asked_for = (
+        () if asked.show else (asked.only,) if asked.only else ("cost", "reference", "score")
+    )
     if "cost" in asked_for:
-        measure("memory components", make_arms(), rounds=asked.rounds, packages=packages, out=asked.out)
+        measure(
+            "memory components", make_arms(), rounds=asked.rounds, packages=packages, out=asked.out
+        )
     if "again" in asked_for:
-        measure("memory components: again", make_arms(AGAIN_ARMS), rounds=asked.rounds, packages=packages, out=again)
+        measure(
+            "memory components: again",
+            make_arms(AGAIN_ARMS),
+            rounds=asked.rounds,
+            packages=packages,
+            out=again,
+        )
     if "reference" in asked_for:
         rounds = min(asked.rounds, REFERENCE_ROUNDS)
         arms = make_arms(REFERENCE_ARMS)
-        measure("memory components: reference", arms, rounds=rounds, packages=packages, out=reference, warmup_rounds=0)
+        measure(
+            "memory components: reference",
+            arms,
+            rounds=rounds,
+            packages=packages,
+            out=reference,
+            warmup_rounds=0,
+        )
     if "score" in asked_for:
-        measure("memory components: score", score_arms(asked.seeds), rounds=1, packages=packages, out=scores, warmup_rounds=0)
+        measure(
+            "memory components: score",
+            score_arms(asked.seeds),
+            rounds=1,
+            packages=packages,
+            out=scores,
+            warmup_rounds=0,
+        )
     parts = {}
     if asked.out.is_file():
         trial = read_trial(asked.out)
@@ -146,7 +219,10 @@ def main() -> None:
         parts |= {"again conditions": render_conditions(trial), "again": render_again(trial)}
     if reference.is_file():
         trial = read_trial(reference)
-        parts |= {"reference conditions": render_conditions(trial), "reference": render_reference(trial)}
+        parts |= {
+            "reference conditions": render_conditions(trial),
+            "reference": render_reference(trial),
+        }
     if scores.is_file():
         trial = read_trial(scores)
         parts |= {"score conditions": render_conditions(trial), "score": render_score(trial)}

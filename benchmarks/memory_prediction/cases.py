@@ -28,7 +28,9 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.first, self.second = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -43,10 +45,12 @@ class UNet(nn.Module):
         sizes = [channels, 2 * channels, 4 * channels]
         self.first = nn.Conv2d(3, channels, 3, padding=1)
         self.down = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.GroupNorm(4, b), nn.SiLU()) for a, b in pairwise(sizes)
+            nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.GroupNorm(4, b), nn.SiLU())
+            for a, b in pairwise(sizes)
         )
         self.up = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(a + b, a, 3, padding=1), nn.GroupNorm(4, a), nn.SiLU()) for a, b in pairwise(sizes)
+            nn.Sequential(nn.Conv2d(a + b, a, 3, padding=1), nn.GroupNorm(4, a), nn.SiLU())
+            for a, b in pairwise(sizes)
         )
         self.head = nn.Linear(channels, CLASSES)
 
@@ -67,7 +71,9 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.places = nn.Parameter(torch.zeros(64, width))
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True, activation="gelu")
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True, activation="gelu"
+        )
         self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.head = nn.Linear(width, CLASSES)
 
@@ -111,7 +117,9 @@ class Case:
     def model(self) -> nn.Module:
         if self.family == "gpt":
             return Transformer(1000, layers=4, width=64, heads=4, length=self.length, dropout=0.1)
-        return {"mlp": make_mlp, "convnet": make_convnet, "lstm": LSTM, "unet": UNet, "vit": ViT}[self.family]()
+        return {"mlp": make_mlp, "convnet": make_convnet, "lstm": LSTM, "unet": UNet, "vit": ViT}[
+            self.family
+        ]()
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(0)
@@ -119,7 +127,10 @@ class Case:
             tokens = torch.randint(0, 1000, (2 * BATCH, self.length), generator=draws)
             return Arrays(tokens, tokens.roll(1, 1))
         shape = (2 * BATCH, 48, 32) if self.family == "lstm" else (2 * BATCH, 3, 32, 32)
-        return Arrays(torch.randn(shape, generator=draws), torch.randint(0, CLASSES, (2 * BATCH,), generator=draws))
+        return Arrays(
+            torch.randn(shape, generator=draws),
+            torch.randint(0, CLASSES, (2 * BATCH,), generator=draws),
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         output: Tensor = model(batch[0])
@@ -145,17 +156,22 @@ class Named:
 
     def spec(self) -> RunSpec:
         return RunSpec(
-            task={"use": f"{__name__}:Case", "family": self.family}, precision={"compute": self.precision},
-            memory={"recompute": self.way}, optim={"name": self.optimiser},
-            train={"batch": BATCH, "length": "10 steps", "threads": 1, "device": "cpu"}, observe={"tensorboard": False},
-        )  # fmt: skip
+            task={"use": f"{__name__}:Case", "family": self.family},
+            precision={"compute": self.precision},
+            memory={"recompute": self.way},
+            optim={"name": self.optimiser},
+            train={"batch": BATCH, "length": "10 steps", "threads": 1, "device": "cpu"},
+            observe={"tensorboard": False},
+        )
 
 
 def make_cases() -> list[Named]:
     """Each family with each precision and each way, the optimisers in turn; the LSTM has no blocks to compute again."""
     found = []
     for number, (family, precision, way) in enumerate(product(FAMILIES, PRECISIONS, WAYS)):
-        if family == "lstm" and (way != "none" or precision == "fp16"):  # torch has no LSTM in fp16 on a CPU
+        if family == "lstm" and (
+            way != "none" or precision == "fp16"
+        ):  # torch has no LSTM in fp16 on a CPU
             continue
         found.append(Named(family, precision, way, OPTIMISERS[(number + number // 4) % 3]))
     return [

@@ -55,22 +55,34 @@ def render(found: dict[str, Any]) -> str:
         ("cases", str(len(cases)), ">= 40", "holds" if len(cases) >= 40 else "fails"),
     ]
     rows = [
-        (each["case"], format_bytes(each["predicted_bytes"]), format_bytes(each["measured_bytes"]), format_percent(each["error"]))
+        (
+            each["case"],
+            format_bytes(each["predicted_bytes"]),
+            format_bytes(each["measured_bytes"]),
+            format_percent(each["error"]),
+        )
         for each in cases
     ]
     return f"{markdown(('of', 'is', 'bar', 'verdict'), bars)}\n{markdown(('case', 'predicted', 'measured', 'error'), rows)}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--show", action="store_true", help="only make the tables from the results that are there")
+    parser.add_argument(
+        "--show", action="store_true", help="only make the tables from the results that are there"
+    )
     asked = parser.parse_args()
     if not asked.show:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         asked.out.write_text(json.dumps(measure(), indent=1) + "\n")
     found = json.loads(asked.out.read_text())
-    parts = {"results": render(found), "conditions": markdown(("condition", "value"), list(found["conditions"].items()))}
+    parts = {
+        "results": render(found),
+        "conditions": markdown(("condition", "value"), list(found["conditions"].items())),
+    }
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
 
 

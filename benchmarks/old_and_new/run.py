@@ -33,12 +33,19 @@ class Side:
     def __init__(self, checkout: Path, workload: str, folder: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, str(FOLDER / "turns.py"), workload, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, env=environment, cwd=folder,
-        )  # fmt: skip
+            [sys.executable, str(FOLDER / "turns.py"), workload, folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
         found = self._answer()["surefoot"]
         if Path(found).resolve() != checkout.resolve():
-            raise SystemExit(f"{checkout} was asked for, and its process imports the surefoot of {found}")
+            raise SystemExit(
+                f"{checkout} was asked for, and its process imports the surefoot of {found}"
+            )
 
     def turn(self) -> float:
         """CPU seconds of one turn."""
@@ -58,18 +65,28 @@ class Side:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"a process ended with {self._process.wait()}: run its turns.py by hand to see why")
+            raise SystemExit(
+                f"a process ended with {self._process.wait()}: run its turns.py by hand to see why"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
-def compare(old: Path, new: Path, workload: str, most_turns: int) -> tuple[list[float], list[float], Interval]:
+def compare(
+    old: Path, new: Path, workload: str, most_turns: int
+) -> tuple[list[float], list[float], Interval]:
     """CPU seconds of the turns of both, and the ratio new to old."""
     taken: list[list[float]] = [[], []]
     while True:
-        with tempfile.TemporaryDirectory() as folder, Side(old, workload, folder) as before, Side(new, workload, folder) as after:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Side(old, workload, folder) as before,
+            Side(new, workload, folder) as after,
+        ):
             for number in range(TURNS_OF_A_PAIR):
-                for which, side in ((0, before), (1, after)) if number % 2 else ((1, after), (0, before)):
+                for which, side in (
+                    ((0, before), (1, after)) if number % 2 else ((1, after), (0, before))
+                ):
                     taken[which].append(side.turn())
         ratio, count = paired_ratio(taken[1], taken[0]), len(taken[0])
         if count >= LEAST_TURNS and (half_width(ratio) < HALF_WIDTH or count >= most_turns):
@@ -87,15 +104,29 @@ def render(found: dict[str, Any]) -> str:
     rows = []
     for name, each in found["workloads"].items():
         ratio = Interval(**each["ratio"])
-        rows.append((name, str(len(each["old_s"])), render_interval(ratio, ".3f"), f"<= {BAR}", standing_of(ratio, most=BAR)))
+        rows.append(
+            (
+                name,
+                str(len(each["old_s"])),
+                render_interval(ratio, ".3f"),
+                f"<= {BAR}",
+                standing_of(ratio, most=BAR),
+            )
+        )
     return markdown(("workload", "turns", "CPU time, new over old (95 %)", "bar", "verdict"), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path, nargs="?", help="a checkout of the state before")
     parser.add_argument(
-        "new", type=Path, nargs="?", default=ROOT, help="a checkout of the state after; this one, if none is given"
+        "new",
+        type=Path,
+        nargs="?",
+        default=ROOT,
+        help="a checkout of the state after; this one, if none is given",
     )
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--most-turns", type=int, default=200)
@@ -104,17 +135,30 @@ def main() -> None:
     if asked.old is not None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the processes inherit it
         found: dict[str, Any] = {
-            "conditions": {**find_conditions(("torch", "numpy")), "old": commit_of(asked.old), "new": commit_of(asked.new)},
+            "conditions": {
+                **find_conditions(("torch", "numpy")),
+                "old": commit_of(asked.old),
+                "new": commit_of(asked.new),
+            },
             "workloads": {},
         }
         for name in asked.workloads.split(","):
-            old_s, new_s, ratio = compare(asked.old.resolve(), asked.new.resolve(), name, asked.most_turns)
+            old_s, new_s, ratio = compare(
+                asked.old.resolve(), asked.new.resolve(), name, asked.most_turns
+            )
             found["workloads"][name] = {"old_s": old_s, "new_s": new_s, "ratio": asdict(ratio)}
-            print(f"{name}: {render_interval(ratio, '.3f')} after {len(old_s)} turns", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {render_interval(ratio, '.3f')} after {len(old_s)} turns",
+                file=sys.stderr,
+                flush=True,
+            )
             asked.out.write_text(json.dumps(found, indent=1) + "\n")
     found = json.loads(asked.out.read_text())
     conditions = markdown(("condition", "value"), [*found["conditions"].items()])
-    show({"bars": render(found), "conditions": conditions}, FOLDER / "README.md" if asked.out == RESULTS else None)
+    show(
+        {"bars": render(found), "conditions": conditions},
+        FOLDER / "README.md" if asked.out == RESULTS else None,
+    )
 
 
 def commit_of(checkout: Path) -> str:

@@ -40,7 +40,8 @@ class Tiny(nn.Module):
         super().__init__()
         self.embed, self.places = nn.Embedding(256, 128), nn.Parameter(torch.zeros(128, 128))
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True, norm_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(128, 256)
 
@@ -56,9 +57,17 @@ def make_model(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "convnet":
         return nn.Sequential(
-            nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1),
-            nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-        )  # fmt: skip
+            nn.Conv2d(3, 32, 3, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        )
     if name == "gpt":
         return Tiny()
     width = 60_000 if name == "wide" else 64
@@ -85,7 +94,11 @@ class Costed:
 
     def data(self, split: str) -> Any:
         samples = make_samples(self.name)
-        return DataLoader(TensorDataset(*samples), batch_size=32, shuffle=True) if self.loader else Arrays(*samples)
+        return (
+            DataLoader(TensorDataset(*samples), batch_size=32, shuffle=True)
+            if self.loader
+            else Arrays(*samples)
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         output: Tensor = model(batch[0])
@@ -93,16 +106,24 @@ class Costed:
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
         targets = batch[1].flatten()
-        return Loss.sum(F.cross_entropy(output.flatten(0, -2), targets, reduction="sum"), targets.numel())
+        return Loss.sum(
+            F.cross_entropy(output.flatten(0, -2), targets, reduction="sum"), targets.numel()
+        )
 
 
 @contextlib.contextmanager
 def begin(folder: Path, name: str, *, loader: bool = False) -> Iterator[Run]:
-    train = {"length": "1000000 steps", "seed": 0, "threads": 1} | ({} if loader else {"batch": BATCH[name]})
+    train = {"length": "1000000 steps", "seed": 0, "threads": 1} | (
+        {} if loader else {"batch": BATCH[name]}
+    )
     spec = RunSpec(
-        task={"use": f"{__file__}:Costed", "name": name, "loader": loader}, optim={"lr": 1e-3}, schedule={"name": "constant"},
-        train=train, observe={"tensorboard": False}, checkpoint={"every": "1000000 steps"},
-    )  # fmt: skip
+        task={"use": f"{__file__}:Costed", "name": name, "loader": loader},
+        optim={"lr": 1e-3},
+        schedule={"name": "constant"},
+        train=train,
+        observe={"tensorboard": False},
+        checkpoint={"every": "1000000 steps"},
+    )
     with Run(spec, folder=folder, quiet=True) as run:
         yield run
 
@@ -138,7 +159,10 @@ def main() -> None:
     told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a run prints is no answer
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=sys.argv[2]) as folder, workload(sys.argv[1], Path(folder) / "run") as turn:
+    with (
+        tempfile.TemporaryDirectory(dir=sys.argv[2]) as folder,
+        workload(sys.argv[1], Path(folder) / "run") as turn,
+    ):
         for _ in range(WARMUP_TURNS):
             turn()
         told.write(json.dumps({"surefoot": str(Path(surefoot.__file__).parents[1])}) + "\n")

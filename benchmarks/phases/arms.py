@@ -22,7 +22,15 @@ import torch
 
 from benchmarks.measured import ROOT
 from benchmarks.step_cost.models import LEARNING_RATE, SEED, WORKLOADS
-from surefoot.components.profiler import BACKWARD, DATA, FORWARD, LOGGING, OPTIMISER, OTHER, PhaseClock
+from surefoot.components.profiler import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    LOGGING,
+    OPTIMISER,
+    OTHER,
+    PhaseClock,
+)
 from surefoot.contract import events, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.spec import RunSpec
@@ -36,8 +44,11 @@ CALLS = 200_000
 EVALUATED = 64  # samples
 WARMUP, BLOCKS, BLOCK, WINDOW = 200, 40, 100, 10
 TASKS = {  # steps, how often it is evaluated and saved, the data set that it wants
-    "digits": (300, 100, ""), "cifar10": (12, 6, "cifar10-webdataset"), "pycorpus": (16, 8, ""), "wikitext2": (12, 6, "wikitext-2"),
-}  # fmt: skip
+    "digits": (300, 100, ""),
+    "cifar10": (12, 6, "cifar10-webdataset"),
+    "pycorpus": (16, 8, ""),
+    "wikitext2": (12, 6, "wikitext-2"),
+}
 
 
 class Silent:
@@ -87,10 +98,21 @@ def steps(work: str) -> dict[str, float]:
     """
     workload = WORKLOADS["mlp"]
     spec = RunSpec(
-        task={"use": "benchmarks.step_cost.arms.surefoot_run:Costed", "workload": "mlp", "batches": workload.num_batches},
-        optim={"lr": LEARNING_RATE}, schedule={"name": "constant"}, observe={"tensorboard": False},
-        train={"length": f"{WARMUP + 2 * BLOCKS * BLOCK} steps", "batch": workload.batch, "seed": SEED, "threads": 1},
-    )  # fmt: skip
+        task={
+            "use": "benchmarks.step_cost.arms.surefoot_run:Costed",
+            "workload": "mlp",
+            "batches": workload.num_batches,
+        },
+        optim={"lr": LEARNING_RATE},
+        schedule={"name": "constant"},
+        observe={"tensorboard": False},
+        train={
+            "length": f"{WARMUP + 2 * BLOCKS * BLOCK} steps",
+            "batch": workload.batch,
+            "seed": SEED,
+            "threads": 1,
+        },
+    )
     added_s, without_s = [], []
     with Run(spec, folder=work, quiet=True) as run:
         timing, silent, reports = run._clock, Silent(), run.steps()
@@ -98,11 +120,16 @@ def steps(work: str) -> dict[str, float]:
             pass
         for number in range(BLOCKS):
             order = (True, False) if number % 2 else (False, True)
-            cost = {is_timed: block(run, timing if is_timed else silent, reports) for is_timed in order}
+            cost = {
+                is_timed: block(run, timing if is_timed else silent, reports) for is_timed in order
+            }
             added_s.append(cost[True] - cost[False])
             without_s.append(cost[False])
         use(run, timing)
-    return {"added_cpu_s_per_step": float(np.median(added_s)), "without_cpu_s_per_step": float(np.median(without_s))}
+    return {
+        "added_cpu_s_per_step": float(np.median(added_s)),
+        "without_cpu_s_per_step": float(np.median(without_s)),
+    }
 
 
 def use(run: Run, clock: Any) -> None:
@@ -125,16 +152,25 @@ def wall(task: str, work: str, *, is_busy: bool) -> dict[str, float]:
     """What the phases of a run add up to against the clock of the day, between its first record and its last."""
     number, every, data = TASKS[task]
     changes: dict[str, Any] = {
-        "train.length": f"{number} steps", "train.threads": 1, "observe.tensorboard": False, "schedule.warmup": "1 steps",
-    }  # fmt: skip
+        "train.length": f"{number} steps",
+        "train.threads": 1,
+        "observe.tensorboard": False,
+        "schedule.warmup": "1 steps",
+    }
     if is_busy:
         changes["checkpoint.every"] = f"{every} steps"
     if data:
-        changes["data.folder"] = str((ROOT / os.environ.get("DATA", "../shared/data") / data).resolve())
-    spec = spec_file.read(task, [(key, value, "the benchmark") for key, value in changes.items()]).spec
+        changes["data.folder"] = str(
+            (ROOT / os.environ.get("DATA", "../shared/data") / data).resolve()
+        )
+    spec = spec_file.read(
+        task, [(key, value, "the benchmark") for key, value in changes.items()]
+    ).spec
     with Run(spec, folder=work, quiet=True) as run:
         whole = run.assembly.evaluation
-        run.assembly = replace(run.assembly, evaluation=lambda split: _Few(whole(split), EVALUATED))  # all of it takes minutes
+        run.assembly = replace(
+            run.assembly, evaluation=lambda split: _Few(whole(split), EVALUATED)
+        )  # all of it takes minutes
         for report in run.steps():
             if is_busy and report.step % every == 0:
                 run.evaluate()

@@ -18,15 +18,33 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
-COSTS = {"the calls alone": ("calls", "cpu_s_per_step"), "in a run": ("steps", "added_cpu_s_per_step")}
+COSTS = {
+    "the calls alone": ("calls", "cpu_s_per_step"),
+    "in a run": ("steps", "added_cpu_s_per_step"),
+}
 TASKS = ("digits", "cifar10", "pycorpus", "wikitext2")
-PLACES = ("data", "augmentation", "forward", "loss", "backward", "optimiser", "evaluation", "checkpoint", "logging", "other")
+PLACES = (
+    "data",
+    "augmentation",
+    "forward",
+    "loss",
+    "backward",
+    "optimiser",
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "other",
+)
 SIZES = ("2 ms", "5 ms", "10 ms", "20 ms", "50 ms")
 MOST_ADDED_S, MOST_OFF, MOST_OTHER = 10e-6, 0.01, 0.05
 
 
 def arm(name: str, what: str) -> Arm:
-    return Arm(name=name, command=(sys.executable, "-m", "benchmarks.phases.arms", what, "{report}", "{work}/run"), folder=ROOT)
+    return Arm(
+        name=name,
+        command=(sys.executable, "-m", "benchmarks.phases.arms", what, "{report}", "{work}/run"),
+        folder=ROOT,
+    )
 
 
 def render_cost(trial: Trial) -> str:
@@ -34,8 +52,16 @@ def render_cost(trial: Trial) -> str:
     for name, (what, measured) in COSTS.items():
         interval = median_interval(list(trial.by_round(what, measured).values()))
         low, middle, high = map(format_seconds, (interval.low, interval.estimate, interval.high))
-        lowest, highest = (interval.estimate if bound is None else bound for bound in (interval.low, interval.high))
-        verdict = "holds" if highest <= MOST_ADDED_S else "fails" if lowest > MOST_ADDED_S else "undecided"
+        lowest, highest = (
+            interval.estimate if bound is None else bound for bound in (interval.low, interval.high)
+        )
+        verdict = (
+            "holds"
+            if highest <= MOST_ADDED_S
+            else "fails"
+            if lowest > MOST_ADDED_S
+            else "undecided"
+        )
         rows.append((name, f"{middle} ({low} to {high})", "<= 10 us", verdict))
     return markdown(("CPU time of a step", "median (95 %)", "bar", "verdict"), rows)
 
@@ -44,14 +70,24 @@ def render_wall(trial: Trial) -> str:
     rows = []
     for task in TASKS:
         for how in ("plain", "saved and evaluated"):
-            found = {key: _middle(trial, f"{task} {how}", key) for key in ("coverage", *(f"{name}_share" for name in PHASES))}
+            found = {
+                key: _middle(trial, f"{task} {how}", key)
+                for key in ("coverage", *(f"{name}_share" for name in PHASES))
+            }
             coverage, other = found.pop("coverage"), found["other_share"]
             if coverage is None or other is None:
                 rows.append((f"{task}, {how}", "n/a", *("n/a" for _ in PHASES), "not measured"))
                 continue
             holds = abs(coverage - 1) <= MOST_OFF and other <= MOST_OTHER
             shares = (f"{100 * (share or 0.0):.1f}" for share in found.values())
-            rows.append((f"{task}, {how}", f"{100 * coverage:.3f} %", *shares, "holds" if holds else "fails"))
+            rows.append(
+                (
+                    f"{task}, {how}",
+                    f"{100 * coverage:.3f} %",
+                    *shares,
+                    "holds" if holds else "fails",
+                )
+            )
     return markdown(("run", "phases by wall time", *(f"{name} %" for name in PHASES), "bar"), rows)
 
 
@@ -59,7 +95,10 @@ def render_delays(trial: Trial, against: str) -> str:
     rows = []
     for where in PLACES:
         sizes = [f"{against}/{size}" for size in SIZES]
-        cells = [f"{_percent(trial, where, f'{size}/own')} / {_percent(trial, where, f'{size}/others')}" for size in sizes]
+        cells = [
+            f"{_percent(trial, where, f'{size}/own')} / {_percent(trial, where, f'{size}/others')}"
+            for size in sizes
+        ]
         rows.append((where, format_seconds(_middle(trial, where, "usual_s")), *cells))
     return markdown(("delay put into", "without it", *SIZES), rows)
 
@@ -77,25 +116,44 @@ def _percent(trial: Trial, name: str, measured: str) -> str:
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.set_defaults(rounds=9)
-    parser.add_argument("--part", choices=("cost", "wall", "delays"), help="measure this alone; the rest stays as it is")
+    parser.add_argument(
+        "--part",
+        choices=("cost", "wall", "delays"),
+        help="measure this alone; the rest stays as it is",
+    )
     asked = parser.parse_args()
     costs = [arm(what, what) for what, _ in COSTS.values()]
     runs = {"plain": "plain", "saved and evaluated": "busy"}
-    walls = [arm(f"{task} {how}", f"wall:{task}:{word}") for task in TASKS for how, word in runs.items()]
+    walls = [
+        arm(f"{task} {how}", f"wall:{task}:{word}") for task in TASKS for how, word in runs.items()
+    ]
     delays = [arm(where, f"delay:{where}") for where in PLACES]
     parts = {
-        "cost": ("what the timers cost", costs, asked.rounds), "wall": ("phases and wall time", walls, 1),
+        "cost": ("what the timers cost", costs, asked.rounds),
+        "wall": ("phases and wall time", walls, 1),
         "delays": ("planted delays", delays, 1),
-    }  # fmt: skip
+    }
     for name, (title, arms, rounds) in parts.items():
         if not asked.show and asked.part in (None, name):
             packages = ("torch", "numpy", "surefoot")
-            measure(title, arms, rounds=rounds, packages=packages, out=asked.out / f"{name}.json", warmup_rounds=0)
-    cost, wall, planted = (read_trial(asked.out / f"{name}.json") for name in ("cost", "wall", "delays"))
+            measure(
+                title,
+                arms,
+                rounds=rounds,
+                packages=packages,
+                out=asked.out / f"{name}.json",
+                warmup_rounds=0,
+            )
+    cost, wall, planted = (
+        read_trial(asked.out / f"{name}.json") for name in ("cost", "wall", "delays")
+    )
     shown = {
-        "cost": render_cost(cost), "wall": render_wall(wall), "delays": render_delays(planted, "elsewhere"),
-        "raw": render_delays(planted, "nowhere"), "conditions": render_conditions(cost),
-    }  # fmt: skip
+        "cost": render_cost(cost),
+        "wall": render_wall(wall),
+        "delays": render_delays(planted, "elsewhere"),
+        "raw": render_delays(planted, "nowhere"),
+        "conditions": render_conditions(cost),
+    }
     show(shown, FOLDER / "README.md" if asked.out == RESULTS else None)
 
 

@@ -17,7 +17,11 @@ from surefoot.trial import Arm, Trial, effects_markdown, find_effects, read_tria
 FOLDER = Path(__file__).parent
 RESULTS, SCORES = (FOLDER / "results" / f"{name}.json" for name in ("cost", "score"))
 DATA = "../shared/data"
-STEPS = {"fp32": 8, "bf16": 8, "fp16": 2}  # a processor without units for fp16 takes ten times as long over it
+STEPS = {
+    "fp32": 8,
+    "bf16": 8,
+    "fp16": 2,
+}  # a processor without units for fp16 takes ten times as long over it
 LEARNED = ("fp32", "bf16")
 MOST_APART, SEEDS = 0.5, 3  # points
 
@@ -25,7 +29,9 @@ MOST_APART, SEEDS = 0.5, 3  # points
 def make_spec(compute: str, data: str, *, seed: int = 0) -> RunSpec:
     """`cifar10_quick` as it is, but for the precision: two epochs of the images, Muon at a batch of 250."""
     base = spec_file.read("cifar10_quick").spec
-    return base.replace(precision={"compute": compute}, data={"folder": data}, train={"seed": seed, "threads": 1})
+    return base.replace(
+        precision={"compute": compute}, data={"folder": data}, train={"seed": seed, "threads": 1}
+    )
 
 
 def cost_arms(data: str) -> list[Arm]:
@@ -36,12 +42,26 @@ def cost_arms(data: str) -> list[Arm]:
 
 
 def score_arms(seeds: int, data: str) -> list[Arm]:
-    words = (sys.executable, "-m", "benchmarks.large_batch.arms", "score", "{work}/spec.toml", "{work}/run", "{report}")
+    words = (
+        sys.executable,
+        "-m",
+        "benchmarks.large_batch.arms",
+        "score",
+        "{work}/spec.toml",
+        "{work}/run",
+        "{report}",
+    )
     return [
-        Arm(name=f"{compute} seed {seed}", command=words, folder=ROOT, timeout_s=7200.0,
-            files={"spec.toml": spec_file.write(make_spec(compute, data, seed=seed))})
-        for seed in range(seeds) for compute in LEARNED
-    ]  # fmt: skip
+        Arm(
+            name=f"{compute} seed {seed}",
+            command=words,
+            folder=ROOT,
+            timeout_s=7200.0,
+            files={"spec.toml": spec_file.write(make_spec(compute, data, seed=seed))},
+        )
+        for seed in range(seeds)
+        for compute in LEARNED
+    ]
 
 
 def render_cost(trial: Trial) -> str:
@@ -59,18 +79,39 @@ def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.add_argument("--only", choices=("cost", "score"))
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("DATA", DATA)), help="the folder of cifar10-webdataset")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("DATA", DATA)),
+        help="the folder of cifar10-webdataset",
+    )
     asked = parser.parse_args()
     data, scores = str((ROOT / asked.data).resolve()), asked.out.with_name(SCORES.name)
     if not asked.show and asked.only != "score":
-        measure("precision: cost", cost_arms(data), rounds=asked.rounds, packages=("torch", "surefoot"), out=asked.out)
+        measure(
+            "precision: cost",
+            cost_arms(data),
+            rounds=asked.rounds,
+            packages=("torch", "surefoot"),
+            out=asked.out,
+        )
     if not asked.show and asked.only != "cost":
         arms = score_arms(asked.seeds, data)
-        measure("precision: score", arms, rounds=1, packages=("torch", "surefoot"), out=scores, warmup_rounds=0)
+        measure(
+            "precision: score",
+            arms,
+            rounds=1,
+            packages=("torch", "surefoot"),
+            out=scores,
+            warmup_rounds=0,
+        )
     parts = {}
     for name, out, render in (("cost", asked.out, render_cost), ("score", scores, render_score)):
         if out.is_file():
-            parts |= {name: render(read_trial(out)), f"{name} conditions": render_conditions(read_trial(out))}
+            parts |= {
+                name: render(read_trial(out)),
+                f"{name} conditions": render_conditions(read_trial(out)),
+            }
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
 
 

@@ -15,21 +15,29 @@ from surefoot.trial.report import Clock, write_report
 WARMUP, STEPS = 20, 40
 OFF, WAITING = "off", "waiting"
 LEVELS = {
-    "trace": (), "shapes": ("shapes",), "memory": ("memory",), "stacks": ("stacks",), "all": ("shapes", "stacks", "memory"),
-}  # fmt: skip
+    "trace": (),
+    "shapes": ("shapes",),
+    "memory": ("memory",),
+    "stacks": ("stacks",),
+    "all": ("shapes", "stacks", "memory"),
+}
 
 
 def main() -> None:
     arm, report, work = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     spec = RunSpec(
-        task={"use": "digits"}, train={"length": f"{WARMUP + STEPS + 1} steps", "threads": 1, "device": "cpu"},
-        schedule={"name": "constant"}, observe={"tensorboard": False},
-    )  # fmt: skip
+        task={"use": "digits"},
+        train={"length": f"{WARMUP + STEPS + 1} steps", "threads": 1, "device": "cpu"},
+        schedule={"name": "constant"},
+        observe={"tensorboard": False},
+    )
     with Run(spec, folder=work / "run", quiet=True) as run:
         if arm == WAITING:
             run.profiling.begin(Window(wait=WARMUP + STEPS, warmup=0, active=1), (), run.step)
         elif arm != OFF:
-            run.profiling.begin(Window(wait=0, warmup=WARMUP, active=STEPS + 1), LEVELS[arm], run.step)
+            run.profiling.begin(
+                Window(wait=0, warmup=WARMUP, active=STEPS + 1), LEVELS[arm], run.step
+            )
         steps, clock = run.steps(), Clock()
         for _ in islice(steps, WARMUP):
             pass

@@ -40,19 +40,42 @@ def render(trial: Trial) -> str:
                 words = f"{middle} ({low} to {high})"
         steps = list(trial.by_round(arm, CPU).values())
         cost = format_seconds(median(steps)) if steps else UNKNOWN
-        closing, size = (list(trial.by_round(arm, name).values()) for name in ("closing_s", "trace_bytes_per_step"))
+        closing, size = (
+            list(trial.by_round(arm, name).values())
+            for name in ("closing_s", "trace_bytes_per_step")
+        )
         is_recorded = arm in LEVELS and closing and size
-        rows.append((
-            arm, cost, words, format_seconds(median(closing)) if is_recorded else "",
-            format_bytes(20 * median(size)) if is_recorded else "",
-        ))  # fmt: skip
-    return markdown(("level", "CPU time of a step", "against off (95 %)", "closing, 41 steps", "trace of 20 steps"), rows)
+        rows.append(
+            (
+                arm,
+                cost,
+                words,
+                format_seconds(median(closing)) if is_recorded else "",
+                format_bytes(20 * median(size)) if is_recorded else "",
+            )
+        )
+    return markdown(
+        (
+            "level",
+            "CPU time of a step",
+            "against off (95 %)",
+            "closing, 41 steps",
+            "trace of 20 steps",
+        ),
+        rows,
+    )
 
 
 def main() -> None:
     asked = make_parser(__doc__, RESULTS).parse_args()
     if not asked.show:
-        measure("profiler", make_arms(), rounds=asked.rounds, packages=("torch", "surefoot"), out=asked.out)
+        measure(
+            "profiler",
+            make_arms(),
+            rounds=asked.rounds,
+            packages=("torch", "surefoot"),
+            out=asked.out,
+        )
     trial = read_trial(asked.out)
     parts = {"conditions": render_conditions(trial), "results": render(trial)}
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)

@@ -20,33 +20,54 @@ REST_S = 20.0  # before each arm: after minutes of work on both cores some machi
 BUDGET_S = 0.1  # of each call and shape; three samples at least
 SHAPES = (
     *((size, size, size) for size in (256, 512, 768, 1024, 1536, 2048, 3072)),
-    (4096, 512, 512), (512, 4096, 512), (512, 512, 4096), (4096, 1024, 1024), (8192, 256, 256),
-)  # fmt: skip
+    (4096, 512, 512),
+    (512, 4096, 512),
+    (512, 512, 4096),
+    (4096, 1024, 1024),
+    (8192, 256, 256),
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 Call = Callable[[], object]
 
 
-def torch_calls(dtype: torch.dtype, rows: int, inner: int, columns: int) -> Iterator[tuple[str, Call]]:
+def torch_calls(
+    dtype: torch.dtype, rows: int, inner: int, columns: int
+) -> Iterator[tuple[str, Call]]:
     """mm into a buffer, mm with one side transposed, linear with its bias; the products of oneDNN, as a linear layer and a convolution."""
     one, other = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)
-    turned, bias, out = other.T.contiguous(), torch.ones(columns, dtype=dtype), torch.empty(rows, columns, dtype=dtype)
+    turned, bias, out = (
+        other.T.contiguous(),
+        torch.ones(columns, dtype=dtype),
+        torch.empty(rows, columns, dtype=dtype),
+    )
     yield "mm", lambda: torch.mm(one, other, out=out)
     yield "mm, transposed", lambda: torch.mm(one, turned.T, out=out)
     yield "linear", lambda: F.linear(one, turned, bias)
     if dtype is not torch.float64:  # oneDNN has none
         packed, weight = one.to_mkldnn(), turned.to_mkldnn()
         yield "oneDNN linear", lambda: F.linear(packed, weight)
-        pixels = one.reshape(1, rows, 1, inner).permute(0, 3, 1, 2)  # channels last, as it is stored
+        pixels = one.reshape(1, rows, 1, inner).permute(
+            0, 3, 1, 2
+        )  # channels last, as it is stored
         kernel = turned.reshape(columns, inner, 1, 1)
-        yield "oneDNN convolution", lambda: torch.mkldnn_convolution(pixels, kernel, None, [0, 0], [1, 1], [1, 1], 1)
+        yield (
+            "oneDNN convolution",
+            lambda: torch.mkldnn_convolution(pixels, kernel, None, [0, 0], [1, 1], [1, 1], 1),
+        )
 
 
-def numpy_calls(dtype: torch.dtype, rows: int, inner: int, columns: int) -> Iterator[tuple[str, Call]]:
+def numpy_calls(
+    dtype: torch.dtype, rows: int, inner: int, columns: int
+) -> Iterator[tuple[str, Call]]:
     """numpy's product into a buffer, for the two dtypes that its BLAS has."""
     if dtype is torch.bfloat16:
         return
     kind = np.float32 if dtype is torch.float32 else np.float64
-    one, other, out = np.ones((rows, inner), kind), np.ones((inner, columns), kind), np.empty((rows, columns), kind)
+    one, other, out = (
+        np.ones((rows, inner), kind),
+        np.ones((inner, columns), kind),
+        np.empty((rows, columns), kind),
+    )
     yield "matmul", lambda: np.matmul(one, other, out=out)
     yield "matmul, transposed", lambda: np.matmul(one, other.T.copy().T, out=out)
 
@@ -62,7 +83,9 @@ def fastest_s(call: Call) -> float:
     return best_s
 
 
-def search(calls: Callable[[torch.dtype, int, int, int], Iterator[tuple[str, Call]]]) -> tuple[dict[str, float], dict[str, str]]:
+def search(
+    calls: Callable[[torch.dtype, int, int, int], Iterator[tuple[str, Call]]],
+) -> tuple[dict[str, float], dict[str, str]]:
     """The best FLOP/s of every dtype, and which call and shape it was."""
     best: dict[str, float] = {}
     named: dict[str, str] = {}
@@ -71,7 +94,10 @@ def search(calls: Callable[[torch.dtype, int, int, int], Iterator[tuple[str, Cal
             for name, call in calls(kind, rows, inner, columns):
                 rate = 2 * rows * inner * columns / fastest_s(call)
                 if rate > best.get(f"{dtype}_flops_per_s", 0.0):
-                    best[f"{dtype}_flops_per_s"], named[dtype] = rate, f"{name}, {rows} x {inner} x {columns}"
+                    best[f"{dtype}_flops_per_s"], named[dtype] = (
+                        rate,
+                        f"{name}, {rows} x {inner} x {columns}",
+                    )
     return best, named
 
 

@@ -27,17 +27,26 @@ MEASURES = ("fp32_flops_per_s", "bf16_flops_per_s", "fp64_flops_per_s", "copied_
 def make_arms() -> list[Arm]:
     """One core and all of them; the libraries search through all calls and shapes of benchmarks/roofline/arms.py."""
     return [
-        Arm(name=f"{kind} {threads}", command=_command(kind, threads), folder=ROOT, threads=threads, timeout_s=1200,
-            variables={"OPENBLAS_NUM_THREADS": str(threads)})
-        for threads in sorted({1, find_machine().cores}) for kind in ("surefoot", "torch", "numpy")
-    ]  # fmt: skip
+        Arm(
+            name=f"{kind} {threads}",
+            command=_command(kind, threads),
+            folder=ROOT,
+            threads=threads,
+            timeout_s=1200,
+            variables={"OPENBLAS_NUM_THREADS": str(threads)},
+        )
+        for threads in sorted({1, find_machine().cores})
+        for kind in ("surefoot", "torch", "numpy")
+    ]
 
 
 def repeat_arms() -> list[Arm]:
     """Surefoot's alone, without a rest: two minutes for all of their repeats."""
     return [
-        replace(arm, command=(*arm.command, "--no-rest")) for arm in make_arms() if arm.name.startswith("surefoot")
-    ]  # fmt: skip
+        replace(arm, command=(*arm.command, "--no-rest"))
+        for arm in make_arms()
+        if arm.name.startswith("surefoot")
+    ]
 
 
 def _command(kind: str, threads: int) -> tuple[str, ...]:
@@ -52,9 +61,18 @@ def render_spreads(trial: Trial) -> str:
             if mine := list(trial.by_round(f"surefoot {threads}", name).values()):
                 spread = (max(mine) - min(mine)) / median(mine)
                 spreads.append(
-                    (threads, name, giga(median(mine)), str(len(mine)), format_percent(spread), _word(spread <= WIDEST))
+                    (
+                        threads,
+                        name,
+                        giga(median(mine)),
+                        str(len(mine)),
+                        format_percent(spread),
+                        _word(spread <= WIDEST),
+                    )
                 )
-    return markdown(("threads", "measure", "median, 10^9", "n", f"spread, <= {WIDEST:.0%}", "verdict"), spreads)
+    return markdown(
+        ("threads", "measure", "median, 10^9", "n", f"spread, <= {WIDEST:.0%}", "verdict"), spreads
+    )
 
 
 def render_shares(trial: Trial) -> str:
@@ -71,9 +89,26 @@ def render_shares(trial: Trial) -> str:
             if mine and found:
                 best, arm, number = max(found)
                 share = median(mine) / best
-                shares.append((threads, name, giga(median(mine)), giga(best), f"{arm}: {_call(trial, f'{arm} {threads}', number, name)}",
-                               format_percent(share), _word(share >= LEAST_SHARE)))  # fmt: skip
-    head = ("threads", "measure", "surefoot, 10^9", "best found, 10^9", "by", f"share, >= {LEAST_SHARE:.0%}", "verdict")
+                shares.append(
+                    (
+                        threads,
+                        name,
+                        giga(median(mine)),
+                        giga(best),
+                        f"{arm}: {_call(trial, f'{arm} {threads}', number, name)}",
+                        format_percent(share),
+                        _word(share >= LEAST_SHARE),
+                    )
+                )
+    head = (
+        "threads",
+        "measure",
+        "surefoot, 10^9",
+        "best found, 10^9",
+        "by",
+        f"share, >= {LEAST_SHARE:.0%}",
+        "verdict",
+    )
     return markdown(head, shares)
 
 
@@ -87,27 +122,58 @@ def _word(holds: bool) -> str:
 
 def _call(trial: Trial, arm: str, number: int, measure: str) -> str:
     """Which call and shape was the best of that round."""
-    facts = next(each.facts for each in trial.outcomes if each.arm == arm and each.round == number and not each.is_warmup)
+    facts = next(
+        each.facts
+        for each in trial.outcomes
+        if each.arm == arm and each.round == number and not each.is_warmup
+    )
     return facts.get(measure.partition("_")[0], "")
 
 
 def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.set_defaults(rounds=ROUNDS)
-    parser.add_argument("--part", choices=("repeats", "search"), help="this alone; the other stays as it was measured before")
+    parser.add_argument(
+        "--part",
+        choices=("repeats", "search"),
+        help="this alone; the other stays as it was measured before",
+    )
     asked = parser.parse_args()
-    repeats = REPEATS if asked.out == RESULTS else asked.out.with_name(f"{asked.out.stem}_{REPEATS.name}")
+    repeats = (
+        REPEATS if asked.out == RESULTS else asked.out.with_name(f"{asked.out.stem}_{REPEATS.name}")
+    )
     if not asked.show and asked.part != "search":
-        measure("repeats", repeat_arms(), rounds=asked.rounds, packages=("torch", "surefoot"), out=repeats, warmup_rounds=0)
+        measure(
+            "repeats",
+            repeat_arms(),
+            rounds=asked.rounds,
+            packages=("torch", "surefoot"),
+            out=repeats,
+            warmup_rounds=0,
+        )
     if not asked.show and asked.part != "repeats":
         packages = ("torch", "numpy", "surefoot")
-        measure("roofline", make_arms(), rounds=asked.rounds, packages=packages, out=asked.out, warmup_rounds=0)
+        measure(
+            "roofline",
+            make_arms(),
+            rounds=asked.rounds,
+            packages=packages,
+            out=asked.out,
+            warmup_rounds=0,
+        )
     parts = {}
     if repeats.exists():
-        parts |= {"repeats": render_spreads(read_trial(repeats)), "repeats conditions": render_conditions(read_trial(repeats))}
+        parts |= {
+            "repeats": render_spreads(read_trial(repeats)),
+            "repeats conditions": render_conditions(read_trial(repeats)),
+        }
     if asked.out.exists():
         trial = read_trial(asked.out)
-        parts |= {"spreads": render_spreads(trial), "shares": render_shares(trial), "conditions": render_conditions(trial)}
+        parts |= {
+            "spreads": render_spreads(trial),
+            "shares": render_shares(trial),
+            "conditions": render_conditions(trial),
+        }
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)
 
 

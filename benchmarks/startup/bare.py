@@ -25,8 +25,15 @@ def main() -> None:
     loss.backward()
     clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
-    measures = {"cpu_s_to_step_1": time.process_time(), "wall_s_to_step_1": time.perf_counter() - float(started_s)}
-    Path(report).write_text(json.dumps({"version": 1, "measures": {f"{name}/{key}": value for key, value in measures.items()}}))
+    measures = {
+        "cpu_s_to_step_1": time.process_time(),
+        "wall_s_to_step_1": time.perf_counter() - float(started_s),
+    }
+    Path(report).write_text(
+        json.dumps(
+            {"version": 1, "measures": {f"{name}/{key}": value for key, value in measures.items()}}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -28,6 +28,12 @@ class Marked(Costed):
         return super().forward(model, batch)
 
     def _write(self) -> None:
-        measures = {"cpu_s_to_step_1": time.process_time(), "wall_s_to_step_1": time.perf_counter() - self.started_s}
-        row = {"version": 1, "measures": {f"{self.name}/{key}": value for key, value in measures.items()}}
+        measures = {
+            "cpu_s_to_step_1": time.process_time(),
+            "wall_s_to_step_1": time.perf_counter() - self.started_s,
+        }
+        row = {
+            "version": 1,
+            "measures": {f"{self.name}/{key}": value for key, value in measures.items()},
+        }
         Path(self.report).write_text(json.dumps(row))

@@ -53,8 +53,9 @@ class Workload:
         """The same, cut into batches in their order, each one contiguous and of its own memory."""
         inputs, targets = self.samples()
         return [
-            (x.clone(), y.clone()) for x, y in zip(inputs.split(self.batch), targets.split(self.batch), strict=True)
-        ]  # fmt: skip
+            (x.clone(), y.clone())
+            for x, y in zip(inputs.split(self.batch), targets.split(self.batch), strict=True)
+        ]
 
 
 def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -75,10 +76,18 @@ def draw_mlp(count: int, draws: torch.Generator) -> Batch:
 
 def make_convnet() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-    )  # fmt: skip
+        nn.Conv2d(3, 32, 3, padding=1, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
 
 
 def draw_convnet(count: int, draws: torch.Generator) -> Batch:
@@ -93,7 +102,15 @@ def draw_convnet(count: int, draws: torch.Generator) -> Batch:
 class GPT(nn.Module):
     """A decoder-only transformer after GPT-2: normalised before each part, learned positions, biases everywhere but in the head."""
 
-    def __init__(self, *, layers: int = 4, width: int = 128, heads: int = 4, vocabulary: int = 256, tokens: int = 128) -> None:
+    def __init__(
+        self,
+        *,
+        layers: int = 4,
+        width: int = 128,
+        heads: int = 4,
+        vocabulary: int = 256,
+        tokens: int = 128,
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.randn(tokens, width) * 0.02)
@@ -118,7 +135,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x_BTD)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm1(x_BTD)).chunk(3, -1)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.out(attended.transpose(1, 2).flatten(2))
         return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))

@@ -26,7 +26,10 @@ ARMS = {  # name -> (module, package it needs)
     "lightning": ("peer_lightning", "lightning"),
     "hf_trainer": ("peer_hf_trainer", "transformers"),
 }
-COMPOSER = {"composer": "peer_composer", "bare_for_composer": "bare"}  # in an interpreter of their own: its torch is another
+COMPOSER = {
+    "composer": "peer_composer",
+    "bare_for_composer": "bare",
+}  # in an interpreter of their own: its torch is another
 TIMEOUT_S = 300.0
 
 
@@ -46,12 +49,17 @@ def make_arm(name: str, module: str, models: str, *, python: str = sys.executabl
     return Arm(name=name, command=words, folder=ROOT, timeout_s=TIMEOUT_S)
 
 
-def find_arms(names: list[str], models: str, composer_python: str | None) -> tuple[list[Arm], list[str]]:
+def find_arms(
+    names: list[str], models: str, composer_python: str | None
+) -> tuple[list[Arm], list[str]]:
     """The arms whose package is installed, and the names of the others."""
     installed = [name for name in names if find_spec(ARMS[name][1]) is not None]
     arms = [make_arm(name, ARMS[name][0], models) for name in installed]
     if composer_python is not None:
-        arms += [make_arm(name, module, models, python=composer_python) for name, module in COMPOSER.items()]
+        arms += [
+            make_arm(name, module, models, python=composer_python)
+            for name, module in COMPOSER.items()
+        ]
     missing = [name for name in names if name not in installed]
     return arms, missing if composer_python is not None else [*missing, "composer"]
 
@@ -60,7 +68,9 @@ def main() -> None:
     parser = make_parser(__doc__, RESULTS)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--models", default=MODELS)
-    parser.add_argument("--composer-python", help="an interpreter with mosaicml and the torch that it asks for")
+    parser.add_argument(
+        "--composer-python", help="an interpreter with mosaicml and the torch that it asks for"
+    )
     asked = parser.parse_args()
     if not asked.show:
         arms, missing = find_arms(asked.arms.split(","), asked.models, asked.composer_python)

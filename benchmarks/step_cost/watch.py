@@ -25,7 +25,9 @@ class Watch:
 
     read_loss: Callable[[Any], float] = staticmethod(float)
 
-    def __init__(self, workload: Workload, tensors: Sequence[int] = (), losses: Sequence[int] = ()) -> None:
+    def __init__(
+        self, workload: Workload, tensors: Sequence[int] = (), losses: Sequence[int] = ()
+    ) -> None:
         self.total = workload.warmup + workload.steps
         self.compares = bool(tensors or losses)
         self._name, self._first, self._last = workload.name, workload.warmup, self.total
@@ -49,7 +51,10 @@ class Watch:
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         if self._done == self._last:
             steps = self._last - self._first
-            self.measures = {"cpu_s_per_step": (cpu_s - self._cpu_s) / steps, "wall_s_per_step": (wall_s - self._wall_s) / steps}
+            self.measures = {
+                "cpu_s_per_step": (cpu_s - self._cpu_s) / steps,
+                "wall_s_per_step": (wall_s - self._wall_s) / steps,
+            }
         if self._done in self._tensors:
             found = capture(model, self.read_loss(loss), self._done)
             self.arrays |= {f"{self._name}/{name}": array for name, array in found.items()}
@@ -105,9 +110,25 @@ def _read_orders() -> Orders:
     parser.add_argument("--report", required=True)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--steps", type=int, help="instead of the workload's own, without warm-up")
-    parser.add_argument("--tensors", type=int, nargs="*", default=[], help="steps whose loss, gradients and weights are reported")
-    parser.add_argument("--losses", type=int, nargs="*", default=[], help="steps whose loss is reported")
+    parser.add_argument(
+        "--tensors",
+        type=int,
+        nargs="*",
+        default=[],
+        help="steps whose loss, gradients and weights are reported",
+    )
+    parser.add_argument(
+        "--losses", type=int, nargs="*", default=[], help="steps whose loss is reported"
+    )
     parser.add_argument("--batches", type=int, help="of data, instead of the workload's own number")
     asked = parser.parse_args()
     models = tuple(asked.models.split(","))
-    return Orders(models, asked.report, asked.folder, asked.steps, tuple(asked.tensors), tuple(asked.losses), asked.batches)
+    return Orders(
+        models,
+        asked.report,
+        asked.folder,
+        asked.steps,
+        tuple(asked.tensors),
+        tuple(asked.losses),
+        asked.batches,
+    )

@@ -44,7 +44,14 @@ def by_torch(path: Path) -> Read:
 
     def read(ids: np.ndarray) -> tuple[Tensor, Tensor]:
         inputs, targets = (
-            torch.stack([torch.from_numpy(tokens[i * LENGTH + by : (i + 1) * LENGTH + by].astype(np.int64)) for i in ids])
+            torch.stack(
+                [
+                    torch.from_numpy(
+                        tokens[i * LENGTH + by : (i + 1) * LENGTH + by].astype(np.int64)
+                    )
+                    for i in ids
+                ]
+            )
             for by in (0, 1)
         )
         return inputs, targets
@@ -57,7 +64,9 @@ def by_numpy(path: Path) -> Read:
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
 
     def read(ids: np.ndarray) -> tuple[Tensor, Tensor]:
-        windows = torch.from_numpy(np.stack([tokens[i * LENGTH : (i + 1) * LENGTH + 1] for i in ids]).astype(np.int64))
+        windows = torch.from_numpy(
+            np.stack([tokens[i * LENGTH : (i + 1) * LENGTH + 1] for i in ids]).astype(np.int64)
+        )
         return windows[:, :-1], windows[:, 1:]
 
     return read
@@ -73,7 +82,11 @@ def main() -> None:
     read = WAYS[name](Path(file))
     draws = np.random.default_rng(1).integers(0, TOKENS // LENGTH - 1, size=(BATCHES, BATCH))
     inputs, targets = read(draws[0])
-    first = torch.from_numpy(np.memmap(file, dtype=np.uint16, mode="r")[draws[0, 0] * LENGTH :][: LENGTH + 1].astype(np.int64))
+    first = torch.from_numpy(
+        np.memmap(file, dtype=np.uint16, mode="r")[draws[0, 0] * LENGTH :][: LENGTH + 1].astype(
+            np.int64
+        )
+    )
     assert torch.equal(inputs[0], first[:-1])
     assert torch.equal(targets[0], first[1:])
     for ids in draws:
@@ -81,7 +94,13 @@ def main() -> None:
     with Clock() as clock:
         for ids in draws:
             read(ids)
-    write_report(report, {"cpu_s_per_sample": clock.cpu_s / draws.size, "samples_per_cpu_s": draws.size / clock.cpu_s})
+    write_report(
+        report,
+        {
+            "cpu_s_per_sample": clock.cpu_s / draws.size,
+            "samples_per_cpu_s": draws.size / clock.cpu_s,
+        },
+    )
 
 
 if __name__ == "__main__":

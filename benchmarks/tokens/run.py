@@ -20,7 +20,9 @@ RESULTS = FOLDER / "results" / "tokens.json"
 
 def make_arms(file: Path) -> list[Arm]:
     words = (sys.executable, "-m", "benchmarks.tokens.arms")
-    return [Arm(name=name, command=(*words, name, str(file), "{report}"), folder=ROOT) for name in WAYS]
+    return [
+        Arm(name=name, command=(*words, name, str(file), "{report}"), folder=ROOT) for name in WAYS
+    ]
 
 
 def main() -> None:
@@ -28,7 +30,13 @@ def main() -> None:
     if not asked.show:
         with tempfile.TemporaryDirectory() as folder:
             arms = make_arms(write_tokens(Path(folder, "tokens.bin")))
-            measure("tokens", arms, rounds=asked.rounds, packages=("torch", "numpy", "surefoot"), out=asked.out)
+            measure(
+                "tokens",
+                arms,
+                rounds=asked.rounds,
+                packages=("torch", "numpy", "surefoot"),
+                out=asked.out,
+            )
     trial = read_trial(asked.out)
     parts = {"conditions": render_conditions(trial), "results": render(trial)}
     show(parts, FOLDER / "README.md" if asked.out == RESULTS else None)

@@ -7,7 +7,16 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples import contrastive, detector, ema_state, gan, hf_causal_lm, image_classifier, language_model, own_optimizer
+from examples import (
+    contrastive,
+    detector,
+    ema_state,
+    gan,
+    hf_causal_lm,
+    image_classifier,
+    language_model,
+    own_optimizer,
+)
 from surefoot.components.data import Keys
 
 DROPOUT, NOISE = 0.1, 0.05

@@ -18,9 +18,11 @@ from surefoot.data import Arrays, Keys
 from surefoot.metrics import Mean, mean_of
 
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 2e-3, "decay": 0.0}, train={"length": "15 epochs", "batch": 128}, data={"last_batch": "drop"},
+    optim={"name": "adam", "lr": 2e-3, "decay": 0.0},
+    train={"length": "15 epochs", "batch": 128},
+    data={"last_batch": "drop"},
     evaluate={"every": "5 epochs", "batch": 60},
-)  # fmt: skip
+)
 Batch = dict[str, Tensor]
 
 
@@ -30,7 +32,11 @@ class Views:
 
     def data(self, split: str) -> Arrays:
         pixels, labels = load_digits(return_X_y=True)
-        rows = slice(0, None, 5) if split == "test" else [number for number in range(len(labels)) if number % 5]
+        rows = (
+            slice(0, None, 5)
+            if split == "test"
+            else [number for number in range(len(labels)) if number % 5]
+        )
         images = torch.from_numpy(pixels[rows].reshape(-1, 1, 8, 8) / 16).float()
         return Arrays(first=images, second=images, labels=labels[rows])
 
@@ -39,25 +45,36 @@ class Views:
 
         def view(images: Tensor, stream: int) -> Tensor:
             padded, shift = F.pad(images, (1, 1, 1, 1)), keys.integers(0, 3, 2, stream=stream)
-            moved = torch.stack([each[:, y : y + 8, x : x + 8] for each, (y, x) in zip(padded, shift.tolist(), strict=True)])
+            moved = torch.stack(
+                [
+                    each[:, y : y + 8, x : x + 8]
+                    for each, (y, x) in zip(padded, shift.tolist(), strict=True)
+                ]
+            )
             return moved + 0.1 * keys.normal(64, stream=stream + 1).view_as(images)
 
         return {**batch, "first": view(batch["first"], 0), "second": view(batch["second"], 2)}
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """The views of all ranks, (2, B, D), of length 1."""
-        return torch.stack([all_gather(F.normalize(model(batch[name]), dim=1)) for name in ("first", "second")])
+        return torch.stack(
+            [all_gather(F.normalize(model(batch[name]), dim=1)) for name in ("first", "second")]
+        )
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         views = output.flatten(0, 1)
         alike = (views @ views.T / 0.2).fill_diagonal_(-torch.inf)
         partner = torch.arange(len(views), device=views.device).roll(len(views) // 2)
-        return Loss.sum(F.cross_entropy(alike, partner, reduction="sum"), count=len(views), additive=False)
+        return Loss.sum(
+            F.cross_entropy(alike, partner, reduction="sum"), count=len(views), additive=False
+        )
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         nearest = (output[0] @ output[0].T).fill_diagonal_(-1).argmax(1)
         right = (batch["labels"][nearest] == batch["labels"]).sum()
-        return {"nearest neighbor is the same digit": mean_of(right, len(nearest), better="higher")}  # chance 0.1
+        return {
+            "nearest neighbor is the same digit": mean_of(right, len(nearest), better="higher")
+        }  # chance 0.1
 
 
 def main(folder: str | None = None) -> Run:

@@ -18,7 +18,9 @@ LETTERS, LONGEST = 5, 5  # letters 1 to 5, 0 is the blank
 TIMES = 4 * LONGEST
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 5e-3, "decay": 0.0}, train={"length": "12 epochs", "batch": 32}, evaluate={"every": "6 epochs"}
+    optim={"name": "adam", "lr": 5e-3, "decay": 0.0},
+    train={"length": "12 epochs", "batch": 32},
+    evaluate={"every": "6 epochs"},
 )
 
 
@@ -38,25 +40,42 @@ class Reading:
 
     def data(self, split: str) -> Arrays:
         """Each letter lasts for 2 to 4 times; the signal is its one-hot vector with noise, padded with noise."""
-        count, draws = {"train": 800, "test": 200}[split], torch.Generator().manual_seed(int(split == "test"))
-        letters = torch.randint(1, LETTERS, (count, LONGEST), generator=draws).cumsum(1) % LETTERS + 1  # none twice in a row
+        count, draws = (
+            {"train": 800, "test": 200}[split],
+            torch.Generator().manual_seed(int(split == "test")),
+        )
+        letters = (
+            torch.randint(1, LETTERS, (count, LONGEST), generator=draws).cumsum(1) % LETTERS + 1
+        )  # none twice in a row
         num_letters = torch.randint(2, LONGEST + 1, (count,), generator=draws)
-        lasts = torch.randint(2, 5, (count, LONGEST), generator=draws) * (torch.arange(LONGEST) < num_letters[:, None])
+        lasts = torch.randint(2, 5, (count, LONGEST), generator=draws) * (
+            torch.arange(LONGEST) < num_letters[:, None]
+        )
         signal = 0.3 * torch.randn(count, TIMES, LETTERS, generator=draws)
         for row, (which, last) in enumerate(zip(letters, lasts, strict=True)):
-            signal[row, : int(last.sum())] += F.one_hot((which - 1).repeat_interleave(last), LETTERS)
+            signal[row, : int(last.sum())] += F.one_hot(
+                (which - 1).repeat_interleave(last), LETTERS
+            )
         return Arrays(signal=signal, times=lasts.sum(1), letters=letters, num_letters=num_letters)
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["signal"]).log_softmax(2)
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
-        total = F.ctc_loss(output.transpose(0, 1), batch["letters"], batch["times"], batch["num_letters"], reduction="sum")
+        total = F.ctc_loss(
+            output.transpose(0, 1),
+            batch["letters"],
+            batch["times"],
+            batch["num_letters"],
+            reduction="sum",
+        )
         return Loss.sum(total, count=batch["num_letters"].sum())
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         right = 0
-        for row, time, letters, number in zip(output, batch["times"], batch["letters"], batch["num_letters"], strict=True):
+        for row, time, letters, number in zip(
+            output, batch["times"], batch["letters"], batch["num_letters"], strict=True
+        ):
             best = row[:time].argmax(1).unique_consecutive()
             right += int(best[best > 0].tolist() == letters[:number].tolist())
         return {"texts read right": mean_of(right, len(output), better="higher")}

@@ -18,20 +18,29 @@ from surefoot.data import Arrays, Keys
 from surefoot.metrics import Mean, mean_of
 
 STEPS = 50  # of the noise
-KEPT = torch.cumprod(1 - torch.linspace(1e-3, 0.2, STEPS), 0)  # the share of the signal's variance after each of them
+KEPT = torch.cumprod(
+    1 - torch.linspace(1e-3, 0.2, STEPS), 0
+)  # the share of the signal's variance after each of them
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 3e-3, "decay": 0.0}, train={"length": "600 steps", "batch": 128}, evaluate={"every": "300 steps"}
+    optim={"name": "adam", "lr": 3e-3, "decay": 0.0},
+    train={"length": "600 steps", "batch": 128},
+    evaluate={"every": "300 steps"},
 )
 
 
 class Diffusion:
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+        return nn.Sequential(
+            nn.Linear(3, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2)
+        )
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(int(split == "test"))
         angle = 2 * math.pi * torch.rand(1024, generator=draws)
-        time, noise = torch.randint(STEPS, (1024,), generator=draws), torch.randn(1024, 2, generator=draws)
+        time, noise = (
+            torch.randint(STEPS, (1024,), generator=draws),
+            torch.randn(1024, 2, generator=draws),
+        )
         return Arrays(points=torch.stack([angle.cos(), angle.sin()], 1), time=time, noise=noise)
 
     def augment(self, batch: dict[str, Tensor], keys: Keys) -> dict[str, Tensor]:
@@ -46,7 +55,9 @@ class Diffusion:
         return Loss.sum((output - batch["noise"]).square().sum(), count=output.numel())
 
     def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:
-        return {"squared error": mean_of((output - batch["noise"]).square().sum(), output.numel())}  # 1 for a net that says 0
+        return {
+            "squared error": mean_of((output - batch["noise"]).square().sum(), output.numel())
+        }  # 1 for a net that says 0
 
 
 @torch.no_grad()
@@ -58,7 +69,9 @@ def sample(model: nn.Module, count: int) -> Tensor:
         before = KEPT[time - 1] if time else torch.ones(())
         noise = model(torch.cat([points, torch.full((count, 1), time / STEPS)], 1))
         clean = ((points - (1 - KEPT[time]).sqrt() * noise) / KEPT[time].sqrt()).clamp(-2, 2)
-        points = before.sqrt() * clean + (1 - before).sqrt() * noise  # without new noise: Song, Meng and Ermon, 2021
+        points = (
+            before.sqrt() * clean + (1 - before).sqrt() * noise
+        )  # without new noise: Song, Meng and Ermon, 2021
     return points
 
 

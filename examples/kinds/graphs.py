@@ -18,7 +18,9 @@ from surefoot.metrics import Mean, accuracy
 
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 3e-3, "decay": 0.0}, train={"length": "8 epochs", "batch": 32}, evaluate={"every": "4 epochs"}
+    optim={"name": "adam", "lr": 3e-3, "decay": 0.0},
+    train={"length": "8 epochs", "batch": 32},
+    evaluate={"every": "4 epochs"},
 )
 
 
@@ -46,7 +48,11 @@ class Trees:
             edges.append(np.concatenate([pairs, pairs[:, ::-1]]) + sum(sizes))
             sizes.append(size)
         graph = torch.arange(len(ids)).repeat_interleave(torch.tensor(sizes))
-        return {"edges": torch.from_numpy(np.concatenate(edges).T.copy()), "graph": graph, "labels": torch.tensor(labels)}
+        return {
+            "edges": torch.from_numpy(np.concatenate(edges).T.copy()),
+            "graph": graph,
+            "labels": torch.tensor(labels),
+        }
 
 
 class Net(nn.Module):
@@ -76,7 +82,9 @@ class Hubs:
         return model(batch["edges"], batch["graph"], len(batch["labels"]))
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
-        return Loss.sum(F.cross_entropy(output, batch["labels"], reduction="sum"), count=len(output))
+        return Loss.sum(
+            F.cross_entropy(output, batch["labels"], reduction="sum"), count=len(output)
+        )
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         return {"accuracy": accuracy(output, batch["labels"])}

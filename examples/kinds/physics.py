@@ -19,13 +19,17 @@ from surefoot.metrics import Mean, mean_of
 
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 5e-3, "decay": 0.0}, train={"length": "500 steps", "batch": 32}, evaluate={"every": "250 steps"}
+    optim={"name": "adam", "lr": 5e-3, "decay": 0.0},
+    train={"length": "500 steps", "batch": 32},
+    evaluate={"every": "250 steps"},
 )
 
 
 class Equation:
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+        return nn.Sequential(
+            nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+        )
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(int(split == "test"))
@@ -37,7 +41,11 @@ class Equation:
             u = model(x)
             (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
             (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
-        return {"u": u, "residual": bend + x.detach().sin(), "ends": model(x.new_tensor([[0.0], [math.pi]]))}
+        return {
+            "u": u,
+            "residual": bend + x.detach().sin(),
+            "ends": model(x.new_tensor([[0.0], [math.pi]])),
+        }
 
     def loss(self, output: Batch, batch: Batch) -> Loss:
         return Loss(
@@ -49,7 +57,11 @@ class Equation:
         return {"equation": len(batch["x"])}
 
     def metrics(self, output: Batch, batch: Batch) -> dict[str, Mean]:
-        return {"off the solution": mean_of((output["u"] - batch["x"].sin()).abs().sum(), len(batch["x"]))}
+        return {
+            "off the solution": mean_of(
+                (output["u"] - batch["x"].sin()).abs().sum(), len(batch["x"])
+            )
+        }
 
 
 def main(folder: str | None = None) -> Run:

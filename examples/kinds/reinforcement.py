@@ -19,7 +19,9 @@ from surefoot.metrics import Mean, mean_of
 HORIZON, GAMMA = 60, 0.97
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 1e-2, "decay": 0.0}, train={"length": "80 steps", "batch": 32}, evaluate={"every": "40 steps"}
+    optim={"name": "adam", "lr": 1e-2, "decay": 0.0},
+    train={"length": "80 steps", "batch": 32},
+    evaluate={"every": "40 steps"},
 )
 
 
@@ -28,7 +30,15 @@ def move(state: Tensor, right: Tensor) -> Tensor:
     x, v, a, w = state.unbind(1)
     push = (20.0 * right - 10.0 + 0.05 * w.square() * a.sin()) / 1.1
     turn = (9.8 * a.sin() - a.cos() * push) / (0.5 * (4 / 3 - 0.1 * a.cos().square() / 1.1))
-    return torch.stack([x + 0.02 * v, v + 0.02 * (push - 0.05 * turn * a.cos() / 1.1), a + 0.02 * w, w + 0.02 * turn], 1)
+    return torch.stack(
+        [
+            x + 0.02 * v,
+            v + 0.02 * (push - 0.05 * turn * a.cos() / 1.1),
+            a + 0.02 * w,
+            w + 0.02 * turn,
+        ],
+        1,
+    )
 
 
 class Balance:
@@ -40,7 +50,10 @@ class Balance:
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(int(split == "test"))
-        return Arrays(start=0.1 * torch.rand(640, 4, generator=draws) - 0.05, draws=torch.rand(640, HORIZON, generator=draws))
+        return Arrays(
+            start=0.1 * torch.rand(640, 4, generator=draws) - 0.05,
+            draws=torch.rand(640, HORIZON, generator=draws),
+        )
 
     def augment(self, batch: Batch, keys: Keys) -> Batch:
         return {**batch, "draws": keys.uniform(HORIZON)}
@@ -65,15 +78,25 @@ class Balance:
 
     def loss(self, output: Batch, batch: Batch) -> Loss:
         stands, to_come = output["stands"], torch.zeros_like(output["stands"])
-        for time in reversed(range(HORIZON)):  # the reward is 1 for each state in which the pole stands
-            to_come[:, time] = stands[:, time] * (1 + GAMMA * (to_come[:, time + 1] if time + 1 < HORIZON else 0))
+        for time in reversed(
+            range(HORIZON)
+        ):  # the reward is 1 for each state in which the pole stands
+            to_come[:, time] = stands[:, time] * (
+                1 + GAMMA * (to_come[:, time + 1] if time + 1 < HORIZON else 0)
+            )
         better = to_come - output["values"] * stands
-        surprise = F.binary_cross_entropy_with_logits(output["logits"], output["right"], reduction="none")
+        surprise = F.binary_cross_entropy_with_logits(
+            output["logits"], output["right"], reduction="none"
+        )
         actor = (surprise * better.detach() * stands).sum()
         return Loss.sum(actor + 0.5 * (better / 10).square().sum(), count=stands.sum())
 
     def metrics(self, output: Batch, batch: Batch) -> dict[str, Mean]:
-        return {"steps balanced": mean_of(output["stands"].sum(), len(output["stands"]), better="higher")}
+        return {
+            "steps balanced": mean_of(
+                output["stands"].sum(), len(output["stands"]), better="higher"
+            )
+        }
 
 
 def main(folder: str | None = None) -> Run:

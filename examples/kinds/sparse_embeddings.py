@@ -21,27 +21,38 @@ from surefoot.metrics import Mean, mean_of
 
 WORDS, TOPICS, NEGATIVES = 200, 10, 4  # words of a topic stand near each other
 Batch = dict[str, Tensor]
-SPEC = RunSpec(optim={"clip": 0.0}, train={"length": "8 epochs", "batch": 64}, evaluate={"every": "4 epochs"})
+SPEC = RunSpec(
+    optim={"clip": 0.0}, train={"length": "8 epochs", "batch": 64}, evaluate={"every": "4 epochs"}
+)
 
 
 class Words:
     def model(self) -> nn.Module:
-        tables = nn.ModuleDict({name: nn.Embedding(WORDS, 16, sparse=True) for name in ("words", "contexts")})
+        tables = nn.ModuleDict(
+            {name: nn.Embedding(WORDS, 16, sparse=True) for name in ("words", "contexts")}
+        )
         for each in tables.values():
             nn.init.normal_(each.weight, std=0.1)
         return tables
 
     def data(self, split: str) -> Arrays:
-        count, draws = {"train": 4000, "test": 1000}[split], torch.Generator().manual_seed(int(split == "test"))
+        count, draws = (
+            {"train": 4000, "test": 1000}[split],
+            torch.Generator().manual_seed(int(split == "test")),
+        )
         word = torch.randint(WORDS, (count,), generator=draws)
         near = word % TOPICS + TOPICS * torch.randint(WORDS // TOPICS, (count,), generator=draws)
-        return Arrays(word=word, near=near, others=torch.randint(WORDS, (count, NEGATIVES), generator=draws))
+        return Arrays(
+            word=word, near=near, others=torch.randint(WORDS, (count, NEGATIVES), generator=draws)
+        )
 
     def augment(self, batch: Batch, keys: Keys) -> Batch:
         return {**batch, "others": keys.integers(0, WORDS, NEGATIVES)}
 
     def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SparseAdam([parameter for group in groups for parameter in group["params"]], lr=2e-2)
+        return torch.optim.SparseAdam(
+            [parameter for group in groups for parameter in group["params"]], lr=2e-2
+        )
 
     def forward(self, model: nn.ModuleDict, batch: Batch) -> Tensor:
         """How well the word goes with its neighbor, (B, 0), and with words that were drawn."""
@@ -54,7 +65,9 @@ class Words:
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         ahead = (output[:, :1] > output[:, 1:]).float().sum()
-        return {"neighbor ahead of a drawn word": mean_of(ahead, output[:, 1:].numel(), better="higher")}  # chance 0.5
+        return {
+            "neighbor ahead of a drawn word": mean_of(ahead, output[:, 1:].numel(), better="higher")
+        }  # chance 0.5
 
 
 def main(folder: str | None = None) -> Run:

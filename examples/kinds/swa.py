@@ -24,7 +24,11 @@ from surefoot.metrics import Mean, accuracy
 
 FROM = 0.6  # of the run, with a constant learning rate from there on
 Batch = tuple[Tensor, Tensor]
-SPEC = RunSpec(optim={"clip": 0.0, "decay": 0.0}, train={"length": "8 epochs", "batch": 64}, evaluate={"every": "4 epochs"})
+SPEC = RunSpec(
+    optim={"clip": 0.0, "decay": 0.0},
+    train={"length": "8 epochs", "batch": 64},
+    evaluate={"every": "4 epochs"},
+)
 
 
 class Averaged:
@@ -35,7 +39,11 @@ class Averaged:
 
     def data(self, split: str) -> Arrays:
         pixels, labels = load_digits(return_X_y=True)
-        rows = slice(0, None, 5) if split == "test" else [number for number in range(len(labels)) if number % 5]
+        rows = (
+            slice(0, None, 5)
+            if split == "test"
+            else [number for number in range(len(labels)) if number % 5]
+        )
         return Arrays(pixels[rows].astype("float32") / 16, labels[rows])
 
     def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -75,7 +83,9 @@ def main(folder: str | None = None) -> Run:
     update_bn([train.read(np.arange(len(train)))], task.average)
     task.average.eval()
     images, labels = test.read(np.arange(len(test)))
-    print(f"accuracy of the average {float((task.average(images).argmax(1) == labels).float().mean()):.3f}")
+    print(
+        f"accuracy of the average {float((task.average(images).argmax(1) == labels).float().mean()):.3f}"
+    )
     return run
 
 

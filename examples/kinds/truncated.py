@@ -17,12 +17,19 @@ from surefoot import Loss, Run, RunSpec
 from surefoot.data import Arrays
 from surefoot.metrics import Mean, accuracy
 
-ROWS, WINDOW, WINDOWS, DELAY = 16, 8, 20, 3  # without the state, the first three answers of a window are guesses: accuracy 0.81
+ROWS, WINDOW, WINDOWS, DELAY = (
+    16,
+    8,
+    20,
+    3,
+)  # without the state, the first three answers of a window are guesses: accuracy 0.81
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 1e-2, "decay": 0.0}, train={"length": "25 epochs", "batch": ROWS}, data={"shuffle": False},
+    optim={"name": "adam", "lr": 1e-2, "decay": 0.0},
+    train={"length": "25 epochs", "batch": ROWS},
+    data={"shuffle": False},
     evaluate={"every": "5 epochs"},
-)  # fmt: skip
+)
 
 
 class Memory(nn.Module):
@@ -54,7 +61,8 @@ class Echo:
         draws = torch.Generator().manual_seed(int(split == "test"))
         bits = torch.randint(2, (ROWS, DELAY + WINDOWS * WINDOW), generator=draws)
         heard, asked = (
-            each.unflatten(1, (WINDOWS, WINDOW)).transpose(0, 1).flatten(0, 1) for each in (bits[:, DELAY:], bits[:, :-DELAY])
+            each.unflatten(1, (WINDOWS, WINDOW)).transpose(0, 1).flatten(0, 1)
+            for each in (bits[:, DELAY:], bits[:, :-DELAY])
         )
         number = torch.arange(ROWS * WINDOWS)
         return Arrays(bits=heard, asked=asked, row=number % ROWS, begins=number < ROWS)
@@ -64,7 +72,8 @@ class Echo:
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         return Loss.sum(
-            F.cross_entropy(output.flatten(0, 1), batch["asked"].flatten(), reduction="sum"), count=batch["asked"].numel()
+            F.cross_entropy(output.flatten(0, 1), batch["asked"].flatten(), reduction="sum"),
+            count=batch["asked"].numel(),
         )
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:

@@ -22,8 +22,9 @@ NOISE, PENALTY = 4, 0.1  # the weight that its authors use for points in a plane
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
     optim={"name": "adam", "lr": 1e-3, "betas": [0.0, 0.9], "decay": 0.0, "clip": 0.0},
-    train={"length": "800 steps", "batch": 64}, evaluate={"every": "400 steps", "batch": 1024},
-)  # fmt: skip
+    train={"length": "800 steps", "batch": 64},
+    evaluate={"every": "400 steps", "batch": 1024},
+)
 
 
 class Wgan:
@@ -31,14 +32,23 @@ class Wgan:
 
     def model(self) -> nn.Module:
         def net(inputs: int, outputs: int) -> nn.Module:
-            return nn.Sequential(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs))
+            return nn.Sequential(
+                nn.Linear(inputs, 64),
+                nn.ReLU(),
+                nn.Linear(64, 64),
+                nn.ReLU(),
+                nn.Linear(64, outputs),
+            )
 
         return nn.ModuleDict({"generator": net(NOISE, 2), "critic": net(2, 1)})
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(int(split == "test"))
         angle = 2 * math.pi * torch.rand(1024, generator=draws)
-        noise, between = torch.randn(1024, NOISE, generator=draws), torch.rand(1024, 1, generator=draws)
+        noise, between = (
+            torch.randn(1024, NOISE, generator=draws),
+            torch.rand(1024, 1, generator=draws),
+        )
         return Arrays(real=torch.stack([angle.cos(), angle.sin()], 1), noise=noise, between=between)
 
     def augment(self, batch: Batch, keys: Keys) -> Batch:
@@ -56,10 +66,14 @@ class Wgan:
         (slope,) = torch.autograd.grad(model["critic"](mixed).sum(), mixed, create_graph=True)
         apart = (model["critic"](drawn) - model["critic"](real)).sum()
         penalty = (slope.norm(dim=1) - 1).square().sum()
-        return Loss(Term("apart", apart, len(real)), Term("penalty", penalty, len(real), weight=PENALTY))
+        return Loss(
+            Term("apart", apart, len(real)), Term("penalty", penalty, len(real), weight=PENALTY)
+        )
 
     def generator_loss(self, model: nn.ModuleDict, batch: Batch) -> Loss:
-        return Loss.sum(-model["critic"](model["generator"](batch["noise"])).sum(), count=len(batch["noise"]))
+        return Loss.sum(
+            -model["critic"](model["generator"](batch["noise"])).sum(), count=len(batch["noise"])
+        )
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return dict.fromkeys(("apart", "penalty", "loss"), len(batch["real"]))
@@ -68,7 +82,9 @@ class Wgan:
         return model["generator"](batch["noise"])
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
-        return {"distance from the ring": mean_of((output.norm(dim=1) - 1).abs().sum(), len(output))}
+        return {
+            "distance from the ring": mean_of((output.norm(dim=1) - 1).abs().sum(), len(output))
+        }
 
 
 def main(folder: str | None = None) -> Run:

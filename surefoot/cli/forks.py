@@ -94,7 +94,11 @@ def _is_fit() -> bool:
     A monitoring agent, for example, starts a second thread.
     """
     cuda = sys.modules["torch.cuda"]
-    return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1 and not cuda.is_initialized()
+    return (
+        threading.active_count() == 1
+        and len(os.listdir("/proc/self/task")) == 1
+        and not cuda.is_initialized()
+    )
 
 
 def _become_rank(parent: int, request: Mapping[str, Any], given: Sequence[int]) -> None:

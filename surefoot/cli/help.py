@@ -41,7 +41,11 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a verb; the error for a verb of a subgroup names it in full: `checkpoint export`."""
-        inside = [f"{name} {args[0]}" for name, each in self.commands.items() if args[0] in getattr(each, "commands", ())]
+        inside = [
+            f"{name} {args[0]}"
+            for name, each in self.commands.items()
+            if args[0] in getattr(each, "commands", ())
+        ]
         if inside and args[0] not in self.commands:
             ctx.fail(f"No such command {args[0]!r}. It is {' or '.join(inside)}.")
         return super().resolve_command(ctx, args)
@@ -61,7 +65,11 @@ def warn_of_values(name: str, values: Sequence[str]) -> None:
     """
     if len(set(values)) > 1 and place.flight_file() is None and not place.here().rank:
         told = ", ".join(value if value.isprintable() else ascii(value) for value in values)
-        print(f"warning: {name} is given {len(values)} times ({told}): the last one counts", file=sys.stderr, flush=True)
+        print(
+            f"warning: {name} is given {len(values)} times ({told}): the last one counts",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _warn_of_repeated(order: Sequence[Any], args: Sequence[str]) -> None:

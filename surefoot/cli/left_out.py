@@ -20,46 +20,151 @@ if TYPE_CHECKING:
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "task": ("task.use",),
     "step": (
-        "data.folder", "data.shuffle", "data.window", "data.last_batch", "data.on_bad", "data.max_bad",
-        "optim.name", "optim.lr", "optim.decay", "optim.betas", "optim.eps", "optim.momentum", "optim.nesterov", "optim.trust",
-        "optim.reference_batch", "optim.scaling", "optim.clip", "optim.clip_value", "optim.no_decay", "optim.rates", "optim.freeze",
-        "optim.fused", "optim.state", "optim.ema", "optim.ema_ramp", "optim.ema_buffers",
-        "schedule.name", "schedule.warmup", "schedule.warmup_shape", "schedule.warmup_start", "schedule.length", "schedule.every",
-        "schedule.cycle", "schedule.stable", "schedule.decay_length", "schedule.timescale", "schedule.milestones", "schedule.floor",
-        "schedule.factor", "schedule.start_factor", "schedule.final_factor", "schedule.power", "schedule.cycle_factor",
-        "schedule.peak", "schedule.shape", "schedule.sequence", "schedule.cycle_momentum",
-        "schedule.momentum_low", "schedule.momentum_high",
-        "schedule.mode", "schedule.patience", "schedule.threshold",
-        "train.length", "train.batch", "train.microbatch", "train.ramp", "train.batchnorm", "train.seed", "train.memory_format",
-        "train.attention", "stability.nonfinite", "observe.noise",
+        "data.folder",
+        "data.shuffle",
+        "data.window",
+        "data.last_batch",
+        "data.on_bad",
+        "data.max_bad",
+        "optim.name",
+        "optim.lr",
+        "optim.decay",
+        "optim.betas",
+        "optim.eps",
+        "optim.momentum",
+        "optim.nesterov",
+        "optim.trust",
+        "optim.reference_batch",
+        "optim.scaling",
+        "optim.clip",
+        "optim.clip_value",
+        "optim.no_decay",
+        "optim.rates",
+        "optim.freeze",
+        "optim.fused",
+        "optim.state",
+        "optim.ema",
+        "optim.ema_ramp",
+        "optim.ema_buffers",
+        "schedule.name",
+        "schedule.warmup",
+        "schedule.warmup_shape",
+        "schedule.warmup_start",
+        "schedule.length",
+        "schedule.every",
+        "schedule.cycle",
+        "schedule.stable",
+        "schedule.decay_length",
+        "schedule.timescale",
+        "schedule.milestones",
+        "schedule.floor",
+        "schedule.factor",
+        "schedule.start_factor",
+        "schedule.final_factor",
+        "schedule.power",
+        "schedule.cycle_factor",
+        "schedule.peak",
+        "schedule.shape",
+        "schedule.sequence",
+        "schedule.cycle_momentum",
+        "schedule.momentum_low",
+        "schedule.momentum_high",
+        "schedule.mode",
+        "schedule.patience",
+        "schedule.threshold",
+        "train.length",
+        "train.batch",
+        "train.microbatch",
+        "train.ramp",
+        "train.batchnorm",
+        "train.seed",
+        "train.memory_format",
+        "train.attention",
+        "stability.nonfinite",
+        "observe.noise",
     ),
     "precision": (
-        "precision.compute", "precision.emulate", "precision.init_scale", "precision.growth_interval", "precision.min_scale",
-        "precision.keep", "precision.weights", "precision.master", "precision.contract",
+        "precision.compute",
+        "precision.emulate",
+        "precision.init_scale",
+        "precision.growth_interval",
+        "precision.min_scale",
+        "precision.keep",
+        "precision.weights",
+        "precision.master",
+        "precision.contract",
     ),
     "memory": ("memory.recompute", "memory.blocks", "memory.offload", "memory.update_in_backward"),
     "machine": (
-        "train.deterministic", "train.device", "train.threads", "train.keep_freed_memory", "train.cudnn_benchmark",
+        "train.deterministic",
+        "train.device",
+        "train.threads",
+        "train.keep_freed_memory",
+        "train.cudnn_benchmark",
     ),
     "compile": (
-        "compile.what", "compile.blocks", "compile.mode", "compile.dynamic", "compile.on_failure", "compile.budget",
+        "compile.what",
+        "compile.blocks",
+        "compile.mode",
+        "compile.dynamic",
+        "compile.on_failure",
+        "compile.budget",
         "compile.over_budget",
     ),
-    "loader": ("loader.workers", "loader.kind", "loader.prefetch", "loader.start", "loader.timeout", "loader.memory"),
+    "loader": (
+        "loader.workers",
+        "loader.kind",
+        "loader.prefetch",
+        "loader.start",
+        "loader.timeout",
+        "loader.memory",
+    ),
     "layout": ("layout.replicate", "layout.shard", "layout.stage", "layout.virtual_ranks"),
     "communication": (
-        "layout.sync_buffers", "layout.transport", "layout.bucket", "layout.first_bucket", "layout.compress", "layout.compress_rank",
-        "layout.check_every", "layout.stall", "layout.timeout",
-        "nccl.debug", "nccl.interface", "nccl.infiniband", "nccl.adapter", "nccl.infiniband_timeout", "nccl.infiniband_retries",
-        "nccl.algorithm", "nccl.protocol", "nccl.peer_access",
+        "layout.sync_buffers",
+        "layout.transport",
+        "layout.bucket",
+        "layout.first_bucket",
+        "layout.compress",
+        "layout.compress_rank",
+        "layout.check_every",
+        "layout.stall",
+        "layout.timeout",
+        "nccl.debug",
+        "nccl.interface",
+        "nccl.infiniband",
+        "nccl.adapter",
+        "nccl.infiniband_timeout",
+        "nccl.infiniband_retries",
+        "nccl.algorithm",
+        "nccl.protocol",
+        "nccl.peer_access",
     ),
-    "evaluation": ("evaluate.split", "evaluate.score", "evaluate.every", "evaluate.batch", "evaluate.patience"),
+    "evaluation": (
+        "evaluate.split",
+        "evaluate.score",
+        "evaluate.every",
+        "evaluate.batch",
+        "evaluate.patience",
+    ),
     "run": (
-        "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.budget",
-        "checkpoint.max_unsaved", "checkpoint.store", "checkpoint.background", "stability.max_skips", "stability.diverged",
-        "observe.every", "observe.tensorboard", "memory.predict", "memory.on_oom", "fault.forget",
+        "checkpoint.every",
+        "checkpoint.keep",
+        "checkpoint.keep_every",
+        "checkpoint.keep_best",
+        "checkpoint.budget",
+        "checkpoint.max_unsaved",
+        "checkpoint.store",
+        "checkpoint.background",
+        "stability.max_skips",
+        "stability.diverged",
+        "observe.every",
+        "observe.tensorboard",
+        "memory.predict",
+        "memory.on_oom",
+        "fault.forget",
     ),
-}  # fmt: skip
+}
 # command -> keys that it sets itself: keys that need other values of these are not refused
 DECIDED: Mapping[str, tuple[str, ...]] = {
     "tune-loader": ("loader.workers",),
@@ -75,7 +180,13 @@ OF_RANKS = ("layout", "communication")
 _EVALUATING = ("evaluate.every", "evaluate.batch", "evaluate.patience")
 _ONE_PROCESS = (*OF_RANKS, "run", *_EVALUATING)  # single steps in this process
 _UNRECORDED = ("checkpoint.store", "observe.tensorboard", "observe.noise")
-_STEADY = ("train.length", "evaluate.every", "checkpoint.every", "checkpoint.keep_every", "checkpoint.store")
+_STEADY = (
+    "train.length",
+    "evaluate.every",
+    "checkpoint.every",
+    "checkpoint.keep_every",
+    "checkpoint.store",
+)
 
 # command -> the groups and keys that it ignores, and what it does instead
 LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -89,7 +200,13 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
         "it predicts one training step on a CPU, in eager mode",
     ),
     "data convert": (
-        tuple(key for group in GROUPS if group != "task" for key in GROUPS[group] if key != "data.folder"),
+        tuple(
+            key
+            for group in GROUPS
+            if group != "task"
+            for key in GROUPS[group]
+            if key != "data.folder"
+        ),
         "it writes the samples of the task as they are",
     ),
     "bench step": (_ONE_PROCESS, "it times single steps of one process"),
@@ -100,26 +217,66 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
         (*_ONE_PROCESS, *(key for key in GROUPS["precision"] if key != "precision.init_scale")),
         "it computes the gradients of the first step in fp32, in one process",
     ),
-    "tune-loader": ((*_ONE_PROCESS, "loader.workers", "loader.prefetch"), "it times single steps of one process"),
+    "tune-loader": (
+        (*_ONE_PROCESS, "loader.workers", "loader.prefetch"),
+        "it times single steps of one process",
+    ),
     "ladder": (("checkpoint.store",), "it compares runs that are copied nowhere"),
-    "whatif --batch": (("train.batch", "train.microbatch", "train.ramp", *_UNRECORDED), "it measures the batches of --batch"),
-    "whatif --compile": (("compile.mode", "compile.on_failure", *_STEADY), "it measures every way to compile, for a few steps"),
-    "whatif --save-kernels": ((*_ONE_PROCESS, "compile.on_failure"), "it compiles the first step in one process"),
-    "whatif --recompute": (("memory.recompute", *_STEADY), "it measures every way to recompute, for a few steps"),
-    "whatif --fit": (("train.microbatch", "memory.on_oom", *_UNRECORDED), "it looks for the largest microbatch"),
+    "whatif --batch": (
+        ("train.batch", "train.microbatch", "train.ramp", *_UNRECORDED),
+        "it measures the batches of --batch",
+    ),
+    "whatif --compile": (
+        ("compile.mode", "compile.on_failure", *_STEADY),
+        "it measures every way to compile, for a few steps",
+    ),
+    "whatif --save-kernels": (
+        (*_ONE_PROCESS, "compile.on_failure"),
+        "it compiles the first step in one process",
+    ),
+    "whatif --recompute": (
+        ("memory.recompute", *_STEADY),
+        "it measures every way to recompute, for a few steps",
+    ),
+    "whatif --fit": (
+        ("train.microbatch", "memory.on_oom", *_UNRECORDED),
+        "it looks for the largest microbatch",
+    ),
     "whatif --noise": (_ONE_PROCESS, "it computes gradients in one process"),
     "verify": (
-        ("checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.store", "observe.every", "observe.tensorboard"),
+        (
+            "checkpoint.every",
+            "checkpoint.keep",
+            "checkpoint.keep_every",
+            "checkpoint.store",
+            "observe.every",
+            "observe.tensorboard",
+        ),
         "it saves and records its trials in its own rhythm",
     ),
     "verify --layouts": (
-        ("layout.replicate", "layout.shard", "layout.stage", "train.threads", "checkpoint.every", "checkpoint.store",
-         "observe.every", "observe.tensorboard", "evaluate.every"),
+        (
+            "layout.replicate",
+            "layout.shard",
+            "layout.stage",
+            "train.threads",
+            "checkpoint.every",
+            "checkpoint.store",
+            "observe.every",
+            "observe.tensorboard",
+            "evaluate.every",
+        ),
         "it runs the layouts of --layouts",
     ),
-    "verify --precision": (("checkpoint.store", "observe.tensorboard"), "it compares runs that are copied nowhere"),
-    "verify --compile": (("compile.on_failure", "checkpoint.store"), "it compares runs that are copied nowhere"),
-}  # fmt: skip
+    "verify --precision": (
+        ("checkpoint.store", "observe.tensorboard"),
+        "it compares runs that are copied nowhere",
+    ),
+    "verify --compile": (
+        ("compile.on_failure", "checkpoint.store"),
+        "it compares runs that are copied nowhere",
+    ),
+}
 
 
 def find_left_out(command: str, origin: Origin) -> list[str]:
@@ -136,14 +293,18 @@ def find_left_out(command: str, origin: Origin) -> list[str]:
         for key in _keys(GROUPS)
         if key in left_out
         and (origin.places.get(key, "").startswith("--") or (key in of_ranks and key in stated))
-    ]  # fmt: skip
+    ]
 
 
 def name_left_out(command: str, origin: Origin) -> list[str]:
     """Print one line with the keys that `command` ignores, if there are any; return the keys."""
     found = find_left_out(command, origin)
     if found:
-        print(f"note: {command} does not use {', '.join(found)}: {LEFT_OUT[command][1]}", file=sys.stderr, flush=True)
+        print(
+            f"note: {command} does not use {', '.join(found)}: {LEFT_OUT[command][1]}",
+            file=sys.stderr,
+            flush=True,
+        )
     return found
 
 
@@ -155,4 +316,6 @@ def _keys(names: tuple[str, ...] | Mapping[str, tuple[str, ...]]) -> Iterator[st
 def _find_stated(spec: RunSpec) -> set[str]:
     """Return the keys whose values differ from the defaults."""
     tables = spec.model_dump(exclude_defaults=True, mode="python")
-    return {f"{table}.{key}" for table, keys in tables.items() if isinstance(keys, dict) for key in keys}
+    return {
+        f"{table}.{key}" for table, keys in tables.items() if isinstance(keys, dict) for key in keys
+    }

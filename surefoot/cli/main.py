@@ -13,7 +13,19 @@ import typer
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.look import compare, ledger, profile, report, runs, show, spec, why
 from surefoot.cli.operate import archive, checkpoint, data, remove
-from surefoot.cli.prove import bench, check, explain, formats, ladder, memory, promise, roofline, tune_loader, verify, whatif
+from surefoot.cli.prove import (
+    bench,
+    check,
+    explain,
+    formats,
+    ladder,
+    memory,
+    promise,
+    roofline,
+    tune_loader,
+    verify,
+    whatif,
+)
 from surefoot.cli.train import demo, evaluate, init, predict, resume, train
 from surefoot.core.errors import (
     EXIT_INTERNAL,
@@ -30,12 +42,16 @@ from surefoot.core.errors import (
 from surefoot.core.process.refused import is_refused
 
 app = typer.Typer(
-    name="surefoot", cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    name="surefoot",
+    cls=Verbs,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
     help="Train any PyTorch model, and prove what it claims.\n\nBegin with: surefoot train digits. With a task of your own: surefoot init.",
     epilog="Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, 4 non-finite or diverged "
     "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 129 ended by SIGHUP, 130 interrupted, "
     "140 ended by SIGUSR2, 143 ended by SIGTERM, 152 ended by SIGXCPU.",
-)  # fmt: skip
+)
 
 # another user's file, a link in a run folder, an invalid name, a file instead of a folder
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)
@@ -130,7 +146,9 @@ def _flush(code: int) -> int:
         return code
     except OSError as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # otherwise the interpreter would flush again at exit, and print an error
+        os.dup2(
+            nowhere, sys.stdout.fileno()
+        )  # otherwise the interpreter would flush again at exit, and print an error
         return code if isinstance(error, BrokenPipeError) else _tell_unwritten(error)
 
 
@@ -158,7 +176,12 @@ def _tell_unwritten(error: OSError) -> int:
     A full, broken or read-only disk refused the write, most often to standard output.
     """
     where = error.filename or "standard output"
-    _tell(StorageError(f"{where} cannot be written: {error.strerror}", hint=hint_unwritten(error, "write elsewhere")))
+    _tell(
+        StorageError(
+            f"{where} cannot be written: {error.strerror}",
+            hint=hint_unwritten(error, "write elsewhere"),
+        )
+    )
     return StorageError.exit_code
 
 
@@ -171,7 +194,9 @@ def _tell_refused(error: OSError) -> int:
         return _tell_unwritten(error)
     if error.errno not in FORBIDDEN or error.filename is None:
         return _tell_other(error)
-    told = InputError(f"{error.filename} cannot be opened: {error.strerror}", hint=hint_unread(error))
+    told = InputError(
+        f"{error.filename} cannot be opened: {error.strerror}", hint=hint_unread(error)
+    )
     _tell(told)
     return told.exit_code
 
@@ -189,7 +214,9 @@ def _left(leave: SystemExit) -> int:
 
     if blame.is_ours(leave) or blame.find_place(leave) is None:
         raise leave
-    error = UserCodeError(f"the task ended the process: {blame.describe(leave)}", hint="raise an error instead")
+    error = UserCodeError(
+        f"the task ended the process: {blame.describe(leave)}", hint="raise an error instead"
+    )
     _tell(error)
     return error.exit_code
 

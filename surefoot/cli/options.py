@@ -28,42 +28,84 @@ def complete_spec(incomplete: str) -> list[str]:
 
 
 SpecArgument = Annotated[
-    str, typer.Argument(metavar="SPEC", help="a TOML file, a built-in task's name, or file.py:Task", autocompletion=complete_spec)
+    str,
+    typer.Argument(
+        metavar="SPEC",
+        help="a TOML file, a built-in task's name, or file.py:Task",
+        autocompletion=complete_spec,
+    ),
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder")]
 RunOption = Annotated[
-    Path | None, typer.Option("--run", metavar="DIR", help="the run folder", show_default="a new one below runs/")
+    Path | None,
+    typer.Option(
+        "--run", metavar="DIR", help="the run folder", show_default="a new one below runs/"
+    ),
 ]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a value, as in optim.lr=0.01; repeatable")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="change a value, as in optim.lr=0.01; repeatable"
+    ),
 ]
-StepsOption = Annotated[int | None, typer.Option("--steps", metavar="N", help="how long: train.length in steps")]
-RanksOption = Annotated[int | None, typer.Option("--ranks", metavar="N", help="so many processes of this host train together")]
+StepsOption = Annotated[
+    int | None, typer.Option("--steps", metavar="N", help="how long: train.length in steps")
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option("--ranks", metavar="N", help="so many processes of this host train together"),
+]
 RangeOption = Annotated[
     str | None,
     typer.Option(
-        "--ranks", metavar="N|MIN:MAX", help="so many processes of this host train together; MIN:MAX: with what is left"
+        "--ranks",
+        metavar="N|MIN:MAX",
+        help="so many processes of this host train together; MIN:MAX: with what is left",
     ),
 ]
 RestartsOption = Annotated[
     int | None,
-    typer.Option("--max-restarts", metavar="N", help="with --ranks: how often in a row a lost rank may cost all a commit; 3"),
+    typer.Option(
+        "--max-restarts",
+        metavar="N",
+        help="with --ranks: how often in a row a lost rank may cost all a commit; 3",
+    ),
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="train.seed: of weights, order, augmentation")]
-DataOption = Annotated[str | None, typer.Option("--data", metavar="DIR", help="the data set's own folder, or its parent")]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="N", help="train.seed: of weights, order, augmentation"),
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option("--data", metavar="DIR", help="the data set's own folder, or its parent"),
+]
 TaskOption = Annotated[
     str | None,
-    typer.Option("--task", metavar="FILE:NAME", help="where the task is now, if it was moved", show_default="task.use"),
+    typer.Option(
+        "--task",
+        metavar="FILE:NAME",
+        help="where the task is now, if it was moved",
+        show_default="task.use",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
-TracebackOption = Annotated[bool, typer.Option("--traceback", help="show where an error was raised")]
+TracebackOption = Annotated[
+    bool, typer.Option("--traceback", help="show where an error was raised")
+]
 StepOption = Annotated[str, typer.Option("--step", metavar="STEP", help="best, last, or a number")]
-SplitOption = Annotated[str | None, typer.Option("--split", metavar="NAME", help="the split", show_default="evaluate.split")]
+SplitOption = Annotated[
+    str | None,
+    typer.Option("--split", metavar="NAME", help="the split", show_default="evaluate.split"),
+]
 
 
 def overrides(
-    set_: list[str] | None, *, steps: int | None = None, seed: int | None = None, data: str | None = None
+    set_: list[str] | None,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    data: str | None = None,
 ) -> list[tuple[str, Any, str]]:
     """Return (key, value, origin) for each flag that changes the spec.
 
@@ -87,7 +129,9 @@ def overrides(
     return found
 
 
-def read_spec(command: str, given: str, overrides: list[tuple[str, Any, str]], *, is_quiet: bool = False) -> Origin:
+def read_spec(
+    command: str, given: str, overrides: list[tuple[str, Any, str]], *, is_quiet: bool = False
+) -> Origin:
     """Read the spec that a command is given, and name the keys that the command ignores.
 
     With `is_quiet` no keys are named, as on ranks after the first.
@@ -110,9 +154,15 @@ def check_new_file(path: Path, flag: str, example: str) -> None:
     if os.path.isdir(path):
         raise InputError(f"{path} is a folder", hint=f"name a file in it: {flag} {path / example}")
     if os.path.lexists(path):
-        raise InputError(f"{path} exists already, and nothing is overwritten", hint=f"give another {flag}, or remove it")
+        raise InputError(
+            f"{path} exists already, and nothing is overwritten",
+            hint=f"give another {flag}, or remove it",
+        )
     if not os.path.isdir(path.parent):
-        raise InputError(f"there is no folder {path.parent} for {path.name}", hint=f"make it first, or give another {flag}")
+        raise InputError(
+            f"there is no folder {path.parent} for {path.name}",
+            hint=f"make it first, or give another {flag}",
+        )
 
 
 def check_new_folder(path: Path, flag: str) -> None:
@@ -126,7 +176,9 @@ def check_new_folder(path: Path, flag: str) -> None:
             path.mkdir(parents=True)
             path.rmdir()
     except OSError as error:
-        raise InputError(f"{flag} {path} cannot be made: {error.strerror}", hint="name another") from None
+        raise InputError(
+            f"{flag} {path} cannot be made: {error.strerror}", hint="name another"
+        ) from None
 
 
 def check_of_run(task: str | None, *, is_run: bool) -> None:
@@ -134,7 +186,10 @@ def check_of_run(task: str | None, *, is_run: bool) -> None:
     from surefoot.core.errors import InputError
 
     if task is not None and not is_run:
-        raise InputError(f"--task {task} says where the task of a RUN is now", hint=f"of a SPEC: --set task.use={task}")
+        raise InputError(
+            f"--task {task} says where the task of a RUN is now",
+            hint=f"of a SPEC: --set task.use={task}",
+        )
 
 
 def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
@@ -154,7 +209,11 @@ def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
 
 def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
     """Return a function that prints a verb's progress on standard error, or does nothing."""
-    return (lambda text: None) if quiet else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)
+    return (
+        (lambda text: None)
+        if quiet
+        else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)
+    )
 
 
 def warn(text: str) -> None:
@@ -171,8 +230,13 @@ def say(text: str) -> None:
 
 
 def launch_ranks(
-    ranks: int | str, spec: RunSpec, run: Path | None, max_restarts: int | None, *, trains: bool = True
-) -> int:  # fmt: skip
+    ranks: int | str,
+    spec: RunSpec,
+    run: Path | None,
+    max_restarts: int | None,
+    *,
+    trains: bool = True,
+) -> int:
     """Run this command as `ranks` processes, or MIN:MAX of them; return the exit code.
 
     If a folder `run` is given, the ranks resume there by themselves after a failure. `trains` is
@@ -203,12 +267,21 @@ def launch_ranks(
     judge = judge if trains else judge._replace(hint="nothing of it was kept; start it again")
     restarts = 3 if max_restarts is None else max_restarts
     try:
-        return launch(without_ranks(sys.argv[1:]), most, say, judge, run=run, max_restarts=restarts, numbers=numbers)
+        return launch(
+            without_ranks(sys.argv[1:]),
+            most,
+            say,
+            judge,
+            run=run,
+            max_restarts=restarts,
+            numbers=numbers,
+        )
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
         raise InputError(
-            f"--ranks is {ranks}, and this process may not open the files that it holds for each rank", hint="raise it: ulimit -n"
+            f"--ranks is {ranks}, and this process may not open the files that it holds for each rank",
+            hint="raise it: ulimit -n",
         ) from error
 
 
@@ -266,9 +339,11 @@ def find_judge(stall_s: float) -> Judge:
         return None if found.is_unlike else found.ranks
 
     return Judge(
-        lambda rows: is_stalled(rows, stall_s), lambda rows: find_hang(rows).words,
-        lambda rows: "" if (found := find_apart(rows)) is None else found.words, blame,
-    )  # fmt: skip
+        lambda rows: is_stalled(rows, stall_s),
+        lambda rows: find_hang(rows).words,
+        lambda rows: "" if (found := find_apart(rows)) is None else found.words,
+        blame,
+    )
 
 
 def print_json(row: dict[str, Any]) -> None:

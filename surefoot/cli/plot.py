@@ -39,7 +39,9 @@ class Style:
     x_title: str = ""
 
 
-def terminal_style(encoding: str | None, *, log: bool = False, x_title: str = "", height: int = 16) -> Style:
+def terminal_style(
+    encoding: str | None, *, log: bool = False, x_title: str = "", height: int = 16
+) -> Style:
     """Return a style as wide as the terminal, at most 120 columns (80 in a pipe).
 
     Plots use letters where `encoding` has no braille.
@@ -82,7 +84,9 @@ def overlay(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> s
     lines = _framed(canvas, labels, style.braille)
     lines += _x_axis(x, canvas.columns, margin, style)
     if len(curves) > 1:
-        legend = [f"{LETTERS[index % 26]} {without_control(name)}" for index, name in enumerate(curves)]
+        legend = [
+            f"{LETTERS[index % 26]} {without_control(name)}" for index, name in enumerate(curves)
+        ]
         lines += _wrapped(legend, margin + 2, style.width)
     return "\n".join(line.rstrip() for line in [*lines, *_notes(curves, axis)])
 
@@ -95,7 +99,9 @@ def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style)
     labels = _tick_labels(axis, style.height)
     margin = max(map(len, labels))
     in_row = max(1, min(len(curves), (style.width - margin) // PANEL))
-    in_row = math.ceil(len(curves) / math.ceil(len(curves) / in_row))  # if three fit in a row, four are arranged two by two
+    in_row = math.ceil(
+        len(curves) / math.ceil(len(curves) / in_row)
+    )  # if three fit in a row, four are arranged two by two
     columns = (style.width - margin) // in_row - 2
     blocks: list[str] = []
     names = list(curves)
@@ -107,7 +113,11 @@ def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style)
             shown = labels if not panels else [""] * style.height
             left = margin if not panels else 0
             title = f"{'':{left}}  {without_control(name)[: canvas.columns]}"
-            panel = [title, *_framed(canvas, shown, style.braille, left), *_x_axis(x, canvas.columns, left, style)]
+            panel = [
+                title,
+                *_framed(canvas, shown, style.braille, left),
+                *_x_axis(x, canvas.columns, left, style),
+            ]
             panels.append([line.ljust(left + 2 + canvas.columns) for line in panel])
         blocks += ["".join(parts).rstrip() for parts in zip(*panels, strict=True)]
     return "\n".join([*blocks, *_notes(curves, axis)])
@@ -149,7 +159,9 @@ class _Canvas:
         for index, path in enumerate(self._paths):
             for turn in range(repeats):
                 wanted = int((turn + (index + 0.5) / num_curves) / repeats * self.columns)
-                free = [column for column, row in path.items() if (column, row) not in self._letters]
+                free = [
+                    column for column, row in path.items() if (column, row) not in self._letters
+                ]
                 if free:
                     column = min(free, key=lambda each: abs(each - wanted))
                     self._letters[column, path[column]] = [LETTERS[index % 26]]
@@ -167,22 +179,39 @@ def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, in
     """Return the dots of a straight line, both ends included."""
     count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
-        (round(start[0] + (end[0] - start[0]) * part / count), round(start[1] + (end[1] - start[1]) * part / count))
+        (
+            round(start[0] + (end[0] - start[0]) * part / count),
+            round(start[1] + (end[1] - start[1]) * part / count),
+        )
         for part in range(count + 1)
     ]
 
 
-def _points(x: Sequence[float], values: Values, axis: Axis, canvas: _Canvas) -> list[tuple[int, int] | None]:
+def _points(
+    x: Sequence[float], values: Values, axis: Axis, canvas: _Canvas
+) -> list[tuple[int, int] | None]:
     columns, rows = canvas.dots
     first, span = x[0], (x[-1] - x[0]) or 1.0
-    shares = [None if not is_drawn(value) else axis.share(value) if value >= axis.low else -1.0 for value in values]
+    shares = [
+        None if not is_drawn(value) else axis.share(value) if value >= axis.low else -1.0
+        for value in values
+    ]
     points: list[tuple[int, int] | None] = []
     for index, (at, share) in enumerate(zip(x, shares, strict=True)):
-        beside = [each for each in (*shares[max(index - 1, 0) : index], *shares[index + 1 : index + 2]) if each is not None]
+        beside = [
+            each
+            for each in (*shares[max(index - 1, 0) : index], *shares[index + 1 : index + 2])
+            if each is not None
+        ]
         if share is None or (share < 0 and max(beside, default=-1.0) < 0):
             points.append(None)
         else:  # a curve that leaves the axis is drawn down to its edge
-            points.append((round((at - first) / span * (columns - 1)), round((1 - max(share, 0.0)) * (rows - 1))))
+            points.append(
+                (
+                    round((at - first) / span * (columns - 1)),
+                    round((1 - max(share, 0.0)) * (rows - 1)),
+                )
+            )
     return points
 
 
@@ -198,10 +227,15 @@ def _tick_labels(axis: Axis, height: int) -> list[str]:
     return labels
 
 
-def _framed(canvas: _Canvas, labels: Sequence[str], braille: bool, margin: int | None = None) -> list[str]:
+def _framed(
+    canvas: _Canvas, labels: Sequence[str], braille: bool, margin: int | None = None
+) -> list[str]:
     width = max(map(len, labels)) if margin is None else margin
     tick, bare = ("┤", "│") if braille else ("+", "|")
-    return [f"{label:>{width}} {tick if label else bare}{canvas.text(row)}" for row, label in enumerate(labels)]
+    return [
+        f"{label:>{width}} {tick if label else bare}{canvas.text(row)}"
+        for row, label in enumerate(labels)
+    ]
 
 
 def _x_axis(x: Sequence[float], columns: int, margin: int, style: Style) -> list[str]:

@@ -15,7 +15,9 @@ GAP = 2  # characters between two columns
 PROSE = 24  # a longer cell may wrap
 
 
-def print_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0) -> None:
+def print_table(
+    headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0
+) -> None:
     """Print `rows` under `headers`; the columns named in `right` are right-aligned.
 
     At a terminal that is too narrow long cells wrap, and columns that do not fit are printed below
@@ -37,7 +39,9 @@ def without_control(text: str) -> str:
     return "".join(each if each.isprintable() else " " if each.isspace() else "?" for each in text)
 
 
-def plain_table(headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0) -> str:
+def plain_table(
+    headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0
+) -> str:
     """Return the rows as aligned text, without color or lines.
 
     >>> print(plain_table(("run", "steps"), [("a", "5"), ("bcde", "1,000")], right=("steps",)))
@@ -66,17 +70,25 @@ def _print_rich(headers: Sequence[str], rows: Rows, right: Container[str], inden
     console = Console(highlight=False)
     columns = list(zip(headers, *rows, strict=True))
     natural = [max(map(cell_len, column)) for column in columns]
-    longest = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    longest = [
+        max(cell_len(word) for cell in column for word in cell.split() or [""])
+        for column in columns
+    ]
     for number, widths in enumerate(fit_columns(natural, longest, console.width - indent)):
         if number:
             print()
         table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
         for column, width in widths.items():
             table.add_column(
-                headers[column], justify="right" if headers[column] in right else "left", overflow="fold", width=width
+                headers[column],
+                justify="right" if headers[column] in right else "left",
+                overflow="fold",
+                width=width,
             )
         for row in rows:
-            table.add_row(*(Text(row[column]) for column in widths))  # Text: a bracket in a name is no markup
+            table.add_row(
+                *(Text(row[column]) for column in widths)
+            )  # Text: a bracket in a name is no markup
         console.print(Padding(table, (0, 0, 0, indent), expand=False))
 
 

@@ -28,13 +28,19 @@ def main(words: str) -> None:
     told = [RankFiles(*each["files"]) for each in row["ranks"]]
     judge = find_judge(row["stall_s"])._replace(hint=HINT)
     try:
-        ranks = [RankProcess(rank, Peer(each["pid"], told[rank].flight)) for rank, each in enumerate(row["ranks"])]
+        ranks = [
+            RankProcess(rank, Peer(each["pid"], told[rank].flight))
+            for rank, each in enumerate(row["ranks"])
+        ]
     except ProcessLookupError:
         return  # a rank has ended; the others, or their launcher, detect that themselves
     while os.getppid() == row["parent"]:
         for each in ranks:
             each.code = each.process.poll()
-        if any(each.code is not None for each in ranks) or end_if_stalled(ranks, say, judge, told) is not None:
+        if (
+            any(each.code is not None for each in ranks)
+            or end_if_stalled(ranks, say, judge, told) is not None
+        ):
             return
         time.sleep(STALL_LOOK_S)
 

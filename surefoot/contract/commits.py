@@ -40,7 +40,10 @@ def hashing(num_threads: int = NUM_THREADS, nice: int = NICE) -> Iterator[Execut
     The writing thread then resumes at once after waiting for the disk.
     """
     with ThreadPoolExecutor(
-        num_threads, thread_name_prefix="surefoot-digest", initializer=yield_to_others, initargs=(nice,)
+        num_threads,
+        thread_name_prefix="surefoot-digest",
+        initializer=yield_to_others,
+        initargs=(nice,),
     ) as pool:
         yield pool
 
@@ -71,7 +74,9 @@ def find_folder(run: Path, step: int) -> Path | None:
     name, also where a kill left it so.
     """
     folder = manifest.step_folder(run, step)
-    return next((path for path in (folder, folder.with_name(f"{OLD}{folder.name}")) if path.is_dir()), None)
+    return next(
+        (path for path in (folder, folder.with_name(f"{OLD}{folder.name}")) if path.is_dir()), None
+    )
 
 
 def check(folder: Path) -> Manifest:
@@ -90,7 +95,9 @@ def check_file(folder: Path, entry: Entry, pool: Executor) -> None:
     """Check every byte of one file against its manifest entry. Raises RunFolderError."""
     with opened(folder, entry) as file:
         if entry.tensors is None:
-            found = digest.begin_read(pool, file, {entry.name: (0, entry.num_bytes)}).finish()[entry.name]
+            found = digest.begin_read(pool, file, {entry.name: (0, entry.num_bytes)}).finish()[
+                entry.name
+            ]
         else:
             header = read_header(file, folder / entry.name, entry)
             parts = digest.begin_read(pool, file, spans(len(header), entry.tensors)).finish()
@@ -109,12 +116,17 @@ def _name_damage(path: Path, pieces: Mapping[str, Piece], found: Mapping[str, st
 def digest_of(header: bytes, found: Mapping[str, str], pieces: Mapping[str, Piece]) -> str:
     """Return the digest of a safetensors file, from its header and the digests of its tensors."""
     order = sorted(pieces, key=lambda name: (pieces[name].start, pieces[name].num_bytes, name))
-    return digest.combine([bytes.fromhex(digest.of_bytes(header)), *(bytes.fromhex(found[name]) for name in order)])
+    return digest.combine(
+        [bytes.fromhex(digest.of_bytes(header)), *(bytes.fromhex(found[name]) for name in order)]
+    )
 
 
 def spans(data: int, pieces: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
     """Return (first byte, byte after the last) of each tensor, with the data starting at `data`."""
-    return {name: (data + piece.start, data + piece.start + piece.num_bytes) for name, piece in pieces.items()}
+    return {
+        name: (data + piece.start, data + piece.start + piece.num_bytes)
+        for name, piece in pieces.items()
+    }
 
 
 @contextlib.contextmanager
@@ -136,7 +148,9 @@ def opened(folder: Path, entry: Entry) -> Iterator[int]:
     except RunFolderError as error:
         if str(path) in error.message:
             raise
-        raise RunFolderError(f"{path}: {error.message}", hint=error.hint) from None  # the file was truncated while it was read
+        raise RunFolderError(
+            f"{path}: {error.message}", hint=error.hint
+        ) from None  # the file was truncated while it was read
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
     finally:
@@ -151,17 +165,25 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
     pieces = entry.tensors or {}
     num_data = sum(piece.num_bytes for piece in pieces.values())
     if entry.num_bytes - num_data > manifest.MAX_BYTES:
-        raise RunFolderError(f"{path} has a header of more than {manifest.MAX_BYTES >> 20} MiB, which no file of tensors has")
+        raise RunFolderError(
+            f"{path} has a header of more than {manifest.MAX_BYTES >> 20} MiB, which no file of tensors has"
+        )
     header = os.pread(descriptor, entry.num_bytes - num_data, 0)
     stated = int.from_bytes(header[:LENGTH_BYTES], "little")
     if len(header) < LENGTH_BYTES or stated != len(header) - LENGTH_BYTES:
-        raise RunFolderError(f"{path} is damaged: its header is not of the size that the manifest says")
+        raise RunFolderError(
+            f"{path} is damaged: its header is not of the size that the manifest says"
+        )
     digest.read_directly(descriptor, [piece.num_bytes for piece in pieces.values()])
     try:
         rows: dict[str, Any] = manifest.parse_json(header[LENGTH_BYTES:], path)
         rows.pop("__metadata__", None)
         fits = rows == {
-            name: {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [piece.start, piece.start + piece.num_bytes]}
+            name: {
+                "dtype": piece.dtype,
+                "shape": list(piece.shape),
+                "data_offsets": [piece.start, piece.start + piece.num_bytes],
+            }
             for name, piece in pieces.items()
         }
     except (TypeError, AttributeError):
@@ -180,7 +202,10 @@ def find_step(run: Path, step: int | str) -> int:
     run = Path(run)
     steps = manifest.steps(run)
     if not steps:
-        raise RunFolderError(f"{run} holds no commit", hint="a run commits at evaluations, every checkpoint.every and at its end")
+        raise RunFolderError(
+            f"{run} holds no commit",
+            hint="a run commits at evaluations, every checkpoint.every and at its end",
+        )
     if step == "last":
         return steps[-1]
     if step == "best":
@@ -190,7 +215,8 @@ def find_step(run: Path, step: int | str) -> int:
     if number is not None and number in steps:
         return number
     raise RunFolderError(
-        f"{run} holds no step {str(step)[:SHOWN]}", hint=f'it holds {", ".join(map(str, steps))}; or use "best", "last"'
+        f"{run} holds no step {str(step)[:SHOWN]}",
+        hint=f'it holds {", ".join(map(str, steps))}; or use "best", "last"',
     )
 
 
@@ -218,12 +244,16 @@ def rank(run: Path, steps: list[int]) -> list[int]:
 def set_aside(folder: Path) -> Path:
     """Rename a damaged checkpoint to a free hidden name, and return that path."""
     number = 1
-    while (aside := folder.with_name(f"{BAD}{folder.name}" + (f"-{number}" if number > 1 else ""))).exists():
+    while (
+        aside := folder.with_name(f"{BAD}{folder.name}" + (f"-{number}" if number > 1 else ""))
+    ).exists():
         number += 1
     try:
         folder.rename(aside)
     except OSError as error:
-        raise RunFolderError(f"{folder} is damaged and could not be set aside: {error.strerror}") from None
+        raise RunFolderError(
+            f"{folder} is damaged and could not be set aside: {error.strerror}"
+        ) from None
     return aside
 
 

@@ -43,21 +43,29 @@ def combine(digests: Iterable[bytes]) -> str:
 
 def chunks(num_bytes: int) -> list[tuple[int, int]]:
     """Return (start, end) of each chunk; one empty chunk for no bytes."""
-    return [(start, min(start + CHUNK_BYTES, num_bytes)) for start in range(0, max(num_bytes, 1), CHUNK_BYTES)]
+    return [
+        (start, min(start + CHUNK_BYTES, num_bytes))
+        for start in range(0, max(num_bytes, 1), CHUNK_BYTES)
+    ]
 
 
 @dataclass(frozen=True)
 class Pending:
     """Digests that threads are computing: for each name those of its chunks, in order."""
 
-    parts: Mapping[str, list[tuple[Future[list[bytes]], int]]]  # the group that a chunk is hashed with, its index there
+    parts: Mapping[
+        str, list[tuple[Future[list[bytes]], int]]
+    ]  # the group that a chunk is hashed with, its index there
 
     def finish(self) -> dict[str, str]:
         """Wait for the threads and return the digest under each name, as hex.
 
         Raises what a thread raised.
         """
-        return {name: combine(group.result()[place] for group, place in parts) for name, parts in self.parts.items()}
+        return {
+            name: combine(group.result()[place] for group, place in parts)
+            for name, parts in self.parts.items()
+        }
 
 
 def begin(pool: Executor, buffers: Mapping[str, memoryview]) -> Pending:
@@ -67,7 +75,10 @@ def begin(pool: Executor, buffers: Mapping[str, memoryview]) -> Pending:
 
 
 def begin_read(
-    pool: Executor, descriptor: int, spans: Mapping[str, tuple[int, int]], into: Mapping[str, memoryview] | None = None
+    pool: Executor,
+    descriptor: int,
+    spans: Mapping[str, tuple[int, int]],
+    into: Mapping[str, memoryview] | None = None,
 ) -> Pending:
     """Start hashing parts of an open file, each given as (first byte, byte after the last).
 
@@ -78,14 +89,26 @@ def begin_read(
     for name, (start, stop) in spans.items():
         room = (into or {}).get(name)
         for first, last in chunks(stop - start):
-            work.append((name, _Stored(descriptor, start + first, last - first, None if room is None else room[first:last])))
+            work.append(
+                (
+                    name,
+                    _Stored(
+                        descriptor,
+                        start + first,
+                        last - first,
+                        None if room is None else room[first:last],
+                    ),
+                )
+            )
     return _begin(pool, work)
 
 
 def of_bytes(data: Any) -> str:
     """Return the digest of a buffer, computed in this thread."""
     buffer = memoryview(data).cast("B")
-    return combine(hashlib.sha256(buffer[start:stop]).digest() for start, stop in chunks(len(buffer)))
+    return combine(
+        hashlib.sha256(buffer[start:stop]).digest() for start, stop in chunks(len(buffer))
+    )
 
 
 @dataclass(frozen=True)
@@ -159,7 +182,9 @@ def _rooms(group: Sequence[_Chunk]) -> list[memoryview]:
     stored = [chunk.num_bytes for chunk in group if isinstance(chunk, _Stored)]
     if not stored:
         return [memoryview(b"")] * len(group)
-    each = min(READ_BYTES if len(group) == 1 else LANE_BYTES, _whole_blocks(max(stored)) + BLOCK_BYTES)
+    each = min(
+        READ_BYTES if len(group) == 1 else LANE_BYTES, _whole_blocks(max(stored)) + BLOCK_BYTES
+    )
     room = make_room(each * len(group))
     return [room[i * each : (i + 1) * each] for i in range(len(group))]
 
@@ -193,7 +218,9 @@ def make_room(num_bytes: int) -> memoryview:
     A direct read into small pages is split where they are not adjacent, and takes up to twice as
     long.
     """
-    memory = mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)  # private to this process: shared memory gets no huge pages
+    memory = mmap.mmap(
+        -1, num_bytes, access=mmap.ACCESS_COPY
+    )  # private to this process: shared memory gets no huge pages
     if num_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -214,7 +241,10 @@ def windows(descriptor: int, start: int, num_bytes: int, room: memoryview) -> It
     while start < stop:
         skipped = start % BLOCK_BYTES
         wanted = min(len(room), _whole_blocks(skipped + stop - start))
-        count = _read_blocks(descriptor, room[:wanted], start - skipped, skipped + stop - start) - skipped
+        count = (
+            _read_blocks(descriptor, room[:wanted], start - skipped, skipped + stop - start)
+            - skipped
+        )
         if count < min(lanes.BLOCK_BYTES, stop - start):
             raise RunFolderError(f"a file ends {stop - start - max(count, 0)} bytes early")
         window = room[skipped : skipped + min(count, stop - start)]
@@ -230,7 +260,9 @@ def _read_blocks(descriptor: int, blocks: memoryview, start: int, needed: int) -
     It is smaller where the file ends before.
     """
     done = 0
-    while done < min(needed, len(blocks)) and (count := _read_some(descriptor, blocks[done:], start + done)):
+    while done < min(needed, len(blocks)) and (
+        count := _read_some(descriptor, blocks[done:], start + done)
+    ):
         done += count
     return done
 

@@ -23,10 +23,22 @@ from surefoot.core.units import LARGEST
 
 VERSION = 1
 FILE = "events.jsonl"
-CLOSED = ("finished", "stopped")  # the outcomes of a run that has nothing left to train, unless its loop was left early
+CLOSED = (
+    "finished",
+    "stopped",
+)  # the outcomes of a run that has nothing left to train, unless its loop was left early
 PHASES = (
-    "data", "copy", "forward", "backward", "optimiser", "communication", "checkpoint", "evaluation", "logging", "other",
-)  # fmt: skip
+    "data",
+    "copy",
+    "forward",
+    "backward",
+    "optimiser",
+    "communication",
+    "checkpoint",
+    "evaluation",
+    "logging",
+    "other",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,16 +218,24 @@ class Ended(Event):
 
 
 KINDS: dict[str, type[Event]] = {
-    kind.kind: kind for kind in (Started, Step, Dtypes, Memory, Evaluated, Committed, Compiled, Fault, Ended)
+    kind.kind: kind
+    for kind in (Started, Step, Dtypes, Memory, Evaluated, Committed, Compiled, Fault, Ended)
 }
 UNREADABLE = "\ufffd"  # the replacement for bytes that are not UTF-8
 HEAD = f'{{"v": {VERSION}, "kind": "'  # of every line
-_TYPES = {name: {each.name: str(each.type) for each in fields(kind)} for name, kind in KINDS.items()}
+_TYPES = {
+    name: {each.name: str(each.type) for each in fields(kind)} for name, kind in KINDS.items()
+}
 _encode = json.JSONEncoder(allow_nan=False).encode  # made once: a record is written every few steps
 _NO_COUNTS = ("seed",)  # torch draws one of 64 bits for a process that sets none
 _PLAIN: dict[str, type | tuple[type, ...]] = {
-    "Any": object, "int": int, "float": (int, float), "str": str, "bool": bool, "None": type(None),
-}  # fmt: skip
+    "Any": object,
+    "int": int,
+    "float": (int, float),
+    "str": str,
+    "bool": bool,
+    "None": type(None),
+}
 
 
 def _finite(value: Any) -> Any:
@@ -263,17 +283,25 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
             if row.get("v", 0) > VERSION:
                 newer = newer or f"{path}:{number} is of format {row['v']}, newer than {VERSION}"
                 continue
-            if newer and row["kind"] != Started.kind:  # an attempt does not mix the formats of two versions
+            if (
+                newer and row["kind"] != Started.kind
+            ):  # an attempt does not mix the formats of two versions
                 found.append(newer)
                 newer = ""
-            event = _made(row, f"{path}:{number}", found) if row["kind"] in KINDS and row["kind"] not in passed else None
+            event = (
+                _made(row, f"{path}:{number}", found)
+                if row["kind"] in KINDS and row["kind"] not in passed
+                else None
+            )
             num_events += event is not None or row["kind"] in passed or row["kind"] not in KINDS
             if event is not None:
                 yield event
     if newer:
         raise RunFolderError(newer, hint="use a newer surefoot")
     if found and not num_events:
-        raise RunFolderError(f"{found[0]}; no line of the file is an event", hint="the file is not the log of a run")
+        raise RunFolderError(
+            f"{found[0]}; no line of the file is an event", hint="the file is not the log of a run"
+        )
 
 
 def _open(folder: Path) -> TextIO:
@@ -281,14 +309,20 @@ def _open(folder: Path) -> TextIO:
         return io.TextIOWrapper(files.opened(folder, FILE), encoding="utf-8", errors="replace")
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EINVAL):
-            raise RunFolderError(f"{folder / FILE} cannot be read: {error.strerror}", hint=hint_unread(error)) from None
+            raise RunFolderError(
+                f"{folder / FILE} cannot be read: {error.strerror}", hint=hint_unread(error)
+            ) from None
         words = f"{folder} is no run: it holds no {FILE}"
         raise RunFolderError(words, hint="surefoot runs lists the runs below a folder") from None
 
 
 def _kind_of(line: str) -> str:
     """Return the kind of a complete line as this version writes it; "" for any other line."""
-    return line[len(HEAD) : line.find('"', len(HEAD))] if line.startswith(HEAD) and line.endswith("}\n") else ""
+    return (
+        line[len(HEAD) : line.find('"', len(HEAD))]
+        if line.startswith(HEAD) and line.endswith("}\n")
+        else ""
+    )
 
 
 def _row(line: str) -> dict[str, Any] | None:
@@ -299,7 +333,11 @@ def _row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    fits = isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("v", 0), int)
+    fits = (
+        isinstance(row, dict)
+        and isinstance(row.get("kind"), str)
+        and isinstance(row.get("v", 0), int)
+    )
     return row if fits else None
 
 
@@ -310,8 +348,14 @@ def _made(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | Non
     """
     kind: Callable[..., Event] = KINDS[row["kind"]]
     types = _TYPES[row["kind"]]
-    values = {key: _read_numbers(key, value, types[key]) for key, value in row.items() if key in types}
-    counted = {key: value for key, value in values.items() if key not in _NO_COUNTS or not isinstance(value, int)}
+    values = {
+        key: _read_numbers(key, value, types[key]) for key, value in row.items() if key in types
+    }
+    counted = {
+        key: value
+        for key, value in values.items()
+        if key not in _NO_COUNTS or not isinstance(value, int)
+    }
     wrong = next((key for key, value in counted.items() if not _fits(value, types[key])), None)
     try:
         if wrong is None:
@@ -332,14 +376,19 @@ def _fits(value: Any, type_: str) -> bool:
         return any(_fits(value, one) for one in type_.split(" | "))
     if isinstance(value, bool):
         return type_ in ("bool", "Any")
-    return isinstance(value, _PLAIN[type_]) and not (isinstance(value, int) and type_ != "Any" and abs(value) > LARGEST)
+    return isinstance(value, _PLAIN[type_]) and not (
+        isinstance(value, int) and type_ != "Any" and abs(value) > LARGEST
+    )
 
 
 def _read_numbers(key: str, value: Any, type_: str) -> Any:
     """Return a value with the names "nan", "inf" and "-inf" of float fields converted back."""
     if isinstance(value, Mapping) and type_ == "Mapping[str, Any]" and key == "summary":
         names = ("loss", "value", "best_value")
-        return {name: _read_numbers(name, part, "float" if name in names else "Any") for name, part in value.items()}
+        return {
+            name: _read_numbers(name, part, "float" if name in names else "Any")
+            for name, part in value.items()
+        }
     if isinstance(value, Mapping) and type_.startswith("Mapping[str, float"):
         return {name: _read_numbers(name, part, "float") for name, part in value.items()}
     return float(value) if type_.startswith("float") and value in ("nan", "inf", "-inf") else value
@@ -372,6 +421,10 @@ def newest(events: Iterable[Event]) -> list[Event]:
     kept: list[Event] = []
     for event in events:
         if isinstance(event, Started):
-            kept = [old for old in kept if getattr(old, "step", 0) < event.first_step or isinstance(old, Fault | Ended)]
+            kept = [
+                old
+                for old in kept
+                if getattr(old, "step", 0) < event.first_step or isinstance(old, Fault | Ended)
+            ]
         kept.append(event)
     return kept

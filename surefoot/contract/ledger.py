@@ -30,7 +30,9 @@ FORMAT = 1
 HEADER_BYTES = 256
 LARGEST = 2**63
 ROW = struct.Struct("<IIQ")
-MOST_HELD_BYTES = 4096 * ROW.size  # buffered at most: a kill loses these rows together with the steps that they belong to
+MOST_HELD_BYTES = (
+    4096 * ROW.size
+)  # buffered at most: a kill loses these rows together with the steps that they belong to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +74,15 @@ class Appended:
     def __init__(self, path: Path, header: bytes, end_of: Callable[[int], int]) -> None:
         self._path, self._descriptor = path, -1
         close_in_children(self)
-        self._rows, self._num_written = bytearray(), 0  # rows since the last sync, and how many of their bytes are in the file
+        self._rows, self._num_written = (
+            bytearray(),
+            0,
+        )  # rows since the last sync, and how many of their bytes are in the file
         self._is_spoiled = False
         try:
-            self._descriptor = files.open_descriptor(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            self._descriptor = files.open_descriptor(
+                path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT
+            )
             size = os.fstat(self._descriptor).st_size
             if size < HEADER_BYTES:
                 os.ftruncate(self._descriptor, 0)
@@ -84,12 +91,16 @@ class Appended:
                 os.ftruncate(self._descriptor, end_of(size))
             self.num_synced = os.fstat(self._descriptor).st_size
         except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error)) from error
+            raise StorageError(
+                f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error)
+            ) from error
 
     def add(self, rows: bytes) -> None:
         self._rows += rows
         if len(self._rows) - self._num_written >= MOST_HELD_BYTES:
-            with contextlib.suppress(OSError):  # the rows are kept until `sync`, which reports the error
+            with contextlib.suppress(
+                OSError
+            ):  # the rows are kept until `sync`, which reports the error
                 self._flush()
 
     def sync(self) -> None:
@@ -102,7 +113,9 @@ class Appended:
                 os.fsync(self._descriptor)
                 self._is_spoiled = False
         except OSError as error:
-            raise StorageError(f"{self._path} cannot be written: {error.strerror}", hint=hint_unwritten(error)) from error
+            raise StorageError(
+                f"{self._path} cannot be written: {error.strerror}", hint=hint_unwritten(error)
+            ) from error
         self.num_synced += len(self._rows)
         self._rows, self._num_written = bytearray(), 0
 
@@ -129,7 +142,9 @@ class Appended:
         """
         draft = self._path.with_name(f".{FILE}.draft")
         draft.unlink(missing_ok=True)
-        descriptor = files.open_descriptor(draft.parent, draft.name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL)
+        descriptor = files.open_descriptor(
+            draft.parent, draft.name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL
+        )
         try:
             self._append(descriptor, os.pread(self._descriptor, self.num_synced, 0) + self._rows)
             os.fsync(descriptor)
@@ -164,9 +179,14 @@ class Ledger:
     def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
         self._folder, self._generation = folder, generation
         _set_damaged_aside(folder)
-        self._file = Appended(folder / FILE, _header(plan), lambda size: size - (size - HEADER_BYTES) % ROW.size)
+        self._file = Appended(
+            folder / FILE, _header(plan), lambda size: size - (size - HEADER_BYTES) % ROW.size
+        )
         if (found := read_plan(folder)) != plan:
-            raise RunFolderError(f"{folder / FILE} is of another plan: {found}, now {plan}", hint="give another --run folder")
+            raise RunFolderError(
+                f"{folder / FILE} is of another plan: {found}, now {plan}",
+                hint="give another --run folder",
+            )
 
     def add(self, step: int, ids: Any) -> None:
         self._file.add(ROW.pack(step, self._generation, checksum(ids)))
@@ -176,7 +196,9 @@ class Ledger:
 
         A row is written before the checkpoint of its step, so only damage can remove it.
         """
-        return max(0, step - read_after(self._folder) - (self._file.num_synced - HEADER_BYTES) // ROW.size)
+        return max(
+            0, step - read_after(self._folder) - (self._file.num_synced - HEADER_BYTES) // ROW.size
+        )
 
     def sync(self) -> None:
         """Write the added rows to disk."""
@@ -194,7 +216,10 @@ def _header(plan: Plan, after: int = 0) -> bytes:
         del row["chunk"], row["window"]
     text = json.dumps(row, separators=(",", ":") if plan.ramp else None).encode()
     if len(text) >= HEADER_BYTES:
-        raise RunFolderError(f"the plan of the ledger is too long: {text.decode()}", hint="use fewer entries in train.ramp")
+        raise RunFolderError(
+            f"the plan of the ledger is too long: {text.decode()}",
+            hint="use fewer entries in train.ramp",
+        )
     return text.ljust(HEADER_BYTES - 1) + b"\n"
 
 
@@ -207,15 +232,27 @@ def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
     """
     is_same = read_plan(parent) == plan
     begins = read_after(parent) if is_same else step
-    rows = [ROW.pack(row.step, 0, row.checksum) for row in consumed(read(parent))[0] if row.step <= step] if is_same else []
+    rows = (
+        [
+            ROW.pack(row.step, 0, row.checksum)
+            for row in consumed(read(parent))[0]
+            if row.step <= step
+        ]
+        if is_same
+        else []
+    )
     path = folder / FILE
     try:
-        with os.fdopen(files.open_descriptor(folder, FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL), "r+b") as file:
+        with os.fdopen(
+            files.open_descriptor(folder, FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL), "r+b"
+        ) as file:
             file.write(_header(plan, begins) + b"".join(rows))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error)) from error
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error)
+        ) from error
 
 
 def read_plan(folder: Path) -> Plan:
@@ -238,13 +275,16 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
             found = _parse(file.read(HEADER_BYTES), path)
     except OSError as error:
         if error.errno == errno.EINVAL:
-            raise RunFolderError(f"{path} is no ledger, but a pipe, a folder or a device", hint="move it away") from None
+            raise RunFolderError(
+                f"{path} is no ledger, but a pipe, a folder or a device", hint="move it away"
+            ) from None
         is_gone = isinstance(error, FileNotFoundError | NotADirectoryError)
         hint = "surefoot runs lists the runs below a folder" if is_gone else hint_unread(error)
         raise RunFolderError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
     if isinstance(found, str):
         raise RunFolderError(
-            f"{path} is no ledger: {found}", hint="an unfinished run sets it aside when it goes on: surefoot resume RUN"
+            f"{path} is no ledger: {found}",
+            hint="an unfinished run sets it aside when it goes on: surefoot resume RUN",
         )
     return found
 
@@ -259,13 +299,19 @@ def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
         if row.pop("surefoot ledger") != FORMAT:
             raise RunFolderError(f"{path} is of another format", hint="use a newer surefoot")
         after = row.pop("after", 0)
-        plan = Plan(**{**row, "ramp": tuple((samples, batch) for samples, batch in row.get("ramp", ()))})
+        plan = Plan(
+            **{**row, "ramp": tuple((samples, batch) for samples, batch in row.get("ramp", ()))}
+        )
         wrong = _find_no_number(plan, after)
         if wrong is not None:
             return wrong
         if min(plan.chunk, plan.window) < bool(plan.chunk or plan.window):
             return "it plans a window of no samples"
-        return (plan, after) if min(plan.samples, plan.batch) >= 1 and after >= 0 else "it plans no samples"
+        return (
+            (plan, after)
+            if min(plan.samples, plan.batch) >= 1 and after >= 0
+            else "it plans no samples"
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return str(error)
 
@@ -283,7 +329,11 @@ def _find_no_number(plan: Plan, after: object) -> str | None:
         "chunk": plan.chunk,
         "window": plan.window,
     }
-    numbers |= {f"ramp[{i}][{j}]": value for i, stage in enumerate(plan.ramp) for j, value in enumerate(stage)}
+    numbers |= {
+        f"ramp[{i}][{j}]": value
+        for i, stage in enumerate(plan.ramp)
+        for j, value in enumerate(stage)
+    }
     for name, value in numbers.items():
         if type(value) is not int or abs(value) >= LARGEST:
             return f"{name} is {str(value)[:40]}, which is no whole number of 64 bits"
@@ -312,7 +362,11 @@ def read(folder: Path) -> Iterator[Row]:
     with files.opened(folder, FILE) as file:
         file.seek(HEADER_BYTES)
         while len(data := file.read(ROW.size * 4096)) >= ROW.size:
-            yield from (Row(*fields) for fields in ROW.iter_unpack(data[: len(data) // ROW.size * ROW.size]) if fields[0])
+            yield from (
+                Row(*fields)
+                for fields in ROW.iter_unpack(data[: len(data) // ROW.size * ROW.size])
+                if fields[0]
+            )
 
 
 def consumed(rows: Iterator[Row]) -> tuple[list[Row], int]:

@@ -28,7 +28,10 @@ HEAD = struct.Struct("<IIIII")
 ID_BYTES = 4
 MOST_IDS = 1 << 32
 MOST_ATTEMPTS = 1 << 16  # a larger difference between two rows is damage
-NEAR, LONG_CHAIN = 64, 3  # rows that damage may remove at once; rows needed in a sequence to be accepted as rows
+NEAR, LONG_CHAIN = (
+    64,
+    3,
+)  # rows that damage may remove at once; rows needed in a sequence to be accepted as rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +111,23 @@ class LoopLedger:
 
     def __init__(self, folder: Path, promise: LoopGuarantee, generation: int) -> None:
         path, self._generation = folder / FILE, generation
-        header = json.dumps({"surefoot ledger": FORMAT, **asdict(promise)}).encode().ljust(HEADER_BYTES - 1) + b"\n"
-        self._file = Appended(path, header, lambda size: max((end for _, end in _scan(folder)), default=HEADER_BYTES))
+        header = (
+            json.dumps({"surefoot ledger": FORMAT, **asdict(promise)})
+            .encode()
+            .ljust(HEADER_BYTES - 1)
+            + b"\n"
+        )
+        self._file = Appended(
+            path, header, lambda size: max((end for _, end in _scan(folder)), default=HEADER_BYTES)
+        )
         found = read_promise(folder)
         if replace(found, digests=promise.digests) != promise:
-            raise RunFolderError(f"{path} is of other data: {found}, now {promise}", hint="give another folder")
-        self._leaves_out = promise.digests and not found.digests  # a ledger that was started without digests stays without
+            raise RunFolderError(
+                f"{path} is of other data: {found}, now {promise}", hint="give another folder"
+            )
+        self._leaves_out = (
+            promise.digests and not found.digests
+        )  # a ledger that was started without digests stays without
 
     def add(self, step: int, number_of_pass: int, place: int, ids: Sequence[int]) -> None:
         ids = () if self._leaves_out else ids
@@ -169,7 +183,9 @@ def _scan(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[t
                     return  # a part of a row
                 if found is not None and _is_damaged(file, (at, end, found), size, row, before):
                     if damaged is not None:
-                        damaged.append(DamagedBytes(at, found, 0 if before is None else before.step))
+                        damaged.append(
+                            DamagedBytes(at, found, 0 if before is None else before.step)
+                        )
                     at = found
                     continue
             if row is None:
@@ -242,7 +258,9 @@ def _find_row(file: BinaryIO, start: int, size: int, before: Batch | None) -> in
         row = _read_head(file, at, size)
         if row is not None and _is_near(before, row):
             num_rows, is_last = _count_chain(file, at, size)
-            is_certain = num_rows > 1 or (before is not None and row.generation == before.generation)  # ids may look like a row
+            is_certain = num_rows > 1 or (
+                before is not None and row.generation == before.generation
+            )  # ids may look like a row
             if num_rows == LONG_CHAIN or (is_last and is_certain):
                 return at
     return None
@@ -251,15 +269,28 @@ def _find_row(file: BinaryIO, start: int, size: int, before: Batch | None) -> in
 def _is_near(before: Batch | None, row: Batch) -> bool:
     """Return whether a row may come a few rows after `before`; None is the start of the file."""
     if before is None:
-        return row.generation < MOST_ATTEMPTS and row.step <= NEAR and row.number_of_pass == 0 and row.place <= NEAR
+        return (
+            row.generation < MOST_ATTEMPTS
+            and row.step <= NEAR
+            and row.number_of_pass == 0
+            and row.place <= NEAR
+        )
     if row.generation != before.generation:
-        return before.generation < row.generation < before.generation + NEAR and row.step <= before.step + NEAR
-    is_same = row.number_of_pass == before.number_of_pass and before.place < row.place <= before.place + NEAR
+        return (
+            before.generation < row.generation < before.generation + NEAR
+            and row.step <= before.step + NEAR
+        )
+    is_same = (
+        row.number_of_pass == before.number_of_pass
+        and before.place < row.place <= before.place + NEAR
+    )
     is_next = row.number_of_pass == before.number_of_pass + 1 and row.place <= NEAR
     return before.step <= row.step <= before.step + NEAR and (is_same or is_next)
 
 
-def _is_damaged(file: BinaryIO, places: tuple[int, int, int], size: int, row: Batch | None, before: Batch | None) -> bool:
+def _is_damaged(
+    file: BinaryIO, places: tuple[int, int, int], size: int, row: Batch | None, before: Batch | None
+) -> bool:
     """Return whether a row is damaged.
 
     `places` are the position of the row, its stated end, and the position where another row was
@@ -268,7 +299,9 @@ def _is_damaged(file: BinaryIO, places: tuple[int, int, int], size: int, row: Ba
     at, end, found = places
     if row is None or found == end:
         return row is None
-    if _goes_on(file, end, size):  # a loop may really have left out a batch; but no row contains the next one
+    if _goes_on(
+        file, end, size
+    ):  # a loop may really have left out a batch; but no row contains the next one
         inside = _read_head(file, found, size)
         return found < end and inside is not None and _follows(row, inside)
     is_as_before = before is not None and found - at == _num_bytes(before)
@@ -301,17 +334,24 @@ def check(run: Path) -> LoopConsumed:
     kept, overruled = consumed(iter(rows))
     num_compared, others = _read_again(rows, kept)
     return LoopConsumed(
-        promise=promise, last=kept[-1].step if kept else 0, attempts=tuple(sorted({row.generation for row in rows} - {0})),
-        num_batches=len(kept), num_overruled=overruled, num_samples=0 if promise.digests else sum(len(batch.ids) for batch in kept),
-        num_passes=len({batch.number_of_pass for batch in kept}), num_compared=num_compared,
+        promise=promise,
+        last=kept[-1].step if kept else 0,
+        attempts=tuple(sorted({row.generation for row in rows} - {0})),
+        num_batches=len(kept),
+        num_overruled=overruled,
+        num_samples=0 if promise.digests else sum(len(batch.ids) for batch in kept),
+        num_passes=len({batch.number_of_pass for batch in kept}),
+        num_compared=num_compared,
         faults=(*map(_told_of_damage, damaged), *_places(kept), *_samples(kept, promise), *others),
-    )  # fmt: skip
+    )
 
 
 def _told_of_damage(damage: DamagedBytes) -> LoopFault:
     return LoopFault(
-        "damaged", damage.step, f"bytes {damage.start:,} to {damage.end:,} of {FILE}, behind a row of step {damage.step:,}, are no rows"
-    )  # fmt: skip
+        "damaged",
+        damage.step,
+        f"bytes {damage.start:,} to {damage.end:,} of {FILE}, behind a row of step {damage.step:,}, are no rows",
+    )
 
 
 def begin_fork(parent: Path, folder: Path, step: int) -> None:
@@ -335,7 +375,9 @@ def find_sample(run: Path, sample: int) -> list[Batch]:
     samples = read_promise(run).samples
     if sample < 0 or samples is None or sample >= samples:
         told = (
-            "the data do not say which samples a batch holds" if samples is None else f"the set has {samples:,}, counted from 0"
+            "the data do not say which samples a batch holds"
+            if samples is None
+            else f"the set has {samples:,}, counted from 0"
         )
         raise RunFolderError(f"there is no sample {sample}", hint=told)
     return [batch for batch in consumed(read(run))[0] if sample in batch.ids]
@@ -348,7 +390,11 @@ def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[LoopFau
     """
     final = {(batch.number_of_pass, batch.place): batch for batch in kept}
     again = [(batch, final.get((batch.number_of_pass, batch.place))) for batch in rows]
-    pairs = [(batch, now) for batch, now in again if now is not None and now is not batch and batch.ids and now.ids]
+    pairs = [
+        (batch, now)
+        for batch, now in again
+        if now is not None and now is not batch and batch.ids and now.ids
+    ]
     others = {now: batch for batch, now in pairs if batch.ids != now.ids}
     return len(pairs), [
         LoopFault(
@@ -398,7 +444,20 @@ def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LoopFault]:
     for number, counts in passes.items():
         for sample, count in counts.items():
             if count > 1:
-                yield LoopFault("twice", last[number], f"pass {number + 1:,} consumed sample {sample:,} {count} times")
+                yield LoopFault(
+                    "twice",
+                    last[number],
+                    f"pass {number + 1:,} consumed sample {sample:,} {count} times",
+                )
         is_whole = number + 1 in passes
-        if promise.all and is_whole and promise.samples is not None and len(counts) < promise.samples:
-            yield LoopFault("lost", last[number], f"pass {number + 1:,} left out {promise.samples - len(counts):,} samples")
+        if (
+            promise.all
+            and is_whole
+            and promise.samples is not None
+            and len(counts) < promise.samples
+        ):
+            yield LoopFault(
+                "lost",
+                last[number],
+                f"pass {number + 1:,} left out {promise.samples - len(counts):,} samples",
+            )

@@ -25,22 +25,44 @@ from surefoot.core.errors import RunFolderError, hint_unread
 FORMAT = 1
 FILE = "manifest.json"
 FOLDER = "checkpoints"
-UNLINK = "put the run folder itself on the other disk and link that; or mount the disk at checkpoints/"
+UNLINK = (
+    "put the run folder itself on the other disk and link that; or mount the disk at checkpoints/"
+)
 MAX_BYTES = 64 << 20
-MAX_NESTED = 1 << 20  # lists and objects in a manifest; with four and a digest per tensor MAX_BYTES hold fewer
+MAX_NESTED = (
+    1 << 20
+)  # lists and objects in a manifest; with four and a digest per tensor MAX_BYTES hold fewer
 MAX_TEXT_BYTES = 1 << 30  # of a file without tensors, which is read whole
 MAX_COUNT = 2**48  # elements of a tensor, bytes of a file: more is not a plausible checkpoint
 MAX_DIMS = 64
 MAX_STEP = 10**12  # the name of a folder has twelve digits
-STEP_FOLDER = re.compile(r"^step-([0-9]{12})\Z")  # \d would match the digits of other scripts, $ a newline
+STEP_FOLDER = re.compile(
+    r"^step-([0-9]{12})\Z"
+)  # \d would match the digits of other scripts, $ a newline
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-RANK_FILE = re.compile(r"^(.+)\.rank-[0-9]{5}\.safetensors\Z")  # the part of a file that one of several ranks wrote
+RANK_FILE = re.compile(
+    r"^(.+)\.rank-[0-9]{5}\.safetensors\Z"
+)  # the part of a file that one of several ranks wrote
 BETTER = ("higher", "lower")
 # the dtype names of safetensors, and their bytes
 ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +137,9 @@ class Manifest:
         """
         row = asdict(self)
         if row["score"] is not None:
-            row["score"] = {key: None if is_no_number(value) else value for key, value in row["score"].items()}
+            row["score"] = {
+                key: None if is_no_number(value) else value for key, value in row["score"].items()
+            }
         return json.dumps({**row, "sha256": _digest(row)}, indent=1, sort_keys=True) + "\n"
 
 
@@ -127,7 +151,9 @@ def find_excess(shape: Sequence[int]) -> str | None:
     """
     if len(shape) > MAX_DIMS:
         return f"{len(shape):,} dimensions, more than {MAX_DIMS}"
-    count = math.prod(max(size, 1) for size in shape)  # sizes beside a 0 count, too: who makes such a tensor multiplies them
+    count = math.prod(
+        max(size, 1) for size in shape
+    )  # sizes beside a 0 count, too: who makes such a tensor multiplies them
     return f"{count:,} numbers, more than {MAX_COUNT:,}" if count > MAX_COUNT else None
 
 
@@ -171,13 +197,18 @@ def named_steps(run: Path) -> list[int]:
     """
     folder = run / FOLDER
     if folder.is_symlink():
-        raise RunFolderError(f"{folder} is a symbolic link, and commits are not read or written through one", hint=UNLINK)
+        raise RunFolderError(
+            f"{folder} is a symbolic link, and commits are not read or written through one",
+            hint=UNLINK,
+        )
     if not folder.is_dir():
         return []
     try:
         found = [STEP_FOLDER.match(path.name) for path in folder.iterdir() if path.is_dir()]
     except PermissionError as error:
-        raise RunFolderError(f"{folder} cannot be read: {error.strerror}", hint=hint_unread(error)) from None
+        raise RunFolderError(
+            f"{folder} cannot be read: {error.strerror}", hint=hint_unread(error)
+        ) from None
     return sorted(int(match.group(1)) for match in found if match)
 
 
@@ -212,7 +243,10 @@ def _read_row(path: Path) -> dict[str, Any]:
         row = parse_json(_read_text(path), path)
         stated = row.pop("sha256")
         if isinstance(row.get("format"), int) and row["format"] > FORMAT:
-            raise RunFolderError(f"{path} is of format {row['format']}, newer than {FORMAT}", hint="use a newer surefoot")
+            raise RunFolderError(
+                f"{path} is of format {row['format']}, newer than {FORMAT}",
+                hint="use a newer surefoot",
+            )
         if stated != _digest(row):
             raise RunFolderError(f"{path} is damaged: its digest does not match")
     except OSError as error:
@@ -225,7 +259,9 @@ def _read_row(path: Path) -> dict[str, Any]:
 def _read_text(path: Path) -> bytes:
     """Return the bytes of a manifest: a regular file of at most `MAX_BYTES`."""
     with files.opened(path.parent, path.name) as file:
-        text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)  # memory is allocated before a byte is read
+        text = file.read(
+            min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1
+        )  # memory is allocated before a byte is read
     if (excess := find_excess_text(text)) is not None:
         raise RunFolderError(f"{path} is no manifest: it {excess}")
     return text
@@ -235,7 +271,9 @@ def find_excess_text(text: bytes) -> str | None:
     """Return why the text of a manifest is refused, in words; None if it is accepted."""
     if len(text) > MAX_BYTES:
         return f"is larger than {MAX_BYTES >> 20} MiB"
-    too_many = text.count(b"[") + text.count(b"{") > MAX_NESTED  # each takes twenty times its text in memory
+    too_many = (
+        text.count(b"[") + text.count(b"{") > MAX_NESTED
+    )  # each takes twenty times its text in memory
     return f"holds more than {MAX_NESTED:,} lists and objects" if too_many else None
 
 
@@ -270,26 +308,43 @@ def _made(row: dict[str, Any]) -> Manifest:
     _check_parts(files)
     made = Manifest(files=files, **row)
     _demand(0 <= _typed(made.step, int) < MAX_STEP, "its step is none")
-    _demand(0 <= _typed(made.generation, int) < 10**12 and _typed(made.format, int) > 0, "its generation or format is none")
+    _demand(
+        0 <= _typed(made.generation, int) < 10**12 and _typed(made.format, int) > 0,
+        "its generation or format is none",
+    )
     _typed(made.spec_id, str)
     _demand(
-        all(isinstance(key, str) and isinstance(value, str) for key, value in _typed(made.environment, dict).items()),
+        all(
+            isinstance(key, str) and isinstance(value, str)
+            for key, value in _typed(made.environment, dict).items()
+        ),
         "environment",
     )
     _check_layout(_typed(made.layout, dict))
     if made.score is not None:
         check_score(_typed(made.score, dict))
-    _demand(made.parent is None or all(_is_plain(value) for value in _typed(made.parent, dict).values()), "parent")
+    _demand(
+        made.parent is None
+        or all(_is_plain(value) for value in _typed(made.parent, dict).values()),
+        "parent",
+    )
     return made
 
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is null, a string, or a number in the range of a float."""
-    return value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
+    return (
+        value is None
+        or isinstance(value, str)
+        or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
+    )
 
 
 def _check_layout(row: Mapping[str, Any]) -> None:
-    _demand(all(type(value) is int and value > 0 for value in row.values()) and "world_size" in row, "layout")
+    _demand(
+        all(type(value) is int and value > 0 for value in row.values()) and "world_size" in row,
+        "layout",
+    )
 
 
 def check_score(row: Mapping[str, Any]) -> None:
@@ -304,7 +359,10 @@ def check_score(row: Mapping[str, Any]) -> None:
         row.get("better") in BETTER,
         f"its score says {str(row.get('better'))[:40]!r} for better, which is none of {', '.join(BETTER)}",
     )
-    _demand(isinstance(row.get("name"), str) and isinstance(row.get("split", ""), str), "its score has no name")
+    _demand(
+        isinstance(row.get("name"), str) and isinstance(row.get("split", ""), str),
+        "its score has no name",
+    )
 
 
 def _check_parts(files: Sequence[Entry]) -> None:
@@ -318,11 +376,17 @@ def _check_parts(files: Sequence[Entry]) -> None:
             continue
         whole, end = pieces[0].whole, 0
         _demand(
-            all((each.whole, each.dtype) == (whole, pieces[0].dtype) for each in pieces), f"{file}: the parts of {name} differ"
+            all((each.whole, each.dtype) == (whole, pieces[0].dtype) for each in pieces),
+            f"{file}: the parts of {name} differ",
         )
-        for piece in sorted((each for each in pieces if each.shape[:1] != (0,)), key=lambda each: each.offset):
+        for piece in sorted(
+            (each for each in pieces if each.shape[:1] != (0,)), key=lambda each: each.offset
+        ):
             is_rows = bool(whole) and piece.shape[1:] == whole[1:] and not any(piece.offset[1:])
-            _demand(is_rows and piece.offset[0] == end, f"{file}: the parts of {name} are no rows, overlap or leave a gap")
+            _demand(
+                is_rows and piece.offset[0] == end,
+                f"{file}: the parts of {name} are no rows, overlap or leave a gap",
+            )
             end += piece.shape[0]
         _demand(end == whole[0], f"{file}: rows of {name} are missing")
 
@@ -330,7 +394,11 @@ def _check_parts(files: Sequence[Entry]) -> None:
 def entry_from(row: dict[str, Any]) -> Entry:
     """Return the checked entry of one file of a manifest. Raises RunFolderError."""
     tensors = row.get("tensors")
-    pieces = None if tensors is None else {_typed(name, str): _piece(piece) for name, piece in _typed(tensors, dict).items()}
+    pieces = (
+        None
+        if tensors is None
+        else {_typed(name, str): _piece(piece) for name, piece in _typed(tensors, dict).items()}
+    )
     made = Entry(**{**row, "tensors": pieces})
     if not NAME.fullmatch(_typed(made.name, str)) or made.name == FILE:
         raise RunFolderError(f"it names the file {made.name[:100]!r}, which is no plain name")
@@ -340,19 +408,32 @@ def entry_from(row: dict[str, Any]) -> Entry:
     )
     _demand(made.since is None or _typed(made.since, int) >= 0, "since")
     if pieces is None:
-        _demand(made.num_bytes <= MAX_TEXT_BYTES, f"{made.name} is larger than {MAX_TEXT_BYTES >> 30} GiB and holds no tensors")
+        _demand(
+            made.num_bytes <= MAX_TEXT_BYTES,
+            f"{made.name} is larger than {MAX_TEXT_BYTES >> 30} GiB and holds no tensors",
+        )
     else:
         _check_tiling(made.name, pieces, made.num_bytes)
     return made
 
 
 def _piece(row: dict[str, Any]) -> Piece:
-    shapes = {key: tuple(_size(size) for size in _typed(row[key], list)) for key in ("shape", "whole", "offset")}
+    shapes = {
+        key: tuple(_size(size) for size in _typed(row[key], list))
+        for key in ("shape", "whole", "offset")
+    }
     made = Piece(**{**row, **shapes})
-    _demand(made.dtype in ITEM_BYTES and len(_typed(made.sha256, str)) == 64, "a tensor has no known dtype or no digest")
-    _demand(len(made.shape) == len(made.whole) == len(made.offset), "the shapes of a tensor have other dimensions")
     _demand(
-        all(o + s <= w for o, s, w in zip(made.offset, made.shape, made.whole, strict=True)), "a piece lies outside its tensor"
+        made.dtype in ITEM_BYTES and len(_typed(made.sha256, str)) == 64,
+        "a tensor has no known dtype or no digest",
+    )
+    _demand(
+        len(made.shape) == len(made.whole) == len(made.offset),
+        "the shapes of a tensor have other dimensions",
+    )
+    _demand(
+        all(o + s <= w for o, s, w in zip(made.offset, made.shape, made.whole, strict=True)),
+        "a piece lies outside its tensor",
     )
     excess = find_excess(made.whole)
     _demand(excess is None, f"a tensor of {excess}")

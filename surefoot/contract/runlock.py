@@ -30,7 +30,9 @@ except ImportError:  # pragma: no cover - not on Linux
 
 FILE = "run.lock"
 WIDTH_BYTES = 256
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # one for each boot of a kernel, the same in all its containers
+BOOT_ID = Path(
+    "/proc/sys/kernel/random/boot_id"
+)  # one for each boot of a kernel, the same in all its containers
 LARGEST_TIME_S = 1e11  # largest time that a file may claim
 NAMED_WITHIN_S, LOOK_S = 2.0, 0.01  # an owner writes its process id right after it gets the lock
 
@@ -44,7 +46,9 @@ class RunLock:
         Raises RunFolderError, naming the owner, when another process holds the lock, or when the
         file cannot be written.
         """
-        self._path = folder.absolute() / FILE  # absolute, so that it does not depend on the working folder
+        self._path = (
+            folder.absolute() / FILE
+        )  # absolute, so that it does not depend on the working folder
         self._descriptor = -1
         self._process = os.getpid()
         close_in_children(self)
@@ -66,14 +70,21 @@ class RunLock:
         It can check whether the lock is still valid, and releases nothing.
         """
         made = cls.__new__(cls)
-        made._path, made._descriptor, made._process, made.generation = folder.absolute() / FILE, -1, os.getpid(), generation
+        made._path, made._descriptor, made._process, made.generation = (
+            folder.absolute() / FILE,
+            -1,
+            os.getpid(),
+            generation,
+        )
         return made
 
     def _open(self, folder: Path) -> None:
         while True:
             self._descriptor = files.open_descriptor(folder, FILE, os.O_RDWR | os.O_CREAT)
             self._lock(folder)
-            with contextlib.suppress(FileNotFoundError):  # a launcher may have removed the file that was locked
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # a launcher may have removed the file that was locked
                 if os.path.samestat(os.fstat(self._descriptor), self._path.lstat()):
                     return
             self.release()
@@ -92,7 +103,9 @@ class RunLock:
                 is_own = str(owner) == str(os.getpid())
                 raise RunFolderError(
                     f"{folder} is being written by process {owner}{', which is this one' if is_own else ''}",
-                    hint="close() the run that is open first" if is_own else "wait for it, or give another --run folder",
+                    hint="close() the run that is open first"
+                    if is_own
+                    else "wait for it, or give another --run folder",
                 )
             time.sleep(LOOK_S)
 
@@ -115,9 +128,12 @@ class RunLock:
     def _write(self) -> None:
         """Write the owner in place, padded: a full disk cannot lose the previous generation."""
         row = {
-            "generation": self.generation, "process": os.getpid(), "host": socket.gethostname()[:64], "boot": read_boot_id(),
+            "generation": self.generation,
+            "process": os.getpid(),
+            "host": socket.gethostname()[:64],
+            "boot": read_boot_id(),
             "since_s": time.time(),
-        }  # fmt: skip
+        }
         text = json.dumps(row).encode().ljust(WIDTH_BYTES)
         was_new = not os.fstat(self._descriptor).st_size
         try:
@@ -153,8 +169,18 @@ class RunLock:
 
     def _stands(self) -> bool | None:
         try:
-            return int(json.loads(files.read_bytes(self._path.parent, FILE))["generation"]) == self.generation
-        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
+            return (
+                int(json.loads(files.read_bytes(self._path.parent, FILE))["generation"])
+                == self.generation
+            )
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):
             return False
         except OSError:
             return None
@@ -172,7 +198,12 @@ class RunLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()
 
 
@@ -212,10 +243,15 @@ def find_owner(folder: Path) -> LockOwner:
         os.close(descriptor)
     host, boot, since_s = row.get("host"), row.get("boot"), row.get("since_s")
     return LockOwner(
-        is_held=is_held, generation=_whole(row.get("generation")), process=_whole(row.get("process")),
-        host=host if isinstance(host, str) else None, boot=boot if isinstance(boot, str) else None,
-        since_s=float(since_s) if isinstance(since_s, int | float) and 0 <= since_s < LARGEST_TIME_S else None,
-    )  # fmt: skip
+        is_held=is_held,
+        generation=_whole(row.get("generation")),
+        process=_whole(row.get("process")),
+        host=host if isinstance(host, str) else None,
+        boot=boot if isinstance(boot, str) else None,
+        since_s=float(since_s)
+        if isinstance(since_s, int | float) and 0 <= since_s < LARGEST_TIME_S
+        else None,
+    )
 
 
 def _whole(value: object) -> int | None:
@@ -267,7 +303,8 @@ def _share(descriptor: int, folder: Path) -> None:
     except BlockingIOError:
         process = _read(descriptor).get("process", "unknown")
         raise RunFolderError(
-            f"{folder} is being written by process {process}", hint="end the run first, or wait for its end"
+            f"{folder} is being written by process {process}",
+            hint="end the run first, or wait for its end",
         ) from None
 
 

@@ -18,9 +18,17 @@ from surefoot.core.errors import SpecError, TaskError
 MAX_DEPTH = 8
 STARTERS = ("Run", "attach")
 _TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "None": (type(None),),
-    "list": (list, tuple), "tuple": (list, tuple), "Sequence": (list, tuple), "dict": (dict,), "Mapping": (dict,),
-}  # fmt: skip
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "None": (type(None),),
+    "list": (list, tuple),
+    "tuple": (list, tuple),
+    "Sequence": (list, tuple),
+    "dict": (dict,),
+    "Mapping": (dict,),
+}
 
 
 @dataclass(frozen=True)
@@ -52,21 +60,37 @@ def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise SpecError(f"{use} has no parameter {key!r}", hint=f"{hint}it has: {', '.join(known) or 'none'}", where=where)
+            raise SpecError(
+                f"{use} has no parameter {key!r}",
+                hint=f"{hint}it has: {', '.join(known) or 'none'}",
+                where=where,
+            )
         annotation = known[key].annotation
         if annotation is not None and not _fits(value, annotation):
-            raise SpecError(f"task.{key} is {value!r}", hint=f"it should be {ast.unparse(annotation)}", where=where)
-    missing = [name for name, parameter in known.items() if not parameter.has_default and name not in given and name != "folder"]
+            raise SpecError(
+                f"task.{key} is {value!r}",
+                hint=f"it should be {ast.unparse(annotation)}",
+                where=where,
+            )
+    missing = [
+        name
+        for name, parameter in known.items()
+        if not parameter.has_default and name not in given and name != "folder"
+    ]
     if missing:
         raise SpecError(
-            f"{use} needs {', '.join(missing)}", hint=f"add {missing[0]} = ... under [task]", where=places.get("task.use")
+            f"{use} needs {', '.join(missing)}",
+            hint=f"add {missing[0]} = ... under [task]",
+            where=places.get("task.use"),
         )
 
 
 def takes_folder(use: str) -> bool | None:
     """Return whether the task has a parameter `folder`; None when only an import can show that."""
     parameters = find_parameters(use)
-    return None if parameters is None else any(parameter.name == "folder" for parameter in parameters)
+    return (
+        None if parameters is None else any(parameter.name == "folder" for parameter in parameters)
+    )
 
 
 def find_source(use: str) -> Path | None:
@@ -105,17 +129,30 @@ def find_parameters(use: str) -> list[Parameter] | None:
     if path is None:
         if not colon:
             raise TaskError(
-                f"there is no built-in task {use[:500]!r}", hint="name your own as file.py:Class or package.module:Class"
+                f"there is no built-in task {use[:500]!r}",
+                hint="name your own as file.py:Class or package.module:Class",
             )
         return None
     if not _is_file(path):
-        raise TaskError(f"there is no task file {str(path)[:500]}", hint="a task is named file.py:Class or package.module:Class")
+        raise TaskError(
+            f"there is no task file {str(path)[:500]}",
+            hint="a task is named file.py:Class or package.module:Class",
+        )
     try:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
-        raise TaskError(f"{path} cannot be read: {error.strerror}", hint="a task file is one that you may read") from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # bad text, null bytes, a nesting too deep
-        raise TaskError(f"{path} is not Python: {error}", hint="mend the file, then run again") from None
+        raise TaskError(
+            f"{path} cannot be read: {error.strerror}", hint="a task file is one that you may read"
+        ) from None
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # bad text, null bytes, a nesting too deep
+        raise TaskError(
+            f"{path} is not Python: {error}", hint="mend the file, then run again"
+        ) from None
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if not name:
         name = _first_public(tree) or next(iter(classes), "")
@@ -152,7 +189,9 @@ def _names_of_starters(tree: ast.Module) -> set[str]:
     return found
 
 
-def _find_start(body: Sequence[ast.stmt], starters: set[str], functions: Mapping[str, ast.FunctionDef]) -> int | None:
+def _find_start(
+    body: Sequence[ast.stmt], starters: set[str], functions: Mapping[str, ast.FunctionDef]
+) -> int | None:
     """Return the line in `body`, or in a function called there, that always starts a run."""
     for node in body:
         if isinstance(node, ast.If | ast.While | ast.Match):
@@ -162,13 +201,24 @@ def _find_start(body: Sequence[ast.stmt], starters: set[str], functions: Mapping
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
         inner = [*getattr(node, "body", ()), *getattr(node, "finalbody", ())]
-        heads = [each.context_expr for each in node.items] if isinstance(node, ast.With) else [] if inner else [node]
-        for call in (each for head in heads for each in ast.walk(head) if isinstance(each, ast.Call)):
+        heads = (
+            [each.context_expr for each in node.items]
+            if isinstance(node, ast.With)
+            else []
+            if inner
+            else [node]
+        )
+        for call in (
+            each for head in heads for each in ast.walk(head) if isinstance(each, ast.Call)
+        ):
             name = ast.unparse(call.func)
             if name in starters and (isinstance(node, ast.With) or name.endswith("attach")):
                 return call.lineno
             others = {key: value for key, value in functions.items() if key != name}
-            if name in functions and (found := _find_start(functions[name].body, starters, others)) is not None:
+            if (
+                name in functions
+                and (found := _find_start(functions[name].body, starters, others)) is not None
+            ):
                 return found
         if (found := _find_start(inner, starters, functions)) is not None:
             return found
@@ -177,13 +227,24 @@ def _find_start(body: Sequence[ast.stmt], starters: set[str], functions: Mapping
 
 def _may_end(node: ast.stmt) -> bool:
     """Return whether a statement may leave the script or the function."""
-    calls = [ast.unparse(each.func).rpartition(".")[2] for each in ast.walk(node) if isinstance(each, ast.Call)]
-    leaves = any(isinstance(each, ast.Return | ast.Raise | ast.Break | ast.Continue) for each in ast.walk(node))
+    calls = [
+        ast.unparse(each.func).rpartition(".")[2]
+        for each in ast.walk(node)
+        if isinstance(each, ast.Call)
+    ]
+    leaves = any(
+        isinstance(each, ast.Return | ast.Raise | ast.Break | ast.Continue)
+        for each in ast.walk(node)
+    )
     return leaves or not {"exit", "_exit", "quit", "abort", "skip"}.isdisjoint(calls)
 
 
 def _is_main_guard(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) and "==" in ast.unparse(node.test)
+    return (
+        isinstance(node, ast.If)
+        and "__name__" in ast.unparse(node.test)
+        and "==" in ast.unparse(node.test)
+    )
 
 
 def _first_public(tree: ast.Module) -> str | None:
@@ -212,24 +273,41 @@ def _is_bound(tree: ast.Module, name: str) -> bool:
             return True
         if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
             return True
-        if isinstance(node, ast.If | ast.Try | ast.With) and any(getattr(each, "name", None) == name for each in ast.walk(node)):
+        if isinstance(node, ast.If | ast.Try | ast.With) and any(
+            getattr(each, "name", None) == name for each in ast.walk(node)
+        ):
             return True
     return False
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return {
+        each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)
+    }
 
 
-def _of_class(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], tree: ast.Module, depth: int) -> list[Parameter] | None:
+def _of_class(
+    node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], tree: ast.Module, depth: int
+) -> list[Parameter] | None:
     if depth > MAX_DEPTH:
         return None
-    init = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
+    init = next(
+        (
+            item
+            for item in node.body
+            if isinstance(item, ast.FunctionDef) and item.name == "__init__"
+        ),
+        None,
+    )
     if init is not None:
         return None if init.args.kwarg is not None else _of_arguments(init.args)
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-        own = [_of_field(item) for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+        own = [
+            _of_field(item)
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        ]
         return own if not node.bases else None
     if not node.bases:
         return []
@@ -253,9 +331,16 @@ def _imported_from(tree: ast.Module, name: str) -> str | None:
 
 def _of_arguments(arguments: ast.arguments) -> list[Parameter]:
     plain = [*arguments.posonlyargs, *arguments.args]
-    defaults: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults)) + list(arguments.defaults)
-    pairs = list(zip(plain, defaults, strict=True))[1:] + list(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
-    return [Parameter(arg.arg, arg.annotation, None if default is None else ast.unparse(default)) for arg, default in pairs]
+    defaults: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults)) + list(
+        arguments.defaults
+    )
+    pairs = list(zip(plain, defaults, strict=True))[1:] + list(
+        zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    )
+    return [
+        Parameter(arg.arg, arg.annotation, None if default is None else ast.unparse(default))
+        for arg, default in pairs
+    ]
 
 
 def _of_field(item: ast.AnnAssign) -> Parameter:
@@ -273,7 +358,9 @@ def _fits(value: Any, annotation: ast.expr) -> bool:
     if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
         return _fits(value, annotation.left) or _fits(value, annotation.right)
     if isinstance(annotation, ast.Subscript):
-        return _fits_subscript(value, ast.unparse(annotation.value).rpartition(".")[2], _elements(annotation.slice))
+        return _fits_subscript(
+            value, ast.unparse(annotation.value).rpartition(".")[2], _elements(annotation.slice)
+        )
     if isinstance(annotation, ast.Name) and (kinds := _TYPES.get(annotation.id)):
         return isinstance(value, kinds) and (annotation.id == "bool" or not isinstance(value, bool))
     return True
@@ -294,7 +381,9 @@ def _fits_subscript(value: Any, name: str, elements: list[ast.expr]) -> bool:
         constants = [each.value for each in elements if isinstance(each, ast.Constant)]
         return value in constants or len(constants) < len(elements)
     if name in ("Optional", "Union"):
-        return (name == "Optional" and value is None) or any(_fits(value, each) for each in elements)
+        return (name == "Optional" and value is None) or any(
+            _fits(value, each) for each in elements
+        )
     if name == "Annotated":
         return _fits(value, elements[0])
     return not (kinds := _TYPES.get(name)) or isinstance(value, kinds)

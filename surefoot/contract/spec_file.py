@@ -23,7 +23,9 @@ FILE = "spec.toml"  # in a run folder
 MAX_BYTES = 1 << 20
 MAX_BASES = 16
 _HEADER = re.compile(r"^\s*\[\[?\s*([^\]]+?)\s*\]\]?")
-_KEY = re.compile(r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
+_KEY = re.compile(
+    r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ def builtin_names() -> list[str]:
     return sorted(path.stem for path in builtin_folder().glob("*.toml"))
 
 
-def read(given: str, overrides: Sequence[tuple[str, Any, str]] = (), *, decided: Collection[str] = ()) -> Origin:
+def read(
+    given: str, overrides: Sequence[tuple[str, Any, str]] = (), *, decided: Collection[str] = ()
+) -> Origin:
     """Return the spec that `given` names.
 
     Args:
@@ -74,8 +78,12 @@ def read_written(path: Path | str) -> RunSpec:
 
 
 def read_of_run(
-    run: Path, overrides: Sequence[tuple[str, Any, str]] = (), *, task: str | None = None, checks_task: bool = True
-) -> Origin:  # fmt: skip
+    run: Path,
+    overrides: Sequence[tuple[str, Any, str]] = (),
+    *,
+    task: str | None = None,
+    checks_task: bool = True,
+) -> Origin:
     """Return the spec of the run in a folder.
 
     `task` (`file.py:Task`) names the same task at another path, with the same parameters. With
@@ -85,30 +93,45 @@ def read_of_run(
     try:
         files.check_no_link(run, FILE)
     except OSError as error:
-        raise RunFolderError(f"{run / FILE} is not read: {error.strerror}", hint=hint_unread(error)) from None
+        raise RunFolderError(
+            f"{run / FILE} is not read: {error.strerror}", hint=hint_unread(error)
+        ) from None
     if not (run / FILE).is_file():
-        raise RunFolderError(f"{run} is no run: it holds no {FILE}", hint="surefoot runs lists the runs below a folder")
+        raise RunFolderError(
+            f"{run} is no run: it holds no {FILE}",
+            hint="surefoot runs lists the runs below a folder",
+        )
     tables, places = _tables_of_file((run / FILE).resolve(), depth=0)
     if task is not None:
         tables.setdefault("task", {})["use"] = _absolute_use(task, Path.cwd())
         places["task.use"] = "--task"
     try:
-        return _made((tables, places), overrides, checks_task=checks_task, allowed=find_idle_keys(tables))
+        return _made(
+            (tables, places), overrides, checks_task=checks_task, allowed=find_idle_keys(tables)
+        )
     except TaskError as error:
         hint = "where the task was moved, name it: --task FILE:NAME, in Python task='FILE:NAME'"
-        raise TaskError(f"{run}: {error.message}", hint=error.hint if task is not None else hint) from None
+        raise TaskError(
+            f"{run}: {error.message}", hint=error.hint if task is not None else hint
+        ) from None
 
 
 def _made(
-    stated: tuple[dict[str, Any], dict[str, str]], overrides: Sequence[tuple[str, Any, str]], *, checks_task: bool = True,
-    allowed: Collection[str] = (), decided: Collection[str] = (),
-) -> Origin:  # fmt: skip
+    stated: tuple[dict[str, Any], dict[str, str]],
+    overrides: Sequence[tuple[str, Any, str]],
+    *,
+    checks_task: bool = True,
+    allowed: Collection[str] = (),
+    decided: Collection[str] = (),
+) -> Origin:
     """Return the spec of tables with overrides; keys in `allowed` may have no effect."""
     tables, places = stated
     before = find_idle_keys(tables)
     for key, value, origin in overrides:
         _override(tables, places, key, value, origin)
-    tables = _without_overruled(tables, places, {*before, *(_short(key) for key, _, _ in overrides)})
+    tables = _without_overruled(
+        tables, places, {*before, *(_short(key) for key, _, _ in overrides)}
+    )
     allowed = {*allowed, *(find_idle_keys(tables) - find_idle_keys(tables, decided))}
     try:
         spec = RunSpec.model_validate(tables, context={ALLOWED: allowed})
@@ -120,7 +143,9 @@ def _made(
     return Origin(spec, places)
 
 
-def _without_overruled(tables: dict[str, Any], places: dict[str, str], kept: Collection[str]) -> dict[str, Any]:
+def _without_overruled(
+    tables: dict[str, Any], places: dict[str, str], kept: Collection[str]
+) -> dict[str, Any]:
     """Return the tables without keys that a later file or flag made ineffective.
 
     An example is `momentum` where the later file names another optimizer.
@@ -156,7 +181,9 @@ def parse_set(text: str) -> tuple[str, Any, str]:
     """
     key, equals, value = text.partition("=")
     if not equals or key.count(".") < 1 or not all(key.split(".")):
-        raise SpecError(f"--set {text!r} is not table.key=value", hint="for example --set optim.lr=0.01")
+        raise SpecError(
+            f"--set {text!r} is not table.key=value", hint="for example --set optim.lr=0.01"
+        )
     try:
         return key.strip(), tomllib.loads(f"x = {value}")["x"], f"--set {key.strip()}"
     except (ValueError, RecursionError):
@@ -165,7 +192,10 @@ def parse_set(text: str) -> tuple[str, Any, str]:
 
 def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], dict[str, str]]:
     if depth > MAX_BASES:
-        raise SpecError(f"{given}: more than {MAX_BASES} bases one upon another", hint="does a base name itself?")
+        raise SpecError(
+            f"{given}: more than {MAX_BASES} bases one upon another",
+            hint="does a base name itself?",
+        )
     file, colon, _ = given.partition(":")
     if colon and (file.endswith(".py") or "/" not in file):
         return {"task": {"use": _absolute_use(given, beside)}}, {"task.use": "the SPEC argument"}
@@ -186,19 +216,30 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
     text = _read_text(path)
     try:
         stated = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # tomllib lets through errors of huge integers and of deep nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # tomllib lets through errors of huge integers and of deep nesting
         classes = re.findall(r"^class (\w+)", text, re.MULTILINE) if path.suffix == ".py" else []
-        ways = f"name its class: {path.name}:{classes[0]}" if classes else "surefoot init NEW writes one that runs"
+        ways = (
+            f"name its class: {path.name}:{classes[0]}"
+            if classes
+            else "surefoot init NEW writes one that runs"
+        )
         raise SpecError(f"{path} is not TOML, the form of a spec: {error}", hint=ways) from None
     lines = _lines(text)
     base = stated.pop("base", None)
-    kept = {f"{table}.{key}" for table, keys in stated.items() if isinstance(keys, dict) for key in keys}
+    kept = {
+        f"{table}.{key}" for table, keys in stated.items() if isinstance(keys, dict) for key in keys
+    }
     tables: dict[str, Any] = {}
     places: dict[str, str] = {}
     if base is not None:
         if not isinstance(base, str):
             raise SpecError(
-                f"base is {base!r}, not a string", hint='base = "other.toml"', where=f"{path.name}:{lines.get('base', 1)}"
+                f"base is {base!r}, not a string",
+                hint='base = "other.toml"',
+                where=f"{path.name}:{lines.get('base', 1)}",
             )
         tables, places = _tables_of(base, path.parent, depth + 1)
         kept |= find_idle_keys(tables)
@@ -217,7 +258,9 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
             into[key] = value
             line = lines.get(f"{table}.{key}", lines.get(table, 1))
             places[f"{table}.{key}"] = f"{path.name}:{line}"
-        places[table] = f"{path.name}:{lines.get(table, 1)}"  # for what is wrong with the table as a whole
+        places[table] = (
+            f"{path.name}:{lines.get(table, 1)}"  # for what is wrong with the table as a whole
+        )
     return (tables if base is None else _without_overruled(tables, places, kept)), places
 
 
@@ -225,11 +268,17 @@ def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise SpecError(f"{path} is larger than 1 MiB, which no spec is")
-        return path.read_text(encoding="utf-8-sig")  # with or without the byte order mark that editors on Windows write
+        return path.read_text(
+            encoding="utf-8-sig"
+        )  # with or without the byte order mark that editors on Windows write
     except UnicodeDecodeError:
-        raise SpecError(f"{path} is not UTF-8 text", hint="a spec is a TOML file, which is saved as UTF-8") from None
+        raise SpecError(
+            f"{path} is not UTF-8 text", hint="a spec is a TOML file, which is saved as UTF-8"
+        ) from None
     except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}", hint=hint_unread(error)) from None
+        raise SpecError(
+            f"{path} cannot be read: {error.strerror}", hint=hint_unread(error)
+        ) from None
 
 
 def _lines(text: str) -> dict[str, int]:
@@ -267,7 +316,9 @@ def _absolute_use(use: str, beside: Path) -> str:
     return f"{(beside / Path(file).expanduser()).resolve()}:{name}"
 
 
-def _override(tables: dict[str, Any], places: dict[str, str], key: str, value: Any, origin: str) -> None:
+def _override(
+    tables: dict[str, Any], places: dict[str, str], key: str, value: Any, origin: str
+) -> None:
     table, *inner = key.split(".")
     into = tables.setdefault(table, {})
     if table == "task" and inner == ["use"]:
@@ -290,7 +341,11 @@ def rows(origin: Origin) -> list[tuple[str, Any, str]]:
     dumped["schedule"] = origin.spec.schedule.effective()
     known = signature.find_parameters(origin.spec.task.use) if origin.spec.task.use else None
     for parameter in known or ():
-        if parameter.has_default and parameter.name not in dumped["task"] and parameter.name != "folder":
+        if (
+            parameter.has_default
+            and parameter.name not in dumped["task"]
+            and parameter.name != "folder"
+        ):
             dumped["task"][parameter.name] = _literal(parameter.default_text)
     return [
         (f"{table}.{key}", value, origin.places.get(f"{table}.{key}", "default"))

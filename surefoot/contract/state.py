@@ -95,12 +95,17 @@ class StepReport:
     was_applied: bool | Tensor = field(repr=False)
     waiting_s: float = 0.0
     scaling: Scaling | None = field(default=None, init=False, repr=False)
-    updates: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)  # update -> its keys in `totals`
+    updates: dict[str, tuple[str, ...]] = field(
+        default_factory=dict, init=False, repr=False
+    )  # update -> its keys in `totals`
 
     @property
     def terms(self) -> dict[str, float | None]:
         """Mean of each term: its total over its count, None where the count is 0."""
-        return {name: float(total) / float(count) if float(count) else None for name, (total, count, _) in self.totals.items()}
+        return {
+            name: float(total) / float(count) if float(count) else None
+            for name, (total, count, _) in self.totals.items()
+        }
 
     @property
     def loss(self) -> float | None:
@@ -110,7 +115,11 @@ class StepReport:
         """
         if not any(float(count) for _, count, _ in self.totals.values()):
             return None
-        return sum(weight * float(total) / float(count) for total, count, weight in self.totals.values() if float(count))
+        return sum(
+            weight * float(total) / float(count)
+            for total, count, weight in self.totals.values()
+            if float(count)
+        )
 
     @property
     def gradient_norm(self) -> float | None:
@@ -120,7 +129,11 @@ class StepReport:
     @property
     def empty_updates(self) -> tuple[str, ...]:
         """Updates that were skipped, since their loss counted no item in the whole global batch."""
-        return tuple(name for name, keys in self.updates.items() if not any(float(self.totals[key][1]) for key in keys))
+        return tuple(
+            name
+            for name, keys in self.updates.items()
+            if not any(float(self.totals[key][1]) for key in keys)
+        )
 
     @property
     def applied(self) -> bool:
@@ -176,7 +189,9 @@ class Compilation:
     @property
     def words(self) -> str:
         """The compilation as one line of text."""
-        where = f"{self.function} ({PurePath(self.file).name}:{self.line})" if self.function else "code"
+        where = (
+            f"{self.function} ({PurePath(self.file).name}:{self.line})" if self.function else "code"
+        )
         what = "the backward pass" if self.is_backward else where
         again = "" if self.why_again is None else f" again: {self.why_again}"
         early = "" if self.ended_early is None else f"; its graph ends early: {self.ended_early}"

@@ -30,13 +30,26 @@ if TYPE_CHECKING:
 Batch = Any
 Output = Any
 Guarantee = Literal["proven", "replayed", "none"]
-OnRanks = Literal["replicated", "per_rank"]  # an entry of a task's state(): the same on all ranks, or one per rank
+OnRanks = Literal[
+    "replicated", "per_rank"
+]  # an entry of a task's state(): the same on all ranks, or one per rank
 SHOULD_HAVE = ("model", "data", "forward", "loss")
 MAY_HAVE = (
-    "augment", "counts", "metrics", "blocks", "tensor_plan", "parameter_groups", "optimizer", "schedule", "state", "updates",
-)  # fmt: skip
+    "augment",
+    "counts",
+    "metrics",
+    "blocks",
+    "tensor_plan",
+    "parameter_groups",
+    "optimizer",
+    "schedule",
+    "state",
+    "updates",
+)
 OF_A_FILE = "surefoot_task_"  # prefix of the module name of a task file
-_imported: ContextVar[tuple[str, ...]] = ContextVar("imported", default=())  # modules that surefoot is importing, outermost first
+_imported: ContextVar[tuple[str, ...]] = ContextVar(
+    "imported", default=()
+)  # modules that surefoot is importing, outermost first
 
 
 @runtime_checkable
@@ -87,7 +100,9 @@ class Loss:
         self.additive = additive
 
     @classmethod
-    def sum(cls, total: Tensor, count: int | Tensor, *, name: str = "loss", additive: bool = True) -> Loss:
+    def sum(
+        cls, total: Tensor, count: int | Tensor, *, name: str = "loss", additive: bool = True
+    ) -> Loss:
         """Return a loss of one term: `total`, the sum over `count` items.
 
         `cross_entropy(..., reduction="sum")` returns such a sum.
@@ -189,9 +204,13 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
     """
     kind = type(task).__name__
     if isinstance(task, type):
-        raise TaskError(f"the task is the class {task.__name__}, not an object", hint=f"give {task.__name__}()")
+        raise TaskError(
+            f"the task is the class {task.__name__}, not an object", hint=f"give {task.__name__}()"
+        )
     missing = [part for part in SHOULD_HAVE if not callable(getattr(task, part, None))]
-    if callable(getattr(task, "updates", None)):  # `updates` defines the training; `forward` is for evaluation and prediction
+    if callable(
+        getattr(task, "updates", None)
+    ):  # `updates` defines the training; `forward` is for evaluation and prediction
         evaluated = any(callable(getattr(task, part, None)) for part in ("metrics", "loss"))
         missing = [part for part in missing if part != "loss" and (part != "forward" or evaluated)]
     if missing:
@@ -203,15 +222,26 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
     parts = {part: getattr(task, part, None) for part in MAY_HAVE}
     bad = [part for part, value in parts.items() if value is not None and not callable(value)]
     if bad:
-        raise TaskError(f"task {kind}: {', '.join(bad)} is not a method", hint="rename it, or make it a method")
+        raise TaskError(
+            f"task {kind}: {', '.join(bad)} is not a method", hint="rename it, or make it a method"
+        )
     words = getattr(task, "state_on_ranks", {})
-    if not isinstance(words, Mapping) or not all(word in get_args(OnRanks) for word in words.values()):
+    if not isinstance(words, Mapping) or not all(
+        word in get_args(OnRanks) for word in words.values()
+    ):
         raise TaskError(
             f"task {kind}: state_on_ranks is {words!r}",
             hint="make it a dict of entries of state(), each 'replicated' (the same on all ranks) or 'per_rank' (each rank its own)",
         )
     unit = getattr(task, "unit", "samples")
-    return Resolved(task=task, name=kind.lower(), importable=importable, unit=unit, state_on_ranks=words, **parts)
+    return Resolved(
+        task=task,
+        name=kind.lower(),
+        importable=importable,
+        unit=unit,
+        state_on_ranks=words,
+        **parts,
+    )
 
 
 def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
@@ -242,7 +272,10 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
         ) from error
     made = getattr(module, class_name, None)
     if made is None:
-        raise TaskError(f"{module_name} has no {class_name}", hint=f"it has: {', '.join(_classes(module)) or 'no class'}")
+        raise TaskError(
+            f"{module_name} has no {class_name}",
+            hint=f"it has: {', '.join(_classes(module)) or 'no class'}",
+        )
     try:
         task = made(**parameters)
     except SurefootError:
@@ -286,9 +319,15 @@ def check_not_importing() -> None:
     """
     names = _imported.get()
     # the attribute by which multiprocessing refuses to start processes while a spawned one imports the script
-    is_spawned = getattr(getattr(sys.modules.get("multiprocessing"), "current_process", lambda: None)(), "_inheriting", False)
+    is_spawned = getattr(
+        getattr(sys.modules.get("multiprocessing"), "current_process", lambda: None)(),
+        "_inheriting",
+        False,
+    )
     if names or is_spawned:
-        raise _unguarded(f"{names[-1] if names else getattr(sys.modules.get('__mp_main__'), '__file__', 'the script')}")
+        raise _unguarded(
+            f"{names[-1] if names else getattr(sys.modules.get('__mp_main__'), '__file__', 'the script')}"
+        )
 
 
 def _unguarded(where: str) -> TaskError:
@@ -315,7 +354,9 @@ def find_use(task: object) -> str | None:
         return None
     file = Path(getattr(module, "__file__", None) or "")
     found = getattr(module, "__spec__", None)
-    if found is not None and (file.parent / "__init__.py").is_file():  # in a package: its relative imports need the full name
+    if (
+        found is not None and (file.parent / "__init__.py").is_file()
+    ):  # in a package: its relative imports need the full name
         return f"{found.name}:{kind.__name__}"
     return f"{file.resolve()}:{kind.__name__}" if file.suffix == ".py" else None
 
@@ -338,12 +379,19 @@ def find_arguments(task: object) -> dict[str, Any] | None:
         parameters = inspect.signature(type(task)).parameters.values()
     except ValueError:
         return None
-    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) or each.name not in dir(task) for each in parameters):
+    if any(
+        each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) or each.name not in dir(task)
+        for each in parameters
+    ):
         return None
     given = {each.name: getattr(task, each.name) for each in parameters}
     if isinstance(given.get("folder"), Path):
         given["folder"] = str(given["folder"])
-    changed = {each.name: given[each.name] for each in parameters if not _is_equal(given[each.name], each.default)}
+    changed = {
+        each.name: given[each.name]
+        for each in parameters
+        if not _is_equal(given[each.name], each.default)
+    }
     return changed if all(map(_is_plain, changed.values())) else None
 
 
@@ -355,7 +403,11 @@ def _is_plain(value: Any) -> bool:
     """Return whether TOML can represent the value."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(part) for key, part in value.items())
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, bool | int | float | str)
+    return (
+        all(map(_is_plain, value))
+        if isinstance(value, list | tuple)
+        else isinstance(value, bool | int | float | str)
+    )
 
 
 def task_files() -> list[str]:
@@ -363,7 +415,9 @@ def task_files() -> list[str]:
 
     Another process must import them before it can unpickle objects defined in them.
     """
-    return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(OF_A_FILE)]
+    return [
+        str(module.__file__) for name, module in sys.modules.items() if name.startswith(OF_A_FILE)
+    ]
 
 
 def import_file(path: Path) -> Any:
@@ -371,15 +425,22 @@ def import_file(path: Path) -> Any:
 
     Raises TaskError where the file is missing, and where importing it would start a run.
     """
-    if str(path.resolve()) in _imported.get():  # the file starts a run of its task: use what it has defined so far
+    if (
+        str(path.resolve()) in _imported.get()
+    ):  # the file starts a run of its task: use what it has defined so far
         return sys.modules[f"{OF_A_FILE}{path.stem}"]
     if not path.is_file():
-        raise TaskError(f"there is no task file {path}", hint="a task is named file.py:Class or package.module:Class")
+        raise TaskError(
+            f"there is no task file {path}",
+            hint="a task is named file.py:Class or package.module:Class",
+        )
     name = f"{OF_A_FILE}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise TaskError(f"{path} is not a Python file", hint="a task file ends in .py")
-    if (line := signature.find_unguarded_run(path)) is not None:  # before any of it runs: it may clear its run folder
+    if (
+        line := signature.find_unguarded_run(path)
+    ) is not None:  # before any of it runs: it may clear its run folder
         raise _unguarded(f"{path}:{line}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -392,4 +453,8 @@ def import_file(path: Path) -> Any:
 
 
 def _classes(module: Any) -> list[str]:
-    return sorted(name for name, value in vars(module).items() if isinstance(value, type) and value.__module__ == module.__name__)
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    )

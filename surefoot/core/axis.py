@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 DECADES = 4  # of a log axis, at most: a cosine that ends near 0 would flatten everything else
-LARGEST, TINY = 1e300, 1e-300  # beyond these values the arithmetic of an axis overflows or underflows
+LARGEST, TINY = (
+    1e300,
+    1e-300,
+)  # beyond these values the arithmetic of an axis overflows or underflows
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ def is_drawn(value: float | None) -> TypeGuard[float]:
     return value is not None and abs(value) < LARGEST
 
 
-def find_axis(values: Iterable[float | None], *, log: bool = False, decades: int = DECADES) -> Axis | None:
+def find_axis(
+    values: Iterable[float | None], *, log: bool = False, decades: int = DECADES
+) -> Axis | None:
     """Return the axis from the smallest to the largest value; None without a value to draw.
 
     A linear axis starts at 0 where that wastes little space.
@@ -72,5 +77,12 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
     span = high - low
     power = 10.0 ** math.floor(math.log10(span / max(most, 2)))
     steps = (unit * power * ten for ten in (1, 10, 100) for unit in (1, 2, 2.5, 5))
-    step = next(step for step in steps if math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1 <= max(most, 2))
-    return [step * count for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    step = next(
+        step
+        for step in steps
+        if math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) + 1 <= max(most, 2)
+    )
+    return [
+        step * count
+        for count in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]

@@ -65,7 +65,12 @@ class SpecError(InputError):
     """
 
     def __init__(
-        self, message: str, *, hint: str | None = None, where: str | None = None, key: tuple[str, ...] | None = None
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        where: str | None = None,
+        key: tuple[str, ...] | None = None,
     ) -> None:
         super().__init__(message if where is None else f"{where}: {message}", hint=hint)
         self.where, self.key = where, key

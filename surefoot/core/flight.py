@@ -23,10 +23,15 @@ RANGE = "ranks: "  # prefix of the name of a collective in a trace
 KEPT = 16  # number of the newest collectives whose kind and size are recorded
 NUM_BYTES = 64 + 8 * KEPT
 BUSY = -2  # value of the microbatch while a rank is busy alone
-ROW = struct.Struct("<6q")  # step, microbatch, collectives started, kind of the last, its bytes, its start (0: it has ended)
+ROW = struct.Struct(
+    "<6q"
+)  # step, microbatch, collectives started, kind of the last, its bytes, its start (0: it has ended)
 FIELD = struct.Struct("<q")
 STEP, MICROBATCH, COUNT, KIND, SIZE, SINCE = range(0, 48, 8)
-RECALL, RECALLED = 48, 0x7265_6361_6C6C  # where a launcher writes that it restarts the ranks, and the value
+RECALL, RECALLED = (
+    48,
+    0x7265_6361_6C6C,
+)  # where a launcher writes that it restarts the ranks, and the value
 DISMISSED = 0x6469_736D_6973  # value at the same offset: the rank must end itself at once
 RECENT = struct.Struct(f"<{KEPT}q")  # collective n at index n % KEPT: its size * 16 + its kind
 
@@ -47,10 +52,16 @@ class Kind(IntEnum):
     @property
     def words(self) -> str:
         return {
-            Kind.NONE: "nothing", Kind.SUM: "a sum", Kind.WAIT: "the sum of gradients", Kind.LARGEST: "a maximum",
-            Kind.GATHER: "a gathering", Kind.COPY: "a copy from one rank",
-            Kind.SCATTER: "a sum in pieces", Kind.SWAP: "an exchange of pieces", Kind.SEND: "a message",
-        }[self]  # fmt: skip
+            Kind.NONE: "nothing",
+            Kind.SUM: "a sum",
+            Kind.WAIT: "the sum of gradients",
+            Kind.LARGEST: "a maximum",
+            Kind.GATHER: "a gathering",
+            Kind.COPY: "a copy from one rank",
+            Kind.SCATTER: "a sum in pieces",
+            Kind.SWAP: "an exchange of pieces",
+            Kind.SEND: "a message",
+        }[self]
 
     def range(self, num_bytes: int) -> str:
         """Return the name of the collective in a trace."""
@@ -122,7 +133,9 @@ class Flight:
         finally:
             FIELD.pack_into(self._map, MICROBATCH, -1)
 
-    def during(self, kind: Kind, num_bytes: int, job: Callable[[], Result], *, is_of_all: bool = True) -> Result:
+    def during(
+        self, kind: Kind, num_bytes: int, job: Callable[[], Result], *, is_of_all: bool = True
+    ) -> Result:
         """Run `job`, a collective, and record it.
 
         With `is_of_all` False only the ranks of an axis take part, and sizes may differ between
@@ -132,7 +145,11 @@ class Flight:
         FIELD.pack_into(self._map, COUNT, self._count)
         FIELD.pack_into(self._map, KIND, kind)
         FIELD.pack_into(self._map, SIZE, num_bytes)
-        FIELD.pack_into(self._map, ROW.size + 16 + 8 * (self._count % KEPT), (num_bytes if is_of_all else -1) * 16 + kind)
+        FIELD.pack_into(
+            self._map,
+            ROW.size + 16 + 8 * (self._count % KEPT),
+            (num_bytes if is_of_all else -1) * 16 + kind,
+        )
         FIELD.pack_into(self._map, SINCE, time.monotonic_ns())
         result = job()
         FIELD.pack_into(self._map, SINCE, 0)
@@ -188,10 +205,13 @@ def open_nameless(name: str) -> int:
 
 def read(descriptor: int) -> Record:
     """Return the flight record in a file."""
-    step, microbatch, count, kind, num_bytes, since_ns = ROW.unpack_from(content := os.pread(descriptor, NUM_BYTES, 0))
+    step, microbatch, count, kind, num_bytes, since_ns = ROW.unpack_from(
+        content := os.pread(descriptor, NUM_BYTES, 0)
+    )
     waits_s = (time.monotonic_ns() - since_ns) / 1e9 if since_ns else None
     kept = RECENT.unpack_from(content, ROW.size + 16)
     recent = {
-        each: (Kind(kept[each % KEPT] % 16), kept[each % KEPT] // 16) for each in range(max(1, count - KEPT + 1), count + 1)
+        each: (Kind(kept[each % KEPT] % 16), kept[each % KEPT] // 16)
+        for each in range(max(1, count - KEPT + 1), count + 1)
     }
     return Record(step, microbatch, count, Kind(kind), num_bytes, waits_s, recent)

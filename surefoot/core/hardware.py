@@ -40,8 +40,18 @@ _H100 = {"fp64": 66.9e12, "fp32": 66.9e12, "tf32": 494.7e12, "bf16": 989.4e12, "
 _A100_SHEET = "NVIDIA A100 datasheet (1758950-r4), 2021-06; dense"
 _H100_SHEET = "NVIDIA H100 architecture white paper, 2022-03, and datasheet, 2023; dense"
 _PUBLISHED = (
-    ("Tesla V100-SXM2-16GB", {"fp64": 7.8e12, "fp32": 15.7e12, "fp16": 125e12}, 900e9, "NVIDIA V100 datasheet, 2020-01; dense"),
-    ("Tesla V100-SXM2-32GB", {"fp64": 7.8e12, "fp32": 15.7e12, "fp16": 125e12}, 900e9, "NVIDIA V100 datasheet, 2020-01; dense"),
+    (
+        "Tesla V100-SXM2-16GB",
+        {"fp64": 7.8e12, "fp32": 15.7e12, "fp16": 125e12},
+        900e9,
+        "NVIDIA V100 datasheet, 2020-01; dense",
+    ),
+    (
+        "Tesla V100-SXM2-32GB",
+        {"fp64": 7.8e12, "fp32": 15.7e12, "fp16": 125e12},
+        900e9,
+        "NVIDIA V100 datasheet, 2020-01; dense",
+    ),
     ("NVIDIA A100-SXM4-40GB", _A100, 1555e9, _A100_SHEET),
     ("NVIDIA A100-SXM4-80GB", _A100, 2039e9, _A100_SHEET),
     ("NVIDIA H100 80GB HBM3", _H100, 3350e9, _H100_SHEET),
@@ -57,7 +67,13 @@ def find_published(device: str) -> Peaks | None:
     """
     for name, flops_per_s, bytes_per_s, source in _PUBLISHED:
         if name == device:
-            return Peaks(device=name, threads=None, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, source=source)
+            return Peaks(
+                device=name,
+                threads=None,
+                flops_per_s=flops_per_s,
+                bytes_per_s=bytes_per_s,
+                source=source,
+            )
     return None
 
 
@@ -80,7 +96,9 @@ class Machine:
 
 def count_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    )
 
 
 def find_machine() -> Machine:
@@ -110,4 +128,6 @@ def _of_processor(key: str) -> str | None:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return None
-    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith(key)), None)
+    return next(
+        (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith(key)), None
+    )

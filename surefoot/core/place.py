@@ -21,18 +21,35 @@ from surefoot.core.process import launchers
 from surefoot.core.process.forked import call_in_children
 
 # environment variables that a run records: those that can change results or speed
-FLIGHT, STACKS = "SUREFOOT_FLIGHT", "SUREFOOT_STACKS"  # descriptors of the flight record and the stacks of a rank
+FLIGHT, STACKS = (
+    "SUREFOOT_FLIGHT",
+    "SUREFOOT_STACKS",
+)  # descriptors of the flight record and the stacks of a rank
 LISTENS = "SUREFOOT_LISTENS"  # the descriptor of the socket at which rank 0 accepts the others
-FORKS = "SUREFOOT_FORKS"  # the descriptor of the socket over which a process is requested to fork ranks
+FORKS = (
+    "SUREFOOT_FORKS"  # the descriptor of the socket over which a process is requested to fork ranks
+)
 PROFILER_LOG = "KINETO_LOG_LEVEL"
 RECORDED = (
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTHONHASHSEED", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",
-)  # fmt: skip
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTHONHASHSEED",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+)
 MEANT = {
-    "RANK": "ranks count from 0: set RANK to a number below WORLD_SIZE", "WORLD_SIZE": "set WORLD_SIZE to the number of ranks, or unset it",
-    "LOCAL_RANK": "set LOCAL_RANK to the number of this rank on its host, from 0", "MASTER_PORT": "a port is a number from 1 to 65535",
-}  # fmt: skip
+    "RANK": "ranks count from 0: set RANK to a number below WORLD_SIZE",
+    "WORLD_SIZE": "set WORLD_SIZE to the number of ranks, or unset it",
+    "LOCAL_RANK": "set LOCAL_RANK to the number of this rank on its host, from 0",
+    "MASTER_PORT": "a port is a number from 1 to 65535",
+}
 TALKING = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # prefixes of variables that configure communication
 
 
@@ -55,7 +72,9 @@ class Place:
     has_agent: bool = False
     has_interface: bool = False
     restart: int = 0
-    told: tuple[int, int] | None = None  # descriptors of the flight record and the stacks, if a launcher watches
+    told: tuple[int, int] | None = (
+        None  # descriptors of the flight record and the stacks, if a launcher watches
+    )
 
     @property
     def is_on_loopback(self) -> bool:
@@ -69,7 +88,10 @@ class Place:
         Raises InputError when one is not an integer, the rank is out of range, or several ranks
         have no rendezvous address.
         """
-        values = {name: _whole(environ, name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))}
+        values = {
+            name: _whole(environ, name, default)
+            for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        }
         if not 0 <= values["RANK"] < values["WORLD_SIZE"]:
             raise InputError(
                 f"RANK is {values['RANK']} in a world of {values['WORLD_SIZE']}",
@@ -77,10 +99,14 @@ class Place:
             )
         if "RANK" in environ and "WORLD_SIZE" not in environ:
             raise InputError(
-                f"RANK is {values['RANK']}, and WORLD_SIZE is not set", hint="set it to the number of ranks, or unset RANK"
+                f"RANK is {values['RANK']}, and WORLD_SIZE is not set",
+                hint="set it to the number of ranks, or unset RANK",
             )
         here = cls(
-            rank=values["RANK"], world_size=values["WORLD_SIZE"], local_rank=values["LOCAL_RANK"], host=socket.gethostname()
+            rank=values["RANK"],
+            world_size=values["WORLD_SIZE"],
+            local_rank=values["LOCAL_RANK"],
+            host=socket.gethostname(),
         )
         if here.world_size == 1:
             return here
@@ -94,11 +120,17 @@ class Place:
         if not 0 < port < 1 << 16:
             raise InputError(f"MASTER_PORT is {port}", hint="a port is a number from 1 to 65535")
         return replace(
-            here, meeting=environ["MASTER_ADDR"], port=port, has_interface="GLOO_SOCKET_IFNAME" in environ,
+            here,
+            meeting=environ["MASTER_ADDR"],
+            port=port,
+            has_interface="GLOO_SOCKET_IFNAME" in environ,
             listens=_whole(environ, LISTENS, 0) if LISTENS in environ else None,
-            has_agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", restart=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-            told=(_whole(environ, FLIGHT, 0), _whole(environ, STACKS, 0)) if FLIGHT in environ else None,
-        )  # fmt: skip
+            has_agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restart=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            told=(_whole(environ, FLIGHT, 0), _whole(environ, STACKS, 0))
+            if FLIGHT in environ
+            else None,
+        )
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -106,7 +138,9 @@ def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InputError(f"the variable {name} is {text!r}, not a whole number", hint=MEANT.get(name, "unset it")) from None
+        raise InputError(
+            f"the variable {name} is {text!r}, not a whole number", hint=MEANT.get(name, "unset it")
+        ) from None
 
 
 def here() -> Place:
@@ -164,7 +198,11 @@ def take_forks() -> int | None:
     """
     given = os.environ.pop(FORKS, "")
     with contextlib.suppress(OSError, OverflowError):
-        return int(given) if given.isdecimal() and stat.S_ISSOCK(os.fstat(int(given)).st_mode) else None
+        return (
+            int(given)
+            if given.isdecimal() and stat.S_ISSOCK(os.fstat(int(given)).st_mode)
+            else None
+        )
     return None
 
 
@@ -178,7 +216,10 @@ def quiet_profiler() -> Callable[[], None]:
 
 def has_chosen_allocator() -> bool:
     """Return whether the environment configures or replaces the memory allocator."""
-    return any(name.startswith("MALLOC_") or name in ("LD_PRELOAD", "GLIBC_TUNABLES") for name in os.environ)
+    return any(
+        name.startswith("MALLOC_") or name in ("LD_PRELOAD", "GLIBC_TUNABLES")
+        for name in os.environ
+    )
 
 
 def has_threads() -> bool:
@@ -204,7 +245,9 @@ def child_environment(*, threads: int | None = None) -> dict[str, str]:
     interpreter first on PATH.
     """
     environment = dict(os.environ)
-    environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environment.get("PATH", "")))
+    environment["PATH"] = os.pathsep.join(
+        (str(Path(sys.executable).parent), environment.get("PATH", ""))
+    )
     if threads is not None:
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return environment
@@ -214,7 +257,11 @@ def yield_to_others(nice: int) -> None:
     """Lower the priority of this thread by `nice`, on Linux; threads that it starts inherit it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice))
+            os.setpriority(
+                os.PRIO_PROCESS,
+                threading.get_native_id(),
+                min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice),
+            )
 
 
 def close_in_children(owner: Any) -> None:

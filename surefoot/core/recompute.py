@@ -16,7 +16,9 @@ from surefoot.core.errors import SpecError
 from surefoot.core.units import format_bytes, parse_bytes
 
 Kind = Literal["none", "full", "every", "operators", "budget"]
-RESOLUTION = 1 << 13  # unit of time, as a share of all blocks' time; rounding 24 blocks costs under 0.15 %
+RESOLUTION = (
+    1 << 13
+)  # unit of time, as a share of all blocks' time; rounding 24 blocks costs under 0.15 %
 WORDS = '"none", "full", "every 2", "operators", or a budget as "12 MiB"'
 
 
@@ -110,7 +112,10 @@ def choose(costs: Sequence[RecomputeCost], budget_bytes: int) -> frozenset[int]:
         grown = []
         for held, time, bits in front:
             if held + cost.whole_bytes <= budget_bytes:
-                grown += [(held + cost.whole_bytes, time, bits), (held + cost.input_bytes, time + spent, bits | 1 << number)]
+                grown += [
+                    (held + cost.whole_bytes, time, bits),
+                    (held + cost.input_bytes, time + spent, bits | 1 << number),
+                ]
         front = []
         for held, time, bits in sorted(grown):
             if not front or time < front[-1][1]:

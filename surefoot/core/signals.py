@@ -15,7 +15,13 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from surefoot.core.errors import EXIT_CPU_TIME, EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_SIGNAL
+from surefoot.core.errors import (
+    EXIT_CPU_TIME,
+    EXIT_HUNG_UP,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    EXIT_USER_SIGNAL,
+)
 from surefoot.core.process.forked import OwningProcess
 
 ENDINGS = {  # signal -> what it does to a run, its display name, the exit code
@@ -25,7 +31,10 @@ ENDINGS = {  # signal -> what it does to a run, its display name, the exit code
     "SIGUSR2": ("ended by SIGUSR2", "SIGUSR2", EXIT_USER_SIGNAL),
     "SIGXCPU": ("ended by SIGXCPU", "SIGXCPU", EXIT_CPU_TIME),
 }
-OURS_BY_DEFAULT = ("SIGUSR2", "SIGXCPU")  # handled only where no handler is set: submitit has one for SIGUSR2
+OURS_BY_DEFAULT = (
+    "SIGUSR2",
+    "SIGXCPU",
+)  # handled only where no handler is set: submitit has one for SIGUSR2
 # asks a rank for the stacks of its threads: no scheduler sends it, as SIGUSR1 and SIGUSR2 are sent
 STACKS_SIGNAL: int = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -40,7 +49,9 @@ _forking = threading.local()  # the signals that a forking thread had blocked be
 
 def _hold_back() -> None:
     """Block SIGTERM during a fork, so that none is lost before the child restores its handler."""
-    _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _before else None
+    _forking.blocked = (
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _before else None
+    )
 
 
 def _let_through() -> None:
@@ -61,10 +72,14 @@ def _leave_to_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_leave_to_child)
+    os.register_at_fork(
+        before=_hold_back, after_in_parent=_let_through, after_in_child=_leave_to_child
+    )
 
 
-def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False) -> Callable[[], None]:
+def listen(
+    number: int, on_signal: Callable[[], None], *, has_echo: bool = False
+) -> Callable[[], None]:
     """Make a signal call `on_signal`; return a function that restores the previous handler.
 
     With `has_echo`, repeats within a short time are ignored: a scheduler sends a signal to every
@@ -82,7 +97,10 @@ def listen(number: int, on_signal: Callable[[], None], *, has_echo: bool = False
     echo_s = ECHO_S[name] if has_echo else 0.0
     if name in OURS_BY_DEFAULT and before is not signal.SIG_DFL:
         return lambda: None
-    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+    if threading.current_thread() is not threading.main_thread() or before in (
+        None,
+        signal.SIG_IGN,
+    ):
         return lambda: None
 
     is_outer = number not in _before
@@ -126,7 +144,9 @@ def ending_by_signal() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ENDINGS.keys() - {"SIGINT"}:
             if hasattr(signal, name):
-                stack.callback(listen(getattr(signal, name), functools.partial(end, ENDINGS[name][2])))
+                stack.callback(
+                    listen(getattr(signal, name), functools.partial(end, ENDINGS[name][2]))
+                )
         yield
 
 

@@ -21,7 +21,10 @@ CONFIDENCE = 0.95
 RESAMPLES = 4000
 MAD_TO_SD = 1.4826  # median absolute deviation of a normal distribution, in standard deviations
 FALSE_CALL = 0.015  # per side, over all looks of a trial: with 20 trials without effect, 3 of 100 such series show one twice
-FIRST_LOOK, LOOK_EVERY = 7, 4  # when a trial that may stop early is tested: after 7 pairs, then after every 4 more
+FIRST_LOOK, LOOK_EVERY = (
+    7,
+    4,
+)  # when a trial that may stop early is tested: after 7 pairs, then after every 4 more
 _BLOCK = 1 << 22  # resampled values held at once
 
 Verdict = Literal["no effect", "higher", "lower", "too few"]
@@ -53,7 +56,11 @@ class Interval:
         return "higher" if self.low > self.neutral else "lower"
 
     def __str__(self) -> str:
-        bounds = f"{format_number(self.low)} to {format_number(self.high)}" if self.low is not None else format_number(None)
+        bounds = (
+            f"{format_number(self.low)} to {format_number(self.high)}"
+            if self.low is not None
+            else format_number(None)
+        )
         return f"{format_number(self.estimate)} ({bounds}, n = {self.count})"
 
 
@@ -93,7 +100,9 @@ def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
     [1.0, 3.0, 4.6, 5.0]
     """
     if not all(0 <= share <= 1 for share in shares):
-        raise InputError(f"the shares {list(shares)} are not all from 0 to 1", hint="0.5 is the median")
+        raise InputError(
+            f"the shares {list(shares)} are not all from 0 to 1", hint="0.5 is the median"
+        )
     return [float(value) for value in np.quantile(_checked(values), shares)]
 
 
@@ -126,7 +135,10 @@ def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> tuple[float, 
     generator = np.random.default_rng(seed)
     rows = max(1, _BLOCK // len(checked))
     sizes = [min(rows, RESAMPLES - done) for done in range(0, RESAMPLES, rows)]
-    medians = [np.median(checked[generator.integers(0, len(checked), (size, len(checked)))], axis=1) for size in sizes]
+    medians = [
+        np.median(checked[generator.integers(0, len(checked), (size, len(checked)))], axis=1)
+        for size in sizes
+    ]
     low, high = np.quantile(np.concatenate(medians), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
@@ -141,7 +153,9 @@ def sign_test_rank(count: int) -> int | None:
     >>> [sign_test_rank(count) for count in (5, 6, 9, 15)]
     [None, 0, 1, 3]
     """
-    if count >= 1000:  # the normal approximation, one rank wider; 0.5^n leaves float64's range from n = 1075 on
+    if (
+        count >= 1000
+    ):  # the normal approximation, one rank wider; 0.5^n leaves float64's range from n = 1075 on
         return math.floor(count / 2 - 1.96 * math.sqrt(count) / 2) - 1
     term, tail, rank = 0.5**count, 0.0, None
     for k in range(count // 2):
@@ -174,7 +188,9 @@ def median_interval(values: Sequence[float], *, neutral: float = 0.0, seed: int 
     return Interval(estimate=estimate, low=low, high=high, count=count, neutral=neutral)
 
 
-def paired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Interval:
+def paired_ratio(
+    candidate: Sequence[float], baseline: Sequence[float], *, seed: int = 0
+) -> Interval:
     """Return the median of candidate / baseline over pairs measured side by side.
 
     1 is no effect; below 1 the candidate is smaller. Pairing removes what both variants share, such
@@ -186,11 +202,15 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, seed:
     """
     above, below = _pairs(candidate, baseline)
     if above.min() <= 0 or below.min() <= 0:
-        raise InputError("a ratio needs values above 0", hint="measure for longer, or compare differences")
+        raise InputError(
+            "a ratio needs values above 0", hint="measure for longer, or compare differences"
+        )
     return median_interval((above / below).tolist(), neutral=1.0, seed=seed)
 
 
-def paired_difference(candidate: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Interval:
+def paired_difference(
+    candidate: Sequence[float], baseline: Sequence[float], *, seed: int = 0
+) -> Interval:
     """Return the median of candidate - baseline over pairs; 0 is no effect.
 
     A pair is, for example, the scores of both with the same seed.
@@ -217,7 +237,9 @@ def looks(most: int) -> dict[int, int]:
     ({7: 0, 11: 1, 15: 2}, {})
     """
     found: dict[int, int] = {}
-    going = {0: 1.0}  # number of heads so far -> the share of sequences with that number that were not stopped
+    going = {
+        0: 1.0
+    }  # number of heads so far -> the share of sequences with that number that were not stopped
     spent = 0.0
     for count in range(1, most + 1):
         thrown: dict[int, float] = {}
@@ -239,7 +261,9 @@ def looks(most: int) -> dict[int, int]:
     return found
 
 
-def sequential_ratio(candidate: Sequence[float], baseline: Sequence[float], *, most: int) -> Interval:
+def sequential_ratio(
+    candidate: Sequence[float], baseline: Sequence[float], *, most: int
+) -> Interval:
     """Return the median of candidate / baseline with an interval valid at every test of a trial.
 
     The trial has at most `most` pairs. The interval has bounds only after the numbers of pairs in
@@ -250,10 +274,14 @@ def sequential_ratio(candidate: Sequence[float], baseline: Sequence[float], *, m
     """
     above, below = _pairs(candidate, baseline)
     if above.min() <= 0 or below.min() <= 0:
-        raise InputError("a ratio needs values above 0", hint="measure for longer, or compare differences")
+        raise InputError(
+            "a ratio needs values above 0", hint="measure for longer, or compare differences"
+        )
     ratios = np.sort(above / below)
     count, rank = len(ratios), looks(most).get(len(ratios))
-    low, high = (None, None) if rank is None else (float(ratios[rank]), float(ratios[count - 1 - rank]))
+    low, high = (
+        (None, None) if rank is None else (float(ratios[rank]), float(ratios[count - 1 - rank]))
+    )
     return Interval(estimate=float(np.median(ratios)), low=low, high=high, count=count, neutral=1.0)
 
 
@@ -269,7 +297,9 @@ def student_quantile(freedom: int) -> float:
     low, high = 0.0, 20.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if _student_within(middle, freedom) > CONFIDENCE else (middle, high)
+        low, high = (
+            (low, middle) if _student_within(middle, freedom) > CONFIDENCE else (middle, high)
+        )
     return (low + high) / 2
 
 
@@ -285,7 +315,9 @@ def _student_within(t: float, freedom: int) -> float:
     return 2 / math.pi * (angle + math.sin(angle) * total)
 
 
-def mean_difference(candidate: Sequence[float], baseline: Sequence[float], *, paired: bool = False) -> Interval:
+def mean_difference(
+    candidate: Sequence[float], baseline: Sequence[float], *, paired: bool = False
+) -> Interval:
     """Return the mean of candidate - baseline, with its 95 % interval by Student's t.
 
     0 is no effect. For few runs whose scores have similar variance. Unpaired by Welch 1947, with
@@ -301,7 +333,9 @@ def mean_difference(candidate: Sequence[float], baseline: Sequence[float], *, pa
         if count < 2:
             return Interval(estimate=estimate, low=None, high=None, count=count, neutral=0.0)
         reach = student_quantile(count - 1) * float(differences.std(ddof=1)) / math.sqrt(count)
-        return Interval(estimate=estimate, low=estimate - reach, high=estimate + reach, count=count, neutral=0.0)
+        return Interval(
+            estimate=estimate, low=estimate - reach, high=estimate + reach, count=count, neutral=0.0
+        )
     ours, theirs = _checked(candidate), _checked(baseline)
     count, estimate = min(len(ours), len(theirs)), float(ours.mean() - theirs.mean())
     if count < 2:
@@ -311,13 +345,18 @@ def mean_difference(candidate: Sequence[float], baseline: Sequence[float], *, pa
         return Interval(estimate=estimate, low=estimate, high=estimate, count=count, neutral=0.0)
     freedom = (one + other) ** 2 / (one**2 / (len(ours) - 1) + other**2 / (len(theirs) - 1))
     reach = student_quantile(max(1, math.floor(freedom + 1e-9))) * math.sqrt(one + other)
-    return Interval(estimate=estimate, low=estimate - reach, high=estimate + reach, count=count, neutral=0.0)
+    return Interval(
+        estimate=estimate, low=estimate - reach, high=estimate + reach, count=count, neutral=0.0
+    )
 
 
-def _pairs(candidate: Sequence[float], baseline: Sequence[float]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def _pairs(
+    candidate: Sequence[float], baseline: Sequence[float]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     if len(candidate) != len(baseline):
         raise InputError(
-            f"{len(candidate)} values cannot be paired with {len(baseline)}", hint="drop the pairs of which one is missing"
+            f"{len(candidate)} values cannot be paired with {len(baseline)}",
+            hint="drop the pairs of which one is missing",
         )
     return _checked(candidate), _checked(baseline)
 
@@ -325,9 +364,13 @@ def _pairs(candidate: Sequence[float], baseline: Sequence[float]) -> tuple[npt.N
 def _checked(values: Sequence[float]) -> npt.NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
-        raise InputError(f"values of shape {array.shape} have no statistics", hint="give one row of at least one number")
+        raise InputError(
+            f"values of shape {array.shape} have no statistics",
+            hint="give one row of at least one number",
+        )
     if not np.isfinite(array).all():
         raise InputError(
-            f"{int((~np.isfinite(array)).sum())} of {array.size} values are not finite", hint="leave those runs out, and say so"
+            f"{int((~np.isfinite(array)).sum())} of {array.size} values are not finite",
+            hint="leave those runs out, and say so",
         )
     return array

@@ -22,14 +22,34 @@ LARGEST = 10**18  # below 2^63, so that every count fits an int64 of torch or nu
 
 _PREFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NAMES: dict[str, tuple[Unit, int]] = {
-    "step": ("steps", 1), "steps": ("steps", 1), "epoch": ("epochs", 1), "epochs": ("epochs", 1),
-    "sample": ("samples", 1), "samples": ("samples", 1), "token": ("tokens", 1), "tokens": ("tokens", 1),
-    "s": ("s", 1), "second": ("s", 1), "seconds": ("s", 1), "min": ("s", 60), "minute": ("s", 60), "minutes": ("s", 60),
-    "h": ("s", 3600), "hour": ("s", 3600), "hours": ("s", 3600), "%": ("%", 1),
-}  # fmt: skip
-_BYTES = {"B": 1, **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
+    "step": ("steps", 1),
+    "steps": ("steps", 1),
+    "epoch": ("epochs", 1),
+    "epochs": ("epochs", 1),
+    "sample": ("samples", 1),
+    "samples": ("samples", 1),
+    "token": ("tokens", 1),
+    "tokens": ("tokens", 1),
+    "s": ("s", 1),
+    "second": ("s", 1),
+    "seconds": ("s", 1),
+    "min": ("s", 60),
+    "minute": ("s", 60),
+    "minutes": ("s", 60),
+    "h": ("s", 3600),
+    "hour": ("s", 3600),
+    "hours": ("s", 3600),
+    "%": ("%", 1),
+}
+_BYTES = {
+    "B": 1,
+    **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)},
+    **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)},
+}
 _NUMBER = r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)"
-_DURATION = re.compile(rf"{_NUMBER}\s*([kKMBT]?)\s*({'|'.join(sorted(_NAMES, key=len, reverse=True))})")
+_DURATION = re.compile(
+    rf"{_NUMBER}\s*([kKMBT]?)\s*({'|'.join(sorted(_NAMES, key=len, reverse=True))})"
+)
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMBT]?)")
 _SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(sorted(_BYTES, key=len, reverse=True))})")
 _LONGEST = 40  # characters; limits the cost of an untrusted number
@@ -61,17 +81,28 @@ class Duration:
     def __post_init__(self) -> None:
         given = f"a duration of {self.value!r} {self.unit}"
         if self.unit not in get_args(Unit):
-            raise SpecError(f"{given} has no known unit", hint=f"use one of {', '.join(get_args(Unit))}")
+            raise SpecError(
+                f"{given} has no known unit", hint=f"use one of {', '.join(get_args(Unit))}"
+            )
         if type(self.value) not in (int, float) or not 0 <= self.value < math.inf:
             raise SpecError(f"{given} is not a finite number of 0 or more", hint=_HINT)
         if self.value > LARGEST or 0 < self.value < SMALLEST:
-            raise SpecError(f"{given} is not between {SMALLEST:g} and {LARGEST:g}", hint="is the prefix right?")
+            raise SpecError(
+                f"{given} is not between {SMALLEST:g} and {LARGEST:g}", hint="is the prefix right?"
+            )
         if self.unit == "%" and self.value > 100:
-            raise SpecError(f"{given} is more than the run", hint="a share of the run is at most 100 %")
+            raise SpecError(
+                f"{given} is more than the run", hint="a share of the run is at most 100 %"
+            )
         if float(self.value).is_integer():
-            object.__setattr__(self, "value", int(self.value))  # 2.0 and 2 mean the same, so they must be equal
+            object.__setattr__(
+                self, "value", int(self.value)
+            )  # 2.0 and 2 mean the same, so they must be equal
         elif self.unit not in ("epochs", "s", "%"):
-            raise SpecError(f"{given} is not a whole number of {self.unit}", hint="only epochs, times and shares can be divided")
+            raise SpecError(
+                f"{given} is not a whole number of {self.unit}",
+                hint="only epochs, times and shares can be divided",
+            )
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -85,7 +116,9 @@ class Duration:
         number, prefix, name = match.groups()
         unit, scale = _NAMES[name]
         if unit in ("s", "%") and prefix:
-            raise SpecError(f"{text!r} has a prefix before {'a time' if unit == 's' else '%'}", hint=_HINT)
+            raise SpecError(
+                f"{text!r} has a prefix before {'a time' if unit == 's' else '%'}", hint=_HINT
+            )
         value = Fraction(number) * _PREFIXES[prefix] * scale
         return cls(int(value) if value.denominator == 1 else float(value), unit)
 
@@ -95,12 +128,18 @@ class Duration:
         name = self.unit.removesuffix("s") if self.value == 1 else self.unit
         for prefix in "TBM":
             scale = _PREFIXES[prefix]
-            if self.value >= scale and self.value % (scale // 1000) == 0:  # at most three decimals, so nothing is lost
+            if (
+                self.value >= scale and self.value % (scale // 1000) == 0
+            ):  # at most three decimals, so nothing is lost
                 return f"{self.value / scale:.3f}".rstrip("0").rstrip(".") + f" {prefix} {name}"
         return f"{self.value} {name}"
 
     def to_steps(
-        self, steps_per_epoch: int, samples_per_step: int, tokens_per_step: float | None, total_steps: int | None = None
+        self,
+        steps_per_epoch: int,
+        samples_per_step: int,
+        tokens_per_step: float | None,
+        total_steps: int | None = None,
     ) -> int:
         """Return the duration in optimizer steps, rounded up: at least 1 unless the duration is 0.
 
@@ -111,7 +150,9 @@ class Duration:
         >>> Duration.parse("0.07 epochs").to_steps(100, 32, None), Duration.parse("33 samples").to_steps(100, 32, None)
         (7, 2)
         """
-        exact = Fraction(str(self.value))  # the decimal that was written: 0.07 * 100 is 7 steps, not 7.000000000000001
+        exact = Fraction(
+            str(self.value)
+        )  # the decimal that was written: 0.07 * 100 is 7 steps, not 7.000000000000001
         if self.unit == "steps":
             return int(self.value)
         if self.unit == "epochs":
@@ -123,13 +164,20 @@ class Duration:
         elif self.unit == "%" and total_steps is not None:
             steps = exact * total_steps / 100
         elif self.unit == "%":
-            raise SpecError(f"{self} is a share of the run, whose steps are not known", hint="say it in steps or epochs")
+            raise SpecError(
+                f"{self} is a share of the run, whose steps are not known",
+                hint="say it in steps or epochs",
+            )
         elif self.unit == "tokens":
             raise SpecError(
-                f"{self} cannot be counted: the data has no known tokens per sample", hint="say it in steps or epochs"
+                f"{self} cannot be counted: the data has no known tokens per sample",
+                hint="say it in steps or epochs",
             )
         else:
-            raise SpecError(f"{self} is a time, not a number of steps", hint="say it in steps, epochs, samples or tokens")
+            raise SpecError(
+                f"{self} is a time, not a number of steps",
+                hint="say it in steps, epochs, samples or tokens",
+            )
         return math.ceil(steps)
 
 
@@ -141,7 +189,10 @@ def parse_count(text: str) -> int:
     """
     match = _match(_COUNT, text)
     if match is None:
-        raise SpecError(f"{_clip(text)} is no count", hint='a count is a number with k, M, B or T: "4000", "1.3M", "70 B"')
+        raise SpecError(
+            f"{_clip(text)} is no count",
+            hint='a count is a number with k, M, B or T: "4000", "1.3M", "70 B"',
+        )
     return int(Fraction(match[1]) * _PREFIXES[match[2]])
 
 
@@ -155,7 +206,10 @@ def parse_bytes(text: str) -> int:
     """
     match = _match(_SIZE, text)
     if match is None:
-        raise SpecError(f"{_clip(text)} is no size in bytes", hint='a size has its unit: "512 B", "1.5 GiB", "80 GB"')
+        raise SpecError(
+            f"{_clip(text)} is no size in bytes",
+            hint='a size has its unit: "512 B", "1.5 GiB", "80 GB"',
+        )
     return int(Fraction(match[1]) * _BYTES[match[2]])
 
 
@@ -184,7 +238,15 @@ def format_flops(value: float | None) -> str:
     ('8.86 GFLOP', '328 kFLOP')
     """
     return _scaled(
-        value, [(1, "FLOP"), (10**3, "kFLOP"), (10**6, "MFLOP"), (10**9, "GFLOP"), (10**12, "TFLOP"), (10**15, "PFLOP")]
+        value,
+        [
+            (1, "FLOP"),
+            (10**3, "kFLOP"),
+            (10**6, "MFLOP"),
+            (10**9, "GFLOP"),
+            (10**12, "TFLOP"),
+            (10**15, "PFLOP"),
+        ],
     )
 
 
@@ -261,7 +323,9 @@ def name_some(names: Sequence[str], most: int) -> str:
     >>> name_some(["a", "b", "c"], 2), name_some(["a", "b"], 2)
     ('a, b and 1 more', 'a, b')
     """
-    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+    return ", ".join(names[:most]) + (
+        f" and {len(names) - most:,} more" if len(names) > most else ""
+    )
 
 
 def _scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> str:

@@ -21,7 +21,16 @@ BLOCK_BYTES = 64  # of SHA-256
 MOST = 16  # lanes of the widest registers; a library with more is not this one
 FEWEST = 3  # this many equal buffers are hashed as fast one after the other by hashlib as at once
 # FIPS 180-4, 5.3.3: the state before the first block
-INITIAL = (0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19)
+INITIAL = (
+    0x6A09E667,
+    0xBB67AE85,
+    0x3C6EF372,
+    0xA54FF53A,
+    0x510E527F,
+    0x9B05688C,
+    0x1F83D9AB,
+    0x5BE0CD19,
+)
 
 
 class Lanes:
@@ -33,7 +42,10 @@ class Lanes:
     def __init__(self, num: int) -> None:
         library, width = _open()
         if library is None or not 0 < num <= width:
-            raise InputError(f"{num} messages to hash at once; this processor takes 1 to {width}", hint="ask num_lanes() first")
+            raise InputError(
+                f"{num} messages to hash at once; this processor takes 1 to {width}",
+                hint="ask num_lanes() first",
+            )
         self._library, self._width, self._num = library, width, num
         self._states = (ctypes.c_uint32 * (8 * num))(*INITIAL * num)
         self._num_bytes = [0] * num
@@ -44,23 +56,34 @@ class Lanes:
 
         A part is copied if the part before it did not end with a whole block of 64 bytes.
         """
-        joined = [memoryview(bytearray(rest) + part) if rest else part for rest, part in zip(self._rests, parts, strict=True)]
-        self._num_bytes = [count + len(part) for count, part in zip(self._num_bytes, parts, strict=True)]
+        joined = [
+            memoryview(bytearray(rest) + part) if rest else part
+            for rest, part in zip(self._rests, parts, strict=True)
+        ]
+        self._num_bytes = [
+            count + len(part) for count, part in zip(self._num_bytes, parts, strict=True)
+        ]
         self._rests = [bytes(part[len(part) - len(part) % BLOCK_BYTES :]) for part in joined]
         self._run(joined)
 
     def digests(self) -> list[bytes]:
         """Return the digest of each message; call it once, after all parts."""
-        ends = [_padding(rest, count) for rest, count in zip(self._rests, self._num_bytes, strict=True)]
+        ends = [
+            _padding(rest, count) for rest, count in zip(self._rests, self._num_bytes, strict=True)
+        ]
         self._run([memoryview(end) for end in ends])
         words = [self._states[8 * i : 8 * i + 8] for i in range(self._num)]
         return [b"".join(word.to_bytes(4, "big") for word in each) for each in words]
 
     def _run(self, parts: Sequence[memoryview]) -> None:
-        held = [memoryview(bytearray(part)) if part.readonly else part for part in parts]  # ctypes accepts writable buffers only
+        held = [
+            memoryview(bytearray(part)) if part.readonly else part for part in parts
+        ]  # ctypes accepts writable buffers only
         addresses = (ctypes.c_void_p * self._num)(*map(_address, held))
         blocks = (ctypes.c_size_t * self._num)(*(len(part) // BLOCK_BYTES for part in parts))
-        self._library.update(self._width, self._num, self._states, addresses, blocks)  # releases the GIL
+        self._library.update(
+            self._width, self._num, self._states, addresses, blocks
+        )  # releases the GIL
 
 
 @cache
@@ -97,7 +120,11 @@ def _open() -> tuple[ctypes.CDLL | None, int]:
     try:
         library = ctypes.CDLL(str(LIBRARY))
         width, _ = library.num_lanes(), library.update
-    except (OSError, InputError, AttributeError):  # not built; another library; or a process that reads untrusted data
+    except (
+        OSError,
+        InputError,
+        AttributeError,
+    ):  # not built; another library; or a process that reads untrusted data
         return None, 0
     return (library, width) if 0 <= width <= MOST else (None, 0)
 

@@ -62,7 +62,13 @@ class Interpreters:
         """
         process, number = next(self._turns)
         said = Path(f"{run}.said")
-        words = {"spec": str(spec), "run": str(run), "trace": f"{run}.trace", "steps": steps, "kill": kill and asdict(kill)}
+        words = {
+            "spec": str(spec),
+            "run": str(run),
+            "trace": f"{run}.trace",
+            "steps": steps,
+            "kill": kill and asdict(kill),
+        }
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps({"said": str(said), "attempt": words}) + "\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
@@ -70,23 +76,37 @@ class Interpreters:
         status = self._read(process, said)
         self._running = None
         if status != 0 and (kill is None or status != -signal.SIGKILL):
-            told = _last_words(said) if status > 0 else f"it was ended by {signal.Signals(-status).name}"
-            raise TaskError(f"the run failed by itself: {told}", hint="make it train first: surefoot train SPEC")
+            told = (
+                _last_words(said)
+                if status > 0
+                else f"it was ended by {signal.Signals(-status).name}"
+            )
+            raise TaskError(
+                f"the run failed by itself: {told}", hint="make it train first: surefoot train SPEC"
+            )
         return status == 0
 
     def _read(self, process: subprocess.Popen[str], said: Path) -> int:
         line = process.stdout.readline()  # type: ignore[union-attr]
         if not line:
-            raise TaskError(f"no process could be begun: {_last_words(said)}", hint="free some memory, and try again")
+            raise TaskError(
+                f"no process could be begun: {_last_words(said)}",
+                hint="free some memory, and try again",
+            )
         return int(line)
 
 
 def _start(said: Path) -> subprocess.Popen[str]:
     with said.open("w") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "surefoot.prove.child"], env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=file, text=True, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "surefoot.prove.child"],
+            env=child_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            start_new_session=True,
+        )
 
 
 def _last_words(said: Path) -> str:

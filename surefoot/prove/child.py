@@ -47,7 +47,10 @@ def _tell(number: int) -> None:
 def _begin_process(said: str) -> None:
     """Start a new session, and write standard output and error to the file `said`."""
     os.setsid()
-    log, nothing = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
+    log, nothing = (
+        os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+        os.open(os.devnull, os.O_RDONLY),
+    )
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
 
@@ -58,13 +61,20 @@ def attempt(spec: str, run: str, trace: str, steps: int, kill: dict[str, Any] | 
     With `kill`, the process is killed after step `kill["step"]`.
     """
     killer: Killer | None = None
-    with Path(trace).open("a", buffering=1) as rows, Run(spec_file.read_written(spec), folder=run, quiet=True) as live:
+    with (
+        Path(trace).open("a", buffering=1) as rows,
+        Run(spec_file.read_written(spec), folder=run, quiet=True) as live,
+    ):
         for report in live.steps():
             if killer is not None:
                 killer.strike()
             if live.evaluation_due:
                 live.evaluate()
-            row = {"step": report.step, "loss": report.loss, "guarantee": live.assembly.feed.source.guarantee}
+            row = {
+                "step": report.step,
+                "loss": report.loss,
+                "guarantee": live.assembly.feed.source.guarantee,
+            }
             rows.write(json.dumps({**row, "digests": live.state_digests()}) + "\n")
             if report.step >= steps:
                 live.stop("the trial was so long")

@@ -56,7 +56,9 @@ class CommandVerdict:
         return self.repeat is None and self.resume is None
 
 
-def verify_command(command: str, state: Path, folder: Path, *, kills: int, seed: int, tell: Tell) -> CommandVerdict:
+def verify_command(
+    command: str, state: Path, folder: Path, *, kills: int, seed: int, tell: Tell
+) -> CommandVerdict:
     """Run `command` twice without interruption, then with `kills` kills and restarts.
 
     It runs into `state` each time; the results are moved to `folder` and compared. Raises
@@ -66,25 +68,36 @@ def verify_command(command: str, state: Path, folder: Path, *, kills: int, seed:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise InputError(f"--command cannot be read: {error}: {command}", hint="quote it as you would in a shell") from None
+        raise InputError(
+            f"--command cannot be read: {error}: {command}", hint="quote it as you would in a shell"
+        ) from None
     if not words:
         raise InputError("--command is empty", hint='give one such as "python train.py"')
     if state.exists():
-        raise InputError(f"--state {state} is there already", hint="each run begins without it: move it away, or name another")
+        raise InputError(
+            f"--state {state} is there already",
+            hint="each run begins without it: move it away, or name another",
+        )
     with ending_by_signal():
         return _verify(words, state, folder, kills, seed, tell)
 
 
-def _verify(words: list[str], state: Path, folder: Path, kills: int, seed: int, tell: Tell) -> CommandVerdict:
+def _verify(
+    words: list[str], state: Path, folder: Path, kills: int, seed: int, tell: Tell
+) -> CommandVerdict:
     for name in ("first", "second"):
         tell(f"{name} unbroken run")
         pace = _run_whole(words, state)
         unfollowed = list_unfollowed(state)  # before it is moved, since its links may be relative
         _keep(state, folder / name)
     found = CommandVerdict(
-        seed=seed, num_files=len(list_files(folder / "first")), num_changes=pace.num_changes, elapsed_s=pace.took_s,
-        left_out=list_timed(folder / "first"), unfollowed=unfollowed,
-    )  # fmt: skip
+        seed=seed,
+        num_files=len(list_files(folder / "first")),
+        num_changes=pace.num_changes,
+        elapsed_s=pace.took_s,
+        left_out=list_timed(folder / "first"),
+        unfollowed=unfollowed,
+    )
     repeat, by_digest = compare(folder / "first", folder / "second")
     if repeat is not None:
         return replace(found, repeat=repeat, by_digest=by_digest)
@@ -116,13 +129,18 @@ class _CommandGroup:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
         try:
             self.process = subprocess.Popen(
-                words, env=child_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._said,
+                words,
+                env=child_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._said,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         except OSError as error:
             self._said.close()
             raise InputError(
-                f"{words[0]} cannot be run: {error.strerror}", hint="give the command as you type it in a shell"
+                f"{words[0]} cannot be run: {error.strerror}",
+                hint="give the command as you type it in a shell",
             ) from None
 
     def __enter__(self) -> Self:
@@ -155,11 +173,19 @@ def _run_whole(words: list[str], state: Path) -> RunPace:
                 first_s = time.monotonic() if num_changes == 1 else first_s
             time.sleep(LOOK_S)
         if code := one.process.returncode:
-            raise TaskError(f"the command ended with {code}{one.said()}", hint="make it run to its end first")
+            raise TaskError(
+                f"the command ended with {code}{one.said()}", hint="make it run to its end first"
+            )
     if state.is_symlink():  # only the link would be moved, and the next run would resume this one
-        raise TaskError(f"the command left a link in place of the folder {state}", hint="name the folder itself with --state")
+        raise TaskError(
+            f"the command left a link in place of the folder {state}",
+            hint="name the folder itself with --state",
+        )
     if not state.is_dir() or not list_files(state):
-        raise TaskError(f"the command left nothing in {state}", hint="name the folder that holds all it keeps with --state")
+        raise TaskError(
+            f"the command left nothing in {state}",
+            hint="name the folder that holds all it keeps with --state",
+        )
     return RunPace(time.monotonic() - started_s, first_s - started_s, num_changes)
 
 
@@ -175,7 +201,9 @@ def _look(state: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple(sorted(found))
 
 
-def _run_killed(words: list[str], state: Path, pace: RunPace, kills: int, draws: random.Random, tell: Tell) -> tuple[int, ...]:
+def _run_killed(
+    words: list[str], state: Path, pace: RunPace, kills: int, draws: random.Random, tell: Tell
+) -> tuple[int, ...]:
     """Kill the process group after random numbers of changes in the folder, and restart it.
 
     The last start may end. Return the changes before each kill. Changes are counted instead of
@@ -183,7 +211,10 @@ def _run_killed(words: list[str], state: Path, pace: RunPace, kills: int, draws:
     whole run.
     """
     done: list[int] = []
-    most, longest_s = max(1, pace.num_changes // (kills + 1)), (pace.took_s - pace.first_s) / max(1, pace.num_changes)
+    most, longest_s = (
+        max(1, pace.num_changes // (kills + 1)),
+        (pace.took_s - pace.first_s) / max(1, pace.num_changes),
+    )
     for _ in range(MAX_TRIES):
         if len(done) == kills:
             break
@@ -191,17 +222,25 @@ def _run_killed(words: list[str], state: Path, pace: RunPace, kills: int, draws:
         with _CommandGroup(words) as one:
             if _kill_after(one, state, wanted, draws.uniform(0.0, longest_s)):
                 done.append(wanted)
-                tell(f"kill {len(done)} of {kills}: after {wanted} of {pace.num_changes} changes in {state}")
+                tell(
+                    f"kill {len(done)} of {kills}: after {wanted} of {pace.num_changes} changes in {state}"
+                )
                 continue
             if code := one.process.returncode:
-                raise TaskError(f"the restarted command ended with {code}{one.said()}", hint="it must go on, or begin anew")
+                raise TaskError(
+                    f"the restarted command ended with {code}{one.said()}",
+                    hint="it must go on, or begin anew",
+                )
         if done:
             return tuple(done)
         tell("it was over before the kill came: again, and earlier")
         shutil.rmtree(state)
         most, longest_s = max(1, most // 2), longest_s / 2
     if not done:
-        raise TaskError("the command is over before it can be killed", hint="make its run longer, or let it save more often")
+        raise TaskError(
+            "the command is over before it can be killed",
+            hint="make its run longer, or let it save more often",
+        )
     tell("the last start, to the end")
     _run_whole(words, state)
     return tuple(done)

@@ -22,7 +22,10 @@ from surefoot.components.checkpoint.foreign import open_foreign
 from surefoot.contract import digest, events, manifest, runlock
 from surefoot.core.errors import InputError, SurefootError
 
-TIMED_IN_RUN, TIMED_IN_COMMIT = (events.FILE, runlock.FILE, "ledger.bin"), ("clock.json", manifest.FILE)
+TIMED_IN_RUN, TIMED_IN_COMMIT = (
+    (events.FILE, runlock.FILE, "ledger.bin"),
+    ("clock.json", manifest.FILE),
+)
 TIMED_PREFIXES = ("events.out.tfevents",)
 FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
 RANDOM = {
@@ -39,7 +42,9 @@ def list_files(folder: Path) -> list[str]:
     found = []
     for place, folders, names in os.walk(folder):
         paths = (Path(place) / name for name in (*folders, *names))
-        found += [str(path.relative_to(folder)) for path in paths if path.is_symlink() or path.is_file()]
+        found += [
+            str(path.relative_to(folder)) for path in paths if path.is_symlink() or path.is_file()
+        ]
     return sorted(found)
 
 
@@ -63,7 +68,10 @@ def list_timed(folder: Path) -> tuple[str, ...]:
 
 def compare(one: Path, two: Path) -> tuple[str | None, tuple[str, ...]]:
     """Return the first difference in words, and the files that could only be compared whole."""
-    names, others = ([name for name in list_files(folder) if not _is_timed(folder / name)] for folder in (one, two))
+    names, others = (
+        [name for name in list_files(folder) if not _is_timed(folder / name)]
+        for folder in (one, two)
+    )
     if names != others:
         name = next(iter(sorted(set(names) ^ set(others))))
         return f"{name} is left by one of them alone", ()
@@ -76,12 +84,20 @@ def compare(one: Path, two: Path) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _is_timed(path: Path) -> bool:
-    of_run = path.name in TIMED_IN_RUN and all((path.parent / name).is_file() for name in TIMED_IN_RUN[:2])
-    return of_run or (path.name in TIMED_IN_COMMIT and _is_commit(path.parent)) or path.name.startswith(TIMED_PREFIXES)
+    of_run = path.name in TIMED_IN_RUN and all(
+        (path.parent / name).is_file() for name in TIMED_IN_RUN[:2]
+    )
+    return (
+        of_run
+        or (path.name in TIMED_IN_COMMIT and _is_commit(path.parent))
+        or path.name.startswith(TIMED_PREFIXES)
+    )
 
 
 def _is_commit(folder: Path) -> bool:
-    return manifest.STEP_FOLDER.match(folder.name) is not None and (folder / manifest.FILE).is_file()
+    return (
+        manifest.STEP_FOLDER.match(folder.name) is not None and (folder / manifest.FILE).is_file()
+    )
 
 
 def _difference(one: Path, two: Path, name: str, by_digest: list[str]) -> str | None:
@@ -130,7 +146,11 @@ def _contents(path: Path) -> Mapping[str, Any] | None:
 
 
 def _without_random(tree: Any) -> Any:
-    return {key: _without_random(value) for key, value in tree.items() if key not in RANDOM} if isinstance(tree, dict) else tree
+    return (
+        {key: _without_random(value) for key, value in tree.items() if key not in RANDOM}
+        if isinstance(tree, dict)
+        else tree
+    )
 
 
 def _apart(one: Any, two: Any) -> str | None:
@@ -140,7 +160,13 @@ def _apart(one: Any, two: Any) -> str | None:
     if isinstance(one, Tensor) or isinstance(two, Tensor):
         return ""
     texts = [json.dumps(value, sort_keys=True) for value in (one, two)]  # nan equals nan
-    return None if texts[0] == texts[1] else f": {texts[0][:80]} and {texts[1][:80]}" if max(map(len, texts)) <= 80 else ""
+    return (
+        None
+        if texts[0] == texts[1]
+        else f": {texts[0][:80]} and {texts[1][:80]}"
+        if max(map(len, texts)) <= 80
+        else ""
+    )
 
 
 def _tensors_apart(one: Tensor, two: Tensor) -> str | None:
@@ -154,9 +180,15 @@ def _tensors_apart(one: Tensor, two: Tensor) -> str | None:
         return f" in {int((one != two).sum())} of its {one.numel()} values"
     try:
         apart = _numbers_apart(_wide(one), _wide(two))
-    except (RuntimeError, TypeError):  # a dtype without conversion, such as float4: the bytes showed that they differ
+    except (
+        RuntimeError,
+        TypeError,
+    ):  # a dtype without conversion, such as float4: the bytes showed that they differ
         return ""
-    if apart is None and one.dtype in (torch.int64, torch.uint64):  # integers that float64 rounds to the same value
+    if apart is None and one.dtype in (
+        torch.int64,
+        torch.uint64,
+    ):  # integers that float64 rounds to the same value
         return f" by {int((_bits(one, torch.int64) - _bits(two, torch.int64)).abs().max())} at most"
     return " in the bits of equal numbers" if apart is None else apart
 
@@ -166,11 +198,17 @@ def _name(tensor: Tensor) -> str:
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(dtype)  # no arithmetic, which few operators support in every dtype
+    return (
+        tensor.contiguous().reshape(-1).view(dtype)
+    )  # no arithmetic, which few operators support in every dtype
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
+    return (
+        torch.view_as_real(tensor.to(torch.complex128))
+        if tensor.is_complex()
+        else tensor.to(torch.float64)
+    )
 
 
 def _numbers_apart(one: Tensor, two: Tensor) -> str | None:
@@ -182,4 +220,8 @@ def _numbers_apart(one: Tensor, two: Tensor) -> str | None:
     if in_one:
         return f": {in_one} of its {one.numel()} numbers {'is' if in_one == 1 else 'are'} nan in one of them alone"
     differ = (one != two) & ~one.isnan()
-    return f" by {(one[differ] - two[differ]).abs().max().item():.3g} at most" if differ.any() else None
+    return (
+        f" by {(one[differ] - two[differ]).abs().max().item():.3g} at most"
+        if differ.any()
+        else None
+    )

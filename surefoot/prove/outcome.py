@@ -86,7 +86,12 @@ class CampaignOutcome:
 
 
 def carry_out(
-    campaign: Campaign, workshop: Workshop, *, trials: int, seed: int, tell: Tell = lambda text: None
+    campaign: Campaign,
+    workshop: Workshop,
+    *,
+    trials: int,
+    seed: int,
+    tell: Tell = lambda text: None,
 ) -> CampaignOutcome:
     """Make `trials` trials with the seeds `seed`, `seed + 1`, ..., and report failures to `tell`.
 
@@ -113,6 +118,11 @@ def carry_out(
         number += 1
     tell(f"{case}: {fell} trials with seeds {seed} to {number - 1}, {len(failures)} failures")
     return CampaignOutcome(
-        case=case, title=title, seed=seed, trials=fell, failures=tuple(failures), counts=dict(sorted(counts.items())),
+        case=case,
+        title=title,
+        seed=seed,
+        trials=fell,
+        failures=tuple(failures),
+        counts=dict(sorted(counts.items())),
         elapsed_s=time.perf_counter() - started_s,
-    )  # fmt: skip
+    )

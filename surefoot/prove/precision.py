@@ -32,15 +32,25 @@ def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tu
     run fails or has no score.
     """
     if seeds < LEAST_SEEDS:
-        raise InputError(f"--seeds is {seeds}", hint=f"use {LEAST_SEEDS} or more: fewer pairs of runs show nothing")
+        raise InputError(
+            f"--seeds is {seeds}",
+            hint=f"use {LEAST_SEEDS} or more: fewer pairs of runs show nothing",
+        )
     if steps < 1:
-        raise InputError(f"--steps is {steps}", hint="use 1 step or more: as many as it takes to learn something")
+        raise InputError(
+            f"--steps is {steps}", hint="use 1 step or more: as many as it takes to learn something"
+        )
     if spec.task.use is None:
         raise SpecError(
-            "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
+            "the spec names no task, so fresh processes cannot build it",
+            hint='name it: [task] use = "my_task.py:MyTask"',
         )
     wide = rungs.change(spec, {f"precision.{key}": None for key in key_names("precision")})
-    narrow = spec if spec.precision.compute != WIDE else rungs.change(spec, {"precision.compute": NARROW})
+    narrow = (
+        spec
+        if spec.precision.compute != WIDE
+        else rungs.change(spec, {"precision.compute": NARROW})
+    )
     name = narrow.precision.compute
 
     def take(chosen: range) -> tuple[SeedScores, SeedScores]:
@@ -50,7 +60,10 @@ def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tu
             for kind, each in ((WIDE, wide), (name, narrow)):
                 tell(f"seed {seed} in {kind}")
                 found[kind][seed], facts = _score(kind, each, seed, steps)
-        one, other = (SeedScores(found[kind], facts["score"], facts["better"], facts["unit"]) for kind in (WIDE, name))
+        one, other = (
+            SeedScores(found[kind], facts["score"], facts["better"], facts["unit"])
+            for kind in (WIDE, name)
+        )
         return one, other
 
     score = decide_by_scores(range(spec.train.seed, spec.train.seed + seeds), take)
@@ -61,23 +74,39 @@ def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tu
 def _score(name: str, spec: RunSpec, seed: int, steps: int) -> tuple[float, dict[str, str]]:
     quiet = rungs.change(spec, {"checkpoint.store": None, "observe.tensorboard": False})
     command = (
-        sys.executable, "-m", "surefoot.prove.ladder.child", "scores", f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{WORK}/run",
-        "--steps", str(steps), "--seed", str(seed),
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "surefoot.prove.ladder.child",
+        "scores",
+        f"{WORK}/spec.toml",
+        "--report",
+        REPORT,
+        "--run",
+        f"{WORK}/run",
+        "--steps",
+        str(steps),
+        "--seed",
+        str(seed),
+    )
     arm = Arm(
-        name=name, command=command, files={"spec.toml": spec_file.write(quiet.replace(**absolute(quiet, Path())))},
-        threads=spec.train.threads or 1, timeout_s=3600.0,
-    )  # fmt: skip
+        name=name,
+        command=command,
+        files={"spec.toml": spec_file.write(quiet.replace(**absolute(quiet, Path())))},
+        threads=spec.train.threads or 1,
+        timeout_s=3600.0,
+    )
     with tempfile.TemporaryDirectory(prefix="surefoot-precision-") as folder:
         outcome = run_arm(arm, Path(folder) / "run")
     if outcome.ended != "done":
         raise TaskError(
-            f"seed {seed} in {name}: {last_words(outcome.error or outcome.ended)}", hint="does surefoot train run it?"
+            f"seed {seed} in {name}: {last_words(outcome.error or outcome.ended)}",
+            hint="does surefoot train run it?",
         )
     if "score_0" not in outcome.measures:
         told = outcome.facts.get("score")
         raise TaskError(
-            f"seed {seed} in {name}: " + (f"its score {told} is not a finite number" if told else "the run has no score"),
+            f"seed {seed} in {name}: "
+            + (f"its score {told} is not a finite number" if told else "the run has no score"),
             hint="compare by another one, with evaluate.score, or by the loss, without metrics",
         )
     return outcome.measures["score_0"], dict(outcome.facts)

@@ -23,7 +23,10 @@ from surefoot.core.units import Duration
 from surefoot.prove.attempts import Interpreters, Kill
 
 LEAST_STEPS, SAVES = 4, 6
-KILL_MS, KILL_IN_SAVE_MS = 40.0, 10.0  # longest time of a kill after the step, or after the start of its save
+KILL_MS, KILL_IN_SAVE_MS = (
+    40.0,
+    10.0,
+)  # longest time of a kill after the step, or after the start of its save
 
 Tell = Callable[[str], None]
 
@@ -70,16 +73,19 @@ def as_trial(spec: RunSpec, steps: int) -> RunSpec:
     """
     if spec.task.use is None:
         raise SpecError(
-            "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
+            "the spec names no task, so fresh processes cannot build it",
+            hint='name it: [task] use = "my_task.py:MyTask"',
         )
     every = max(1, steps // SAVES)
     return spec.replace(
         checkpoint={"every": f"{every} steps", "keep": 3, "keep_every": None, "store": None},
         observe={"every": "1 step", "tensorboard": False},
-    )  # fmt: skip
+    )
 
 
-def verify_resume(spec: RunSpec, folder: Path, *, steps: int, kills: int, seed: int, tell: Tell) -> Verdict:
+def verify_resume(
+    spec: RunSpec, folder: Path, *, steps: int, kills: int, seed: int, tell: Tell
+) -> Verdict:
     """Run the trials in `folder` and compare them.
 
     Raises TaskError when a run fails by itself, SpecError for a spec that cannot be tried.
@@ -94,29 +100,47 @@ def verify_resume(spec: RunSpec, folder: Path, *, steps: int, kills: int, seed: 
         first = _trace(folder / "first")
         if len(first) < LEAST_STEPS:
             raise TaskError(
-                f"the run is over after {len(first)} steps", hint=f"make it {LEAST_STEPS} or more: train.length, --steps"
+                f"the run is over after {len(first)} steps",
+                hint=f"make it {LEAST_STEPS} or more: train.length, --steps",
             )
         if not any(_is_finite(row["loss"]) for row in first):
             raise TaskError(
                 f"no step of {len(first)} has a finite loss, so there is no training to compare",
                 hint="surefoot train SPEC names the first step that is not finite",
             )
-        components, guarantee, done_steps = tuple(first[0]["digests"]), str(first[0]["guarantee"]), int(first[-1]["step"])
+        components, guarantee, done_steps = (
+            tuple(first[0]["digests"]),
+            str(first[0]["guarantee"]),
+            int(first[-1]["step"]),
+        )
         apart = _compare(folder / "first", folder / "second", cause=_cause_of_noise)
         if apart is not None:
-            return Verdict(num_steps=done_steps, seed=seed, components=components, repeat=apart, guarantee=guarantee)
+            return Verdict(
+                num_steps=done_steps,
+                seed=seed,
+                components=components,
+                repeat=apart,
+                guarantee=guarantee,
+            )
         every = int(Duration.parse(str(trial.checkpoint.every)).value)
         planned = plan_kills(done_steps, every, kills, seed)
         done = tuple(_killed_run(interpreters, file, folder / "killed", steps, planned, tell))
         tell("the last attempt, to the end")
         interpreters.attempt(file, folder / "killed", steps=steps)
     resume = _compare(
-        folder / "first", folder / "killed", cause=lambda component: _cause_of_loss(component, guarantee, spec.fault.forget)
+        folder / "first",
+        folder / "killed",
+        cause=lambda component: _cause_of_loss(component, guarantee, spec.fault.forget),
     )
     return Verdict(
-        num_steps=done_steps, seed=seed, components=components, kills=done, resume=resume, guarantee=guarantee,
+        num_steps=done_steps,
+        seed=seed,
+        components=components,
+        kills=done,
+        resume=resume,
+        guarantee=guarantee,
         saved_steps=tuple(manifest.steps(folder / "killed")),
-    )  # fmt: skip
+    )
 
 
 def plan_kills(steps: int, every: int, kills: int, seed: int) -> list[Kill]:
@@ -136,7 +160,9 @@ def plan_kills(steps: int, every: int, kills: int, seed: int) -> list[Kill]:
         saved = [step for step in places if step % every == 0]
         in_save = number % 2 == 1 and bool(saved)
         step = draws.choice(saved if in_save else places)
-        planned.append(Kill(step, draws.uniform(0.0, KILL_IN_SAVE_MS if in_save else KILL_MS), in_save))
+        planned.append(
+            Kill(step, draws.uniform(0.0, KILL_IN_SAVE_MS if in_save else KILL_MS), in_save)
+        )
     return planned
 
 
@@ -148,9 +174,14 @@ def _killed_run(
     Raises TaskError for an attempt that ended by itself before.
     """
     for number, kill in enumerate(planned, start=1):
-        tell(f"kill {number} of {len(planned)}: after step {kill.step}{', in its save' if kill.in_save else ''}")
+        tell(
+            f"kill {number} of {len(planned)}: after step {kill.step}{', in its save' if kill.in_save else ''}"
+        )
         if interpreters.attempt(file, run, steps=steps, kill=kill):
-            raise TaskError(f"the run was over before it could be killed after step {kill.step}", hint="verify with more --steps")
+            raise TaskError(
+                f"the run was over before it could be killed after step {kill.step}",
+                hint="verify with more --steps",
+            )
         yield kill.step, kill.after_ms, commits.has_draft(run)
 
 
@@ -170,11 +201,16 @@ def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Differ
 
     If there is none, compare the last checkpoints, then the ledgers.
     """
-    expected, rows = {row["step"]: row for row in _trace(whole)}, sorted(_trace(other), key=lambda row: int(row["step"]))
+    expected, rows = (
+        {row["step"]: row for row in _trace(whole)},
+        sorted(_trace(other), key=lambda row: int(row["step"])),
+    )
     missing = sorted(expected.keys() - {row["step"] for row in rows})
     if missing:
         return Difference(missing[0], "the number of steps", cause("the number of steps"))
-    pairs = [(row["loss"], expected[row["step"]]["loss"]) for row in rows if row["step"] in expected]
+    pairs = [
+        (row["loss"], expected[row["step"]]["loss"]) for row in rows if row["step"] in expected
+    ]
     gap = max((abs(one - two) for one, two in pairs if None not in (one, two)), default=0.0)
     for row in rows:
         first = expected.get(row["step"])
@@ -199,7 +235,9 @@ def _first_apart(first: dict[str, Any], row: dict[str, Any]) -> str | None:
     names = [name for name, value in first["digests"].items() if row["digests"].get(name) != value]
     if "random states" in names:
         return "random states"  # other differences follow from these
-    is_same = row["loss"] == first["loss"] or not (_is_finite(row["loss"]) or _is_finite(first["loss"]))
+    is_same = row["loss"] == first["loss"] or not (
+        _is_finite(row["loss"]) or _is_finite(first["loss"])
+    )
     return names[0] if names else None if is_same else "the loss"
 
 

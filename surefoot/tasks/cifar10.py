@@ -39,7 +39,10 @@ SIZE, NUM_CLASSES = 32, 10
 HOME = "cifar10-webdataset"
 SPLITS = ("train", "test")
 DECODER = "cifar10 jpg+cls 1"  # another number when what is decoded changes
-PIXEL_MEAN, PIXEL_DEVIATION = (125.3, 123.0, 113.9), (62.5, 61.9, 66.5)  # of red, green, blue over the training images, 0 to 255
+PIXEL_MEAN, PIXEL_DEVIATION = (
+    (125.3, 123.0, 113.9),
+    (62.5, 61.9, 66.5),
+)  # of red, green, blue over the training images, 0 to 255
 NUM_WHITENED = 2000  # images whose patches, 1.9 million, give the whitening filters
 WHITENING_FLOOR = 5e-4  # added to each variance, so that the faintest directions are not blown up
 MAX_MEMBER_BYTES = 1 << 20  # a 32 x 32 JPEG has about 1 KB
@@ -64,14 +67,25 @@ class Cifar10:
         smoothing: float = 0.2,
         views: int = 6,
     ) -> None:
-        if len(widths) != 3 or min(widths) < 1 or not 0 <= translate < SIZE or not 0 <= smoothing < 1 or views not in (1, 2, 6):
+        if (
+            len(widths) != 3
+            or min(widths) < 1
+            or not 0 <= translate < SIZE
+            or not 0 <= smoothing < 1
+            or views not in (1, 2, 6)
+        ):
             raise TaskError(
                 f"cifar10 with widths {list(widths)}, translate {translate}, smoothing {smoothing}, views {views} cannot be built",
                 hint=f"use 3 positive widths, 0 <= translate < {SIZE}, 0 <= smoothing < 1, and 1, 2 or 6 views",
             )
         self.folder = None if folder is None else str(whole_path(folder))
         self.cache = whole_path(cache) if cache else cache_folder() / "cifar10"
-        self.widths, self.translate, self.smoothing, self.views = tuple(widths), translate, smoothing, views
+        self.widths, self.translate, self.smoothing, self.views = (
+            tuple(widths),
+            translate,
+            smoothing,
+            views,
+        )
         self._sources: dict[str, Arrays] = {}
 
     def data(self, split: str) -> Arrays:
@@ -91,11 +105,21 @@ class Cifar10:
         normalise = NormalizeImages()
         whiten = Whiten(find_whitening_filters(normalise(images)))
         sizes = [whiten.num_channels, *self.widths]
-        blocks = [(f"block{number}", ResidualBlock(sizes[number - 1], sizes[number])) for number in (1, 2, 3)]
+        blocks = [
+            (f"block{number}", ResidualBlock(sizes[number - 1], sizes[number]))
+            for number in (1, 2, 3)
+        ]
         head = nn.Linear(self.widths[-1], NUM_CLASSES, bias=False)
         pool = nn.MaxPool2d(3)  # 32 pixels: 31 whitened, 15, 7, 3, 1
         return nn.Sequential(
-            OrderedDict(normalise=normalise, whiten=whiten, **dict(blocks), pool=pool, flatten=nn.Flatten(), head=head)
+            OrderedDict(
+                normalise=normalise,
+                whiten=whiten,
+                **dict(blocks),
+                pool=pool,
+                flatten=nn.Flatten(),
+                head=head,
+            )
         )
 
     def augment(self, batch: tuple[Tensor, Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
@@ -105,7 +129,11 @@ class Cifar10:
         """
         images, labels = batch
         if self.translate:
-            images = translate(images, keys.integers(0, 2 * self.translate + 1, 2).to(images.device), self.translate)
+            images = translate(
+                images,
+                keys.integers(0, 2 * self.translate + 1, 2).to(images.device),
+                self.translate,
+            )
         # alternating flip (Jordan 2024): drawn once a sample, then exchanged each epoch, so two epochs see both sides of all
         first = dataclasses.replace(keys, epoch=0).integers(0, 2, stream=1)[:, 0]
         return mirror(images, ((first + keys.epoch) % 2 == 1).to(images.device)), labels
@@ -128,7 +156,9 @@ class Cifar10:
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Loss:
         """Return the cross-entropy with label smoothing, in evaluation too; its minimum is > 0."""
-        total = F.cross_entropy(output.float(), batch[1], label_smoothing=self.smoothing, reduction="sum")
+        total = F.cross_entropy(
+            output.float(), batch[1], label_smoothing=self.smoothing, reduction="sum"
+        )
         return Loss.sum(total, len(batch[1]))
 
     def metrics(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, Mean]:
@@ -149,7 +179,9 @@ def _mean_scores(model: nn.Module, *views: Tensor) -> Tensor:
 
 def find_whitening_filters(images_BCHW: Tensor) -> Tensor:
     """Return filters (12, 3, 2, 2) that whiten 2 x 2 patches: their scaled principal axes."""
-    patches_PN = images_BCHW.unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
+    patches_PN = (
+        images_BCHW.unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
+    )
     variances_N, axes_NN = torch.linalg.eigh((patches_PN.T @ patches_PN / len(patches_PN)).double())
     filters: Tensor = axes_NN.T / (variances_N[:, None] + WHITENING_FLOOR).sqrt()
     return filters.reshape(12, 3, 2, 2).float()
@@ -168,7 +200,9 @@ class NormalizeImages(nn.Module):
         super().__init__()
         # a whole row at once: three channels alone are too short a run for vector instructions, 3 times as slow
         self.register_buffer("mean", torch.tensor(PIXEL_MEAN).repeat(SIZE), persistent=False)
-        self.register_buffer("deviation", torch.tensor(PIXEL_DEVIATION).repeat(SIZE), persistent=False)
+        self.register_buffer(
+            "deviation", torch.tensor(PIXEL_DEVIATION).repeat(SIZE), persistent=False
+        )
 
     def forward(self, images_BHWC: Tensor) -> Tensor:
         rows = images_BHWC.flatten(2).float()

@@ -41,7 +41,9 @@ class Digits:
     scikit-learn.
     """
 
-    def __init__(self, width: int = 32, shift: float = 1.0, dropout: float = 0.25, reach: float = 0.5) -> None:
+    def __init__(
+        self, width: int = 32, shift: float = 1.0, dropout: float = 0.25, reach: float = 0.5
+    ) -> None:
         if width < 1 or not 0 <= shift < SIZE or not 0 <= reach < SIZE or not 0 <= dropout < 1:
             raise ValueError(
                 f"width {width}, shift {shift}, dropout {dropout}, reach {reach}: "
@@ -87,7 +89,9 @@ class Digits:
             logits: Tensor = model(images)
             return logits
         views = images.new_tensor(VIEWS) * self.reach
-        return torch.stack([model(_move(images, view.expand(len(images), 2))) for view in views]).mean(0)
+        return torch.stack(
+            [model(_move(images, view.expand(len(images), 2))) for view in views]
+        ).mean(0)
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Loss:
         return Loss.sum(F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
@@ -121,6 +125,8 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
 def _move(images: Tensor, moves: Tensor) -> Tensor:
     """Return images (B, 1, 8, 8) moved up and left by `moves` (B, 2) pixels, interpolated."""
     along = torch.arange(SIZE, device=images.device, dtype=images.dtype)
-    apart = along[:, None] + moves[:, :, None, None] - along  # (B, 2, 8, 8): how far pixel j lies from where pixel i comes from
+    apart = (
+        along[:, None] + moves[:, :, None, None] - along
+    )  # (B, 2, 8, 8): how far pixel j lies from where pixel i comes from
     weights = (1.0 - apart.abs()).clamp(min=0.0)
     return weights[:, :1] @ images @ weights[:, 1:].transpose(-1, -2)

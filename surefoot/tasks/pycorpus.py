@@ -22,7 +22,15 @@ from surefoot.tasks.transformer import Transformer, Unprojected, nats
 __all__ = ["PyCorpus"]
 
 # pydoc_data is 0.7 MB of the manual, not source
-NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+NOT_SOURCE = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "pydoc_data",
+}
 BUILD_RECORD = "_sysconfigdata"  # names of paths of the machine that built this Python
 HELD_OUT_SHARE = 0.1  # of the files, by a hash of their name
 
@@ -52,27 +60,44 @@ class PyCorpus:
         packed: bool = False,
     ) -> None:
         self.folder = whole_path(folder or sysconfig.get_paths()["stdlib"])
-        self.layers, self.width, self.heads, self.length, self.dropout = layers, width, heads, length, dropout
+        self.layers, self.width, self.heads, self.length, self.dropout = (
+            layers,
+            width,
+            heads,
+            length,
+            dropout,
+        )
         self.chunked_loss, self.packed = chunked_loss, packed
         self._sources: dict[str, Files] = {}
 
     def model(self) -> nn.Module:
         return Transformer(
-            256, layers=self.layers, width=self.width, heads=self.heads, length=self.length, dropout=self.dropout,
+            256,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            length=self.length,
+            dropout=self.dropout,
             chunked_loss=self.chunked_loss,
-        )  # fmt: skip
+        )
 
     def data(self, split: str) -> Files:
         """Return the files of `train` or `heldout`: about every tenth, by a hash of its name."""
         if split not in ("train", "heldout"):
             raise DataError(f"pycorpus has no split {split!r}", hint='use "train" or "heldout"')
         if split not in self._sources:
-            names = [name for name in find_files(self.folder) if is_held_out(name) == (split == "heldout")]
+            names = [
+                name
+                for name in find_files(self.folder)
+                if is_held_out(name) == (split == "heldout")
+            ]
             self._sources[split] = Files(self.folder, names, self.length, packed=self.packed)
         return self._sources[split]
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor | Unprojected:
-        output: Tensor | Unprojected = model(*(batch[name] for name in ("inputs", "positions", "documents") if name in batch))
+        output: Tensor | Unprojected = model(
+            *(batch[name] for name in ("inputs", "positions", "documents") if name in batch)
+        )
         return output
 
     def loss(self, output: Tensor | Unprojected, batch: dict[str, Tensor]) -> Loss:
@@ -91,18 +116,27 @@ class Files:
     guarantee: Guarantee = "proven"
     thread_safe = True
 
-    def __init__(self, folder: Path, names: list[str], length: int, *, packed: bool = False) -> None:
+    def __init__(
+        self, folder: Path, names: list[str], length: int, *, packed: bool = False
+    ) -> None:
         contents = [_read(folder / name) for name in names]
         if sum(map(len, contents)) < 2:
             raise DataError(
-                f"{folder} holds no Python source for this split", hint="name a folder of .py files with --data DIR, or none"
+                f"{folder} holds no Python source for this split",
+                hint="name a folder of .py files with --data DIR, or none",
             )
         stream = np.frombuffer(bytearray(b"".join(contents)), dtype=np.uint8)
         sizes = np.array([len(content) for content in contents if content])
-        self._tokens = Packed(stream, np.append(0, np.cumsum(sizes)), length) if packed else Tokens(stream, length)
+        self._tokens = (
+            Packed(stream, np.append(0, np.cumsum(sizes)), length)
+            if packed
+            else Tokens(stream, length)
+        )
         self.names, self.tokens_per_sample = names, self._tokens.tokens_per_sample
         self.listing = hashlib.sha256("\n".join(names).encode()).hexdigest()
-        self.digest = hashlib.sha256(f"{platform.python_version()} {self.listing} {self._tokens.digest}".encode()).hexdigest()
+        self.digest = hashlib.sha256(
+            f"{platform.python_version()} {self.listing} {self._tokens.digest}".encode()
+        ).hexdigest()
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -122,11 +156,14 @@ def find_files(folder: Path) -> list[str]:
     """
     if not folder.is_dir():
         raise DataError(
-            f"there is no folder {folder}", hint="name a folder of .py files with --data DIR, or none for Python's own"
+            f"there is no folder {folder}",
+            hint="name a folder of .py files with --data DIR, or none for Python's own",
         )
     found = (path.relative_to(folder) for path in folder.rglob("*.py"))
     return sorted(
-        path.as_posix() for path in found if not NOT_SOURCE.intersection(path.parts) and not path.name.startswith(BUILD_RECORD)
+        path.as_posix()
+        for path in found
+        if not NOT_SOURCE.intersection(path.parts) and not path.name.startswith(BUILD_RECORD)
     )
 
 
@@ -139,4 +176,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint="make it readable, or name another folder") from None
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}",
+            hint="make it readable, or name another folder",
+        ) from None

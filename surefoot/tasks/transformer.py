@@ -40,8 +40,16 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, vocabulary: int, *, layers: int, width: int, heads: int, length: int, dropout: float = 0.0, chunked_loss: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        vocabulary: int,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        length: int,
+        dropout: float = 0.0,
+        chunked_loss: bool = False,
+    ) -> None:
         super().__init__()
         self.chunked_loss = chunked_loss
         if min(layers, width, heads, length) < 1 or width % (2 * heads):
@@ -63,9 +71,11 @@ class Transformer(nn.Module):
 
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None
-    ) -> Tensor | Unprojected:  # fmt: skip
+    ) -> Tensor | Unprojected:
         x_BTD = self.dropout(self.norm(self.embedding(ids_BT)))
-        where = slice(ids_BT.shape[1]) if positions_BT is None else positions_BT[:, None]  # the same for all heads
+        where = (
+            slice(ids_BT.shape[1]) if positions_BT is None else positions_BT[:, None]
+        )  # the same for all heads
         mask = () if documents_BT is None else (block_diagonal(documents_BT),)
         for block in self.blocks:
             x_BTD = block(x_BTD, self.cos[where], self.sin[where], *mask)
@@ -83,25 +93,37 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm = _norm(width)
-        self.query, self.key, self.value, self.mix = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.mix = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
         self.head_norm = _norm(width // heads)
-        self.widen, self.narrow = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.widen, self.narrow = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
         self.dropout = nn.Dropout(dropout)
         nn.init.zeros_(self.mix.weight)
         nn.init.zeros_(self.narrow.weight)
 
-    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, mask_BNTT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, mask_BNTT: Tensor | None = None
+    ) -> Tensor:
         x_BTD = x_BTD + self.dropout(self._attend(self.norm(x_BTD), cos_TH, sin_TH, mask_BNTT))
         fed_BTD: Tensor = self.dropout(self.narrow(F.relu(self.widen(self.norm(x_BTD))).square()))
         return x_BTD + fed_BTD
 
-    def _attend(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, mask_BNTT: Tensor | None) -> Tensor:
+    def _attend(
+        self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, mask_BNTT: Tensor | None
+    ) -> Tensor:
         q_BNTH, k_BNTH, v_BNTH = (
-            part(x_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
+            part(x_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
         )
         q_BNTH = _turn(self.head_norm(q_BNTH), cos_TH, sin_TH).to(v_BNTH.dtype)
         k_BNTH = _turn(self.head_norm(k_BNTH), cos_TH, sin_TH).to(v_BNTH.dtype)
-        mixed_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, attn_mask=mask_BNTT, is_causal=mask_BNTT is None)
+        mixed_BNTH = F.scaled_dot_product_attention(
+            q_BNTH, k_BNTH, v_BNTH, attn_mask=mask_BNTT, is_causal=mask_BNTT is None
+        )
         mixed_BTD: Tensor = self.mix(mixed_BNTH.transpose(1, 2).flatten(2))
         return mixed_BTD
 
@@ -131,7 +153,9 @@ def nats(output: Tensor | Unprojected, targets_BT: Tensor) -> tuple[Tensor, Tens
     rest of a step.
     """
     if isinstance(output, Unprojected):
-        return linear_cross_entropy(output.hidden_BTD, output.weight_VD, targets_BT, ignore_index=IGNORED)
+        return linear_cross_entropy(
+            output.hidden_BTD, output.weight_VD, targets_BT, ignore_index=IGNORED
+        )
     logits_BTV = output
     total: Tensor = _Nats.apply(logits_BTV.flatten(0, 1), targets_BT.flatten())  # type: ignore[no-untyped-call]
     return total, (targets_BT != IGNORED).sum()
@@ -143,7 +167,9 @@ class _Nats(torch.autograd.Function):
         rows = max(1, CHUNK_ELEMENTS // logits_RV.shape[1])
         cuts = list(range(rows, len(logits_RV), rows))
         exact = torch.promote_types(logits_RV.dtype, torch.float32)
-        norms_R = torch.cat([chunk.to(exact).logsumexp(-1) for chunk in logits_RV.tensor_split(cuts)])
+        norms_R = torch.cat(
+            [chunk.to(exact).logsumexp(-1) for chunk in logits_RV.tensor_split(cuts)]
+        )
         chosen_R = logits_RV.gather(1, targets_R.clamp(min=0)[:, None])[:, 0].to(exact)
         ctx.save_for_backward(logits_RV, targets_R, norms_R)
         ctx.cuts = cuts

@@ -58,14 +58,21 @@ class WikiText2:
     def model(self) -> nn.Module:
         vocabulary = len(self.words())
         return Transformer(
-            vocabulary, layers=self.layers, width=self.width, heads=self.heads, length=self.length, dropout=self.dropout,
+            vocabulary,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            length=self.length,
+            dropout=self.dropout,
             chunked_loss=self.chunked_loss,
-        )  # fmt: skip
+        )
 
     def data(self, split: str) -> Tokens:
         if split not in self._sources:
             words = self.words()
-            self._sources[split] = Tokens(_ids(_read(self.folder, split), words, SPLITS[split]), self.length)
+            self._sources[split] = Tokens(
+                _ids(_read(self.folder, split), words, SPLITS[split]), self.length
+            )
         return self._sources[split]
 
     def words(self) -> dict[str, int]:
@@ -96,11 +103,13 @@ def _read(folder: str | None, split: str) -> list[str]:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8: byte {error.start} is no text", hint="copy the file again, or convert it to UTF-8"
+            f"{path} is not UTF-8: byte {error.start} is no text",
+            hint="copy the file again, or convert it to UTF-8",
         ) from None
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}", hint=f"the folder must hold {', '.join(SPLITS.values())}"
+            f"{path} cannot be read: {error.strerror}",
+            hint=f"the folder must hold {', '.join(SPLITS.values())}",
         ) from None
     words = text.replace("\n", f" {LINE_END} ").split()
     if len(words) < 2:
@@ -110,12 +119,18 @@ def _read(folder: str | None, split: str) -> list[str]:
 
 def _find(folder: str | None) -> Path:
     if folder is None:
-        raise DataError("wikitext2 needs the folder of its token files", hint="name it with --data DIR, or [data] folder")
+        raise DataError(
+            "wikitext2 needs the folder of its token files",
+            hint="name it with --data DIR, or [data] folder",
+        )
     given = Path(folder).expanduser()
-    found = next((path for path in (given, given / "wikitext-2") if (path / SPLITS["train"]).exists()), None)
+    found = next(
+        (path for path in (given, given / "wikitext-2") if (path / SPLITS["train"]).exists()), None
+    )
     if found is None:
         raise DataError(
-            f"there is no {SPLITS['train']} in {given} or {given / 'wikitext-2'}", hint="name the folder of the token files"
+            f"there is no {SPLITS['train']} in {given} or {given / 'wikitext-2'}",
+            hint="name the folder of the token files",
         )
     return found
 
@@ -123,7 +138,9 @@ def _find(folder: str | None) -> Path:
 def _ids(tokens: list[str], words: dict[str, int], name: str) -> np.ndarray:
     """Return each token's id as int32; a word not in the training split becomes `<unk>`."""
     unknown = words.get(UNKNOWN, -1)
-    ids = np.fromiter((words.get(token, unknown) for token in tokens), dtype=np.int32, count=len(tokens))
+    ids = np.fromiter(
+        (words.get(token, unknown) for token in tokens), dtype=np.int32, count=len(tokens)
+    )
     if ids.min() < 0:
         raise DataError(
             f"{name} has the word {tokens[int(ids.argmin())]!r}, which the training split has not",

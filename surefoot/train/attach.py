@@ -25,7 +25,14 @@ from torch.optim import Optimizer
 from surefoot.components import optim
 from surefoot.components.data import in_place, size_of
 from surefoot.components.data.sources import Watched
-from surefoot.components.observe import Console, Journal, Meter, NoJournal, peak_resident_bytes, take_device_memory
+from surefoot.components.observe import (
+    Console,
+    Journal,
+    Meter,
+    NoJournal,
+    peak_resident_bytes,
+    take_device_memory,
+)
 from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
 from surefoot.components.stability import Guard, GuardFault
 from surefoot.contract import events
@@ -58,9 +65,15 @@ SPEC_ID = "attached"  # such a run has no spec
 
 
 def attach(
-    *, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], data: Iterable[Any], folder: str | Path | None = None, every: int = 10,
-    save: str | None = "10 min", state: Mapping[str, Any] | None = None,
-) -> Attached:  # fmt: skip
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    data: Iterable[Any],
+    folder: str | Path | None = None,
+    every: int = 10,
+    save: str | None = "10 min",
+    state: Mapping[str, Any] | None = None,
+) -> Attached:
     """Record a loop in `folder` (default: a new one in runs/), one Step record per `every` steps.
 
         run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder="runs/mine")
@@ -79,7 +92,9 @@ def attach(
     DataError if `data` is not iterable, TaskError for an optimizer without `param_groups`,
     RunFolderError for a folder of another kind, LostRank if a rank does not call `attach`.
     """
-    if not environment.has_process_group():  # else the loop has joined its ranks by itself, as it read the launcher's variables
+    if (
+        not environment.has_process_group()
+    ):  # else the loop has joined its ranks by itself, as it read the launcher's variables
         place.check_launcher()
     check_not_importing()
     optimizers = check_given(model, optimizer, data, state)
@@ -87,11 +102,17 @@ def attach(
     wanted = None if folder is None else Path(folder)
     group = loop_ranks.find_group(wanted)
     caller, bare = sys._getframe(1), loop_ranks.bare(model, group)
-    objects, kept = group.settle(lambda: name_objects(bare, optimizers, state or {}, variables(caller)))
+    objects, kept = group.settle(
+        lambda: name_objects(bare, optimizers, state or {}, variables(caller))
+    )
     unheld = Unheld(objects, optimizers, data)
     reported = [*kept, *unheld.find(caller)]
     notes = loop_ranks.describe_buckets(group, model)
-    return Attached(_LoopRecord(objects, optimizers, data, wanted, every, save, group, (unheld, reported, notes)))
+    return Attached(
+        _LoopRecord(
+            objects, optimizers, data, wanted, every, save, group, (unheld, reported, notes)
+        )
+    )
 
 
 @final
@@ -101,7 +122,9 @@ class Attached:
     def __init__(self, record: _LoopRecord) -> None:
         self._record = record
         self._left = weakref.finalize(self, record.end, "stopped")
-        self._left.atexit = False  # then the record asks first whether an exception ended the process
+        self._left.atexit = (
+            False  # then the record asks first whether an exception ended the process
+        )
         atexit.register(record.end_with_process)
 
     @property
@@ -163,7 +186,12 @@ class Attached:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not self._record.owner.is_here:
             return  # the process that attached ends it
         if error is None:
@@ -178,13 +206,25 @@ class _LoopRecord:
     """Counters and files of an attached loop; ended when its `Attached` object is deleted."""
 
     def __init__(
-        self, objects: Mapping[str, Any], optimizers: list[Any], data: Iterable[Any], wanted: Path | None, every: int,
-        save: str | None, group: Group, noticed: tuple[Unheld, Sequence[str], tuple[str, ...]],
-    ) -> None:  # fmt: skip
+        self,
+        objects: Mapping[str, Any],
+        optimizers: list[Any],
+        data: Iterable[Any],
+        wanted: Path | None,
+        every: int,
+        save: str | None,
+        group: Group,
+        noticed: tuple[Unheld, Sequence[str], tuple[str, ...]],
+    ) -> None:
         self._unheld, reported, notes_on_resume = noticed
         self._has_saved = False
         model: nn.Module = objects["model"]
-        self._optimizers, self._every, self._data, self._group = optimizers, max(1, every), data, group
+        self._optimizers, self._every, self._data, self._group = (
+            optimizers,
+            max(1, every),
+            data,
+            group,
+        )
         self._length = length_of(data)
         self._console = Console(total_steps=None, unit="samples", quiet=True)
         self._meter = Meter()
@@ -194,11 +234,15 @@ class _LoopRecord:
         self._waiting_s = self._training_s = 0.0
         self._num_batches = self._num_passes = self._unreported = 0
         self._watched = Watched(data)
-        self._unstepped: list[tuple[int, int, tuple[int, ...]]] = []  # (pass, place, samples) of the batches since the last step
+        self._unstepped: list[
+            tuple[int, int, tuple[int, ...]]
+        ] = []  # (pass, place, samples) of the batches since the last step
         self._lent = in_place.Lent(data)
         self._is_inside = self._is_over = False
         self.step = self.num_samples = self.first_pass = self._saved_step = self._num_untimed = 0
-        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._device = next(
+            (parameter.device for parameter in model.parameters()), torch.device("cpu")
+        )
         self.clock = PhaseClock(self._device)
         self.started_s = time.perf_counter()
         self.clock.start(LOGGING)
@@ -206,14 +250,33 @@ class _LoopRecord:
         program = Program.of(_script(), model)
         self._given = given_settings(objects, data)
         choice = functools.partial(
-            folder.choose, folder.Wanted(wanted), SPEC_ID, name, program, fresh=False, accept_code_change=True, closed_by=()
+            folder.choose,
+            folder.Wanted(wanted),
+            SPEC_ID,
+            name,
+            program,
+            fresh=False,
+            accept_code_change=True,
+            closed_by=(),
         )
         with loop_ranks.taken(group, choice) as (chosen, self._lock):
-            self._at, self._root, self.generation = folder.anchor(chosen.folder), chosen.folder.absolute(), self._lock.generation
+            self._at, self._root, self.generation = (
+                folder.anchor(chosen.folder),
+                chosen.folder.absolute(),
+                self._lock.generation,
+            )
             self._keeper = LoopKeeper(self._root, self._lock, objects, self._watched, save, group)
-            notes = (*chosen.notes, *(self._resume(notes_on_resume) if chosen.is_again else ()), *reported)
-            self._ledger = group.settle(lambda: RankedLedger(group, self._root, self._watched.promise, self.generation))
-            self._journal = begin_journal(group, self._root, lambda: self._started(model, name, program, data, notes))
+            notes = (
+                *chosen.notes,
+                *(self._resume(notes_on_resume) if chosen.is_again else ()),
+                *reported,
+            )
+            self._ledger = group.settle(
+                lambda: RankedLedger(group, self._root, self._watched.promise, self.generation)
+            )
+            self._journal = begin_journal(
+                group, self._root, lambda: self._started(model, name, program, data, notes)
+            )
         for note in notes if group.is_first else ():
             self._console.warn(note)
         lost = self._keeper.lost_commits
@@ -239,7 +302,9 @@ class _LoopRecord:
         self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
         changed = describe_changes(loop.get("given", {}), self._given, self.folder)
         self._training_s = float(loop.get("training_s", 0.0))
-        self._num_untimed = 0 if "training_s" in loop else self.num_samples  # an older version did not save the time
+        self._num_untimed = (
+            0 if "training_s" in loop else self.num_samples
+        )  # an older version did not save the time
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
         return (
             *set_aside,
@@ -250,19 +315,38 @@ class _LoopRecord:
         )
 
     def _started(
-        self, model: nn.Module, name: str, program: Program, data: Iterable[Any], notes: tuple[str, ...]
+        self,
+        model: nn.Module,
+        name: str,
+        program: Program,
+        data: Iterable[Any],
+        notes: tuple[str, ...],
     ) -> events.Started:
         guarantee, why = find_guarantee(data)
         told = f"{self._length:,} batches of " if self._length is not None else "batches of "
         kind = type(data).__name__
         return events.Started(
-            generation=self.generation, spec_id=SPEC_ID, spec={}, task=name, seed=torch.initial_seed(),
-            data={"describe": told + kind, "digest": hashlib.sha256(f"{kind} {self._length}".encode()).hexdigest(), "guarantee": guarantee},
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()), total_steps=None, steps_per_epoch=self._length,
+            generation=self.generation,
+            spec_id=SPEC_ID,
+            spec={},
+            task=name,
+            seed=torch.initial_seed(),
+            data={
+                "describe": told + kind,
+                "digest": hashlib.sha256(f"{kind} {self._length}".encode()).hexdigest(),
+                "guarantee": guarantee,
+            },
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            total_steps=None,
+            steps_per_epoch=self._length,
             first_step=self.step + 1,
-            notes=(*notes, f"attached to a loop of the user's; the data are {guarantee}: {why}", *describe(self._group)),
+            notes=(
+                *notes,
+                f"attached to a loop of the user's; the data are {guarantee}: {why}",
+                *describe(self._group),
+            ),
             **environment.circumstances(str(self._device), program),
-        )  # fmt: skip
+        )
 
     # ---- while the loop goes on
 
@@ -283,7 +367,11 @@ class _LoopRecord:
         if self._lent.was_data_changed():
             what = in_place.describe("the loop")
             self._console.warn(f"{what}; {in_place.HINT}")
-            self._write(environment.fault(self.generation, GuardFault(self.step, "changed-data", in_place.HINT, what)))
+            self._write(
+                environment.fault(
+                    self.generation, GuardFault(self.step, "changed-data", in_place.HINT, what)
+                )
+            )
         if self.step > self._saved_step and not self._unstepped and self._keeper.is_due(self.step):
             self.save()
 
@@ -293,10 +381,13 @@ class _LoopRecord:
             return
         self._close_window()
         counters = {
-            "step": self.step, "num_samples": self.num_samples, "num_batches": self._num_batches, "num_passes": self._num_passes,
+            "step": self.step,
+            "num_samples": self.num_samples,
+            "num_batches": self._num_batches,
+            "num_passes": self._num_passes,
             "given": self._given,
             "training_s": self._training_s,
-        }  # fmt: skip
+        }
         try:
             data_state = self._data.state_dict() if saves_its_place(self._data) else None  # type: ignore[attr-defined]
             with self.clock.within(CHECKPOINT):
@@ -312,14 +403,21 @@ class _LoopRecord:
                     f"the disk was full: the checkpoint of {deleted} was deleted before its time; the loop continues"
                 )
         self._saved_step = self.step
-        lost = [] if self._has_saved else self._unheld.find()  # a scheduler that was made after attach
+        lost = (
+            [] if self._has_saved else self._unheld.find()
+        )  # a scheduler that was made after attach
         self._has_saved = True
         for line in (*self._keeper.take_unsaved(), *lost):
             self._console.warn(line)
         committed = events.Committed(
-            generation=self.generation, time_s=time.time(), step=self.step, num_bytes=made.num_bytes,
-            folder=f"checkpoints/step-{self.step:012d}", elapsed_s=elapsed_s, waited_s=elapsed_s,
-        )  # fmt: skip
+            generation=self.generation,
+            time_s=time.time(),
+            step=self.step,
+            num_bytes=made.num_bytes,
+            folder=f"checkpoints/step-{self.step:012d}",
+            elapsed_s=elapsed_s,
+            waited_s=elapsed_s,
+        )
         self._write(committed)
         if (slow := self._keeper.take_slow()) is not None and self._group.is_first:
             self._report(Guard.slow_save(slow.step, slow.words, "save="))
@@ -351,7 +449,9 @@ class _LoopRecord:
         """Return whether recording has ended or this process is a fork of the one that records."""
         if not self._is_over and not self.owner.is_here:
             self._is_over = True
-            self._console.warn(f"{self.owner.describe('this loop')}: here it is neither recorded nor saved")
+            self._console.warn(
+                f"{self.owner.describe('this loop')}: here it is neither recorded nor saved"
+            )
         return self._is_over
 
     def step_done(self, loss: Tensor | float, num_samples: int | None) -> None:
@@ -368,9 +468,15 @@ class _LoopRecord:
         self.num_samples += count
         rate = self._optimizers[0].param_groups[0]["lr"]
         report = StepReport(
-            step=self.step, epoch=self._epoch, num_samples=count, learning_rate=rate, totals={"loss": (value * weight, weight, 1.0)},
-            norm=None, was_applied=True, waiting_s=self._waiting_s,
-        )  # fmt: skip
+            step=self.step,
+            epoch=self._epoch,
+            num_samples=count,
+            learning_rate=rate,
+            totals={"loss": (value * weight, weight, 1.0)},
+            norm=None,
+            was_applied=True,
+            waiting_s=self._waiting_s,
+        )
         self._meter.add(report)
         self._waiting_s, self._unreported = 0.0, 0
         if self.step % self._every == 0 or self.step == 1:
@@ -390,14 +496,33 @@ class _LoopRecord:
         self._training_s += summary.elapsed_s
         self._loss = summary.loss
         groups = [group for each in self._optimizers for group in each.param_groups]
-        rates = {f"optimizer.{number}" if number else "optimizer": float(group["lr"]) for number, group in enumerate(groups)}
+        rates = {
+            f"optimizer.{number}" if number else "optimizer": float(group["lr"])
+            for number, group in enumerate(groups)
+        }
         event = events.Step(
-            generation=self.generation, time_s=time.time(), step=summary.step, epoch=summary.epoch, num_steps=summary.num_steps,
-            loss=summary.loss, terms=summary.terms, gradient_norm=None, learning_rates=rates, num_applied=summary.num_applied,
-            num_samples=summary.num_samples, num_items=summary.num_items, elapsed_s=summary.elapsed_s, waiting_s=summary.waiting_s,
-            samples_per_s=summary.samples_per_s, items_per_s=summary.items_per_s, peak_bytes=peak_resident_bytes(),
-            phases=timing.phases, step_s=timing.step_s, outliers=timing.outliers, device_memory=take_device_memory(self._device),
-        )  # fmt: skip
+            generation=self.generation,
+            time_s=time.time(),
+            step=summary.step,
+            epoch=summary.epoch,
+            num_steps=summary.num_steps,
+            loss=summary.loss,
+            terms=summary.terms,
+            gradient_norm=None,
+            learning_rates=rates,
+            num_applied=summary.num_applied,
+            num_samples=summary.num_samples,
+            num_items=summary.num_items,
+            elapsed_s=summary.elapsed_s,
+            waiting_s=summary.waiting_s,
+            samples_per_s=summary.samples_per_s,
+            items_per_s=summary.items_per_s,
+            peak_bytes=peak_resident_bytes(),
+            phases=timing.phases,
+            step_s=timing.step_s,
+            outliers=timing.outliers,
+            device_memory=take_device_memory(self._device),
+        )
         self._write(event)
 
     def _write(self, event: events.Event) -> None:
@@ -425,11 +550,17 @@ class _LoopRecord:
     def end_by(self, error: BaseException) -> None:
         """End the recording with the outcome of `error`, which left the loop."""
         if isinstance(error, KeyboardInterrupt):
-            self.end("interrupted", f"interrupted by Ctrl-C after step {self.step}", EXIT_INTERRUPTED)
+            self.end(
+                "interrupted", f"interrupted by Ctrl-C after step {self.step}", EXIT_INTERRUPTED
+            )
             return
         if not isinstance(error, Exception):
             code = blame.find_exit_code(error) if isinstance(error, SystemExit) else EXIT_INTERNAL
-            self.end("failed" if code else "stopped", f"{blame.describe(error)} after step {self.step}", code)
+            self.end(
+                "failed" if code else "stopped",
+                f"{blame.describe(error)} after step {self.step}",
+                code,
+            )
             return
         made = blame.as_run_error(error, f"after step {self.step}:")
         self.end("failed", made.message, made.exit_code)
@@ -469,16 +600,39 @@ class _LoopRecord:
         num_timed = self.num_samples - self._num_untimed
         samples_per_s = num_timed / self._training_s if self._training_s > 0 else None
         summary = {
-            "folder": str(self.folder), "step": self.step, "epochs": self._epoch, "score": "loss", "value": self._loss, "unit": "",
-            "better": "lower", "best_value": None, "best_step": None, "loss": self._loss, "num_samples": self.num_samples,
-            "elapsed_s": elapsed_s, "training_s": self._training_s, "samples_per_s": samples_per_s, "peak_bytes": peak_bytes,
-            "num_skipped": 0, "cause": cause, "outcome": outcome,
+            "folder": str(self.folder),
+            "step": self.step,
+            "epochs": self._epoch,
+            "score": "loss",
+            "value": self._loss,
+            "unit": "",
+            "better": "lower",
+            "best_value": None,
+            "best_step": None,
+            "loss": self._loss,
+            "num_samples": self.num_samples,
+            "elapsed_s": elapsed_s,
+            "training_s": self._training_s,
+            "samples_per_s": samples_per_s,
+            "peak_bytes": peak_bytes,
+            "num_skipped": 0,
+            "cause": cause,
+            "outcome": outcome,
             **timing_rows(self.clock.total()),
-        }  # fmt: skip
+        }
         return events.Ended(
-            generation=self.generation, time_s=time.time(), step=self.step, outcome=outcome, cause=cause, exit_code=exit_code,
-            elapsed_s=elapsed_s, num_samples=self.num_samples, samples_per_s=samples_per_s, peak_bytes=peak_bytes, summary=summary,
-        )  # fmt: skip
+            generation=self.generation,
+            time_s=time.time(),
+            step=self.step,
+            outcome=outcome,
+            cause=cause,
+            exit_code=exit_code,
+            elapsed_s=elapsed_s,
+            num_samples=self.num_samples,
+            samples_per_s=samples_per_s,
+            peak_bytes=peak_bytes,
+            summary=summary,
+        )
 
     def _let_go(self) -> None:
         self._is_over = True

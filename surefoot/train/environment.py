@@ -89,7 +89,9 @@ def why_not_timed(spec: RunSpec, device: str) -> str | None:
     reasons = {
         "cuDNN computes on a GPU alone": device != "cuda",
         "train.deterministic lets nothing be chosen by its time": spec.train.deterministic,
-        "train.ramp gives batches of several sizes, and each would be timed anew": bool(spec.train.ramp),
+        "train.ramp gives batches of several sizes, and each would be timed anew": bool(
+            spec.train.ramp
+        ),
     }
     return next((why for why, holds in reasons.items() if holds), None)
 
@@ -128,7 +130,9 @@ def give_back_large_blocks() -> bool:
 
 def _limit(limits: Mapping[int, int]) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every libc
-    return mallopt is not None and all(mallopt(parameter, size) == 1 for parameter, size in limits.items())
+    return mallopt is not None and all(
+        mallopt(parameter, size) == 1 for parameter, size in limits.items()
+    )
 
 
 def find_device(name: str) -> torch.device:
@@ -142,7 +146,9 @@ def find_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     here = place.here()
-    if here.world_size == 1 and not 0 < here.local_rank < torch.cuda.device_count():  # of a run that shrank it may be any of them
+    if (
+        here.world_size == 1 and not 0 < here.local_rank < torch.cuda.device_count()
+    ):  # of a run that shrank it may be any of them
         return torch.device("cuda")
     if here.local_rank >= torch.cuda.device_count():
         raise SpecError(
@@ -176,7 +182,9 @@ def rank_seed(seed: int | None = None) -> int:
     For the parts of a task that each rank has its own copy of, such as an environment:
     `numpy.random.default_rng(surefoot.rank_seed())`.
     """
-    base = np.random.SeedSequence((torch.initial_seed() if seed is None else seed) % 2**64).generate_state(1)[0]
+    base = np.random.SeedSequence(
+        (torch.initial_seed() if seed is None else seed) % 2**64
+    ).generate_state(1)[0]
     return (int(base) + place.here().rank) % 2**32
 
 
@@ -218,18 +226,31 @@ def circumstances(device: str, program: Program) -> dict[str, Any]:
     return {
         "time_s": time.time(),
         "versions": versions(),
-        "machine": {**find_machine().as_row(), "device": device, "threads": torch.get_num_threads()},
+        "machine": {
+            **find_machine().as_row(),
+            "device": device,
+            "threads": torch.get_num_threads(),
+        },
         "place": {"rank": here.rank, "world_size": here.world_size, "host": here.host},
         "variables": place.recorded_variables(),
         "command": tuple(sys.argv),
-        "code_digest": program.digest, "modules": program.modules(), "commit": commit, "is_dirty": is_dirty,
-    }  # fmt: skip
+        "code_digest": program.digest,
+        "modules": program.modules(),
+        "commit": commit,
+        "is_dirty": is_dirty,
+    }
 
 
 def fault(generation: int, found: GuardFault) -> events.Fault:
     """Return the Fault record of `found`, with this process's rank and host."""
     here = place.here()
     return events.Fault(
-        generation=generation, time_s=time.time(), step=found.step, fault=found.fault, rank=here.rank, host=here.host,
-        action=found.action, detail=found.detail,
-    )  # fmt: skip
+        generation=generation,
+        time_s=time.time(),
+        step=found.step,
+        fault=found.fault,
+        rank=here.rank,
+        host=here.host,
+        action=found.action,
+        detail=found.detail,
+    )

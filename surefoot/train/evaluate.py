@@ -71,17 +71,38 @@ class Evaluation:
     def as_event(self, generation: int, step: int, *, best: bool) -> Evaluated:
         """Return the Evaluated record of this result for the weights after `step`."""
         return Evaluated(
-            generation=generation, time_s=time.time(), step=step, split=self.split, num_samples=self.num_samples, loss=self.loss,
-            metrics=self.metrics, score=self.score, better=self.better, best=best, elapsed_s=self.elapsed_s, units=self.units,
+            generation=generation,
+            time_s=time.time(),
+            step=step,
+            split=self.split,
+            num_samples=self.num_samples,
+            loss=self.loss,
+            metrics=self.metrics,
+            score=self.score,
+            better=self.better,
+            best=best,
+            elapsed_s=self.elapsed_s,
+            units=self.units,
             precision=self.precision,
-        )  # fmt: skip
+        )
 
 
 def evaluate(
-    model: nn.Module, task: Resolved, source: Source, *, split: str, batch: int, device: torch.device, score: str | None = None,
-    precision: Compute = "fp32", tell: Tell | None = None, read: Reading | None = None, group: Group = ALONE, is_even: bool = False,
+    model: nn.Module,
+    task: Resolved,
+    source: Source,
+    *,
+    split: str,
+    batch: int,
+    device: torch.device,
+    score: str | None = None,
+    precision: Compute = "fp32",
+    tell: Tell | None = None,
+    read: Reading | None = None,
+    group: Group = ALONE,
+    is_even: bool = False,
     seed: int = 0,
-) -> Evaluation:  # fmt: skip
+) -> Evaluation:
     """Evaluate `model` on every sample of `source`, in batches of `batch` samples.
 
     `tell` is called with the number of samples done and the total. `read` replaces the default
@@ -102,7 +123,9 @@ def evaluate(
     wrong kind.
     """
     started_s = time.perf_counter()
-    total_samples = None if isinstance(source, Iterated) else len(source)  # an iterable's length is in batches
+    total_samples = (
+        None if isinstance(source, Iterated) else len(source)
+    )  # an iterable's length is in batches
     size, num_samples = _batch_size(source, batch), 0
     shares = not group.is_alone and source.guarantee == "proven"
     share = Share(group.rank, group.size) if shares else WHOLE
@@ -110,13 +133,18 @@ def evaluate(
     compute, key = compute_context(precision, device), evaluation_key(seed, split)
     with untouched(model, task.state), _generators_kept(source):
         carried = CarriedState(model, task.state) if shares else None
-        for inputs, known in seeded((read or _counted)(source, size, device, share, key), key, share):
+        for inputs, known in seeded(
+            (read or _counted)(source, size, device, share, key), key, share
+        ):
             with compute():
                 output, loss = _outcome(model, task, inputs)
             terms = (
                 ()
                 if loss is None
-                else tuple((each.name, each.total.detach().double(), each.count, each.weight) for each in loss.terms)
+                else tuple(
+                    (each.name, each.total.detach().double(), each.count, each.weight)
+                    for each in loss.terms
+                )
             )
             count = known if known is not None else _count_of(terms)
             part = BatchResult(count, terms, _metrics(task, output, inputs))
@@ -125,7 +153,12 @@ def evaluate(
             if carried is not None:
                 carried.after_batch()
             if tell is not None:
-                tell(num_samples if total_samples is None else min(num_samples * share.size, total_samples), total_samples)
+                tell(
+                    num_samples
+                    if total_samples is None
+                    else min(num_samples * share.size, total_samples),
+                    total_samples,
+                )
         has_changed = carried is not None and carried.has_changed()
         num_idle = -(-len(source) // (size * share.size)) - len(mine) if shares and is_even else 0
         for _ in range(num_idle):
@@ -135,9 +168,18 @@ def evaluate(
         gathered = partial.gather(mine, group, can_share=not has_changed)
         if gathered is None:
             return evaluate(
-                model, task, source, split=split, batch=batch, device=device, score=score, precision=precision, tell=tell, read=read,
+                model,
+                task,
+                source,
+                split=split,
+                batch=batch,
+                device=device,
+                score=score,
+                precision=precision,
+                tell=tell,
+                read=read,
                 seed=seed,
-            )  # fmt: skip
+            )
         for part in gathered:
             merged.add(part)
     values = {name: _number(name, metric.value(), task) for name, metric in merged.metrics.items()}
@@ -145,9 +187,23 @@ def evaluate(
     for name, (mean, _) in merged.terms.items():
         check_count(name, mean.count)
     means = [(mean.value(), weight) for mean, weight in merged.terms.values()]
-    total = sum(weight * value for value, weight in means if value is not None) if any(v is not None for v, _ in means) else None
+    total = (
+        sum(weight * value for value, weight in means if value is not None)
+        if any(v is not None for v, _ in means)
+        else None
+    )
     units = {name: str(getattr(metric, "unit", "")) for name, metric in merged.metrics.items()}
-    return Evaluation(split, merged.num_samples, total, values, units, chosen, better, time.perf_counter() - started_s, precision)
+    return Evaluation(
+        split,
+        merged.num_samples,
+        total,
+        values,
+        units,
+        chosen,
+        better,
+        time.perf_counter() - started_s,
+        precision,
+    )
 
 
 def _count_of(terms: tuple[tuple[str, Tensor, Any, float], ...]) -> int:
@@ -171,7 +227,9 @@ def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]
         yield to_device(look(source, 0, ids, 0), device)
 
 
-def counted_batches(source: Source, batch: int, device: torch.device, key: int) -> Iterator[tuple[Batch, int | None]]:
+def counted_batches(
+    source: Source, batch: int, device: torch.device, key: int
+) -> Iterator[tuple[Batch, int | None]]:
     """Yield every sample of `source` once, in order, in batches with their sample counts.
 
     A count is None if it is not known. The global random streams are seeded before each batch as in
@@ -192,12 +250,19 @@ def seeded(found: Iterator[_Found], key: int, share: Share = WHOLE) -> Iterator[
         yield each
 
 
-def _counted(source: Source, batch: int, device: torch.device, share: Share, key: int) -> Iterator[tuple[Batch, int | None]]:
+def _counted(
+    source: Source, batch: int, device: torch.device, share: Share, key: int
+) -> Iterator[tuple[Batch, int | None]]:
     for number, start in enumerate(range(0, len(source), batch)):
         if number % share.size == share.rank:
             ids = np.arange(start, min(start + batch, len(source)), dtype=np.int64)
             inputs = to_device(look(source, 0, ids, key), device)
-            yield inputs, source.count_samples(0, start, inputs) if isinstance(source, Iterated) else len(ids)
+            yield (
+                inputs,
+                source.count_samples(0, start, inputs)
+                if isinstance(source, Iterated)
+                else len(ids),
+            )
 
 
 def _batch_size(source: Source, batch: int) -> int:
@@ -205,9 +270,16 @@ def _batch_size(source: Source, batch: int) -> int:
 
 
 def try_out(
-    model: nn.Module, task: Resolved, source: Source, *, split: str, score: str | None, device: torch.device,
-    batch: int = NUM_TRIED, precision: Compute = "fp32",
-) -> Evaluation:  # fmt: skip
+    model: nn.Module,
+    task: Resolved,
+    source: Source,
+    *,
+    split: str,
+    score: str | None,
+    device: torch.device,
+    batch: int = NUM_TRIED,
+    precision: Compute = "fp32",
+) -> Evaluation:
     """Evaluate a few samples, to find the metrics and whether a higher or a lower score is better.
 
     If the model fails on so small a batch, a batch of `batch` samples is used. Raises SpecError if
@@ -216,10 +288,21 @@ def try_out(
 
     def tried(size: int) -> Evaluation:
         few = _Few(source, min(size, len(source)))
-        return evaluate(model, task, few, split=split, batch=size, device=device, score=score, precision=precision)
+        return evaluate(
+            model,
+            task,
+            few,
+            split=split,
+            batch=size,
+            device=device,
+            score=score,
+            precision=precision,
+        )
 
     try:
-        with closing(source) if isinstance(source, Iterated) else nullcontext():  # its workers, until they are needed
+        with (
+            closing(source) if isinstance(source, Iterated) else nullcontext()
+        ):  # its workers, until they are needed
             if isinstance(source, Iterated):
                 return tried(1)
             try:
@@ -242,13 +325,20 @@ class _Few:
     """First `length` samples of a source."""
 
     def __init__(self, source: Source, length: int) -> None:
-        self.guarantee, self.digest, self._source, self._length = source.guarantee, source.digest, source, length
+        self.guarantee, self.digest, self._source, self._length = (
+            source.guarantee,
+            source.digest,
+            source,
+            length,
+        )
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, ids: np.ndarray) -> Batch:
-        return copy_of(self._source.read(ids))  # what a forward pass writes into it must not stay in the data
+        return copy_of(
+            self._source.read(ids)
+        )  # what a forward pass writes into it must not stay in the data
 
     def describe(self) -> str:
         return self._source.describe()
@@ -267,7 +357,9 @@ def _outcome(model: nn.Module, task: Resolved, inputs: Batch) -> tuple[Output, L
     one = task.task
     if callable(getattr(one, "forward", None)):
         output = one.forward(model, inputs)
-        return output, as_loss(one.loss(output, inputs), f"task {task.name}") if callable(getattr(one, "loss", None)) else None
+        return output, as_loss(one.loss(output, inputs), f"task {task.name}") if callable(
+            getattr(one, "loss", None)
+        ) else None
     return None, None
 
 
@@ -310,12 +402,14 @@ def _number(name: str, value: object, task: Resolved) -> float | None:
 def _choose(score: str | None, metrics: dict[str, Metric]) -> tuple[str, Better]:
     if score is not None and score != "loss" and score not in metrics:
         raise SpecError(
-            f"evaluate.score is {score!r}, which the task does not report", hint=f"use one of {', '.join([*metrics, 'loss'])}"
+            f"evaluate.score is {score!r}, which the task does not report",
+            hint=f"use one of {', '.join([*metrics, 'loss'])}",
         )
     chosen = score or next(iter(metrics), "loss")
     better = "lower" if chosen == "loss" else getattr(metrics[chosen], "better", None)
     if better not in get_args(Better):
         raise TaskError(
-            f"metric {chosen!r} decides what is best, and its `better` is {better!r}", hint='set it to "higher" or "lower"'
+            f"metric {chosen!r} decides what is best, and its `better` is {better!r}",
+            hint='set it to "higher" or "lower"',
         )
     return chosen, cast(Better, better)

@@ -84,9 +84,18 @@ class Wanted:
 
 
 def choose(
-    asked: Wanted, spec_id: str, name: str, program: Program, *, fresh: bool, accept_code_change: bool,
-    closed_by: Collection[str] = events.CLOSED, is_fork: bool = False, checks_log: bool = True, spec: RunSpec | None = None,
-) -> Chosen:  # fmt: skip
+    asked: Wanted,
+    spec_id: str,
+    name: str,
+    program: Program,
+    *,
+    fresh: bool,
+    accept_code_change: bool,
+    closed_by: Collection[str] = events.CLOSED,
+    is_fork: bool = False,
+    checks_log: bool = True,
+    spec: RunSpec | None = None,
+) -> Chosen:
     """Choose the run folder without writing anything.
 
     A run whose outcome is in `closed_by` has nothing left to train. A folder that holds only the
@@ -113,15 +122,27 @@ def choose(
             runs=asked.runs,
         )
     except OSError as error:
-        raise RunFolderError(f"{wanted} cannot be looked at: {error.strerror}", hint="give another --run folder") from None
+        raise RunFolderError(
+            f"{wanted} cannot be looked at: {error.strerror}", hint="give another --run folder"
+        ) from None
     _check_writable(chosen.folder)
     return chosen
 
 
 def _chosen(
-    wanted: Path | None, spec_id: str, name: str, program: Program, *, fresh: bool, accept_code_change: bool, closed_by: Collection[str],
-    is_fork: bool, checks_log: bool, spec: RunSpec | None, runs: Path,
-) -> Chosen:  # fmt: skip
+    wanted: Path | None,
+    spec_id: str,
+    name: str,
+    program: Program,
+    *,
+    fresh: bool,
+    accept_code_change: bool,
+    closed_by: Collection[str],
+    is_fork: bool,
+    checks_log: bool,
+    spec: RunSpec | None,
+    runs: Path,
+) -> Chosen:
     if wanted is None:
         return Chosen(_next_free(runs / name), False, is_numbered=True)
     if not wanted.exists():
@@ -132,8 +153,14 @@ def _chosen(
     _check_no_links(wanted)
     if events.FILE not in names:
         if _is_new_fork(wanted, names, spec_id):
-            return Chosen(wanted, True, (f"{wanted} is a fork that was broken off as it began: going on in it",))
-        if not _is_barely_begun(wanted, names) and not is_held(wanted):  # whose owner the lock will name
+            return Chosen(
+                wanted,
+                True,
+                (f"{wanted} is a fork that was broken off as it began: going on in it",),
+            )
+        if not _is_barely_begun(wanted, names) and not is_held(
+            wanted
+        ):  # whose owner the lock will name
             raise _no_run(wanted, names)
         if {SPEC_FILE, manifest.FOLDER} <= names and not is_fork and not is_held(wanted):
             raise RunFolderError(
@@ -150,10 +177,19 @@ def _chosen(
     if started and started[-1].spec_id != spec_id:
         raise changes.other_spec(wanted, started[-1], spec_id, spec)
     ended = past[-1] if past and isinstance(past[-1], Ended) else None
-    done = (ended.outcome, ended.cause) if ended is not None and ended.outcome in closed_by and not ended.was_left else None
+    done = (
+        (ended.outcome, ended.cause)
+        if ended is not None and ended.outcome in closed_by and not ended.was_left
+        else None
+    )
     if done is not None and is_fork:
         new = _next_free(wanted)
-        return Chosen(new, False, (f"{wanted} is {done[0]} ({done[1]}); this run goes to {new}",), is_numbered=True)
+        return Chosen(
+            new,
+            False,
+            (f"{wanted} is {done[0]} ({done[1]}); this run goes to {new}",),
+            is_numbered=True,
+        )
     changed = ", ".join(program.changes(started[-1])) if started else ""
     if changed and not accept_code_change and done is None:
         raise RunFolderError(
@@ -169,9 +205,16 @@ def _chosen(
         return Chosen(wanted, True, notes, damaged=tuple(damaged))
     newest, parent = started[-1], started[0].parent
     return Chosen(
-        wanted, True, notes, generation=newest.generation, data_digest=newest.data.get("digest"), parent=parent,
-        stated=newest.spec, done=done, damaged=tuple(damaged),
-    )  # fmt: skip
+        wanted,
+        True,
+        notes,
+        generation=newest.generation,
+        data_digest=newest.data.get("digest"),
+        parent=parent,
+        stated=newest.spec,
+        done=done,
+        damaged=tuple(damaged),
+    )
 
 
 def _check_no_links(folder: Path) -> None:
@@ -180,17 +223,32 @@ def _check_no_links(folder: Path) -> None:
     A link made by another user could redirect writes to a path outside the folder.
     """
     try:
-        for name in (events.FILE, SPEC_FILE, ledger.FILE, LOCK_FILE, removals.FILE, manifest.FOLDER):
+        for name in (
+            events.FILE,
+            SPEC_FILE,
+            ledger.FILE,
+            LOCK_FILE,
+            removals.FILE,
+            manifest.FOLDER,
+        ):
             files.check_no_link(folder, name)
     except OSError as error:
-        hint = manifest.UNLINK if Path(str(error.filename)).name == manifest.FOLDER else hint_unread(error)
-        raise RunFolderError(f"{error.filename} is not opened: {error.strerror}", hint=hint) from None
+        hint = (
+            manifest.UNLINK
+            if Path(str(error.filename)).name == manifest.FOLDER
+            else hint_unread(error)
+        )
+        raise RunFolderError(
+            f"{error.filename} is not opened: {error.strerror}", hint=hint
+        ) from None
 
 
 def _describe_state(ended: Ended | None, *, is_done: bool) -> str:
     if is_done and ended is not None:
         return f"is {ended.outcome} ({ended.cause}): nothing is left to train"
-    if ended is not None and ended.outcome == "finished":  # a loop of the user's own, which says itself how long it is
+    if (
+        ended is not None and ended.outcome == "finished"
+    ):  # a loop of the user's own, which says itself how long it is
         return f"was finished ({ended.cause}): going on after that"
     return "is unfinished: going on in it"
 
@@ -202,7 +260,10 @@ def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
             f"{folder} has commits and no {events.FILE}: the run's record is gone, so nothing can go on in this folder",
             hint=f"surefoot resume {shlex.quote(str(folder))} --fork NEW goes on from the newest commit in a new folder",
         )
-    return RunFolderError(f"{folder} is not empty and holds no run", hint="give a new or an empty folder, as with --run")
+    return RunFolderError(
+        f"{folder} is not empty and holds no run",
+        hint="give a new or an empty folder, as with --run",
+    )
 
 
 def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:
@@ -213,15 +274,25 @@ def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:
     """
     if not {SPEC_FILE, DRAFT_FILE, LOCK_FILE, ledger.FILE, manifest.FOLDER}.issuperset(names):
         return False
-    if manifest.FOLDER in names and not all(path.name.startswith(commits.DRAFT) for path in (folder / manifest.FOLDER).iterdir()):
+    if manifest.FOLDER in names and not all(
+        path.name.startswith(commits.DRAFT) for path in (folder / manifest.FOLDER).iterdir()
+    ):
         return False
     is_fork = SPEC_FILE not in names or manifest.FOLDER in names
-    return ledger.FILE not in names or is_fork or (folder / ledger.FILE).stat().st_size <= ledger.HEADER_BYTES
+    return (
+        ledger.FILE not in names
+        or is_fork
+        or (folder / ledger.FILE).stat().st_size <= ledger.HEADER_BYTES
+    )
 
 
 def _is_new_fork(folder: Path, names: Collection[str], spec_id: str) -> bool:
     """Return whether the folder holds the first checkpoint of a fork of `spec_id` and no log."""
-    if SPEC_FILE not in names or manifest.FOLDER not in names or len(steps := manifest.steps(folder)) != 1:
+    if (
+        SPEC_FILE not in names
+        or manifest.FOLDER not in names
+        or len(steps := manifest.steps(folder)) != 1
+    ):
         return False
     with contextlib.suppress(RunFolderError):
         first = manifest.read(manifest.step_folder(folder, steps[0]))
@@ -245,7 +316,9 @@ def _check_writable(folder: Path) -> None:
     if not there.is_dir():
         raise RunFolderError(f"{there} is a file, not a folder", hint="give another --run folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise RunFolderError(f"{folder} cannot be written: {there} is read-only", hint="give another --run folder")
+        raise RunFolderError(
+            f"{folder} cannot be written: {there} is read-only", hint="give another --run folder"
+        )
     free = shutil.disk_usage(there).free
     if free < LEAST_FREE_BYTES:
         raise RunFolderError(
@@ -299,9 +372,15 @@ def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[
         yield mine.chosen, mine.lock
     except (OSError, StorageError) as error:
         mine.give_back(before)
-        text = f"{mine.chosen.folder} cannot be written: {error.strerror}" if isinstance(error, OSError) else error.message
+        text = (
+            f"{mine.chosen.folder} cannot be written: {error.strerror}"
+            if isinstance(error, OSError)
+            else error.message
+        )
         cause = error if isinstance(error, OSError) else error.__cause__ or error
-        raise RunFolderError(text, hint=hint_unwritten(cause, "give another --run folder")) from error
+        raise RunFolderError(
+            text, hint=hint_unwritten(cause, "give another --run folder")
+        ) from error
     except BaseException:
         mine.give_back(before)
         raise
@@ -311,7 +390,9 @@ def _take(choice: Callable[[], Chosen]) -> _LockedFolder:
     for _ in range(MAX_TRIES):
         chosen = choice()
         folder = chosen.folder
-        there = frozenset(path.name for path in folder.iterdir()) if folder.is_dir() else frozenset()
+        there = (
+            frozenset(path.name for path in folder.iterdir()) if folder.is_dir() else frozenset()
+        )
         missing = tuple(path for path in (folder, *folder.parents) if not path.exists())
         try:
             folder.mkdir(parents=True, exist_ok=not chosen.is_numbered)
@@ -322,7 +403,9 @@ def _take(choice: Callable[[], Chosen]) -> _LockedFolder:
             _remove_empty(missing)
             if isinstance(error, RunFolderError):
                 raise
-            raise RunFolderError(f"{folder} cannot be written: {error.strerror}", hint="give another --run folder") from error
+            raise RunFolderError(
+                f"{folder} cannot be written: {error.strerror}", hint="give another --run folder"
+            ) from error
         mine = _LockedFolder(chosen, lock, there, missing)
         try:
             if _still_holds(chosen, choice):

@@ -39,7 +39,10 @@ from surefoot.train.record.outputs import Outputs
 from surefoot.train.step.reading import read_split
 
 ENDINGS = (".safetensors", ".npz")
-EXPORT_BATCHES = (4, 3)  # two sizes show that the batch of a graph is free; 1 would be taken for a constant
+EXPORT_BATCHES = (
+    4,
+    3,
+)  # two sizes show that the batch of a graph is free; 1 would be taken for a constant
 
 
 def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.Module:
@@ -68,10 +71,13 @@ def load_with_task(
     `use` names the task if it can no longer be imported under the name in the spec.
     """
     found = _find_step(run, step)
-    origin = spec_file.read_of_run(run, [] if data is None else [("data.folder", data, "--data")], task=use)
+    origin = spec_file.read_of_run(
+        run, [] if data is None else [("data.folder", data, "--data")], task=use
+    )
     if origin.spec.task.use is None:
         raise SpecError(
-            f"the task of {run} was built in place and cannot be imported", hint="in Python: surefoot.load(run, task=...)"
+            f"the task of {run} was built in place and cannot be imported",
+            hint="in Python: surefoot.load(run, task=...)",
         )
     task = load_task(origin.spec)
     model = _build(task, origin.spec)
@@ -94,12 +100,22 @@ def _build(task: Resolved, spec: RunSpec) -> nn.Module:
 
 def _find_step(run: Path, step: int | str) -> int:
     if not (run / SPEC_FILE).is_file():
-        raise RunFolderError(f"{run} is no run: it holds no {SPEC_FILE}", hint="surefoot runs lists the runs below a folder")
+        raise RunFolderError(
+            f"{run} is no run: it holds no {SPEC_FILE}",
+            hint="surefoot runs lists the runs below a folder",
+        )
     return checkpoint.find_step(run, step)
 
 
 def evaluate_run(
-    run: Path, step: str, split: str | None, data: str | None, *, fp32: bool = False, quiet: bool = True, use: str | None = None
+    run: Path,
+    step: str,
+    split: str | None,
+    data: str | None,
+    *,
+    fp32: bool = False,
+    quiet: bool = True,
+    use: str | None = None,
 ) -> tuple[list[Evaluation], int]:
     """Evaluate the weights of `step` on `split` in the run's precision, and in fp32 if `fp32`.
 
@@ -115,12 +131,19 @@ def evaluate_run(
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console:
         results = [
             evaluate(
-                wide.float() if precision == "fp32" else model, task, source, split=name, device=device, precision=precision,
-                batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, tell=functools.partial(console.reading, name),
+                wide.float() if precision == "fp32" else model,
+                task,
+                source,
+                split=name,
+                device=device,
+                precision=precision,
+                batch=spec.evaluate.batch or spec.train.batch,
+                score=spec.evaluate.score,
+                tell=functools.partial(console.reading, name),
                 seed=spec.train.seed,
             )
             for precision in dict.fromkeys((own, "fp32") if fp32 else (own,))
-        ]  # fmt: skip
+        ]
     return results, used
 
 
@@ -131,24 +154,44 @@ def _own_precision(run: Path, spec: RunSpec) -> Compute:
     """
     compute: Any = spec.precision.compute
     if compute == "auto":
-        chosen = [each.precision.get("compute", "fp32") for each in events.read(run, Started) if isinstance(each, Started)]
+        chosen = [
+            each.precision.get("compute", "fp32")
+            for each in events.read(run, Started)
+            if isinstance(each, Started)
+        ]
         compute = chosen[-1] if chosen else "fp32"
     return "fp32" if compute == "tf32" else cast("Compute", compute)
 
 
 def predict_run(
-    run: Path, step: str, split: str | None, data: str | None, output: Path | None, *, quiet: bool = True, use: str | None = None
+    run: Path,
+    step: str,
+    split: str | None,
+    data: str | None,
+    output: Path | None,
+    *,
+    quiet: bool = True,
+    use: str | None = None,
 ) -> tuple[Path, dict[str, tuple[int, ...]], int]:
     """Write the model outputs for a split; return the file, the shape of each array, and the step.
 
     Raises InputError for an output file or a split name that is not allowed or cannot be written.
     """
     if output is not None and output.suffix not in ENDINGS:
-        raise InputError(f"--output {output} ends in {output.suffix or 'nothing'}", hint=f"use one of {', '.join(ENDINGS)}")
+        raise InputError(
+            f"--output {output} ends in {output.suffix or 'nothing'}",
+            hint=f"use one of {', '.join(ENDINGS)}",
+        )
     if output is not None and STEP_FOLDER.match(output.absolute().parent.name):
-        raise InputError(f"--output {output} lies inside a commit, which is never changed", hint="give another --output")
+        raise InputError(
+            f"--output {output} lies inside a commit, which is never changed",
+            hint="give another --output",
+        )
     if split is not None and Path(split).name != split:
-        raise InputError(f"--split is {split!r}, which is no plain name", hint="give one that the task's data(split) knows")
+        raise InputError(
+            f"--split is {split!r}, which is no plain name",
+            hint="give one that the task's data(split) knows",
+        )
     model, task, spec, used = load_with_task(run, step, data=data, use=use)
     name = split or spec.evaluate.split
     path = output or run / f"predictions-{name}.safetensors"
@@ -157,9 +200,15 @@ def predict_run(
     compute = compute_context(_own_precision(run, spec), device)
     set_storage(model, spec, with_masters=False)
     source, num_done = read_split(task, name), 0
-    with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console, untouched(model):
+    with (
+        contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console,
+        untouched(model),
+    ):
         for batch, count in counted_batches(
-            source, spec.evaluate.batch or spec.train.batch, device, evaluation_key(spec.train.seed, name)
+            source,
+            spec.evaluate.batch or spec.train.batch,
+            device,
+            evaluation_key(spec.train.seed, name),
         ):
             with compute():
                 outputs.add(task.task.forward(model, batch), count)
@@ -178,11 +227,16 @@ def predict_run(
             files.apply_umask(path)  # safetensors writes for its user alone
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{path} cannot be written: {reason}", hint=hint_unwritten(error, "give another --output")) from error
+        raise InputError(
+            f"{path} cannot be written: {reason}",
+            hint=hint_unwritten(error, "give another --output"),
+        ) from error
     return path, {key: array.shape for key, array in arrays.items()}, used
 
 
-def _check_first(source: Source, count: int | None, forward: Callable[[Any], Any], outputs: Outputs) -> None:
+def _check_first(
+    source: Source, count: int | None, forward: Callable[[Any], Any], outputs: Outputs
+) -> None:
     """Run the first batch with one sample less to find which dimension is the batch dimension.
 
     Does so only if another dimension of an output is as long as the batch.
@@ -212,7 +266,10 @@ def export_run(
         )
     export.check_new(to)
     if (run / FOLDER).resolve() in to.resolve().parents:
-        raise InputError(f"--to {to} lies among the commits of the run, where nothing else stands", hint="give another --to")
+        raise InputError(
+            f"--to {to} lies among the commits of the run, where nothing else stands",
+            hint="give another --to",
+        )
     with _told_if_unwritten(to):
         to.with_name(f"{DRAFT}{to.name}").touch()  # refused now, and not after the work
     try:
@@ -227,14 +284,22 @@ def _export(
 ) -> tuple[export.Exported, int]:
     model, task, spec, used = load_with_task(run, step, data=data, use=use)
     source, device = read_split(task, spec.evaluate.split), torch.device("cpu")
-    samples = [next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES]
+    samples = [
+        next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES
+    ]
     if kind == "safetensors":
-        build, forward = functools.partial(_build, task, spec), lambda one: task.task.forward(one, samples[0])
+        build, forward = (
+            functools.partial(_build, task, spec),
+            lambda one: task.task.forward(one, samples[0]),
+        )
         with _told_if_unwritten(to):
             return export.export_weights(model, build, forward, to), used
     with without_caches(model):
         with torch.no_grad():
-            calls = [export.capture(model, functools.partial(task.task.forward, model, batch)) for batch in samples]
+            calls = [
+                export.capture(model, functools.partial(task.task.forward, model, batch))
+                for batch in samples
+            ]
         with _told_if_unwritten(to):
             return export.export_graph(model, calls, to, kind), used
 
@@ -245,7 +310,9 @@ def _told_if_unwritten(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise StorageError(f"{path} cannot be written: {reason}", hint=hint_unwritten(error, "give another --to")) from error
+        raise StorageError(
+            f"{path} cannot be written: {reason}", hint=hint_unwritten(error, "give another --to")
+        ) from error
 
 
 def check_weights_fit(place: Path, spec: RunSpec, weights: dict[str, Tensor]) -> None:
@@ -256,7 +323,9 @@ def check_weights_fit(place: Path, spec: RunSpec, weights: dict[str, Tensor]) ->
     model = build_model(spec, load_task(spec))
     own = checkpoint.held_by(model, weights).tensors
     stored = {
-        name: torch.empty(tensor.shape, dtype=own[name].dtype if name in own else tensor.dtype, device="meta")
+        name: torch.empty(
+            tensor.shape, dtype=own[name].dtype if name in own else tensor.dtype, device="meta"
+        )
         for name, tensor in weights.items()
     }
     check_fit(place, lay_out(stored)[1], own)

@@ -21,7 +21,10 @@ from surefoot.runtime.attributes import AttributeSnapshot
 
 @contextmanager
 def untouched(
-    model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None, *, evaluates: bool = True
+    model: nn.Module,
+    state: Callable[[], Mapping[str, Any]] | None = None,
+    *,
+    evaluates: bool = True,
 ) -> Iterator[None]:
     """Disable gradients and set evaluation mode inside the context; restore all state at its end.
 
@@ -37,10 +40,19 @@ def untouched(
         for name, buffer in module.named_buffers(recurse=False)
     ]
     attributes = AttributeSnapshot(model)
-    cpu_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's stream
+    cpu_state, python_state, numpy_state = (
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state(),  # noqa: NPY002
+    )
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    held = [(name, value, _copy_of(name, value)) for name, value in (state() if state is not None else {}).items()]
-    renormed = [(table.weight, table.weight.detach().clone()) for table in find_renormed(model).values()]
+    held = [
+        (name, value, _copy_of(name, value))
+        for name, value in (state() if state is not None else {}).items()
+    ]
+    renormed = [
+        (table.weight, table.weight.detach().clone()) for table in find_renormed(model).values()
+    ]
     if evaluates:
         model.eval()
     try:
@@ -52,7 +64,9 @@ def untouched(
         with torch.no_grad():
             for module, name, buffer, kept in buffers:
                 checkpoint.fill(name, buffer, kept)
-                if getattr(module, name) is not buffer:  # a module may have put another tensor in its place
+                if (
+                    getattr(module, name) is not buffer
+                ):  # a module may have put another tensor in its place
                     setattr(module, name, buffer)
             for weight, kept in renormed:
                 weight.copy_(kept)
@@ -75,7 +89,11 @@ def set_modes(model: nn.Module) -> list[str]:
     if not model.training:
         model.train()
         return ["model() gave the model in evaluation mode: it is trained in training mode"]
-    kept = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if not module.training]
+    kept = [
+        f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if not module.training
+    ]
     if not kept:
         return []
     return [f"as model() set them, {name_some(kept, 3)} stay in evaluation mode"]

@@ -22,7 +22,15 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import check_not_importing
 from surefoot.core import signals
-from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFolderError, StorageError, SurefootError, TaskError
+from surefoot.core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    InputError,
+    RunFolderError,
+    StorageError,
+    SurefootError,
+    TaskError,
+)
 from surefoot.core.process.forked import OwningProcess
 from surefoot.train import environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
@@ -41,7 +49,14 @@ from surefoot.train.record.telling import RunDamage, Telling
 from surefoot.train.resume import together
 from surefoot.train.resume.keeper import CheckpointManager
 from surefoot.train.resume.program import Program
-from surefoot.train.resume.start import Begun, Start, begin, check_as_stated, check_can_begin_anew, check_same_data
+from surefoot.train.resume.start import (
+    Begun,
+    Start,
+    begin,
+    check_as_stated,
+    check_can_begin_anew,
+    check_same_data,
+)
 
 
 class Run:
@@ -57,14 +72,30 @@ class Run:
     """
 
     def __init__(
-        self, spec: RunSpec, task: Any = None, *, folder: str | Path | None = None, fresh: bool = False,
-        accept_code_change: bool = False, accept_data: bool = False, quiet: bool = False, start: Start | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        spec: RunSpec,
+        task: Any = None,
+        *,
+        folder: str | Path | None = None,
+        fresh: bool = False,
+        accept_code_change: bool = False,
+        accept_data: bool = False,
+        quiet: bool = False,
+        start: Start | None = None,
+    ) -> None:
         self.spec, self._start = spec, start
         self._given_task, self._wanted = task, Wanted(folder)
-        self._fresh, self._accept, self._accept_data, self._quiet = fresh, accept_code_change, accept_data, quiet
+        self._fresh, self._accept, self._accept_data, self._quiet = (
+            fresh,
+            accept_code_change,
+            accept_data,
+            quiet,
+        )
         self._stop: tuple[str, str] | None = None
-        self._stop_code, self._asked = EXIT_INTERRUPTED, set[int]()  # and the exit codes of the signals that came
+        self._stop_code, self._asked = (
+            EXIT_INTERRUPTED,
+            set[int](),
+        )  # and the exit codes of the signals that came
         self._is_leaving = self._is_open = self._is_taken = False
         self._meter = Meter()
         self.step = self.num_samples = 0
@@ -96,7 +127,8 @@ class Run:
             if blame.find_place(error) is None:
                 raise
             raise TaskError(
-                f"the task failed before the run: {blame.describe(error)}", hint="run with --traceback to see all of it"
+                f"the task failed before the run: {blame.describe(error)}",
+                hint="run with --traceback to see all of it",
             ) from error
 
     def _begin(self) -> None:
@@ -119,16 +151,32 @@ class Run:
         environment.set_seeds(self.spec.train.seed)
         task, self.spec = take_task(self.spec, self._given_task)
         program = Program.of(task.importable, task.task)
-        self.spec = environment.with_whole_paths(self.spec)  # before any code of the task may change the working folder
+        self.spec = environment.with_whole_paths(
+            self.spec
+        )  # before any code of the task may change the working folder
         choice = functools.partial(
-            folder.choose, self._wanted, self.spec.id, task.name, program, fresh=self._fresh, accept_code_change=self._accept,
-            is_fork=self._start is not None, checks_log=False, spec=self.spec,
-        )  # fmt: skip
-        check_as_stated(chosen := choice(checks_log=self.group.is_first), self.spec, task)  # before the data are read
+            folder.choose,
+            self._wanted,
+            self.spec.id,
+            task.name,
+            program,
+            fresh=self._fresh,
+            accept_code_change=self._accept,
+            is_fork=self._start is not None,
+            checks_log=False,
+            spec=self.spec,
+        )
+        check_as_stated(
+            chosen := choice(checks_log=self.group.is_first), self.spec, task
+        )  # before the data are read
         self._damaged = chosen.damaged
         self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
         self.model, self.task = self.assembly.model, task
-        return program, choice, [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)]
+        return (
+            program,
+            choice,
+            [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)],
+        )
 
     def _open(self, chosen: folder.Chosen, program: Program, notes: list[str]) -> None:
         """Open the files of the run, restore a checkpoint if any, and write the Started record."""
@@ -139,12 +187,20 @@ class Run:
         self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
         together.clear_drafts(self.group, self.folder)
         begun = None if self._start is None else self._begin_with(self._start, chosen)
-        self._keeper = CheckpointManager(root, self._lock, self.assembly, None if begun is None else begun.parent, self.group)
+        self._keeper = CheckpointManager(
+            root, self._lock, self.assembly, None if begun is None else begun.parent, self.group
+        )
         troubles = self._resume(chosen) if begun is None else []
         first = [] if begun is None else self._commit_first(begun)
         self._home = home = together.home_of(self.group, root)
-        wanted = self.spec.observe.tensorboard if self.group.is_first and chosen.done is None else False
-        tensorboard = TensorBoard(home / "tensorboard", wanted=wanted, purge_step=self.step + 1 if chosen.is_again else None)
+        wanted = (
+            self.spec.observe.tensorboard if self.group.is_first and chosen.done is None else False
+        )
+        tensorboard = TensorBoard(
+            home / "tensorboard",
+            wanted=wanted,
+            purge_step=self.step + 1 if chosen.is_again else None,
+        )
         journal = Journal(home) if chosen.done is None else NoJournal()
         self._opened.callback(journal.abandon)
         self._ledger = together.open_ledger(self.group, root, self.assembly, self.generation)
@@ -154,23 +210,53 @@ class Run:
         self._opened.callback(self._clock.listen_to_collections())
         self.started_s = time.perf_counter()
         self._clock.start(LOGGING)
-        where = chosen.describe_start(self.step if self._is_taken else None) if begun is None else begun.notes
-        said, warnings = (*chosen.notes, *where, *self.assembly.said), (*self._keeper.disk_note(), *self.assembly.warnings)
+        where = (
+            chosen.describe_start(self.step if self._is_taken else None)
+            if begun is None
+            else begun.notes
+        )
+        said, warnings = (
+            (*chosen.notes, *where, *self.assembly.said),
+            (*self._keeper.disk_note(), *self.assembly.warnings),
+        )
         told = environment.as_run(self.spec), program, (*said, *warnings, *notes)
-        journal.begin(self.assembly.started(self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}))
+        journal.begin(
+            self.assembly.started(
+                self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}
+            )
+        )
         self._opened.callback(together.let_follow(self.group, self.assembly))
         quiet, total = self._quiet or not self.group.is_first, course.total_steps
         console = Console(total_steps=total, unit=self.task.unit, quiet=quiet, done_steps=self.step)
         self._opened.callback(console.close)
-        compiling, movement = watch(self.assembly.engine.compiled, self.spec.compile), Movement(self.model, self.step)
-        self._telling = Telling(journal, tensorboard, console, self._guard, self._clock, self.generation, compiling, movement)
+        compiling, movement = (
+            watch(self.assembly.engine.compiled, self.spec.compile),
+            Movement(self.model, self.step),
+        )
+        self._telling = Telling(
+            journal,
+            tensorboard,
+            console,
+            self._guard,
+            self._clock,
+            self.generation,
+            compiling,
+            movement,
+        )
         self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
-        damage = RunDamage(log=self._damaged, commits=troubles, lost_commits=self._keeper.lost_commits,
-                        num_lost_rows=self._ledger.count_lost(self.step), other_data=self._other_data)  # fmt: skip
+        damage = RunDamage(
+            log=self._damaged,
+            commits=troubles,
+            lost_commits=self._keeper.lost_commits,
+            num_lost_rows=self._ledger.count_lost(self.step),
+            other_data=self._other_data,
+        )
         self._telling.tell_damage(damage, self.step)
-        self._telling.begin((*said, f"run folder {self.folder}"), warnings if self.group.is_first else ())
+        self._telling.begin(
+            (*said, f"run folder {self.folder}"), warnings if self.group.is_first else ()
+        )
         for saved in first:
             self._saved(saved)
 
@@ -190,11 +276,17 @@ class Run:
     def _take(self, step: int, saved: Mapping[str, Any]) -> None:
         """Restore counters, scores, guard and loader from `saved`, the state after `step`."""
         with checkpoint.taken_from(f"the state after step {step:,}"):
-            self.step, self.num_samples, self.training_s = step, int(saved["num_samples"]), float(saved["clock"]["training_s"])
+            self.step, self.num_samples, self.training_s = (
+                step,
+                int(saved["num_samples"]),
+                float(saved["clock"]["training_s"]),
+            )
             self._scores.restore(saved["scores"], saved["clock"])
             self._guard.restore(saved["guard"])
             self.assembly.engine.stepper.loader.restore(saved)
-        self._other_data = together.find_data(self.assembly, step + 1, accept=self._accept_data or self._start is not None)
+        self._other_data = together.find_data(
+            self.assembly, step + 1, accept=self._accept_data or self._start is not None
+        )
         self._before_s = self.training_s
         self._is_taken = True
 
@@ -219,14 +311,25 @@ class Run:
         self._keeper.saved_step = -1
         if self.group.is_first:
             folder.announce_fork(self.folder, environment.as_run(self.spec))
-        self._keeper.save(begun.step, self._more(), clock, self._scores.score_of(begun.step), done.append, last=True)
-        if (problem := next((each.error for each in done if each.error is not None), None)) is not None:
+        self._keeper.save(
+            begun.step,
+            self._more(),
+            clock,
+            self._scores.score_of(begun.step),
+            done.append,
+            last=True,
+        )
+        if (
+            problem := next((each.error for each in done if each.error is not None), None)
+        ) is not None:
             raise problem
         return done
 
     def _check_begun(self) -> None:
         if not self._is_open:
-            raise InputError("this run is not open", hint="use it inside its block: with Run(spec) as run: ...")
+            raise InputError(
+                "this run is not open", hint="use it inside its block: with Run(spec) as run: ..."
+            )
         self._owner.check("this run")
 
     def _listen(self) -> None:
@@ -234,7 +337,11 @@ class Run:
         for signal_name, ending in signals.ENDINGS.items():
             if hasattr(signal, signal_name):  # no SIGHUP on Windows
                 heard = functools.partial(self._interrupt, *ending)
-                self._opened.callback(signals.listen(getattr(signal, signal_name), heard, has_echo=environment.is_launched()))
+                self._opened.callback(
+                    signals.listen(
+                        getattr(signal, signal_name), heard, has_echo=environment.is_launched()
+                    )
+                )
         if hasattr(signal, "SIGUSR1"):
             self._opened.callback(signals.listen(signal.SIGUSR1, self._keeper.ask))
 
@@ -246,9 +353,14 @@ class Run:
         self._asked.add(exit_code)
         self._stop, self._stop_code = ("interrupted", cause), exit_code
         if not is_first:
-            self._stop, self._is_leaving = ("interrupted", f"{cause}, at once, after step {self.step}"), True
+            self._stop, self._is_leaving = (
+                ("interrupted", f"{cause}, at once, after step {self.step}"),
+                True,
+            )
             raise KeyboardInterrupt if exit_code == EXIT_INTERRUPTED else SystemExit(exit_code)
-        with contextlib.suppress(RuntimeError):  # in the middle of a line of our own: a stream is not entered twice
+        with contextlib.suppress(
+            RuntimeError
+        ):  # in the middle of a line of our own: a stream is not entered twice
             self._telling.console.say(f"ending after this step; {name} again stops at once")
 
     # ---- the loop
@@ -256,7 +368,11 @@ class Run:
     def steps(self) -> Iterator[StepReport]:
         """Yield a StepReport per optimizer step until the spec's length or a stop."""
         self._check_begun()
-        stepper, total, ends_window = self.assembly.engine.stepper, self.assembly.course.total_steps, self._ends_window
+        stepper, total, ends_window = (
+            self.assembly.engine.stepper,
+            self.assembly.course.total_steps,
+            self._ends_window,
+        )
         if (owed := self._scores.take_owed()) is not None:
             self._keeper.saved_step = 0  # this step's commit is without it
             self.evaluate(owed)
@@ -283,7 +399,9 @@ class Run:
                 tell_dtypes(self.assembly, self._telling, number)
             self.profiling.step_done(report)
             yield report
-            if not (self._is_open and self._owner.is_here):  # a process that the loop's body forks may come back here, too
+            if not (
+                self._is_open and self._owner.is_here
+            ):  # a process that the loop's body forks may come back here, too
                 self._check_begun()
             if self._keeper.is_due(number):
                 self._commit()  # after the reader had the step: an evaluation of it belongs to its weights
@@ -294,9 +412,15 @@ class Run:
 
     def _is_to_end(self, total: int | None) -> bool:
         """Return whether the run ends now; the result is the same on all ranks."""
-        is_late = total is None and self._before_s + time.perf_counter() - self.started_s >= self.assembly.course.length.value
+        is_late = (
+            total is None
+            and self._before_s + time.perf_counter() - self.started_s
+            >= self.assembly.course.length.value
+        )
         with contextlib.nullcontext() if self.group.is_alone else self._clock.within(COMMUNICATION):
-            stop, code, is_late = together.is_over(self.group, self._stop, self._stop_code, is_late, self._keeper)
+            stop, code, is_late = together.is_over(
+                self.group, self._stop, self._stop_code, is_late, self._keeper
+            )
         if stop is not None:  # else a signal that came meanwhile would be forgotten
             self._stop, self._stop_code = stop, code
         return stop is not None or is_late or (total is not None and self.step >= total)
@@ -356,16 +480,26 @@ class Run:
         try:
             with self._averaged():
                 result = evaluate(
-                    self.model, self.task, self.assembly.evaluation(name), split=name, device=self.assembly.engine.device,
-                    batch=spec.evaluate.batch or spec.train.batch, score=spec.evaluate.score, precision=self.assembly.engine.policy.compute,
+                    self.model,
+                    self.task,
+                    self.assembly.evaluation(name),
+                    split=name,
+                    device=self.assembly.engine.device,
+                    batch=spec.evaluate.batch or spec.train.batch,
+                    score=spec.evaluate.score,
+                    precision=self.assembly.engine.policy.compute,
                     tell=functools.partial(self._evaluating, name),
-                    read=self.assembly.reading(self._telling.of_evaluation(name, self.step)), group=self.group,
-                    is_even=self.assembly.is_even, seed=spec.train.seed,
-                )  # fmt: skip
+                    read=self.assembly.reading(self._telling.of_evaluation(name, self.step)),
+                    group=self.group,
+                    is_even=self.assembly.is_even,
+                    seed=spec.train.seed,
+                )
         except (Exception, SystemExit) as error:
             if self._is_leaving:
                 raise
-            if isinstance(error, SystemExit) and self._is_preempted:  # the state is that of the step before the evaluation
+            if (
+                isinstance(error, SystemExit) and self._is_preempted
+            ):  # the state is that of the step before the evaluation
                 self._scores.owed = name
                 self._commit(last=True)
                 self._settle()
@@ -384,7 +518,11 @@ class Run:
 
     @property
     def _is_preempted(self) -> bool:
-        return self.group.is_alone and self.is_stopping == "interrupted" and self._stop_code != EXIT_INTERRUPTED
+        return (
+            self.group.is_alone
+            and self.is_stopping == "interrupted"
+            and self._stop_code != EXIT_INTERRUPTED
+        )
 
     def _evaluating(self, split: str, done: int, total: int | None) -> None:
         """Report progress; exit after SIGTERM, since the scheduler kills the process soon."""
@@ -395,7 +533,11 @@ class Run:
     def _averaged(self) -> Any:
         with self._clock.within(CHECKPOINT):
             self._keeper.before_update()  # the average takes the place of the weights
-        return self.assembly.engine.average.swapped_in() if self.assembly.engine.average is not None else torch.no_grad()
+        return (
+            self.assembly.engine.average.swapped_in()
+            if self.assembly.engine.average is not None
+            else torch.no_grad()
+        )
 
     def save(self) -> None:
         """Save a checkpoint of this step now; return once it is on disk or has failed."""
@@ -431,7 +573,11 @@ class Run:
 
     def _more(self) -> dict[str, Any]:
         """Return the counters and loader state that a checkpoint stores beside the objects."""
-        more = {"num_samples": self.num_samples, "scores": self._scores.state(), "guard": self._guard.state()}
+        more = {
+            "num_samples": self.num_samples,
+            "scores": self._scores.state(),
+            "guard": self._guard.state(),
+        }
         return more | together.state_of(self.assembly.engine.stepper.loader)
 
     def _saved(self, saved: checkpoint.Saved) -> None:
@@ -443,14 +589,24 @@ class Run:
             raise saved.error
         elif saved.manifest is not None:
             committed = events.Committed(
-                generation=self.generation, time_s=time.time(), step=saved.step, num_bytes=saved.manifest.num_bytes,
-                folder=f"checkpoints/step-{saved.step:012d}", elapsed_s=saved.elapsed_s, waited_s=saved.waited_s,
-            )  # fmt: skip
+                generation=self.generation,
+                time_s=time.time(),
+                step=saved.step,
+                num_bytes=saved.manifest.num_bytes,
+                folder=f"checkpoints/step-{saved.step:012d}",
+                elapsed_s=saved.elapsed_s,
+                waited_s=saved.waited_s,
+            )
             self._telling.write(committed)
 
     # ---- ending
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not self._owner.is_here:
             return  # the process that opened it ends it
         self._clock.switch(OTHER)  # whatever an error broke off
@@ -471,14 +627,20 @@ class Run:
     def _end(self, error: BaseException | None) -> None:
         """Write the Ended record; raise a failure to write it only if `error` is None."""
         self.outcome, self.cause, self.exit_code = tell_outcome(
-            error, step=self.step, stop=self._stop, stop_code=self._stop_code, total_steps=self.assembly.course.total_steps
+            error,
+            step=self.step,
+            stop=self._stop,
+            stop_code=self._stop_code,
+            total_steps=self.assembly.course.total_steps,
         )
         script.record(self.folder, self.exit_code if self.outcome == "interrupted" else EXIT_OK)
         if self._lock.is_lost():
             return  # the log belongs to a later attempt, or is gone
         try:
             if error is not None:
-                with contextlib.suppress(Exception):  # the steps since the last record; the error to tell is the first one
+                with contextlib.suppress(
+                    Exception
+                ):  # the steps since the last record; the error to tell is the first one
                     self._close_window()
             self._telling.end(self.step)
             self._clock.take()
@@ -488,7 +650,9 @@ class Run:
         except StorageError as problem:
             if error is None:
                 raise
-            self._telling.console.warn(f"the end of the run could not be written: {problem.message}")
+            self._telling.console.warn(
+                f"the end of the run could not be written: {problem.message}"
+            )
 
 
 def drive(run: Run) -> None:

@@ -12,7 +12,15 @@ takes the difference of two equal runs as the noise.
 """
 
 from surefoot.trial.arm import Arm, spec_arm
-from surefoot.trial.effect import Bar, Effect, Trial, find_effect, find_effects, format_measure, judge
+from surefoot.trial.effect import (
+    Bar,
+    Effect,
+    Trial,
+    find_effect,
+    find_effects,
+    format_measure,
+    judge,
+)
 from surefoot.trial.parity import Gap, Parity, check_finite, compare_arms, compare_arrays
 from surefoot.trial.process import Outcome, run_arm
 from surefoot.trial.report import (
@@ -39,8 +47,39 @@ from surefoot.trial.table import (
 )
 
 __all__ = [
-    "Arm", "Bar", "Clock", "Effect", "Gap", "Outcome", "Parity", "ProcessReport", "Trial", "as_json", "as_line", "capture", "check_finite",
-    "compare_arms", "compare_arrays", "effect_rows", "effects_markdown", "find_conditions", "find_effect", "find_effects", "format_measure",
-    "from_json", "judge", "markdown", "peak_bytes", "plan_rounds", "read_arrays", "read_report", "read_trial", "resident_bytes",
-    "run_arm", "run_rounds", "spec_arm", "write_report", "write_trial",
-]  # fmt: skip
+    "Arm",
+    "Bar",
+    "Clock",
+    "Effect",
+    "Gap",
+    "Outcome",
+    "Parity",
+    "ProcessReport",
+    "Trial",
+    "as_json",
+    "as_line",
+    "capture",
+    "check_finite",
+    "compare_arms",
+    "compare_arrays",
+    "effect_rows",
+    "effects_markdown",
+    "find_conditions",
+    "find_effect",
+    "find_effects",
+    "format_measure",
+    "from_json",
+    "judge",
+    "markdown",
+    "peak_bytes",
+    "plan_rounds",
+    "read_arrays",
+    "read_report",
+    "read_trial",
+    "resident_bytes",
+    "run_arm",
+    "run_rounds",
+    "spec_arm",
+    "write_report",
+    "write_trial",
+]

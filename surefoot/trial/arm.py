@@ -14,7 +14,9 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError, TaskError
 
 REPORT, WORK, SHARED, STARTED, TURNS = "{report}", "{work}", "{shared}", "{started_s}", "{turns}"
-REFUSED = "it is refused here"  # what a process says whose spec this task, or this machine, cannot run
+REFUSED = (
+    "it is refused here"  # what a process says whose spec this task, or this machine, cannot run
+)
 _NAME = re.compile(r"[\w.+-][\w .+-]*")  # a name is also a folder
 
 
@@ -57,11 +59,19 @@ class Arm:
 
     def __post_init__(self) -> None:
         if not self.command:
-            raise InputError(f"the arm {self.name!r} has no command", hint="give the words of one, as in ('python', 'mine.py')")
+            raise InputError(
+                f"the arm {self.name!r} has no command",
+                hint="give the words of one, as in ('python', 'mine.py')",
+            )
         if not _NAME.fullmatch(self.name):
-            raise InputError(f"{self.name!r} is no name for an arm", hint="use letters, digits, spaces and . _ + -")
+            raise InputError(
+                f"{self.name!r} is no name for an arm",
+                hint="use letters, digits, spaces and . _ + -",
+            )
         if self.ranks < 1 or self.threads < 1 or not self.timeout_s > 0:
-            given = f"{self.ranks} ranks, {self.threads} threads and a time-out of {self.timeout_s} s"
+            given = (
+                f"{self.ranks} ranks, {self.threads} threads and a time-out of {self.timeout_s} s"
+            )
             raise InputError(f"the arm {self.name!r} cannot have {given}", hint="each is above 0")
 
     @property
@@ -71,9 +81,17 @@ class Arm:
 
 
 def spec_arm(
-    name: str, spec: RunSpec, *, steps: int, warmup: int = 10, capture: Sequence[int] = (), folder: Path = Path(),
-    ranks: int | None = None, timeout_s: float = 600.0, whole_length: bool = False,
-) -> Arm:  # fmt: skip
+    name: str,
+    spec: RunSpec,
+    *,
+    steps: int,
+    warmup: int = 10,
+    capture: Sequence[int] = (),
+    folder: Path = Path(),
+    ranks: int | None = None,
+    timeout_s: float = 600.0,
+    whole_length: bool = False,
+) -> Arm:
     """Return an arm that trains `spec` for `warmup` steps and then for `steps` measured ones.
 
     The sum is the length of the run, for its schedule too; with `whole_length` the run is the
@@ -91,7 +109,10 @@ def spec_arm(
     Raises SpecError for a spec without an importable task, InputError for invalid step counts.
     """
     if spec.task.use is None:
-        raise SpecError("an arm runs in a fresh process and needs a task that can be imported", hint="name one as [task] use")
+        raise SpecError(
+            "an arm runs in a fresh process and needs a task that can be imported",
+            hint="name one as [task] use",
+        )
     if steps < 1 or warmup < 0 or any(not 1 <= step <= warmup + steps for step in capture):
         raise InputError(
             f"{warmup} warm-up steps, {steps} measured ones and captures after {list(capture)} do not fit",
@@ -100,14 +121,33 @@ def spec_arm(
     length = {} if whole_length else {"length": f"{warmup + steps} steps"}
     whole = spec.replace(train=length, **absolute(spec, folder))
     command = [
-        sys.executable, "-m", "surefoot.trial.child", f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{SHARED}/run",
-        "--warmup", str(warmup), "--steps", str(steps), "--started", STARTED, "--turns", TURNS,
+        sys.executable,
+        "-m",
+        "surefoot.trial.child",
+        f"{WORK}/spec.toml",
+        "--report",
+        REPORT,
+        "--run",
+        f"{SHARED}/run",
+        "--warmup",
+        str(warmup),
+        "--steps",
+        str(steps),
+        "--started",
+        STARTED,
+        "--turns",
+        TURNS,
         *(word for step in capture for word in ("--capture", str(step))),
-    ]  # fmt: skip
+    ]
     return Arm(
-        name=name, command=tuple(command), files={"spec.toml": spec_file.write(whole)}, folder=folder, ranks=ranks or num_ranks(spec),
-        threads=spec.train.threads or 1, timeout_s=timeout_s,
-    )  # fmt: skip
+        name=name,
+        command=tuple(command),
+        files={"spec.toml": spec_file.write(whole)},
+        folder=folder,
+        ranks=ranks or num_ranks(spec),
+        threads=spec.train.threads or 1,
+        timeout_s=timeout_s,
+    )
 
 
 def num_ranks(spec: RunSpec) -> int:

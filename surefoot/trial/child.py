@@ -56,7 +56,9 @@ def main(words: Sequence[str] | None = None) -> None:
                 _keep(found, run, report, asked.capture)
                 clock.leave_out(turns.after_step(settle))
             wait_for(device)
-        cpu_s = run.group.add(torch.tensor(clock.cpu_s, dtype=torch.float64, device=run.group.device))
+        cpu_s = run.group.add(
+            torch.tensor(clock.cpu_s, dtype=torch.float64, device=run.group.device)
+        )
         clock.cpu_s = float(cpu_s)
     loss = measured[-1].loss if measured else None
     if loss is not None and math.isfinite(loss):
@@ -68,7 +70,9 @@ def main(words: Sequence[str] | None = None) -> None:
     if compiled:
         measures["compile_s"] = sum(each.elapsed_s for each in compiled)
     if device.type == "cuda":
-        measures["device_peak_bytes"] = device_peak_bytes(asked.run, torch.cuda.max_memory_allocated(device))
+        measures["device_peak_bytes"] = device_peak_bytes(
+            asked.run, torch.cuda.max_memory_allocated(device)
+        )
     facts = {"outcome": run.outcome, "cause": run.cause, "spec": spec.id, "device": device.type}
     facts["devices"] = str(torch.cuda.device_count() if device.type == "cuda" else 1)
     write_report(asked.report, measures, facts=facts, arrays=found or None)
@@ -79,7 +83,11 @@ def device_peak_bytes(run: Path, now_bytes: int) -> float:
 
     Each record resets the peak; `now_bytes` is the peak since the last one.
     """
-    told = [event.device_memory for event in events.read(run) if isinstance(event, events.Step) and event.device_memory]
+    told = [
+        event.device_memory
+        for event in events.read(run)
+        if isinstance(event, events.Step) and event.device_memory
+    ]
     return float(max([now_bytes, *(each["peak_bytes"] for each in told)]))
 
 
@@ -113,10 +121,13 @@ def _of_samples(reports: Sequence[StepReport], clock: Clock) -> dict[str, float]
     if not samples:
         return {}
     return {
-        "num_steps": float(len(reports)), "num_samples": float(samples), "cpu_s_per_sample": clock.cpu_s / samples,
-        "wall_s_per_sample": clock.wall_s / samples, "items_per_sample": items / samples,
+        "num_steps": float(len(reports)),
+        "num_samples": float(samples),
+        "cpu_s_per_sample": clock.cpu_s / samples,
+        "wall_s_per_sample": clock.wall_s / samples,
+        "items_per_sample": items / samples,
         "applied_share": sum(report.applied for report in reports) / len(reports),
-    }  # fmt: skip
+    }
 
 
 def _keep(found: dict[str, np.ndarray], run: Run, report: StepReport, wanted: list[int]) -> None:
@@ -133,8 +144,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=0)
     parser.add_argument("--steps", type=int, help="measured steps; none: to the run's end")
     parser.add_argument("--capture", type=int, action="append", default=[])
-    parser.add_argument("--started", type=float, help="the harness's clock when it started this process")
-    parser.add_argument("--turns", type=_descriptor, help="the channel by which it takes turns with others, or: alone")
+    parser.add_argument(
+        "--started", type=float, help="the harness's clock when it started this process"
+    )
+    parser.add_argument(
+        "--turns",
+        type=_descriptor,
+        help="the channel by which it takes turns with others, or: alone",
+    )
     return parser
 
 

@@ -34,7 +34,10 @@ class Trial:
         return {
             outcome.round: outcome.measures[measure]
             for outcome in self.outcomes
-            if outcome.arm == arm and outcome.ended == "done" and not outcome.is_warmup and measure in outcome.measures
+            if outcome.arm == arm
+            and outcome.ended == "done"
+            and not outcome.is_warmup
+            and measure in outcome.measures
         }
 
     def pairs(self, arm: str, baseline: str, measure: str) -> tuple[list[float], list[float]]:
@@ -45,7 +48,10 @@ class Trial:
 
     def failure(self, arm: str) -> str | None:
         """Return the arm's first failure with the tail of its error; None without failures."""
-        return next((f"{o.ended}: {o.error}" for o in self.outcomes if o.arm == arm and o.ended != "done"), None)
+        return next(
+            (f"{o.ended}: {o.error}" for o in self.outcomes if o.arm == arm and o.ended != "done"),
+            None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +81,15 @@ class Effect:
             return f"no effect of {self.arm} on {what}: {bounds}"
         if self.interval.verdict == "too few":
             return f"too few rounds to say anything of {self.arm} and {what}: {bounds}"
-        change, size = "less" if self.interval.verdict == "lower" else "more", self.interval.estimate
-        shown = format_percent(abs(size - 1)) if self.kind == "ratio" else format_measure(self.measure, abs(size))
+        change, size = (
+            "less" if self.interval.verdict == "lower" else "more",
+            self.interval.estimate,
+        )
+        shown = (
+            format_percent(abs(size - 1))
+            if self.kind == "ratio"
+            else format_measure(self.measure, abs(size))
+        )
         return f"{self.arm} takes {shown} {change} {what} than {self.baseline}: {bounds}"
 
 
@@ -95,35 +108,52 @@ class Bar:
         interval = effect.interval
         if interval is None:
             return "not measured"
-        low, high = (interval.estimate if bound is None else bound for bound in (interval.low, interval.high))
+        low, high = (
+            interval.estimate if bound is None else bound for bound in (interval.low, interval.high)
+        )
         if high <= self.most:
             return "holds"
         return "fails" if low > self.most else "undecided"
 
 
-def find_effect(trial: Trial, arm: str, baseline: str, measure: str, kind: Kind = "ratio") -> Effect:
+def find_effect(
+    trial: Trial, arm: str, baseline: str, measure: str, kind: Kind = "ratio"
+) -> Effect:
     """Compare one measure of `arm` with the baseline's over the rounds that have both.
 
     Raises InputError for an unknown arm.
     """
     for name in (arm, baseline):
         if name not in trial.arms:
-            raise InputError(f"the trial {trial.title!r} has no arm {name!r}", hint=f"it has: {', '.join(trial.arms)}")
+            raise InputError(
+                f"the trial {trial.title!r} has no arm {name!r}",
+                hint=f"it has: {', '.join(trial.arms)}",
+            )
     mine, theirs = trial.pairs(arm, baseline, measure)
     failure = trial.failure(arm) or trial.failure(baseline)
     if not mine:
         return Effect(arm=arm, baseline=baseline, measure=measure, kind=kind, failure=failure)
     compare = paired_ratio if kind == "ratio" else paired_difference
     return Effect(
-        arm=arm, baseline=baseline, measure=measure, kind=kind, value=median_interval(mine).estimate,
-        reference=median_interval(theirs).estimate, interval=compare(mine, theirs, seed=trial.seed), failure=failure,
-    )  # fmt: skip
+        arm=arm,
+        baseline=baseline,
+        measure=measure,
+        kind=kind,
+        value=median_interval(mine).estimate,
+        reference=median_interval(theirs).estimate,
+        interval=compare(mine, theirs, seed=trial.seed),
+        failure=failure,
+    )
 
 
-def find_effects(trial: Trial, baseline: str, measures: Iterable[str], kind: Kind = "ratio") -> list[Effect]:
+def find_effects(
+    trial: Trial, baseline: str, measures: Iterable[str], kind: Kind = "ratio"
+) -> list[Effect]:
     """Return the effect of every other arm, in the trial's order; failed arms are included."""
     others = [arm for arm in trial.arms if arm != baseline]
-    return [find_effect(trial, arm, baseline, measure, kind) for measure in measures for arm in others]
+    return [
+        find_effect(trial, arm, baseline, measure, kind) for measure in measures for arm in others
+    ]
 
 
 def judge(trial: Trial, bars: Sequence[Bar]) -> list[tuple[Bar, Effect, Standing]]:
@@ -153,8 +183,14 @@ def _bounds(effect: Effect) -> str:
     interval = effect.interval
     if interval is None:
         return ""
-    show = format_number if effect.kind == "ratio" else lambda value: format_measure(effect.measure, value)
-    between = f" ({show(interval.low)} to {show(interval.high)})" if interval.low is not None else ""
+    show = (
+        format_number
+        if effect.kind == "ratio"
+        else lambda value: format_measure(effect.measure, value)
+    )
+    between = (
+        f" ({show(interval.low)} to {show(interval.high)})" if interval.low is not None else ""
+    )
     return f"{show(interval.estimate)}{' times' if effect.kind == 'ratio' else ''}{between}, n = {interval.count}"
 
 

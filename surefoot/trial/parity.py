@@ -23,7 +23,9 @@ from surefoot.trial.process import run_arm
 from surefoot.trial.report import read_arrays
 
 TOLERANCE = 1e-5
-NOISE_FACTOR = 3.0  # the floor is one draw of a largest difference; another one seldom is three times as large
+NOISE_FACTOR = (
+    3.0  # the floor is one draw of a largest difference; another one seldom is three times as large
+)
 SMALLEST_SHARE = 1e-3
 Arrays = Mapping[str, np.ndarray]
 Verdict = Literal["equal", "within noise", "differs"]
@@ -53,7 +55,11 @@ class Gap:
             return "differs"
         if self.distance <= self.tolerance:
             return "equal"
-        return "within noise" if self.floor is not None and self.distance <= NOISE_FACTOR * self.floor else "differs"
+        return (
+            "within noise"
+            if self.floor is not None and self.distance <= NOISE_FACTOR * self.floor
+            else "differs"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +91,19 @@ class Parity:
         if worst.verdict == "within noise":
             return f"{both} differ no more than two equal runs: {off}, those by {format_number(worst.floor)}"
         num_bad = sum(gap.verdict == "differs" for gap in self.gaps)
-        return f"{both} differ in {num_bad} of {count} tensors: {off}, {worst.tolerance:g} is allowed"
+        return (
+            f"{both} differ in {num_bad} of {count} tensors: {off}, {worst.tolerance:g} is allowed"
+        )
 
 
 def compare_arrays(
-    reference: Arrays, again: Arrays, other: Arrays, *, tolerance: float = TOLERANCE, tolerances: Mapping[str, float] | None = None
-) -> list[Gap]:  # fmt: skip
+    reference: Arrays,
+    again: Arrays,
+    other: Arrays,
+    *,
+    tolerance: float = TOLERANCE,
+    tolerances: Mapping[str, float] | None = None,
+) -> list[Gap]:
     """Compare `other` with `reference`, and `again`, an equal run, for the noise; the worst first.
 
     `tolerances` maps prefixes of names (`loss/2000`) to separate tolerances.
@@ -98,17 +111,24 @@ def compare_arrays(
     largest = _largest_by_group(reference)
     gaps = []
     for name in sorted(reference.keys() | other.keys()):
-        allowed = next((value for prefix, value in (tolerances or {}).items() if name.startswith(prefix)), tolerance)
+        allowed = next(
+            (value for prefix, value in (tolerances or {}).items() if name.startswith(prefix)),
+            tolerance,
+        )
         problem = _mismatch(reference.get(name), other.get(name))
         if problem is not None:
-            gaps.append(Gap(name=name, distance=None, floor=None, tolerance=allowed, problem=problem))
+            gaps.append(
+                Gap(name=name, distance=None, floor=None, tolerance=allowed, problem=problem)
+            )
             continue
         scale = max(_magnitude(reference[name]), SMALLEST_SHARE * largest[_group(name)])
         distance, floor = _distance(reference[name], other[name], scale), None
         if _mismatch(reference[name], again.get(name)) is None:
             floor = _distance(reference[name], again[name], scale)
         found = None if distance is not None else "is not finite in one of them alone"
-        gaps.append(Gap(name=name, distance=distance, floor=floor, tolerance=allowed, problem=found))
+        gaps.append(
+            Gap(name=name, distance=distance, floor=floor, tolerance=allowed, problem=found)
+        )
     return sorted(gaps, key=_badness, reverse=True)
 
 
@@ -116,7 +136,11 @@ def check_finite(arrays: Arrays, what: str) -> None:
     """Raise TaskError if no loss in `arrays` (`loss/...`) is finite: equal NaNs prove nothing."""
     losses = [array for name, array in arrays.items() if name.startswith("loss/")]
     if not any(np.isfinite(each.astype(np.float64)).any() for each in losses):
-        reported = "reports no loss" if not losses else f"has no finite loss in {len(losses)} that it reports"
+        reported = (
+            "reports no loss"
+            if not losses
+            else f"has no finite loss in {len(losses)} that it reports"
+        )
         raise TaskError(
             f"{what} {reported}, so there is nothing to compare",
             hint="surefoot train SPEC names the first step that is not finite",
@@ -124,22 +148,32 @@ def check_finite(arrays: Arrays, what: str) -> None:
 
 
 def compare_arms(
-    arm: Arm, reference: Arm, *, tolerance: float = TOLERANCE, tolerances: Mapping[str, float] | None = None
-) -> Parity:  # fmt: skip
+    arm: Arm,
+    reference: Arm,
+    *,
+    tolerance: float = TOLERANCE,
+    tolerances: Mapping[str, float] | None = None,
+) -> Parity:
     """Run `reference` twice and `arm` once in fresh processes, and compare the reported tensors.
 
     Raises InputError for an arm that writes no report.
     """
     for each in (arm, reference):
         if not each.reports:
-            raise InputError(f"the arm {each.name!r} reports no tensors", hint="its command needs {report}")
+            raise InputError(
+                f"the arm {each.name!r} reports no tensors", hint="its command needs {report}"
+            )
     found: list[Arrays] = []
     with tempfile.TemporaryDirectory(prefix="surefoot-parity-") as work:
-        for number, each in enumerate((reference, replace(reference, name=f"{reference.name} again"), arm)):
+        for number, each in enumerate(
+            (reference, replace(reference, name=f"{reference.name} again"), arm)
+        ):
             folder = Path(work) / str(number)
             outcome = run_arm(each, folder)
             if outcome.ended != "done":
-                return _unmeasured(arm, reference, f"{outcome.arm} {outcome.ended}: {outcome.error}")
+                return _unmeasured(
+                    arm, reference, f"{outcome.arm} {outcome.ended}: {outcome.error}"
+                )
             try:
                 found.append(read_arrays(folder / "rank0" / "report.json"))
             except BadRecordError as problem:
@@ -183,7 +217,9 @@ def _distance(one: np.ndarray, other: np.ndarray, scale: float) -> float | None:
     """Return max |one - other| / scale; None if non-finite values differ."""
     first, second = one.astype(np.float64), other.astype(np.float64)
     finite = np.isfinite(first)
-    if not np.array_equal(finite, np.isfinite(second)) or not np.array_equal(first[~finite], second[~finite], equal_nan=True):
+    if not np.array_equal(finite, np.isfinite(second)) or not np.array_equal(
+        first[~finite], second[~finite], equal_nan=True
+    ):
         return None
     gap = float(np.abs(first - second)[finite].max()) if finite.any() else 0.0
     return gap / scale if gap else 0.0
@@ -191,4 +227,6 @@ def _distance(one: np.ndarray, other: np.ndarray, scale: float) -> float | None:
 
 def _badness(gap: Gap) -> tuple[int, float]:
     order: dict[Verdict, int] = {"equal": 0, "within noise": 1, "differs": 2}
-    return order[gap.verdict], float("inf") if gap.distance is None else gap.distance / gap.tolerance
+    return order[gap.verdict], float(
+        "inf"
+    ) if gap.distance is None else gap.distance / gap.tolerance

@@ -91,11 +91,22 @@ def _rank_variables(arm: Arm) -> Iterator[list[dict[str, str]]]:
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
-        shared = {"WORLD_SIZE": str(arm.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+        shared = {
+            "WORLD_SIZE": str(arm.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(held.getsockname()[1]),
+        }
         yield [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(arm.ranks)]
 
 
-def start_rank(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: float, *, turns: int | None = None) -> ArmProcess:
+def start_rank(
+    arm: Arm,
+    folder: Path,
+    variables: Mapping[str, str],
+    started_s: float,
+    *,
+    turns: int | None = None,
+) -> ArmProcess:
     """Start one process of `arm` in the new folder `folder`.
 
     `turns` is the process's end of the channel by which arms take turns.
@@ -104,21 +115,38 @@ def start_rank(arm: Arm, folder: Path, variables: Mapping[str, str], started_s: 
     for name, text in arm.files.items():
         (folder / name).write_text(text)
     filled = {
-        REPORT: str(folder / "report.json"), WORK: str(folder), STARTED: repr(started_s),
+        REPORT: str(folder / "report.json"),
+        WORK: str(folder),
+        STARTED: repr(started_s),
         SHARED: str(folder if arm.ranks == 1 else folder.parent),
         TURNS: "alone" if turns is None else str(turns),
-    }  # fmt: skip
+    }
     command = [_fill(word, filled) for word in arm.command]
-    environment = place.child_environment(threads=arm.threads) | dict(arm.variables) | dict(variables)
+    environment = (
+        place.child_environment(threads=arm.threads) | dict(arm.variables) | dict(variables)
+    )
     read_end, write_end = os.pipe()
     passed = [write_end] if turns is None else [write_end, turns]
     try:
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(LAUNCHER), str(write_end), str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=arm.folder, env=environment,
-                pass_fds=passed, start_new_session=True,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    str(LAUNCHER),
+                    str(write_end),
+                    str(os.getpid()),
+                    *command,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=arm.folder,
+                env=environment,
+                pass_fds=passed,
+                start_new_session=True,
+            )
     except BaseException:
         os.close(read_end)
         raise
@@ -169,7 +197,12 @@ def end_rank(rank: ArmProcess) -> None:
 
 
 def judge_outcome(
-    arm: Arm, ranks: Sequence[ArmProcess], results: Sequence[dict[str, float] | None], wall_s: float, number: int, is_warmup: bool
+    arm: Arm,
+    ranks: Sequence[ArmProcess],
+    results: Sequence[dict[str, float] | None],
+    wall_s: float,
+    number: int,
+    is_warmup: bool,
 ) -> Outcome:
     """Return the outcome of a run from its launchers' results and the report of rank 0.
 
@@ -184,9 +217,16 @@ def judge_outcome(
         except BadRecordError as error:
             problem = "crashed", f"{error}\n{_tail(ranks[0].folder)}"
     if problem is not None:
-        failed = next((round(result["exit_code"]) for result in done if result["exit_code"] != 0), None)
+        failed = next(
+            (round(result["exit_code"]) for result in done if result["exit_code"] != 0), None
+        )
         return Outcome(
-            arm=arm.name, round=number, ended=problem[0], error=problem[1].strip(), is_warmup=is_warmup, exit_code=failed
+            arm=arm.name,
+            round=number,
+            ended=problem[0],
+            error=problem[1].strip(),
+            is_warmup=is_warmup,
+            exit_code=failed,
         )
     outside = {
         "process_cpu_s": sum(result["cpu_s"] for result in done),
@@ -194,18 +234,31 @@ def judge_outcome(
         "process_peak_bytes": max(result["peak_bytes"] for result in done),
     }
     return Outcome(
-        arm=arm.name, round=number, ended="done", measures={**outside, **report.measures}, facts=report.facts, is_warmup=is_warmup
+        arm=arm.name,
+        round=number,
+        ended="done",
+        measures={**outside, **report.measures},
+        facts=report.facts,
+        is_warmup=is_warmup,
     )
 
 
-def _problem(arm: Arm, ranks: Sequence[ArmProcess], results: Sequence[dict[str, float] | None]) -> tuple[Ending, str] | None:
+def _problem(
+    arm: Arm, ranks: Sequence[ArmProcess], results: Sequence[dict[str, float] | None]
+) -> tuple[Ending, str] | None:
     """Return how the first failed rank ended, else the first rank that timed out."""
     for index, result in enumerate(results):
         if result is not None and result["exit_code"] != 0:
-            return "crashed", f"{_place(arm, index)}exit code {result['exit_code']}\n{_tail(ranks[index].folder)}"
+            return (
+                "crashed",
+                f"{_place(arm, index)}exit code {result['exit_code']}\n{_tail(ranks[index].folder)}",
+            )
     if None in results:
         index = results.index(None)
-        return "timed out", f"{_place(arm, index)}still running after {arm.timeout_s:g} s\n{_tail(ranks[index].folder)}"
+        return (
+            "timed out",
+            f"{_place(arm, index)}still running after {arm.timeout_s:g} s\n{_tail(ranks[index].folder)}",
+        )
     return None
 
 
@@ -220,7 +273,9 @@ def _tail(folder: Path) -> str:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 8 * TAIL_CHARACTERS))
             lines = file.read().decode(errors="replace").strip().splitlines()
-        lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines]  # torch's, before each while ranks are joined
+        lines = [
+            re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines
+        ]  # torch's, before each while ranks are joined
         if lines:
             return "\n".join(lines[-TAIL_LINES:])[-TAIL_CHARACTERS:]
     return ""

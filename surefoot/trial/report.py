@@ -38,8 +38,12 @@ class ProcessReport:
 
 
 def write_report(
-    path: str | Path, measures: Mapping[str, float], *, facts: Mapping[str, str] | None = None, arrays: Mapping[str, Any] | None = None
-) -> None:  # fmt: skip
+    path: str | Path,
+    measures: Mapping[str, float],
+    *,
+    facts: Mapping[str, str] | None = None,
+    arrays: Mapping[str, Any] | None = None,
+) -> None:
     """Write a report to `path`, and `arrays` (name -> NumPy array) to `arrays_of(path)`.
 
     The report is written whole or not at all. Raises BadRecordError for a measure that is not
@@ -47,11 +51,19 @@ def write_report(
     """
     bad = [name for name, value in measures.items() if not math.isfinite(value)]
     if bad:
-        raise BadRecordError(f"the measure {bad[0]} is {measures[bad[0]]}", hint="report finite numbers only")
+        raise BadRecordError(
+            f"the measure {bad[0]} is {measures[bad[0]]}", hint="report finite numbers only"
+        )
     path = Path(path)
     if arrays is not None:
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, arrays_of(path))
-    row = {"version": VERSION, "measures": {name: float(value) for name, value in measures.items()}, "facts": dict(facts or {})}
+        save_file(
+            {name: np.ascontiguousarray(array) for name, array in arrays.items()}, arrays_of(path)
+        )
+    row = {
+        "version": VERSION,
+        "measures": {name: float(value) for name, value in measures.items()},
+        "facts": dict(facts or {}),
+    }
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(json.dumps(row, allow_nan=False))
     draft.replace(path)
@@ -68,14 +80,19 @@ def read_report(path: Path) -> ProcessReport:
         version, finite = row["version"], all(map(math.isfinite, measures.values()))
     except OSError:
         raise BadRecordError(
-            "no report was written", hint="the arm is to write one to the file it is given as {report}"
+            "no report was written",
+            hint="the arm is to write one to the file it is given as {report}",
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadRecordError(
-            f"the report is none: {type(error).__name__}: {error}", hint="see surefoot/trial/report.py"
+            f"the report is none: {type(error).__name__}: {error}",
+            hint="see surefoot/trial/report.py",
         ) from None
     if version != VERSION or not finite:
-        raise BadRecordError(f"the report has version {version}, or a measure that is not finite", hint=f"this reads {VERSION}")
+        raise BadRecordError(
+            f"the report has version {version}, or a measure that is not finite",
+            hint=f"this reads {VERSION}",
+        )
     return ProcessReport(measures, facts)
 
 
@@ -89,10 +106,13 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         return load_file(arrays_of(path))
     except FileNotFoundError:
-        raise BadRecordError("the arm reported no tensors", hint="give write_report its arrays") from None
+        raise BadRecordError(
+            "the arm reported no tensors", hint="give write_report its arrays"
+        ) from None
     except (OSError, SafetensorError, KeyError) as error:
         raise BadRecordError(
-            f"the tensors of the arm cannot be read: {error}", hint="float16 and bfloat16 go as float32"
+            f"the tensors of the arm cannot be read: {error}",
+            hint="float16 and bfloat16 go as float32",
         ) from None
 
 
@@ -131,8 +151,16 @@ class Clock:
         self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.cpu_s, self.wall_s = time.process_time() - self._cpu_s, time.perf_counter() - self._wall_s
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cpu_s, self.wall_s = (
+            time.process_time() - self._cpu_s,
+            time.perf_counter() - self._wall_s,
+        )
 
     def leave_out(self, wall_s: float) -> None:
         """Subtract `wall_s` seconds inside the block, such as the wait for another process."""
@@ -156,6 +184,9 @@ def peak_bytes() -> int:
     """Return the peak resident memory of this process."""
     try:
         status = Path("/proc/self/status").read_text()
-        return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+        return (
+            int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+            * 1024
+        )
     except (OSError, StopIteration):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

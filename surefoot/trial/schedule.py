@@ -35,7 +35,12 @@ def plan_rounds(names: Sequence[str], rounds: int, *, seed: int = 0) -> list[tup
 
 
 def run_rounds(
-    arms: Sequence[Arm], *, rounds: int, warmup_rounds: int = 1, seed: int = 0, in_turns: bool = False
+    arms: Sequence[Arm],
+    *,
+    rounds: int,
+    warmup_rounds: int = 1,
+    seed: int = 0,
+    in_turns: bool = False,
 ) -> Iterator[Outcome]:
     """Run every arm `warmup_rounds + rounds` times, interleaved; yield each Outcome.
 

@@ -21,7 +21,14 @@ Row = Mapping[str, Any]
 
 def as_json(trial: Trial) -> str:
     """Return the whole trial, with raw outcomes, as one JSON object; the inverse is `from_json`."""
-    row = {"version": VERSION, **{each.name: getattr(trial, each.name) for each in fields(trial) if each.name != "outcomes"}}
+    row = {
+        "version": VERSION,
+        **{
+            each.name: getattr(trial, each.name)
+            for each in fields(trial)
+            if each.name != "outcomes"
+        },
+    }
     head = json.dumps(row, allow_nan=False, indent=1)
     lines = ",\n".join(f"  {as_line(outcome)}" for outcome in trial.outcomes)
     return f'{head[:-2]},\n "outcomes": [\n{lines}\n ]\n}}\n'
@@ -35,9 +42,13 @@ def from_json(text: str) -> Trial:
         outcomes = tuple(Outcome(**each) for each in row.pop("outcomes"))
         trial = Trial(outcomes=outcomes, **{**row, "arms": tuple(row["arms"])})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadRecordError(f"this is no trial: {type(error).__name__}: {error}", hint="see surefoot/trial/table.py") from None
+        raise BadRecordError(
+            f"this is no trial: {type(error).__name__}: {error}", hint="see surefoot/trial/table.py"
+        ) from None
     if version != VERSION:
-        raise BadRecordError(f"the trial has version {version}", hint=f"this surefoot reads {VERSION}")
+        raise BadRecordError(
+            f"the trial has version {version}", hint=f"this surefoot reads {VERSION}"
+        )
     return trial
 
 
@@ -65,16 +76,21 @@ def effect_rows(effects: Iterable[Effect]) -> list[dict[str, Any]]:
     """Return effects as plain rows, for JSON and for Markdown."""
     return [
         {
-            "measure": effect.measure, "arm": effect.arm, "baseline": effect.baseline, "kind": effect.kind,
-            "value": effect.value, "reference": effect.reference,
+            "measure": effect.measure,
+            "arm": effect.arm,
+            "baseline": effect.baseline,
+            "kind": effect.kind,
+            "value": effect.value,
+            "reference": effect.reference,
             "estimate": effect.interval.estimate if effect.interval else None,
-            "low": effect.interval.low if effect.interval else None, "high": effect.interval.high if effect.interval else None,
+            "low": effect.interval.low if effect.interval else None,
+            "high": effect.interval.high if effect.interval else None,
             "count": effect.interval.count if effect.interval else 0,
             "verdict": effect.interval.verdict if effect.interval else "not measured",
             "failure": effect.failure,
         }
         for effect in effects
-    ]  # fmt: skip
+    ]
 
 
 def effects_markdown(effects: Sequence[Effect]) -> str:
@@ -91,8 +107,14 @@ def effects_markdown(effects: Sequence[Effect]) -> str:
         for effect in effects
     ]
     failures = {effect.arm: effect.failure for effect in effects if effect.failure}
-    below = "".join(f"\n`{arm}` {failure.splitlines()[0]}\n\n```text\n{failure}\n```\n" for arm, failure in failures.items())
-    return markdown(("measure", "arm", "median", "against the baseline (95 %)", "n", "verdict"), table) + below
+    below = "".join(
+        f"\n`{arm}` {failure.splitlines()[0]}\n\n```text\n{failure}\n```\n"
+        for arm, failure in failures.items()
+    )
+    return (
+        markdown(("measure", "arm", "median", "against the baseline (95 %)", "n", "verdict"), table)
+        + below
+    )
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -104,16 +126,24 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     | 1 | 2\\|3 |
     """
     lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
+    )
 
 
-def find_conditions(packages: Iterable[str] = ("torch", "numpy"), *, threads: int = 1) -> dict[str, str]:
+def find_conditions(
+    packages: Iterable[str] = ("torch", "numpy"), *, threads: int = 1
+) -> dict[str, str]:
     """Return the conditions of a measurement: hardware, system, Python, threads, `packages`."""
     machine = find_machine()
     found = {
-        "processor": machine.processor, "cores": str(machine.cores), "memory": format_bytes(machine.memory_bytes),
-        "system": machine.system, "python": machine.python, "threads": str(threads),
-    }  # fmt: skip
+        "processor": machine.processor,
+        "cores": str(machine.cores),
+        "memory": format_bytes(machine.memory_bytes),
+        "system": machine.system,
+        "python": machine.python,
+        "threads": str(threads),
+    }
     for package in packages:
         try:
             found[package] = metadata.version(package)
@@ -129,7 +159,10 @@ def _shown(effect: Effect) -> str:
     if effect.kind == "ratio":
         low, middle, high = map(format_number, (interval.low, interval.estimate, interval.high))
     else:
-        low, middle, high = (format_measure(effect.measure, value) for value in (interval.low, interval.estimate, interval.high))
+        low, middle, high = (
+            format_measure(effect.measure, value)
+            for value in (interval.low, interval.estimate, interval.high)
+        )
     return f"{middle} ({low} to {high})"
 
 

@@ -23,7 +23,14 @@ import psutil
 
 from surefoot.core.errors import InputError
 from surefoot.trial.arm import Arm
-from surefoot.trial.process import ArmProcess, Outcome, end_rank, judge_outcome, read_result, start_rank
+from surefoot.trial.process import (
+    ArmProcess,
+    Outcome,
+    end_rank,
+    judge_outcome,
+    read_result,
+    start_rank,
+)
 
 TURN_S = 0.1
 POLL_S = 0.0002
@@ -73,11 +80,15 @@ class _Player:
         """Run one turn, until the process hands it over or ends, or the arm's time is over."""
         begun_s = time.perf_counter()
         if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it was ended while it stood still
+            with contextlib.suppress(
+                ProcessLookupError, BrokenPipeError
+            ):  # it was ended while it stood still
                 os.kill(self.pid, signal.SIGCONT)
                 self.channel.send_bytes(b"go")
         result, channel = self.rank.result, self.channel.fileno()
-        ready, _, _ = select.select([result, channel], [], [], max(0.0, self.arm.timeout_s - self.used_s))
+        ready, _, _ = select.select(
+            [result, channel], [], [], max(0.0, self.arm.timeout_s - self.used_s)
+        )
         self.used_s += time.perf_counter() - begun_s
         if ready == [channel]:
             self.pid = int(self.channel.recv_bytes())
@@ -94,11 +105,17 @@ def _stop(pid: int) -> None:
     """Stop a process and wait until all its threads are stopped or it has ended."""
     with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
         os.kill(pid, signal.SIGSTOP)
-        while psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        while psutil.Process(pid).status() not in (
+            psutil.STATUS_STOPPED,
+            psutil.STATUS_ZOMBIE,
+            psutil.STATUS_DEAD,
+        ):
             time.sleep(POLL_S)
 
 
-def run_in_turns(arms: Sequence[Arm], work: Path, *, number: int = 0, is_warmup: bool = False) -> list[Outcome]:
+def run_in_turns(
+    arms: Sequence[Arm], work: Path, *, number: int = 0, is_warmup: bool = False
+) -> list[Outcome]:
     """Run each of `arms` once below the folder `work`, in turns during the measured steps.
 
     Up to their first measured step the arms run one after the other. An arm that never ends its
@@ -107,7 +124,10 @@ def run_in_turns(arms: Sequence[Arm], work: Path, *, number: int = 0, is_warmup:
     """
     crowd = [arm.name for arm in arms if arm.ranks > 1]
     if crowd:
-        raise InputError(f"the arm {crowd[0]!r} has several ranks and cannot take turns", hint="run it in rounds, without turns")
+        raise InputError(
+            f"the arm {crowd[0]!r} has several ranks and cannot take turns",
+            hint="run it in rounds, without turns",
+        )
     players: list[_Player] = []
     try:
         for index, arm in enumerate(arms):
@@ -124,4 +144,7 @@ def run_in_turns(arms: Sequence[Arm], work: Path, *, number: int = 0, is_warmup:
         for each in players:
             end_rank(each.rank)
             each.channel.close()
-    return [judge_outcome(each.arm, [each.rank], each.results, each.used_s, number, is_warmup) for each in players]
+    return [
+        judge_outcome(each.arm, [each.rank], each.results, each.used_s, number, is_warmup)
+        for each in players
+    ]

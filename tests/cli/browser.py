@@ -18,10 +18,19 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
-    "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-extensions", "--disable-sync", "--mute-audio",
+    "--headless=new",
+    "--remote-debugging-pipe",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--mute-audio",
     "--host-resolver-rules=MAP * ~NOTFOUND",
-)  # fmt: skip
+)
 LONGEST_S = 60.0
 
 
@@ -41,7 +50,9 @@ class Browser:
         self._to, self._of, self._rest, self._number = to, of, b"", 0
         self.told: list[dict[str, Any]] = []
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session: str | None = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session: str | None = self.ask(
+            "Target.attachToTarget", targetId=target, flatten=True
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
@@ -51,7 +62,11 @@ class Browser:
         """The answer to one command; events that come before it are kept."""
         self._number += 1
         session = {"sessionId": self._session} if self._session else {}
-        os.write(self._to, json.dumps({"id": self._number, "method": method, "params": values, **session}).encode() + b"\0")
+        os.write(
+            self._to,
+            json.dumps({"id": self._number, "method": method, "params": values, **session}).encode()
+            + b"\0",
+        )
         while True:
             message = self._read()
             if message.get("id") == self._number:
@@ -71,19 +86,29 @@ class Browser:
         row: dict[str, Any] = json.loads(message)
         return row
 
-    def open(self, file: Path, *, width: int = 1200, dark: bool = False, media: str = "screen") -> None:
+    def open(
+        self, file: Path, *, width: int = 1200, dark: bool = False, media: str = "screen"
+    ) -> None:
         """Load a file and wait until it is drawn."""
         self.told.clear()
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.ask("Emulation.setEmulatedMedia", media=media, features=scheme)
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 500,
+        )
         self.ask("Page.navigate", url=file.resolve().as_uri())
         while not any(each.get("method") == "Page.loadEventFired" for each in self.told):
             self.told.append(self._read())
 
     def value(self, expression: str) -> Any:
         """What an expression is in the page."""
-        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)[
+            "result"
+        ].get("value")
 
     def complaints(self) -> list[str]:
         """Every message of the console, every error and every refused thing since the page was opened."""
@@ -92,7 +117,11 @@ class Browser:
 
     def requests(self) -> list[str]:
         """Every address that was asked for since the page was opened."""
-        return [each["params"]["request"]["url"] for each in self.told if each.get("method") == "Network.requestWillBeSent"]
+        return [
+            each["params"]["request"]["url"]
+            for each in self.told
+            if each.get("method") == "Network.requestWillBeSent"
+        ]
 
     def picture(self, file: Path) -> None:
         """The whole page as a PNG."""
@@ -111,9 +140,20 @@ def browsing(program: str, profile: Path) -> Iterator[Browser]:
     of, write_answer = os.pipe()
     script = f'exec "$@" 3<&{read_command} 4>&{write_answer}'
     process = subprocess.Popen(
-        ["bash", "-c", script, "bash", program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-        pass_fds=(read_command, write_answer), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            "bash",
+            "-c",
+            script,
+            "bash",
+            program,
+            *FLAGS,
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ],
+        pass_fds=(read_command, write_answer),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     os.close(read_command)
     os.close(write_answer)
     try:

@@ -34,7 +34,9 @@ Command = Callable[..., Answer]
 
 
 @pytest.fixture
-def surefoot(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+def surefoot(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
     """`surefoot("spec", "show", "digits")` as if typed in `tmp_path`, in a pipe of 100 columns."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -60,5 +62,7 @@ def spec_file(tmp_path: Path) -> Path:
         "    def __init__(self, width: int = 8, kind: str = 'plain', folder: str | None = None) -> None: ...\n"
     )
     path = tmp_path / "mine.toml"
-    path.write_text('[task]\nuse = "task.py:Mine"\n\n[optim]\nlr = 0.02\n\n[train]\nlength = "100 steps"\n')
+    path.write_text(
+        '[task]\nuse = "task.py:Mine"\n\n[optim]\nlr = 0.02\n\n[train]\nlength = "100 steps"\n'
+    )
     return path

@@ -14,8 +14,24 @@ def write_profile(run: Path, *, name: str = "aten::addmm", inside: str = "") -> 
     folder = run / "profile"
     folder.mkdir()
     rows = [
-        {"name": name, "calls": 80, "self_s": 0.02, "total_s": 0.03, "self_bytes": 4 << 20, "flops": 4e8, "bytes": 1e7},
-        {"name": "aten::relu", "calls": 40, "self_s": 0.004, "total_s": 0.004, "self_bytes": None, "flops": 0, "bytes": 1e6},
+        {
+            "name": name,
+            "calls": 80,
+            "self_s": 0.02,
+            "total_s": 0.03,
+            "self_bytes": 4 << 20,
+            "flops": 4e8,
+            "bytes": 1e7,
+        },
+        {
+            "name": "aten::relu",
+            "calls": 40,
+            "self_s": 0.004,
+            "total_s": 0.004,
+            "self_bytes": None,
+            "flops": 0,
+            "bytes": 1e6,
+        },
     ]
     _write(folder / "operators.json", {"num_steps": 20, "window_s": 0.05, "rows": rows})
     _write(
@@ -23,13 +39,24 @@ def write_profile(run: Path, *, name: str = "aten::addmm", inside: str = "") -> 
         {
             "times_s": [0.0, 0.01, 0.02, 0.03],
             "categories": {
-                "parameters": [8 << 20] * 4, "gradients": [0, 2 << 20, 8 << 20, 0], "optimiser": [16 << 20] * 4,
-                "activations": [0, 30 << 20, 12 << 20, 0], name: [0, 1 << 20, None, 0],
+                "parameters": [8 << 20] * 4,
+                "gradients": [0, 2 << 20, 8 << 20, 0],
+                "optimiser": [16 << 20] * 4,
+                "activations": [0, 30 << 20, 12 << 20, 0],
+                name: [0, 1 << 20, None, 0],
             },
         },
-    )  # fmt: skip
+    )
     points = [
-        {"name": name, "kind": "operator", "calls": 80, "flops": 4e8, "bytes": 1e7, "elapsed_s": 0.02, "bound": "compute"},
+        {
+            "name": name,
+            "kind": "operator",
+            "calls": 80,
+            "flops": 4e8,
+            "bytes": 1e7,
+            "elapsed_s": 0.02,
+            "bound": "compute",
+        },
         {
             "name": "aten::relu",
             "kind": "operator",
@@ -39,11 +66,31 @@ def write_profile(run: Path, *, name: str = "aten::addmm", inside: str = "") -> 
             "elapsed_s": 0.004,
             "bound": "memory",
         },
-        {"name": "blocks.0", "kind": "module", "calls": 20, "flops": 3e8, "bytes": 2e7, "elapsed_s": 0.03, "bound": "compute"},
-        {"name": "unknown", "kind": "module", "calls": 1, "flops": None, "bytes": None, "elapsed_s": None, "bound": None},
+        {
+            "name": "blocks.0",
+            "kind": "module",
+            "calls": 20,
+            "flops": 3e8,
+            "bytes": 2e7,
+            "elapsed_s": 0.03,
+            "bound": "compute",
+        },
+        {
+            "name": "unknown",
+            "kind": "module",
+            "calls": 1,
+            "flops": None,
+            "bytes": None,
+            "elapsed_s": None,
+            "bound": None,
+        },
     ]
     peaks = {"flops_per_s": {"fp32": 9e10, "bf16": 2e11}, "bytes_per_s": 1.2e10, "cores": 2}
-    rest = {"mfu": 0.123, "mfu_formula": "model FLOPs of a sample x samples/s / peak FLOP/s", "fusible_share": 0.3}
+    rest = {
+        "mfu": 0.123,
+        "mfu_formula": "model FLOPs of a sample x samples/s / peak FLOP/s",
+        "fusible_share": 0.3,
+    }
     _write(folder / "roofline.json", {"device": name, "peaks": peaks, "points": points, **rest})
     for file in ("flame_stack.svg", "flame_module.svg"):
         (folder / file).write_text(FLAME.format(inside=inside), encoding="utf-8")
@@ -60,15 +107,27 @@ def write_ladder(folder: Path, *, name: str = "fused update") -> Path:
             **_rung("skips a slice", 0.5, kept=False, reason=f"{name}: the gradients differ"),
             "parity": {"verdict": "fails", "words": name},
         },
-        {"name": "on a GPU", "kind": "rounding", "standing": "skipped", "kept": False, "reason": "no GPU here"},
+        {
+            "name": "on a GPU",
+            "kind": "rounding",
+            "standing": "skipped",
+            "kept": False,
+            "reason": "no GPU here",
+        },
     ]
     _write(
         folder / "ladder.json",
         {
-            "spec": name, "device": "cpu", "conditions": {"processor": name, "threads": "1"}, "num_samples": 2048, "num_runs": 60,
-            "baseline": {"spec_id": "0123", "plain": {"optim.fused": False}}, "rungs": rungs, "best": "best.toml",
+            "spec": name,
+            "device": "cpu",
+            "conditions": {"processor": name, "threads": "1"},
+            "num_samples": 2048,
+            "num_runs": 60,
+            "baseline": {"spec_id": "0123", "plain": {"optim.fused": False}},
+            "rungs": rungs,
+            "best": "best.toml",
         },
-    )  # fmt: skip
+    )
     return folder
 
 
@@ -76,13 +135,33 @@ def _rung(name: str, estimate: float, *, kept: bool, reason: str) -> dict[str, A
     ratio = {"estimate": estimate, "low": estimate - 0.03, "high": estimate + 0.03, "n": 5}
     wide = {"estimate": 0.9238, "low": 0.7211, "high": 1.3421, "n": 5}
     return {
-        "name": name, "kind": "nothing", "kept": kept, "reason": reason, "standing": "kept" if kept else "rejected",
-        "change": {"optim.fused": True}, "purpose": "time",
-        "time_ratio": ratio, "memory_ratio": {**ratio, "estimate": 1.0}, "throughput_ratio": wide, "startup_ratio": wide,
-        "total_time_ratio": ratio, "total_memory_ratio": wide, "expected": {"time": 0.9},
-        "score": {"name": "accuracy", "unit": "%", "value": 0.994, "start": 0.992, "better": "higher"},
-        "parity": {"verdict": "holds", "worst": 1e-7, "words": "within the noise of two equal runs"},
-    }  # fmt: skip
+        "name": name,
+        "kind": "nothing",
+        "kept": kept,
+        "reason": reason,
+        "standing": "kept" if kept else "rejected",
+        "change": {"optim.fused": True},
+        "purpose": "time",
+        "time_ratio": ratio,
+        "memory_ratio": {**ratio, "estimate": 1.0},
+        "throughput_ratio": wide,
+        "startup_ratio": wide,
+        "total_time_ratio": ratio,
+        "total_memory_ratio": wide,
+        "expected": {"time": 0.9},
+        "score": {
+            "name": "accuracy",
+            "unit": "%",
+            "value": 0.994,
+            "start": 0.992,
+            "better": "higher",
+        },
+        "parity": {
+            "verdict": "holds",
+            "worst": 1e-7,
+            "words": "within the noise of two equal runs",
+        },
+    }
 
 
 def _write(path: Path, row: dict[str, Any]) -> None:

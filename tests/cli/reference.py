@@ -14,7 +14,9 @@ from surefoot.contract.spec import RunSpec, SpecTable, effects, formulas
 from surefoot.core.schedule.settings import USES, ScheduleSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC, EVENTS, CLI = (ROOT / "docs" / "reference" / name for name in ("spec.md", "events.md", "cli.md"))
+SPEC, EVENTS, CLI = (
+    ROOT / "docs" / "reference" / name for name in ("spec.md", "events.md", "cli.md")
+)
 WARM = ("warmup", "warmup_shape", "warmup_start")
 
 
@@ -25,7 +27,9 @@ def spec_rows() -> dict[str, list[str]]:
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, SpecTable):
             schema = kind.model_json_schema()["properties"]
-            found[name] = [_spec_row(key, each, schema[key]) for key, each in kind.model_fields.items()]
+            found[name] = [
+                _spec_row(key, each, schema[key]) for key, each in kind.model_fields.items()
+            ]
     return found
 
 
@@ -38,7 +42,9 @@ def _spec_row(key: str, field: Any, schema: Mapping[str, Any]) -> str:
 
 def _values(schema: Mapping[str, Any], is_duration: bool) -> str:
     if "anyOf" in schema:
-        return " or ".join(_values(one, is_duration) for one in schema["anyOf"] if one.get("type") != "null")
+        return " or ".join(
+            _values(one, is_duration) for one in schema["anyOf"] if one.get("type") != "null"
+        )
     if "const" in schema:
         return _toml(schema["const"])
     if "enum" in schema:
@@ -50,7 +56,13 @@ def _values(schema: Mapping[str, Any], is_duration: bool) -> str:
         if inside[0].get("type") == "array":
             return "list of pairs"
         return f"list of {len(inside)} numbers" if "prefixItems" in schema else "list of texts"
-    names = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "table of numbers"}
+    names = {
+        "integer": "integer",
+        "number": "number",
+        "string": "text",
+        "boolean": "true or false",
+        "object": "table of numbers",
+    }
     if schema["type"] == "object" and "propertyNames" in schema:
         return f"table of {_values(schema['propertyNames'], False)} to {_values(schema['additionalProperties'], False)}"
     signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -66,16 +78,23 @@ def _toml(value: Any) -> str:
 
 def schedule_rows() -> list[str]:
     """`| key | meaning |` of each key of [schedule]."""
-    return [f"| `{each.name}` | {each.metadata['description']} |" for each in fields(ScheduleSettings)]
+    return [
+        f"| `{each.name}` | {each.metadata['description']} |" for each in fields(ScheduleSettings)
+    ]
 
 
 def curve_rows() -> list[str]:
     """`| curve | the keys it uses, with their defaults | the same for the warm-up |`."""
     rows = []
     for name, uses in USES.items():
-        stated = {key: f"`{key}`" if value is None else f"`{key} = {json.dumps(value)}`" for key, value in uses.items()}
+        stated = {
+            key: f"`{key}`" if value is None else f"`{key} = {json.dumps(value)}`"
+            for key, value in uses.items()
+        }
         warm = "yes" if "warmup" in uses else "no"
-        rows.append(f"| `{name}` | {', '.join(text for key, text in stated.items() if key not in WARM)} | {warm} |")
+        rows.append(
+            f"| `{name}` | {', '.join(text for key, text in stated.items() if key not in WARM)} | {warm} |"
+        )
     return rows
 
 
@@ -89,7 +108,11 @@ def effect_rows() -> list[str]:
 
 def _condition(when: effects.When) -> str:
     if when.is_not:
-        return f"`{when.key}`" if when.values == (None,) else f"`{when.key}` other than `{json.dumps(when.values[0])}`"
+        return (
+            f"`{when.key}`"
+            if when.values == (None,)
+            else f"`{when.key}` other than `{json.dumps(when.values[0])}`"
+        )
     return f"`{when.key}` = {' or '.join(f'`{json.dumps(value)}`' for value in when.values)}"
 
 
@@ -103,7 +126,9 @@ def event_fields() -> dict[str, dict[str, str]]:
     shared = {each.name for each in fields(events.Event)}
     found = {"": {each.name: str(each.type) for each in fields(events.Event)}}
     for kind, made in events.KINDS.items():
-        found[kind] = {each.name: str(each.type) for each in fields(made) if each.name not in shared}
+        found[kind] = {
+            each.name: str(each.type) for each in fields(made) if each.name not in shared
+        }
     return found
 
 

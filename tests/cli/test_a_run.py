@@ -19,18 +19,24 @@ from tests.cli.reference import CLI, sections
 
 
 def weights_sha256(run: Path, step: int) -> str:
-    return hashlib.sha256((manifest.step_folder(run, step) / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256(
+        (manifest.step_folder(run, step) / "model.safetensors").read_bytes()
+    ).hexdigest()
 
 
 def documented(verb: str) -> set[str]:
     """The keys that docs/reference/cli.md gives for `--json` of a verb."""
-    text = next(body for title, body in sections(CLI).items() if title.startswith(f"surefoot {verb}"))
+    text = next(
+        body for title, body in sections(CLI).items() if title.startswith(f"surefoot {verb}")
+    )
     return set(re.findall(r"`([a-z_][a-z0-9_]*)`", text.split("`--json`:")[1].split("\n\n")[0]))
 
 
 def test_a_run_is_told_evaluated_written_out_and_repeated_bit_for_bit(surefoot: Command) -> None:
     surefoot("init")
-    trained = surefoot("train", "my_spec.toml", "--steps", "47", "--run", "runs/a", "--quiet", "--json")
+    trained = surefoot(
+        "train", "my_spec.toml", "--steps", "47", "--run", "runs/a", "--quiet", "--json"
+    )
     assert (trained.code, trained.err) == (0, "")
     assert set(trained.row) == documented("train")
 
@@ -52,16 +58,34 @@ def test_a_run_is_told_evaluated_written_out_and_repeated_bit_for_bit(surefoot: 
     assert weights_sha256(Path("runs/a"), 47) == weights_sha256(Path("runs/b"), 47)
     compared = surefoot("compare", "runs/a", "runs/b", "--json").row
     assert (compared["spec"], compared["circumstances"]) == ([], [])
-    assert {values[0] - values[1] for values in (each["values"] for each in compared["losses"])} == {0.0}
+    assert {
+        values[0] - values[1] for values in (each["values"] for each in compared["losses"])
+    } == {0.0}
 
 
 def test_an_evaluation_in_fp32_tells_the_gap_of_the_runs_own_precision(surefoot: Command) -> None:
     surefoot("init")
     assert (
-        surefoot("train", "my_spec.toml", "--set", "precision.compute=bf16", "--steps", "48", "--run", "a", "--quiet").code == 0
+        surefoot(
+            "train",
+            "my_spec.toml",
+            "--set",
+            "precision.compute=bf16",
+            "--steps",
+            "48",
+            "--run",
+            "a",
+            "--quiet",
+        ).code
+        == 0
     )
-    (recorded,) = {event.precision for event in events.read(Path("a")) if isinstance(event, events.Evaluated)}
-    row, plain = surefoot("evaluate", "a", "--fp32", "--json").row, surefoot("evaluate", "a", "--json").row
+    (recorded,) = {
+        event.precision for event in events.read(Path("a")) if isinstance(event, events.Evaluated)
+    }
+    row, plain = (
+        surefoot("evaluate", "a", "--fp32", "--json").row,
+        surefoot("evaluate", "a", "--json").row,
+    )
     assert recorded == row["precision"] == plain["precision"] == "bf16"
     assert row["loss"] == plain["loss"]
     assert 0 < abs(row["fp32"]["gaps"]["loss"]) < 0.01
@@ -75,7 +99,13 @@ def test_the_reference_names_every_key_of_the_json(verb: str, surefoot: Command)
     from tests.cli import past_runs
 
     past_runs.write(
-        Path("runs/a"), [past_runs.started(), past_runs.step(1, 1.0), past_runs.evaluated(1, 0.5), past_runs.fault(1)]
+        Path("runs/a"),
+        [
+            past_runs.started(),
+            past_runs.step(1, 1.0),
+            past_runs.evaluated(1, 0.5),
+            past_runs.fault(1),
+        ],
     )
     words = {
         "runs": [],
@@ -86,12 +116,21 @@ def test_the_reference_names_every_key_of_the_json(verb: str, surefoot: Command)
         "init": [],
     }
     row = surefoot(*verb.split(), *words[verb], "--json").row
-    inner = {key for value in row.values() if isinstance(value, list) for each in value if isinstance(each, dict) for key in each}
+    inner = {
+        key
+        for value in row.values()
+        if isinstance(value, list)
+        for each in value
+        if isinstance(each, dict)
+        for key in each
+    }
     missing = {*row, *inner} - documented(verb) - documented("runs")
     assert missing == set()
 
 
-def test_an_error_in_the_user_s_code_ends_with_its_own_code_and_frame(surefoot: Command, tmp_path: Path) -> None:
+def test_an_error_in_the_user_s_code_ends_with_its_own_code_and_frame(
+    surefoot: Command, tmp_path: Path
+) -> None:
     surefoot("init")
     path = tmp_path / "my_task.py"
     head = "    def augment(self, batch: Batch, keys: Keys) -> Batch:\n"
@@ -106,14 +145,24 @@ def test_an_error_in_the_user_s_code_ends_with_its_own_code_and_frame(surefoot: 
     assert "undefined" in row["cause"]
 
 
-def test_what_is_wrong_before_the_run_leaves_nothing_behind(surefoot: Command, tmp_path: Path) -> None:
+def test_what_is_wrong_before_the_run_leaves_nothing_behind(
+    surefoot: Command, tmp_path: Path
+) -> None:
     surefoot("init")
     before = sorted(tmp_path.rglob("*"))
-    for flag in ("task.wdith=3", "train.length=-1 steps", "optim.lr=nan", "evaluate.score=f1", "evaluate.split=unknown"):
+    for flag in (
+        "task.wdith=3",
+        "train.length=-1 steps",
+        "optim.lr=nan",
+        "evaluate.score=f1",
+        "evaluate.split=unknown",
+    ):
         answer = surefoot("train", "my_spec.toml", "--set", flag, "--quiet")
         assert (answer.code, answer.out) == (2, ""), flag
         assert answer.err.startswith("error: ")
-    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
+    assert [
+        path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts
+    ] == before
 
 
 @pytest.mark.quick(">&- 2>&-")
@@ -121,19 +170,37 @@ def test_what_is_wrong_before_the_run_leaves_nothing_behind(surefoot: Command, t
 def test_a_process_without_output_streams_trains_all_the_same(closed: str, tmp_path: Path) -> None:
     words = "train digits --steps 60 --quiet --set train.batch=8 --set evaluate.every=\"'1000 steps'\" --set observe.tensorboard=false"
     line = f"exec {shlex.quote(sys.executable)} -m surefoot {words} --run {shlex.quote(str(tmp_path / 'a'))} {closed}"
-    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    environment = {
+        **child_environment(threads=1),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
     done = subprocess.run(["bash", "-c", line], env=environment, check=False)
     assert done.returncode == 0
 
 
 @pytest.mark.parametrize("words", ["spec show digits", "spec schema", "runs --json", "--help"])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
-def test_an_answer_that_a_full_disk_does_not_take_is_a_failure_of_storage(words: str, tmp_path: Path) -> None:
-    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+def test_an_answer_that_a_full_disk_does_not_take_is_a_failure_of_storage(
+    words: str, tmp_path: Path
+) -> None:
+    environment = {
+        **child_environment(threads=1),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
     command = [sys.executable, "-m", "surefoot", *words.split()]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
-        silent = subprocess.run(command, env=environment, stdout=full, stderr=full, cwd=tmp_path, check=False)
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            check=False,
+        )
+        silent = subprocess.run(
+            command, env=environment, stdout=full, stderr=full, cwd=tmp_path, check=False
+        )
     assert done.stderr == (
         "error: standard output cannot be written: No space left on device\nhint: free some space, or write elsewhere\n"
     )

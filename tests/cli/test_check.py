@@ -30,9 +30,28 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     task = write_task(root)
     with pytest.MonkeyPatch.context() as patch:
         assert call(patch, "train", task, *FEW, *EVERY, "--run", str(root / "run")) == 0
-        assert call(patch, "train", task, *FEW, *EVERY, "--steps", "12", "--run", str(root / "long")) == 0
-        assert call(patch, "train", task, *FEW, *EVERY, "--seed", "7", "--run", str(root / "other")) == 0
-        assert call(patch, "train", task, *FEW, "--set", "checkpoint.every=4 steps", "--quiet", "--run", str(root / "few")) == 0
+        assert (
+            call(patch, "train", task, *FEW, *EVERY, "--steps", "12", "--run", str(root / "long"))
+            == 0
+        )
+        assert (
+            call(patch, "train", task, *FEW, *EVERY, "--seed", "7", "--run", str(root / "other"))
+            == 0
+        )
+        assert (
+            call(
+                patch,
+                "train",
+                task,
+                *FEW,
+                "--set",
+                "checkpoint.every=4 steps",
+                "--quiet",
+                "--run",
+                str(root / "few"),
+            )
+            == 0
+        )
     return root
 
 
@@ -54,14 +73,21 @@ def flip(path: Path, place: int) -> None:
 
 def states(answer: Answer) -> dict[Any, str]:
     row = answer.row
-    return {each.get("part", each.get("step")): each["state"] for each in (*row["parts"], *row["commits"])}
+    return {
+        each.get("part", each.get("step")): each["state"]
+        for each in (*row["parts"], *row["commits"])
+    }
 
 
 def not_whole(answer: Answer) -> dict[Any, str]:
-    return {name: state for name, state in states(answer).items() if state not in ("whole", "removed")}
+    return {
+        name: state for name, state in states(answer).items() if state not in ("whole", "removed")
+    }
 
 
-def test_a_copied_run_is_whole_and_what_retention_deleted_is_no_loss(runs: Path, surefoot: Command) -> None:
+def test_a_copied_run_is_whole_and_what_retention_deleted_is_no_loss(
+    runs: Path, surefoot: Command
+) -> None:
     for name in ("run", "long", "other", "few"):
         answer = surefoot("check", runs / name, "--json")
         assert answer.code == 0
@@ -108,7 +134,11 @@ SPOILED: dict[str, tuple[Callable[[Path], object], set[Any], str]] = {
     "the newest gone": (lambda run: shutil.rmtree(commit(run, 8)), {8}, "lost"),
     "one in the middle gone": (lambda run: shutil.rmtree(commit(run, 6)), {6}, "lost"),
     "the newest set aside": (set_aside, {8}, "lost"),
-    "a byte of a commit": (lambda run: flip(commit(run, 6) / "model.safetensors", -5), {6}, "damaged"),
+    "a byte of a commit": (
+        lambda run: flip(commit(run, 6) / "model.safetensors", -5),
+        {6},
+        "damaged",
+    ),
     "a manifest": (lambda run: (commit(run, 8) / "manifest.json").unlink(), {8}, "damaged"),
     "a line of the log": (damage_log, {"log"}, "damaged"),
     "no spec": (lambda run: (run / "spec.toml").unlink(), {"spec"}, "damaged"),
@@ -120,7 +150,9 @@ SPOILED: dict[str, tuple[Callable[[Path], object], set[Any], str]] = {
 
 
 @pytest.mark.parametrize("what", SPOILED)
-def test_what_is_damaged_or_missing_is_named_and_nothing_else(what: str, runs: Path, surefoot: Command) -> None:
+def test_what_is_damaged_or_missing_is_named_and_nothing_else(
+    what: str, runs: Path, surefoot: Command
+) -> None:
     spoil, names, state = SPOILED[what]
     spoil(runs / "run")
     answer = surefoot("check", runs / "run", "--json")
@@ -135,13 +167,17 @@ def test_what_is_damaged_or_missing_is_named_and_nothing_else(what: str, runs: P
 
 
 @pytest.mark.parametrize(("step", "state"), [(4, "lost"), (8, "lost")])
-def test_without_a_record_of_removals_what_retention_keeps_is_lost(step: int, state: str, runs: Path, surefoot: Command) -> None:
+def test_without_a_record_of_removals_what_retention_keeps_is_lost(
+    step: int, state: str, runs: Path, surefoot: Command
+) -> None:
     assert not (runs / "few" / removals.FILE).exists()
     shutil.rmtree(commit(runs / "few", step))
     assert not_whole(surefoot("check", runs / "few", "--json")) == {step: state}
 
 
-def test_the_run_of_an_older_surefoot_loses_nothing_by_its_retention(runs: Path, surefoot: Command) -> None:
+def test_the_run_of_an_older_surefoot_loses_nothing_by_its_retention(
+    runs: Path, surefoot: Command
+) -> None:
     (runs / "long" / removals.FILE).unlink()
     answer = surefoot("check", runs / "long", "--json")
     assert answer.code == 0
@@ -154,17 +190,25 @@ def test_a_line_that_a_full_disk_cut_costs_the_record_of_that_line_alone(runs: P
     path.write_text(path.read_text() + '\n{"step": 8, "gen')
     assert removals.read(runs / "long") == before
     assert removals.record(runs / "long", [10])
-    assert [each.step for each in removals.read(runs / "long")] == [*(each.step for each in before), 10]
+    assert [each.step for each in removals.read(runs / "long")] == [
+        *(each.step for each in before),
+        10,
+    ]
 
 
 def test_prune_and_a_fork_leave_folders_that_are_whole(runs: Path, surefoot: Command) -> None:
     assert surefoot("checkpoint", "prune", runs / "run", "--keep", "2", "--json").row["deleted"]
     assert surefoot("check", runs / "run").code == 0
-    assert surefoot("resume", runs / "few", "--fork", runs / "fork", "--steps", "12", "--quiet").code == 0
+    assert (
+        surefoot("resume", runs / "few", "--fork", runs / "fork", "--steps", "12", "--quiet").code
+        == 0
+    )
     assert surefoot("check", runs / "fork").code == 0
 
 
-def test_a_committed_step_that_was_deleted_written_again_and_lost_is_lost(runs: Path, surefoot: Command) -> None:
+def test_a_committed_step_that_was_deleted_written_again_and_lost_is_lost(
+    runs: Path, surefoot: Command
+) -> None:
     run = runs / "run"
     with (run / removals.FILE).open("a") as file:
         file.write(json.dumps({"step": 6, "generation": 0, "others": []}) + "\n")
@@ -172,7 +216,9 @@ def test_a_committed_step_that_was_deleted_written_again_and_lost_is_lost(runs: 
     assert not_whole(surefoot("check", run, "--json")) == {6: "lost"}
 
 
-def test_the_run_of_an_attached_loop_is_whole_and_its_lost_commit_is_named(tmp_path: Path, surefoot: Command) -> None:
+def test_the_run_of_an_attached_loop_is_whole_and_its_lost_commit_is_named(
+    tmp_path: Path, surefoot: Command
+) -> None:
     attach_a_loop(tmp_path / "loop")
     answer = surefoot("check", tmp_path / "loop", "--json")
     assert (answer.code, not_whole(answer)) == (0, {})
@@ -186,7 +232,9 @@ def attach_a_loop(folder: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.randn(20, 3)), batch_size=4, shuffle=True)
-    with surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=folder, save="2 steps") as run:
+    with surefoot.attach(
+        model=model, optimizer=optimizer, data=loader, folder=folder, save="2 steps"
+    ) as run:
         for _ in range(2):
             for (x,) in run.batches():
                 loss = model(x).square().mean()
@@ -197,7 +245,9 @@ def attach_a_loop(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: None])
-def test_what_is_no_run_is_refused(make: Callable[[Path], object], tmp_path: Path, surefoot: Command) -> None:
+def test_what_is_no_run_is_refused(
+    make: Callable[[Path], object], tmp_path: Path, surefoot: Command
+) -> None:
     make(tmp_path / "nothing")
     answer = surefoot("check", tmp_path / "nothing")
     assert answer.code == 2

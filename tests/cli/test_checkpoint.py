@@ -36,9 +36,20 @@ def a_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-def save(run: Path, step: int, model: nn.Module | None = None, score: float | None = None, **more: Any) -> None:
-    row = None if score is None else {"name": "accuracy", "value": score, "better": "higher", "split": "test"}
-    checkpoint.save(run, step, {"model": model or a_model(), **more}, Stamp(score=row, spec_id="x", environment={"torch": "2"}))
+def save(
+    run: Path, step: int, model: nn.Module | None = None, score: float | None = None, **more: Any
+) -> None:
+    row = (
+        None
+        if score is None
+        else {"name": "accuracy", "value": score, "better": "higher", "split": "test"}
+    )
+    checkpoint.save(
+        run,
+        step,
+        {"model": model or a_model(), **more},
+        Stamp(score=row, spec_id="x", environment={"torch": "2"}),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +93,14 @@ def test_list_tells_each_commit_its_best_and_what_is_linked(run: Path, surefoot:
     lines = answer.out.splitlines()
     assert lines[0].split() == ["step", "attempt", "size", "linked", "score", "age"]
     assert [line.split()[0] for line in lines[1:]] == ["1", "2", "3", "4", "5", "6"]
-    assert [line.endswith("best") for line in lines[1:]] == [False, False, True, False, False, False]
+    assert [line.endswith("best") for line in lines[1:]] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
     row = surefoot("checkpoint", "list", run, "--json").row
     assert "model.safetensors" in row["commits"][1]["linked"]
     assert row["commits"][0]["linked"] == []
@@ -98,8 +116,12 @@ def test_list_tells_what_kills_left_and_what_cannot_be_read(run: Path, surefoot:
     assert "manifest.json" in answer.out
 
 
-@pytest.mark.parametrize("harm", [lambda path: flip(path, 40), Path.unlink], ids=["damaged", "missing"])
-def test_show_tells_that_the_newest_cannot_be_read_and_shows_the_one_before(harm: Any, run: Path, surefoot: Command) -> None:
+@pytest.mark.parametrize(
+    "harm", [lambda path: flip(path, 40), Path.unlink], ids=["damaged", "missing"]
+)
+def test_show_tells_that_the_newest_cannot_be_read_and_shows_the_one_before(
+    harm: Any, run: Path, surefoot: Command
+) -> None:
     newest = path_of(6, manifest.FILE)
     harm(newest)
     answer = surefoot("checkpoint", "show", run, "--json")
@@ -113,7 +135,12 @@ def test_show_tells_that_the_newest_cannot_be_read_and_shows_the_one_before(harm
 
 
 def test_show_tells_files_tensors_shapes_and_dtypes(run: Path, surefoot: Command) -> None:
-    for words in ((f"{run}:3",), (run, "--step", "3"), (run, "--step", "best"), (path_of(3).parent,)):
+    for words in (
+        (f"{run}:3",),
+        (run, "--step", "3"),
+        (run, "--step", "best"),
+        (path_of(3).parent,),
+    ):
         answer = surefoot("checkpoint", "show", *words)
         assert answer.code == 0
         assert "step-000000000003" in answer.out
@@ -143,7 +170,9 @@ def test_a_step_that_is_not_there_is_told_with_those_that_are(run: Path, surefoo
 # ---- check
 
 
-def test_a_sound_run_passes_and_says_after_which_step_it_goes_on(run: Path, surefoot: Command) -> None:
+def test_a_sound_run_passes_and_says_after_which_step_it_goes_on(
+    run: Path, surefoot: Command
+) -> None:
     answer = surefoot("checkpoint", "check", run)
     assert answer.code == 0
     assert answer.out.splitlines()[-1] == "a run goes on after step 6"
@@ -202,11 +231,23 @@ def of_another_step(folder: Path) -> str:
     return manifest.FILE
 
 
-DAMAGE = (flipped, truncated, emptied, zeroed, missing, linked_away, spliced, without_manifest, of_another_step)
+DAMAGE = (
+    flipped,
+    truncated,
+    emptied,
+    zeroed,
+    missing,
+    linked_away,
+    spliced,
+    without_manifest,
+    of_another_step,
+)
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_every_kind_of_damage_is_named_and_only_that_commit(damage: Callable[[Path], str], run: Path, surefoot: Command) -> None:
+def test_every_kind_of_damage_is_named_and_only_that_commit(
+    damage: Callable[[Path], str], run: Path, surefoot: Command
+) -> None:
     save(run, 6, model=nn.Linear(3, 3), count=60)  # so that nothing of it is linked
     name = damage(path_of(6).parent)
     answer = surefoot("checkpoint", "check", run)
@@ -218,7 +259,9 @@ def test_every_kind_of_damage_is_named_and_only_that_commit(damage: Callable[[Pa
     assert {*row, *row["commits"][0]} == documented("checkpoint check")
 
 
-def test_four_hundred_of_four_hundred_flipped_bits_are_found_in_the_file_that_holds_them(tmp_path: Path) -> None:
+def test_four_hundred_of_four_hundred_flipped_bits_are_found_in_the_file_that_holds_them(
+    tmp_path: Path,
+) -> None:
     """Over every file of a commit with weights, average, optimiser and state, in proportion to their sizes; seed 0."""
     folder = tmp_path / FIXTURE.name
     shutil.copytree(FIXTURE, folder)
@@ -249,14 +292,18 @@ def test_a_file_that_several_commits_share_is_damaged_in_each(surefoot: Command)
     assert row["goes_on_after"] is None
 
 
-def test_a_file_that_no_manifest_names_is_told_and_is_no_damage(run: Path, surefoot: Command) -> None:
+def test_a_file_that_no_manifest_names_is_told_and_is_no_damage(
+    run: Path, surefoot: Command
+) -> None:
     path_of(6, "notes.txt").write_text("mine")
     answer = surefoot("checkpoint", "check", run)
     assert answer.code == 0
     assert "notes.txt is not named by the manifest" in answer.out
 
 
-def test_repair_sets_aside_what_is_damaged_deletes_nothing_and_leaves_the_rest(run: Path, surefoot: Command) -> None:
+def test_repair_sets_aside_what_is_damaged_deletes_nothing_and_leaves_the_rest(
+    run: Path, surefoot: Command
+) -> None:
     flip(path_of(5, "state.json"), 3)
     before = {path.name: path.read_bytes() for path in path_of(5).parent.iterdir()}
     answer = surefoot("checkpoint", "check", run, "--repair")
@@ -267,7 +314,9 @@ def test_repair_sets_aside_what_is_damaged_deletes_nothing_and_leaves_the_rest(r
     assert surefoot("checkpoint", "check", run).code == 0
 
 
-def test_what_moves_commits_waits_for_nobody_and_is_refused_while_the_run_trains(run: Path, surefoot: Command) -> None:
+def test_what_moves_commits_waits_for_nobody_and_is_refused_while_the_run_trains(
+    run: Path, surefoot: Command
+) -> None:
     from surefoot.contract.runlock import RunLock
 
     flip(path_of(5, "state.json"), 3)
@@ -283,7 +332,10 @@ def test_names_that_steer_a_terminal_are_shown_harmless(surefoot: Command) -> No
     name = "\x1b[31mred"
     made = checkpoint.save(RUN, 1, {name: torch.ones(3)})
     (pieces,) = [entry.tensors for entry in made.files if entry.tensors]
-    flip(path_of(1, "state.safetensors"), pieces[f"state/values/{name}"].start - sum(p.num_bytes for p in pieces.values()))
+    flip(
+        path_of(1, "state.safetensors"),
+        pieces[f"state/values/{name}"].start - sum(p.num_bytes for p in pieces.values()),
+    )
     for words in (("show", RUN), ("check", RUN), ("diff", RUN, RUN)):
         answer = surefoot("checkpoint", *words)
         assert "\x1b" not in answer.out + answer.err, words
@@ -293,17 +345,25 @@ def test_names_that_steer_a_terminal_are_shown_harmless(surefoot: Command) -> No
 # ---- prune
 
 
-def test_prune_keeps_the_newest_the_best_and_multiples_and_touches_no_foreign_name(run: Path, surefoot: Command) -> None:
+def test_prune_keeps_the_newest_the_best_and_multiples_and_touches_no_foreign_name(
+    run: Path, surefoot: Command
+) -> None:
     (run / "checkpoints" / "notes").mkdir()
     (run / "checkpoints" / "step-7").mkdir()
-    told = surefoot("checkpoint", "prune", run, "--keep", "2", "--keep-every", "4 steps", "--dry-run")
+    told = surefoot(
+        "checkpoint", "prune", run, "--keep", "2", "--keep-every", "4 steps", "--dry-run"
+    )
     assert told.out.splitlines() == ["would be deleted: step 1, step 2"]
     assert manifest.steps(run) == [1, 2, 3, 4, 5, 6]
-    row = surefoot("checkpoint", "prune", run, "--keep", "2", "--keep-every", "4 steps", "--json").row
+    row = surefoot(
+        "checkpoint", "prune", run, "--keep", "2", "--keep-every", "4 steps", "--json"
+    ).row
     assert row["deleted"] == [1, 2]
     assert set(row) == documented("checkpoint prune")
     assert manifest.steps(run) == [3, 4, 5, 6]
-    assert sorted(path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step-0")) == [
+    assert sorted(
+        path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step-0")
+    ) == [
         "notes",
         "step-7",
     ]
@@ -360,13 +420,17 @@ def test_the_rules_are_those_of_the_run_s_own_spec(run: Path, surefoot: Command)
 # ---- diff
 
 
-def test_two_commits_of_the_same_state_are_equal_and_times_do_not_count(run: Path, surefoot: Command) -> None:
+def test_two_commits_of_the_same_state_are_equal_and_times_do_not_count(
+    run: Path, surefoot: Command
+) -> None:
     save(Path("other"), 6, count=6)
     answer = surefoot("checkpoint", "diff", f"{run}:6", "other")
     assert (answer.code, answer.out.splitlines()[-1].startswith("equal: ")) == (0, True)
 
 
-def test_the_values_that_differ_are_named_counted_and_measured(run: Path, surefoot: Command) -> None:
+def test_the_values_that_differ_are_named_counted_and_measured(
+    run: Path, surefoot: Command
+) -> None:
     model = a_model()
     with torch.no_grad():
         model.get_parameter("0.weight")[1, 2] += 0.5
@@ -386,12 +450,30 @@ def test_the_values_that_differ_are_named_counted_and_measured(run: Path, surefo
     assert "2 of 12" in surefoot("checkpoint", "diff", f"{run}:6", "other:6").out
 
 
-DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
-          torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]  # fmt: skip
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_read_without_torch_as_torch_reads_it(dtype: torch.dtype, surefoot: Command) -> None:
+def test_every_dtype_is_read_without_torch_as_torch_reads_it(
+    dtype: torch.dtype, surefoot: Command
+) -> None:
     one = torch.tensor([0, 1, 2, 3, 5, 8, 13]).to(dtype)
     other = torch.tensor([0, 1, 2, 3, 5, 8, 21]).to(dtype)
     for number, tensor in enumerate((one, other)):
@@ -424,7 +506,9 @@ def test_a_difference_is_never_told_of_bytes_that_are_damaged(run: Path, surefoo
 
 @pytest.mark.parametrize("which", ["first", "second"])
 @pytest.mark.parametrize("damage", DAMAGE[:6], ids=lambda damage: damage.__name__)
-def test_what_is_damaged_is_never_called_equal(damage: Any, which: str, run: Path, surefoot: Command) -> None:
+def test_what_is_damaged_is_never_called_equal(
+    damage: Any, which: str, run: Path, surefoot: Command
+) -> None:
     shutil.copytree(path_of(6).parent, Path("whole", "checkpoints", path_of(6).parent.name))
     assert surefoot("checkpoint", "diff", f"{run}:6", "whole:6").code == 0
     name = damage(path_of(6).parent)
@@ -452,11 +536,20 @@ assert not heavy, heavy
 
 
 def test_looking_at_checkpoints_needs_no_torch(run: Path, surefoot: Command) -> None:
-    words = [["list", "run"], ["show", "run"], ["check", "run"], ["diff", "run:1", "run:6"], ["prune", "run", "--keep", "2"]]
+    words = [
+        ["list", "run"],
+        ["show", "run"],
+        ["check", "run"],
+        ["diff", "run:1", "run:6"],
+        ["prune", "run", "--keep", "2"],
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", LIGHT.format(words=words)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", LIGHT.format(words=words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert len(manifest.steps(run)) == 3
 
@@ -464,11 +557,15 @@ def test_looking_at_checkpoints_needs_no_torch(run: Path, surefoot: Command) -> 
 # ---- a second reader
 
 
-def test_a_reader_of_numpy_and_json_alone_finds_the_same_tensors_and_the_same_damage(run: Path, surefoot: Command) -> None:
+def test_a_reader_of_numpy_and_json_alone_finds_the_same_tensors_and_the_same_damage(
+    run: Path, surefoot: Command
+) -> None:
     model = nn.Linear(3, 3).to(torch.bfloat16)
     save(RUN, 7, model, empty=torch.empty(0), huge=torch.arange(2_500_000), count=np.float32(3))
     script = ROOT / "examples" / "read_checkpoint.py"
-    done = subprocess.run([sys.executable, script, path_of(7).parent], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, script, path_of(7).parent], capture_output=True, text=True, check=True
+    )
     assert "model.safetensors:weight  uint16 [3, 3]" in done.stdout
     assert "state.safetensors:state/values/huge  int64 [2500000]" in done.stdout
     read = runpy.run_path(str(script))["read"]
@@ -489,7 +586,9 @@ def test_names_and_bounds_of_the_reference_are_those_of_the_code() -> None:
     assert f"at most {manifest.MAX_BYTES >> 20} MiB" in text
     assert f"more than {manifest.MAX_DIMS} dimensions" in text
     assert manifest.MAX_COUNT == 2**48
-    row = json.loads(manifest.Manifest(step=1, generation=1, spec_id="", files=(), environment={}).as_text())
+    row = json.loads(
+        manifest.Manifest(step=1, generation=1, spec_id="", files=(), environment={}).as_text()
+    )
     rows = {
         line.split("`")[1]
         for line in text.split("## manifest.json")[1].split("Each of")[0].splitlines()

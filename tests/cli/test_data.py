@@ -18,7 +18,10 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "set"
     made.mkdir()
     for shard in range(2):
-        write_tar(made / f"{shard}.tar", [each for number in range(4) for each in members_of(4 * shard + number)])
+        write_tar(
+            made / f"{shard}.tar",
+            [each for number in range(4) for each in members_of(4 * shard + number)],
+        )
     return made
 
 
@@ -40,7 +43,15 @@ def test_a_sound_set_passes(folder: Path, surefoot: Command) -> None:
 
 
 def test_every_bad_part_is_named_and_the_rest_is_read(folder: Path, surefoot: Command) -> None:
-    write_tar(folder / "2.tar", [("0.png", image()[:20]), ("1.cls", b"x"), ("2.cls", b"3"), ("3.pkl", b"not decoded, not bad")])
+    write_tar(
+        folder / "2.tar",
+        [
+            ("0.png", image()[:20]),
+            ("1.cls", b"x"),
+            ("2.cls", b"3"),
+            ("3.pkl", b"not decoded, not bad"),
+        ],
+    )
     cut = write_tar(folder / "3.tar", [each for number in range(4) for each in members_of(number)])
     cut.write_bytes(cut.read_bytes()[:9000])
     (folder / "4.tar").write_bytes(b"x" * 2000)
@@ -65,7 +76,9 @@ def test_real_tars_are_sound(cifar10_folder: Path, surefoot: Command) -> None:
 
 
 @pytest.mark.parametrize("verb", ["index", "check"])
-def test_what_is_no_set_of_tars_is_refused_in_words(verb: str, tmp_path: Path, surefoot: Command) -> None:
+def test_what_is_no_set_of_tars_is_refused_in_words(
+    verb: str, tmp_path: Path, surefoot: Command
+) -> None:
     (tmp_path / "empty").mkdir()
     for place, words in (("none", "none is missing"), ("empty", "empty holds no tar")):
         answer = surefoot("data", verb, place)
@@ -73,7 +86,9 @@ def test_what_is_no_set_of_tars_is_refused_in_words(verb: str, tmp_path: Path, s
         assert words in answer.err
 
 
-def test_an_index_that_cannot_be_made_is_refused_in_words(folder: Path, tmp_path: Path, surefoot: Command) -> None:
+def test_an_index_that_cannot_be_made_is_refused_in_words(
+    folder: Path, tmp_path: Path, surefoot: Command
+) -> None:
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     answer = surefoot("data", "index", str(folder), str(other))
@@ -86,7 +101,9 @@ def test_an_index_that_cannot_be_made_is_refused_in_words(folder: Path, tmp_path
     assert not list(folder.glob("*.index"))
 
 
-def test_urls_are_read_like_files(folder: Path, surefoot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_are_read_like_files(
+    folder: Path, surefoot: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("aiohttp", reason="needs aiohttp: the extra store")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with serving({f"/{path.name}": path.read_bytes() for path in folder.iterdir()}) as served:

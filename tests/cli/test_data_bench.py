@@ -24,20 +24,36 @@ def folder(tmp_path: Path) -> Path:
     for shard in range(2):
         numbers = range(20 * shard, 20 * shard + 20)
         pairs = [(f"{number}.png", image(size=(5 + number % 2, 4))) for number in numbers]
-        write_tar(made / f"{shard}.tar", [each for key, content in pairs for each in ((key, content), (f"{key[:-4]}.cls", b"3"))])
+        write_tar(
+            made / f"{shard}.tar",
+            [
+                each
+                for key, content in pairs
+                for each in ((key, content), (f"{key[:-4]}.cls", b"3"))
+            ],
+        )
     return made
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_each_number_of_workers_reads_every_sample_cold_and_warm(kind: str, folder: Path, surefoot: Command) -> None:
+def test_each_number_of_workers_reads_every_sample_cold_and_warm(
+    kind: str, folder: Path, surefoot: Command
+) -> None:
     row = surefoot("data", "bench", "tars", "--workers", "0,2", "--kind", kind, "--json").row
     assert row["num_samples"] == 40
-    assert [(each["workers"], each["state"]) for each in row["rows"]] == [(0, "cold"), (0, "warm"), (2, "cold"), (2, "warm")]
+    assert [(each["workers"], each["state"]) for each in row["rows"]] == [
+        (0, "cold"),
+        (0, "warm"),
+        (2, "cold"),
+        (2, "warm"),
+    ]
     for each in row["rows"]:
         assert each["samples"] == 40
         assert each["samples_per_s"] > 0
         assert each["read"] + each["decode"] == pytest.approx(1.0)
-        assert each["bytes_per_s"] / each["samples_per_s"] == pytest.approx(4 * 512)  # two members, each a header and a block
+        assert each["bytes_per_s"] / each["samples_per_s"] == pytest.approx(
+            4 * 512
+        )  # two members, each a header and a block
     answer = surefoot("data", "bench", "tars", "--workers", "0")
     assert answer.code == 0
     assert "40 samples in 2 tars" in answer.out
@@ -85,14 +101,20 @@ def test_urls_are_measured_where_their_copies_lie(
     pytest.importorskip("aiohttp", reason="needs aiohttp: the extra store")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with serving({f"/{path.name}": path.read_bytes() for path in folder.iterdir()}) as served:
-        row = surefoot("data", "bench", f"{served.url}/{{0..1}}.tar", "--workers", "0", "--json").row
+        row = surefoot(
+            "data", "bench", f"{served.url}/{{0..1}}.tar", "--workers", "0", "--json"
+        ).row
     assert [each["samples"] for each in row["rows"]] == [40, 40]
 
 
 def test_samples_and_seconds_bound_a_row(folder: Path, surefoot: Command) -> None:
-    rows = surefoot("data", "bench", "tars", "--workers", "0", "--samples", "7", "--json").row["rows"]
+    rows = surefoot("data", "bench", "tars", "--workers", "0", "--samples", "7", "--json").row[
+        "rows"
+    ]
     assert [each["samples"] for each in rows] == [7, 7]
-    rows = surefoot("data", "bench", "tars", "--workers", "0", "--seconds", "1e-6", "--json").row["rows"]
+    rows = surefoot("data", "bench", "tars", "--workers", "0", "--seconds", "1e-6", "--json").row[
+        "rows"
+    ]
     assert [each["samples"] for each in rows] == [reading.BATCH, reading.BATCH]
 
 
@@ -111,7 +133,9 @@ def test_samples_and_seconds_bound_a_row(folder: Path, surefoot: Command) -> Non
         (("bad",), "is none of JPEG, PNG, WEBP"),
     ],
 )
-def test_bad_input_is_told_in_words(words: tuple[str, ...], says: str, folder: Path, tmp_path: Path, surefoot: Command) -> None:
+def test_bad_input_is_told_in_words(
+    words: tuple[str, ...], says: str, folder: Path, tmp_path: Path, surefoot: Command
+) -> None:
     for name in ("empty", "odd", "bad"):
         (tmp_path / name).mkdir()
     write_tar(tmp_path / "odd" / "0.tar", [("0.bin", b"x")])

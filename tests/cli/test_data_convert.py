@@ -81,14 +81,20 @@ def arrays(tmp_path: Path) -> dict[str, Path]:
 
 def digests(folder: Path) -> dict[str, str]:
     """Of all that is written there, but for what is ours alone: the index holds times, the progress file goes along."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.suffix != ".index"}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.iterdir()
+        if path.suffix != ".index"
+    }
 
 
 def tars_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.tar"))
 
 
-def test_an_image_folder_becomes_tars_that_hold_its_very_bytes(images: Path, tmp_path: Path, surefoot: Command) -> None:
+def test_an_image_folder_becomes_tars_that_hold_its_very_bytes(
+    images: Path, tmp_path: Path, surefoot: Command
+) -> None:
     row = surefoot("data", "convert", images, "out", "--shard-size", "12 KiB", "--json").row
     out = tmp_path / "out"
     assert row["samples"] == 24
@@ -97,7 +103,10 @@ def test_an_image_folder_becomes_tars_that_hold_its_very_bytes(images: Path, tmp
     assert max(path.stat().st_size for path in tars_of(out)) <= 12 << 10
     assert json.loads((out / "classes.json").read_text()) == {"0": "cat", "1": "dog"}
     files = (out / "files.txt").read_text().splitlines()
-    source, tars = ImageFolder(images), Tars(tars_of(out), cache=tmp_path / "cache", image="png", label="cls")
+    source, tars = (
+        ImageFolder(images),
+        Tars(tars_of(out), cache=tmp_path / "cache", image="png", label="cls"),
+    )
     ids = np.arange(24)
     read, want = tars.read(ids), source.read(ids)
     assert torch.equal(read["image"], want["images"])
@@ -106,7 +115,13 @@ def test_an_image_folder_becomes_tars_that_hold_its_very_bytes(images: Path, tmp
     for path in tars_of(out):
         with tarfile.open(path) as archive:
             for member in archive.getmembers():
-                assert (member.mtime, member.uid, member.gid, member.mode, member.uname) == (0, 0, 0, 0o644, "")
+                assert (member.mtime, member.uid, member.gid, member.mode, member.uname) == (
+                    0,
+                    0,
+                    0,
+                    0o644,
+                    "",
+                )
                 if member.name.endswith(".png"):
                     held = archive.extractfile(member)
                     assert held is not None
@@ -123,7 +138,9 @@ def test_the_tars_are_read_by_their_headers_alone(arrays: dict[str, Path], tmp_p
         assert len(found) == each.samples + 1
 
 
-def test_arrays_come_back_as_they_were(arrays: dict[str, Path], tmp_path: Path, surefoot: Command) -> None:
+def test_arrays_come_back_as_they_were(
+    arrays: dict[str, Path], tmp_path: Path, surefoot: Command
+) -> None:
     words = [f"{name}={path}" for name, path in arrays.items()]
     answer = surefoot("data", "convert", *words, "out", "--shard-size", "30 KiB")
     assert answer.code == 0
@@ -150,19 +167,34 @@ def test_whatever_a_task_gives_comes_back_part_by_part(tmp_path: Path, surefoot:
     row = surefoot("data", "convert", "mine.py:Task", "out", "--json").row
     assert row["kept"] == 1
     parts = row["parts"]
-    assert parts == {"text": "txt", "label": "cls", "weights": "safetensors", "ids": "json", "x": "npy"}
-    read = Tars(tars_of(tmp_path / "out"), cache=tmp_path / "cache", **parts).read(np.array([0, 7, 19]))
+    assert parts == {
+        "text": "txt",
+        "label": "cls",
+        "weights": "safetensors",
+        "ids": "json",
+        "x": "npy",
+    }
+    read = Tars(tars_of(tmp_path / "out"), cache=tmp_path / "cache", **parts).read(
+        np.array([0, 7, 19])
+    )
     assert read["text"] == ["sample 0", "sample 7", "sample 19"]
     assert read["label"].tolist() == [0, 1, 1]
     assert [each["a"].tolist() for each in read["weights"]] == [[0, 0], [7, 7], [19, 19]]
     assert read["ids"] == [[0, 1], [7, 8], [19, 20]]
     assert read["x"].tolist() == [[0, 0.5, 1, 1.5]] * 3
-    assert surefoot("data", "convert", "mine.py:Task", "other", "--split", "test", "--json").row["samples"] == 4
+    assert (
+        surefoot("data", "convert", "mine.py:Task", "other", "--split", "test", "--json").row[
+            "samples"
+        ]
+        == 4
+    )
 
 
 def test_a_form_can_be_chosen(arrays: dict[str, Path], tmp_path: Path, surefoot: Command) -> None:
     word = f"label={arrays['label']}"
-    assert surefoot("data", "convert", word, "out", "--as", "label=npy", "--json").row["parts"] == {"label": "npy"}
+    assert surefoot("data", "convert", word, "out", "--as", "label=npy", "--json").row["parts"] == {
+        "label": "npy"
+    }
     answer = surefoot("data", "convert", word, "b", "--as", "label=png")
     assert answer.code == 2
     assert "label as png is not possible" in answer.err
@@ -174,10 +206,14 @@ def test_bytes_depend_on_the_samples_alone(arrays: dict[str, Path], tmp_path: Pa
         convert(of_arrays(arrays), tmp_path / name, ShardNaming(shard_bytes=20 << 10))
         os.utime(arrays["image"])  # another time of change is another source, not other bytes
     one, other = digests(tmp_path / "a"), digests(tmp_path / "b")
-    assert {name: one[name] for name in one if name != PROGRESS} == {name: other[name] for name in other if name != PROGRESS}
+    assert {name: one[name] for name in one if name != PROGRESS} == {
+        name: other[name] for name in other if name != PROGRESS
+    }
 
 
-def test_shuffled_tars_have_the_order_of_a_runs_first_epoch(arrays: dict[str, Path], tmp_path: Path) -> None:
+def test_shuffled_tars_have_the_order_of_a_runs_first_epoch(
+    arrays: dict[str, Path], tmp_path: Path
+) -> None:
     convert(of_arrays(arrays), tmp_path / "out", ShardNaming(shard_bytes=20 << 10, shuffle=3))
     tars = Tars(tars_of(tmp_path / "out"), cache=tmp_path / "cache", image="npy")
     order = Order(60, 3).ids(0, 0, 60)
@@ -206,7 +242,9 @@ def test_tars_of_a_process_killed_again_and_again_are_those_of_one_that_was_not(
     made = convert(of_arrays(arrays), tmp_path / "whole", layout)
     assert len(made.shards) > 8
     for after in (1, 3, 17, 18, 40, 59, 60):
-        process = multiprocessing.get_context("fork").Process(target=_killed, args=(arrays, out, after))
+        process = multiprocessing.get_context("fork").Process(
+            target=_killed, args=(arrays, out, after)
+        )
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
@@ -215,13 +253,19 @@ def test_tars_of_a_process_killed_again_and_again_are_those_of_one_that_was_not(
     resumed = convert(of_arrays(arrays), out, layout)
     assert resumed.kept >= len(made.shards) - 2
     assert digests(out) == digests(tmp_path / "whole")
-    assert {path.name: path.stat().st_ino for path in tars_of(out)}.items() >= inodes.items()  # none was written again
+    assert {
+        path.name: path.stat().st_ino for path in tars_of(out)
+    }.items() >= inodes.items()  # none was written again
     assert not list(out.glob(".*.draft"))
     listed = dict(line.split("  ")[::-1] for line in (out / "SHA256SUMS").read_text().splitlines())
-    assert listed == {name: digest for name, digest in digests(out).items() if name.endswith(".tar")}
+    assert listed == {
+        name: digest for name, digest in digests(out).items() if name.endswith(".tar")
+    }
 
 
-def test_it_goes_on_wherever_the_progress_file_ends(arrays: dict[str, Path], tmp_path: Path) -> None:
+def test_it_goes_on_wherever_the_progress_file_ends(
+    arrays: dict[str, Path], tmp_path: Path
+) -> None:
     out, layout = tmp_path / "out", ShardNaming(shard_bytes=20 << 10)
     convert(of_arrays(arrays), out, layout)
     whole, progress = digests(out), (out / PROGRESS).read_bytes()
@@ -242,8 +286,17 @@ def test_it_goes_on_wherever_the_progress_file_ends(arrays: dict[str, Path], tmp
         assert digests(out) == whole
 
 
-def test_a_shard_that_is_damaged_or_gone_is_written_again(arrays: dict[str, Path], tmp_path: Path, surefoot: Command) -> None:
-    words = ["data", "convert", *(f"{name}={path}" for name, path in arrays.items()), "out", "--shard-size", "20 KiB"]
+def test_a_shard_that_is_damaged_or_gone_is_written_again(
+    arrays: dict[str, Path], tmp_path: Path, surefoot: Command
+) -> None:
+    words = [
+        "data",
+        "convert",
+        *(f"{name}={path}" for name, path in arrays.items()),
+        "out",
+        "--shard-size",
+        "20 KiB",
+    ]
     assert surefoot(*words).code == 0
     whole = digests(tmp_path / "out")
     first, second, *_ = tars_of(tmp_path / "out")
@@ -272,9 +325,20 @@ def test_a_shard_that_is_damaged_or_gone_is_written_again(arrays: dict[str, Path
     ],
 )
 def test_a_folder_of_another_conversion_is_left_alone(
-    change: str, words: tuple[str, ...], says: str, arrays: dict[str, Path], tmp_path: Path, surefoot: Command
+    change: str,
+    words: tuple[str, ...],
+    says: str,
+    arrays: dict[str, Path],
+    tmp_path: Path,
+    surefoot: Command,
 ) -> None:
-    command = ["data", "convert", *(f"{name}={path}" for name, path in arrays.items()), "out", "--no-index"]
+    command = [
+        "data",
+        "convert",
+        *(f"{name}={path}" for name, path in arrays.items()),
+        "out",
+        "--no-index",
+    ]
     assert surefoot(*command, "--shard-size", "20 KiB").code == 0
     out = tmp_path / "out"
     if change == "source":
@@ -282,11 +346,15 @@ def test_a_folder_of_another_conversion_is_left_alone(
     elif change == "tar":
         (out / "mine.tar").write_bytes(b"mine")
     elif change:
-        old, new = (b"convert 1", b"convert 0") if change == "version" else (b'"source"', b'"nothing"')
+        old, new = (
+            (b"convert 1", b"convert 0") if change == "version" else (b'"source"', b'"nothing"')
+        )
         (out / PROGRESS).write_bytes((out / PROGRESS).read_bytes().replace(old, new))
     before = digests(out)
     answer = surefoot(
-        *command, *(words or ("--shard-size", "20 KiB")), *(() if "--shard-size" in words else ("--shard-size", "20 KiB"))
+        *command,
+        *(words or ("--shard-size", "20 KiB")),
+        *(() if "--shard-size" in words else ("--shard-size", "20 KiB")),
     )
     assert answer.code == 2
     assert says in answer.err
@@ -294,7 +362,9 @@ def test_a_folder_of_another_conversion_is_left_alone(
 
 
 @pytest.mark.parametrize("name", ["mine.tar", "SHA256SUMS", "classes.json"])
-def test_nothing_of_anothers_is_overwritten(name: str, images: Path, tmp_path: Path, surefoot: Command) -> None:
+def test_nothing_of_anothers_is_overwritten(
+    name: str, images: Path, tmp_path: Path, surefoot: Command
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
     answer = surefoot("data", "convert", images, "out")
@@ -359,7 +429,9 @@ def test_a_disk_without_room_is_told_before_and_a_full_one_with_what_to_do(
     assert surefoot(*words).code == 0
 
 
-def test_two_processes_do_not_write_into_one_folder(arrays: dict[str, Path], tmp_path: Path) -> None:
+def test_two_processes_do_not_write_into_one_folder(
+    arrays: dict[str, Path], tmp_path: Path
+) -> None:
     out, tried = tmp_path / "out", []
 
     def tell(done: int) -> None:
@@ -378,7 +450,9 @@ def test_sources_without_rows_and_values_without_a_form_are_refused(tmp_path: Pa
         Samples(Iterated(batches))
     with pytest.raises(DataError, match="cannot be written"):
         Samples(Arrays(x=torch.zeros(3, 2, dtype=torch.bfloat16)))
-    with pytest.raises(DataError, match=r"label of sample 1 is -1, which is no class\nhint: .*--as label=npy"):
+    with pytest.raises(
+        DataError, match=r"label of sample 1 is -1, which is no class\nhint: .*--as label=npy"
+    ):
         Samples(Arrays(label=torch.tensor([1, -1])))
     rows = Iterated([{"x": torch.full((1, 2), float(number))} for number in range(6)])
     with pytest.raises(DataError, match="cannot be shuffled"):

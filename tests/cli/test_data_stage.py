@@ -26,20 +26,29 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "slow"
     made.mkdir()
     for shard in range(4):
-        members = [(f"{number}.cls", str(number).encode()) for number in range(100 * shard, 100 * shard + 30)]
+        members = [
+            (f"{number}.cls", str(number).encode())
+            for number in range(100 * shard, 100 * shard + 30)
+        ]
         write_tar(made / f"{shard}.tar", members)
     return made
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.tar")}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.tar")
+    }
 
 
 def write_sums(folder: Path) -> None:
-    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in digests(folder).items()))
+    (folder / "SHA256SUMS").write_text(
+        "".join(f"{digest}  {name}\n" for name, digest in digests(folder).items())
+    )
 
 
-def test_copies_are_the_same_and_are_read_the_same(folder: Path, tmp_path: Path, surefoot: Command) -> None:
+def test_copies_are_the_same_and_are_read_the_same(
+    folder: Path, tmp_path: Path, surefoot: Command
+) -> None:
     (folder / "classes.json").write_text("{}")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     row = surefoot("data", "stage", "slow", "fast/tars", "--json").row
@@ -91,7 +100,9 @@ def test_a_tar_that_is_not_what_its_digest_says_is_not_staged(
     answer = surefoot("data", "stage", "slow", "fast")
     assert answer.code == 2
     assert "2.tar is not what it should be" in answer.err
-    assert sorted(path.name for path in (tmp_path / "fast").glob("*tar*") if path.suffix != ".draft") == ["0.tar", "1.tar"]
+    assert sorted(
+        path.name for path in (tmp_path / "fast").glob("*tar*") if path.suffix != ".draft"
+    ) == ["0.tar", "1.tar"]
     assert not list((tmp_path / "fast").glob(".*.draft"))
 
 
@@ -107,10 +118,14 @@ def _killed(folder: Path, dest: Path, after: int) -> None:
     stage(sorted(folder.glob("*.tar")), dest, tell=tell)
 
 
-def test_a_copy_that_was_killed_is_gone_on_with(folder: Path, tmp_path: Path, surefoot: Command) -> None:
+def test_a_copy_that_was_killed_is_gone_on_with(
+    folder: Path, tmp_path: Path, surefoot: Command
+) -> None:
     dest = tmp_path / "fast"
     for after in (1, 2, 4):
-        process = multiprocessing.get_context("fork").Process(target=_killed, args=(folder, dest, after))
+        process = multiprocessing.get_context("fork").Process(
+            target=_killed, args=(folder, dest, after)
+        )
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
@@ -125,7 +140,9 @@ def test_a_copy_that_was_killed_is_gone_on_with(folder: Path, tmp_path: Path, su
 
 
 @pytest.mark.parametrize("name", ["mine.tar", "2.tar", "SHA256SUMS"])
-def test_nothing_of_anothers_is_overwritten(name: str, folder: Path, tmp_path: Path, surefoot: Command) -> None:
+def test_nothing_of_anothers_is_overwritten(
+    name: str, folder: Path, tmp_path: Path, surefoot: Command
+) -> None:
     (tmp_path / "fast").mkdir()
     (tmp_path / "fast" / name).write_text("mine")
     answer = surefoot("data", "stage", "slow", "fast")
@@ -134,7 +151,9 @@ def test_nothing_of_anothers_is_overwritten(name: str, folder: Path, tmp_path: P
     assert (tmp_path / "fast" / name).read_text() == "mine"
 
 
-def test_bad_input_is_told_in_words(folder: Path, tmp_path: Path, surefoot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_told_in_words(
+    folder: Path, tmp_path: Path, surefoot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "other").mkdir()
     shutil.copy(folder / "0.tar", tmp_path / "other" / "0.tar")
     (tmp_path / "file").write_text("")
@@ -171,7 +190,9 @@ server:/x /far nfs4 rw 0 0
 """
 
 
-def test_a_device_is_told_by_the_nearest_mount_and_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_told_by_the_nearest_mount_and_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "mounts").write_text(MOUNTS)
@@ -185,9 +206,15 @@ def test_a_device_is_told_by_the_nearest_mount_and_its_disk(tmp_path: Path, monk
         (queue / "rotational").write_text(f"{spins}\n")
         (blocks / disk.name).symlink_to(disk)
     wanted = {
-        "/a/b": "virtual disk", "/mem/x": "memory", "/memory": "virtual disk", "/spins/x": "HDD", "/solid": "SSD",
-        "/spins/fast one/x": "NVMe", "/far/x": "network", "/pool/x": "NVMe",
-    }  # fmt: skip
+        "/a/b": "virtual disk",
+        "/mem/x": "memory",
+        "/memory": "virtual disk",
+        "/spins/x": "HDD",
+        "/solid": "SSD",
+        "/spins/fast one/x": "NVMe",
+        "/far/x": "network",
+        "/pool/x": "NVMe",
+    }
     found = {place: find_device(Path(place), blocks=blocks).kind for place in wanted}
     assert found == wanted
     assert str(find_device(Path("/far/x"), blocks=blocks)) == "network (nfs4 on server:/x)"
@@ -199,7 +226,12 @@ def test_a_device_is_told_by_the_nearest_mount_and_its_disk(tmp_path: Path, monk
 def test_what_was_dropped_is_not_in_memory_and_a_read_brings_it_back(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(4 << 20))
-    if not drop_cached([path]) and find_device(path).kind not in ("virtual disk", "HDD", "SSD", "NVMe"):
+    if not drop_cached([path]) and find_device(path).kind not in (
+        "virtual disk",
+        "HDD",
+        "SSD",
+        "NVMe",
+    ):
         pytest.skip("this system keeps its files in memory")
     assert cached_share(path) == 0.0
     path.read_bytes()

@@ -19,14 +19,49 @@ from tests.cli.conftest import Command
 from tests.cli.reference import CLI, ROOT, sections
 
 VERBS = (
-    "demo", "init", "train", "resume", "evaluate", "predict", "runs", "show", "compare", "why", "report", "ledger", "profile", "verify",
+    "demo",
+    "init",
+    "train",
+    "resume",
+    "evaluate",
+    "predict",
+    "runs",
+    "show",
+    "compare",
+    "why",
+    "report",
+    "ledger",
+    "profile",
+    "verify",
     "prove",
-    "roofline", "explain", "formats", "whatif", "memory", "tune-loader", "bench step", "bench comm", "ladder",
-    "spec show", "spec schema", "spec check",
-    "check", "archive", "remove",
-    "checkpoint list", "checkpoint show", "checkpoint check", "checkpoint prune", "checkpoint diff", "checkpoint export",
-    "checkpoint import", "data convert", "data index", "data check", "data bench", "data stage",
-)  # fmt: skip
+    "roofline",
+    "explain",
+    "formats",
+    "whatif",
+    "memory",
+    "tune-loader",
+    "bench step",
+    "bench comm",
+    "ladder",
+    "spec show",
+    "spec schema",
+    "spec check",
+    "check",
+    "archive",
+    "remove",
+    "checkpoint list",
+    "checkpoint show",
+    "checkpoint check",
+    "checkpoint prune",
+    "checkpoint diff",
+    "checkpoint export",
+    "checkpoint import",
+    "data convert",
+    "data index",
+    "data check",
+    "data bench",
+    "data stage",
+)
 COMMON = {"--json", "--traceback"}
 
 
@@ -80,8 +115,12 @@ def test_no_word_in_brackets_is_lost_from_the_help_of_a_verb(
     assert [word for text in texts for word in BRACKETS.findall(text) if word not in shown] == []
 
 
-def test_words_in_brackets_are_shown_in_every_place_of_a_help(capsys: pytest.CaptureFixture[str]) -> None:
-    tried = typer.Typer(cls=Verbs, help="Group [one].", epilog="End [two].", rich_markup_mode="rich")
+def test_words_in_brackets_are_shown_in_every_place_of_a_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tried = typer.Typer(
+        cls=Verbs, help="Group [one].", epilog="End [two].", rich_markup_mode="rich"
+    )
 
     @tried.command(cls=Verb)
     def verb(given: Annotated[str, typer.Option(help="an option of [three]")] = "") -> None:
@@ -107,7 +146,10 @@ def test_every_verb_has_json_and_traceback(verb: str) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_reference_names_every_flag_of_a_verb(verb: str) -> None:
     text = CLI.read_text()
-    mine = next((body for title, body in sections(CLI).items() if title.startswith(f"surefoot {verb}")), None)
+    mine = next(
+        (body for title, body in sections(CLI).items() if title.startswith(f"surefoot {verb}")),
+        None,
+    )
     assert mine is not None, f"docs/reference/cli.md has no section for {verb}"
     named = mine + text.split("## surefoot")[0]
     if verb == "predict":  # "flags as for evaluate"
@@ -116,9 +158,19 @@ def test_the_reference_names_every_flag_of_a_verb(verb: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("shwo",), ("show",), ("spec", "shwo"), ("runs", "--jsn"), ("train", "digits", "--steps", "x"), ("compare",)]
+    "words",
+    [
+        ("shwo",),
+        ("show",),
+        ("spec", "shwo"),
+        ("runs", "--jsn"),
+        ("train", "digits", "--steps", "x"),
+        ("compare",),
+    ],
 )
-def test_a_command_line_that_cannot_be_read_is_bad_input(words: tuple[str, ...], surefoot: Command) -> None:
+def test_a_command_line_that_cannot_be_read_is_bad_input(
+    words: tuple[str, ...], surefoot: Command
+) -> None:
     answer = surefoot(*words)
     assert (answer.code, answer.out) == (2, "")
     assert "--help' for help" in answer.err
@@ -132,8 +184,12 @@ def test_an_error_shows_where_it_was_raised_only_on_traceback(surefoot: Command)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_printed_for_the_common_shells(shell: str, surefoot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_SUREFOOT_COMPLETE", f"source_{shell}")  # what --show-completion does once it has found out the shell
+def test_completion_is_printed_for_the_common_shells(
+    shell: str, surefoot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "_SUREFOOT_COMPLETE", f"source_{shell}"
+    )  # what --show-completion does once it has found out the shell
     answer = surefoot()
     assert answer.code == 0
     assert "_SUREFOOT_COMPLETE" in answer.out
@@ -145,12 +201,24 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("surefoot tr", ["train"]), ("surefoot spec s", ["show", "schema"]), ("surefoot train dig", ["digits"])],
+    [
+        ("surefoot tr", ["train"]),
+        ("surefoot spec s", ["show", "schema"]),
+        ("surefoot train dig", ["digits"]),
+    ],
 )
-def test_a_shell_is_offered_what_fits_without_waiting_for_torch(typed: str, offered: list[str]) -> None:
-    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_SUREFOOT_COMPLETE": "complete_bash"}
+def test_a_shell_is_offered_what_fits_without_waiting_for_torch(
+    typed: str, offered: list[str]
+) -> None:
+    words = {
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split()) - 1),
+        "_SUREFOOT_COMPLETE": "complete_bash",
+    }
     command = [sys.executable, "-X", "importtime", "-m", "surefoot"]
-    done = subprocess.run(command, env=environment(**words), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=environment(**words), capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == offered
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
 
@@ -160,9 +228,13 @@ def test_a_reader_who_leaves_early_is_no_failure(tmp_path: Path) -> None:
         for unbuffered in ("", "1"):
             script = f'"{sys.executable}" -m surefoot {words} | true; exit ${{PIPESTATUS[0]}}'
             done = subprocess.run(
-                ["bash", "-c", script], cwd=tmp_path, env=environment(PYTHONUNBUFFERED=unbuffered), capture_output=True, text=True,
+                ["bash", "-c", script],
+                cwd=tmp_path,
+                env=environment(PYTHONUNBUFFERED=unbuffered),
+                capture_output=True,
+                text=True,
                 check=False,
-            )  # fmt: skip
+            )
             assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -186,10 +258,16 @@ def test_help_and_every_looking_verb_work_without_torch_and_numpy(tmp_path: Path
     for name in "ab":
         past_runs.write_finished(tmp_path / "runs" / name)
     words = [
-        ["--help"], ["train", "--help"], ["runs"], ["show", "runs/a"], ["compare", "runs/a", "runs/b"], ["init", "mine"],
-        ["spec", "show", "digits", "--compare", "step,exponential,cosine,plateau"], ["spec", "check", "mine/my_spec.toml"],
+        ["--help"],
+        ["train", "--help"],
+        ["runs"],
+        ["show", "runs/a"],
+        ["compare", "runs/a", "runs/b"],
+        ["init", "mine"],
+        ["spec", "show", "digits", "--compare", "step,exponential,cosine,plateau"],
+        ["spec", "check", "mine/my_spec.toml"],
         ["spec", "schema"],
-    ]  # fmt: skip
+    ]
     done = subprocess.run(
         [sys.executable, "-c", LIGHT.format(words=words)],
         cwd=tmp_path,
@@ -202,23 +280,53 @@ def test_help_and_every_looking_verb_work_without_torch_and_numpy(tmp_path: Path
 
 
 def test_of_two_values_that_set_gives_a_key_the_last_one_counts(surefoot: Command) -> None:
-    answer = surefoot("spec", "show", "digits", "--set", "optim.lr=0.1", "--set", "optim.lr=0.2", "--json", "--json")
+    answer = surefoot(
+        "spec",
+        "show",
+        "digits",
+        "--set",
+        "optim.lr=0.1",
+        "--set",
+        "optim.lr=0.2",
+        "--json",
+        "--json",
+    )
     assert [each["value"] for each in answer.row["values"] if each["key"] == "optim.lr"] == [0.2]
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("spec", "show", "digits", "--steps", "3", "--steps=6"), "--steps is given 2 times (3, 6)"),
-        (("spec", "check", "digits", "--seed", "1", "--seed", "1", "--seed", "2"), "--seed is given 3 times (1, 1, 2)"),
-        (("verify", "digits", "--keep", ".", "--kills", "1", "--kills=2"), "--kills is given 2 times (1, 2)"),
-        (("checkpoint", "prune", "nothing", "--keep", "3", "--keep", "2"), "--keep is given 2 times (3, 2)"),
-        (("spec", "show", "digits", "--set", "optim.lr=1.0", "--set", "optim.lr=2.0"),
-         "optim.lr is given 2 times (1.0 by --set, 2.0 by --set)"),
-        (("spec", "show", "digits", "--seed", "2", "--set", "train.seed=1"), "train.seed is given 2 times (1 by --set, 2 by --seed)"),
-        (("memory", "nothing", "--quiet", "--fit", "1GiB", "--fit", "\x1b[31m"), "--fit is given 2 times (1GiB, '\\x1b[31m')"),
+        (
+            ("spec", "show", "digits", "--steps", "3", "--steps=6"),
+            "--steps is given 2 times (3, 6)",
+        ),
+        (
+            ("spec", "check", "digits", "--seed", "1", "--seed", "1", "--seed", "2"),
+            "--seed is given 3 times (1, 1, 2)",
+        ),
+        (
+            ("verify", "digits", "--keep", ".", "--kills", "1", "--kills=2"),
+            "--kills is given 2 times (1, 2)",
+        ),
+        (
+            ("checkpoint", "prune", "nothing", "--keep", "3", "--keep", "2"),
+            "--keep is given 2 times (3, 2)",
+        ),
+        (
+            ("spec", "show", "digits", "--set", "optim.lr=1.0", "--set", "optim.lr=2.0"),
+            "optim.lr is given 2 times (1.0 by --set, 2.0 by --set)",
+        ),
+        (
+            ("spec", "show", "digits", "--seed", "2", "--set", "train.seed=1"),
+            "train.seed is given 2 times (1 by --set, 2 by --seed)",
+        ),
+        (
+            ("memory", "nothing", "--quiet", "--fit", "1GiB", "--fit", "\x1b[31m"),
+            "--fit is given 2 times (1GiB, '\\x1b[31m')",
+        ),
     ],
-)  # fmt: skip
+)
 def test_of_an_option_with_several_values_the_last_one_counts_and_is_named(
     words: tuple[str, ...], line: str, surefoot: Command
 ) -> None:
@@ -230,17 +338,26 @@ def test_of_an_option_with_several_values_the_last_one_counts_and_is_named(
 @pytest.mark.parametrize(
     "words",
     [
-        ("--steps", "3", "--steps", "3"), ("--json", "--json"), ("--set", "optim.lr=0.1", "--set", "optim.decay=0.1"),
+        ("--steps", "3", "--steps", "3"),
+        ("--json", "--json"),
+        ("--set", "optim.lr=0.1", "--set", "optim.decay=0.1"),
         ("--set", "train.seed=1", "--seed", "1"),
     ],
-)  # fmt: skip
-def test_a_value_that_is_given_again_is_not_named(words: tuple[str, ...], surefoot: Command) -> None:
+)
+def test_a_value_that_is_given_again_is_not_named(
+    words: tuple[str, ...], surefoot: Command
+) -> None:
     answer = surefoot("spec", "show", "digits", *words)
     assert (answer.code, answer.err) == (0, "")
 
 
-@pytest.mark.parametrize(("verb", "whole"), [("export", "checkpoint export"), ("prune", "checkpoint prune"), ("validate", "")])
-def test_a_verb_that_only_a_group_has_is_named_with_its_group(verb: str, whole: str, surefoot: Command) -> None:
+@pytest.mark.parametrize(
+    ("verb", "whole"),
+    [("export", "checkpoint export"), ("prune", "checkpoint prune"), ("validate", "")],
+)
+def test_a_verb_that_only_a_group_has_is_named_with_its_group(
+    verb: str, whole: str, surefoot: Command
+) -> None:
     answer = surefoot(verb, "a-run")
     assert answer.code == 2
     assert f"No such command '{verb}'" in answer.err

@@ -14,7 +14,9 @@ from tests.cli.reference import ROOT
 from tests.train.small import fill, mounted
 
 
-def test_the_next_command_that_init_prints_works_as_it_is(surefoot: Command, tmp_path: Path) -> None:
+def test_the_next_command_that_init_prints_works_as_it_is(
+    surefoot: Command, tmp_path: Path
+) -> None:
     answer = surefoot("init", "a b")
     assert (answer.code, answer.err) == (0, "")
     words = shlex.split(answer.out.splitlines()[-1].removeprefix("next: "))
@@ -25,7 +27,9 @@ def test_the_next_command_that_init_prints_works_as_it_is(surefoot: Command, tmp
     assert surefoot("spec", "check", "a b/my_spec.toml").code == 0
 
 
-def test_init_writes_here_by_default_and_tells_machines_what_it_wrote(surefoot: Command, tmp_path: Path) -> None:
+def test_init_writes_here_by_default_and_tells_machines_what_it_wrote(
+    surefoot: Command, tmp_path: Path
+) -> None:
     assert surefoot("init", "--json").row == {
         "files": ["my_task.py", "my_spec.toml"],
         "next": "surefoot train my_spec.toml",
@@ -61,11 +65,25 @@ def test_init_on_a_full_disk_leaves_nothing_behind(surefoot: Command, tmp_path: 
         assert surefoot("init", disk).code == 0
 
 
-def test_the_starter_needs_core_dependencies_alone_and_passes_the_linter(surefoot: Command, tmp_path: Path) -> None:
+def test_the_starter_needs_core_dependencies_alone_and_passes_the_linter(
+    surefoot: Command, tmp_path: Path
+) -> None:
     surefoot("init")
     text = (tmp_path / "my_task.py").read_text()
-    imported = {line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    imported = {
+        line.split()[1].split(".")[0]
+        for line in text.splitlines()
+        if line.startswith(("import ", "from "))
+    }
     assert imported == {"__future__", "numpy", "torch", "surefoot"}
-    command = [sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), "my_task.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--config",
+        str(ROOT / "pyproject.toml"),
+        "my_task.py",
+    ]
     ruff = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ruff.returncode == 0, ruff.stdout + ruff.stderr

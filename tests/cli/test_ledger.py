@@ -21,7 +21,9 @@ from tests.cli.conftest import Command
 from tests.cli.test_a_run import documented
 from tests.conftest import ROOT
 
-PLAN = Plan(samples=50, seed=3, shuffle=True, batch=8, drop_last=False)  # 7 steps an epoch, the last of 2 samples
+PLAN = Plan(
+    samples=50, seed=3, shuffle=True, batch=8, drop_last=False
+)  # 7 steps an epoch, the last of 2 samples
 STEPS = 30
 
 
@@ -48,7 +50,9 @@ def rewrite(run: Path, change: object) -> None:
     path.write_bytes(data[:HEADER_BYTES] + b"".join(ROW.pack(*each) for each in rows))
 
 
-def test_an_unbroken_run_and_one_of_three_attempts_consumed_every_sample_once_an_epoch(tmp_path: Path) -> None:
+def test_an_unbroken_run_and_one_of_three_attempts_consumed_every_sample_once_an_epoch(
+    tmp_path: Path,
+) -> None:
     whole = consumed.check(write(tmp_path / "whole", (1, STEPS)))
     killed = consumed.check(write(tmp_path / "killed", (1, 13), (11, 19), (16, STEPS)))
     for found in (whole, killed):
@@ -87,7 +91,9 @@ def other_samples(rows: list[list[int]]) -> None:
 
 
 def renumbered(rows: list[list[int]]) -> None:
-    rows[20][0] += 7  # an epoch later: as if the samples had been read in the order of another epoch
+    rows[20][0] += (
+        7  # an epoch later: as if the samples had been read in the order of another epoch
+    )
 
 
 def older_attempt(rows: list[list[int]]) -> None:
@@ -95,13 +101,20 @@ def older_attempt(rows: list[list[int]]) -> None:
 
 
 PLANTED = {
-    twice: "twice", lost: "lost", first_lost: "lost", swapped: "lost", other_samples: "other samples", renumbered: "lost",
+    twice: "twice",
+    lost: "lost",
+    first_lost: "lost",
+    swapped: "lost",
+    other_samples: "other samples",
+    renumbered: "lost",
     older_attempt: "damaged",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", PLANTED, ids=lambda change: change.__name__)
-def test_a_planted_fault_is_found_and_named(change: object, tmp_path: Path, surefoot: Command) -> None:
+def test_a_planted_fault_is_found_and_named(
+    change: object, tmp_path: Path, surefoot: Command
+) -> None:
     run = write(tmp_path / "run", (1, STEPS))
     rewrite(run, change)
     found = consumed.check(run)
@@ -125,14 +138,28 @@ def test_every_flipped_bit_of_a_ledger_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("samples", 14e7), ("batch", 1e8), ("batch", True), ("seed", 3.0), ("seed", 2**70), ("shuffle", 1), ("drop_last", None),
-     ("after", 1.5), ("after", "1"), ("ramp", [[0, 4.0], [16, 8]])],
-)  # fmt: skip
-def test_a_header_whose_numbers_are_of_another_type_is_told(name: str, value: object, tmp_path: Path, surefoot: Command) -> None:
+    [
+        ("samples", 14e7),
+        ("batch", 1e8),
+        ("batch", True),
+        ("seed", 3.0),
+        ("seed", 2**70),
+        ("shuffle", 1),
+        ("drop_last", None),
+        ("after", 1.5),
+        ("after", "1"),
+        ("ramp", [[0, 4.0], [16, 8]]),
+    ],
+)
+def test_a_header_whose_numbers_are_of_another_type_is_told(
+    name: str, value: object, tmp_path: Path, surefoot: Command
+) -> None:
     run = write(tmp_path / "run", (1, STEPS))
     path = run / ledger.FILE
     data = path.read_bytes()
-    header = json.dumps({**json.loads(data[:HEADER_BYTES]), name: value}, separators=(",", ":")).encode()
+    header = json.dumps(
+        {**json.loads(data[:HEADER_BYTES]), name: value}, separators=(",", ":")
+    ).encode()
     path.write_bytes(header.ljust(HEADER_BYTES - 1) + b"\n" + data[HEADER_BYTES:])
     for words in ((), ("--sample", "7")):
         answer = surefoot("ledger", run, *words)
@@ -173,10 +200,14 @@ def test_the_search_for_a_sample_agrees_with_reading_every_step(plan: Plan, tmp_
     feed = consumed.feed_of(plan)
     wanted = [step for step in range(1, STEPS + 1) if sample in feed.window(step - 1).ids]
     assert [use.step for use in consumed.find_sample(run, sample)] == wanted
-    assert consumed.check(run).num_samples == sum(len(feed.window(step - 1).ids) for step in range(1, STEPS + 1))
+    assert consumed.check(run).num_samples == sum(
+        len(feed.window(step - 1).ids) for step in range(1, STEPS + 1)
+    )
 
 
-def test_the_verb_tells_the_plan_the_attempts_and_a_sample(tmp_path: Path, surefoot: Command) -> None:
+def test_the_verb_tells_the_plan_the_attempts_and_a_sample(
+    tmp_path: Path, surefoot: Command
+) -> None:
     run = write(tmp_path / "run", (1, 13), (11, STEPS))
     answer = surefoot("ledger", run, "--sample", "7")
     assert answer.code == 0
@@ -185,11 +216,20 @@ def test_the_verb_tells_the_plan_the_attempts_and_a_sample(tmp_path: Path, suref
     assert "2; 3 steps were done again" in answer.out
     assert "sample 7: step " in answer.out
     row = surefoot("ledger", run, "--sample", "7", "--json").row
-    assert {*row, *row["plan"], *row["sample"], *row["sample"]["uses"][0], "kind", "told"} == documented("ledger")
+    assert {
+        *row,
+        *row["plan"],
+        *row["sample"],
+        *row["sample"]["uses"][0],
+        "kind",
+        "told",
+    } == documented("ledger")
     assert row["ok"] is True
 
 
-def test_a_folder_without_a_ledger_and_a_sample_that_is_none_are_refused(tmp_path: Path, surefoot: Command) -> None:
+def test_a_folder_without_a_ledger_and_a_sample_that_is_none_are_refused(
+    tmp_path: Path, surefoot: Command
+) -> None:
     answer = surefoot("ledger", tmp_path)
     assert (answer.code, answer.out) == (2, "")
     assert "is no run: it holds no events.jsonl" in answer.err
@@ -209,9 +249,19 @@ def test_of_a_loop_the_samples_themselves_are_told(tmp_path: Path, surefoot: Com
     assert "twice: pass 2 consumed sample 3 2 times" in answer.out
     assert "sample 3: step 2 (pass 1), step 3 (pass 2)" in answer.out
     row = surefoot("ledger", tmp_path, "--sample", "3", "--json").row
-    told = (ROOT / "docs" / "reference" / "cli.md").read_text().split("Of a loop with `surefoot.attach`")[1].split("\n\n")[0]
-    assert {*row, *row["promise"]} - {"id", "version", "uses"} <= set(re.findall(r"`([a-z_]+)`", told))
-    assert row["sample"]["uses"] == [{"step": 2, "pass": 1, "place": 2}, {"step": 3, "pass": 2, "place": 1}]
+    told = (
+        (ROOT / "docs" / "reference" / "cli.md")
+        .read_text()
+        .split("Of a loop with `surefoot.attach`")[1]
+        .split("\n\n")[0]
+    )
+    assert {*row, *row["promise"]} - {"id", "version", "uses"} <= set(
+        re.findall(r"`([a-z_]+)`", told)
+    )
+    assert row["sample"]["uses"] == [
+        {"step": 2, "pass": 1, "place": 2},
+        {"step": 3, "pass": 2, "place": 1},
+    ]
     book.close()
     assert surefoot("ledger", tmp_path, "--sample", "6").code == 2
 
@@ -224,7 +274,9 @@ def test_a_pipe_in_place_of_the_ledger_is_told_and_not_waited_for(tmp_path: Path
 
 NOTHING = {
     "of a run without a row": lambda folder: ledger.Ledger(folder, PLAN, 1).close(),
-    "of a loop without a batch": lambda folder: LoopLedger(folder, LoopGuarantee(samples=8, once=True, all=True), 1).close(),
+    "of a loop without a batch": lambda folder: LoopLedger(
+        folder, LoopGuarantee(samples=8, once=True, all=True), 1
+    ).close(),
 }
 
 

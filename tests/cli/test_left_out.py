@@ -68,9 +68,13 @@ def test_every_key_of_a_spec_stands_in_one_group_and_every_command_has_an_entry(
     keys = [f"{table}.{key}" for table in key_names(None) for key in key_names(table)]
     assert sorted(grouped) == sorted(keys)
     assert len(grouped) == len(set(grouped))
-    ways = {"verify": ("--layouts", "--precision", "--compile"),
-            "whatif": ("--batch", "--compile", "--save-kernels", "--recompute", "--fit", "--noise")}  # fmt: skip
-    expected = {f"{name} {way}" for name, flags in ways.items() for way in flags} | (find_commands() - {"whatif"})
+    ways = {
+        "verify": ("--layouts", "--precision", "--compile"),
+        "whatif": ("--batch", "--compile", "--save-kernels", "--recompute", "--fit", "--noise"),
+    }
+    expected = {f"{name} {way}" for name, flags in ways.items() for way in flags} | (
+        find_commands() - {"whatif"}
+    )
     assert set(LEFT_OUT) == expected
     named = {name for names, _ in LEFT_OUT.values() for name in names}
     assert named <= {*GROUPS, *keys}
@@ -78,26 +82,46 @@ def test_every_key_of_a_spec_stands_in_one_group_and_every_command_has_an_entry(
 
 
 @pytest.mark.parametrize("command", sorted(name for name, (keys, _) in LEFT_OUT.items() if keys))
-def test_a_key_of_the_command_line_that_a_command_does_not_use_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    origin = spec_file.read("digits", [
-        ("checkpoint.store", "memory://x", "--set checkpoint.store"), ("data.folder", "here", "--data"),
-    ])  # fmt: skip
+def test_a_key_of_the_command_line_that_a_command_does_not_use_is_named(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin = spec_file.read(
+        "digits",
+        [
+            ("checkpoint.store", "memory://x", "--set checkpoint.store"),
+            ("data.folder", "here", "--data"),
+        ],
+    )
     assert left_out.name_left_out(command, origin) == ["checkpoint.store"]
-    assert capsys.readouterr().err == f"note: {command} does not use checkpoint.store: {LEFT_OUT[command][1]}\n"
+    assert (
+        capsys.readouterr().err
+        == f"note: {command} does not use checkpoint.store: {LEFT_OUT[command][1]}\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("command", "keys"),
-    [("memory", []), ("roofline", ["layout.shard"]), ("train", []), ("bench step", ["layout.shard"]), ("bench comm", []),
-     ("verify --layouts", ["layout.shard"]), ("whatif --noise", ["layout.shard"])],
-)  # fmt: skip
-def test_of_a_file_the_keys_of_several_ranks_are_named(command: str, keys: list[str], tmp_path: Path) -> None:
+    [
+        ("memory", []),
+        ("roofline", ["layout.shard"]),
+        ("train", []),
+        ("bench step", ["layout.shard"]),
+        ("bench comm", []),
+        ("verify --layouts", ["layout.shard"]),
+        ("whatif --noise", ["layout.shard"]),
+    ],
+)
+def test_of_a_file_the_keys_of_several_ranks_are_named(
+    command: str, keys: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('base = "digits"\n[layout]\nshard = 2\n[checkpoint]\nkeep = 4\n')
     assert find_left_out(command, spec_file.read(str(path))) == keys
 
 
-def test_a_command_names_what_it_does_not_use_even_when_quiet(surefoot: Command, small: Path) -> None:
+def test_a_command_names_what_it_does_not_use_even_when_quiet(
+    surefoot: Command, small: Path
+) -> None:
     words = (
         "--set",
         "layout.shard=2",
@@ -118,7 +142,10 @@ def test_a_command_names_what_it_does_not_use_even_when_quiet(surefoot: Command,
         == "note: memory does not use train.device, layout.bucket: it predicts one training step on a CPU, in eager mode\n"
     )
     answer = surefoot("explain", small, "--set", "layout.shard=2")
-    assert (answer.code, answer.err) == (0, "note: explain does not use layout.shard: it takes the first step in one process\n")
+    assert (answer.code, answer.err) == (
+        0,
+        "note: explain does not use layout.shard: it takes the first step in one process\n",
+    )
 
 
 STATES = ("parameters", "gradients", "optimiser")
@@ -126,9 +153,14 @@ STATES = ("parameters", "gradients", "optimiser")
 
 @pytest.mark.parametrize(
     ("layout", "divided", "num_microbatches"),
-    [({"replicate": 4}, (), 4), ({"shard": 4, "stage": 1}, ("optimiser",), 4), ({"shard": 4, "stage": 2}, STATES, 4),
-     ({"shard": 4, "stage": 3}, STATES, 4), ({"shard": 2, "replicate": 2, "stage": 3}, STATES, 4)],
-)  # fmt: skip
+    [
+        ({"replicate": 4}, (), 4),
+        ({"shard": 4, "stage": 1}, ("optimiser",), 4),
+        ({"shard": 4, "stage": 2}, STATES, 4),
+        ({"shard": 4, "stage": 3}, STATES, 4),
+        ({"shard": 2, "replicate": 2, "stage": 3}, STATES, 4),
+    ],
+)
 def test_memory_predicts_what_a_rank_of_the_layout_holds(
     layout: dict[str, int], divided: tuple[str, ...], num_microbatches: int, small: Path
 ) -> None:
@@ -150,19 +182,33 @@ def test_memory_predicts_what_a_rank_of_the_layout_holds(
 
 @pytest.mark.parametrize(
     ("table", "smaller"),
-    [({"precision": {"compute": "bf16"}}, "activations"), ({"memory": {"recompute": "full"}}, "activations"),
-     ({"train": {"microbatch": 4}}, "activations"), ({"optim": {"name": "sgd", "momentum": 0.0}}, "optimiser")],
-)  # fmt: skip
-def test_memory_uses_what_else_changes_a_step(table: dict[str, dict[str, object]], smaller: str, small: Path) -> None:
+    [
+        ({"precision": {"compute": "bf16"}}, "activations"),
+        ({"memory": {"recompute": "full"}}, "activations"),
+        ({"train": {"microbatch": 4}}, "activations"),
+        ({"optim": {"name": "sgd", "momentum": 0.0}}, "optimiser"),
+    ],
+)
+def test_memory_uses_what_else_changes_a_step(
+    table: dict[str, dict[str, object]], smaller: str, small: Path
+) -> None:
     spec = spec_file.read(str(small)).spec
     found = [predict(each) for each in (spec, spec.replace(**table))]
-    before, after = (sum(each.blocks.values()) if smaller == "activations" else each.terms.get(smaller, 0) for each in found)
-    assert after < before or ("precision" in table and after != before)  # the casts of weights are kept, too
+    before, after = (
+        sum(each.blocks.values()) if smaller == "activations" else each.terms.get(smaller, 0)
+        for each in found
+    )
+    assert after < before or (
+        "precision" in table and after != before
+    )  # the casts of weights are kept, too
 
 
 def test_memory_refuses_a_layout_that_train_refuses(small: Path) -> None:
     spec = spec_file.read(str(small)).spec
-    for tables in ({"layout": {"shard": 64}}, {"layout": {"shard": 2}, "optim": {"name": "muon"}},
-                   {"layout": {"shard": 2}, "observe": {"noise": True}, "train": {"microbatch": 4}}):  # fmt: skip
+    for tables in (
+        {"layout": {"shard": 64}},
+        {"layout": {"shard": 2}, "optim": {"name": "muon"}},
+        {"layout": {"shard": 2}, "observe": {"noise": True}, "train": {"microbatch": 4}},
+    ):
         with pytest.raises(SpecError):
             predict(spec.replace(**tables))

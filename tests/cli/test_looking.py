@@ -27,19 +27,41 @@ def columns(line: str) -> list[str]:
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_run_is_listed_with_the_state_that_its_end_says(state: str, surefoot: Command) -> None:
-    past.write(Path("runs/a-1"), [past.started(), past.step(10, 1.0), past.evaluated(10, 0.994), past.ended(10, state)])
+    past.write(
+        Path("runs/a-1"),
+        [past.started(), past.step(10, 1.0), past.evaluated(10, 0.994), past.ended(10, state)],
+    )
     answer = surefoot("runs")
     assert (answer.code, answer.err) == (0, "")
     header, line = answer.out.splitlines()
     assert header.split() == ["run", "task", "state", "steps", "score", "time", "when"]
-    assert [cell.strip() for cell in columns(line)][:6] == ["runs/a-1", "digits", state, "10/40", "accuracy 99.4 %", "50 s"]
+    assert [cell.strip() for cell in columns(line)][:6] == [
+        "runs/a-1",
+        "digits",
+        state,
+        "10/40",
+        "accuracy 99.4 %",
+        "50 s",
+    ]
 
 
-def test_a_run_without_an_end_is_none_of_those_even_when_an_earlier_attempt_ended(surefoot: Command) -> None:
+def test_a_run_without_an_end_is_none_of_those_even_when_an_earlier_attempt_ended(
+    surefoot: Command,
+) -> None:
     past.write(
-        Path("runs/a-1"), [past.started(), past.step(10, 1.0), past.ended(10, "failed"), past.started(2), past.step(10, 0.9, 2)]
+        Path("runs/a-1"),
+        [
+            past.started(),
+            past.step(10, 1.0),
+            past.ended(10, "failed"),
+            past.started(2),
+            past.step(10, 0.9, 2),
+        ],
     )
-    past.write(Path("runs/a-2"), [past.started(place={"rank": 0, "world_size": 1, "host": socket.gethostname()})])
+    past.write(
+        Path("runs/a-2"),
+        [past.started(place={"rank": 0, "world_size": 1, "host": socket.gethostname()})],
+    )
     rows = surefoot("runs", "--json").row["runs"]
     assert [(row["state"], row["steps"], row["attempts"], row["value"]) for row in rows] == [
         ("unknown", 10, 2, None),
@@ -52,7 +74,9 @@ def test_runs_are_found_at_any_depth_in_order_of_their_numbers(surefoot: Command
         past.write_finished(Path("runs") / name)
     found = [row["run"] for row in surefoot("runs", "--json").row["runs"]]
     assert found == ["runs/deep/er/x-1", "runs/x-9", "runs/x-10"]
-    assert [row["run"] for row in surefoot("runs", "runs/x-9", "--json").row["runs"]] == ["runs/x-9"]
+    assert [row["run"] for row in surefoot("runs", "runs/x-9", "--json").row["runs"]] == [
+        "runs/x-9"
+    ]
 
 
 def test_a_damaged_run_does_not_hide_the_others(surefoot: Command) -> None:
@@ -79,11 +103,25 @@ def test_a_run_is_told_from_where_it_ran_to_how_to_repeat_it(surefoot: Command) 
     answer = surefoot("show", run)
     assert (answer.code, answer.err) == (0, "")
     for part in (
-        "runs/a 1: digits, finished, accuracy 99.4 %", "0123456789ab, seed 0", "a processor, 2 cores, 16 GiB", "cpu, 1 thread\n",
-        "python 3.11.7, torch 2.13.0", "1,437 samples", "proven, digest dddddddddddd...", "58,474 parameters", "rate x 1",
-        "Training loss: 0.5 at step 1, 0.0125 at step 40", "└", "Evaluations of the test split, 360 samples", "finished: the length",
-        "40 (2 epochs)", "1.28 k samples/s", "500 MiB", "surefoot train 'runs/a 1/spec.toml'", "none saved",
-    ):  # fmt: skip
+        "runs/a 1: digits, finished, accuracy 99.4 %",
+        "0123456789ab, seed 0",
+        "a processor, 2 cores, 16 GiB",
+        "cpu, 1 thread\n",
+        "python 3.11.7, torch 2.13.0",
+        "1,437 samples",
+        "proven, digest dddddddddddd...",
+        "58,474 parameters",
+        "rate x 1",
+        "Training loss: 0.5 at step 1, 0.0125 at step 40",
+        "└",
+        "Evaluations of the test split, 360 samples",
+        "finished: the length",
+        "40 (2 epochs)",
+        "1.28 k samples/s",
+        "500 MiB",
+        "surefoot train 'runs/a 1/spec.toml'",
+        "none saved",
+    ):
         assert part in answer.out, part
 
 
@@ -101,7 +139,9 @@ def test_the_evaluations_are_a_table_with_the_best_marked(surefoot: Command) -> 
 
 
 def test_of_hundreds_of_evaluations_a_few_are_shown_and_json_has_all(surefoot: Command) -> None:
-    records = [past.evaluated(number, number / 1000, best=number <= 123) for number in range(1, 501)]
+    records = [
+        past.evaluated(number, number / 1000, best=number <= 123) for number in range(1, 501)
+    ]
     run = past.write(Path("a"), [past.started(), *records])
     out = surefoot("show", run).out
     assert "487 others are left out here; --json has all" in out
@@ -117,9 +157,13 @@ def test_another_split_is_told_apart_and_does_not_count(surefoot: Command) -> No
 
 
 def test_faults_are_told_with_what_was_done(surefoot: Command) -> None:
-    run = past.write(Path("a"), [past.started(), past.fault(7), past.ended(8, "failed", cause="numbers")])
+    run = past.write(
+        Path("a"), [past.started(), past.fault(7), past.ended(8, "failed", cause="numbers")]
+    )
     out = surefoot("show", run).out
-    assert [line.split()[:2] for line in out.splitlines() if "nothing moved" in line] == [["7", "nonfinite"]]
+    assert [line.split()[:2] for line in out.splitlines() if "nothing moved" in line] == [
+        ["7", "nonfinite"]
+    ]
 
 
 @pytest.mark.parametrize("torn", ['{"v": 1, "kind": "ended", "gen', "{", '{"v": 1}'[:-1]])
@@ -138,22 +182,39 @@ def test_of_each_step_the_newest_attempt_counts(surefoot: Command) -> None:
         past.fault(15),
         past.ended(20, "failed"),
     ]
-    second = [past.started(2, first_step=11), past.step(20, 2.0, 2), past.step(30, 1.0, 2), past.ended(30, "stopped", 2)]
+    second = [
+        past.started(2, first_step=11),
+        past.step(20, 2.0, 2),
+        past.step(30, 1.0, 2),
+        past.ended(30, "stopped", 2),
+    ]
     run = past.write(Path("a"), [*first, *second])
     row = surefoot("show", run, "--json").row
-    assert [(each["step"], each["loss"]) for each in row["curve"]] == [(10, 4.0), (20, 2.0), (30, 1.0)]
+    assert [(each["step"], each["loss"]) for each in row["curve"]] == [
+        (10, 4.0),
+        (20, 2.0),
+        (30, 1.0),
+    ]
     assert (row["state"], row["attempts"], row["evaluations"]) == ("stopped", 2, [])
     assert len(row["faults"]) == 1
     told = surefoot("show", run).out
     assert "2; 10 steps done again; of each step the newest is told" in told
     assert row["goodput"] is not None
-    assert f"{format_percent(row['goodput'])} of" in next(line for line in told.splitlines() if line.split()[:1] == ["goodput"])
+    assert f"{format_percent(row['goodput'])} of" in next(
+        line for line in told.splitlines() if line.split()[:1] == ["goodput"]
+    )
 
 
 def test_numbers_that_are_not_finite_are_null_in_json_and_named_in_words(surefoot: Command) -> None:
     nothing = float("nan")
     run = past.write(
-        Path("a"), [past.started(), past.step(10, 1.0), past.step(20, nothing), past.evaluated(20, nothing, best=False)]
+        Path("a"),
+        [
+            past.started(),
+            past.step(10, 1.0),
+            past.step(20, nothing),
+            past.evaluated(20, nothing, best=False),
+        ],
     )
     row = surefoot("show", run, "--json").row
     assert (row["curve"][1]["loss"], row["value"]) == (None, None)
@@ -164,39 +225,64 @@ def test_later_kinds_and_fields_are_left_aside(surefoot: Command) -> None:
     run = past.write_finished(Path("a"))
     file = run / "events.jsonl"
     row = json.loads(past.step(50, 0.1).as_line())
-    file.write_text(file.read_text() + json.dumps({**row, "colour": "red"}) + '\n{"v": 1, "kind": "later", "x": 1}\n')
+    file.write_text(
+        file.read_text()
+        + json.dumps({**row, "colour": "red"})
+        + '\n{"v": 1, "kind": "later", "x": 1}\n'
+    )
     assert surefoot("show", run, "--json").row["curve"][-1]["step"] == 50
 
 
 def test_folders_of_runs_are_compared_side_against_side_with_intervals(surefoot: Command) -> None:
-    for side, scores in {"a": (0.990, 0.994, 0.992), "b": (0.950, 0.954, 0.949), "c": (0.991, 0.993)}.items():
+    for side, scores in {
+        "a": (0.990, 0.994, 0.992),
+        "b": (0.950, 0.954, 0.949),
+        "c": (0.991, 0.993),
+    }.items():
         for number, score in enumerate(scores):
             past.write_finished(Path(side) / str(number), accuracy=score)
     row = surefoot("compare", "a", "b", "c", "--json").row
-    assert [(side["side"], len(side["runs"])) for side in row["sides"]] == [("a", 3), ("b", 3), ("c", 2)]
+    assert [(side["side"], len(side["runs"])) for side in row["sides"]] == [
+        ("a", 3),
+        ("b", 3),
+        ("c", 2),
+    ]
     found = {(each["measure"], each["side"]): each for each in row["effects"]}
-    assert (found["score", "b"]["verdict"], found["score", "c"]["verdict"]) == ("lower", "no effect")
+    assert (found["score", "b"]["verdict"], found["score", "c"]["verdict"]) == (
+        "lower",
+        "no effect",
+    )
     assert found["score", "b"]["difference"]["high"] < 0
     assert found["score", "c"]["difference"]["n"] == 2
     assert found["peak_bytes", "b"]["verdict"] == "no effect"  # the same in every run
     out = surefoot("compare", "a", "b").out
     assert "Runs on each side: a: 3, b: 3" in out
-    assert next(line for line in out.splitlines() if line.startswith("score")).split()[-1] == "lower"
+    assert (
+        next(line for line in out.splitlines() if line.startswith("score")).split()[-1] == "lower"
+    )
 
 
-def test_a_run_that_never_began_has_no_time_and_one_that_did_not_finish_is_named(surefoot: Command) -> None:
+def test_a_run_that_never_began_has_no_time_and_one_that_did_not_finish_is_named(
+    surefoot: Command,
+) -> None:
     for side in ("a", "b"):
         past.write_finished(Path(side) / "1")
         past.write_finished(Path(side) / "2")
     past.write(Path("b/3"), [past.started()])
     out = surefoot("compare", "a", "b").out
     assert "not finished, and in the means as far as it came: b/3, unknown, 0 steps" in out
-    elapsed = next(each for each in surefoot("compare", "a", "b", "--json").row["effects"] if each["measure"] == "elapsed_s")
+    elapsed = next(
+        each
+        for each in surefoot("compare", "a", "b", "--json").row["effects"]
+        if each["measure"] == "elapsed_s"
+    )
     assert elapsed["mean"] == elapsed["baseline_mean"]
     assert "not finished" not in surefoot("compare", "a", "a").out
 
 
-def test_one_run_against_a_folder_of_runs_has_a_difference_and_no_verdict(surefoot: Command) -> None:
+def test_one_run_against_a_folder_of_runs_has_a_difference_and_no_verdict(
+    surefoot: Command,
+) -> None:
     past.write_finished(Path("one"))
     for number in range(3):
         past.write_finished(Path("many") / str(number))
@@ -210,13 +296,20 @@ NO_RUNS = {
     "nothing": lambda path: None,
     "a file": lambda path: path.write_text("text"),
     "an empty events.jsonl": lambda path: past.write(path, []),
-    "events of a newer format": lambda path: past.write(path, [], torn='{"v": 99, "kind": "started"}\n'),
-    "a binary file": lambda path: (path.mkdir(), (path / "events.jsonl").write_bytes(bytes(range(256)) * 9 + b"\n")),
+    "events of a newer format": lambda path: past.write(
+        path, [], torn='{"v": 99, "kind": "started"}\n'
+    ),
+    "a binary file": lambda path: (
+        path.mkdir(),
+        (path / "events.jsonl").write_bytes(bytes(range(256)) * 9 + b"\n"),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", NO_RUNS)
-def test_what_is_no_run_is_refused_and_nothing_is_written(what: str, surefoot: Command, tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused_and_nothing_is_written(
+    what: str, surefoot: Command, tmp_path: Path
+) -> None:
     path = tmp_path / "thing"
     NO_RUNS[what](path)
     before = sorted(tmp_path.rglob("*"))
@@ -238,14 +331,21 @@ def test_a_stranger_s_run_cannot_steer_the_terminal(surefoot: Command) -> None:
 
 def test_runs_lie_side_by_side_with_what_differs(surefoot: Command) -> None:
     past.write_finished(Path("a"))
-    past.write_finished(Path("b"), lr=0.01, accuracy=0.95, versions={"python": "3.11.7", "torch": "2.11.0"}, seed=1)
+    past.write_finished(
+        Path("b"), lr=0.01, accuracy=0.95, versions={"python": "3.11.7", "torch": "2.11.0"}, seed=1
+    )
     answer = surefoot("compare", "a", "b")
     assert (answer.code, answer.err) == (0, "")
     lines = [" ".join(line.split()) for line in answer.out.splitlines()]
     for line in (
-        "optim.lr 0.005 0.01", "score accuracy 99.4 % accuracy 95 %", "loss at step 1 0.5 1", "loss at step 40 0.0125 0.025",
-        "throughput 1.28 k samples/s 1.28 k samples/s", "time 50 s 50 s", "torch 2.13.0 2.11.0",
-    ):  # fmt: skip
+        "optim.lr 0.005 0.01",
+        "score accuracy 99.4 % accuracy 95 %",
+        "loss at step 1 0.5 1",
+        "loss at step 40 0.0125 0.025",
+        "throughput 1.28 k samples/s 1.28 k samples/s",
+        "time 50 s 50 s",
+        "torch 2.13.0 2.11.0",
+    ):
         assert line in lines, line
     assert not any(line.startswith(("optim.decay", "python", "code")) for line in lines)
 
@@ -264,12 +364,23 @@ def test_a_comparison_in_json_has_a_value_for_each_run(surefoot: Command) -> Non
 def test_losses_are_compared_only_at_steps_that_every_run_recorded(surefoot: Command) -> None:
     for name, steps in (("a", (1, 10, 20, 40)), ("b", (1, 15, 20, 30, 40))):
         past.write(Path(name), [past.started(), *(past.step(each, 1.0) for each in steps)])
-    assert [each["step"] for each in surefoot("compare", "a", "b", "--json").row["losses"]] == [1, 20, 40]
+    assert [each["step"] for each in surefoot("compare", "a", "b", "--json").row["losses"]] == [
+        1,
+        20,
+        40,
+    ]
 
 
 def test_a_default_that_one_run_states_is_no_difference(surefoot: Command) -> None:
     past.write(Path("a"), [past.started(spec={"task": {"use": "digits"}, "optim": {"lr": 0.001}})])
-    past.write(Path("b"), [past.started(spec={"task": {"use": "digits"}, "schedule": {"name": "cosine", "floor": 0.0}})])
+    past.write(
+        Path("b"),
+        [
+            past.started(
+                spec={"task": {"use": "digits"}, "schedule": {"name": "cosine", "floor": 0.0}}
+            )
+        ],
+    )
     answer = surefoot("compare", "a", "b")
     assert "the specs are equal" in answer.out
     assert "no step in common" in answer.out
@@ -282,44 +393,88 @@ def test_a_comparison_of_one_run_is_bad_input(surefoot: Command) -> None:
     assert "a comparison needs two" in answer.err
 
 
-def test_at_a_terminal_rows_are_folded_to_its_width(surefoot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_a_terminal_rows_are_folded_to_its_width(
+    surefoot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = past.write_finished(Path("a"), notes=("word " * 60,))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
-    told = re.sub(r"\x1b\[[0-9]*m", "", surefoot("show", run).out.split("Again")[0])  # the headers are bold
+    told = re.sub(
+        r"\x1b\[[0-9]*m", "", surefoot("show", run).out.split("Again")[0]
+    )  # the headers are bold
     assert [line for line in told.splitlines() if len(line) > 60] == []
     assert surefoot("runs", ".").out
 
 
-def test_a_command_to_copy_is_never_folded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_to_copy_is_never_folded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
     table.print_pairs([("repeat", "surefoot train " + "x " * 40)], whole=True)
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-JUNK = (None, "x", -1, 0.5, True, [], {"a": {"b": []}}, [[]], {"task": 1, "evaluate": "x", "optim": []})
+JUNK = (
+    None,
+    "x",
+    -1,
+    0.5,
+    True,
+    [],
+    {"a": {"b": []}},
+    [[]],
+    {"task": 1, "evaluate": "x", "optim": []},
+)
 
 
 @pytest.mark.parametrize("kind", events.KINDS)
 def test_a_record_of_other_types_is_left_out_or_told_but_never_breaks_a_verb(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = [past.started(), past.step(1, 1.0), past.step(10, 0.5), past.evaluated(10, 0.5), past.fault(10), past.ended(10)]
-    committed = events.Committed(generation=1, time_s=0.0, step=10, folder="f", num_bytes=1, elapsed_s=0.1)
-    dtypes = events.Dtypes(generation=1, time_s=0.0, step=1, parameters=({"names": ["a"]},), operators={"mm": "bf16"})
+    whole = [
+        past.started(),
+        past.step(1, 1.0),
+        past.step(10, 0.5),
+        past.evaluated(10, 0.5),
+        past.fault(10),
+        past.ended(10),
+    ]
+    committed = events.Committed(
+        generation=1, time_s=0.0, step=10, folder="f", num_bytes=1, elapsed_s=0.1
+    )
+    dtypes = events.Dtypes(
+        generation=1, time_s=0.0, step=1, parameters=({"names": ["a"]},), operators={"mm": "bf16"}
+    )
     compiled = events.Compiled(
-        generation=1, time_s=0.0, step=2, function="forward", file="a.py", line=1, elapsed_s=0.1, num_operators=2, is_backward=False,
-        why_again=None, ended_early=None,
-    )  # fmt: skip
-    memory = events.Memory(generation=1, time_s=0.0, step=3, predicted_bytes=9, measured_bytes=10, error=-0.1)
+        generation=1,
+        time_s=0.0,
+        step=2,
+        function="forward",
+        file="a.py",
+        line=1,
+        elapsed_s=0.1,
+        num_operators=2,
+        is_backward=False,
+        why_again=None,
+        ended_early=None,
+    )
+    memory = events.Memory(
+        generation=1, time_s=0.0, step=3, predicted_bytes=9, measured_bytes=10, error=-0.1
+    )
     lines = [record.as_line() for record in (*whole, committed, dtypes, compiled, memory)]
     at = next(index for index, line in enumerate(lines) if json.loads(line)["kind"] == kind)
     left_out = 0
     for field in json.loads(lines[at]):
         for junk in JUNK:
             (tmp_path / events.FILE).write_text(
-                "".join([*lines[:at], json.dumps({**json.loads(lines[at]), field: junk}) + "\n", *lines[at + 1 :]])
+                "".join(
+                    [
+                        *lines[:at],
+                        json.dumps({**json.loads(lines[at]), field: junk}) + "\n",
+                        *lines[at + 1 :],
+                    ]
+                )
             )
             try:
                 found = read(tmp_path)

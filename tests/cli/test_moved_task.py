@@ -20,7 +20,18 @@ def moved(surefoot: Command, tmp_path: Path) -> str:
     """An unfinished run below `run`, whose task was moved; gives where it is now."""
     (tmp_path / "old").mkdir()
     task = write_task(tmp_path / "old")
-    done = surefoot("train", task, *FEW, "--set", "checkpoint.every=2 steps", "--set", "task.width=6", "--run", "run", "--quiet")
+    done = surefoot(
+        "train",
+        task,
+        *FEW,
+        "--set",
+        "checkpoint.every=2 steps",
+        "--set",
+        "task.width=6",
+        "--run",
+        "run",
+        "--quiet",
+    )
     assert done.code == 0, done.err
     lines = Path("run/events.jsonl").read_text().splitlines(keepends=True)
     Path("run/events.jsonl").write_text("".join(lines[:-1]))
@@ -29,9 +40,21 @@ def moved(surefoot: Command, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "verb", ["show", "why", "report", "ledger", "runs", "checkpoint check", "checkpoint list", "checkpoint prune"]
+    "verb",
+    [
+        "show",
+        "why",
+        "report",
+        "ledger",
+        "runs",
+        "checkpoint check",
+        "checkpoint list",
+        "checkpoint prune",
+    ],
 )
-def test_a_verb_that_needs_no_task_works_without_it(verb: str, moved: str, surefoot: Command) -> None:
+def test_a_verb_that_needs_no_task_works_without_it(
+    verb: str, moved: str, surefoot: Command
+) -> None:
     answer = surefoot(*verb.split(), "run")
     assert answer.code == 0, answer.err
     if verb == "checkpoint prune":

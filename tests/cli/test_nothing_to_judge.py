@@ -27,7 +27,9 @@ def run(surefoot: Command, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("members", [[], ["folder"], ["folder", "folder/deeper"]])
-def test_tars_without_a_sample_are_not_called_whole(members: list[str], tmp_path: Path, surefoot: Command) -> None:
+def test_tars_without_a_sample_are_not_called_whole(
+    members: list[str], tmp_path: Path, surefoot: Command
+) -> None:
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
         for name in members:
             member = tarfile.TarInfo(name)
@@ -39,7 +41,9 @@ def test_tars_without_a_sample_are_not_called_whole(members: list[str], tmp_path
 
 
 @pytest.mark.parametrize("damage", ["gone", "line", "empty"])
-def test_commits_are_not_all_there_where_the_log_does_not_say_which_should_be(damage: str, run: Path, surefoot: Command) -> None:
+def test_commits_are_not_all_there_where_the_log_does_not_say_which_should_be(
+    damage: str, run: Path, surefoot: Command
+) -> None:
     log = run / "events.jsonl"
     if damage == "gone":
         log.unlink()
@@ -55,10 +59,16 @@ def test_commits_are_not_all_there_where_the_log_does_not_say_which_should_be(da
 def test_a_run_without_a_commit_is_whole_as_far_as_it_goes(run: Path, surefoot: Command) -> None:
     assert surefoot("check", run).out.endswith("the run folder is whole\n")
     log = run / "events.jsonl"
-    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if '"committed"' not in line))
+    log.write_text(
+        "".join(
+            line for line in log.read_text().splitlines(keepends=True) if '"committed"' not in line
+        )
+    )
     shutil.rmtree(run / "checkpoints")
     answer = surefoot("check", run)
-    assert answer.out.endswith("spec, log and ledger are whole; there is no commit, and the log names none\n")
+    assert answer.out.endswith(
+        "spec, log and ledger are whole; there is no commit, and the log names none\n"
+    )
 
 
 def test_what_no_run_has_recorded_is_not_called_equal(run: Path, surefoot: Command) -> None:
@@ -71,10 +81,15 @@ def test_what_no_run_has_recorded_is_not_called_equal(run: Path, surefoot: Comma
     found = [past.read(each) for each in (run, run.with_name("other"))]
     assert "code" in side_by_side.find_unrecorded(found)
     answer = surefoot("compare", run, run.with_name("other"))
-    assert "what is recorded of versions, machine, code and data is equal; not recorded, and not compared: code" in answer.out
+    assert (
+        "what is recorded of versions, machine, code and data is equal; not recorded, and not compared: code"
+        in answer.out
+    )
 
 
-@pytest.mark.parametrize("losses", [{}, {"loss/1": [NAN]}, {"loss/1": [NAN], "loss/2": [INF]}, {"gradient/1/a": [1.0]}])
+@pytest.mark.parametrize(
+    "losses", [{}, {"loss/1": [NAN]}, {"loss/1": [NAN], "loss/2": [INF]}, {"gradient/1/a": [1.0]}]
+)
 def test_losses_that_are_not_finite_prove_nothing(losses: dict[str, list[float]]) -> None:
     with pytest.raises(TaskError, match="so there is nothing to compare"):
         check_finite({name: np.array(values) for name, values in losses.items()}, "one process")
@@ -96,16 +111,30 @@ def test_a_trace_that_lacks_steps_is_not_the_same(tmp_path: Path) -> None:
 
 def test_a_task_whose_losses_are_all_nan_is_not_verified(tmp_path: Path, surefoot: Command) -> None:
     use = write_task(tmp_path, change=("# LOSS", "output = output * float('nan')"))
-    answer = surefoot("verify", use, "--steps", "4", "--kills", "1", "--quiet", "--set", "stability.max_skips=100")
+    answer = surefoot(
+        "verify", use, "--steps", "4", "--kills", "1", "--quiet", "--set", "stability.max_skips=100"
+    )
     assert answer.code == 2, answer.err
     assert "the loss is nan" in answer.err
     assert "verdict" not in answer.out
 
 
 @pytest.mark.slow
-def test_a_ladder_none_of_whose_rungs_is_measured_says_so(tmp_path: Path, surefoot: Command) -> None:
+def test_a_ladder_none_of_whose_rungs_is_measured_says_so(
+    tmp_path: Path, surefoot: Command
+) -> None:
     use = write_task(tmp_path)
-    words = ("--rungs", "channels last", "--samples", "64", "--pairs", "1", "--out", tmp_path / "ladder", "--quiet")
+    words = (
+        "--rungs",
+        "channels last",
+        "--samples",
+        "64",
+        "--pairs",
+        "1",
+        "--out",
+        tmp_path / "ladder",
+        "--quiet",
+    )
     answer = surefoot("ladder", use, *words, "--set", "train.length=60 steps")
     assert answer.code == 2, answer.err
     assert "error: no rung was measured, so nothing is known of any: channels last: " in answer.err

@@ -32,10 +32,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_looking_verb_ends_as_it_would_on_a_screen_of_ascii(trained: Path) -> None:
     verbs = [
-        ["show", trained], ["runs", trained.parent], ["why", trained], ["ledger", trained], ["compare", trained, trained],
-        ["check", trained], ["checkpoint", "list", trained], ["report", trained], ["show", trained.parent / "nichts-ü"],
-        ["spec", "show", trained.parent / "ü.toml"], ["ü"],
-    ]  # fmt: skip
+        ["show", trained],
+        ["runs", trained.parent],
+        ["why", trained],
+        ["ledger", trained],
+        ["compare", trained, trained],
+        ["check", trained],
+        ["checkpoint", "list", trained],
+        ["report", trained],
+        ["show", trained.parent / "nichts-ü"],
+        ["spec", "show", trained.parent / "ü.toml"],
+        ["ü"],
+    ]
     program = (
         "import sys\nfrom surefoot.cli.main import main\n"
         f"for words in {[list(map(str, words)) for words in verbs]!a}:\n"
@@ -43,9 +51,18 @@ def test_every_looking_verb_ends_as_it_would_on_a_screen_of_ascii(trained: Path)
         "    try:\n        main()\n    except SystemExit as left:\n        print('code', left.code)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **ASCII}, cwd=ROOT, capture_output=True, check=False, timeout=300
+        [sys.executable, "-c", program],
+        env={**os.environ, **ASCII},
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        timeout=300,
     )
-    codes = [line.split()[1] for line in done.stdout.decode("ascii").splitlines() if line.startswith("code ")]
+    codes = [
+        line.split()[1]
+        for line in done.stdout.decode("ascii").splitlines()
+        if line.startswith("code ")
+    ]
     assert codes == ["0"] * 8 + ["2"] * 3, done.stderr.decode(errors="replace")
 
 
@@ -53,11 +70,17 @@ def test_a_name_that_is_no_text_is_printed_as_an_escape(trained: Path, tmp_path:
     odd = os.fsencode(tmp_path) + b"/run-\xff"
     os.symlink(trained, odd)
     done = subprocess.run(
-        [sys.executable, "-m", "surefoot", "checkpoint", "list", odd, "--json"], capture_output=True, check=False, timeout=120
+        [sys.executable, "-m", "surefoot", "checkpoint", "list", odd, "--json"],
+        capture_output=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     done = subprocess.run(
-        [sys.executable, "-m", "surefoot", "show", odd + b"-none"], capture_output=True, check=False, timeout=120
+        [sys.executable, "-m", "surefoot", "show", odd + b"-none"],
+        capture_output=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 2, done.stderr
 
@@ -65,7 +88,9 @@ def test_a_name_that_is_no_text_is_printed_as_an_escape(trained: Path, tmp_path:
 TEXT = '[task]\nuse = "digits"\n[train]\nlength = "2 steps"\n'
 
 
-def test_a_spec_with_a_byte_order_mark_is_read_and_its_lines_are_counted_as_before(tmp_path: Path) -> None:
+def test_a_spec_with_a_byte_order_mark_is_read_and_its_lines_are_counted_as_before(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.toml"
     path.write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode())
     assert str(spec_file.read(str(path)).spec.train.length) == "2 steps"
@@ -82,7 +107,12 @@ def test_a_spec_with_a_byte_order_mark_is_read_and_its_lines_are_counted_as_befo
 
 
 @pytest.mark.parametrize(
-    ("encoding", "first"), [("utf-8-sig", ""), ("latin-1", "# coding: latin-1\n"), ("cp1252", "# -*- coding: cp1252 -*-\n")]
+    ("encoding", "first"),
+    [
+        ("utf-8-sig", ""),
+        ("latin-1", "# coding: latin-1\n"),
+        ("cp1252", "# -*- coding: cp1252 -*-\n"),
+    ],
 )
 def test_a_task_file_is_read_in_the_encoding_that_python_reads_it_in(
     encoding: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,19 +132,30 @@ def test_a_task_whose_folder_is_no_text_is_refused_with_what_to_do(tmp_path: Pat
 def test_names_that_no_disk_takes_are_bad_input(surefoot: Command, tmp_path: Path) -> None:
     long, (file, text) = "a" * 300, (tmp_path / "file", "x")
     file.write_text(text)
-    for words in (["train", "digits", "--run", long], ["show", long], ["train", f"{long}.toml"], ["resume", long],
-                  ["check", file / "below"], ["train", "digits", "--run", file / "below"], ["report", long]):  # fmt: skip
+    for words in (
+        ["train", "digits", "--run", long],
+        ["show", long],
+        ["train", f"{long}.toml"],
+        ["resume", long],
+        ["check", file / "below"],
+        ["train", "digits", "--run", file / "below"],
+        ["report", long],
+    ):
         answer = surefoot(*words)
         assert answer.code == 2, (words, answer.err)
         assert "hint: " in answer.err
 
 
 def test_a_table_of_batches_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("batch,microbatch,peak_bytes\n64,32,1000\n", encoding="utf-8-sig")
+    (tmp_path / "a.csv").write_text(
+        "batch,microbatch,peak_bytes\n64,32,1000\n", encoding="utf-8-sig"
+    )
     assert [each.split for each in read_measured(tmp_path / "a.csv")] == [(64, 32)]
 
 
-def test_a_stream_that_was_a_file_and_is_a_pipe_now_is_written_to_all_the_same(tmp_path: Path) -> None:
+def test_a_stream_that_was_a_file_and_is_a_pipe_now_is_written_to_all_the_same(
+    tmp_path: Path,
+) -> None:
     """As the ranks of a launcher have it, which were forked from one process."""
     program = (
         "import os, sys\n"
@@ -124,7 +165,13 @@ def test_a_stream_that_was_a_file_and_is_a_pipe_now_is_written_to_all_the_same(t
     )
     with (tmp_path / "out").open("w") as out:
         done = subprocess.run(
-            [sys.executable, "-c", program], stdout=out, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT, timeout=300
+            [sys.executable, "-c", program],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            timeout=300,
         )
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("b'")

@@ -54,10 +54,21 @@ def as_another_user(verb: str, sound: Path, *words: str | Path) -> subprocess.Co
 
 
 def python(*words: str | Path | int, umask: int = 0o022) -> subprocess.CompletedProcess[str]:
-    environment = {**child_environment(threads=1), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **child_environment(threads=1),
+        "PYTHONPATH": str(ROOT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     command = [sys.executable, *map(str, words)]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, umask=umask, cwd="/", env=environment, timeout=300
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        umask=umask,
+        cwd="/",
+        env=environment,
+        timeout=300,
     )
 
 
@@ -78,7 +89,10 @@ def run(shared: Path) -> Path:
 def make_run(folder: Path, umask: int) -> Path:
     folder.mkdir(exist_ok=True)
     run = folder / "runs" / "mine"
-    assert surefoot("train", write_task(folder), *FEW, "--run", run, "--quiet", umask=umask).returncode == 0
+    assert (
+        surefoot("train", write_task(folder), *FEW, "--run", run, "--quiet", umask=umask).returncode
+        == 0
+    )
     for verb in ("report", "predict"):
         done = surefoot(verb, run, umask=umask)
         assert done.returncode == 0, done.stderr
@@ -91,8 +105,15 @@ def make_run(folder: Path, umask: int) -> Path:
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
 def test_the_modes_of_all_that_a_run_writes_follow_the_umask(umask: int, tmp_path: Path) -> None:
     run = make_run(tmp_path / "made", umask)
-    assert surefoot("checkpoint", "export", run, "--to", run / "weights.safetensors", umask=umask).returncode == 0
-    found = {path.relative_to(run).as_posix(): path.stat().st_mode for path in [run, *run.rglob("*")]}
+    assert (
+        surefoot(
+            "checkpoint", "export", run, "--to", run / "weights.safetensors", umask=umask
+        ).returncode
+        == 0
+    )
+    found = {
+        path.relative_to(run).as_posix(): path.stat().st_mode for path in [run, *run.rglob("*")]
+    }
     assert {
         "ledger.bin",
         "run.lock",
@@ -112,7 +133,17 @@ def test_the_modes_of_all_that_a_run_writes_follow_the_umask(umask: int, tmp_pat
 @pytest.mark.quick("ledger", "evaluate")
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become another user")
 @pytest.mark.parametrize(
-    "verb", ["show", "why", "ledger", "evaluate", "compare", "report", "checkpoint check", "checkpoint list"]
+    "verb",
+    [
+        "show",
+        "why",
+        "ledger",
+        "evaluate",
+        "compare",
+        "report",
+        "checkpoint check",
+        "checkpoint list",
+    ],
 )
 def test_another_user_reads_a_run(verb: str, run: Path, shared: Path) -> None:
     (shared / "open").mkdir(exist_ok=True)
@@ -123,21 +154,32 @@ def test_another_user_reads_a_run(verb: str, run: Path, shared: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-CLOSED = ["events.jsonl", "checkpoints", ".", "spec.toml", "ledger.bin", "checkpoints/step-000000000008/manifest.json"]
+CLOSED = [
+    "events.jsonl",
+    "checkpoints",
+    ".",
+    "spec.toml",
+    "ledger.bin",
+    "checkpoints/step-000000000008/manifest.json",
+]
 
 
 @pytest.mark.quick("evaluate-spec.toml", "ledger-ledger.bin")
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize("verb", ["show", "report", "evaluate", "ledger", "checkpoint check"])
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become another user")
-def test_what_a_user_may_not_read_is_an_error_with_2_and_no_fault(verb: str, closed: str, run: Path, shared: Path) -> None:
+def test_what_a_user_may_not_read_is_an_error_with_2_and_no_fault(
+    verb: str, closed: str, run: Path, shared: Path
+) -> None:
     mine = shared / "closed" / "run"
     shutil.rmtree(mine.parent, ignore_errors=True)
     shutil.copytree(run, mine)
     (mine / closed).chmod(0)
     done = as_another_user(verb, run, mine)
     assert "Traceback" not in done.stderr
-    assert done.returncode in ((0, 1, 2) if verb == "checkpoint check" or done.returncode == 0 else (2,)), done.stderr
+    assert done.returncode in (
+        (0, 1, 2) if verb == "checkpoint check" or done.returncode == 0 else (2,)
+    ), done.stderr
     if done.returncode == 2:
         assert str(mine) in done.stderr
         assert "hint: " in done.stderr or "is not readable" in done.stderr
@@ -145,7 +187,9 @@ def test_what_a_user_may_not_read_is_an_error_with_2_and_no_fault(verb: str, clo
 
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become another user")
-def test_a_run_that_cannot_be_read_is_one_row_of_the_list(closed: str, run: Path, tmp_path: Path, shared: Path) -> None:
+def test_a_run_that_cannot_be_read_is_one_row_of_the_list(
+    closed: str, run: Path, tmp_path: Path, shared: Path
+) -> None:
     place = shared / "list"
     shutil.rmtree(place, ignore_errors=True)
     for name in ("a", "b", "c"):
@@ -155,4 +199,8 @@ def test_a_run_that_cannot_be_read_is_one_row_of_the_list(closed: str, run: Path
     assert done.returncode == 0, done.stderr
     states = {Path(row["run"]).name: row["state"] for row in json.loads(done.stdout)["runs"]}
     is_hidden = closed in ("events.jsonl", ".")
-    assert states == {"a": "finished", "b": "unreadable" if is_hidden else "finished", "c": "finished"}
+    assert states == {
+        "a": "finished",
+        "b": "unreadable" if is_hidden else "finished",
+        "c": "finished",
+    }

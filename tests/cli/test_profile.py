@@ -22,18 +22,30 @@ from surefoot.train.run import Run
 from tests.cli.conftest import Command
 from tests.train.small import TEXT
 
-FILES = {"trace.json.gz", "facts.json", "operators.json", "flame_stack.svg", "flame_module.svg", "memory.json", "memory.svg"}
+FILES = {
+    "trace.json.gz",
+    "facts.json",
+    "operators.json",
+    "flame_stack.svg",
+    "flame_module.svg",
+    "memory.json",
+    "memory.svg",
+}
 
 
 @pytest.fixture
 def task(tmp_path: Path) -> str:
     """A task of twelve samples an epoch, as a user writes one."""
     (tmp_path / "mine.py").write_text(TEXT)
-    (tmp_path / "mine.toml").write_text('[task]\nuse = "mine.py:Mine"\n[train]\nlength = "60 steps"\nbatch = 4\ndevice = "cpu"\n')
+    (tmp_path / "mine.toml").write_text(
+        '[task]\nuse = "mine.py:Mine"\n[train]\nlength = "60 steps"\nbatch = 4\ndevice = "cpu"\n'
+    )
     return "mine.toml"
 
 
-def test_a_spec_is_trained_up_to_its_window_and_all_is_drawn(surefoot: Command, task: str, tmp_path: Path) -> None:
+def test_a_spec_is_trained_up_to_its_window_and_all_is_drawn(
+    surefoot: Command, task: str, tmp_path: Path
+) -> None:
     row = surefoot("profile", task, "--steps", "5", "--run", "here", "--json").row
     assert {path.name for path in (tmp_path / "here" / "profile").iterdir()} == FILES
     assert row["num_steps"] == 5
@@ -42,28 +54,55 @@ def test_a_spec_is_trained_up_to_its_window_and_all_is_drawn(surefoot: Command, 
     assert len(trace.read(tmp_path / "here" / "profile" / "trace.json.gz").steps) == 5
     assert {"calls", "self_s", "total_s", "self_bytes", "flops", "bytes"} <= row["rows"][0].keys()
     assert row["memory_peak"]["categories"]["parameters"] == 4 * (4 * 4 + 4 + 4 * 3 + 3)
-    assert "--output=here/profile/nsys surefoot profile mine.toml --steps 5 --nvtx" in row["commands"]["nsys"]
+    assert (
+        "--output=here/profile/nsys surefoot profile mine.toml --steps 5 --nvtx"
+        in row["commands"]["nsys"]
+    )
     ended = [event for event in events.read(tmp_path / "here") if isinstance(event, Ended)]
     assert (ended[-1].outcome, ended[-1].step) == ("stopped", 25)
 
 
-def test_phases_modules_steps_and_epochs_are_nested_ranges(surefoot: Command, task: str, tmp_path: Path) -> None:
+def test_phases_modules_steps_and_epochs_are_nested_ranges(
+    surefoot: Command, task: str, tmp_path: Path
+) -> None:
     surefoot("profile", task, "--steps", "3", "--run", "here", "--with", "")
-    ranges = [each for each in trace.read(tmp_path / "here/profile/trace.json.gz").slices if each.category == trace.RANGE]
-    inner = next(each for each in ranges if each.name == "module 0" and "step 22" in _around(ranges, each))
-    assert _around(ranges, inner) == ["epoch 3", "step 22", "forward", "module Sequential", "module 0"]
+    ranges = [
+        each
+        for each in trace.read(tmp_path / "here/profile/trace.json.gz").slices
+        if each.category == trace.RANGE
+    ]
+    inner = next(
+        each for each in ranges if each.name == "module 0" and "step 22" in _around(ranges, each)
+    )
+    assert _around(ranges, inner) == [
+        "epoch 3",
+        "step 22",
+        "forward",
+        "module Sequential",
+        "module 0",
+    ]
     assert {"data", "forward", "backward", "optimiser"} <= {each.name for each in ranges}
 
 
 def _around(ranges: list[trace.Slice], inner: trace.Slice) -> list[str]:
     """The names of the ranges around one, and its own, from the outside."""
-    names = [each.name for each in ranges if each.start_ns <= inner.start_ns and inner.end_ns <= each.end_ns]
+    names = [
+        each.name
+        for each in ranges
+        if each.start_ns <= inner.start_ns and inner.end_ns <= each.end_ns
+    ]
     return [name for name in names if not name.startswith(trace.STEP_PREFIX)]
 
 
 def digests(run: Path) -> dict[str, str]:
-    inside = (path for path in run.rglob("*") if path.is_file() and "profile" not in path.relative_to(run).parts)
-    return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in inside}
+    inside = (
+        path
+        for path in run.rglob("*")
+        if path.is_file() and "profile" not in path.relative_to(run).parts
+    )
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in inside
+    }
 
 
 def test_a_run_that_is_over_is_repeated_from_its_last_commit_and_stays_as_it_is(
@@ -86,8 +125,20 @@ def test_what_a_killed_repetition_left_goes_with_the_next_one_and_one_that_goes_
         return set((tmp_path / "here" / "profile").glob(".repeated-*"))
 
     assert surefoot("train", task, "--run", "here", "--quiet").code == 0
-    words = [sys.executable, "-m", "surefoot", "profile", "here", "--steps", "1000000", "--with", ""]
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "surefoot",
+        "profile",
+        "here",
+        "--steps",
+        "1000000",
+        "--with",
+        "",
+    ]
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         while not any((place / "run" / events.FILE).is_file() for place in find_places()):
             assert process.poll() is None, process.communicate()[0]
@@ -105,10 +156,17 @@ def test_what_a_killed_repetition_left_goes_with_the_next_one_and_one_that_goes_
     assert not find_places()
 
 
-def test_a_short_run_is_recorded_with_a_shorter_window_and_that_is_said(surefoot: Command, task: str) -> None:
-    answer = surefoot("profile", task, "--set", 'train.length="6 steps"', "--with", "shapes", "--run", "here")
+def test_a_short_run_is_recorded_with_a_shorter_window_and_that_is_said(
+    surefoot: Command, task: str
+) -> None:
+    answer = surefoot(
+        "profile", task, "--set", 'train.length="6 steps"', "--with", "shapes", "--run", "here"
+    )
     assert answer.code == 0
-    assert "too few steps for 20 steps, after 10 that wait and 10 that warm up: recording 3 steps" in answer.err
+    assert (
+        "too few steps for 20 steps, after 10 that wait and 10 that warm up: recording 3 steps"
+        in answer.err
+    )
     assert "for 3 steps" in answer.out
 
 
@@ -147,7 +205,9 @@ def test_what_cannot_be_profiled_is_told_in_words(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_trace_is_read_again_and_drawn_where_asked(surefoot: Command, task: str, tmp_path: Path) -> None:
+def test_a_trace_is_read_again_and_drawn_where_asked(
+    surefoot: Command, task: str, tmp_path: Path
+) -> None:
     surefoot("profile", task, "--steps", "2", "--run", "here", "--with", "stacks")
     again = surefoot("profile", "here/profile/trace.json.gz", "--run", "there", "--json").row
     assert again["num_steps"] == 2
@@ -164,8 +224,21 @@ def test_a_trace_is_read_again_and_drawn_where_asked(surefoot: Command, task: st
 @pytest.fixture
 def live(task: str, tmp_path: Path) -> Iterator[Path]:
     """A run in another process that goes on until it is ended."""
-    words = [sys.executable, "-m", "surefoot", "train", task, "--run", "live", "--quiet", "--set", 'train.length="10 M steps"']
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "surefoot",
+        "train",
+        task,
+        "--run",
+        "live",
+        "--quiet",
+        "--set",
+        'train.length="10 M steps"',
+    ]
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         while not any(isinstance(event, Step) for event in _events(tmp_path / "live")):
             assert process.poll() is None, process.communicate()[0]
@@ -200,30 +273,57 @@ def test_a_run_that_goes_on_is_asked_and_goes_on(surefoot: Command, live: Path) 
 
 @pytest.mark.slow  # two of what the test before it asks
 def test_two_who_ask_one_run_are_told_apart(surefoot: Command, live: Path) -> None:
-    words = [sys.executable, "-m", "surefoot", "profile", "live", "--steps", "100", "--with", "", "--json"]
-    with subprocess.Popen(words, cwd=live.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
+    words = [
+        sys.executable,
+        "-m",
+        "surefoot",
+        "profile",
+        "live",
+        "--steps",
+        "100",
+        "--with",
+        "",
+        "--json",
+    ]
+    with subprocess.Popen(
+        words, cwd=live.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as first:
         while not runlock.is_held(live / "profile" / windows.ASKING):
             assert first.poll() is None
             time.sleep(0.01)
         second = surefoot("profile", "live", "--steps", "2", "--with", "")
-        assert (second.code, second.err.splitlines()[0]) == (2, "error: another surefoot profile waits for a window of live")
+        assert (second.code, second.err.splitlines()[0]) == (
+            2,
+            "error: another surefoot profile waits for a window of live",
+        )
         assert json.loads(first.communicate()[0])["num_steps"] == 100
     assert surefoot("profile", "live", "--steps", "2", "--with", "", "--json").row["num_steps"] == 2
     assert not (live / "profile" / windows.ASKING).exists()
 
 
 def small_run(tmp_path: Path, name: str) -> Run:
-    spec = RunSpec(task={"use": f"{tmp_path / 'mine.py'}:Mine"}, train={"length": "30 steps", "batch": 4, "device": "cpu"})
+    spec = RunSpec(
+        task={"use": f"{tmp_path / 'mine.py'}:Mine"},
+        train={"length": "30 steps", "batch": 4, "device": "cpu"},
+    )
     return Run(spec, folder=tmp_path / name, quiet=True)
 
 
-def test_a_request_that_cannot_be_answered_ends_no_run_and_a_profile_changes_no_bit(task: str, tmp_path: Path) -> None:
+def test_a_request_that_cannot_be_answered_ends_no_run_and_a_profile_changes_no_bit(
+    task: str, tmp_path: Path
+) -> None:
     ends = []
-    for name, request in (("plain", None), ("asked", {"id": "a", "active": 3, "levels": ["memory"]}), ("wrong", {"id": "b"})):
+    for name, request in (
+        ("plain", None),
+        ("asked", {"id": "a", "active": 3, "levels": ["memory"]}),
+        ("wrong", {"id": "b"}),
+    ):
         with small_run(tmp_path, name) as run:
             if request is not None:
                 (tmp_path / name / "profile").mkdir()
-                (tmp_path / name / "profile" / profiling.REQUEST_FILE).write_text(json.dumps(request))
+                (tmp_path / name / "profile" / profiling.REQUEST_FILE).write_text(
+                    json.dumps(request)
+                )
             for _ in run.steps():
                 pass
             ends.append(run.state_digests())
@@ -237,7 +337,9 @@ def test_a_request_that_cannot_be_answered_ends_no_run_and_a_profile_changes_no_
     assert (answer["outcome"], answer["words"]) == ("failed", "request.json is damaged")
 
 
-def test_a_run_looks_for_a_request_at_most_once_a_second(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_looks_for_a_request_at_most_once_a_second(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked = []
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda self: looked.append(self) or exists(self))  # type: ignore[func-returns-value]
@@ -246,7 +348,11 @@ def test_a_run_looks_for_a_request_at_most_once_a_second(task: str, tmp_path: Pa
         for _ in run.steps():
             pass
     passed_s = time.monotonic() - started_s
-    assert 1 <= len([path for path in looked if path.name == profiling.REQUEST_FILE]) <= 1 + passed_s / profiling.LOOK_EVERY_S
+    assert (
+        1
+        <= len([path for path in looked if path.name == profiling.REQUEST_FILE])
+        <= 1 + passed_s / profiling.LOOK_EVERY_S
+    )
 
 
 def test_a_window_that_a_run_opens_itself_tells_its_own_errors(task: str, tmp_path: Path) -> None:

@@ -20,8 +20,14 @@ from tests.cli.conftest import Command
         (("--ranks", "two"), "error: --ranks is two"),
         (("--ranks", "-1"), "error: --ranks is -1"),
         (("--ranks", "1:2", "--fresh"), "error: --ranks 1:2 goes on with what is left"),
-        (("--ranks", "2:3", "--set", "layout.replicate=4"), "error: --ranks is 2:3, and no number of these may train this spec"),
-        (("--ranks", "5:9", "--set", "train.microbatch=16", "--set", "train.batch=32"), "gives 9 ranks 2 pieces"),
+        (
+            ("--ranks", "2:3", "--set", "layout.replicate=4"),
+            "error: --ranks is 2:3, and no number of these may train this spec",
+        ),
+        (
+            ("--ranks", "5:9", "--set", "train.microbatch=16", "--set", "train.batch=32"),
+            "gives 9 ranks 2 pieces",
+        ),
     ],
 )
 def test_a_range_that_is_none_is_told_before_any_work(

@@ -36,11 +36,18 @@ def test_every_key_says_what_it_means() -> None:
 
 
 TYPES = {
-    "int": "integer", "float": "number", "str": "text", "bool": "true or false",
-    "bool | None": "true, false or null", "int | None": "integer or null",
-    "float | None": "number or null", "str | None": "text or null", "tuple[str, ...]": "list of texts",
-    "tuple[float, ...]": "list of numbers", "tuple[Mapping[str, Any], ...]": "list of objects",
-}  # fmt: skip
+    "int": "integer",
+    "float": "number",
+    "str": "text",
+    "bool": "true or false",
+    "bool | None": "true, false or null",
+    "int | None": "integer or null",
+    "float | None": "number or null",
+    "str | None": "text or null",
+    "tuple[str, ...]": "list of texts",
+    "tuple[float, ...]": "list of numbers",
+    "tuple[Mapping[str, Any], ...]": "list of objects",
+}
 
 
 @pytest.mark.parametrize("kind", reference.event_fields())
@@ -49,6 +56,7 @@ def test_the_record_is_documented_field_by_field(kind: str) -> None:
     rows = [row.split(" | ") for row in reference.table_rows(section)]
     documented = {row[0].strip("| `"): row[1] for row in rows}
     written = {
-        name: "object" if type_.startswith("Mapping") else TYPES[type_] for name, type_ in reference.event_fields()[kind].items()
+        name: "object" if type_.startswith("Mapping") else TYPES[type_]
+        for name, type_ in reference.event_fields()[kind].items()
     }
     assert documented == (written if kind else {"v": "integer", "kind": "text", **written})

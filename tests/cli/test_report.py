@@ -38,14 +38,73 @@ HOSTILE = {
 }
 # what the page is made of; everything else in it would be a stranger's
 TAGS = {
-    "html", "head", "meta", "title", "style", "body", "header", "p", "h1", "h2", "h3", "h4", "code", "nav", "a", "main", "section",
-    "div", "dl", "dt", "dd", "figure", "figcaption", "svg", "path", "rect", "g", "circle", "text", "ul", "li", "table", "caption",
-    "thead", "tbody", "tr", "th", "td", "img", "pre",
-}  # fmt: skip
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "header",
+    "p",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "code",
+    "nav",
+    "a",
+    "main",
+    "section",
+    "div",
+    "dl",
+    "dt",
+    "dd",
+    "figure",
+    "figcaption",
+    "svg",
+    "path",
+    "rect",
+    "g",
+    "circle",
+    "text",
+    "ul",
+    "li",
+    "table",
+    "caption",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "img",
+    "pre",
+}
 ATTRIBUTES = {
-    "lang", "charset", "http-equiv", "content", "name", "id", "class", "href", "aria-label", "aria-hidden", "role", "tabindex",
-    "scope", "width", "height", "viewbox", "x", "y", "d", "r", "text-anchor", "transform", "src", "alt",
-}  # fmt: skip
+    "lang",
+    "charset",
+    "http-equiv",
+    "content",
+    "name",
+    "id",
+    "class",
+    "href",
+    "aria-label",
+    "aria-hidden",
+    "role",
+    "tabindex",
+    "scope",
+    "width",
+    "height",
+    "viewbox",
+    "x",
+    "y",
+    "d",
+    "r",
+    "text-anchor",
+    "transform",
+    "src",
+    "alt",
+}
 
 
 class Seen(HTMLParser):
@@ -63,7 +122,9 @@ class Seen(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes |= {name for name, _ in attrs}
-        self.addresses |= {(value or "").partition(",")[0] for name, value in attrs if name in ("href", "src")}
+        self.addresses |= {
+            (value or "").partition(",")[0] for name, value in attrs if name in ("href", "src")
+        }
         self.sections += [value or "" for name, value in attrs if tag == "section" and name == "id"]
 
     def handle_data(self, data: str) -> None:
@@ -98,7 +159,10 @@ def write_whole(folder: Path, name: str = "digits") -> Path:
         "command": ("surefoot", "train", name),
         "notes": (name,),
     }
-    steps = [replace(past.step(number, 3.0 / number), phases=PHASES, step_s=(0.05,) * 10) for number in (1, 10, 20, 30)]
+    steps = [
+        replace(past.step(number, 3.0 / number), phases=PHASES, step_s=(0.05,) * 10)
+        for number in (1, 10, 20, 30)
+    ]
     slow = {"step": 33, "elapsed_s": 0.4, "cause": name}
     steps.append(replace(past.step(40, 0.075), phases=PHASES, step_s=(0.05,) * 9, outliers=(slow,)))
     row = json.loads(past.evaluated(40, 0.994).as_line())
@@ -123,15 +187,42 @@ def test_a_run_is_one_page_with_every_part(surefoot: Command) -> None:
     assert answer.out.startswith("runs/a/report.html  ")
     page = seen(run / "report.html")
     assert page.sections == [
-        "summary", "curves", "time", "ladder", "roofline", "operators", "memory", "flame", "saves", "environment", "again",
-    ]  # fmt: skip
+        "summary",
+        "curves",
+        "time",
+        "ladder",
+        "roofline",
+        "operators",
+        "memory",
+        "flame",
+        "saves",
+        "environment",
+        "again",
+    ]
     for part in (
-        "digits: finished, digits 99.4 %", "1.28 k samples/s",
-        "norm before clipping", "best 99.4 at step 40", "backward 1 s 40 %", "33 400 ms digits", "productive", "REJECTED",
-        "0.8 (0.77 to 0.83)", "skipped n/a n/a n/a n/a no GPU here", "accuracy 99.4 % (start 99.2 %)", "optim.fused=true",
-        "fp32 90 GFLOP/s", "model FLOPs of a sample x", "aten::relu", "30 MiB",
-        "52.63 %", "To zoom, open", "3 MiB", "a processor, 2 cores, 16 GiB", "surefoot train runs/a/spec.toml", "what was done",
-    ):  # fmt: skip
+        "digits: finished, digits 99.4 %",
+        "1.28 k samples/s",
+        "norm before clipping",
+        "best 99.4 at step 40",
+        "backward 1 s 40 %",
+        "33 400 ms digits",
+        "productive",
+        "REJECTED",
+        "0.8 (0.77 to 0.83)",
+        "skipped n/a n/a n/a n/a no GPU here",
+        "accuracy 99.4 % (start 99.2 %)",
+        "optim.fused=true",
+        "fp32 90 GFLOP/s",
+        "model FLOPs of a sample x",
+        "aten::relu",
+        "30 MiB",
+        "52.63 %",
+        "To zoom, open",
+        "3 MiB",
+        "a processor, 2 cores, 16 GiB",
+        "surefoot train runs/a/spec.toml",
+        "what was done",
+    ):
         assert page.says(part), part
 
 
@@ -140,7 +231,9 @@ def test_nothing_in_the_page_is_run_or_fetched(surefoot: Command) -> None:
     page, text = seen(Path("a/report.html")), Path("a/report.html").read_text()
     assert page.tags <= TAGS
     assert page.attributes <= ATTRIBUTES
-    assert {each for each in page.addresses if not each.startswith("#")} == {"data:image/svg+xml;base64"}
+    assert {each for each in page.addresses if not each.startswith("#")} == {
+        "data:image/svg+xml;base64"
+    }
     policy = text.partition('Content-Security-Policy" content="')[2].partition('"')[0]
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
@@ -171,18 +264,34 @@ def test_two_runs_lie_side_by_side_and_what_differs_is_told(surefoot: Command) -
     page = seen(Path("runs/a/compared.html"))
     assert page.says("2 runs side by side")
     assert page.says("optim.lr 0.005 0.01")
-    for label in ("runs/a, training", "runs/b, training", "runs/a, test split", "runs/b, accuracy: best 99.4 at step 40"):
+    for label in (
+        "runs/a, training",
+        "runs/b, training",
+        "runs/a, test split",
+        "runs/b, accuracy: best 99.4 at step 40",
+    ):
         assert page.says(label), label
     past.write_finished(Path("runs/c"))
     assert surefoot("report", "runs/a", "runs/c", "--out", "same.html").code == 0
-    assert seen(Path("same.html")).says("what is recorded of spec, versions, machine, code and data is equal")
+    assert seen(Path("same.html")).says(
+        "what is recorded of spec, versions, machine, code and data is equal"
+    )
 
 
 def test_what_is_not_there_is_left_out_or_said(surefoot: Command) -> None:
     run = past.write(Path("a"), [past.started(), past.step(10, None)])
     assert surefoot("report", run).code == 0
     page = seen(Path("a/report.html"))
-    assert page.sections == ["summary", "curves", "time", "memory", "profile", "saves", "environment", "again"]
+    assert page.sections == [
+        "summary",
+        "curves",
+        "time",
+        "memory",
+        "profile",
+        "saves",
+        "environment",
+        "again",
+    ]
     assert page.says("400 MiB, 2.441 % of 16 GiB (this host): there is room for a larger batch")
     assert page.says("operators, roofline, memory and flame graph are n/a")
     assert page.says("no end is recorded")
@@ -201,22 +310,42 @@ def test_what_is_not_there_is_left_out_or_said(surefoot: Command) -> None:
     ids=("torn", "a list", "newer", "nested"),
 )
 @pytest.mark.parametrize("name", ["operators.json", "roofline.json", "memory.json"])
-def test_a_damaged_part_of_a_profile_is_named_and_the_rest_is_shown(text: str, told: str, name: str, surefoot: Command) -> None:
+def test_a_damaged_part_of_a_profile_is_named_and_the_rest_is_shown(
+    text: str, told: str, name: str, surefoot: Command
+) -> None:
     run = write_whole(Path("a"))
     (run / "profile" / name).write_text(text)
     assert surefoot("report", run).code == 0
     page = seen(run / "report.html")
-    assert name.partition(".")[0] not in page.sections or name == "memory.json"  # its section has the peak of the run, too
+    assert (
+        name.partition(".")[0] not in page.sections or name == "memory.json"
+    )  # its section has the peak of the run, too
     assert page.says(f"a/profile/{name} is")
     assert page.says(told)
     assert "flame" in page.sections
 
 
-JUNK: tuple[Any, ...] = (None, "x", -1, 0, 10**400, 1e308, "nan", [], {}, {"a": {"b": []}}, [[]], [{}], [None, "x"])
+JUNK: tuple[Any, ...] = (
+    None,
+    "x",
+    -1,
+    0,
+    10**400,
+    1e308,
+    "nan",
+    [],
+    {},
+    {"a": {"b": []}},
+    [[]],
+    [{}],
+    [None, "x"],
+)
 
 
 @pytest.mark.parametrize("name", ["operators.json", "roofline.json", "memory.json", "ladder.json"])
-def test_values_of_any_type_break_no_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_any_type_break_no_page(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = write_whole(Path("a"))
     path = write_ladder(Path("climbed")) / name if name == "ladder.json" else run / "profile" / name
@@ -228,14 +357,26 @@ def test_values_of_any_type_break_no_page(name: str, tmp_path: Path, monkeypatch
             if name != "ladder.json":
                 assert render(ReportPage(runs=[rows])).endswith("</html>")
             elif key != "version":
-                assert render(ReportPage(runs=[rows], ladder=read_ladder(Path("climbed")))).endswith("</html>")
+                assert render(
+                    ReportPage(runs=[rows], ladder=read_ladder(Path("climbed")))
+                ).endswith("</html>")
 
 
 def test_numbers_that_are_not_finite_are_counted_and_left_out(surefoot: Command) -> None:
-    run = past.write(Path("a"), [past.started(), *(past.step(number, number) for number in (1, 2)), past.step(3, float("nan"))])
+    run = past.write(
+        Path("a"),
+        [
+            past.started(),
+            *(past.step(number, number) for number in (1, 2)),
+            past.step(3, float("nan")),
+        ],
+    )
     with (run / events.FILE).open("a") as file:
         row = json.loads(past.step(4, 1e305).as_line())
-        file.write(json.dumps({**row, "samples_per_s": "inf", "elapsed_s": "nan", "gradient_norm": "nan"}) + "\n")
+        file.write(
+            json.dumps({**row, "samples_per_s": "inf", "elapsed_s": "nan", "gradient_norm": "nan"})
+            + "\n"
+        )
     assert surefoot("report", run).code == 0
     assert seen(run / "report.html").says("2 values that are not finite left out")
 
@@ -247,16 +388,24 @@ def test_the_same_run_gives_the_same_bytes(surefoot: Command) -> None:
     assert Path("one.html").read_bytes() == Path("two.html").read_bytes()
 
 
-def test_the_page_of_a_run_is_renewed_and_a_named_one_is_never_overwritten(surefoot: Command) -> None:
+def test_the_page_of_a_run_is_renewed_and_a_named_one_is_never_overwritten(
+    surefoot: Command,
+) -> None:
     run = past.write_finished(Path("a"))
     first = surefoot("report", run, "--json").row
-    assert first == {"file": "a/report.html", "num_bytes": Path("a/report.html").stat().st_size, "runs": ["a"]}
+    assert first == {
+        "file": "a/report.html",
+        "num_bytes": Path("a/report.html").stat().st_size,
+        "runs": ["a"],
+    }
     assert surefoot("report", run).code == 0
     Path("mine.html").write_text("mine")
     answer = surefoot("report", run, "--out", "mine.html")
     assert (answer.code, Path("mine.html").read_text()) == (2, "mine")
     assert "mine.html exists already, and nothing is overwritten" in answer.err
-    with pytest.raises(InputError, match="cannot be written: File exists"):  # one that came after the look
+    with pytest.raises(
+        InputError, match="cannot be written: File exists"
+    ):  # one that came after the look
         write_page(Path("mine.html"), b"page", is_new=True)
     assert Path("mine.html").read_text() == "mine"
     assert sorted(path.name for path in run.iterdir()) == ["events.jsonl", "report.html"]
@@ -275,7 +424,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_told_and_nothing_is_written(what: str, surefoot: Command, tmp_path: Path) -> None:
+def test_bad_input_is_told_and_nothing_is_written(
+    what: str, surefoot: Command, tmp_path: Path
+) -> None:
     past.write_finished(Path("a"))
     past.write(Path("stepless"), [past.started(), past.ended(0, "failed")])
     Path("bare").mkdir()
@@ -294,7 +445,12 @@ def test_a_page_is_drawn_without_torch(tmp_path: Path) -> None:
         "import sys; sys.argv = ['surefoot', 'report', 'a']\nfrom surefoot.cli.main import main\n"
         "try: main()\nexcept SystemExit as end: sys.exit(end.code or bool({'torch', 'matplotlib'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +476,9 @@ def test_the_browser_sees_what_a_page_does(browser: Browser, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["none", *HOSTILE])
-def test_in_a_browser_nothing_runs_leaves_the_file_or_overflows(kind: str, browser: Browser, surefoot: Command) -> None:
+def test_in_a_browser_nothing_runs_leaves_the_file_or_overflows(
+    kind: str, browser: Browser, surefoot: Command
+) -> None:
     name = HOSTILE.get(kind, "digits")
     first, second = write_whole(Path("a"), name), past.write_finished(Path("b"))
     surefoot("report", first, second, "--ladder", write_ladder(Path("climbed"), name=name))
@@ -328,7 +486,9 @@ def test_in_a_browser_nothing_runs_leaves_the_file_or_overflows(kind: str, brows
     for width, dark in ((1200, False), (1200, True), (375, False)):
         browser.open(page, width=width, dark=dark)
         assert browser.complaints() == []
-        assert {each for each in browser.requests() if not each.startswith("data:image/svg+xml;base64,")} == {page.as_uri()}
+        assert {
+            each for each in browser.requests() if not each.startswith("data:image/svg+xml;base64,")
+        } == {page.as_uri()}
         assert browser.value("window.hostile") is None
         assert browser.value("document.scripts.length") == 0
         assert browser.value("document.documentElement.scrollWidth <= innerWidth")

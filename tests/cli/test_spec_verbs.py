@@ -16,8 +16,21 @@ def origins(surefoot: Command, *words: str | Path) -> dict[str, tuple[object, st
     return {row["key"]: (row["value"], row["origin"]) for row in answer.row["values"]}
 
 
-def test_every_value_is_shown_with_the_place_it_came_from(surefoot: Command, spec_file: Path) -> None:
-    found = origins(surefoot, spec_file, "--set", "optim.clip=0.5", "--steps", "7", "--seed", "3", "--data", "here")
+def test_every_value_is_shown_with_the_place_it_came_from(
+    surefoot: Command, spec_file: Path
+) -> None:
+    found = origins(
+        surefoot,
+        spec_file,
+        "--set",
+        "optim.clip=0.5",
+        "--steps",
+        "7",
+        "--seed",
+        "3",
+        "--data",
+        "here",
+    )
     assert found["optim.lr"] == (0.02, "mine.toml:5")
     assert found["optim.clip"] == (0.5, "--set optim.clip")
     assert found["train.length"] == ("7 steps", "--steps")
@@ -28,9 +41,13 @@ def test_every_value_is_shown_with_the_place_it_came_from(surefoot: Command, spe
     assert found["task.use"] == (f"{spec_file.parent / 'task.py'}:Mine", "mine.toml:2")
 
 
-def test_a_variant_shows_its_own_lines_and_those_of_its_base(surefoot: Command, spec_file: Path, tmp_path: Path) -> None:
+def test_a_variant_shows_its_own_lines_and_those_of_its_base(
+    surefoot: Command, spec_file: Path, tmp_path: Path
+) -> None:
     (tmp_path / "wide.toml").write_text('base = "mine.toml"\n[task]\nwidth = 32\n')
-    (tmp_path / "wider.toml").write_text('base = "wide.toml"\n[task]\nwidth = 64\n[optim]\ndecay = 0.0\n')
+    (tmp_path / "wider.toml").write_text(
+        'base = "wide.toml"\n[task]\nwidth = 64\n[optim]\ndecay = 0.0\n'
+    )
     found = origins(surefoot, "wider.toml", "--set", "optim.decay=0.1")
     assert found["task.width"] == (64, "wider.toml:3")
     assert found["optim.lr"] == (0.02, "mine.toml:5")
@@ -51,21 +68,65 @@ def test_in_a_pipe_the_table_is_plain_aligned_text(surefoot: Command, spec_file:
 
 
 WRONG = {
-    "an unknown key": ("[optim]\nlrr = 1.0", "mine.toml:4: 'lrr' is no key in [optim]", "did you mean 'lr'?"),
-    "an unknown table": ("[optimm]\nlr = 1.0", "mine.toml:3: 'optimm' is no table", "did you mean 'optim'?"),
+    "an unknown key": (
+        "[optim]\nlrr = 1.0",
+        "mine.toml:4: 'lrr' is no key in [optim]",
+        "did you mean 'lr'?",
+    ),
+    "an unknown table": (
+        "[optimm]\nlr = 1.0",
+        "mine.toml:3: 'optimm' is no table",
+        "did you mean 'optim'?",
+    ),
     "an unknown parameter": ("wdith = 3", "mine.toml:3: ", "did you mean 'width'?"),
-    "a parameter of another type": ("width = 'x'", "mine.toml:3: task.width is 'x'", "it should be int"),
-    "another type": ("[train]\nbatch = '64'", "mine.toml:4: train.batch is '64'", "it should be a valid integer"),
+    "a parameter of another type": (
+        "width = 'x'",
+        "mine.toml:3: task.width is 'x'",
+        "it should be int",
+    ),
+    "another type": (
+        "[train]\nbatch = '64'",
+        "mine.toml:4: train.batch is '64'",
+        "it should be a valid integer",
+    ),
     "a fraction for a count": ("[train]\nbatch = 6.5", "mine.toml:4: train.batch is 6.5", "hint:"),
     "NaN": ("[optim]\nlr = nan", "mine.toml:4: optim.lr is nan", "finite"),
     "infinity": ("[optim]\nlr = inf", "mine.toml:4: optim.lr is inf", "finite"),
-    "a negative rate": ("[optim]\nlr = -0.1", "mine.toml:4: optim.lr is -0.1", "greater than or equal to 0"),
-    "negative steps": ("[train]\nlength = '-5 steps'", "mine.toml:4: ", "a duration is a number with its unit"),
-    "no steps": ("[train]\nlength = '0 steps'", "mine.toml:4: train.length: 0 steps is nothing", "use at least 1 step"),
-    "a bare number": ("[train]\nlength = 500", "mine.toml:4: train.length: 500 is no duration", "a number with its unit"),
-    "a bare number for a size": ("[layout]\nbucket = 0", "mine.toml:4: layout.bucket: 0 is no size in bytes", "has its unit"),
-    "none of several kinds": ("[loader]\nworkers = -1", "mine.toml:4: loader.workers is -1", "equal to 0 or 'auto'"),
-    "a pair that lacks one": ("[optim]\nbetas = [0.5]", "mine.toml:4: optim.betas.1 is not given", "optim.betas takes more"),
+    "a negative rate": (
+        "[optim]\nlr = -0.1",
+        "mine.toml:4: optim.lr is -0.1",
+        "greater than or equal to 0",
+    ),
+    "negative steps": (
+        "[train]\nlength = '-5 steps'",
+        "mine.toml:4: ",
+        "a duration is a number with its unit",
+    ),
+    "no steps": (
+        "[train]\nlength = '0 steps'",
+        "mine.toml:4: train.length: 0 steps is nothing",
+        "use at least 1 step",
+    ),
+    "a bare number": (
+        "[train]\nlength = 500",
+        "mine.toml:4: train.length: 500 is no duration",
+        "a number with its unit",
+    ),
+    "a bare number for a size": (
+        "[layout]\nbucket = 0",
+        "mine.toml:4: layout.bucket: 0 is no size in bytes",
+        "has its unit",
+    ),
+    "none of several kinds": (
+        "[loader]\nworkers = -1",
+        "mine.toml:4: loader.workers is -1",
+        "equal to 0 or 'auto'",
+    ),
+    "a pair that lacks one": (
+        "[optim]\nbetas = [0.5]",
+        "mine.toml:4: optim.betas.1 is not given",
+        "optim.betas takes more",
+    ),
     "a duration in time with a prefix": ("[train]\nlength = '3 M min'", "mine.toml:4: ", "hint:"),
     "two kinds of clipping": ("[optim]\nclip = 1.0\nclip_value = 0.5", "contradict each other", ""),
     "a microbatch that does not divide": (
@@ -73,10 +134,26 @@ WRONG = {
         "does not divide batch = 10",
         "use one of [1, 2, 5, 10]",
     ),
-    "a schedule that is none": ("[schedule]\nname = 'cosin'", "mine.toml:4: schedule.name is 'cosin'", "did you mean 'cosine'?"),
-    "a key of another schedule": ("[schedule]\nname = 'cosine'\npower = 2.0", "mine.toml:5: ", "power belongs to polynomial"),
-    "a schedule without what it needs": ("[schedule]\nname = 'step'", "schedule.every is not given", "for example"),
-    "a warm-up longer than the run": ("[train]\nlength = '10 steps'\n[schedule]\nwarmup = '20 steps'", "mine.toml:6: ", "hint:"),
+    "a schedule that is none": (
+        "[schedule]\nname = 'cosin'",
+        "mine.toml:4: schedule.name is 'cosin'",
+        "did you mean 'cosine'?",
+    ),
+    "a key of another schedule": (
+        "[schedule]\nname = 'cosine'\npower = 2.0",
+        "mine.toml:5: ",
+        "power belongs to polynomial",
+    ),
+    "a schedule without what it needs": (
+        "[schedule]\nname = 'step'",
+        "schedule.every is not given",
+        "for example",
+    ),
+    "a warm-up longer than the run": (
+        "[train]\nlength = '10 steps'\n[schedule]\nwarmup = '20 steps'",
+        "mine.toml:6: ",
+        "hint:",
+    ),
     "a warm-up longer than the run, in epochs": (
         "[train]\nlength = '1 epoch'\n[schedule]\nwarmup = '2 epochs'",
         "mine.toml:6: the schedule does not fit into train.length = '1 epoch'",
@@ -88,7 +165,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_told_with_its_place_and_what_is_near(what: str, surefoot: Command, spec_file: Path) -> None:
+def test_what_is_wrong_is_told_with_its_place_and_what_is_near(
+    what: str, surefoot: Command, spec_file: Path
+) -> None:
     body, says, hints = WRONG[what]
     spec_file.write_text(f'[task]\nuse = "task.py:Mine"\n{body}\n')
     answer = surefoot("spec", "check", spec_file)
@@ -109,9 +188,15 @@ def test_a_spec_without_a_task_is_not_ok(surefoot: Command, spec_file: Path) -> 
 
 
 def test_a_wrong_flag_is_named_as_the_place(surefoot: Command, spec_file: Path) -> None:
-    assert "--set optim.lrr: 'lrr' is no key" in surefoot("spec", "check", spec_file, "--set", "optim.lrr=1").err
+    assert (
+        "--set optim.lrr: 'lrr' is no key"
+        in surefoot("spec", "check", spec_file, "--set", "optim.lrr=1").err
+    )
     assert "--steps: " in surefoot("spec", "check", spec_file, "--steps", "-3").err
-    assert "--set 'optim' is not table.key=value" in surefoot("spec", "check", spec_file, "--set", "optim").err
+    assert (
+        "--set 'optim' is not table.key=value"
+        in surefoot("spec", "check", spec_file, "--set", "optim").err
+    )
     assert surefoot("spec", "check", spec_file, "--steps", "many").code == 2
 
 
@@ -125,7 +210,9 @@ MISSING = {
 
 
 @pytest.mark.parametrize("what", MISSING)
-def test_a_spec_that_is_not_there_is_bad_input(what: str, surefoot: Command, spec_file: Path) -> None:
+def test_a_spec_that_is_not_there_is_bad_input(
+    what: str, surefoot: Command, spec_file: Path
+) -> None:
     given, says = MISSING[what]
     answer = surefoot("spec", "check", given)
     assert answer.code == 2
@@ -138,8 +225,12 @@ def test_check_prints_the_id_without_importing_the_task(surefoot: Command, spec_
     identity, ok = answer.out.split()
     assert (len(identity), ok) == (12, "ok")
     assert surefoot("spec", "check", spec_file, "--json").row == {
-        "ok": True, "id": identity, "error": None, "hint": None, "where": None,
-    }  # fmt: skip
+        "ok": True,
+        "id": identity,
+        "error": None,
+        "hint": None,
+        "where": None,
+    }
 
 
 def test_check_in_json_says_what_is_wrong_in_one_object(surefoot: Command, spec_file: Path) -> None:
@@ -159,7 +250,9 @@ def identity(surefoot: Command, path: Path, text: str, *words: str) -> str:
 
 def test_an_id_is_over_meaning_and_not_over_form(surefoot: Command, spec_file: Path) -> None:
     head = '[task]\nuse = "task.py:Mine"\n'
-    plain = identity(surefoot, spec_file, f'{head}[optim]\nlr = 0.1\ndecay = 0.0\n[train]\nlength = "10 min"\n')
+    plain = identity(
+        surefoot, spec_file, f'{head}[optim]\nlr = 0.1\ndecay = 0.0\n[train]\nlength = "10 min"\n'
+    )
     same = [
         f'# a comment\n[train]\nlength = "600 s" # spelt otherwise\n[optim]\ndecay = 0.0\nlr = 0.1\n{head}',
         f'{head}[optim]\nlr = 1e-1\ndecay = 0.0\neps = 1e-8\n[train]\nlength = "10 minutes"\n[observe]\nevery = "3 steps"\n',
@@ -179,7 +272,9 @@ def test_the_schema_is_json_schema_and_knows_every_table(surefoot: Command) -> N
     answer = surefoot("spec", "schema")
     schema = json.loads(answer.out)
     assert schema["$schema"].endswith("2020-12/schema")
-    assert {"base", "task", "data", "optim", "schedule", "train", "evaluate", "checkpoint"} <= set(schema["properties"])
+    assert {"base", "task", "data", "optim", "schedule", "train", "evaluate", "checkpoint"} <= set(
+        schema["properties"]
+    )
     assert schema["$defs"]["OptimTable"]["properties"]["lr"]["minimum"] == 0
 
 
@@ -193,8 +288,19 @@ def test_a_schedule_is_drawn_with_its_table(surefoot: Command, spec_file: Path) 
     assert "└" in answer.out
 
 
-def test_a_run_in_epochs_is_drawn_over_epochs_and_says_what_it_assumed(surefoot: Command, spec_file: Path) -> None:
-    words = ("spec", "show", spec_file, "--plot", "--set", "train.length=4 epochs", "--set", "schedule.warmup=1 epoch")
+def test_a_run_in_epochs_is_drawn_over_epochs_and_says_what_it_assumed(
+    surefoot: Command, spec_file: Path
+) -> None:
+    words = (
+        "spec",
+        "show",
+        spec_file,
+        "--plot",
+        "--set",
+        "train.length=4 epochs",
+        "--set",
+        "schedule.warmup=1 epoch",
+    )
     answer = surefoot(*words)
     assert "an epoch is drawn as 100 steps; --steps-per-epoch" in answer.err
     assert answer.out.splitlines()[1].split() == ["step", "epoch", "cosine", "rate"]
@@ -220,11 +326,21 @@ def test_every_schedule_can_stand_beside_another(surefoot: Command, spec_file: P
     from surefoot.core.schedule.settings import Name
 
     for length in ("2 steps", "1000 steps", "3 epochs", "20 M tokens"):
-        answer = surefoot("spec", "show", spec_file, "--compare", ",".join(get_args(Name)), "--set", f"train.length={length}")
+        answer = surefoot(
+            "spec",
+            "show",
+            spec_file,
+            "--compare",
+            ",".join(get_args(Name)),
+            "--set",
+            f"train.length={length}",
+        )
         assert answer.code == 0, answer.err
 
 
-def test_a_comparison_with_no_such_schedule_is_bad_input(surefoot: Command, spec_file: Path) -> None:
+def test_a_comparison_with_no_such_schedule_is_bad_input(
+    surefoot: Command, spec_file: Path
+) -> None:
     answer = surefoot("spec", "show", spec_file, "--compare", "step,cosin")
     assert answer.code == 2
     assert "did you mean 'cosine'?" in answer.err
@@ -234,7 +350,9 @@ def test_a_variant_with_another_task_drops_the_parameters_of_the_first(
     surefoot: Command, spec_file: Path, tmp_path: Path
 ) -> None:
     spec_file.write_text(spec_file.read_text().replace(':Mine"', ":Mine\"\nkind = 'other'"))
-    (tmp_path / "digits.toml").write_text('base = "mine.toml"\n[task]\nuse = "digits"\nwidth = 16\n')
+    (tmp_path / "digits.toml").write_text(
+        'base = "mine.toml"\n[task]\nuse = "digits"\nwidth = 16\n'
+    )
     found = origins(surefoot, "./digits.toml")
     assert found["task.width"] == (16, "digits.toml:4")
     assert "task.kind" not in found

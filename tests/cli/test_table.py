@@ -34,10 +34,16 @@ def at_terminal(columns: int, code: str) -> list[str]:
     """The lines that a program prints at a terminal so wide."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    variables = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")
+    }
     words = [sys.executable, "-c", code]
     with subprocess.Popen(
-        words, stdin=theirs, stdout=theirs, stderr=theirs, env={**variables, "TERM": "xterm-256color"}
+        words,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**variables, "TERM": "xterm-256color"},
     ) as child:
         os.close(theirs)
         found = b""
@@ -53,19 +59,27 @@ def at_terminal(columns: int, code: str) -> list[str]:
 def test_at_a_terminal_every_word_stays_whole_and_every_line_is_on_one(columns: int) -> None:
     lines = at_terminal(columns, CODE)
     assert max(map(len, lines)) <= columns
-    shown, words = set(" ".join(lines).split()), re.findall(r"[^\s\"]+", " ".join(re.findall(r'"[^"]*"', CODE)))
+    shown, words = (
+        set(" ".join(lines).split()),
+        re.findall(r"[^\s\"]+", " ".join(re.findall(r'"[^"]*"', CODE))),
+    )
     assert {word for word in words if word not in ("/", "deep/")} - shown == set()
     assert "/" + "deep/" * 60 in "".join(map(str.strip, lines))  # a word that no line holds
     assert sum("no clipping" in line for line in lines) == {50: 7, 80: 4, 120: 3, 300: 1}[columns]
 
 
 @given(
-    columns=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 90)), min_size=1, max_size=12), room=st.integers(20, 200)
-)  # fmt: skip
-def test_a_table_of_any_columns_fits_into_any_terminal(columns: list[tuple[int, int]], room: int) -> None:
+    columns=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 90)), min_size=1, max_size=12),
+    room=st.integers(20, 200),
+)
+def test_a_table_of_any_columns_fits_into_any_terminal(
+    columns: list[tuple[int, int]], room: int
+) -> None:
     natural, longest = [max(each) for each in columns], [min(each) for each in columns]
     tables = fit_columns(natural, longest, room)
-    assert [column for widths in tables for column in widths if column or widths is tables[0]] == list(range(len(columns)))
+    assert [
+        column for widths in tables for column in widths if column or widths is tables[0]
+    ] == list(range(len(columns)))
     for widths in tables:
         assert next(iter(widths)) == 0
         assert sum(widths.values()) + GAP * (len(widths) - 1) <= room

@@ -30,16 +30,26 @@ def run(spec: Path, surefoot: Command) -> Path:
     return Path("run")
 
 
-def test_weights_go_out_and_come_back_and_a_run_begins_with_them(run: Path, spec: Path, surefoot: Command) -> None:
+def test_weights_go_out_and_come_back_and_a_run_begins_with_them(
+    run: Path, spec: Path, surefoot: Command
+) -> None:
     answer = surefoot("checkpoint", "export", run, "--to", "mine.safetensors", "--json")
     assert answer.code == 0
-    assert (answer.row["ok"], answer.row["max_error"], answer.row["format"]) == (True, 0.0, "safetensors")
+    assert (answer.row["ok"], answer.row["max_error"], answer.row["format"]) == (
+        True,
+        0.0,
+        "safetensors",
+    )
     assert set(answer.row) == documented("checkpoint export")
     stored = load_file("mine.safetensors")
     own = load_file(manifest.step_folder(run, 4) / "model.safetensors")
-    assert {name: tensor.tolist() for name, tensor in stored.items()} == {name: tensor.tolist() for name, tensor in own.items()}
+    assert {name: tensor.tolist() for name, tensor in stored.items()} == {
+        name: tensor.tolist() for name, tensor in own.items()
+    }
 
-    answer = surefoot("checkpoint", "import", "mine.safetensors", "--to", "back", "--spec", spec, "--json")
+    answer = surefoot(
+        "checkpoint", "import", "mine.safetensors", "--to", "back", "--spec", spec, "--json"
+    )
     assert answer.code == 0
     assert {*answer.row, "dtype", "shape"} == documented("checkpoint import")
     assert answer.row["tensors"]["0.weight"] == {"dtype": "float32", "shape": [4, 4]}
@@ -57,7 +67,9 @@ def test_a_graph_runs_without_the_code_of_the_task(run: Path, surefoot: Command)
     graph = torch.export.load("mine.pt2").module()
     weights = load_file(manifest.step_folder(run, 4) / "model.safetensors")
     x = torch.randn(5, 4)
-    wanted = (x @ weights["0.weight"].T + weights["0.bias"]).relu() @ weights["2.weight"].T + weights["2.bias"]
+    wanted = (x @ weights["0.weight"].T + weights["0.bias"]).relu() @ weights[
+        "2.weight"
+    ].T + weights["2.bias"]
     torch.testing.assert_close(graph(x), wanted)
 
 
@@ -70,13 +82,17 @@ def test_a_graph_runs_without_the_code_of_the_task(run: Path, surefoot: Command)
         (("--to", "mine.safetensors", "--step", "9"), "holds no step 9"),
     ],
 )
-def test_an_export_that_cannot_be_made_is_refused(words: tuple[str, ...], says: str, run: Path, surefoot: Command) -> None:
+def test_an_export_that_cannot_be_made_is_refused(
+    words: tuple[str, ...], says: str, run: Path, surefoot: Command
+) -> None:
     answer = surefoot("checkpoint", "export", run, *words)
     assert (answer.code, answer.out) == (2, "")
     assert says in answer.err
 
 
-def test_an_export_changes_no_file_that_is_there_and_nothing_inside_a_commit(run: Path, surefoot: Command) -> None:
+def test_an_export_changes_no_file_that_is_there_and_nothing_inside_a_commit(
+    run: Path, surefoot: Command
+) -> None:
     inside = manifest.step_folder(run, 4)
     before = {path: path.read_bytes() for path in (inside / "model.safetensors", run / "spec.toml")}
     for to in (*before, inside / "mine.safetensors"):
@@ -97,16 +113,22 @@ def test_an_export_among_the_commits_of_the_run_is_refused(run: Path, surefoot: 
 
 
 @pytest.mark.parametrize("to", ["/proc/mine.safetensors", "/proc/mine.pt2"])
-def test_a_disk_that_takes_no_file_is_told_with_its_exit_code(to: str, run: Path, surefoot: Command) -> None:
+def test_a_disk_that_takes_no_file_is_told_with_its_exit_code(
+    to: str, run: Path, surefoot: Command
+) -> None:
     answer = surefoot("checkpoint", "export", run, "--to", to)
     assert (answer.code, answer.out) == (5, "")
     assert f"{to} cannot be written" in answer.err
 
 
-def test_a_disk_that_is_full_leaves_no_draft_and_is_told(run: Path, surefoot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_leaves_no_draft_and_is_told(
+    run: Path, surefoot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(state: object, path: str, metadata: object) -> None:
         Path(path).write_bytes(b"half")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     monkeypatch.setattr("surefoot.components.checkpoint.export.save_file", full)
     before = sorted(Path().iterdir())
@@ -117,13 +139,17 @@ def test_a_disk_that_is_full_leaves_no_draft_and_is_told(run: Path, surefoot: Co
     assert sorted(Path().iterdir()) == before
 
 
-def test_a_model_whose_outputs_changed_leaves_no_file_and_ends_with_1(run: Path, spec: Path, surefoot: Command) -> None:
+def test_a_model_whose_outputs_changed_leaves_no_file_and_ends_with_1(
+    run: Path, spec: Path, surefoot: Command
+) -> None:
     """What is built anew differs from what was trained in something that no state_dict holds."""
     task = spec.parent / "mine.py"
     odd = "        made = nn.Sequential(nn.Linear(4, self.width), nn.Softplus(beta=1 + len(BUILT)), nn.Linear(self.width, 3))\n"
     text = task.read_text().replace("STEP = 0\n", "STEP = 0\nBUILT = []\n")
     before, line, after = text.partition("        return nn.Sequential(")
-    task.write_text(before + odd + "        BUILT.append(1)\n        return made\n" + after.partition("\n")[2])
+    task.write_text(
+        before + odd + "        BUILT.append(1)\n        return made\n" + after.partition("\n")[2]
+    )
     assert line
     answer = surefoot("checkpoint", "export", run, "--to", "mine.safetensors")
     assert answer.code == 1
@@ -131,7 +157,9 @@ def test_a_model_whose_outputs_changed_leaves_no_file_and_ends_with_1(run: Path,
     assert not Path("mine.safetensors").exists()
 
 
-def test_weights_of_another_model_are_refused_with_both_sides_and_nothing_is_written(spec: Path, surefoot: Command) -> None:
+def test_weights_of_another_model_are_refused_with_both_sides_and_nothing_is_written(
+    spec: Path, surefoot: Command
+) -> None:
     save_file({"0.weight": torch.zeros(7, 4), "other": torch.zeros(1)}, "other.safetensors")
     answer = surefoot("checkpoint", "import", "other.safetensors", "--to", "back", "--spec", spec)
     assert answer.code == 2
@@ -142,7 +170,9 @@ def test_weights_of_another_model_are_refused_with_both_sides_and_nothing_is_wri
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
-def test_a_key_of_a_file_whose_weights_stand_at_its_top_is_told(name: str, surefoot: Command) -> None:
+def test_a_key_of_a_file_whose_weights_stand_at_its_top_is_told(
+    name: str, surefoot: Command
+) -> None:
     weights = {"0.weight": torch.ones(2)}
     save_file(weights, name) if name.endswith("safetensors") else torch.save(weights, name)
     answer = surefoot("checkpoint", "import", name, "--key", "x", "--to", "back")
@@ -152,7 +182,9 @@ def test_a_key_of_a_file_whose_weights_stand_at_its_top_is_told(name: str, suref
     assert not Path("back").exists()
 
 
-def test_a_file_that_is_no_checkpoint_and_a_folder_that_is_taken_are_refused(surefoot: Command) -> None:
+def test_a_file_that_is_no_checkpoint_and_a_folder_that_is_taken_are_refused(
+    surefoot: Command,
+) -> None:
     Path("text.pt").write_text("hello")
     answer = surefoot("checkpoint", "import", "text.pt", "--to", "back")
     assert answer.code == 2
@@ -167,9 +199,14 @@ def test_a_file_that_is_no_checkpoint_and_a_folder_that_is_taken_are_refused(sur
     assert [path.name for path in Path("taken").iterdir()] == ["x"]
 
 
-def test_half_a_model_is_refused_and_what_was_left_is_told_without_the_weights(surefoot: Command) -> None:
+def test_half_a_model_is_refused_and_what_was_left_is_told_without_the_weights(
+    surefoot: Command,
+) -> None:
     torch.save({"model": {"a": torch.ones(2)}, "epoch": 3}, "a.pt")
-    assert surefoot("checkpoint", "import", "a.pt", "--to", "back").err == "in the file stands also: epoch\n"
+    assert (
+        surefoot("checkpoint", "import", "a.pt", "--to", "back").err
+        == "in the file stands also: epoch\n"
+    )
     torch.save({"model": {"a": torch.ones(2), "f": torch.ones(2, dtype=torch.complex128)}}, "a.pt")
     answer = surefoot("checkpoint", "import", "a.pt", "--to", "half")
     assert (answer.code, answer.out) == (2, "")

@@ -24,7 +24,16 @@ def test_no_time_and_no_number_are_refused(surefoot: Command) -> None:
 
 def test_what_a_person_sees(surefoot: Command) -> None:
     answer = surefoot(
-        "tune-loader", TASK, "--set", "task.read_s=0.02", "--set", "task.compute_s=0.02", "--seconds", "0.1", "--most", "1"
+        "tune-loader",
+        TASK,
+        "--set",
+        "task.read_s=0.02",
+        "--set",
+        "task.compute_s=0.02",
+        "--seconds",
+        "0.1",
+        "--most",
+        "1",
     )
     assert answer.code == 0
     assert answer.out.startswith("the steps could take ")

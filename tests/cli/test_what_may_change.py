@@ -19,65 +19,155 @@ from tests.cli.test_resume import SPEC, STEPS, STOP, snapshot, train
 from tests.train.small import write_task
 
 EDITS = {
-    "observe.every": ("5 steps", "in place"), "observe.tensorboard": (True, "in place"),
-    "observe.noise": (True, "in place"), "checkpoint.every": ("7 steps", "in place"),
-    "checkpoint.keep": (5, "in place"), "checkpoint.keep_every": ("10 steps", "in place"), "checkpoint.keep_best": (2, "in place"),
+    "observe.every": ("5 steps", "in place"),
+    "observe.tensorboard": (True, "in place"),
+    "observe.noise": (True, "in place"),
+    "checkpoint.every": ("7 steps", "in place"),
+    "checkpoint.keep": (5, "in place"),
+    "checkpoint.keep_every": ("10 steps", "in place"),
+    "checkpoint.keep_best": (2, "in place"),
     "checkpoint.max_unsaved": ("never", "in place"),
-    "checkpoint.background": (False, "in place"), "data.folder": ("elsewhere", "in place"), "train.device": ("cpu", "in place"),
-    "layout.replicate": (2, "in place"), "layout.shard": (2, "in place"),
-    "layout.stage": (1, "in place"), "layout.sync_buffers": (False, "in place"), "layout.timeout": (9.0, "in place"),
-    "layout.check_every": ("5 steps", "in place"), "layout.stall": (9.0, "in place"),
-    "layout.transport": ("gloo", "in place"), "layout.bucket": ("5 MiB", "in place"), "layout.first_bucket": ("5 MiB", "in place"),
-    "layout.virtual_ranks": (4, "fork"), "layout.compress": ("bf16", "fork"), "layout.compress_rank": (2, "fork"),
-    "nccl.debug": ("info", "in place"), "nccl.interface": ("eth0", "in place"), "nccl.infiniband": (False, "in place"),
-    "nccl.adapter": ("mlx5_0", "in place"), "nccl.infiniband_timeout": (22, "in place"), "nccl.infiniband_retries": (7, "in place"),
-    "nccl.algorithm": (("ring",), "in place"), "nccl.protocol": (("simple",), "in place"), "nccl.peer_access": (False, "in place"),
-    "loader.workers": (2, "in place"), "loader.kind": ("process", "in place"), "loader.prefetch": (3, "in place"),
-    "loader.start": ("spawn", "in place"), "loader.timeout": (9.0, "in place"), "loader.memory": ("1 GiB", "in place"),
-    "train.cudnn_benchmark": (True, "in place"), "train.attention": ("math", "in place"),
+    "checkpoint.background": (False, "in place"),
+    "data.folder": ("elsewhere", "in place"),
+    "train.device": ("cpu", "in place"),
+    "layout.replicate": (2, "in place"),
+    "layout.shard": (2, "in place"),
+    "layout.stage": (1, "in place"),
+    "layout.sync_buffers": (False, "in place"),
+    "layout.timeout": (9.0, "in place"),
+    "layout.check_every": ("5 steps", "in place"),
+    "layout.stall": (9.0, "in place"),
+    "layout.transport": ("gloo", "in place"),
+    "layout.bucket": ("5 MiB", "in place"),
+    "layout.first_bucket": ("5 MiB", "in place"),
+    "layout.virtual_ranks": (4, "fork"),
+    "layout.compress": ("bf16", "fork"),
+    "layout.compress_rank": (2, "fork"),
+    "nccl.debug": ("info", "in place"),
+    "nccl.interface": ("eth0", "in place"),
+    "nccl.infiniband": (False, "in place"),
+    "nccl.adapter": ("mlx5_0", "in place"),
+    "nccl.infiniband_timeout": (22, "in place"),
+    "nccl.infiniband_retries": (7, "in place"),
+    "nccl.algorithm": (("ring",), "in place"),
+    "nccl.protocol": (("simple",), "in place"),
+    "nccl.peer_access": (False, "in place"),
+    "loader.workers": (2, "in place"),
+    "loader.kind": ("process", "in place"),
+    "loader.prefetch": (3, "in place"),
+    "loader.start": ("spawn", "in place"),
+    "loader.timeout": (9.0, "in place"),
+    "loader.memory": ("1 GiB", "in place"),
+    "train.cudnn_benchmark": (True, "in place"),
+    "train.attention": ("math", "in place"),
     "train.memory_format": ("channels_last", "refused"),
-    "train.threads": (2, "in place"), "task.use": ("cifar10", "refused"), "task.width": (9, "fork"), "data.shuffle": (False, "fork"),
-    "data.last_batch": ("drop", "fork"), "data.on_bad": ("skip", "fork"), "data.window": (2, "fork"), "data.max_bad": (0.5, "fork"),
-    "optim.name": ("sgd", "refused"), "optim.lr": (0.5, "fork"), "optim.decay": (0.5, "fork"),
-    "optim.betas": ((0.5, 0.5), "fork"), "optim.eps": (1e-3, "fork"), "optim.momentum": (0.5, "fork"), "optim.nesterov": (True, "fork"),
-    "optim.trust": (0.5, "fork"), "optim.reference_batch": (64, "fork"), "optim.scaling": ("sqrt", "fork"),
-    "optim.clip": (0.0, "fork"), "optim.clip_value": (0.5, "fork"), "optim.no_decay": (("a*",), "fork"),
-    "optim.rates": ({"a*": 0.5}, "fork"), "optim.freeze": (("a*",), "refused"), "optim.ema": (0.5, "refused"),
-    "optim.ema_ramp": (False, "fork"), "optim.ema_buffers": (True, "refused"),
-    "schedule.name": ("constant", "fork"), "schedule.warmup": ("3 steps", "fork"), "train.length": ("99 steps", "fork"),
-    "train.ramp": (((0, 64), (999, 128)), "fork"), "train.batchnorm": ("group", "refused"),
-    "train.batch": (256, "fork"), "train.microbatch": (2, "fork"), "train.seed": (7, "fork"), "train.deterministic": (False, "fork"),
-    "evaluate.split": ("other", "fork"), "evaluate.every": ("3 steps", "fork"), "evaluate.batch": (7, "fork"),
-    "evaluate.score": ("loss", "fork"), "evaluate.patience": (3, "fork"), "precision.compute": ("bf16", "fork"),
-    "stability.nonfinite": ("stop", "fork"), "stability.max_skips": (9, "fork"), "stability.diverged": (99.0, "fork"),
-    "memory.recompute": ("full", "in place"), "memory.blocks": (("a*",), "in place"),
-    "memory.on_oom": ("halve", "in place"), "memory.predict": (True, "in place"), "memory.offload": ("optimizer", "in place"),
-    "compile.what": ("model", "in place"), "compile.blocks": (("a*",), "in place"), "compile.mode": ("max-autotune", "in place"),
-    "compile.dynamic": (True, "in place"), "compile.on_failure": ("stop", "in place"), "compile.budget": (9, "in place"),
+    "train.threads": (2, "in place"),
+    "task.use": ("cifar10", "refused"),
+    "task.width": (9, "fork"),
+    "data.shuffle": (False, "fork"),
+    "data.last_batch": ("drop", "fork"),
+    "data.on_bad": ("skip", "fork"),
+    "data.window": (2, "fork"),
+    "data.max_bad": (0.5, "fork"),
+    "optim.name": ("sgd", "refused"),
+    "optim.lr": (0.5, "fork"),
+    "optim.decay": (0.5, "fork"),
+    "optim.betas": ((0.5, 0.5), "fork"),
+    "optim.eps": (1e-3, "fork"),
+    "optim.momentum": (0.5, "fork"),
+    "optim.nesterov": (True, "fork"),
+    "optim.trust": (0.5, "fork"),
+    "optim.reference_batch": (64, "fork"),
+    "optim.scaling": ("sqrt", "fork"),
+    "optim.clip": (0.0, "fork"),
+    "optim.clip_value": (0.5, "fork"),
+    "optim.no_decay": (("a*",), "fork"),
+    "optim.rates": ({"a*": 0.5}, "fork"),
+    "optim.freeze": (("a*",), "refused"),
+    "optim.ema": (0.5, "refused"),
+    "optim.ema_ramp": (False, "fork"),
+    "optim.ema_buffers": (True, "refused"),
+    "schedule.name": ("constant", "fork"),
+    "schedule.warmup": ("3 steps", "fork"),
+    "train.length": ("99 steps", "fork"),
+    "train.ramp": (((0, 64), (999, 128)), "fork"),
+    "train.batchnorm": ("group", "refused"),
+    "train.batch": (256, "fork"),
+    "train.microbatch": (2, "fork"),
+    "train.seed": (7, "fork"),
+    "train.deterministic": (False, "fork"),
+    "evaluate.split": ("other", "fork"),
+    "evaluate.every": ("3 steps", "fork"),
+    "evaluate.batch": (7, "fork"),
+    "evaluate.score": ("loss", "fork"),
+    "evaluate.patience": (3, "fork"),
+    "precision.compute": ("bf16", "fork"),
+    "stability.nonfinite": ("stop", "fork"),
+    "stability.max_skips": (9, "fork"),
+    "stability.diverged": (99.0, "fork"),
+    "memory.recompute": ("full", "in place"),
+    "memory.blocks": (("a*",), "in place"),
+    "memory.on_oom": ("halve", "in place"),
+    "memory.predict": (True, "in place"),
+    "memory.offload": ("optimizer", "in place"),
+    "compile.what": ("model", "in place"),
+    "compile.blocks": (("a*",), "in place"),
+    "compile.mode": ("max-autotune", "in place"),
+    "compile.dynamic": (True, "in place"),
+    "compile.on_failure": ("stop", "in place"),
+    "compile.budget": (9, "in place"),
     "compile.over_budget": ("stop", "in place"),
-    "optim.fused": (False, "fork"), "optim.state": ("8bit", "refused"),
-    "fault.forget": (("optimizer",), "fork"), "precision.init_scale": (2.0, "fork"),
-    "precision.growth_interval": (9, "fork"), "precision.min_scale": (0.5, "fork"),
-    "precision.keep": (("0*",), "fork"), "precision.weights": ("bf16", "refused"), "precision.master": ("none", "refused"),
-    "precision.emulate": (True, "fork"), "precision.contract": ({"state": "fp32"}, "fork"),
-}  # fmt: skip
+    "optim.fused": (False, "fork"),
+    "optim.state": ("8bit", "refused"),
+    "fault.forget": (("optimizer",), "fork"),
+    "precision.init_scale": (2.0, "fork"),
+    "precision.growth_interval": (9, "fork"),
+    "precision.min_scale": (0.5, "fork"),
+    "precision.keep": (("0*",), "fork"),
+    "precision.weights": ("bf16", "refused"),
+    "precision.master": ("none", "refused"),
+    "precision.emulate": (True, "fork"),
+    "precision.contract": ({"state": "fp32"}, "fork"),
+}
 
 
-UNTRIED = {"checkpoint.store", "checkpoint.budget", "train.keep_freed_memory", "memory.update_in_backward"}  # as their neighbours
+UNTRIED = {
+    "checkpoint.store",
+    "checkpoint.budget",
+    "train.keep_freed_memory",
+    "memory.update_in_backward",
+}  # as their neighbours
 
 
 NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with
-    **{f"loader.{key}": {"workers": 2} for key in ("kind", "prefetch", "start", "timeout", "memory")},
-    **{f"compile.{key}": {"what": "model"} for key in ("mode", "dynamic", "on_failure", "budget", "over_budget")},
-    "data.max_bad": {"on_bad": "skip"}, "layout.stage": {"shard": 2}, "precision.keep": {"compute": "bf16"},
-    "optim.momentum": {"name": "sgd"}, "optim.nesterov": {"name": "sgd"}, "optim.trust": {"name": "lars"},
-    "optim.ema_ramp": {"ema": 0.9}, "optim.ema_buffers": {"ema": 0.9},
-    "optim.clip_value": {"clip": 0.0}, "memory.blocks": {"recompute": "full"}, "compile.blocks": {"what": "blocks"},
+    **{
+        f"loader.{key}": {"workers": 2}
+        for key in ("kind", "prefetch", "start", "timeout", "memory")
+    },
+    **{
+        f"compile.{key}": {"what": "model"}
+        for key in ("mode", "dynamic", "on_failure", "budget", "over_budget")
+    },
+    "data.max_bad": {"on_bad": "skip"},
+    "layout.stage": {"shard": 2},
+    "precision.keep": {"compute": "bf16"},
+    "optim.momentum": {"name": "sgd"},
+    "optim.nesterov": {"name": "sgd"},
+    "optim.trust": {"name": "lars"},
+    "optim.ema_ramp": {"ema": 0.9},
+    "optim.ema_buffers": {"ema": 0.9},
+    "optim.clip_value": {"clip": 0.0},
+    "memory.blocks": {"recompute": "full"},
+    "compile.blocks": {"what": "blocks"},
     "layout.compress_rank": {"compress": "powersgd"},
-    "precision.init_scale": {"compute": "fp16"}, "precision.emulate": {"compute": "float8"},
-    "precision.growth_interval": {"compute": "fp16"}, "precision.min_scale": {"compute": "fp16"}, "optim.scaling": {"reference_batch": 64},
-    "precision.weights": {"compute": "bf16"}, "precision.master": {"compute": "bf16", "weights": "bf16"},
-}  # fmt: skip
+    "precision.init_scale": {"compute": "fp16"},
+    "precision.emulate": {"compute": "float8"},
+    "precision.growth_interval": {"compute": "fp16"},
+    "precision.min_scale": {"compute": "fp16"},
+    "optim.scaling": {"reference_batch": 64},
+    "precision.weights": {"compute": "bf16"},
+    "precision.master": {"compute": "bf16", "weights": "bf16"},
+}
 
 
 def edited(key: str, value: Any) -> RunSpec:
@@ -87,11 +177,15 @@ def edited(key: str, value: Any) -> RunSpec:
 
 def plain(key: str) -> RunSpec:
     """A spec beside which the key has an effect."""
-    return RunSpec(**{"task": {"use": "digits"}, **({key.split(".")[0]: NEEDS[key]} if key in NEEDS else {})})
+    return RunSpec(
+        **{"task": {"use": "digits"}, **({key.split(".")[0]: NEEDS[key]} if key in NEEDS else {})}
+    )
 
 
 @pytest.mark.parametrize("key", EDITS)
-def test_every_edit_is_allowed_needs_a_fork_or_is_refused_and_counts_in_the_id_alike(key: str) -> None:
+def test_every_edit_is_allowed_needs_a_fork_or_is_refused_and_counts_in_the_id_alike(
+    key: str,
+) -> None:
     value, verdict = EDITS[key]
     before, after = plain(key), edited(key, value)
     found = changes.find(before, after)
@@ -142,7 +236,9 @@ def test_a_default_that_overrules_the_tasks_own_by_being_stated_is_no_change_in_
     stated: str, is_dropped: bool, tmp_path: Path, surefoot: Command
 ) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(SPEC.format(use=write_task(tmp_path, change=("    def data(self, split):", OWN))))
+    path.write_text(
+        SPEC.format(use=write_task(tmp_path, change=("    def data(self, split):", OWN)))
+    )
     key, value = stated.split("=")
     table, name = key.split(".")
     more: dict[str, Any] = {table: {name: float(value) if name == "lr" else value}}
@@ -153,7 +249,17 @@ def test_a_default_that_overrules_the_tasks_own_by_being_stated_is_no_change_in_
     assert answer.code == 2
     assert "unlike when left was begun, and it overrules the task's own" in answer.err
     assert snapshot("left") == before
-    assert surefoot("train", str(path), "--run", "left", "--quiet", *(("--set", stated) if is_dropped else ())).code == 0
+    assert (
+        surefoot(
+            "train",
+            str(path),
+            "--run",
+            "left",
+            "--quiet",
+            *(("--set", stated) if is_dropped else ()),
+        ).code
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,8 +279,13 @@ def test_a_fork_takes_settings_that_need_other_state_or_other_groups(
     train("begun", spec, leave_at=STOP, optim=was)
     answer = surefoot("resume", "begun", "--fork", "new", "--set", now, "--quiet", "--json")
     assert (answer.code, answer.row["step"]) == (0, STEPS)
-    files = [manifest.step_folder(Path(run), 6) / "optimizer.safetensors" for run in ("begun", "new")]
-    assert [file.is_file() for file in files] == [was.get("momentum") != 0.0, now != "optim.momentum=0"]
+    files = [
+        manifest.step_folder(Path(run), 6) / "optimizer.safetensors" for run in ("begun", "new")
+    ]
+    assert [file.is_file() for file in files] == [
+        was.get("momentum") != 0.0,
+        now != "optim.momentum=0",
+    ]
     if all(file.is_file() for file in files):
         moments = [load_file(file) for file in files]
         assert moments[0].keys() == moments[1].keys()

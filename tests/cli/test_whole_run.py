@@ -47,7 +47,9 @@ def test_the_sizes_of_runs_are_those_of_their_files(run: Path, surefoot: Command
     assert "num_bytes" not in surefoot("runs", "--json").row["runs"][0]
 
 
-def test_an_archive_holds_every_file_and_the_run_stays_as_it_is(run: Path, surefoot: Command, tmp_path: Path) -> None:
+def test_an_archive_holds_every_file_and_the_run_stays_as_it_is(
+    run: Path, surefoot: Command, tmp_path: Path
+) -> None:
     before = whole_run.list_files(run)
     row = surefoot("archive", run, "a.tar", "--json").row
     assert (row["num_files"], row["file"]) == (3, "a.tar")
@@ -63,7 +65,9 @@ def test_an_archive_holds_every_file_and_the_run_stays_as_it_is(run: Path, suref
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-def test_a_run_is_removed_with_its_links_and_nothing_that_they_point_at(run: Path, surefoot: Command, tmp_path: Path) -> None:
+def test_a_run_is_removed_with_its_links_and_nothing_that_they_point_at(
+    run: Path, surefoot: Command, tmp_path: Path
+) -> None:
     answer = surefoot("remove", run, "--yes")
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.startswith(f"deleted {run}: 3 files, ")
@@ -82,7 +86,9 @@ def test_without_a_terminal_nothing_is_removed_unless_it_is_said(
 
 
 @pytest.mark.parametrize("verb", ["archive", "remove"])
-def test_a_run_that_is_running_is_left_alone(verb: str, run: Path, surefoot: Command, tmp_path: Path) -> None:
+def test_a_run_that_is_running_is_left_alone(
+    verb: str, run: Path, surefoot: Command, tmp_path: Path
+) -> None:
     process = hold(run)
     try:
         answer = surefoot(verb, run, *(["--yes"] if verb == "remove" else ["a.tar"]))
@@ -95,15 +101,23 @@ def test_a_run_that_is_running_is_left_alone(verb: str, run: Path, surefoot: Com
 
 
 @pytest.mark.parametrize("verb", ["archive", "remove"])
-def test_a_run_of_another_host_without_an_end_is_left_alone(verb: str, surefoot: Command, tmp_path: Path) -> None:
+def test_a_run_of_another_host_without_an_end_is_left_alone(
+    verb: str, surefoot: Command, tmp_path: Path
+) -> None:
     run = past.write(tmp_path / "far", [past.started()])
     answer = surefoot(verb, run, *(["--yes"] if verb == "remove" else ["a.tar"]))
-    assert (answer.code, "hint: run this command there" in answer.err, run.is_dir()) == (2, True, True)
+    assert (answer.code, "hint: run this command there" in answer.err, run.is_dir()) == (
+        2,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize("verb", ["archive", "remove"])
 @pytest.mark.parametrize("what", ["a link", "a folder", "a linked log", "nothing"])
-def test_what_is_no_run_is_left_alone(verb: str, what: str, run: Path, surefoot: Command, tmp_path: Path) -> None:
+def test_what_is_no_run_is_left_alone(
+    verb: str, what: str, run: Path, surefoot: Command, tmp_path: Path
+) -> None:
     given = tmp_path / "given"
     if what == "a link":
         given.symlink_to(run)

@@ -105,10 +105,17 @@ class Odds(Numbers):
         return Odd(
             wide=numbers.to(torch.bfloat16).view(-1, 1).expand(-1, 3),
             words=[f"word {number}" for number in ids],
-        ), Pair(numbers % 2 == 0, {
-            "empty": torch.empty(0, 5, dtype=torch.float16), "complex": numbers * 1j, "scalar": torch.tensor(3.5),
-            "array": ids.astype(np.uint16)[::-1], "nothing": None, "turned": (numbers.view(-1, 1) * torch.arange(4)).t(),
-        })  # fmt: skip
+        ), Pair(
+            numbers % 2 == 0,
+            {
+                "empty": torch.empty(0, 5, dtype=torch.float16),
+                "complex": numbers * 1j,
+                "scalar": torch.tensor(3.5),
+                "array": ids.astype(np.uint16)[::-1],
+                "nothing": None,
+                "turned": (numbers.view(-1, 1) * torch.arange(4)).t(),
+            },
+        )
 
 
 def shifted(batch: dict[str, Any], keys: Keys) -> dict[str, Any]:
@@ -145,7 +152,10 @@ class Wordy(Numbers):
         return 200_000
 
     def read(self, ids: np.ndarray) -> dict[str, Any]:
-        return {"number": torch.from_numpy(ids.copy()), "words": [f"word {number}" for number in ids]}
+        return {
+            "number": torch.from_numpy(ids.copy()),
+            "words": [f"word {number}" for number in ids],
+        }
 
 
 class Nameless(Numbers):
@@ -185,4 +195,7 @@ class Drawing(Unsafe):
 
     def read(self, ids: np.ndarray) -> dict[str, Any]:
         drawn = [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
-        return {"number": torch.from_numpy(ids.copy()), "image": torch.tensor(drawn, dtype=torch.float64)}
+        return {
+            "number": torch.from_numpy(ids.copy()),
+            "image": torch.tensor(drawn, dtype=torch.float64),
+        }

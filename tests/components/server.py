@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-Fault = Callable[["Asked"], "int | bytes | None"]  # a status, the bytes sent in place of the right ones, or None for all is well
+Fault = Callable[
+    ["Asked"], "int | bytes | None"
+]  # a status, the bytes sent in place of the right ones, or None for all is well
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ class Handler(BaseHTTPRequestHandler):
 
     served: Served
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm, wbufsize = True, 1 << 16  # else an answer waits 40 ms for an acknowledgement
+    disable_nagle_algorithm, wbufsize = (
+        True,
+        1 << 16,
+    )  # else an answer waits 40 ms for an acknowledgement
 
     def do_HEAD(self) -> None:
         content = self.served.files.get(self.path.partition("?")[0])
@@ -55,7 +60,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self) -> None:
-        content, status, start, stop = self.served.files.get(self.path.partition("?")[0]), 200, 0, None
+        content, status, start, stop = (
+            self.served.files.get(self.path.partition("?")[0]),
+            200,
+            0,
+            None,
+        )
         if content is None or self.served.refuses:
             self._send(self.served.refuses or 404, b"")
             return
@@ -68,7 +78,11 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(wrong, int):
             self._send(wrong, b"")
         else:
-            self._send(status, asked.right if wrong is None else wrong, None if isinstance(wrong, Short) else len(asked.right))
+            self._send(
+                status,
+                asked.right if wrong is None else wrong,
+                None if isinstance(wrong, Short) else len(asked.right),
+            )
 
     def _send(self, status: int, body: bytes, announced: int | None = None) -> None:
         announced = len(body) if announced is None else announced
@@ -91,7 +105,9 @@ def serving(files: dict[str, bytes]) -> Iterator[Served]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"served": served}))
     server.daemon_threads = True
     served.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield served

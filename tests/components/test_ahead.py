@@ -54,7 +54,10 @@ def test_a_copy_overlaps_with_what_the_device_computes() -> None:
         torch.cuda.synchronize()
         start.record()
         for number in range(rounds):
-            ahead.take(taken(number, (large,)), (lambda following: taken(following, (large,))) if peeks else None)
+            ahead.take(
+                taken(number, (large,)),
+                (lambda following: taken(following, (large,))) if peeks else None,
+            )
             for _ in range(10):
                 torch.mm(work, work)
         end.record()

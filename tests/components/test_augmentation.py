@@ -41,13 +41,15 @@ from surefoot.components.data.transforms import (
     random_resized_crop,
     resize,
     soft_targets,
-)  # fmt: skip
+)
 from surefoot.components.data.transforms.mixing import draw_shares
 from surefoot.components.data.transforms.pipeline import keys_of
 from surefoot.components.data.transforms.resizing import draw_boxes
 from surefoot.core.errors import DataError
 
-BYTES_BHWC = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (12, 18, 14, 3), dtype=np.uint8))
+BYTES_BHWC = torch.from_numpy(
+    np.random.default_rng(0).integers(0, 256, (12, 18, 14, 3), dtype=np.uint8)
+)
 BYTES_BHWC[:2] = BYTES_BHWC[:2, :1, :1]  # one colour each
 BYTES_BHWC[2, ..., 1:] = BYTES_BHWC[2, ..., :1]  # grey
 FACTORS_B = torch.linspace(0.0, 2.0, 12)
@@ -66,21 +68,35 @@ def blend(image: Tensor, other: Tensor | float, factor: float) -> Tensor:
     return (factor * image + (1.0 - factor) * other).clamp(0, most).to(image.dtype)
 
 
-REFERENCES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, float], Tensor]]] = {
+REFERENCES: dict[
+    str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, float], Tensor]]
+] = {
     "brightness": (adjust_brightness, lambda image, factor: blend(image, 0.0, factor)),
-    "contrast": (adjust_contrast, lambda image, factor: blend(image, grey_of(image).mean(), factor)),
+    "contrast": (
+        adjust_contrast,
+        lambda image, factor: blend(image, grey_of(image).mean(), factor),
+    ),
     "saturation": (adjust_saturation, lambda image, factor: blend(image, grey_of(image), factor)),
 }
 
 
 @pytest.mark.parametrize("what", REFERENCES)
 @pytest.mark.parametrize("images_BHWC", [BYTES_BHWC, BYTES_BHWC / 255], ids=["bytes", "floats"])
-def test_colours_follow_the_formulas_of_torchvision_each_image_by_its_own_factor(what: str, images_BHWC: Tensor) -> None:
+def test_colours_follow_the_formulas_of_torchvision_each_image_by_its_own_factor(
+    what: str, images_BHWC: Tensor
+) -> None:
     adjust, reference = REFERENCES[what]
-    expected = torch.stack([reference(image, float(factor)) for image, factor in zip(images_BHWC, FACTORS_B, strict=True)])
+    expected = torch.stack(
+        [
+            reference(image, float(factor))
+            for image, factor in zip(images_BHWC, FACTORS_B, strict=True)
+        ]
+    )
     found = adjust(images_BHWC, FACTORS_B)
     assert found.dtype == images_BHWC.dtype
-    assert torch.allclose(found.float(), expected.float(), rtol=0, atol=0 if found.dtype == torch.uint8 else 1e-6)
+    assert torch.allclose(
+        found.float(), expected.float(), rtol=0, atol=0 if found.dtype == torch.uint8 else 1e-6
+    )
 
 
 def test_hues_turn_as_those_of_the_standard_library() -> None:
@@ -89,7 +105,9 @@ def test_hues_turn_as_those_of_the_standard_library() -> None:
     for image, turn, changed in zip(images.tolist(), turns.tolist(), found.tolist(), strict=True):
         for pixel, result in zip(itertools.chain(*image), itertools.chain(*changed), strict=True):
             hue, saturation, value = colorsys.rgb_to_hsv(*pixel)
-            assert result == pytest.approx(colorsys.hsv_to_rgb((hue + turn) % 1.0, saturation, value), abs=1e-5)
+            assert result == pytest.approx(
+                colorsys.hsv_to_rgb((hue + turn) % 1.0, saturation, value), abs=1e-5
+            )
     in_bytes = adjust_hue(BYTES_BHWC, turns)
     exact = torch.floor(adjust_hue(BYTES_BHWC / 255, turns) * 255.999)
     assert (in_bytes.float() - exact).abs().max() <= 1
@@ -103,23 +121,33 @@ def weights_of(start: int, size: int, out: int, whole: int) -> Tensor:
     rows = torch.zeros(out, whole, dtype=torch.float64)
     for number in range(out):
         centre = scale * (number + 0.5)
-        for pixel in range(max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), size)):
+        for pixel in range(
+            max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), size)
+        ):
             rows[number, start + pixel] = max(0.0, 1 - abs(pixel - centre + 0.5) / support)
     return rows / rows.sum(1, keepdim=True)
 
 
 @pytest.mark.parametrize("size", [(9, 20), (18, 14), (5, 3)])
-def test_boxes_are_resized_by_the_triangles_of_torch_and_see_nothing_of_what_lies_outside(size: tuple[int, int]) -> None:
+def test_boxes_are_resized_by_the_triangles_of_torch_and_see_nothing_of_what_lies_outside(
+    size: tuple[int, int],
+) -> None:
     boxes_B4 = draw_boxes(KEYS, 18, 14, (0.08, 1.0), (3 / 4, 4 / 3))
     found = random_resized_crop(BYTES_BHWC, boxes_B4, *size)
     exact = random_resized_crop(BYTES_BHWC.double(), boxes_B4, *size)
-    for image, (top, left, rows, columns), got, got_exact in zip(BYTES_BHWC, boxes_B4.tolist(), found, exact, strict=True):
+    for image, (top, left, rows, columns), got, got_exact in zip(
+        BYTES_BHWC, boxes_B4.tolist(), found, exact, strict=True
+    ):
         down, across = weights_of(top, rows, size[0], 18), weights_of(left, columns, size[1], 14)
         expected = torch.einsum("hH,HWC,wW->hwC", down, image.double(), across)
         assert torch.allclose(got_exact, expected, atol=1e-9)
-        assert (got.double() - expected).abs().max() < 1.01  # bytes are rounded after each direction
+        assert (
+            got.double() - expected
+        ).abs().max() < 1.01  # bytes are rounded after each direction
     whole = resize(BYTES_BHWC, *size)
-    assert torch.equal(whole, random_resized_crop(BYTES_BHWC, torch.tensor([[0, 0, 18, 14]] * 12), *size))
+    assert torch.equal(
+        whole, random_resized_crop(BYTES_BHWC, torch.tensor([[0, 0, 18, 14]] * 12), *size)
+    )
 
 
 def test_boxes_are_drawn_by_the_definition_of_torchvision() -> None:
@@ -158,9 +186,13 @@ def test_only_the_box_is_painted_and_only_in_the_images_chosen() -> None:
     boxes = Erase(0.5, value=(1.0, 2.0, 3.0)).draw(KEYS, 18, 14)
     found = Erase(0.5, value=(1.0, 2.0, 3.0))(BYTES_BHWC, KEYS)
     assert 0 < sum(row[2] > 0 for row in boxes.tolist()) < 12
-    for image, (top, left, rows, columns), got in zip(BYTES_BHWC, boxes.tolist(), found, strict=True):
+    for image, (top, left, rows, columns), got in zip(
+        BYTES_BHWC, boxes.tolist(), found, strict=True
+    ):
         expected = image.clone()
-        expected[top : top + rows, left : left + columns] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+        expected[top : top + rows, left : left + columns] = torch.tensor(
+            [1, 2, 3], dtype=torch.uint8
+        )
         assert torch.equal(got, expected)
     part = Erase(1.0).draw(MANY, 48, 40)[:, 2:].prod(1) / (48 * 40)
     assert float(part.mean()) == pytest.approx(0.1753, abs=0.005)  # torchvision's own
@@ -179,7 +211,9 @@ def test_shares_have_the_beta_distribution(alpha: float) -> None:
     reference = np.sort(np.random.default_rng(0).beta(alpha, alpha, len(drawn))).round(6)
     assert drawn.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.02)
     both = np.concatenate([drawn, reference])
-    distance = np.abs(np.searchsorted(drawn, both, "right") - np.searchsorted(reference, both, "right")).max() / len(drawn)
+    distance = np.abs(
+        np.searchsorted(drawn, both, "right") - np.searchsorted(reference, both, "right")
+    ).max() / len(drawn)
     assert distance < 0.02  # Kolmogorov and Smirnov: 0.0195 in one case of a thousand
 
 
@@ -193,7 +227,9 @@ def test_mixup_joins_neighbours_and_targets_by_the_same_share() -> None:
         partner = number ^ 1
         expected = share[number] * BYTES_BHWC[number] + (1 - share[number]) * BYTES_BHWC[partner]
         assert torch.allclose(images[number], expected, atol=1e-3)
-        assert float(targets[number, LABELS_B[number]]) == pytest.approx(float(share[number]), abs=1e-6)
+        assert float(targets[number, LABELS_B[number]]) == pytest.approx(
+            float(share[number]), abs=1e-6
+        )
         assert float(targets[number].sum()) == pytest.approx(1.0)
 
 
@@ -202,16 +238,23 @@ def test_the_shares_of_cutmix_are_those_of_the_pixels() -> None:
     kept = (images == BYTES_BHWC).all(-1).float().mean((1, 2))
     assert 0 < float(kept.min()) < 1
     ours = targets.gather(1, LABELS_B[:, None])[:, 0]
-    assert torch.allclose(ours[4:], kept[4:], atol=0.02)  # a pixel of another image may have the same colour
+    assert torch.allclose(
+        ours[4:], kept[4:], atol=0.02
+    )  # a pixel of another image may have the same colour
     from_either = (images == BYTES_BHWC) | (images == BYTES_BHWC[torch.arange(12) ^ 1])
     assert from_either.all()
 
 
 def test_torch_takes_soft_targets_and_gives_the_loss_of_the_mixture() -> None:
-    scores, targets = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), soft_targets(LABELS_B, 4)
+    scores, targets = (
+        torch.randn(12, 4, generator=torch.Generator().manual_seed(0)),
+        soft_targets(LABELS_B, 4),
+    )
     half = 0.25 * targets + 0.75 * targets.flip(0)
     whole = F.cross_entropy(scores, half, reduction="sum")
-    parts = [F.cross_entropy(scores, each, reduction="sum") for each in (LABELS_B, LABELS_B.flip(0))]
+    parts = [
+        F.cross_entropy(scores, each, reduction="sum") for each in (LABELS_B, LABELS_B.flip(0))
+    ]
     assert float(whole) == pytest.approx(float(0.25 * parts[0] + 0.75 * parts[1]), rel=1e-5)
 
 
@@ -222,14 +265,19 @@ def whole_chain(images_BHWC: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
     return mixup(mixed, targets, keys, num_classes=4)
 
 
-PIPELINE = Pipeline(Crop(16, 12), Mirror(), Translate(2), Jitter(0.4, 0.4, 0.4, 0.1), Erase(), Cutout(3), Cutout(3))
+PIPELINE = Pipeline(
+    Crop(16, 12), Mirror(), Translate(2), Jitter(0.4, 0.4, 0.4, 0.1), Erase(), Cutout(3), Cutout(3)
+)
 
 
 @pytest.mark.parametrize("cut", [2, 4, 6])
 def test_however_a_batch_is_cut_into_even_pieces_the_pixels_are_the_same(cut: int) -> None:
     images, targets = whole_chain(BYTES_BHWC, KEYS)
     pieces = [
-        whole_chain(BYTES_BHWC[start : start + cut], dataclasses.replace(KEYS, ids=KEYS.ids[start : start + cut]))
+        whole_chain(
+            BYTES_BHWC[start : start + cut],
+            dataclasses.replace(KEYS, ids=KEYS.ids[start : start + cut]),
+        )
         for start in range(0, 12, cut)
     ]
     assert torch.equal(images, torch.cat([piece for piece, _ in pieces]))
@@ -268,9 +316,15 @@ def test_a_step_taken_out_leaves_the_draws_of_the_others() -> None:
 
 
 def test_evaluation_draws_nothing() -> None:
-    pipeline = Pipeline(Crop(14, 14), Mirror(), Jitter(0.4), Erase(), Normalise((0.0,) * 3, (255.0,) * 3)).evaluation()
+    pipeline = Pipeline(
+        Crop(14, 14), Mirror(), Jitter(0.4), Erase(), Normalise((0.0,) * 3, (255.0,) * 3)
+    ).evaluation()
     assert pipeline is not None
-    assert pipeline.steps == (Resize(16, 16), CenterCrop(14, 14), Normalise((0.0,) * 3, (255.0,) * 3))
+    assert pipeline.steps == (
+        Resize(16, 16),
+        CenterCrop(14, 14),
+        Normalise((0.0,) * 3, (255.0,) * 3),
+    )
     found = [pipeline(BYTES_BHWC, dataclasses.replace(KEYS, epoch=epoch)) for epoch in (1, 2)]
     assert torch.equal(*found)
     assert Pipeline(Mirror(), Cutout(2), Translate(1)).evaluation() is None
@@ -290,7 +344,9 @@ def test_the_table_of_costs_shows_the_costliest_first() -> None:
 
 
 def test_the_last_of_an_odd_number_stays_alone() -> None:
-    images, targets = mixup(BYTES_BHWC[:3], LABELS_B[:3], dataclasses.replace(KEYS, ids=KEYS.ids[:3]), num_classes=4)
+    images, targets = mixup(
+        BYTES_BHWC[:3], LABELS_B[:3], dataclasses.replace(KEYS, ids=KEYS.ids[:3]), num_classes=4
+    )
     assert torch.equal(images[2], BYTES_BHWC[2].float())
     assert targets[2].tolist() == [0, 0, 1, 0]
 
@@ -301,16 +357,25 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a hue": (lambda: Jitter(hue=0.7), "a change of hue"),
     "a probability": (lambda: Mirror(1.5), "a probability"),
     "a deviation": (lambda: Normalise((1.0,), (0.0,)), "cannot normalise"),
-    "colours": (lambda: normalise(BYTES_BHWC, (1.0,), (1.0,)), "1 means and 1 deviations are given for 3 colours"),
+    "colours": (
+        lambda: normalise(BYTES_BHWC, (1.0,), (1.0,)),
+        "1 means and 1 deviations are given for 3 colours",
+    ),
     "a class": (lambda: soft_targets(LABELS_B, 3), "are no classes from 0 to 2"),
-    "labels": (lambda: mixup(BYTES_BHWC, LABELS_B[:3], KEYS, num_classes=4), "12 images have 3 labels"),
+    "labels": (
+        lambda: mixup(BYTES_BHWC, LABELS_B[:3], KEYS, num_classes=4),
+        "12 images have 3 labels",
+    ),
     "alpha": (lambda: mixup(BYTES_BHWC, LABELS_B, KEYS, num_classes=4, alpha=0.0), "alpha from"),
     "a crop": (lambda: center_crop(BYTES_BHWC, 40, 4), "does not lie in images of 18 x 14"),
     "a shift": (lambda: Translate(14)(BYTES_BHWC, KEYS), "cannot be moved by 14 pixels"),
     "images": (lambda: resize(BYTES_BHWC[0], 4, 4), "is no batch of images"),
     "whole numbers": (lambda: resize(BYTES_BHWC.long(), 4, 4), "is no batch of images"),
     "grey images": (lambda: Jitter(0.1)(BYTES_BHWC[..., :1], KEYS), "have 1 colours"),
-    "a colour": (lambda: erase(BYTES_BHWC, torch.zeros(12, 4).long(), (1.0, 2.0)), "is no colour of 3"),
+    "a colour": (
+        lambda: erase(BYTES_BHWC, torch.zeros(12, 4).long(), (1.0, 2.0)),
+        "is no colour of 3",
+    ),
     "no step": (Pipeline, "has no step"),
     "a class as a step": (lambda: Pipeline(Mirror), "give steps"),
 }

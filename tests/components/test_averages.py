@@ -25,14 +25,23 @@ def train(model: nn.Module, steps: range, after: Any) -> None:
 
 @pytest.mark.parametrize("use_buffers", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_without_the_ramp_the_averages_are_those_of_averaged_model(use_buffers: bool, on_device: bool) -> None:
+def test_without_the_ramp_the_averages_are_those_of_averaged_model(
+    use_buffers: bool, on_device: bool
+) -> None:
     model = network()
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
     ours: list[optim.WeightAverage] = []
 
     def after(step: int) -> None:
         if step == 0:  # torch's copies the weights at its first update
-            ours.append(optim.WeightAverage(model.parameters(), 0.9, ramp=False, buffers=model.buffers() if use_buffers else ()))
+            ours.append(
+                optim.WeightAverage(
+                    model.parameters(),
+                    0.9,
+                    ramp=False,
+                    buffers=model.buffers() if use_buffers else (),
+                )
+            )
         else:
             ours[0].update(torch.tensor(True) if on_device else True)
         theirs.update_parameters(model)
@@ -44,15 +53,21 @@ def test_without_the_ramp_the_averages_are_those_of_averaged_model(use_buffers: 
             if "num_batches" in name:  # a count, which torch's rounds down at every update
                 assert int(value) == int(own[name])
                 continue
-            torch.testing.assert_close(value, theirs.module.state_dict()[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                value, theirs.module.state_dict()[name], rtol=1e-5, atol=1e-6
+            )
     assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("ramp", [False, True])
 @pytest.mark.parametrize("with_buffers", [False, True])
-def test_averages_that_were_saved_and_loaded_continue_with_the_same_bits(ramp: bool, with_buffers: bool) -> None:
+def test_averages_that_were_saved_and_loaded_continue_with_the_same_bits(
+    ramp: bool, with_buffers: bool
+) -> None:
     def make(model: nn.Module) -> optim.WeightAverage:
-        return optim.WeightAverage(model.parameters(), 0.9, ramp=ramp, buffers=model.buffers() if with_buffers else ())
+        return optim.WeightAverage(
+            model.parameters(), 0.9, ramp=ramp, buffers=model.buffers() if with_buffers else ()
+        )
 
     whole, parted = network(), network()
     expected, first = make(whole), make(parted)
@@ -69,7 +84,9 @@ def test_averages_that_were_saved_and_loaded_continue_with_the_same_bits(ramp: b
     def every(given: optim.WeightAverage) -> list[Tensor]:
         return [*given.averages, *given.buffer_averages]
 
-    assert all(torch.equal(one, other) for one, other in zip(every(second), every(expected), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(every(second), every(expected), strict=True)
+    )
 
 
 @pytest.mark.parametrize("applied", [False, torch.tensor(False)])
@@ -83,7 +100,10 @@ def test_a_step_that_was_skipped_moves_no_average(applied: bool | Tensor) -> Non
 
 
 def test_averages_of_other_parameters_are_refused_and_nothing_is_loaded() -> None:
-    average, other = optim.WeightAverage(network().parameters(), 0.9), optim.WeightAverage([torch.ones(3)], 0.9)
+    average, other = (
+        optim.WeightAverage(network().parameters(), 0.9),
+        optim.WeightAverage([torch.ones(3)], 0.9),
+    )
     before = [each.clone() for each in average.averages]
     with pytest.raises(RunFolderError, match="of 1 parameters, of the shapes"):
         average.load_state_dict(other.state_dict())

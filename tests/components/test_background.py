@@ -54,14 +54,18 @@ def within(do: Callable[[], Any], seconds: float = 20.0) -> Any:
     return found[0]
 
 
-@pytest.mark.parametrize("where", ["before the copy", "in the copy", "after the copy", "in the write"])
+@pytest.mark.parametrize(
+    "where", ["before the copy", "in the copy", "after the copy", "in the write"]
+)
 def test_a_save_that_is_refused_memory_is_told_to_the_training_and_keeps_nobody_waiting(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "in the copy":
         monkeypatch.setattr(Staging, "_fitting", refuse_memory)
     if where == "after the copy":
-        monkeypatch.setattr("surefoot.components.checkpoint.background.yield_to_others", refuse_memory)
+        monkeypatch.setattr(
+            "surefoot.components.checkpoint.background.yield_to_others", refuse_memory
+        )
     saver = Saver(refuse_memory)
     tensors: Mapping[str, Any] = Refusing() if where == "before the copy" else {}
     assert saver.begin(Content(step=1, tensors=tensors), {"a": {"b": torch.ones(3)}})

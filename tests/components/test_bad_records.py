@@ -35,7 +35,9 @@ def write_photos(folder: Path, bad: tuple[int, ...] = BAD, num_samples: int = NU
     for number in range(num_samples):
         content, label = image(colour=number), b"%d" % (number % 3)
         if number in bad:
-            content, label = (content[: len(content) // 2], label) if number % 2 else (content, b"a cat")
+            content, label = (
+                (content[: len(content) // 2], label) if number % 2 else (content, b"a cat")
+            )
         members += [(f"{number:04d}.png", content), (f"{number:04d}.cls", label)]
     return write_tar(folder / "photos.tar", members)
 
@@ -80,11 +82,22 @@ def task(folder: Path, **how: Any) -> Photos:
 
 
 @pytest.mark.parametrize(
-    "settings", [LoaderSettings(), LoaderSettings(workers=2, kind="thread"), LoaderSettings(workers=2, kind="process")]
+    "settings",
+    [
+        LoaderSettings(),
+        LoaderSettings(workers=2, kind="thread"),
+        LoaderSettings(workers=2, kind="process"),
+    ],
 )
-def test_exactly_the_bad_ones_are_left_out_whoever_reads(settings: LoaderSettings, tmp_path: Path) -> None:
+def test_exactly_the_bad_ones_are_left_out_whoever_reads(
+    settings: LoaderSettings, tmp_path: Path
+) -> None:
     source = task(tmp_path).data("train")
-    loader = Loader(Feed(source, Order(NUM_SAMPLES, 0), batch=BATCH, microbatch=3), Reader(source, None, 0), settings)
+    loader = Loader(
+        Feed(source, Order(NUM_SAMPLES, 0), batch=BATCH, microbatch=3),
+        Reader(source, None, 0),
+        settings,
+    )
     loader.skip_bad(0.03)
     told: list[LoaderNotice] = []
     loader.tell = told.append
@@ -92,7 +105,9 @@ def test_exactly_the_bad_ones_are_left_out_whoever_reads(settings: LoaderSetting
         taken = loader.take(number)
         good = [each for each in taken.window.ids.tolist() if each not in BAD]
         assert [each for ids in taken.ids for each in ids.tolist()] == good
-        assert [int(value) for batch in taken.batches for value in batch["image"][:, 0, 0, 0]] == good
+        assert [
+            int(value) for batch in taken.batches for value in batch["image"][:, 0, 0, 0]
+        ] == good
         assert taken.num_samples == len(good)
     loader.close()
     assert sorted(loader.bad.found) == list(BAD)
@@ -100,7 +115,9 @@ def test_exactly_the_bad_ones_are_left_out_whoever_reads(settings: LoaderSetting
     words = next(each.what for each in told if "sample 17 " in each.what)
     assert "photos.tar" in words
     assert "0017.png" in words
-    assert "label" in next(each.what for each in told if "sample 18 " in each.what) or "0018.cls" in " ".join(map(str, told))
+    assert "label" in next(
+        each.what for each in told if "sample 18 " in each.what
+    ) or "0018.cls" in " ".join(map(str, told))
 
 
 def test_what_is_left_keeps_its_draws(tmp_path: Path) -> None:
@@ -122,22 +139,35 @@ def test_a_run_leaves_out_what_is_bad_and_says_how_many_samples_it_had(tmp_path:
     assert result.num_samples == NUM_SAMPLES - len(BAD)
     faults = [each for each in events.read(tmp_path / "run") if isinstance(each, events.Fault)]
     assert [each.fault for each in faults] == ["bad-record"] * 2 * len(BAD)
-    assert all("photos.tar" in each.detail and "as " in each.action and " of 6" in each.action for each in faults)
+    assert all(
+        "photos.tar" in each.detail and "as " in each.action and " of 6" in each.action
+        for each in faults
+    )
     assert sum("evaluating on test" in each.detail for each in faults) == len(BAD)
 
 
 def test_the_first_one_ends_a_run_that_does_not_skip(tmp_path: Path) -> None:
-    with pytest.raises(BadRecordError, match=r"photos\.tar") as raised, Run(
-        spec(data={}), task(tmp_path, bad=(101,)), folder=tmp_path / "run", quiet=True
-    ) as run:  # fmt: skip
+    with (
+        pytest.raises(BadRecordError, match=r"photos\.tar") as raised,
+        Run(spec(data={}), task(tmp_path, bad=(101,)), folder=tmp_path / "run", quiet=True) as run,
+    ):
         drive(run)
     assert raised.value.exit_code == 6
 
 
 def test_more_than_may_be_left_out_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(BadRecordError, match=r"5 of 200 samples cannot be read, the last one sample \d+: .*photos\.tar") as raised, Run(
-        spec(data={"on_bad": "skip", "max_bad": 0.0151}), task(tmp_path), folder=tmp_path / "run", quiet=True
-    ) as run:  # fmt: skip
+    with (
+        pytest.raises(
+            BadRecordError,
+            match=r"5 of 200 samples cannot be read, the last one sample \d+: .*photos\.tar",
+        ) as raised,
+        Run(
+            spec(data={"on_bad": "skip", "max_bad": 0.0151}),
+            task(tmp_path),
+            folder=tmp_path / "run",
+            quiet=True,
+        ) as run,
+    ):
         drive(run)
     assert "data.max_bad = 0.0151 allows 4" in raised.value.hint
 
@@ -164,9 +194,15 @@ def test_a_run_that_goes_on_knows_what_it_left_out(tmp_path: Path) -> None:
 
 
 def test_a_step_of_bad_records_alone_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(BadRecordError, match="none of the 1 samples can be read"), Run(
-        spec(train={"length": "1 epoch", "batch": 1}), task(tmp_path, bad=(5,), num_samples=20), folder=tmp_path / "run", quiet=True
-    ) as run:  # fmt: skip
+    with (
+        pytest.raises(BadRecordError, match="none of the 1 samples can be read"),
+        Run(
+            spec(train={"length": "1 epoch", "batch": 1}),
+            task(tmp_path, bad=(5,), num_samples=20),
+            folder=tmp_path / "run",
+            quiet=True,
+        ) as run,
+    ):
         drive(run)
 
 
@@ -183,7 +219,9 @@ def test_fifty_mutated_shards_lose_what_cannot_be_read_and_nothing_else(tmp_path
     """F17: a byte flipped, a length that is none, JSON and UTF-8 that are none. What is read is what stands in the file."""
     drawn = random.Random(0)
     for number in range(50):
-        rows = {f"{each:03d}": json.dumps({"n": each, "word": "é" * 9}).encode() for each in range(12)}
+        rows = {
+            f"{each:03d}": json.dumps({"n": each, "word": "é" * 9}).encode() for each in range(12)
+        }
         hit = f"{drawn.randrange(12):03d}"
         content = bytearray(rows[hit])
         how = drawn.choice(("flip", "cut", "utf-8", "empty"))
@@ -196,13 +234,25 @@ def test_fifty_mutated_shards_lose_what_cannot_be_read_and_nothing_else(tmp_path
                 "empty": bytearray(),
             }[how]
         rows[hit] = bytes(content)
-        source = Tars([write_tar(tmp_path / f"{number}.tar", [(f"{key}.json", row) for key, row in rows.items()])],
-                      cache=tmp_path / "cache", row="json")  # fmt: skip
+        source = Tars(
+            [
+                write_tar(
+                    tmp_path / f"{number}.tar", [(f"{key}.json", row) for key, row in rows.items()]
+                )
+            ],
+            cache=tmp_path / "cache",
+            row="json",
+        )
         read = read_sound(source, np.arange(12))
         try:
             readable = json.loads(rows[hit].decode())
         except ValueError:
             readable = None
-        assert [each.sample for each in read.bad] == ([] if readable is not None else [int(hit)]), (how, rows[hit])
-        expected = [json.loads(row) for key, row in rows.items() if key != hit or readable is not None]
+        assert [each.sample for each in read.bad] == ([] if readable is not None else [int(hit)]), (
+            how,
+            rows[hit],
+        )
+        expected = [
+            json.loads(row) for key, row in rows.items() if key != hit or readable is not None
+        ]
         assert read.batch["row"] == expected

@@ -37,7 +37,9 @@ class Graph:
 
 
 def jagged(*lengths: int) -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(length) for length in lengths], layout=torch.jagged)
+    return torch.nested.nested_tensor(
+        [torch.ones(length) for length in lengths], layout=torch.jagged
+    )
 
 
 APART: dict[str, tuple[Any, Any]] = {
@@ -47,7 +49,10 @@ APART: dict[str, tuple[Any, Any]] = {
     "a dtype": (torch.zeros(4), torch.zeros(4, dtype=torch.int32)),
     "a shape": (torch.zeros(4, 1), torch.zeros(1, 4)),
     "bfloat16": (torch.ones(3, dtype=torch.bfloat16), torch.full((3,), 2, dtype=torch.bfloat16)),
-    "a conjugated tensor": (torch.tensor([1 + 2j], dtype=torch.complex128).conj(), torch.tensor([1 + 3j], dtype=torch.complex128).conj()),
+    "a conjugated tensor": (
+        torch.tensor([1 + 2j], dtype=torch.complex128).conj(),
+        torch.tensor([1 + 3j], dtype=torch.complex128).conj(),
+    ),
     "a number of NumPy": (np.float32(1), np.float32(2)),
     "a complex number": (1j, 2j),
     "a text": ({"a": "b"}, {"a": "c"}),
@@ -63,12 +68,18 @@ APART: dict[str, tuple[Any, Any]] = {
     "an array of objects": (np.array(["a", 1], dtype=object), np.array(["a", 2], dtype=object)),
     "an array of texts": (np.array(["ab"]), np.array(["ac"])),
     "a sparse tensor": (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
-    "a compressed sparse tensor": (torch.eye(3).to_sparse_csr(), (2 * torch.eye(3)).to_sparse_csr()),
+    "a compressed sparse tensor": (
+        torch.eye(3).to_sparse_csr(),
+        (2 * torch.eye(3)).to_sparse_csr(),
+    ),
     "a nested tensor": (jagged(1, 3), jagged(2, 2)),
-    "very many parts": ([torch.tensor([number]) for number in range(6000)], [torch.tensor([number + 1]) for number in range(6000)]),
+    "very many parts": (
+        [torch.tensor([number]) for number in range(6000)],
+        [torch.tensor([number + 1]) for number in range(6000)],
+    ),
     "a scalar tensor": (torch.tensor(1.0), torch.tensor(2.0)),
     "nothing": (None, []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors)")
@@ -82,17 +93,32 @@ def test_a_digest_tells_batches_apart(name: str) -> None:
 
 
 def test_an_empty_and_a_huge_batch_have_a_digest() -> None:
-    for batch in (torch.zeros(0), [], {}, np.zeros((0, 3)), torch.zeros(3, 0), torch.zeros(1 << 20), "x" * 100_000):
+    for batch in (
+        torch.zeros(0),
+        [],
+        {},
+        np.zeros((0, 3)),
+        torch.zeros(3, 0),
+        torch.zeros(1 << 20),
+        "x" * 100_000,
+    ):
         assert len(digest_of(batch)) == 16
 
 
 @pytest.mark.parametrize(
     ("samples", "ids"),
     [
-        ([1, np.int64(2), torch.tensor(3)], (1, 2, 3)), ([1.5, 2.0], ()), ([-1], ()), ([1 << 32], ()), (["a"], ()),
-        ([np.array([1, 2])], ()), ([torch.tensor([1, 2])], ()), ([(1, 2)], ()), ([True], (1,)),
+        ([1, np.int64(2), torch.tensor(3)], (1, 2, 3)),
+        ([1.5, 2.0], ()),
+        ([-1], ()),
+        ([1 << 32], ()),
+        (["a"], ()),
+        ([np.array([1, 2])], ()),
+        ([torch.tensor([1, 2])], ()),
+        ([(1, 2)], ()),
+        ([True], (1,)),
     ],
-)  # fmt: skip
+)
 def test_samples_are_known_by_whole_numbers_alone(samples: list[Any], ids: tuple[int, ...]) -> None:
     assert as_ids(samples) == ids
 
@@ -112,4 +138,6 @@ def test_a_second_reading_is_told_from_the_first() -> None:
     values = seen([([1, 2], 1.0), ([3], 2.5)]).compare(before, knows_samples=True)
     assert values is not None
     assert values.same_samples
-    assert seen([([1, 2], 1.0), ([3], 2.5)]).compare(before, knows_samples=True, values=False) is None
+    assert (
+        seen([([1, 2], 1.0), ([3], 2.5)]).compare(before, knows_samples=True, values=False) is None
+    )

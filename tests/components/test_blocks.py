@@ -40,9 +40,9 @@ def test_no_more_shards_than_the_window_are_needed_at_a_time(window: int) -> Non
     last = {shard: order.n - 1 - seen[::-1].index(shard) for shard in seen}
     for position in range(order.n):
         assert sum(first[shard] <= position <= last[shard] for shard in first) <= window
-    assert [shard for block in order.blocks() for shard in sorted(block, key=first.__getitem__)] == sorted(
-        first, key=first.__getitem__
-    )
+    assert [
+        shard for block in order.blocks() for shard in sorted(block, key=first.__getitem__)
+    ] == sorted(first, key=first.__getitem__)
 
 
 def test_another_key_is_another_order_of_shards_and_of_samples() -> None:
@@ -73,19 +73,24 @@ def test_how_well_blocks_mix_is_measured_against_the_full_permutation() -> None:
         assert blocks.correlation == pytest.approx((100 - window) / (window * 99), abs=0.1)
     whole = measure_mixing(BlockShuffle(sizes, 5, 100)(np.arange(10_000)), sizes)
     assert whole.correlation == pytest.approx(0.0, abs=0.03)
-    assert measure_mixing(np.arange(10_000), sizes) == Mixing(0.0, pytest.approx(1.0), pytest.approx(0.99, abs=0.001))
+    assert measure_mixing(np.arange(10_000), sizes) == Mixing(
+        0.0, pytest.approx(1.0), pytest.approx(0.99, abs=0.001)
+    )
 
 
 def test_inside_a_block_every_order_is_as_likely() -> None:
     counts = np.zeros((6, 6))
     for key in range(3000):
         counts[np.arange(6), BlockShuffle([2, 2, 2], key, window=3)(np.arange(6))] += 1
-    chi_square = float(((counts - 500) ** 2 / 500).sum()) * 5 / 6  # rows and columns are full: 25 degrees of freedom
+    chi_square = (
+        float(((counts - 500) ** 2 / 500).sum()) * 5 / 6
+    )  # rows and columns are full: 25 degrees of freedom
     assert chi_square < 52.6  # one case of a thousand
 
 
 @pytest.mark.parametrize(
-    ("sizes", "window", "says"), [([], 1, "cannot be ordered"), ([3, 0], 1, "cannot be ordered"), ([3], 0, "window of 0")]
+    ("sizes", "window", "says"),
+    [([], 1, "cannot be ordered"), ([3, 0], 1, "cannot be ordered"), ([3], 0, "window of 0")],
 )
 def test_what_cannot_be_is_told(sizes: list[int], window: int, says: str) -> None:
     with pytest.raises(DataError, match=says):

@@ -57,7 +57,13 @@ class OwnCache(nn.Module):
 
 
 MASK = torch.tensor([[1] * 5 + [0], [1] * 4 + [0] * 2])
-SIZES = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+SIZES = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
 
 
 def llama(**given: Any) -> Any:
@@ -66,11 +72,21 @@ def llama(**given: Any) -> Any:
 
 
 def gpt2() -> Any:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=3, n_head=2))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=3, n_head=2)
+    )
 
 
 def t5() -> Any:
-    sizes = {"vocab_size": 11, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    sizes = {
+        "vocab_size": 11,
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+    }
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, pad_token_id=0))
 
 
@@ -94,7 +110,9 @@ def gradients(model: nn.Module, name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("how", ["full", "every 2", "operators", "1 MiB"])
 @pytest.mark.parametrize("name", MODELS)
-def test_recomputed_blocks_give_the_same_gradients_and_the_switch_is_as_it_was(name: str, how: str) -> None:
+def test_recomputed_blocks_give_the_same_gradients_and_the_switch_is_as_it_was(
+    name: str, how: str
+) -> None:
     plain = made(name)
     again = copy.deepcopy(plain)
     done = recompute(again, how)
@@ -140,13 +158,17 @@ class Causal:
 
     def loss(self, output: Any, batch: Any) -> Loss:
         logits, ids = output["logits"], batch["input_ids"]
-        total = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+        total = nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+        )
         return Loss.sum(total, ids[:, 1:].numel())
 
 
 def spec(**memory: Any) -> RunSpec:
     train = {"length": "3 steps", "batch": 4, "microbatch": 2}
-    return RunSpec(train=train, memory=memory, observe={"tensorboard": False}, evaluate={"every": "2 steps"})
+    return RunSpec(
+        train=train, memory=memory, observe={"tensorboard": False}, evaluate={"every": "2 steps"}
+    )
 
 
 @pytest.mark.parametrize("name", ["Llama", "one of one's own"])
@@ -168,7 +190,10 @@ def test_a_run_trains_to_the_same_weights_and_says_so(name: str, tmp_path: Path)
 @pytest.mark.parametrize("how", ["full", "1 MiB"])
 def test_a_cache_that_was_asked_for_is_named_with_the_switch(how: str, tmp_path: Path) -> None:
     task = Causal("GPT-2", use_cache=True)
-    with pytest.raises(SurefootError) as caught, Run(spec(recompute=how), task, folder=tmp_path / "a", quiet=True) as run:
+    with (
+        pytest.raises(SurefootError) as caught,
+        Run(spec(recompute=how), task, folder=tmp_path / "a", quiet=True) as run,
+    ):
         drive(run)
     assert "use_cache=False" in str(caught.value.hint)
 
@@ -189,7 +214,11 @@ def test_a_graph_of_a_model_of_transformers_is_exported_with_the_switch_off(tmp_
 def test_a_graph_that_returns_a_cache_is_refused_with_the_switch(tmp_path: Path) -> None:
     model = made("Llama", num_hidden_layers=1).eval()
     with torch.no_grad():
-        calls = [capture(model, lambda: model(input_ids=torch.ones(2, 6, dtype=torch.long), use_cache=True))]
+        calls = [
+            capture(
+                model, lambda: model(input_ids=torch.ones(2, 6, dtype=torch.long), use_cache=True)
+            )
+        ]
     with pytest.raises(TaskError) as caught:
         export_graph(model, calls, tmp_path / "a.pt2", "torch-export")
     assert "use_cache" in str(caught.value.hint)

@@ -25,18 +25,26 @@ WIDTH, WORDS, ROWS = 16, 203, 37
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}
 
 
-def draw(dtype: torch.dtype = torch.float32, *, ignored: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def draw(
+    dtype: torch.dtype = torch.float32, *, ignored: int = 5
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     draws = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*shape, generator=draws, dtype=torch.float64).to(dtype).requires_grad_()
-                            for shape in ((ROWS, WIDTH), (WORDS, WIDTH), (WORDS,)))  # fmt: skip
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=draws, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in ((ROWS, WIDTH), (WORDS, WIDTH), (WORDS,))
+    )
     targets = torch.randint(0, WORDS, (ROWS,), generator=draws)
     targets[torch.randperm(ROWS, generator=draws)[:ignored]] = -100
     return hidden, weight, bias, targets
 
 
-def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **how: Any) -> Tensor:
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **how: Any
+) -> Tensor:
     logits = F.linear(hidden, weight, bias)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="sum", **how)
+    return F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="sum", **how
+    )
 
 
 def assert_near(one: Tensor, other: Tensor, tolerance: float) -> None:
@@ -47,19 +55,27 @@ def assert_near(one: Tensor, other: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("chunk", [1, 8, ROWS, 1000, None])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_sum_count_and_gradients_are_those_of_the_plain_way(dtype: torch.dtype, smoothing: float, chunk: int | None) -> None:
+def test_sum_count_and_gradients_are_those_of_the_plain_way(
+    dtype: torch.dtype, smoothing: float, chunk: int | None
+) -> None:
     hidden, weight, bias, targets = draw(dtype)
-    total, count = linear_cross_entropy(hidden, weight, targets, bias, chunk=chunk, label_smoothing=smoothing)
+    total, count = linear_cross_entropy(
+        hidden, weight, targets, bias, chunk=chunk, label_smoothing=smoothing
+    )
     expected = plain(hidden, weight, bias, targets, label_smoothing=smoothing)
     assert count == ROWS - 5
     assert_near(total, expected, TOLERANCE[dtype])
     scale = torch.tensor(0.37, dtype=total.dtype)
     own = torch.autograd.grad(total, (hidden, weight, bias), scale)
-    for mine, theirs in zip(own, torch.autograd.grad(expected, (hidden, weight, bias), scale), strict=True):
+    for mine, theirs in zip(
+        own, torch.autograd.grad(expected, (hidden, weight, bias), scale), strict=True
+    ):
         assert_near(mine, theirs, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("trained", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize(
+    "trained", [(True, False, False), (False, True, False), (False, False, True)]
+)
 def test_only_what_is_trained_gets_a_gradient(trained: tuple[bool, bool, bool]) -> None:
     *parts, targets = draw()
     for part, is_trained in zip(parts, trained, strict=True):
@@ -98,7 +114,9 @@ def test_other_shapes_another_ignored_index_and_no_rows_at_all() -> None:
         linear_cross_entropy(hidden, weight, torch.full((ROWS,), -1))
 
 
-def test_under_autocast_it_computes_in_its_dtype_and_the_gradients_keep_that_of_the_weights() -> None:
+def test_under_autocast_it_computes_in_its_dtype_and_the_gradients_keep_that_of_the_weights() -> (
+    None
+):
     hidden, weight, bias, targets = draw()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         total, _ = linear_cross_entropy(hidden, weight, targets, bias, chunk=8)
@@ -107,7 +125,9 @@ def test_under_autocast_it_computes_in_its_dtype_and_the_gradients_keep_that_of_
     own = torch.autograd.grad(total, (hidden, weight, bias))
     assert all(grad.dtype == torch.float32 for grad in own)
     assert_near(total, expected, TOLERANCE[torch.bfloat16])
-    for mine, theirs in zip(own, torch.autograd.grad(expected, (hidden, weight, bias)), strict=True):
+    for mine, theirs in zip(
+        own, torch.autograd.grad(expected, (hidden, weight, bias)), strict=True
+    ):
         assert (mine - theirs).norm() <= TOLERANCE[torch.bfloat16] * theirs.norm()
 
 
@@ -116,7 +136,11 @@ def test_a_second_derivative_and_sizes_that_do_not_fit_are_refused_in_words() ->
     total, _ = linear_cross_entropy(hidden, weight, targets)
     with pytest.raises(InputError, match="can be differentiated once"):
         torch.autograd.grad(total, hidden, create_graph=True)
-    for wrong in ((hidden, weight.T, targets), (hidden, weight, targets[1:]), (hidden, weight, targets, bias[1:])):
+    for wrong in (
+        (hidden, weight.T, targets),
+        (hidden, weight, targets[1:]),
+        (hidden, weight, targets, bias[1:]),
+    ):
         with pytest.raises(InputError, match=r"fit|bias"):
             linear_cross_entropy(*wrong)
     with pytest.raises(InputError, match=r"the targets are torch\.float32"):
@@ -134,7 +158,12 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(each.numel() for each in tree_leaves(made) if isinstance(each, Tensor))])
+        self.elements = max(
+            [
+                self.elements,
+                *(each.numel() for each in tree_leaves(made) if isinstance(each, Tensor)),
+            ]
+        )
         return made
 
 
@@ -148,7 +177,9 @@ def test_no_tensor_has_more_than_a_chunk_of_logits() -> None:
     assert largest.elements == ROWS * WORDS
 
 
-def test_a_transformer_with_it_has_the_gradients_of_one_without_and_gives_logits_outside_training() -> None:
+def test_a_transformer_with_it_has_the_gradients_of_one_without_and_gives_logits_outside_training() -> (
+    None
+):
     made = {}
     ids, targets = torch.arange(24).view(2, 12) % 11, torch.arange(24).view(2, 12) % 7
     targets[0, 3] = -100
@@ -165,20 +196,37 @@ def test_a_transformer_with_it_has_the_gradients_of_one_without_and_gives_logits
         assert_near(own.detach(), expected.detach(), 1e-5)
 
 
-def test_a_run_switches_it_on_with_a_line_of_the_spec_and_has_the_same_losses(tmp_path: Path) -> None:
+def test_a_run_switches_it_on_with_a_line_of_the_spec_and_has_the_same_losses(
+    tmp_path: Path,
+) -> None:
     losses = []
     for chunked in (False, True):
-        changes = [(f"task.{name}", value, "") for name, value in {"layers": 1, "width": 32, "heads": 2, "length": 32}.items()]
-        changes += [("task.chunked_loss", chunked, ""), ("data.folder", str(Path(sys.modules["json"].__file__).parent), "")]
-        changes += [("precision.compute", "fp32", ""), ("train.batch", 4, ""), ("evaluate.batch", 64, "")]
-        with Run(spec_file.read("pycorpus", changes).spec, folder=tmp_path / str(chunked), quiet=True) as run:
+        changes = [
+            (f"task.{name}", value, "")
+            for name, value in {"layers": 1, "width": 32, "heads": 2, "length": 32}.items()
+        ]
+        changes += [
+            ("task.chunked_loss", chunked, ""),
+            ("data.folder", str(Path(sys.modules["json"].__file__).parent), ""),
+        ]
+        changes += [
+            ("precision.compute", "fp32", ""),
+            ("train.batch", 4, ""),
+            ("evaluate.batch", 64, ""),
+        ]
+        with Run(
+            spec_file.read("pycorpus", changes).spec, folder=tmp_path / str(chunked), quiet=True
+        ) as run:
             losses.append([report.loss for report in islice(run.steps(), 3)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_its_rung_is_there_for_tasks_that_have_it() -> None:
     for task, is_here in (("pycorpus", True), ("digits", False)):
-        found = {rung.name: rung for rung in find_rungs(RunSpec(task={"use": task}), device="cpu", cores=2)}
+        found = {
+            rung.name: rung
+            for rung in find_rungs(RunSpec(task={"use": task}), device="cpu", cores=2)
+        }
         assert found["chunked loss"].is_here is is_here
 
 

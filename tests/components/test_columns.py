@@ -39,40 +39,73 @@ def in_runs() -> Any:
 
 
 def either() -> Any:
-    return pa.UnionArray.from_sparse(pa.array([0, 0], pa.int8()), [pa.array([0.5, 1.5], pa.float32()), pa.array([1, 2])])
+    return pa.UnionArray.from_sparse(
+        pa.array([0, 0], pa.int8()), [pa.array([0.5, 1.5], pa.float32()), pa.array([1, 2])]
+    )
 
 
 NESTED = [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
-GRID = {np.dtype(name): torch.tensor(NESTED).numpy().astype(name) for name in ("float32", "float16", "int8", "uint16", "bool")}
+GRID = {
+    np.dtype(name): torch.tensor(NESTED).numpy().astype(name)
+    for name in ("float32", "float16", "int8", "uint16", "bool")
+}
 NUMBERS: dict[str, tuple[Any, Any]] = {
     **{
         f"lists of lists of {kind}": (
-            lambda kind=kind, values=values: pa.array(values.tolist(), pa.list_(pa.list_(pa.from_numpy_dtype(kind)))), values)
+            lambda kind=kind, values=values: pa.array(
+                values.tolist(), pa.list_(pa.list_(pa.from_numpy_dtype(kind)))
+            ),
+            values,
+        )
         for kind, values in GRID.items()
     },
     "large lists of large lists": (
-        lambda: pa.array(NESTED, pa.large_list(pa.large_list(pa.float32()))), np.array(NESTED, np.float32)),
+        lambda: pa.array(NESTED, pa.large_list(pa.large_list(pa.float32()))),
+        np.array(NESTED, np.float32),
+    ),
     "fixed lists of lists": (
-        lambda: pa.array(NESTED, pa.list_(pa.list_(pa.int16()), 2)), np.array(NESTED, np.int16)),
+        lambda: pa.array(NESTED, pa.list_(pa.list_(pa.int16()), 2)),
+        np.array(NESTED, np.int16),
+    ),
     "lists of fixed lists": (
-        lambda: pa.array(NESTED, pa.list_(pa.list_(pa.float64(), 2))), np.array(NESTED, np.float64)),
+        lambda: pa.array(NESTED, pa.list_(pa.list_(pa.float64(), 2))),
+        np.array(NESTED, np.float64),
+    ),
     "views of lists": (
-        lambda: pa.array([[1, 2], [3, 4]], pa.list_view(pa.float32())), np.array([[1, 2], [3, 4]], np.float32)),
+        lambda: pa.array([[1, 2], [3, 4]], pa.list_view(pa.float32())),
+        np.array([[1, 2], [3, 4]], np.float32),
+    ),
     "lists of a dictionary": (
-        lambda: pa.ListArray.from_arrays([0, 2, 4], pa.array([1, 2, 2, 1], pa.float32()).dictionary_encode()),
-        np.array([[1, 2], [2, 1]], np.float32)),
-    "empty lists of lists": (lambda: pa.array([[], []], pa.list_(pa.list_(pa.float32()))), np.zeros((2, 0, 0), np.float32)),
+        lambda: pa.ListArray.from_arrays(
+            [0, 2, 4], pa.array([1, 2, 2, 1], pa.float32()).dictionary_encode()
+        ),
+        np.array([[1, 2], [2, 1]], np.float32),
+    ),
+    "empty lists of lists": (
+        lambda: pa.array([[], []], pa.list_(pa.list_(pa.float32()))),
+        np.zeros((2, 0, 0), np.float32),
+    ),
     "a dictionary of float32": (
-        lambda: pa.array([0.5, 1.5], pa.float32()).dictionary_encode(), np.array([0.5, 1.5], np.float32)),
+        lambda: pa.array([0.5, 1.5], pa.float32()).dictionary_encode(),
+        np.array([0.5, 1.5], np.float32),
+    ),
     "runs of float32": (in_runs, np.array([0.5, 1.5], np.float32)),
     "a union": (either, np.array([0.5, 1.5], np.float32)),
     "a tensor of a fixed shape": (
-        tensor_shaped, np.arange(12, dtype=np.float32).reshape(2, 2, 3).transpose(0, 2, 1)),
-    "float16": (lambda: pa.array(np.array([0.5, 1.5], np.float16)), np.array([0.5, 1.5], np.float16)),
+        tensor_shaped,
+        np.arange(12, dtype=np.float32).reshape(2, 2, 3).transpose(0, 2, 1),
+    ),
+    "float16": (
+        lambda: pa.array(np.array([0.5, 1.5], np.float16)),
+        np.array([0.5, 1.5], np.float16),
+    ),
     "truth values": (lambda: pa.array([True, False]), np.array([True, False])),
     "whole numbers of 8 bits": (lambda: pa.array([3, 250], pa.uint8()), np.array([3, 250])),
-    "a dictionary of whole numbers": (lambda: pa.array([7, 9]).dictionary_encode(), np.array([7, 9])),
-}  # fmt: skip
+    "a dictionary of whole numbers": (
+        lambda: pa.array([7, 9]).dictionary_encode(),
+        np.array([7, 9]),
+    ),
+}
 DAY = datetime.date(2026, 1, 2)
 NOON = datetime.datetime(2026, 1, 2, 12)  # noqa: DTZ001 - as a column without a zone gives it
 VALUES: dict[str, tuple[Any, list[Any]]] = {
@@ -82,8 +115,14 @@ VALUES: dict[str, tuple[Any, list[Any]]] = {
     "dates": (lambda: pa.array([DAY, DAY]), [DAY, DAY]),
     "times": (lambda: pa.array([NOON, NOON], pa.timestamp("us")), [NOON, NOON]),
     "decimals": (lambda: pa.array([decimal.Decimal("1.25")] * 2), [decimal.Decimal("1.25")] * 2),
-    "structs": (lambda: pa.array([{"a": 1, "b": None}, {"a": 2, "b": "x"}]), [{"a": 1, "b": None}, {"a": 2, "b": "x"}]),
-    "maps": (lambda: pa.array([[(1, 2)], [(3, 4)]], pa.map_(pa.int32(), pa.int32())), [[(1, 2)], [(3, 4)]]),
+    "structs": (
+        lambda: pa.array([{"a": 1, "b": None}, {"a": 2, "b": "x"}]),
+        [{"a": 1, "b": None}, {"a": 2, "b": "x"}],
+    ),
+    "maps": (
+        lambda: pa.array([[(1, 2)], [(3, 4)]], pa.map_(pa.int32(), pa.int32())),
+        [[(1, 2)], [(3, 4)]],
+    ),
     "lists of strings": (lambda: pa.array([["a"], ["b", "c"]]), [["a"], ["b", "c"]]),
     "lists of structs": (lambda: pa.array([[{"a": 1}], []]), [[{"a": 1}], []]),
 }
@@ -93,12 +132,18 @@ MISSING: dict[str, Any] = {
     "a value of a dictionary": lambda: pa.array(["a", None]).dictionary_encode(),
     "a list": lambda: pa.array([[1.0], None]),
     "a number of a list": lambda: pa.array([[1], [None]]),
-    "a number of a list of lists": lambda: pa.array([[[1.0, 2.0]], [[1.0, None]]], pa.list_(pa.list_(pa.float32()))),
+    "a number of a list of lists": lambda: pa.array(
+        [[[1.0, 2.0]], [[1.0, None]]], pa.list_(pa.list_(pa.float32()))
+    ),
     "a list of a list": lambda: pa.array([[[1.0]], [None]], pa.list_(pa.list_(pa.float32()))),
-    "a number of a fixed list of lists": lambda: pa.array([[[1, 2]], [[1, None]]], pa.list_(pa.list_(pa.int8(), 2), 1)),
+    "a number of a fixed list of lists": lambda: pa.array(
+        [[[1, 2]], [[1, None]]], pa.list_(pa.list_(pa.int8(), 2), 1)
+    ),
     "a text of a list of lists": lambda: pa.array([[["a"]], [["a", None]]]),
     "a number of ragged lists": lambda: pa.array([[[1]], [[1, 2], [None]]]),
-    "a value in runs": lambda: pa.RunEndEncodedArray.from_arrays([1, 2], pa.array([0.5, None], pa.float32())),
+    "a value in runs": lambda: pa.RunEndEncodedArray.from_arrays(
+        [1, 2], pa.array([0.5, None], pa.float32())
+    ),
 }
 
 
@@ -106,7 +151,10 @@ MISSING: dict[str, Any] = {
 def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One file with a column of each of these types."""
     made = {name: make() for kinds in (NUMBERS, VALUES) for name, (make, _) in kinds.items()}
-    return write(tmp_path_factory.mktemp("columns") / "all.arrow", made | {name: make() for name, make in MISSING.items()})
+    return write(
+        tmp_path_factory.mktemp("columns") / "all.arrow",
+        made | {name: make() for name, make in MISSING.items()},
+    )
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -130,7 +178,9 @@ def test_a_value_that_is_missing_is_named_however_deep_it_is(name: str, columns:
         source.read(BOTH)
 
 
-def test_nested_lists_of_parquet_have_their_dtype_and_may_be_written_by_a_transform(tmp_path: Path) -> None:
+def test_nested_lists_of_parquet_have_their_dtype_and_may_be_written_by_a_transform(
+    tmp_path: Path,
+) -> None:
     table = pa.table({"x": pa.array(NESTED, pa.list_(pa.list_(pa.float32())))})
     pq.write_table(table, tmp_path / "a.parquet")
 
@@ -142,9 +192,13 @@ def test_nested_lists_of_parquet_have_their_dtype_and_may_be_written_by_a_transf
     assert torch.equal(found, 2 * torch.tensor(NESTED, dtype=torch.float32))
 
 
-def test_columns_without_values_or_of_one_name_are_refused_when_the_source_is_made(tmp_path: Path) -> None:
+def test_columns_without_values_or_of_one_name_are_refused_when_the_source_is_made(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path / "a.arrow", {"nothing": pa.nulls(2), "x": [1, 2]})
-    with pytest.raises(DataError, match=r"column nothing of .*a\.arrow is of the type null: it holds no values"):
+    with pytest.raises(
+        DataError, match=r"column nothing of .*a\.arrow is of the type null: it holds no values"
+    ):
         Table(path, y="nothing")
     twice = pa.table([pa.array([1]), pa.array([2])], names=["x", "x"])
     pq.write_table(twice, tmp_path / "b.parquet")
@@ -153,20 +207,34 @@ def test_columns_without_values_or_of_one_name_are_refused_when_the_source_is_ma
 
 
 UNREADABLE: dict[str, tuple[Any, str]] = {
-    "nanoseconds": (lambda: pa.array([5], pa.int64()).cast(pa.timestamp("ns")), "is of the type timestamp"),
-    "a year that Python has not": (lambda: pa.array([1 << 62], pa.int64()).cast(pa.timestamp("s")), "is of the type timestamp"),
+    "nanoseconds": (
+        lambda: pa.array([5], pa.int64()).cast(pa.timestamp("ns")),
+        "is of the type timestamp",
+    ),
+    "a year that Python has not": (
+        lambda: pa.array([1 << 62], pa.int64()).cast(pa.timestamp("s")),
+        "is of the type timestamp",
+    ),
     "a zone that nobody knows": (
         lambda: pa.array([5], pa.int64()).cast(pa.timestamp("us", "Mars/X")),
         "is of the type timestamp",
     ),
-    "no int64": (lambda: pa.array([(1 << 64) - 1], pa.uint64()), "is 18446744073709551615, which is no int64"),
-    "no text": (lambda: pa.array([b"\xff"]).view(pa.string()), "is of the type string, and no value of Python"),
+    "no int64": (
+        lambda: pa.array([(1 << 64) - 1], pa.uint64()),
+        "is 18446744073709551615, which is no int64",
+    ),
+    "no text": (
+        lambda: pa.array([b"\xff"]).view(pa.string()),
+        "is of the type string, and no value of Python",
+    ),
     "no image": (lambda: pa.array([b"abc"]), "is no jpg, png or webp"),
 }
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_value_that_a_batch_cannot_hold_is_refused_with_its_row_and_column(name: str, tmp_path: Path) -> None:
+def test_a_value_that_a_batch_cannot_hold_is_refused_with_its_row_and_column(
+    name: str, tmp_path: Path
+) -> None:
     make, says = UNREADABLE[name]
     path = write(tmp_path / "a.arrow", {"the column": make()})
     with pytest.raises(DataError, match=r"a\.arrow: the column of row 0 " + says):
@@ -181,14 +249,19 @@ WRONG: dict[str, tuple[Any, str]] = {
     "rows that run backwards": (lambda: np.arange(3)[::-1], "x.copy()"),
     "masked values": (lambda: np.ma.masked_equal([1, 2, 3], 2), "x.filled(0)"),
     "a sparse tensor": (lambda: torch.eye(3).to_sparse(), "x.to_dense()"),
-    "a nested tensor": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "to_padded_tensor"),
+    "a nested tensor": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "to_padded_tensor",
+    ),
     "a tensor without numbers": (lambda: torch.empty(3, device="meta"), "on the CPU"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", WRONG)
-def test_arrays_that_no_batch_can_be_read_from_are_refused_with_their_name_and_what_mends_them(name: str) -> None:
+def test_arrays_that_no_batch_can_be_read_from_are_refused_with_their_name_and_what_mends_them(
+    name: str,
+) -> None:
     make, hint = WRONG[name]
     with pytest.raises(DataError, match="array ages ") as refused:
         Arrays(ages=make())
@@ -198,5 +271,10 @@ def test_arrays_that_no_batch_can_be_read_from_are_refused_with_their_name_and_w
 def test_the_hints_about_arrays_lead_out() -> None:
     times, swapped = np.array(["2026-01-02"], dtype="datetime64[D]"), np.arange(3, dtype=">i4")
     masked = np.ma.masked_equal([1, 2, 3], 2)
-    mended = [times.astype("int64"), swapped.astype(swapped.dtype.newbyteorder("=")), np.arange(3)[::-1].copy(), masked.filled(0)]
+    mended = [
+        times.astype("int64"),
+        swapped.astype(swapped.dtype.newbyteorder("=")),
+        np.arange(3)[::-1].copy(),
+        masked.filled(0),
+    ]
     assert [len(Arrays(ages=each)) for each in mended] == [1, 3, 3, 3]

@@ -78,7 +78,9 @@ def refuse(graph: Any, inputs: Any) -> Any:
     raise RuntimeError("planted")
 
 
-def test_blocks_give_the_numbers_of_eager_mode_dropout_included_and_share_what_was_compiled() -> None:
+def test_blocks_give_the_numbers_of_eager_mode_dropout_included_and_share_what_was_compiled() -> (
+    None
+):
     model = make(number=6)
     before, names = outcome(model), list(model.state_dict())
     steward = Steward()
@@ -112,13 +114,20 @@ def test_an_error_of_the_users_own_code_is_theirs() -> None:
         model(torch.ones(4, 7))
 
 
-def test_two_planted_graph_breaks_are_named_by_reason_file_and_line_and_mending_them_leaves_one_graph() -> None:
+def test_two_planted_graph_breaks_are_named_by_reason_file_and_line_and_mending_them_leaves_one_graph() -> (
+    None
+):
     source, first = inspect.getsourcelines(Broken.forward)
-    lines = {word: first + next(n for n, line in enumerate(source) if word in line) for word in ("print(", "if rows")}
+    lines = {
+        word: first + next(n for n, line in enumerate(source) if word in line)
+        for word in ("print(", "if rows")
+    }
     steward, model = Steward(), make(Broken, 1)
     compile_regions(regions(model), backend="eager")
     outcome(model)
-    told = list(dict.fromkeys(each.ended_early for each in steward.take() if each.ended_early is not None))
+    told = list(
+        dict.fromkeys(each.ended_early for each in steward.take() if each.ended_early is not None)
+    )
     printed, jumped = told
     assert printed.endswith(f'; at test_compiler.py:{lines["print("]}: print(end="")')
     assert "builtin" in printed
@@ -126,7 +135,10 @@ def test_two_planted_graph_breaks_are_named_by_reason_file_and_line_and_mending_
     assert jumped.startswith("Data-dependent branching")
     mended = make(Mended, 1)
     compile_regions(regions(mended), backend="eager")
-    assert all(torch.equal(one, other) for one, other in zip(outcome(mended), outcome(make(Broken, 1)), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(outcome(mended), outcome(make(Broken, 1)), strict=True)
+    )
     (one,) = (each for each in steward.take() if not each.is_backward)
     assert one.ended_early is None
 
@@ -140,7 +152,11 @@ def test_a_break_belongs_to_the_function_that_ends_there_and_is_told_once() -> N
         ended = [(each.line, each.ended_early is not None) for each in steward.take()]
         begun = {kind: inspect.getsourcelines(kind.forward)[1] for kind in (Block, Broken, Mended)}
         assert {line for line, is_so in ended if is_so} == {begun[Broken], begun[Broken] + 2}
-        assert {line for line, is_so in ended if not is_so} == {begun[Block], begun[Broken] + 3, begun[Mended]}
+        assert {line for line, is_so in ended if not is_so} == {
+            begun[Block],
+            begun[Broken] + 3,
+            begun[Mended],
+        }
         assert [each for each in Steward().take() if each.ended_early] == []
         torch._dynamo.reset()
 

@@ -23,7 +23,9 @@ from surefoot.core.cost.roofline import OperatorWork
 FLOAT = 4  # bytes
 
 
-def counted(model: nn.Module, *inputs: Tensor, loss: Callable[[Any], Tensor] = lambda out: out.sum()) -> Counter:
+def counted(
+    model: nn.Module, *inputs: Tensor, loss: Callable[[Any], Tensor] = lambda out: out.sum()
+) -> Counter:
     """A forward and a backward pass under the counter; the loss, its gradient and the sums of gradients are part of it."""
     with Counter(model) as counter:
         loss(model(*inputs)).backward()
@@ -101,9 +103,13 @@ def test_fused_attention_is_counted_by_the_pairs_that_it_may_see(causal: bool) -
     backward = one(counter, "_scaled_dot_product_flash_attention_for_cpu_backward")
     assert forward.model_flops == 2 * 2 * pairs * H
     assert forward.flops == 2 * 2 * pairs * H + 5 * pairs  # and the softmax
-    assert forward.num_bytes == FLOAT * B * HEADS * (T * H + 2 * S * H + T * H + T)  # out, and the log of the sums
+    assert forward.num_bytes == FLOAT * B * HEADS * (
+        T * H + 2 * S * H + T * H + T
+    )  # out, and the log of the sums
     assert backward.model_flops == 2 * forward.model_flops
-    assert backward.flops == 5 * 2 * pairs * H + 2 * pairs + 4 * pairs  # the scores and their exponentials again
+    assert (
+        backward.flops == 5 * 2 * pairs * H + 2 * pairs + 4 * pairs
+    )  # the scores and their exponentials again
 
 
 def test_attention_that_is_not_fused_counts_its_products_and_its_softmax_alike() -> None:
@@ -121,8 +127,12 @@ def test_an_embedding_looks_up_and_its_gradient_adds() -> None:
     rows = B * 7 * 16
     look_up, added = one(counter, "embedding"), one(counter, "embedding_dense_backward")
     assert (look_up.flops, added.flops) == (0, rows)
-    assert look_up.num_bytes == FLOAT * rows + 8 * B * 7 + FLOAT * rows  # the rows that are taken, not the table
-    assert added.num_bytes == FLOAT * 1 + 8 * B * 7 + FLOAT * 50 * 16  # of a sum: its gradient is one number
+    assert (
+        look_up.num_bytes == FLOAT * rows + 8 * B * 7 + FLOAT * rows
+    )  # the rows that are taken, not the table
+    assert (
+        added.num_bytes == FLOAT * 1 + 8 * B * 7 + FLOAT * 50 * 16
+    )  # of a sum: its gradient is one number
 
 
 NORMS = {
@@ -136,7 +146,9 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_a_normalisation_has_its_flops_an_element(name: str) -> None:
     layer, operator, forward, backward = NORMS[name]
-    counter = counted(layer, torch.randn(B, 16, requires_grad=True), loss=lambda out: (out * out).sum())
+    counter = counted(
+        layer, torch.randn(B, 16, requires_grad=True), loss=lambda out: (out * out).sum()
+    )
     assert one(counter, operator).flops == forward * B * 16
     assert one(counter, f"{operator}_backward").flops == backward * B * 16
 
@@ -150,7 +162,9 @@ def test_a_normalisation_in_evaluation_has_its_statistics_given() -> None:
 
 def test_a_layer_norm_reads_and_writes_each_tensor_once() -> None:
     counter = counted(nn.LayerNorm(16), torch.randn(B, 16, requires_grad=True))
-    assert one(counter, "native_layer_norm").num_bytes == FLOAT * (B * 16 + 16 + 16 + B * 16 + B + B)
+    assert one(counter, "native_layer_norm").num_bytes == FLOAT * (
+        B * 16 + 16 + 16 + B * 16 + B + B
+    )
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -159,7 +173,9 @@ def test_an_lstm_has_four_gates_over_input_and_state_at_each_time(bidirectional:
     model = nn.LSTM(ins, hidden, num_layers=layers, bidirectional=bidirectional)
     counter = counted(model, torch.randn(length, B, ins), loss=lambda out: out[0].sum())
     ways = 1 + bidirectional
-    products = sum(ways * 2 * length * B * 4 * hidden * (each + hidden) for each in (ins, ways * hidden))
+    products = sum(
+        ways * 2 * length * B * 4 * hidden * (each + hidden) for each in (ins, ways * hidden)
+    )
     forward, backward = one(counter, "mkldnn_rnn_layer"), one(counter, "mkldnn_rnn_layer_backward")
     assert forward.calls == layers * ways
     assert forward.model_flops == products
@@ -188,14 +204,19 @@ def test_a_fused_update_reads_and_writes_parameters_and_moments_and_reads_gradie
     assert update.num_bytes == FLOAT * (4 * 100 + 1 + 3 * 100 + 1)  # and the count of its steps
 
 
-def test_a_pointwise_operator_counts_its_results_and_a_broadcast_tensor_has_the_bytes_it_has() -> None:
+def test_a_pointwise_operator_counts_its_results_and_a_broadcast_tensor_has_the_bytes_it_has() -> (
+    None
+):
     with Counter(nn.Identity()) as counter:
         made = torch.randn(B, 16) + torch.randn(16).expand(B, 16)
         _ = (made > 0).sum()
         made.mul_(2.0)
         made.zero_()
         made.view(-1)
-    assert (one(counter, "add").flops, one(counter, "add").num_bytes) == (B * 16, FLOAT * (B * 16 + 16 + B * 16))
+    assert (one(counter, "add").flops, one(counter, "add").num_bytes) == (
+        B * 16,
+        FLOAT * (B * 16 + 16 + B * 16),
+    )
     assert one(counter, "gt").flops == 0  # its results are no numbers
     assert one(counter, "sum").flops == 0  # and neither is counting them
     assert one(counter, "mul_").num_bytes == FLOAT * 2 * B * 16
@@ -218,8 +239,12 @@ def test_a_module_has_its_forward_and_backward_pass_and_all_that_is_inside() -> 
     counter = counted(Two(), torch.randn(B, INS, requires_grad=True))
     first, last = 2 * B * INS * OUTS, 2 * B * OUTS * 2
     assert {name: flops(counter, name, "product") for name in counter.modules()} == {
-        ".": 3 * (first + last), "first": 3 * first, "rest": 3 * last, "rest.0": 0, "rest.1": 3 * last,
-    }  # fmt: skip
+        ".": 3 * (first + last),
+        "first": 3 * first,
+        "rest": 3 * last,
+        "rest.0": 0,
+        "rest.1": 3 * last,
+    }
     assert flops(counter, "", "product") == 3 * (first + last)
 
 
@@ -228,7 +253,9 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({name: nn.Linear(INS, size) for name, size in (("a", 3), ("b", 5), ("c", 7))})
+        self.layers = nn.ModuleDict(
+            {name: nn.Linear(INS, size) for name, size in (("a", 3), ("b", 5), ("c", 7))}
+        )
         self.idle = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -239,10 +266,15 @@ def test_layers_that_share_an_input_are_told_apart_in_the_backward_pass_too() ->
     model = nn.Sequential(nn.Linear(INS, INS), Shared(), nn.Linear(15, 2))
     counter = counted(model, torch.randn(B, INS))
     found = {name: flops(counter, name, "product") for name in counter.modules()}
-    shared = {f"1.layers.{name}": 3 * 2 * B * INS * size for name, size in (("a", 3), ("b", 5), ("c", 7))}
+    shared = {
+        f"1.layers.{name}": 3 * 2 * B * INS * size for name, size in (("a", 3), ("b", 5), ("c", 7))
+    }
     assert {name: found[name] for name in shared} == shared
     assert found["1"] == found["1.layers"] == sum(shared.values())
-    assert (found["0"], found["2"]) == (2 * 2 * B * INS * INS, 3 * 2 * B * 15 * 2)  # the data need no gradient
+    assert (found["0"], found["2"]) == (
+        2 * 2 * B * INS * INS,
+        3 * 2 * B * 15 * 2,
+    )  # the data need no gradient
     assert found.get("1.idle", 0) == 0
 
 
@@ -287,16 +319,23 @@ def test_what_is_recomputed_is_no_part_of_the_models_own() -> None:
     plain, again = counted(Two(), inputs), counted(Recomputed(), inputs)
     own = [sum(row.model_flops for row in each.of()) for each in (plain, again)]
     assert own[0] == own[1]
-    assert (plain.again_flops, again.again_flops) == (0, 2 * B * INS * OUTS)  # the last product is not needed again
+    assert (plain.again_flops, again.again_flops) == (
+        0,
+        2 * B * INS * OUTS,
+    )  # the last product is not needed again
     assert flops(again, "", "product") == own[1] + again.again_flops
 
 
 def test_torchs_own_counter_says_the_same_where_it_has_a_formula() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10), nn.LayerNorm(10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10), nn.LayerNorm(10)
+    )
     inputs = torch.randn(B, 3, 8, 8)
     with FlopCounterMode(display=False) as theirs:
         model(inputs).sum().backward()
-    assert flops(counted(model, inputs), "", "product") == theirs.get_total_flops() + B * 8 * 36  # and the sum of the bias
+    assert (
+        flops(counted(model, inputs), "", "product") == theirs.get_total_flops() + B * 8 * 36
+    )  # and the sum of the bias
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), FlopCounterMode(display=False) as none:
         F.scaled_dot_product_attention(*(torch.randn(1, 2, 8, 16) for _ in range(3)))
     assert none.get_total_flops() == 0  # why fused attention on a CPU has a formula of ours
@@ -310,7 +349,9 @@ def test_an_operator_without_a_formula_is_named_and_not_guessed() -> None:
     assert one(counter, "sort").flops == 0
 
 
-def test_arithmetic_on_complex_numbers_is_named_and_not_counted_and_what_counts_nothing_is_not() -> None:
+def test_arithmetic_on_complex_numbers_is_named_and_not_counted_and_what_counts_nothing_is_not() -> (
+    None
+):
     numbers, reals = torch.randn(B, B, dtype=torch.complex64), torch.randn(B, B)
     with Counter(nn.Identity()) as counter:
         _ = (numbers @ numbers + reals) * 2
@@ -318,7 +359,12 @@ def test_arithmetic_on_complex_numbers_is_named_and_not_counted_and_what_counts_
         _ = numbers.clone() == numbers
         _ = torch.view_as_real(numbers).view(-1)
         _ = reals @ reals
-    assert counter.unknown == {"mm (complex64)", "add (complex64)", "mul (complex64)", "abs (complex64)"}
+    assert counter.unknown == {
+        "mm (complex64)",
+        "add (complex64)",
+        "mul (complex64)",
+        "abs (complex64)",
+    }
     found = {(row.operator, row.dtype): row for row in counter.of()}
     assert found["mm", "complex64"].flops == found["mm", "complex64"].model_flops == 0
     assert found["mm", "complex64"].num_bytes == 8 * 2 * B * B  # the two factors are one tensor
@@ -326,15 +372,26 @@ def test_arithmetic_on_complex_numbers_is_named_and_not_counted_and_what_counts_
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_gradients_of_a_transposed_convolution_count_each_input_with_its_window(groups: int) -> None:
-    counter = counted(nn.ConvTranspose2d(4, 6, 3, stride=2, groups=groups), torch.randn(B, 4, 9, 9, requires_grad=True))
+def test_the_gradients_of_a_transposed_convolution_count_each_input_with_its_window(
+    groups: int,
+) -> None:
+    counter = counted(
+        nn.ConvTranspose2d(4, 6, 3, stride=2, groups=groups),
+        torch.randn(B, 4, 9, 9, requires_grad=True),
+    )
     products = 2 * 2 * B * 4 * 81 * 6 // groups * 9
     assert one(counter, "convolution_backward").model_flops == products
-    assert one(counter, "convolution_backward").flops == products + B * 6 * 19 * 19  # and the sum of the bias
+    assert (
+        one(counter, "convolution_backward").flops == products + B * 6 * 19 * 19
+    )  # and the sum of the bias
 
 
 POSITIONS = {
-    **{each: ("is_causal", at) for table in (formulas.ATTENTION, formulas.ATTENTION_BACKWARD) for each, at in table.items()}
+    **{
+        each: ("is_causal", at)
+        for table in (formulas.ATTENTION, formulas.ATTENTION_BACKWARD)
+        for each, at in table.items()
+    }
 }
 
 

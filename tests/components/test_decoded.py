@@ -40,12 +40,16 @@ def opened(shards: list[Path], cache: Path, decode: Halves, decoder: str = "halv
     return open_decoded(shards, cache, decoder=decoder, decode=decode)
 
 
-def test_the_second_opening_decodes_nothing_and_gives_the_same_rows(tmp_path: Path, shards: list[Path]) -> None:
+def test_the_second_opening_decodes_nothing_and_gives_the_same_rows(
+    tmp_path: Path, shards: list[Path]
+) -> None:
     decode = Halves()
     first, second = (opened(shards, tmp_path / "cache", decode) for _ in range(2))
     assert decode.asked == ["0.tar", "1.tar", "2.tar"]
     assert first.digest == second.digest
-    expected = np.concatenate([np.frombuffer(shard.read_bytes(), dtype=np.uint8).reshape(-1, 2) for shard in shards])
+    expected = np.concatenate(
+        [np.frombuffer(shard.read_bytes(), dtype=np.uint8).reshape(-1, 2) for shard in shards]
+    )
     assert np.array_equal(second.arrays["bytes"], expected)
     assert np.array_equal(second.arrays["halves"], expected[:, 0] / 2)
 
@@ -59,7 +63,9 @@ def test_a_copy_of_the_shards_opens_the_same_set(tmp_path: Path, shards: list[Pa
     assert first.digest == second.digest
 
 
-def test_a_shard_with_other_content_is_decoded_even_with_its_old_size_and_time(tmp_path: Path, shards: list[Path]) -> None:
+def test_a_shard_with_other_content_is_decoded_even_with_its_old_size_and_time(
+    tmp_path: Path, shards: list[Path]
+) -> None:
     decode = Halves()
     first = opened(shards, tmp_path / "cache", decode)
     times = shards[1].stat()
@@ -94,7 +100,9 @@ def flip_a_bit(folder: Path) -> None:
     ],
     ids=["bit flip", "truncated", "missing", "torn manifest", "no manifest"],
 )
-def test_a_damaged_set_is_decoded_again(tmp_path: Path, shards: list[Path], damage: Callable[[Path], object]) -> None:
+def test_a_damaged_set_is_decoded_again(
+    tmp_path: Path, shards: list[Path], damage: Callable[[Path], object]
+) -> None:
     decode = Halves()
     first = opened(shards, tmp_path / "cache", decode)
     rows = {name: array.copy() for name, array in first.arrays.items()}
@@ -106,14 +114,18 @@ def test_a_damaged_set_is_decoded_again(tmp_path: Path, shards: list[Path], dama
     assert all(np.array_equal(second.arrays[name], rows[name]) for name in rows)
 
 
-def test_what_is_written_into_an_array_never_reaches_the_disk(tmp_path: Path, shards: list[Path]) -> None:
+def test_what_is_written_into_an_array_never_reaches_the_disk(
+    tmp_path: Path, shards: list[Path]
+) -> None:
     decode = Halves()
     opened(shards, tmp_path / "cache", decode).arrays["bytes"][:] = 99
     assert opened(shards, tmp_path / "cache", decode).arrays["bytes"][0].tolist() == [0, 1]
     assert len(decode.asked) == 3
 
 
-def test_a_decoder_that_fails_leaves_nothing_in_the_cache(tmp_path: Path, shards: list[Path]) -> None:
+def test_a_decoder_that_fails_leaves_nothing_in_the_cache(
+    tmp_path: Path, shards: list[Path]
+) -> None:
     def fail_at_the_last(shard: Path) -> dict[str, np.ndarray]:
         if shard.name == "2.tar":
             raise DataError("2.tar is broken")
@@ -124,7 +136,9 @@ def test_a_decoder_that_fails_leaves_nothing_in_the_cache(tmp_path: Path, shards
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_drafts_of_processes_that_died_are_ignored_and_removed_after_a_day(tmp_path: Path, shards: list[Path]) -> None:
+def test_drafts_of_processes_that_died_are_ignored_and_removed_after_a_day(
+    tmp_path: Path, shards: list[Path]
+) -> None:
     decode = Halves()
     opened(shards, tmp_path / "cache", decode)
     (done,) = (tmp_path / "cache").iterdir()
@@ -140,7 +154,9 @@ def test_drafts_of_processes_that_died_are_ignored_and_removed_after_a_day(tmp_p
     assert not old.exists()
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path, shards: list[Path]) -> None:
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(
+    tmp_path: Path, shards: list[Path]
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"the cache .*file/below cannot be written") as caught:
         opened(shards, tmp_path / "file" / "below", Halves())

@@ -9,9 +9,16 @@ import pytest
 from surefoot.components.checkpoint import direct
 
 LENGTHS = (
-    (0,), (1,), (4095,), (4096,), (4097,), (100, 0, 5000, 1), (direct.BUFFER_BYTES,), (direct.BUFFER_BYTES - 1, 2, 4096),
+    (0,),
+    (1,),
+    (4095,),
+    (4096,),
+    (4097,),
+    (100, 0, 5000, 1),
+    (direct.BUFFER_BYTES,),
+    (direct.BUFFER_BYTES - 1, 2, 4096),
     (3 * direct.BUFFER_BYTES + 7, 9),
-)  # fmt: skip
+)
 
 
 def parts_of(lengths: tuple[int, ...]) -> list[bytes]:
@@ -25,7 +32,9 @@ def test_the_bytes_arrive_in_their_order(tmp_path: Path, lengths: tuple[int, ...
     assert (tmp_path / "file").read_bytes() == b"".join(parts)
 
 
-def test_a_system_that_refuses_to_open_directly_gets_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_refuses_to_open_directly_gets_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.open
 
     def refusing(path: Path, flags: int, mode: int = 0o777) -> int:
@@ -39,8 +48,12 @@ def test_a_system_that_refuses_to_open_directly_gets_the_same_bytes(tmp_path: Pa
     assert (tmp_path / "file").read_bytes() == b"".join(parts)
 
 
-def test_a_disk_with_larger_blocks_gets_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "BLOCK_BYTES", 1)  # so that a direct write is asked for which no disk takes
+def test_a_disk_with_larger_blocks_gets_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        direct, "BLOCK_BYTES", 1
+    )  # so that a direct write is asked for which no disk takes
     parts = parts_of((5001,))
     direct.write_new(tmp_path / "file", map(memoryview, parts))
     assert (tmp_path / "file").read_bytes() == b"".join(parts)

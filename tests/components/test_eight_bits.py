@@ -26,40 +26,60 @@ from tests.train.small import call, records, spec
 from tests.train.test_resume import STEPS, STOP, Rich, bits, train
 
 STATE = {"state": "8bit"}
-BITS_8, BITS_32 = ({"task": {"use": "digits", "width": 16}, "optim": {"lr": 0.005, **more}} for more in (STATE, {}))
+BITS_8, BITS_32 = (
+    {"task": {"use": "digits", "width": 16}, "optim": {"lr": 0.005, **more}} for more in (STATE, {})
+)
 
 
 class Wide(Rich):
     """Two matrices of whole blocks; what stands between them is too small."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 1536), nn.BatchNorm1d(1536), nn.ReLU(), nn.Dropout(0.1), nn.Linear(1536, 3))
+        return nn.Sequential(
+            nn.Linear(4, 1536), nn.BatchNorm1d(1536), nn.ReLU(), nn.Dropout(0.1), nn.Linear(1536, 3)
+        )
 
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(8, 32, 4), nn.Flatten(), nn.Linear(32, 192, bias=False), nn.Tanh(), nn.Linear(192, 3))
+    return nn.Sequential(
+        nn.Conv2d(8, 32, 4),
+        nn.Flatten(),
+        nn.Linear(32, 192, bias=False),
+        nn.Tanh(),
+        nn.Linear(192, 3),
+    )
 
 
 def gradients_of(model: nn.Module, step: int) -> None:
     draws = torch.Generator().manual_seed(step)
     model.zero_grad()
-    F.cross_entropy(model(torch.randn(16, 8, 4, 4, generator=draws)), torch.randint(0, 3, (16,), generator=draws)).backward()
+    F.cross_entropy(
+        model(torch.randn(16, 8, 4, 4, generator=draws)),
+        torch.randint(0, 3, (16,), generator=draws),
+    ).backward()
 
 
 def made(model: nn.Module, **more: Any) -> optim.Built:
-    return optim.build(OptimTable.model_validate({"lr": 0.01, "decay": 0.1, **STATE, **more}), optim.find_trained(model))
+    return optim.build(
+        OptimTable.model_validate({"lr": 0.01, "decay": 0.1, **STATE, **more}),
+        optim.find_trained(model),
+    )
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_the_update_is_torchaos_own_bit_for_bit_in_whole_and_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_update_is_torchaos_own_bit_for_bit_in_whole_and_in_pieces(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with torchao("this test"):
         from torchao.optim import Adam8bit, AdamW8bit
     kind = AdamW8bit if name == "adamw" else Adam8bit
     for piece in (1 << 18, 1024):
         monkeypatch.setattr(eight_bits, "PIECE", piece)
         ours, theirs = network(), network()
-        mine = optim.Adam8bit([ours[0].weight, ours[2].weight], lr=0.01, weight_decay=0.1, decoupled=name == "adamw")
+        mine = optim.Adam8bit(
+            [ours[0].weight, ours[2].weight], lr=0.01, weight_decay=0.1, decoupled=name == "adamw"
+        )
         other = kind([theirs[0].weight, theirs[2].weight], lr=0.01, weight_decay=0.1)
         for step in range(8):
             gradients_of(ours, step)
@@ -83,18 +103,29 @@ def test_the_state_takes_a_quarter_of_the_bytes_and_what_stays_wide_is_told() ->
     gradients_of(model, 0)
     assert guarded.step_if_finite()[1]
     numbers = model[0].weight.numel() + model[2].weight.numel()
-    kept = sum(each.nbytes for state in narrow.state.values() for key, each in state.items() if key != "step")
+    kept = sum(
+        each.nbytes
+        for state in narrow.state.values()
+        for key, each in state.items()
+        if key != "step"
+    )
     assert kept == 2 * numbers + 2 * 4 * numbers // 256  # 8 * numbers in fp32
     assert {id(parameter) for group in wide.param_groups for parameter in group["params"]} == {
         id(each) for each in (model[0].bias, *model[4].parameters())
     }
     assert built.summary == (
-        "adamw in 8 bits: 10,240 numbers, rate x 1, decay 0.1", "adamw: 576 numbers, rate x 1, decay 0.1",
-        "adamw: 35 numbers, rate x 1, decay 0", "moments stay in fp32: 4.weight, 0.bias, 4.bias (fewer than 4,096 numbers)",
-    )  # fmt: skip
+        "adamw in 8 bits: 10,240 numbers, rate x 1, decay 0.1",
+        "adamw: 576 numbers, rate x 1, decay 0.1",
+        "adamw: 35 numbers, rate x 1, decay 0",
+        "moments stay in fp32: 4.weight, 0.bias, 4.bias (fewer than 4,096 numbers)",
+    )
     odd = nn.Linear(4097, 1, bias=False), nn.Linear(64, 64, bias=False).double()
-    assert made(odd[0]).summary[-1] == "moments stay in fp32: weight (its size is no multiple of 256)"
-    assert made(odd[1]).summary[-1] == "moments stay in fp32: weight (its numbers are torch.float64)"
+    assert (
+        made(odd[0]).summary[-1] == "moments stay in fp32: weight (its size is no multiple of 256)"
+    )
+    assert (
+        made(odd[1]).summary[-1] == "moments stay in fp32: weight (its numbers are torch.float64)"
+    )
 
 
 def by_hand(model: nn.Module, steps: list[int], clip: float, clip_value: float | None) -> None:
@@ -115,33 +146,54 @@ def by_hand(model: nn.Module, steps: list[int], clip: float, clip_value: float |
 
 
 @pytest.mark.parametrize(("clip", "clip_value"), [(0.02, None), (0.0, 0.005)])
-def test_the_guard_divides_clips_schedules_and_skips_alike_on_host_and_device(clip: float, clip_value: float | None) -> None:
+def test_the_guard_divides_clips_schedules_and_skips_alike_on_host_and_device(
+    clip: float, clip_value: float | None
+) -> None:
     expected = network()
     by_hand(expected, [1, 2, 4, 5], clip, clip_value)
     for on_device in (False, True):
         model = network()
         guarded = optim.GuardedUpdate(
-            made(model, rates={"2.*": 0.5}).optimizers, clip=clip, clip_value=clip_value, curve=lambda step: 1 / (1 + step),
-            total_steps=9, on_device=on_device,
-        )  # fmt: skip
+            made(model, rates={"2.*": 0.5}).optimizers,
+            clip=clip,
+            clip_value=clip_value,
+            curve=lambda step: 1 / (1 + step),
+            total_steps=9,
+            on_device=on_device,
+        )
         assert guarded.on_device is on_device
         for step in range(6):
             gradients_of(model, step)
             if step in (0, 3):
                 model[2].weight.grad[0, 0] = math.nan  # type: ignore[index]
-            before = copy.deepcopy([*model.parameters(), *(each for _, state in guarded.states() for each in state.values())])
+            before = copy.deepcopy(
+                [
+                    *model.parameters(),
+                    *(each for _, state in guarded.states() for each in state.values()),
+                ]
+            )
             assert bool(guarded.step_if_finite(0.25)[1]) is (step not in (0, 3))
-            after = [*model.parameters(), *(each for _, state in guarded.states() for each in state.values())]
+            after = [
+                *model.parameters(),
+                *(each for _, state in guarded.states() for each in state.values()),
+            ]
             if step == 3:
-                assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+                assert all(
+                    torch.equal(one, other) for one, other in zip(before, after, strict=True)
+                )
         for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loop_of_ones_own_goes_on_exactly_from_a_state_dict_and_filters_may_stand_channels_last() -> None:
+def test_a_loop_of_ones_own_goes_on_exactly_from_a_state_dict_and_filters_may_stand_channels_last() -> (
+    None
+):
     whole, parts = network(), network()
     last = network().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    one, two, three = (optim.Adam8bit([model[0].weight, model[2].weight], lr=0.01) for model in (whole, parts, last))
+    one, two, three = (
+        optim.Adam8bit([model[0].weight, model[2].weight], lr=0.01)
+        for model in (whole, parts, last)
+    )
     for step in range(6):
         for model in (whole, parts, last):
             gradients_of(model, step)
@@ -160,7 +212,10 @@ def test_a_loop_of_ones_own_goes_on_exactly_from_a_state_dict_and_filters_may_st
 
 HOW: dict[str, dict[str, Any]] = {
     "accumulation": {"train": {"microbatch": 2}},
-    "an average, rates and a schedule": {"optim": {"ema": 0.9, "rates": {"4.*": 0.5}}, "schedule": {"name": "linear"}},
+    "an average, rates and a schedule": {
+        "optim": {"ema": 0.9, "rates": {"4.*": 0.5}},
+        "schedule": {"name": "linear"},
+    },
     "bf16 weights": {"precision": {"compute": "bf16", "weights": "bf16"}},
     "fp16": {"precision": {"compute": "fp16", "growth_interval": 3}},
 }
@@ -177,11 +232,16 @@ def test_a_run_that_was_left_goes_on_to_the_same_bits(name: str, tmp_path: Path)
     assert bits(tmp_path / "left") == bits(tmp_path / "whole")
 
 
-def test_what_was_observed_is_recorded_and_a_contract_for_fp32_state_is_broken(tmp_path: Path) -> None:
+def test_what_was_observed_is_recorded_and_a_contract_for_fp32_state_is_broken(
+    tmp_path: Path,
+) -> None:
     with Run(spec(3, optim=STATE), Wide(), folder=tmp_path / "run", quiet=True) as run:
         drive(run)
     (started,) = [each for each in records(tmp_path / "run") if isinstance(each, Started)]
-    assert "moments stay in fp32: 0.bias, 1.weight, 1.bias, 4.bias (fewer than 4,096 numbers)" in started.notes
+    assert (
+        "moments stay in fp32: 0.bias, 1.weight, 1.bias, 4.bias (fewer than 4,096 numbers)"
+        in started.notes
+    )
     (seen,) = [each for each in records(tmp_path / "run") if isinstance(each, Dtypes)]
     states = {name: row["state"] for row in seen.parameters for name in row["names"]}
     assert states["0.weight"] == states["4.weight"] == "uint8, fp32"
@@ -194,7 +254,12 @@ def test_digits_are_learned_as_well_as_with_moments_in_fp32(tmp_path: Path) -> N
     for seed in range(3):
         for name, tables in (("8", BITS_8), ("32", BITS_32)):
             train = {"length": "50 steps", "batch": 64, "seed": seed, "threads": 1}
-            how = RunSpec(**tables, train=train, evaluate={"every": "50 steps"}, observe={"tensorboard": False})
+            how = RunSpec(
+                **tables,
+                train=train,
+                evaluate={"every": "50 steps"},
+                observe={"tensorboard": False},
+            )
             with Run(how, folder=tmp_path / f"{name}-{seed}", quiet=True) as run:
                 drive(run)
             scores[name].append(run.summary["value"])
@@ -204,7 +269,10 @@ def test_digits_are_learned_as_well_as_with_moments_in_fp32(tmp_path: Path) -> N
 
 
 def test_the_prediction_of_memory_knows_the_smaller_state() -> None:
-    narrow, wide = (RunSpec(**tables, train={"threads": 1, "device": "cpu", "batch": 16}) for tables in (BITS_8, BITS_32))
+    narrow, wide = (
+        RunSpec(**tables, train={"threads": 1, "device": "cpu", "batch": 16})
+        for tables in (BITS_8, BITS_32)
+    )
     found, plain = predict(narrow), predict(wide)
     assert found.terms["optimiser"] < 0.35 * plain.terms["optimiser"]
     measured = compare(narrow, found.peak_bytes).measured_bytes
@@ -214,26 +282,37 @@ def test_the_prediction_of_memory_knows_the_smaller_state() -> None:
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"name": "sgd"}, 'not of name = "sgd"'), ({"name": "muon"}, 'not of name = "muon"'), ({"name": "task"}, 'of name = "task"'),
-        ({"fused": False}, "not of fused = false"), ({"state": "4bit"}, "optim.state is '4bit'"),
+        ({"name": "sgd"}, 'not of name = "sgd"'),
+        ({"name": "muon"}, 'not of name = "muon"'),
+        ({"name": "task"}, 'of name = "task"'),
+        ({"fused": False}, "not of fused = false"),
+        ({"state": "4bit"}, "optim.state is '4bit'"),
     ],
-)  # fmt: skip
-def test_what_has_no_moments_in_8_bits_is_refused_with_what_has(table: dict[str, Any], says: str) -> None:
+)
+def test_what_has_no_moments_in_8_bits_is_refused_with_what_has(
+    table: dict[str, Any], says: str
+) -> None:
     with pytest.raises(SpecError, match=says) as refused:
         RunSpec(optim={**STATE, **table})
     assert "adamw" in str(refused.value) or "8bit" in str(refused.value.hint)
 
 
-def test_an_optimiser_of_the_task_and_an_update_in_the_backward_pass_are_refused(tmp_path: Path) -> None:
+def test_an_optimiser_of_the_task_and_an_update_in_the_backward_pass_are_refused(
+    tmp_path: Path,
+) -> None:
     class Own(Wide):
         def optimizer(self, groups: Any) -> torch.optim.Optimizer:
             return torch.optim.NAdam(groups)
 
-    with pytest.raises(SpecError, match=r"optim\.state is given, but the optimiser is the task's own"):
+    with pytest.raises(
+        SpecError, match=r"optim\.state is given, but the optimiser is the task's own"
+    ):
         Run(spec(2, optim=STATE), Own(), folder=tmp_path / "a").__enter__()
     inside = {"memory": {"update_in_backward": True}, "stability": {"nonfinite": "stop"}}
     with pytest.raises(InputError, match="with this optimiser"):
-        Run(spec(2, optim={**STATE, "clip": 0.0}, **inside), Wide(), folder=tmp_path / "b").__enter__()
+        Run(
+            spec(2, optim={**STATE, "clip": 0.0}, **inside), Wide(), folder=tmp_path / "b"
+        ).__enter__()
 
 
 class Absent:
@@ -244,7 +323,9 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def test_without_torchao_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_torchao_the_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
@@ -257,11 +338,19 @@ def test_without_torchao_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow  # imports torchao in a process of its own
 def test_torchao_is_loaded_by_whom_asks_for_it_alone_and_says_nothing() -> None:
-    program = (
-        "import sys; from surefoot.cli.main import main\ntry: main()\nfinally: sys.stderr.write(f\"{'torchao' in sys.modules}\")"
-    )
+    program = "import sys; from surefoot.cli.main import main\ntry: main()\nfinally: sys.stderr.write(f\"{'torchao' in sys.modules}\")"
     for words, is_loaded in (((), False), (("--set", 'optim.state="8bit"'), True)):
-        line = [sys.executable, "-c", program, "explain", "digits", "--json", "--set", "train.batch=4", *words]
+        line = [
+            sys.executable,
+            "-c",
+            program,
+            "explain",
+            "digits",
+            "--json",
+            "--set",
+            "train.batch=4",
+            *words,
+        ]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         assert done.stderr == str(is_loaded)
 
@@ -274,6 +363,8 @@ def test_torchao_is_loaded_by_whom_asks_for_it_alone_and_says_nothing() -> None:
         (torch.ones(64, 64, dtype=torch.complex64), "its numbers are torch.complex64"),
     ],
 )
-def test_a_parameter_that_does_not_fit_is_refused_by_the_optimiser(weight: torch.Tensor, reason: str) -> None:
+def test_a_parameter_that_does_not_fit_is_refused_by_the_optimiser(
+    weight: torch.Tensor, reason: str
+) -> None:
     with pytest.raises(SpecError, match=reason):
         optim.Adam8bit([torch.nn.Parameter(weight)])

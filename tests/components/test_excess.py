@@ -29,7 +29,9 @@ def test_an_import_names_the_tensor_that_no_checkpoint_holds(ending: str, tmp_pa
     save_file(held, path) if ending == "safetensors" else torch.save(held, path)
     found = foreign.open_foreign(path)
     assert list(found.tensors) == ["w"]
-    with pytest.raises(InputError, match=r"deep \(a tensor of 1,000 dimensions, more than 64, which a checkpoint") as refused:
+    with pytest.raises(
+        InputError, match=r"deep \(a tensor of 1,000 dimensions, more than 64, which a checkpoint"
+    ) as refused:
         foreign.choose_weights(found)
     assert "wide (a tensor of 1,125,899,906,842,624 numbers" in refused.value.message
     assert "manifest" not in str(refused.value)
@@ -48,7 +50,11 @@ def test_more_tensors_than_a_manifest_holds_are_refused_and_nothing_is_left(
 def attached(folder: Path, **given: Any) -> None:
     model = nn.Linear(2, 2)
     surefoot.attach(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data=[torch.ones(1, 2)], folder=folder, **given
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        data=[torch.ones(1, 2)],
+        folder=folder,
+        **given,
     ).close()
 
 
@@ -72,14 +78,23 @@ class Schedule:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-CLASSES = {"a module": nn.Linear, "an optimizer": torch.optim.SGD, "one of the user's": Schedule, "a plain one": int}
+CLASSES = {
+    "a module": nn.Linear,
+    "an optimizer": torch.optim.SGD,
+    "one of the user's": Schedule,
+    "a plain one": int,
+}
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_class_in_place_of_an_object_is_refused_by_its_name_before_anything_is_trained(name: str, tmp_path: Path) -> None:
+def test_a_class_in_place_of_an_object_is_refused_by_its_name_before_anything_is_trained(
+    name: str, tmp_path: Path
+) -> None:
     given = CLASSES[name]
     says = f"'?it'? .*the class {given.__name__}, which (cannot be put back in place|a checkpoint cannot hold)"
-    for number, refuse in enumerate((saved, trained, lambda folder, value: attached(folder, state={"it": value}))):
+    for number, refuse in enumerate(
+        (saved, trained, lambda folder, value: attached(folder, state={"it": value}))
+    ):
         with pytest.raises(TaskError, match=says) as refused:
             refuse(tmp_path / str(number), given)
         assert refused.value.hint
@@ -87,17 +102,26 @@ def test_a_class_in_place_of_an_object_is_refused_by_its_name_before_anything_is
 
 
 @pytest.mark.parametrize("inside", [nn.ReLU, np.float32, len, {1, 2}])
-def test_what_a_state_dict_holds_and_no_checkpoint_is_refused_before_anything_is_trained(inside: Any, tmp_path: Path) -> None:
+def test_what_a_state_dict_holds_and_no_checkpoint_is_refused_before_anything_is_trained(
+    inside: Any, tmp_path: Path
+) -> None:
     class Odd(Schedule):
         def state_dict(self) -> dict[str, Any]:
             return {"fn": inside}
 
-    for number, refuse in enumerate((saved, trained, lambda folder, value: attached(folder, state={"it": value}))):
-        with pytest.raises(TaskError, match=r"it/fn is (the class|the function|a set).* which a checkpoint cannot hold"):
+    for number, refuse in enumerate(
+        (saved, trained, lambda folder, value: attached(folder, state={"it": value}))
+    ):
+        with pytest.raises(
+            TaskError,
+            match=r"it/fn is (the class|the function|a set).* which a checkpoint cannot hold",
+        ):
             refuse(tmp_path / str(number), Odd())
 
 
-def test_a_parameter_of_too_many_dimensions_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_parameter_of_too_many_dimensions_is_refused_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
     class Deep(Small):
         def model(self) -> nn.Module:
             model = super().model()

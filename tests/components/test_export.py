@@ -12,7 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from surefoot.components.checkpoint import export
-from surefoot.components.checkpoint.export import ModelCall, capture, export_graph, export_weights, max_error
+from surefoot.components.checkpoint.export import (
+    ModelCall,
+    capture,
+    export_graph,
+    export_weights,
+    max_error,
+)
 from surefoot.core.errors import InputError, MissingExtra, TaskError
 
 
@@ -37,13 +43,18 @@ def made() -> Tied:
     torch.manual_seed(3)
     model = Tied()
     for _ in range(3):
-        model(torch.randn(8, 6), shift=torch.zeros(8, 6))  # so that the running statistics are no round numbers
+        model(
+            torch.randn(8, 6), shift=torch.zeros(8, 6)
+        )  # so that the running statistics are no round numbers
     return model.eval()
 
 
 def calls(model: nn.Module, *sizes: int) -> list[ModelCall]:
     with torch.no_grad():
-        return [capture(model, lambda size=size: model(torch.randn(size, 6), shift=torch.ones(size, 6))) for size in sizes]
+        return [
+            capture(model, lambda size=size: model(torch.randn(size, 6), shift=torch.ones(size, 6)))
+            for size in sizes
+        ]
 
 
 def test_weights_are_read_back_to_the_same_outputs(tmp_path: Path) -> None:
@@ -109,7 +120,9 @@ class Filters(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Language, Thrice, Cut, Filters])
-def test_a_strict_load_takes_an_export_with_every_name_of_a_tied_weight(kind: type[nn.Module], tmp_path: Path) -> None:
+def test_a_strict_load_takes_an_export_with_every_name_of_a_tied_weight(
+    kind: type[nn.Module], tmp_path: Path
+) -> None:
     torch.manual_seed(4)
     model, x = kind().eval(), torch.randn(4, 6)
     assert export_weights(model, kind, lambda one: one(x), tmp_path / "a.safetensors").holds
@@ -144,8 +157,12 @@ class Telling(nn.Linear):
     def set_extra_state(self, state: str) -> None: ...
 
 
-@pytest.mark.parametrize(("kind", "says"), [(Forgetful, 'Missing key.*"bias"'), (Telling, "'_extra_state', a str")])
-def test_weights_that_no_strict_load_would_take_leave_no_file(kind: type[nn.Module], says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "says"), [(Forgetful, 'Missing key.*"bias"'), (Telling, "'_extra_state', a str")]
+)
+def test_weights_that_no_strict_load_would_take_leave_no_file(
+    kind: type[nn.Module], says: str, tmp_path: Path
+) -> None:
     x = torch.randn(4, 6)
     with pytest.raises(TaskError, match=says):
         export_weights(kind(), kind, lambda one: one(x), tmp_path / "a.safetensors")
@@ -157,15 +174,24 @@ def test_from_pretrained_opens_an_export_of_tied_weights(tmp_path: Path) -> None
     config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     model, ids = transformers.GPT2LMHeadModel(config).eval(), torch.arange(6)[None]
     path = tmp_path / "model.safetensors"
-    assert export_weights(model, lambda: transformers.GPT2LMHeadModel(config), lambda one: one(input_ids=ids).logits, path).holds
+    assert export_weights(
+        model,
+        lambda: transformers.GPT2LMHeadModel(config),
+        lambda one: one(input_ids=ids).logits,
+        path,
+    ).holds
     config.save_pretrained(tmp_path)
-    opened, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    opened, report = transformers.GPT2LMHeadModel.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not any(report.values()), report
     assert opened.lm_head.weight is opened.transformer.wte.weight
     assert torch.allclose(model(input_ids=ids).logits, opened(input_ids=ids).logits)
 
 
-def test_a_graph_gives_the_same_outputs_for_any_size_of_batch_without_the_model_s_code(tmp_path: Path) -> None:
+def test_a_graph_gives_the_same_outputs_for_any_size_of_batch_without_the_model_s_code(
+    tmp_path: Path,
+) -> None:
     model = made()
     found = export_graph(model, calls(model, 4, 3), tmp_path / "a.pt2", "torch-export")
     assert (found.holds, found.batch) == (True, None)
@@ -183,7 +209,10 @@ class Fixed(nn.Module):
 
 def test_a_model_whose_graph_holds_for_one_size_of_batch_says_which(tmp_path: Path) -> None:
     model = Fixed()
-    calls = [ModelCall((torch.ones(size, 2),), {}, torch.ones(size, 2) * by) for size, by in ((4, 2), (3, 3))]
+    calls = [
+        ModelCall((torch.ones(size, 2),), {}, torch.ones(size, 2) * by)
+        for size, by in ((4, 2), (3, 3))
+    ]
     found = export_graph(model, calls, tmp_path / "a.pt2", "torch-export")
     assert (found.holds, found.batch) == (True, 4)
 
@@ -199,7 +228,11 @@ def test_outputs_that_differ_leave_no_file(tmp_path: Path) -> None:
     assert not found.holds
     assert list(tmp_path.iterdir()) == []
     wrong = [
-        ModelCall(call.args, call.kwargs, {"output": call.output["output"] + 1, "hidden": call.output["hidden"]})
+        ModelCall(
+            call.args,
+            call.kwargs,
+            {"output": call.output["output"] + 1, "hidden": call.output["hidden"]},
+        )
         for call in calls(model, 4)
     ]
     assert not export_graph(model, wrong, path, "torch-export").holds
@@ -213,7 +246,12 @@ class Untraceable(nn.Module):
 
 def test_a_model_that_cannot_be_traced_is_told_with_what_can_be_done(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="cannot be exported") as caught:
-        export_graph(Untraceable(), [ModelCall((torch.ones(2, 2),), {}, torch.ones(2, 2))], tmp_path / "a.pt2", "torch-export")
+        export_graph(
+            Untraceable(),
+            [ModelCall((torch.ones(2, 2),), {}, torch.ones(2, 2))],
+            tmp_path / "a.pt2",
+            "torch-export",
+        )
     assert "--format safetensors" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -229,18 +267,26 @@ def test_a_forward_that_calls_the_model_twice_has_no_one_graph() -> None:
     [
         (torch.tensor([1.0, 100.0]), torch.tensor([1.0, 101.0]), 1 / 101),
         (torch.tensor([0.5]), torch.tensor([0.25]), 0.25),
-        (torch.tensor([float("nan"), float("inf")]), torch.tensor([float("nan"), float("inf")]), 0.0),
+        (
+            torch.tensor([float("nan"), float("inf")]),
+            torch.tensor([float("nan"), float("inf")]),
+            0.0,
+        ),
         (torch.tensor([float("nan")]), torch.tensor([1.0]), float("inf")),
         (torch.tensor([1.0]), torch.tensor([1.0, 2.0]), float("inf")),
         (torch.empty(0), torch.empty(0), 0.0),
         ({"a": torch.tensor([True])}, [torch.tensor([False])], 1.0),
     ],
-)  # fmt: skip
-def test_the_error_is_relative_above_one_and_infinite_where_it_has_no_number(one: Any, other: Any, error: float) -> None:
+)
+def test_the_error_is_relative_above_one_and_infinite_where_it_has_no_number(
+    one: Any, other: Any, error: float
+) -> None:
     assert max_error(one, other) == pytest.approx(error)
 
 
-def test_onnx_without_its_packages_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onnx_without_its_packages_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     model = made()
     with pytest.raises(MissingExtra) as caught:
@@ -258,4 +304,9 @@ def test_onnx_gives_the_same_outputs(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is no folder"):
-        export_weights(made(), Tied, lambda one: one(torch.ones(2, 6), shift=torch.ones(2, 6)), tmp_path / "no" / "a.safetensors")
+        export_weights(
+            made(),
+            Tied,
+            lambda one: one(torch.ones(2, 6), shift=torch.ones(2, 6)),
+            tmp_path / "no" / "a.safetensors",
+        )

@@ -47,7 +47,9 @@ def trained(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 @each_maker
 @pytest.mark.parametrize("has_curve", [False, True])
-def test_a_state_that_is_loaded_after_the_update_was_built_is_used(name: str, has_curve: bool) -> None:
+def test_a_state_that_is_loaded_after_the_update_was_built_is_used(
+    name: str, has_curve: bool
+) -> None:
     ours, saved = trained(name)
     theirs = copy.deepcopy(ours)
     optimizer, plain = MAKERS[name](ours.parameters()), MAKERS[name](theirs.parameters())
@@ -58,8 +60,12 @@ def test_a_state_that_is_loaded_after_the_update_was_built_is_used(name: str, ha
         step(ours, number, update)
         step(theirs, number, plain)
     assert_same(ours, theirs)
-    held = [each for state in optimizer.state.values() for key, each in state.items() if key != "step"]
-    for one, other in zip(held, (e for s in plain.state.values() for k, e in s.items() if k != "step"), strict=True):
+    held = [
+        each for state in optimizer.state.values() for key, each in state.items() if key != "step"
+    ]
+    for one, other in zip(
+        held, (e for s in plain.state.values() for k, e in s.items() if k != "step"), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -97,10 +103,14 @@ def test_a_group_that_is_added_is_trained_and_its_gradients_are_cleared(name: st
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "LambdaLR": lambda given: schedulers.LambdaLR(given, lambda done: 1 / (1 + done)),
     "StepLR": lambda given: schedulers.StepLR(given, 2, gamma=0.3),
-    "OneCycleLR": lambda given: schedulers.OneCycleLR(given, 0.02, total_steps=8, cycle_momentum=False),
+    "OneCycleLR": lambda given: schedulers.OneCycleLR(
+        given, 0.02, total_steps=8, cycle_momentum=False
+    ),
     "CosineAnnealingLR": lambda given: schedulers.CosineAnnealingLR(given, 6),
     "a warm-up, then": lambda given: schedulers.SequentialLR(
-        given, [schedulers.LinearLR(given, 0.1, total_iters=2), schedulers.ExponentialLR(given, 0.5)], [2]
+        given,
+        [schedulers.LinearLR(given, 0.1, total_iters=2), schedulers.ExponentialLR(given, 0.5)],
+        [2],
     ),
 }
 
@@ -108,7 +118,9 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 @each_maker
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 @pytest.mark.parametrize("is_first", [True, False], ids=["made before the update", "made after it"])
-def test_a_learning_rate_that_a_scheduler_of_torch_sets_is_used(name: str, schedule: str, is_first: bool) -> None:
+def test_a_learning_rate_that_a_scheduler_of_torch_sets_is_used(
+    name: str, schedule: str, is_first: bool
+) -> None:
     ours, theirs = network(), network()
     optimizer, plain = MAKERS[name](ours.parameters()), MAKERS[name](theirs.parameters())
     early = SCHEDULERS[schedule](optimizer) if is_first else None
@@ -126,7 +138,9 @@ def test_a_learning_rate_that_a_scheduler_of_torch_sets_is_used(name: str, sched
 @pytest.mark.parametrize("of_groups", [{}, {"rate": 0.5}])
 def test_two_that_decide_a_learning_rate_are_refused(of_groups: dict[str, Any]) -> None:
     model = network()
-    optimizer = torch.optim.SGD([{"params": list(model.parameters()), **of_groups}], lr=0.1, fused=True)
+    optimizer = torch.optim.SGD(
+        [{"params": list(model.parameters()), **of_groups}], lr=0.1, fused=True
+    )
     update = optim.GuardedUpdate([optimizer], curve=None if of_groups else lambda done: 1.0)
     step(model, 0, update)
     optimizer.param_groups[0]["lr"] *= 0.1

@@ -49,13 +49,21 @@ def a_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     """As a training script of one's own writes it; gives its weights."""
     model, optimizer = trained()
     torch.save(
-        {"epoch": 3, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state(), "note": "x"},
+        {
+            "epoch": 3,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "note": "x",
+        },
         path,
     )
     return model.state_dict()
 
 
-def test_a_checkpoint_of_a_script_comes_back_by_its_paths_through_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_script_comes_back_by_its_paths_through_a_process_of_its_own(
+    tmp_path: Path,
+) -> None:
     weights = a_checkpoint(tmp_path / "a.ckpt")
     found = foreign.open_foreign(tmp_path / "a.ckpt")
     for name, tensor in weights.items():
@@ -97,7 +105,9 @@ def as_piece(path: Path, hostile: Hostile) -> Path:
 
 
 @pytest.mark.parametrize("write", [as_zip, as_pickle, as_metadata, as_piece])
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected pickle protocol")
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Detected pickle protocol"
+)
 def test_a_hostile_pickle_runs_nothing_even_without_the_confinement(
     write: Callable[[Path, Hostile], Path], tmp_path: Path
 ) -> None:
@@ -110,7 +120,9 @@ def test_a_hostile_pickle_runs_nothing_even_without_the_confinement(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("write", [as_zip, as_metadata])
-def test_a_hostile_pickle_is_refused_in_words(write: Callable[[Path, Hostile], Path], tmp_path: Path) -> None:
+def test_a_hostile_pickle_is_refused_in_words(
+    write: Callable[[Path, Hostile], Path], tmp_path: Path
+) -> None:
     canary = tmp_path / "canary"
     path = write(tmp_path / "hostile.pt", Hostile(canary))
     with pytest.raises(InputError, match=path.name) as caught:
@@ -159,13 +171,17 @@ with open("/proc/net/dev") as file:
 """
 
 
-def test_the_process_that_reads_can_not_start_connect_write_elsewhere_or_grow(tmp_path: Path) -> None:
+def test_the_process_that_reads_can_not_start_connect_write_elsewhere_or_grow(
+    tmp_path: Path,
+) -> None:
     folder, victim = tmp_path / "folder", tmp_path / "victim"
     folder.mkdir()
     victim.write_text("stays")
     words = [sys.executable, "-c", SCRIPT, folder, tmp_path / "elsewhere", victim, repr(ATTEMPTS)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        list(map(str, words)), env=environment, capture_output=True, text=True, check=False
+    )
     lines = done.stdout.splitlines()
     assert [what for what in ATTEMPTS if f"refused {what}" not in lines] == [], done.stderr
     assert victim.read_text() == "stays"
@@ -177,7 +193,9 @@ def test_the_process_that_reads_can_not_start_connect_write_elsewhere_or_grow(tm
 def test_pieces_of_two_ranks_are_put_together() -> None:
     tensors, values, left_out = foreign_child.sort(foreign_child.read(TWO_RANKS))
     assert torch.equal(tensors["model/rows"], torch.arange(15.0).reshape(5, 3))
-    assert torch.equal(tensors["model/columns"], torch.arange(8, dtype=torch.bfloat16).reshape(2, 4))
+    assert torch.equal(
+        tensors["model/columns"], torch.arange(8, dtype=torch.bfloat16).reshape(2, 4)
+    )
     assert torch.equal(tensors["model/whole"], torch.tensor([7, 8, 9]))
     assert (values, left_out) == ({"step": 12}, {})
 
@@ -201,10 +219,20 @@ def test_a_piece_that_is_missing_is_told_and_not_filled_with_zeros(tmp_path: Pat
         foreign_child.read(tmp_path)
 
 
-def test_what_is_neither_tensor_nor_plain_value_is_named_and_what_shares_memory_comes_apart(tmp_path: Path) -> None:
+def test_what_is_neither_tensor_nor_plain_value_is_named_and_what_shares_memory_comes_apart(
+    tmp_path: Path,
+) -> None:
     whole = torch.arange(6.0)
-    tree = {"a": whole, "view": whole[2:4], "turned": whole.view(2, 3).T, "sparse": torch.eye(3).to_sparse(), "__metadata__": whole,
-            "list": [1, [2.5, None]], "shape": torch.Size([2]), "kind": torch.float16}  # fmt: skip
+    tree = {
+        "a": whole,
+        "view": whole[2:4],
+        "turned": whole.view(2, 3).T,
+        "sparse": torch.eye(3).to_sparse(),
+        "__metadata__": whole,
+        "list": [1, [2.5, None]],
+        "shape": torch.Size([2]),
+        "kind": torch.float16,
+    }
     torch.save(tree, tmp_path / "a.pt")
     tensors, values, left_out = foreign_child.sort(foreign_child.read(tmp_path / "a.pt"))
     assert sorted(tensors) == ["a", "turned", "view"]
@@ -240,7 +268,9 @@ def tensors_of(*names: str) -> foreign.Foreign:
         (("module.0.weight", "module.0.bias"), ("module.0.weight", "module.0.bias")),
     ],
 )
-def test_the_weights_of_a_file_are_found_where_programs_keep_them(names: tuple[str, ...], chosen: tuple[str, ...]) -> None:
+def test_the_weights_of_a_file_are_found_where_programs_keep_them(
+    names: tuple[str, ...], chosen: tuple[str, ...]
+) -> None:
     assert tuple(foreign.choose_weights(tensors_of(*names))) == chosen
 
 
@@ -258,15 +288,24 @@ def test_weights_that_could_be_one_or_another_are_asked_for() -> None:
 
 def opened(path: Path) -> foreign.Foreign:
     """As open_foreign gives it, without a process."""
-    return foreign.Foreign(*foreign_child.sort(foreign_child.read(path)), is_flat=foreign_child.is_flat(path))
+    return foreign.Foreign(
+        *foreign_child.sort(foreign_child.read(path)), is_flat=foreign_child.is_flat(path)
+    )
 
 
-def test_weights_of_which_some_cannot_be_kept_are_refused_and_those_are_named(tmp_path: Path) -> None:
+def test_weights_of_which_some_cannot_be_kept_are_refused_and_those_are_named(
+    tmp_path: Path,
+) -> None:
     lost = {"f": torch.ones(2, dtype=torch.complex128), "g": torch.eye(2).to_sparse()}
     torch.save({"state_dict": {"a": torch.ones(2), **lost}}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match=r"state_dict/f \(a tensor of torch\.complex128.*state_dict/g \(.*sparse"):
+    with pytest.raises(
+        InputError, match=r"state_dict/f \(a tensor of torch\.complex128.*state_dict/g \(.*sparse"
+    ):
         foreign.choose_weights(opened(tmp_path / "a.pt"))
-    torch.save({"model": lost, "optimizer": {"exp_avg": torch.ones(2)}, "kind": torch.float16}, tmp_path / "a.pt")
+    torch.save(
+        {"model": lost, "optimizer": {"exp_avg": torch.ones(2)}, "kind": torch.float16},
+        tmp_path / "a.pt",
+    )
     with pytest.raises(InputError, match="model/f"):
         foreign.choose_weights(opened(tmp_path / "a.pt"))
     assert list(foreign.choose_weights(opened(tmp_path / "a.pt"), "optimizer")) == ["exp_avg"]
@@ -281,12 +320,21 @@ def test_weights_of_which_some_cannot_be_kept_are_refused_and_those_are_named(tm
 
 def test_what_else_stands_in_a_file_is_told_without_the_weights_themselves(tmp_path: Path) -> None:
     torch.save(
-        {"model": {"a": torch.ones(1), "count": 3, "kind": torch.float16}, "optimizer": {"x": torch.ones(1)}, "epoch": 2},
+        {
+            "model": {"a": torch.ones(1), "count": 3, "kind": torch.float16},
+            "optimizer": {"x": torch.ones(1)},
+            "epoch": 2,
+        },
         tmp_path / "a.pt",
     )
     found = opened(tmp_path / "a.pt")
     assert list(foreign.choose_weights(found)) == ["a"]  # neither of the others is a weight
-    assert foreign.list_others(found, "model") == ["epoch", "model/count", "model/kind", "optimizer"]
+    assert foreign.list_others(found, "model") == [
+        "epoch",
+        "model/count",
+        "model/kind",
+        "optimizer",
+    ]
     torch.save({"a": torch.ones(1), "more": {"b": torch.ones(1)}, "epoch": 2}, tmp_path / "a.pt")
     assert foreign.list_others(opened(tmp_path / "a.pt"), "") == ["epoch", "more"]
 
@@ -294,13 +342,18 @@ def test_what_else_stands_in_a_file_is_told_without_the_weights_themselves(tmp_p
 @pytest.mark.parametrize(
     ("tree", "says"),
     [
-        ({"model": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}}, r"two tensors have the name a\.b"),
+        (
+            {"model": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}},
+            r"two tensors have the name a\.b",
+        ),
         ({"1": torch.ones(1), 1: torch.zeros(1)}, "two things have the name 1"),
         ({"a": {"b": torch.ones(1)}, "a/b": "text"}, "two things have the name a/b"),
         ({"a" * 1001: torch.ones(1)}, "1,001 letters, 1,000 are allowed"),
     ],
 )
-def test_two_tensors_of_one_name_are_refused_and_no_name_is_cut(tree: dict[Any, Any], says: str, tmp_path: Path) -> None:
+def test_two_tensors_of_one_name_are_refused_and_no_name_is_cut(
+    tree: dict[Any, Any], says: str, tmp_path: Path
+) -> None:
     torch.save(tree, tmp_path / "a.pt")
     with pytest.raises(InputError, match=says):
         foreign.choose_weights(opened(tmp_path / "a.pt"))
@@ -326,13 +379,17 @@ def shards(folder: Path) -> dict[str, str]:
     return names
 
 
-def write_index(folder: Path, names: dict[str, Any], file: str = "model.safetensors.index.json") -> None:
+def write_index(
+    folder: Path, names: dict[str, Any], file: str = "model.safetensors.index.json"
+) -> None:
     (folder / file).write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def test_a_model_in_several_files_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     names = shards(tmp_path)
-    save_file({"a": torch.zeros(1)}, tmp_path / "consolidated.safetensors")  # the index does not name it
+    save_file(
+        {"a": torch.zeros(1)}, tmp_path / "consolidated.safetensors"
+    )  # the index does not name it
     assert sorted(opened(tmp_path).tensors) == ["a", "b"]
     write_index(tmp_path, {**names, "c": names["a"]})
     with pytest.raises(InputError, match=r"00001-of-00002\.safetensors lacks c"):
@@ -378,28 +435,47 @@ def test_a_damaged_commit_of_our_own_is_not_given_a_fresh_digest(tmp_path: Path)
         content[-1] ^= 1
         file.chmod(0o600)
         file.write_bytes(content)
-    for path in (folder, folder / "model.safetensors", tmp_path / "link.safetensors", copied, copied / "model.safetensors"):
+    for path in (
+        folder,
+        folder / "model.safetensors",
+        tmp_path / "link.safetensors",
+        copied,
+        copied / "model.safetensors",
+    ):
         with pytest.raises(RunFolderError, match="is damaged"):
             foreign.open_foreign(path)
     save_file({"a": torch.ones(1)}, copied / "mine.safetensors")
-    assert list(foreign.open_foreign(copied / "mine.safetensors").tensors) == ["a"]  # no file of the commit
+    assert list(foreign.open_foreign(copied / "mine.safetensors").tensors) == [
+        "a"
+    ]  # no file of the commit
 
 
-def test_imported_weights_are_a_commit_that_a_model_loads_and_safetensors_opens(tmp_path: Path) -> None:
+def test_imported_weights_are_a_commit_that_a_model_loads_and_safetensors_opens(
+    tmp_path: Path,
+) -> None:
     weights = a_checkpoint(tmp_path / "a.pt")
     found = foreign.open_foreign(tmp_path / "a.pt")
-    foreign.import_weights(tmp_path / "a.pt", tmp_path / "mine", foreign.choose_weights(found), {"torch": torch.__version__})
+    foreign.import_weights(
+        tmp_path / "a.pt",
+        tmp_path / "mine",
+        foreign.choose_weights(found),
+        {"torch": torch.__version__},
+    )
     made = commits.check(manifest.step_folder(tmp_path / "mine", 0))
     assert made.parent is not None
     assert made.parent["folder"] == str(tmp_path / "a.pt")
     model = trained()[0]
     checkpoint.load_into(model, tmp_path / "mine", 0)
-    for name, tensor in load_file(manifest.step_folder(tmp_path / "mine", 0) / "model.safetensors").items():
+    for name, tensor in load_file(
+        manifest.step_folder(tmp_path / "mine", 0) / "model.safetensors"
+    ).items():
         assert torch.equal(tensor, weights[name])
         assert torch.equal(model.state_dict()[name], tensor)
     with pytest.raises(RunFolderError, match="is there already"):
         foreign.import_weights(tmp_path / "a.pt", tmp_path / "mine", weights, {})
-    with pytest.raises(RunFolderError, match=r"missing: weight, bias.*unexpected: .*1\.running_mean"):
+    with pytest.raises(
+        RunFolderError, match=r"missing: weight, bias.*unexpected: .*1\.running_mean"
+    ):
         checkpoint.load_into(nn.Linear(3, 4), tmp_path / "mine", 0)
 
 
@@ -425,7 +501,9 @@ def test_a_file_that_is_not_there_is_told_before_a_process_is_started(tmp_path: 
         foreign.open_foreign(tmp_path / "empty.pt")
 
 
-def test_files_without_an_end_without_tensors_and_with_slashes_in_names_are_read_as_what_they_are(tmp_path: Path) -> None:
+def test_files_without_an_end_without_tensors_and_with_slashes_in_names_are_read_as_what_they_are(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "cut.pt").write_bytes(pickle.dumps({"a": 1}, protocol=2)[:2])
     with pytest.raises(InputError, match="ends before what it holds does"):
         foreign_child.read(tmp_path / "cut.pt")
@@ -433,4 +511,7 @@ def test_files_without_an_end_without_tensors_and_with_slashes_in_names_are_read
     with pytest.raises(InputError, match=r"it holds no tensors\n"):
         foreign.choose_weights(opened(tmp_path / "bare.pt"))
     save_file({"model/w": torch.ones(1), "head": torch.ones(1)}, tmp_path / "flat.safetensors")
-    assert sorted(foreign.choose_weights(opened(tmp_path / "flat.safetensors"))) == ["head", "model/w"]
+    assert sorted(foreign.choose_weights(opened(tmp_path / "flat.safetensors"))) == [
+        "head",
+        "model/w",
+    ]

@@ -42,7 +42,9 @@ class Kept:
         self.seen, self.table, self.noise = torch.zeros(2), np.zeros(3), Counter()
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 2).to(torch.float32))
+        return nn.Sequential(
+            nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 2).to(torch.float32)
+        )
 
     def data(self, split: str) -> Arrays:
         return Arrays(torch.linspace(-1, 1, 16).reshape(8, 2), torch.arange(8) % 2)
@@ -69,7 +71,12 @@ class Counter:
         self.count = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "pair": (self.count, float("inf")), 3: b"bytes", "dtype": torch.bfloat16}
+        return {
+            "count": self.count,
+            "pair": (self.count, float("inf")),
+            3: b"bytes",
+            "dtype": torch.bfloat16,
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         assert saved["pair"] == (saved["count"], float("inf"))
@@ -79,10 +86,13 @@ class Counter:
 
 
 SPEC = RunSpec(
-    train={"length": f"{STEP} steps", "batch": 4}, optim={"ema": 0.9, "freeze": ["0.weight"], "lr": 0.05},
-    schedule={"name": "plateau", "patience": 1}, evaluate={"every": "3 steps"}, observe={"tensorboard": False},
+    train={"length": f"{STEP} steps", "batch": 4},
+    optim={"ema": 0.9, "freeze": ["0.weight"], "lr": 0.05},
+    schedule={"name": "plateau", "patience": 1},
+    evaluate={"every": "3 steps"},
+    observe={"tensorboard": False},
     checkpoint={"every": "3 steps"},
-)  # fmt: skip
+)
 
 
 def restored() -> tuple[Assembly, LiveState, Kept, dict[str, Any]]:
@@ -98,9 +108,15 @@ def test_the_fixture_is_the_one_that_was_written() -> None:
     made = commits.check(manifest.step_folder(FIXTURE, STEP))
     assert (made.format, made.step, made.is_whole_state) == (1, STEP, True)
     assert sorted(entry.name for entry in made.files) == [
-        "clock.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
-        "optimizer.safetensors", "state.json", "state.safetensors", "weights.safetensors",
-    ]  # fmt: skip
+        "clock.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "optimizer.safetensors",
+        "state.json",
+        "state.safetensors",
+        "weights.safetensors",
+    ]
 
 
 def test_model_optimiser_and_state_of_format_1_come_back_bit_for_bit() -> None:
@@ -113,28 +129,48 @@ def test_model_optimiser_and_state_of_format_1_come_back_bit_for_bit() -> None:
     for name, tensor in assembly.model.state_dict(keep_vars=True).items():
         assert torch.equal(served.get(id(tensor), tensor), one.read(checkpoint.MODEL)[name]), name
     assert average.num_updates == STEP
-    assert (task.seen.tolist(), task.table.tolist(), task.noise.count) == ([12.0, 12.0], [0.0, 3.0, 0.0], 6)
+    assert (task.seen.tolist(), task.table.tolist(), task.noise.count) == (
+        [12.0, 12.0],
+        [0.0, 3.0, 0.0],
+        6,
+    )
     assert (saved["num_samples"], saved["scores"]["last_step"]) == (24, STEP)
     assert torch.equal(torch.get_rng_state(), stored["state/random/torch"])
-    content, moving = state.take(STEP, {key: saved[key] for key in ("num_samples", "scores", "guard")}, {})
-    again = {name: tensor for held in (*content.tensors.values(), *moving.values()) for name, tensor in held.items()}
+    content, moving = state.take(
+        STEP, {key: saved[key] for key in ("num_samples", "scores", "guard")}, {}
+    )
+    again = {
+        name: tensor
+        for held in (*content.tensors.values(), *moving.values())
+        for name, tensor in held.items()
+    }
     for name, tensor in stored.items():
         if name in one.pieces("weights") or not name.startswith("state/"):
             continue  # live weights and averages have the same names
         assert torch.equal(again[name].cpu(), tensor), name
-    assert set(leaves(one.json("state.json"))) <= set(leaves(json.loads(content.texts["state.json"])))
+    assert set(leaves(one.json("state.json"))) <= set(
+        leaves(json.loads(content.texts["state.json"]))
+    )
 
 
 def leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return [leaf for key, part in value.items() for leaf in leaves(part, f"{path}/{key}")]
     if isinstance(value, list):
-        return [leaf for number, part in enumerate(value) for leaf in leaves(part, f"{path}/{number}")]
+        return [
+            leaf for number, part in enumerate(value) for leaf in leaves(part, f"{path}/{number}")
+        ]
     return [(path, value)]
 
 
 def test_a_run_begins_with_the_weights_of_format_1(tmp_path: Path) -> None:
-    with Run(SPEC, Kept(), folder=tmp_path / "run", quiet=True, start=Start(FIXTURE, STEP, weights_only=True)) as run:
+    with Run(
+        SPEC,
+        Kept(),
+        folder=tmp_path / "run",
+        quiet=True,
+        start=Start(FIXTURE, STEP, weights_only=True),
+    ) as run:
         drive(run)
     assert run.outcome == "finished"
     frozen = [
@@ -145,11 +181,15 @@ def test_a_run_begins_with_the_weights_of_format_1(tmp_path: Path) -> None:
 
 
 def test_a_format_of_the_future_is_told_and_not_guessed(tmp_path: Path) -> None:
-    made = checkpoint.commit(tmp_path, Content(step=1, tensors={}, texts={"a.json": b"{}"}), checkpoint.Stamp())
+    made = checkpoint.commit(
+        tmp_path, Content(step=1, tensors={}, texts={"a.json": b"{}"}), checkpoint.Stamp()
+    )
     row = json.loads(made.as_text())
     row.pop("sha256")
     row["format"] = 2
-    text = json.dumps({**row, "sha256": hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()})
+    text = json.dumps(
+        {**row, "sha256": hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()}
+    )
     (manifest.step_folder(tmp_path, 1) / manifest.FILE).write_text(text)
     with pytest.raises(RunFolderError, match="is of format 2, newer than 1") as caught:
         commits.check(manifest.step_folder(tmp_path, 1))

@@ -32,8 +32,12 @@ from tests.train.small import Small, call, spec, write_task
 
 CPU = torch.device("cpu")
 DTYPES = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
-}  # fmt: skip
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -48,8 +52,17 @@ def test_what_is_found_by_running_a_format_is_what_torch_says_of_it(name: str) -
 def test_the_borders_of_fp16_and_tf32_are_where_they_are() -> None:
     found = {each.name: each for each in find_formats()}
     half, tf32 = found["fp16"], found["tf32"]
-    assert (half.largest, half.overflows_from, half.overflows_to, half.vanishes_up_to) == (65504.0, 65520.0, "inf", 2.0**-25)
-    assert (tf32.significant_bits, tf32.resolution, tf32.least_normal) == (11, 2.0**-10, torch.finfo(torch.float32).tiny)
+    assert (half.largest, half.overflows_from, half.overflows_to, half.vanishes_up_to) == (
+        65504.0,
+        65520.0,
+        "inf",
+        2.0**-25,
+    )
+    assert (tf32.significant_bits, tf32.resolution, tf32.least_normal) == (
+        11,
+        2.0**-10,
+        torch.finfo(torch.float32).tiny,
+    )
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     by_half = values.half().float()  # fp16 has as many bits, and its range is enough here
     assert torch.equal(round_to_tf32(values), by_half)
@@ -61,7 +74,9 @@ def test_the_verb_prints_them_and_counts_what_fp16_makes_zero_of_a_model(
     monkeypatch.chdir(tmp_path)
     assert call(monkeypatch, "formats") == 0
     assert "65520" in capsys.readouterr().out
-    use = write_task(tmp_path, change=("# LOSS", "output = output * 1e-8 if output.requires_grad else output"))
+    use = write_task(
+        tmp_path, change=("# LOSS", "output = output * 1e-8 if output.requires_grad else output")
+    )
     assert call(monkeypatch, "formats", use, "--set", "train.batch=4", "--json") == 0
     row = json.loads(capsys.readouterr().out)["fp16"]
     assert row["shares"]["1"] > 0.5
@@ -106,31 +121,50 @@ class Summing(Large):
 FP16 = {"compute": "fp16", "init_scale": 4.0, "min_scale": 1.0}
 
 
-def test_an_overflow_in_a_sum_of_squares_ends_the_run_by_name_and_keeping_the_module_in_fp32_cures_it(tmp_path: Path) -> None:
+def test_an_overflow_in_a_sum_of_squares_ends_the_run_by_name_and_keeping_the_module_in_fp32_cures_it(
+    tmp_path: Path,
+) -> None:
     how = spec(12, precision=FP16, optim={"lr": 1e-4})
-    with pytest.raises(NumbersError) as ended, Run(how, Summing(), folder=tmp_path / "a", quiet=True) as run:
+    with (
+        pytest.raises(NumbersError) as ended,
+        Run(how, Summing(), folder=tmp_path / "a", quiet=True) as run,
+    ):
         for _ in run.steps():
             pass
-    assert "mul in 1 overflows in fp16; the largest number that it was given is" in ended.value.message
+    assert (
+        "mul in 1 overflows in fp16; the largest number that it was given is" in ended.value.message
+    )
     assert ended.value.hint == 'set precision.keep = ["1"]'
-    with Run(how.replace(precision={"keep": ["1"]}), Summing(), folder=tmp_path / "b", quiet=True) as run:
+    with Run(
+        how.replace(precision={"keep": ["1"]}), Summing(), folder=tmp_path / "b", quiet=True
+    ) as run:
         assert [report.applied for report in run.steps()][-6:] == [True] * 6
 
 
-def test_a_norm_that_overflows_in_silence_is_seen_by_its_operator_and_keeping_it_in_fp32_cures_it(tmp_path: Path) -> None:
+def test_a_norm_that_overflows_in_silence_is_seen_by_its_operator_and_keeping_it_in_fp32_cures_it(
+    tmp_path: Path,
+) -> None:
     """Squares that are infinite make a norm that gives zeros: the loss is finite and nothing is learned."""
     found = {}
     for name, more in (("a", {}), ("b", {"keep": ["1"]})):
-        with Run(spec(2, precision={**FP16, **more}), Large(), folder=tmp_path / name, quiet=True) as run:
+        with Run(
+            spec(2, precision={**FP16, **more}), Large(), folder=tmp_path / name, quiet=True
+        ) as run:
             for _ in run.steps():
                 pass
             found[name] = find_overflow(run.assembly, 1)
     assert found["a"] is not None
-    assert (found["a"].module, found["a"].operator, found["a"].remedy) == ("1", "mul", 'precision.keep = ["1"]')
+    assert (found["a"].module, found["a"].operator, found["a"].remedy) == (
+        "1",
+        "mul",
+        'precision.keep = ["1"]',
+    )
     assert found["b"] is None
 
 
-def test_a_scale_that_halves_for_ever_is_ended_and_the_format_that_needs_none_cures_it(tmp_path: Path) -> None:
+def test_a_scale_that_halves_for_ever_is_ended_and_the_format_that_needs_none_cures_it(
+    tmp_path: Path,
+) -> None:
     class Steep(Small):
         """The gradient of its loss overflows fp16 at any scale that the spec allows."""
 
@@ -161,13 +195,23 @@ def gradient_of(model: nn.Module, compute: Any, scale: float) -> tuple[Tensor, W
     return weight.grad / scale, watch
 
 
-def test_gradients_that_vanish_in_fp16_are_counted_by_module_and_the_scale_that_is_advised_brings_them_back() -> None:
+def test_gradients_that_vanish_in_fp16_are_counted_by_module_and_the_scale_that_is_advised_brings_them_back() -> (
+    None
+):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     true, watch = gradient_of(model, "fp32", 1.0)
     rows = watch.flushed()
     assert total(rows, 1.0) > 0.9
-    assert {row.module for row in rows} == {"0", "1", "2", "0.weight", "0.bias", "2.weight", "2.bias"}
+    assert {row.module for row in rows} == {
+        "0",
+        "1",
+        "2",
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }
     lost, _ = gradient_of(model, "fp16", 1.0)
     assert float((lost == 0).float().mean()) > 0.5
     scale = advise_scale(rows)
@@ -177,11 +221,15 @@ def test_gradients_that_vanish_in_fp16_are_counted_by_module_and_the_scale_that_
 
 
 @pytest.mark.parametrize("with_masters", [True, False])
-def test_updates_that_bf16_rounds_away_are_counted_and_a_master_keeps_them(with_masters: bool) -> None:
+def test_updates_that_bf16_rounds_away_are_counted_and_a_master_keeps_them(
+    with_masters: bool,
+) -> None:
     torch.manual_seed(0)
     model = nn.Linear(32, 32)
     store_narrow(model, with_masters=with_masters)
-    update = GuardedUpdate([torch.optim.SGD([master_of(p) for p in model.parameters()], lr=1e-3, fused=True)])
+    update = GuardedUpdate(
+        [torch.optim.SGD([master_of(p) for p in model.parameters()], lr=1e-3, fused=True)]
+    )
     before = {name: master_of(p).detach().clone() for name, p in model.named_parameters()}
     with compute_context("bf16", CPU)():
         loss = model(torch.randn(16, 32)).float().pow(2).mean()
@@ -194,7 +242,9 @@ def test_updates_that_bf16_rounds_away_are_counted_and_a_master_keeps_them(with_
     assert lost["weight"] < 0.01 if with_masters else lost["weight"] > 0.9
 
 
-def test_clipping_before_unscaling_is_seen_by_the_norm_that_it_leaves_and_the_right_order_cures_it() -> None:
+def test_clipping_before_unscaling_is_seen_by_the_norm_that_it_leaves_and_the_right_order_cures_it() -> (
+    None
+):
     weight = nn.Parameter(torch.ones(4))
     scaler, clip = LossScaler(), 1.0
 
@@ -211,7 +261,9 @@ def test_clipping_before_unscaling_is_seen_by_the_norm_that_it_leaves_and_the_ri
     update = GuardedUpdate([torch.optim.SGD([weight], lr=1.0, fused=True)], clip=clip)
     before = weight.detach().clone()
     update.step_if_finite(1 / scaler.scale)
-    assert not was_clipped_first(float((before - weight.detach()).norm()), scale=float(scaler.scale), clip=clip)
+    assert not was_clipped_first(
+        float((before - weight.detach()).norm()), scale=float(scaler.scale), clip=clip
+    )
     assert float((before - weight.detach()).norm()) == pytest.approx(1.0, rel=1e-5)
 
 
@@ -223,5 +275,9 @@ def test_a_watch_leaves_nothing_behind_and_names_what_overflows_forward() -> Non
     with Watch(model) as watch:
         F.relu(model(torch.full((2, 4), 100.0))).sum().backward()
     assert watch.overflow is not None
-    assert (watch.overflow.module, watch.overflow.direction, watch.overflow.remedy) == ("1", "forward", None)
+    assert (watch.overflow.module, watch.overflow.direction, watch.overflow.remedy) == (
+        "1",
+        "forward",
+        None,
+    )
     assert all(not module._forward_hooks for module in model.modules())

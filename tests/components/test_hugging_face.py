@@ -26,7 +26,9 @@ class Causal:
     kind = transformers.GPT2LMHeadModel
 
     def model(self) -> nn.Module:
-        config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+        config = transformers.GPT2Config(
+            vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2
+        )
         made: nn.Module = self.kind(config)
         return made
 
@@ -39,7 +41,9 @@ class Causal:
         return output
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
-        total = nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="sum")
+        total = nn.functional.cross_entropy(
+            output[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="sum"
+        )
         return Loss.sum(total, batch["input_ids"][:, 1:].numel())
 
 
@@ -50,13 +54,21 @@ class Encoder(Causal):
 
     def model(self) -> nn.Module:
         config = transformers.BertConfig(
-            vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3
+            vocab_size=11,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            num_labels=3,
         )
         made: nn.Module = self.kind(config)
         return made
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
-        return Loss.sum(nn.functional.cross_entropy(output, batch["input_ids"][:, 0] % 3, reduction="sum"), len(output))
+        return Loss.sum(
+            nn.functional.cross_entropy(output, batch["input_ids"][:, 0] % 3, reduction="sum"),
+            len(output),
+        )
 
 
 HOW: dict[str, tuple[type[Causal], dict[str, Any]]] = {
@@ -69,9 +81,13 @@ HOW: dict[str, tuple[type[Causal], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_from_pretrained_opens_a_step_folder_to_the_weights_that_were_evaluated(name: str, tmp_path: Path) -> None:
+def test_from_pretrained_opens_a_step_folder_to_the_weights_that_were_evaluated(
+    name: str, tmp_path: Path
+) -> None:
     task, optim = HOW[name]
-    spec = RunSpec(train={"length": f"{STEPS} steps", "batch": 4}, optim=optim, observe={"tensorboard": False})
+    spec = RunSpec(
+        train={"length": f"{STEPS} steps", "batch": 4}, optim=optim, observe={"tensorboard": False}
+    )
     with Run(spec, task(), folder=tmp_path / "run", quiet=True) as run:
         drive(run)
     folder = manifest.step_folder(tmp_path / "run", STEPS)
@@ -89,7 +105,9 @@ def _assert_same(model: nn.Module, opened: nn.Module) -> None:
     held = opened.state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(held[name], tensor), name
-    for parameter in opened.parameters():  # where a tensor lies decides the last bits of a product on some processors
+    for parameter in (
+        opened.parameters()
+    ):  # where a tensor lies decides the last bits of a product on some processors
         parameter.data = parameter.data.clone()
     ids = torch.arange(6)[None]
     model.eval()
@@ -97,11 +115,17 @@ def _assert_same(model: nn.Module, opened: nn.Module) -> None:
 
 
 def test_plain_safetensors_open_what_is_trained_and_what_is_frozen(tmp_path: Path) -> None:
-    spec = RunSpec(train={"length": "2 steps", "batch": 4}, optim={"freeze": ["bert.*"]}, observe={"tensorboard": False})
+    spec = RunSpec(
+        train={"length": "2 steps", "batch": 4},
+        optim={"freeze": ["bert.*"]},
+        observe={"tensorboard": False},
+    )
     with Run(spec, Encoder(), folder=tmp_path / "run", quiet=True) as run:
         drive(run)
     folder = manifest.step_folder(tmp_path / "run", 2)
-    trained, frozen = (load_file(folder / f"model-0000{number}-of-00002.safetensors") for number in (1, 2))
+    trained, frozen = (
+        load_file(folder / f"model-0000{number}-of-00002.safetensors") for number in (1, 2)
+    )
     assert all(name.startswith("classifier") for name in trained)
     assert all(name.startswith("bert.") for name in frozen)
     for name, tensor in run.model.state_dict().items():

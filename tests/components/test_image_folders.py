@@ -21,7 +21,9 @@ from tests.components.test_tars import image
 
 
 def write_folder(folder: Path, **how: Any) -> Path:
-    for number, name in enumerate(("cat/2.png", "cat/10.JPG", "ant/a.webp", "cat/deep/er/1.jpeg", "dog/x.y.png")):
+    for number, name in enumerate(
+        ("cat/2.png", "cat/10.JPG", "ant/a.webp", "cat/deep/er/1.jpeg", "dog/x.y.png")
+    ):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         kind = {"png": "PNG", "webp": "WEBP"}.get(path.suffix[1:].lower(), "JPEG")
@@ -34,7 +36,9 @@ def write_folder(folder: Path, **how: Any) -> Path:
 NAMES = ["ant/a.webp", "cat/10.JPG", "cat/2.png", "cat/deep/er/1.jpeg", "dog/x.y.png"]
 
 
-def test_images_are_read_by_number_in_the_order_of_their_names_with_the_class_of_their_folder(tmp_path: Path) -> None:
+def test_images_are_read_by_number_in_the_order_of_their_names_with_the_class_of_their_folder(
+    tmp_path: Path,
+) -> None:
     source = ImageFolder(write_folder(tmp_path))
     assert isinstance(source, Source)
     assert source.classes == ("ant", "cat", "dog")
@@ -49,7 +53,9 @@ def test_images_are_read_by_number_in_the_order_of_their_names_with_the_class_of
     assert "5 images of 3 classes" in source.describe()
 
 
-def test_the_digest_covers_names_and_sizes_and_the_place_of_the_folder_does_not_matter(tmp_path: Path) -> None:
+def test_the_digest_covers_names_and_sizes_and_the_place_of_the_folder_does_not_matter(
+    tmp_path: Path,
+) -> None:
     first, second = (ImageFolder(write_folder(tmp_path / name)) for name in ("a", "b"))
     assert first.digest == second.digest
     (tmp_path / "b" / "cat" / "2.png").rename(tmp_path / "b" / "cat" / "3.png")
@@ -63,7 +69,9 @@ def test_a_transform_brings_images_to_one_size(tmp_path: Path) -> None:
     (tmp_path / "ant" / "large.png").write_bytes(image(size=(50, 40)))
     with pytest.raises(DataError, match="images is uint8"):
         ImageFolder(tmp_path).read(np.array([0, 1]))
-    source = ImageFolder(tmp_path, transform=lambda row: {**row, "images": row["images"][:4, :5].astype(np.float32)})
+    source = ImageFolder(
+        tmp_path, transform=lambda row: {**row, "images": row["images"][:4, :5].astype(np.float32)}
+    )
     assert source.read(np.array([0, 1]))["images"].shape == (2, 4, 5, 3)
 
 
@@ -112,14 +120,20 @@ def make_nothing(folder: Path) -> None:
 
 
 SPOILED: dict[Callable[[Path], None], str] = {
-    make_text: r"cat/notes\.txt is no image", make_empty_class: "elk holds no image", make_file_beside: r"labels\.csv lies beside",
-    make_empty_image: r"0\.png has 0 bytes", make_giant_image: r"2\.png has 1,099,511,627,776 bytes", make_pipe: r"p\.png is no image",
+    make_text: r"cat/notes\.txt is no image",
+    make_empty_class: "elk holds no image",
+    make_file_beside: r"labels\.csv lies beside",
+    make_empty_image: r"0\.png has 0 bytes",
+    make_giant_image: r"2\.png has 1,099,511,627,776 bytes",
+    make_pipe: r"p\.png is no image",
     make_nothing: "has no folder of a class",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("spoil", SPOILED)
-def test_a_folder_that_is_no_set_of_images_is_refused_in_words(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_folder_that_is_no_set_of_images_is_refused_in_words(
+    spoil: Callable[[Path], None], tmp_path: Path
+) -> None:
     folder = write_folder(tmp_path / "set")
     spoil(folder)
     with pytest.raises(DataError, match=SPOILED[spoil]) as caught:
@@ -149,7 +163,9 @@ def test_an_image_that_is_damaged_or_changed_or_gone_has_a_name(tmp_path: Path) 
         source.read(np.array([], dtype=np.int64))
 
 
-def test_a_size_is_compared_before_a_pixel_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_is_compared_before_a_pixel_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_folder(tmp_path)
     monkeypatch.setattr("surefoot.components.data.tars.decoders.MOST_PIXELS", 19)
     with pytest.raises(DataError, match="is an image of 5 x 4 pixels, 19 are allowed"):
@@ -175,7 +191,9 @@ def photograph(orientation: int, kind: str) -> tuple[bytes, np.ndarray]:
     exif = Image.Exif()
     exif[0x0112] = orientation
     out = io.BytesIO()
-    Image.fromarray(pixels).save(out, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+    Image.fromarray(pixels).save(
+        out, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {})
+    )
     shown = ImageOps.exif_transpose(Image.open(io.BytesIO(out.getvalue())).convert("RGB"))
     return out.getvalue(), np.asarray(shown)
 
@@ -189,11 +207,18 @@ def test_a_photograph_is_read_upright(orientation: int, kind: str, tmp_path: Pat
     read = ImageFolder(tmp_path).read(np.array([0]))["images"][0].numpy()
     assert read.shape == ((48, 32, 3) if orientation >= 5 else (32, 48, 3))
     assert np.array_equal(read, shown)
-    assert abs(int(read[0, 0, 0]) - 200) < 10 or orientation not in (1, 5)  # red is in the corner that these two leave alone
+    assert abs(int(read[0, 0, 0]) - 200) < 10 or orientation not in (
+        1,
+        5,
+    )  # red is in the corner that these two leave alone
 
 
-@pytest.mark.parametrize(("name", "kind"), [("1.jpg", "PNG"), ("1.png", "JPEG"), ("1.webp", "PNG"), ("1.jpeg", "WEBP")])
-def test_an_image_is_what_its_content_says_and_not_what_it_is_called(name: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [("1.jpg", "PNG"), ("1.png", "JPEG"), ("1.webp", "PNG"), ("1.jpeg", "WEBP")]
+)
+def test_an_image_is_what_its_content_says_and_not_what_it_is_called(
+    name: str, kind: str, tmp_path: Path
+) -> None:
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / name).write_bytes(image(kind))
     assert ImageFolder(tmp_path).read(np.array([0]))["images"].shape == (1, 4, 5, 3)

@@ -23,18 +23,35 @@ def tables(**optim: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [{"name": "adamw"}, {"name": "adam", "decay": 0.1}, {"name": "sgd"}, {"name": "sgd", "momentum": 0.0}]
+    "optimizer",
+    [
+        {"name": "adamw"},
+        {"name": "adam", "decay": 0.1},
+        {"name": "sgd"},
+        {"name": "sgd", "momentum": 0.0},
+    ],
 )
-def test_a_run_trains_to_the_same_bits_and_goes_on_to_them(optimizer: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_trains_to_the_same_bits_and_goes_on_to_them(
+    optimizer: dict[str, Any], tmp_path: Path
+) -> None:
     found = []
     for name, stops in (("plain", ()), ("inside", ()), ("resumed", (5,))):
         memory = {"update_in_backward": name != "plain"}
-        spec = small.spec(12, **{**tables(**optimizer), "memory": memory, "schedule": {"name": "linear"}})
+        spec = small.spec(
+            12, **{**tables(**optimizer), "memory": memory, "schedule": {"name": "linear"}}
+        )
         for length in (*stops, 12):
-            with Run(spec, small.Small(dropout=0.2, norm=True), folder=tmp_path / name, quiet=True) as run:
+            with Run(
+                spec, small.Small(dropout=0.2, norm=True), folder=tmp_path / name, quiet=True
+            ) as run:
                 losses = [report.loss for report in islice(run.steps(), length - run.step)]
                 assert run.step == length
-        found.append([torch.tensor(losses[-5:]), *(each.detach().clone() for each in run.model.state_dict().values())])
+        found.append(
+            [
+                torch.tensor(losses[-5:]),
+                *(each.detach().clone() for each in run.model.state_dict().values()),
+            ]
+        )
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
@@ -61,19 +78,32 @@ def test_each_gradient_is_gone_before_the_next_one_comes() -> None:
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_its_parameter_stays(tmp_path: Path) -> None:
     spec = small.spec(12, **tables())
-    with pytest.raises(NumbersError, match=r"step 4: a gradient is not finite.*applied a part of the step") as raised, Run(
-        spec, small.Odd("finite loss, inf gradient"), folder=tmp_path / "run", quiet=True
-    ) as run:  # fmt: skip
+    with (
+        pytest.raises(
+            NumbersError, match=r"step 4: a gradient is not finite.*applied a part of the step"
+        ) as raised,
+        Run(
+            spec, small.Odd("finite loss, inf gradient"), folder=tmp_path / "run", quiet=True
+        ) as run,
+    ):
         for _ in run.steps():
             before = {name: each.detach().clone() for name, each in run.model.named_parameters()}
     assert "surefoot resume" in str(raised.value.hint)
-    assert all(torch.equal(each, before[name]) for name, each in run.model.named_parameters())  # here none was finite
+    assert all(
+        torch.equal(each, before[name]) for name, each in run.model.named_parameters()
+    )  # here none was finite
 
 
 def test_a_loss_that_is_not_finite_moves_nothing_and_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(NumbersError, match="the loss is nan"), Run(
-        small.spec(12, **tables()), small.Odd("nan loss, finite gradient"), folder=tmp_path / "run", quiet=True
-    ) as run:  # fmt: skip
+    with (
+        pytest.raises(NumbersError, match="the loss is nan"),
+        Run(
+            small.spec(12, **tables()),
+            small.Odd("nan loss, finite gradient"),
+            folder=tmp_path / "run",
+            quiet=True,
+        ) as run,
+    ):
         for report in run.steps():
             if report.step == 3:
                 before = [each.detach().clone() for each in run.model.state_dict().values()]
@@ -92,16 +122,24 @@ def test_a_loss_that_is_not_finite_moves_nothing_and_ends_the_run(tmp_path: Path
         ({"stability": {}}, "partly applied cannot be skipped"),
     ],
 )
-def test_what_needs_all_gradients_at_once_is_refused_with_the_reason(changed: dict[str, Any], says: str) -> None:
+def test_what_needs_all_gradients_at_once_is_refused_with_the_reason(
+    changed: dict[str, Any], says: str
+) -> None:
     with pytest.raises(SpecError, match=says) as raised:
         RunSpec(**{**tables(), **changed})
     assert raised.value.hint
 
 
 def test_scaled_gradients_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="does not go with fp16"), Run(
-        small.spec(2, **tables(), precision={"compute": "fp16"}), small.Small(), folder=tmp_path / "run", quiet=True
-    ):  # fmt: skip
+    with (
+        pytest.raises(SpecError, match="does not go with fp16"),
+        Run(
+            small.spec(2, **tables(), precision={"compute": "fp16"}),
+            small.Small(),
+            folder=tmp_path / "run",
+            quiet=True,
+        ),
+    ):
         pass
 
 
@@ -110,17 +148,26 @@ def test_an_optimiser_of_the_task_and_several_updates_are_refused(tmp_path: Path
         def optimizer(self, groups: Any) -> torch.optim.Optimizer:
             return torch.optim.NAdam(groups)
 
-    with pytest.raises(InputError, match="with this optimiser"), Run(
-        small.spec(2, **{**TABLES, "optim": {"clip": 0.0}}), Own(), folder=tmp_path / "run", quiet=True
-    ):  # fmt: skip
+    with (
+        pytest.raises(InputError, match="with this optimiser"),
+        Run(
+            small.spec(2, **{**TABLES, "optim": {"clip": 0.0}}),
+            Own(),
+            folder=tmp_path / "run",
+            quiet=True,
+        ),
+    ):
         pass
 
 
 def test_the_schedule_goes_on_after_a_save_where_the_device_is_not_waited_for() -> None:
     model = nn.Linear(2, 2)
     guarded = GuardedUpdate(
-        [torch.optim.SGD(model.parameters(), lr=1.0, fused=True)], curve=lambda step: 1.0 / (1 + step), total_steps=10, on_device=True
-    )  # fmt: skip
+        [torch.optim.SGD(model.parameters(), lr=1.0, fused=True)],
+        curve=lambda step: 1.0 / (1 + step),
+        total_steps=10,
+        on_device=True,
+    )
     inside = UpdateInBackward(guarded)
     rates = []
     for _ in range(4):

@@ -22,7 +22,18 @@ MEMBERS = [
     for number, folder in enumerate(["", "a/", "a/b-c/"] * 7)
     for extension, size in (("jpg", 37 * number), ("cls", 1), ("seg.png", 512))
 ]
-RARE = ("long name", "another size", "cut", "damaged", "twice", "key twice", "a link", "a strange name", "no tar", "empty")
+RARE = (
+    "long name",
+    "another size",
+    "cut",
+    "damaged",
+    "twice",
+    "key twice",
+    "a link",
+    "a strange name",
+    "no tar",
+    "empty",
+)
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], **how: object) -> Path:
@@ -37,7 +48,11 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], **how: object) -> Pa
 
 def look(path: Path) -> np.ndarray | None:
     content = path.read_bytes()
-    return find_samples(lambda first, size: content[first : first + size], most_bytes=MAX_MEMBER_BYTES, most_members=10_000)
+    return find_samples(
+        lambda first, size: content[first : first + size],
+        most_bytes=MAX_MEMBER_BYTES,
+        most_members=10_000,
+    )
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -52,7 +67,9 @@ def test_headers_alone_say_where_samples_begin(kind: int, mtime: float, tmp_path
 
 def test_what_lies_inside_of_a_member_is_no_header(tmp_path: Path) -> None:
     inner = write_tar(tmp_path / "inner.tar", MEMBERS).read_bytes()
-    path = write_tar(tmp_path / "a.tar", [("1.tar", inner), ("2.tar", inner[:-512]), ("3.txt", b"x")])
+    path = write_tar(
+        tmp_path / "a.tar", [("1.tar", inner), ("2.tar", inner[:-512]), ("3.txt", b"x")]
+    )
     found = look(path)
     assert found is not None
     assert found.tolist() == find_starts(path).tolist()
@@ -63,9 +80,12 @@ def test_what_lies_inside_of_a_member_is_no_header(tmp_path: Path) -> None:
 def test_what_is_rare_is_left_to_the_reader_of_members(what: str, tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     members = {
-        "long name": [("a" * 120 + ".jpg", b"1"), ("b.jpg", b"2")], "twice": [("a.jpg", b"1"), ("a.jpg", b"2")],
-        "key twice": [("a.jpg", b"1"), ("b.jpg", b"1"), ("a.cls", b"1")], "a strange name": [("a b.jpg", b"1")], "empty": [],
-    }.get(what, MEMBERS)  # fmt: skip
+        "long name": [("a" * 120 + ".jpg", b"1"), ("b.jpg", b"2")],
+        "twice": [("a.jpg", b"1"), ("a.jpg", b"2")],
+        "key twice": [("a.jpg", b"1"), ("b.jpg", b"1"), ("a.cls", b"1")],
+        "a strange name": [("a b.jpg", b"1")],
+        "empty": [],
+    }.get(what, MEMBERS)
     content = bytearray(write_tar(path, members, format=tarfile.PAX_FORMAT).read_bytes())
     if what == "another size":
         with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
@@ -90,7 +110,11 @@ def test_what_is_rare_is_left_to_the_reader_of_members(what: str, tmp_path: Path
 
 def planted(path: Path, field: tuple[int, bytes], *, checksum: bool = True) -> Path:
     """The second of two members has `field` in its header, whose sum of bytes is right again."""
-    content = bytearray(write_tar(path, [("a.jpg", b"1" * 600), ("a.cls", b"2")], format=tarfile.USTAR_FORMAT).read_bytes())
+    content = bytearray(
+        write_tar(
+            path, [("a.jpg", b"1" * 600), ("a.cls", b"2")], format=tarfile.USTAR_FORMAT
+        ).read_bytes()
+    )
     at, (place, text) = 512 * 3, field
     content[at + place : at + place + len(text)] = text
     if checksum:
@@ -114,7 +138,9 @@ def planted(path: Path, field: tuple[int, bytes], *, checksum: bool = True) -> P
         (124, b"-0001000\0"),
     ],
 )
-def test_numbers_that_are_none_are_left_to_the_reader_of_members(place: int, text: bytes, tmp_path: Path) -> None:
+def test_numbers_that_are_none_are_left_to_the_reader_of_members(
+    place: int, text: bytes, tmp_path: Path
+) -> None:
     assert look(planted(tmp_path / "a.tar", (100, b"0000644\0"))) is not None
     assert look(planted(tmp_path / "a.tar", (place, text))) is None
 
@@ -129,9 +155,17 @@ def test_all_of_a_checksum_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{"GNU.sparse.name": "zz.jpg"}, {"GNU.sparse.map": "0,1"}, {"path": "b.jpg"}, {"hdrcharset": "BINARY"}]
+    "said",
+    [
+        {"GNU.sparse.name": "zz.jpg"},
+        {"GNU.sparse.map": "0,1"},
+        {"path": "b.jpg"},
+        {"hdrcharset": "BINARY"},
+    ],
 )
-def test_what_pax_may_say_of_a_member_is_left_to_the_reader_of_members(said: dict[str, str], tmp_path: Path) -> None:
+def test_what_pax_may_say_of_a_member_is_left_to_the_reader_of_members(
+    said: dict[str, str], tmp_path: Path
+) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
         for name in ("a.jpg", "a.cls"):
@@ -143,7 +177,8 @@ def test_what_pax_may_say_of_a_member_is_left_to_the_reader_of_members(said: dic
 
 
 @pytest.mark.parametrize(
-    "records", [b"0 a=b\n", b"9 mtime=1\n", b"99999999999999999999 mtime=1\n", b"11 mtime=1\nx", b"mtime=1\n"]
+    "records",
+    [b"0 a=b\n", b"9 mtime=1\n", b"99999999999999999999 mtime=1\n", b"11 mtime=1\nx", b"mtime=1\n"],
 )
 def test_records_of_pax_that_are_none_say_too_much(records: bytes) -> None:
     assert headers.says_little(b"11 mtime=1\n" * 2)
@@ -152,7 +187,9 @@ def test_records_of_pax_that_are_none_say_too_much(records: bytes) -> None:
 
 def test_keys_are_told_apart_by_their_letters(tmp_path: Path) -> None:
     """Two names to which the numbers that find a key again are the same."""
-    path = write_tar(tmp_path / "a.tar", [("mhe9zqxh2600064a.jpg", b"1"), ("cm8x6z7m8851098t.cls", b"1")])
+    path = write_tar(
+        tmp_path / "a.tar", [("mhe9zqxh2600064a.jpg", b"1"), ("cm8x6z7m8851098t.cls", b"1")]
+    )
     found = look(path)
     assert found is None or found.tolist() == find_starts(path).tolist()
     assert len(find_starts(path)) == 3
@@ -228,7 +265,9 @@ def test_an_index_is_made_once_and_again_where_a_shard_changed(tmp_path: Path) -
 
 
 def test_a_sample_is_one_read_wherever_it_stands(tmp_path: Path) -> None:
-    paths = [write_tar(tmp_path / f"{number}.tar", MEMBERS[: 3 * (number + 1)]) for number in range(4)]
+    paths = [
+        write_tar(tmp_path / f"{number}.tar", MEMBERS[: 3 * (number + 1)]) for number in range(4)
+    ]
     index = open_index(paths, tmp_path / "cache")
     shards, first, count = index.locate(np.arange(len(index)))
     assert shards.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
@@ -244,7 +283,11 @@ def test_a_damaged_index_is_made_again(damage: str, tmp_path: Path) -> None:
     open_index([path], cache)
     place = next(cache.glob("*/*.index"))
     text = place.read_bytes()
-    place.write_bytes({"cut": text[:-8], "other": text.replace(b"index 1", b"index 0"), "no json": b"\n" + text}[damage])
+    place.write_bytes(
+        {"cut": text[:-8], "other": text.replace(b"index 1", b"index 0"), "no json": b"\n" + text}[
+            damage
+        ]
+    )
     assert len(open_index([path], cache)) == 21
     assert place.read_bytes() == text
 

@@ -25,7 +25,9 @@ plain = model(points)
 compile_regions(model, on_failure="stop")
 torch.testing.assert_close(model(points), plain)
 """
-WITHOUT_HEADERS = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}  # seconds of them for each compiler
+WITHOUT_HEADERS = {
+    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"
+}  # seconds of them for each compiler
 PROBE = "__avx_chk_kernel"
 
 
@@ -33,18 +35,27 @@ def compiler(folder: Path, release: str) -> str:
     """A compiler that says it is of `release`, and is the one that is here."""
     path = folder / "bin" / "g++"
     path.parent.mkdir()
-    path.write_text(f'#!/bin/sh\n[ "$1" = "-dumpversion" ] && echo {release} && exit\nexec {shutil.which("g++")} "$@"\n')
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = "-dumpversion" ] && echo {release} && exit\nexec {shutil.which("g++")} "$@"\n'
+    )
     path.chmod(0o755)
     return str(path)
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX-512")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX-512"
+)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("release", "probes"),
-    [pytest.param("12", False, marks=pytest.mark.slow), pytest.param("9.4.0", True, marks=pytest.mark.faults)],
+    [
+        pytest.param("12", False, marks=pytest.mark.slow),
+        pytest.param("9.4.0", True, marks=pytest.mark.faults),
+    ],
 )
-def test_a_compiler_that_knows_the_instructions_is_not_tried(release: str, probes: bool, tmp_path: Path) -> None:
+def test_a_compiler_that_knows_the_instructions_is_not_tried(
+    release: str, probes: bool, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     environment = child_environment() | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),

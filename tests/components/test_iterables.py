@@ -79,7 +79,10 @@ def test_what_was_read_ahead_of_training_is_read_again_from_a_state_before_it() 
 
 def test_a_step_back_in_one_process_gives_the_same_batch_and_a_new_epoch_begins_anew() -> None:
     source = Iterated(Stateful())
-    assert read(source, 0, 1, 2, 3, 4) == [*(first := read(Iterated(Stateful()), 0, 1, 2)), *read(source, 3, 4)]
+    assert read(source, 0, 1, 2, 3, 4) == [
+        *(first := read(Iterated(Stateful()), 0, 1, 2)),
+        *read(source, 3, 4),
+    ]
     assert read(source, 2)[0] == first[2]
     plain = Iterated([torch.full((2,), float(number)) for number in range(5)])
     assert read(plain, 3, 1) == [6.0, 2.0]
@@ -109,8 +112,11 @@ class Task:
 
 
 SPEC = RunSpec(
-    train={"length": "12 steps"}, optim={"lr": 0.1}, checkpoint={"every": "2 steps"}, observe={"tensorboard": False}
-)  # fmt: skip
+    train={"length": "12 steps"},
+    optim={"lr": 0.1},
+    checkpoint={"every": "2 steps"},
+    observe={"tensorboard": False},
+)
 
 
 def losses_of(folder: Path, task: Task, leave_at: int | None = None) -> list[float]:
@@ -137,7 +143,9 @@ def test_a_run_goes_on_with_the_iterable_s_state_out_of_the_checkpoint(tmp_path:
     made: list[Stateful] = []
 
     def make() -> Stateful:
-        made.append(Stateful(5))  # its second epoch differs from its first: reading again would give other batches
+        made.append(
+            Stateful(5)
+        )  # its second epoch differs from its first: reading again would give other batches
         return made[-1]
 
     left = goes_on(tmp_path, make)
@@ -146,12 +154,16 @@ def test_a_run_goes_on_with_the_iterable_s_state_out_of_the_checkpoint(tmp_path:
 
 
 def test_a_loader_of_torchdata_goes_on_where_it_was(tmp_path: Path) -> None:
-    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="the package torchdata is not installed")
+    loaders = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="the package torchdata is not installed"
+    )
 
     def make() -> Any:
         generator = torch.Generator().manual_seed(3)
         rows = torch.rand(20, 3, generator=torch.Generator().manual_seed(1))
-        sampler = loaders.sampler.RandomSampler(rows, generator=generator)  # the loader draws from its own generator, too
+        sampler = loaders.sampler.RandomSampler(
+            rows, generator=generator
+        )  # the loader draws from its own generator, too
         return loaders.StatefulDataLoader(list(rows), batch_size=4, sampler=sampler)
 
     assert 5 <= goes_on(tmp_path, make) <= 8

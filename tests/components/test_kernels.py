@@ -71,12 +71,20 @@ def test_an_operator_that_is_taken_apart_counts_once_and_a_product_is_called() -
     rows = torch.randn(32, 64)
     forward, backward = graphs_of(Layer(), rows, trains=True)
     size, weight, bias = 4 * 32 * 64, 4 * 64 * 64, 4 * 64
-    assert [(each.operators, each.is_library) for each in forward.kernels] == [(("addmm",), True), (("gelu",), False)]
+    assert [(each.operators, each.is_library) for each in forward.kernels] == [
+        (("addmm",), True),
+        (("gelu",), False),
+    ]
     assert forward.num_operators == 2
     assert forward.eager_bytes == forward.num_bytes == (2 * size + weight + bias) + 2 * size
     assert backward.name == "graph-2-backward"
     assert backward.num_operators == 3  # of gelu, the product for the weight, the sum for the bias
-    assert {name for each in backward.kernels for name in each.operators} == {"gelu_backward", "gelu again", "mm", "sum"}
+    assert {name for each in backward.kernels for name in each.operators} == {
+        "gelu_backward",
+        "gelu again",
+        "mm",
+        "sum",
+    }
     assert backward.eager_bytes > backward.num_bytes
 
 

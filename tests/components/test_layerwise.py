@@ -17,12 +17,18 @@ from surefoot.core.errors import SpecError, TaskError
 from tests.components.test_optim import STEPS, gradients_of, network
 
 KINDS: dict[str, Callable[..., Any]] = {
-    "lars": lambda p, **how: optim.Lars(p, lr=0.5, momentum=0.9, weight_decay=0.01, trust=0.02, **how),
-    "lamb": lambda p, **how: optim.Lamb(p, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01, **how),
+    "lars": lambda p, **how: optim.Lars(
+        p, lr=0.5, momentum=0.9, weight_decay=0.01, trust=0.02, **how
+    ),
+    "lamb": lambda p, **how: optim.Lamb(
+        p, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01, **how
+    ),
 }
 
 
-def reference(name: str, start: list[np.ndarray], gradients: list[list[np.ndarray]], adapts: list[bool]) -> list[np.ndarray]:
+def reference(
+    name: str, start: list[np.ndarray], gradients: list[list[np.ndarray]], adapts: list[bool]
+) -> list[np.ndarray]:
     """The weights after all steps, in float64, written down from the papers."""
     ends = []
     for number, (w, adapt) in enumerate(zip(start, adapts, strict=True)):
@@ -30,7 +36,11 @@ def reference(name: str, start: list[np.ndarray], gradients: list[list[np.ndarra
         for t, step in enumerate(gradients, start=1):
             g = step[number].astype(np.float64)
             if name == "lars":
-                rate = 0.02 * np.linalg.norm(w) / (np.linalg.norm(g) + 0.01 * np.linalg.norm(w)) if adapt else 1.0
+                rate = (
+                    0.02 * np.linalg.norm(w) / (np.linalg.norm(g) + 0.01 * np.linalg.norm(w))
+                    if adapt
+                    else 1.0
+                )
                 m = 0.9 * m + 0.5 * rate * (g + 0.01 * w)
                 w = w - m
             else:
@@ -43,20 +53,26 @@ def reference(name: str, start: list[np.ndarray], gradients: list[list[np.ndarra
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("is_fused", [True, False])
-def test_the_weights_after_many_steps_equal_those_of_the_papers_formulas_in_numpy(name: str, is_fused: bool) -> None:
+def test_the_weights_after_many_steps_equal_those_of_the_papers_formulas_in_numpy(
+    name: str, is_fused: bool
+) -> None:
     generator = torch.Generator().manual_seed(3)
     shapes, adapts = [(6, 5), (4, 3, 3, 3), (7,)], [True, True, False]
     weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(20)]
     start = [weight.detach().numpy().copy() for weight in weights]
-    optimizer = KINDS[name]([{"params": weights[:2]}, {"params": weights[2:], "adapt": False}], fused=is_fused)
+    optimizer = KINDS[name](
+        [{"params": weights[:2]}, {"params": weights[2:], "adapt": False}], fused=is_fused
+    )
     for step in gradients:
         for weight, gradient in zip(weights, step, strict=True):
             weight.grad = gradient.clone()
         optimizer.step()
     expected = reference(name, start, [[g.numpy() for g in step] for step in gradients], adapts)
     for weight, other in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(weight.detach().numpy(), other, rtol=0, atol=1e-6 * np.abs(other).max())
+        np.testing.assert_allclose(
+            weight.detach().numpy(), other, rtol=0, atol=1e-6 * np.abs(other).max()
+        )
 
 
 def test_a_step_of_lars_and_of_lamb_done_by_hand() -> None:
@@ -69,7 +85,9 @@ def test_a_step_of_lars_and_of_lamb_done_by_hand() -> None:
     weight.grad = torch.tensor([0.5, -2.0])
     optim.Lamb([weight], lr=0.1, eps=1e-12, weight_decay=0.0).step()
     # the first direction of Adam is the sign, (1, -1), whose norm is sqrt(2)
-    torch.testing.assert_close(weight.detach(), torch.tensor([3 - 0.5 / 2**0.5, 4 + 0.5 / 2**0.5]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        weight.detach(), torch.tensor([3 - 0.5 / 2**0.5, 4 + 0.5 / 2**0.5]), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -87,10 +105,19 @@ def test_where_a_norm_is_zero_the_ratio_is_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float64, torch.float32)], ids=["float64", "both"])
-def test_weights_in_float64_are_divided_clipped_and_moved_in_float64(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float64, torch.float64), (torch.float64, torch.float32)],
+    ids=["float64", "both"],
+)
+def test_weights_in_float64_are_divided_clipped_and_moved_in_float64(
+    name: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
     draws = torch.Generator().manual_seed(5)
-    weights = [nn.Parameter(torch.randn(6, 5, generator=draws, dtype=torch.float64).to(dtype)) for dtype in dtypes]
+    weights = [
+        nn.Parameter(torch.randn(6, 5, generator=draws, dtype=torch.float64).to(dtype))
+        for dtype in dtypes
+    ]
     start = [weight.detach().double().numpy().copy() for weight in weights]
     guarded, gradients = optim.GuardedUpdate([KINDS[name](weights, fused=True)], clip=0.1), []
     for _ in range(4):
@@ -108,13 +135,30 @@ def test_weights_in_float64_are_divided_clipped_and_moved_in_float64(name: str, 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_biases_norms_and_embeddings_move_at_the_rate_of_all(name: str) -> None:
-    model = nn.ModuleDict({"emb": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "mid": nn.Linear(4, 4), "head": nn.Linear(4, 5)})
+    model = nn.ModuleDict(
+        {
+            "emb": nn.Embedding(5, 4),
+            "norm": nn.LayerNorm(4),
+            "mid": nn.Linear(4, 4),
+            "head": nn.Linear(4, 5),
+        }
+    )
     built = optim.build(OptimTable.model_validate({"name": name}), optim.find_trained(model))
-    adapts = {name: group["adapt"] for each in built.optimizers for group in each.param_groups for name in group["names"]}
+    adapts = {
+        name: group["adapt"]
+        for each in built.optimizers
+        for group in each.param_groups
+        for name in group["names"]
+    }
     assert adapts == {
-        "emb.weight": False, "norm.weight": False, "norm.bias": False, "mid.weight": True, "mid.bias": False, "head.weight": True,
+        "emb.weight": False,
+        "norm.weight": False,
+        "norm.bias": False,
+        "mid.weight": True,
+        "mid.bias": False,
+        "head.weight": True,
         "head.bias": False,
-    }  # fmt: skip
+    }
     assert sum("a rate of its own for each layer" in line for line in built.summary) == 1
 
 
@@ -147,17 +191,31 @@ def test_on_an_asynchronous_device_a_step_that_is_not_finite_moves_nothing(name:
         model = network()
         made = KINDS[name](model.parameters())
         guarded = optim.GuardedUpdate(
-            [made], clip=0.05, curve=lambda step: 1 / (1 + step), total_steps=20, on_device=on_device
-        )  # fmt: skip
+            [made],
+            clip=0.05,
+            curve=lambda step: 1 / (1 + step),
+            total_steps=20,
+            on_device=on_device,
+        )
         assert guarded.on_device is on_device
         for step in range(STEPS):
             gradients_of(model, step)
             if step in (0, 4):
                 next(iter(model.parameters())).grad.fill_(float("inf"))  # type: ignore[union-attr]
-                before = copy.deepcopy([*model.parameters(), *(value for row in made.state.values() for value in row.values())])
+                before = copy.deepcopy(
+                    [
+                        *model.parameters(),
+                        *(value for row in made.state.values() for value in row.values()),
+                    ]
+                )
                 assert not guarded.step_if_finite(0.5)[1]
-                after = [*model.parameters(), *(value for row in made.state.values() for value in row.values())]
-                assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+                after = [
+                    *model.parameters(),
+                    *(value for row in made.state.values() for value in row.values()),
+                ]
+                assert all(
+                    torch.equal(one, other) for one, other in zip(before, after, strict=True)
+                )
             else:
                 assert guarded.step_if_finite(0.5)[1]
         results.append([parameter.detach().clone() for parameter in model.parameters()])
@@ -180,7 +238,10 @@ def test_a_state_dict_goes_on_exactly_and_a_parameter_may_be_without_a_gradient(
             two.load_state_dict(saved)
         one.step()
         two.step()
-    assert all(torch.equal(mine, other) for mine, other in zip(whole.parameters(), parts.parameters(), strict=True))
+    assert all(
+        torch.equal(mine, other)
+        for mine, other in zip(whole.parameters(), parts.parameters(), strict=True)
+    )
     for is_fused in (True, False):
         made = KINDS[name](whole.parameters(), fused=is_fused)
         assert optim.GuardedUpdate([made], total_steps=1, on_device=True).on_device is is_fused
@@ -203,12 +264,20 @@ def test_complex_weights_are_moved_as_their_real_and_imaginary_parts(name: str) 
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        (optim.Lars, {"lr": -1.0}), (optim.Lars, {"lr": float("nan")}), (optim.Lars, {"weight_decay": -1.0}), (optim.Lars, {"trust": 0.0}),
-        (optim.Lars, {"momentum": 1.0}), (optim.Lamb, {"lr": "fast"}), (optim.Lamb, {"betas": (1.0, 0.9)}),
-        (optim.Lamb, {"betas": (0.9, -0.1)}), (optim.Lamb, {"eps": -1e-6}),
+        (optim.Lars, {"lr": -1.0}),
+        (optim.Lars, {"lr": float("nan")}),
+        (optim.Lars, {"weight_decay": -1.0}),
+        (optim.Lars, {"trust": 0.0}),
+        (optim.Lars, {"momentum": 1.0}),
+        (optim.Lamb, {"lr": "fast"}),
+        (optim.Lamb, {"betas": (1.0, 0.9)}),
+        (optim.Lamb, {"betas": (0.9, -0.1)}),
+        (optim.Lamb, {"eps": -1e-6}),
     ],
-)  # fmt: skip
-def test_settings_that_would_not_bring_weights_down_are_refused(kind: Any, settings: dict[str, Any]) -> None:
+)
+def test_settings_that_would_not_bring_weights_down_are_refused(
+    kind: Any, settings: dict[str, Any]
+) -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
     name = next(iter(settings))
     with pytest.raises(SpecError, match=rf"^{name} is "):

@@ -29,27 +29,53 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Source
 from surefoot.core.errors import BadRecordError, DataError, SpecError
 from surefoot.train.step.reading import make_settings
-from tests.components.loading import Counting, Locked, Numbers, Odds, Once, Troubled, Unsafe, shifted
+from tests.components.loading import (
+    Counting,
+    Locked,
+    Numbers,
+    Odds,
+    Once,
+    Troubled,
+    Unsafe,
+    shifted,
+)
 
 BATCH, STEPS, SEED = 16, 21, 5  # three epochs; the last batch of each has one sample
-CREWS = [LoaderSettings(workers=workers, kind=kind) for kind in ("thread", "process") for workers in (1, 2, 7)]
+CREWS = [
+    LoaderSettings(workers=workers, kind=kind)
+    for kind in ("thread", "process")
+    for workers in (1, 2, 7)
+]
 
 
-def loader(source: Source, settings: LoaderSettings | None = None, *, microbatch: int | None = 6) -> Loader:
+def loader(
+    source: Source, settings: LoaderSettings | None = None, *, microbatch: int | None = 6
+) -> Loader:
     feed = Feed(source, Order(len(source), SEED), batch=BATCH, microbatch=microbatch)
     return Loader(
-        feed, Reader(source, shifted if type(source) is not Odds else None, SEED), settings or LoaderSettings(), last=STEPS
+        feed,
+        Reader(source, shifted if type(source) is not Odds else None, SEED),
+        settings or LoaderSettings(),
+        last=STEPS,
     )
 
 
 def rows(taken: Any) -> list[Any]:
-    return [taken.window.ids.tolist(), [(batch["number"].tolist(), batch["image"].clone()) for batch in taken.batches]]
+    return [
+        taken.window.ids.tolist(),
+        [(batch["number"].tolist(), batch["image"].clone()) for batch in taken.batches],
+    ]
 
 
 def same(left: list[Any], right: list[Any]) -> bool:
-    return left[0] == right[0] and len(left[1]) == len(right[1]) and all(
-        mine[0] == other[0] and torch.equal(mine[1], other[1]) for mine, other in zip(left[1], right[1], strict=True)
-    )  # fmt: skip
+    return (
+        left[0] == right[0]
+        and len(left[1]) == len(right[1])
+        and all(
+            mine[0] == other[0] and torch.equal(mine[1], other[1])
+            for mine, other in zip(left[1], right[1], strict=True)
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +94,15 @@ def nothing_stays() -> Any:
         gc.collect()  # which takes seconds among all tests, so it is not asked for each time
     assert not multiprocessing.active_children()
     assert psutil.Process().num_fds() <= before
-    assert not [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]  # as torch and Python name theirs
+    assert not [
+        name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name
+    ]  # as torch and Python name theirs
 
 
 @pytest.mark.parametrize("settings", CREWS, ids=lambda each: f"{each.workers} {each.kind}")
-def test_any_number_of_workers_reads_the_same(settings: LoaderSettings, expected: list[list[Any]]) -> None:
+def test_any_number_of_workers_reads_the_same(
+    settings: LoaderSettings, expected: list[list[Any]]
+) -> None:
     reading = loader(Numbers(), settings)
     found = [rows(reading.take(number)) for number in range(1, STEPS + 1)]
     reading.close()
@@ -81,7 +111,9 @@ def test_any_number_of_workers_reads_the_same(settings: LoaderSettings, expected
 
 def test_workers_that_are_spawned_read_the_same(expected: list[list[Any]]) -> None:
     reading = loader(Numbers(), LoaderSettings(workers=1, kind="process", start="spawn"))
-    assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1))
+    assert all(
+        same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1)
+    )
     reading.close()
 
 
@@ -107,12 +139,16 @@ def test_other_workers_in_the_middle_change_nothing(expected: list[list[Any]]) -
     for number in range(1, STEPS + 1):
         assert same(rows(reading.take(number)), expected[number - 1])
         if number in (3, 9, 15):
-            reading.use(LoaderSettings(workers=number // 3, kind="thread" if number == 9 else "process"))
+            reading.use(
+                LoaderSettings(workers=number // 3, kind="thread" if number == 9 else "process")
+            )
     reading.close()
 
 
 @pytest.mark.parametrize(
-    "settings", [LoaderSettings(workers=2, kind="process"), LoaderSettings(workers=2, kind="thread")], ids=["process", "thread"]
+    "settings",
+    [LoaderSettings(workers=2, kind="process"), LoaderSettings(workers=2, kind="thread")],
+    ids=["process", "thread"],
 )
 def test_all_that_a_batch_may_hold_comes_through(settings: LoaderSettings) -> None:
     here, there = loader(Odds()), loader(Odds(), settings)
@@ -154,12 +190,17 @@ def test_workers_killed_at_random_change_nothing(expected: list[list[Any]]) -> N
             assert same(rows(reading.take(number)), expected[number - 1])
         reading.close()
     assert len(told) >= 5
-    assert all("was killed by signal 9" in each.what and "it was replaced" in each.then for each in told)
+    assert all(
+        "was killed by signal 9" in each.what and "it was replaced" in each.then for each in told
+    )
 
 
 @pytest.mark.parametrize(
     "settings",
-    [LoaderSettings(workers=2, kind="process"), LoaderSettings(workers=2, kind="thread", timeout_s=1)],
+    [
+        LoaderSettings(workers=2, kind="process"),
+        LoaderSettings(workers=2, kind="thread", timeout_s=1),
+    ],
     ids=["process", "thread"],
 )
 def test_a_worker_that_hangs_is_named_within_5_s_and_replaced(
@@ -183,7 +224,10 @@ def test_a_worker_that_hangs_is_named_within_5_s_and_replaced(
 
 def test_a_worker_that_computes_is_given_longer(tmp_path: Path, expected: list[list[Any]]) -> None:
     reading, told = (
-        loader(Troubled("computes", Once(tmp_path, 1)), LoaderSettings(workers=1, kind="process", timeout_s=0.25)),
+        loader(
+            Troubled("computes", Once(tmp_path, 1)),
+            LoaderSettings(workers=1, kind="process", timeout_s=0.25),
+        ),
         list[LoaderNotice](),
     )
     reading.tell = told.append
@@ -195,17 +239,26 @@ def test_a_worker_that_computes_is_given_longer(tmp_path: Path, expected: list[l
 
 
 def test_what_a_worker_raises_is_raised_where_a_person_sees_it(tmp_path: Path) -> None:
-    reading = loader(Troubled("raises", Once(tmp_path, 100)), LoaderSettings(workers=2, kind="process"))
+    reading = loader(
+        Troubled("raises", Once(tmp_path, 100)), LoaderSettings(workers=2, kind="process")
+    )
     with pytest.raises(OSError, match="the cable is loose") as raised:
         for number in range(1, 8):
             reading.take(number)
     reading.close()
-    assert any(frame.name == "read" and "loading.py" in str(frame.path) for frame in raised.traceback)
+    assert any(
+        frame.name == "read" and "loading.py" in str(frame.path) for frame in raised.traceback
+    )
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_an_error_of_the_moment_is_told_and_read_again(kind: Any, tmp_path: Path, expected: list[list[Any]]) -> None:
-    reading, told = loader(Troubled("raises", Once(tmp_path, 1)), LoaderSettings(workers=2, kind=kind)), list[LoaderNotice]()
+def test_an_error_of_the_moment_is_told_and_read_again(
+    kind: Any, tmp_path: Path, expected: list[list[Any]]
+) -> None:
+    reading, told = (
+        loader(Troubled("raises", Once(tmp_path, 1)), LoaderSettings(workers=2, kind=kind)),
+        list[LoaderNotice](),
+    )
     reading.tell = told.append
     assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, 8))
     reading.close()
@@ -213,10 +266,15 @@ def test_an_error_of_the_moment_is_told_and_read_again(kind: Any, tmp_path: Path
     assert "OSError: the cable is loose" in told[0].what
 
 
-def test_samples_that_no_worker_survives_end_the_run_with_their_numbers(tmp_path: Path, expected: list[list[Any]]) -> None:
-    reading = loader(Troubled("dies", Once(tmp_path, 100)), LoaderSettings(workers=2, kind="process"))
+def test_samples_that_no_worker_survives_end_the_run_with_their_numbers(
+    tmp_path: Path, expected: list[list[Any]]
+) -> None:
+    reading = loader(
+        Troubled("dies", Once(tmp_path, 100)), LoaderSettings(workers=2, kind="process")
+    )
     with pytest.raises(
-        BadRecordError, match=r"killed by signal 9 while it read samples .* of step \d; so did 2 workers"
+        BadRecordError,
+        match=r"killed by signal 9 while it read samples .* of step \d; so did 2 workers",
     ) as raised:
         for number in range(1, 8):
             reading.take(number)
@@ -227,7 +285,9 @@ def test_nothing_is_read_further_ahead_than_memory_allows() -> None:
     reading = loader(Numbers(), LoaderSettings(workers=2, kind="process", prefetch=9))
     reading.take(1)
     assert reading.depth == 18
-    reading.use(LoaderSettings(workers=2, kind="process", prefetch=9, memory_bytes=6 * reading.batch_bytes))
+    reading.use(
+        LoaderSettings(workers=2, kind="process", prefetch=9, memory_bytes=6 * reading.batch_bytes)
+    )
     reading.take(1)
     assert reading.depth == 6
     assert "2 worker processes hold 6 microbatches ahead" in reading.describe()
@@ -239,7 +299,9 @@ def test_nothing_is_read_further_ahead_than_memory_allows() -> None:
 
 def test_a_source_that_cannot_be_sent_is_told_with_the_attribute() -> None:
     reading = loader(Locked(), LoaderSettings(workers=1, kind="process", start="spawn"))
-    with pytest.raises(DataError, match=r"the source\.settings\['transform'\] cannot be sent") as raised:
+    with pytest.raises(
+        DataError, match=r"the source\.settings\['transform'\] cannot be sent"
+    ) as raised:
         reading.take(1)
     assert 'loader.start = "fork"' in raised.value.hint
 
@@ -261,7 +323,12 @@ def test_workers_die_with_the_process_that_began_them() -> None:
         "reading = loader(Numbers(0.2), LoaderSettings(workers=3, kind='process')); reading.take(1)\n"
         "print(*(each.pid for each in multiprocessing.active_children()), flush=True); time.sleep(60)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert parent.stdout is not None
     workers = [int(number) for number in parent.stdout.readline().split()]
     parent.kill()
@@ -275,16 +342,27 @@ def test_workers_die_with_the_process_that_began_them() -> None:
 
 
 def test_what_goes_together_in_a_spec() -> None:
-    with pytest.raises(SpecError, match=r"loader\.prefetch = 4 has no effect with loader\.workers = 0, its default"):
+    with pytest.raises(
+        SpecError, match=r"loader\.prefetch = 4 has no effect with loader\.workers = 0, its default"
+    ):
         RunSpec(loader={"prefetch": 4})
-    with pytest.raises(SpecError, match=r"loader\.workers is 2, and the source gives whole batches") as raised:
+    with pytest.raises(
+        SpecError, match=r"loader\.workers is 2, and the source gives whole batches"
+    ) as raised:
         make_settings(RunSpec(loader={"workers": 2}), Iterated([torch.zeros(2)]))
     assert "num_workers" in raised.value.hint
 
 
-def test_workers_are_threads_where_two_of_them_are_faster(expected: list[list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "ROUNDS", 12)  # the fastest of many: one in a row of them is not held up by what else runs
-    made = {each: loader(each, LoaderSettings(workers=1)).kind for each in (Numbers(0.1), Counting(), Unsafe(0.1))}
+def test_workers_are_threads_where_two_of_them_are_faster(
+    expected: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        crew, "ROUNDS", 12
+    )  # the fastest of many: one in a row of them is not held up by what else runs
+    made = {
+        each: loader(each, LoaderSettings(workers=1)).kind
+        for each in (Numbers(0.1), Counting(), Unsafe(0.1))
+    }
     assert list(made.values()) == ["thread", "process", "process"]
     assert loader(Unsafe(), LoaderSettings(workers=1, kind="thread")).kind == "thread"
 
@@ -307,9 +385,15 @@ class Steps:
     [
         (0.001, 0.2, 8, 0),  # it hardly waits: no worker is worth it
         (0.05, 0.2, 8, 1),  # one hides all
-        (0.3, 0.2, 8, 2), (0.7, 0.2, 8, 4), (5.0, 0.2, 8, 8), (5.0, 0.2, 3, 3), (0.2, 0.2, 1, 1), (0.5, 1e-4, 8, 8), (0.2, 0.2, 0, 0),
+        (0.3, 0.2, 8, 2),
+        (0.7, 0.2, 8, 4),
+        (5.0, 0.2, 8, 8),
+        (5.0, 0.2, 3, 3),
+        (0.2, 0.2, 1, 1),
+        (0.5, 1e-4, 8, 8),
+        (0.2, 0.2, 0, 0),
     ],
-)  # fmt: skip
+)
 def test_the_cheapest_number_of_workers_is_found_with_which_no_step_waits(
     read_s: float, compute_s: float, most: int, found: int
 ) -> None:
@@ -345,14 +429,20 @@ def test_a_run_that_waits_is_told_so_once_with_the_cause(monkeypatch: pytest.Mon
     assert "tune-loader" in told[0].then
 
 
-def test_workers_are_found_while_a_run_goes_on(monkeypatch: pytest.MonkeyPatch, expected: list[list[Any]]) -> None:
+def test_workers_are_found_while_a_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, expected: list[list[Any]]
+) -> None:
     monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_S", 0.0)
     monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_STEPS", 3)
     monkeypatch.setattr("surefoot.components.data.loader.pilot.SKIPPED_STEPS", 1)
     told = list[LoaderNotice]()
-    reading = loader(Numbers(0.02), LoaderSettings(most=4))  # far longer than a busy machine makes a step
+    reading = loader(
+        Numbers(0.02), LoaderSettings(most=4)
+    )  # far longer than a busy machine makes a step
     reading.tell = told.append
-    assert all(same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1))
+    assert all(
+        same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1)
+    )
     found = reading.settings.workers
     reading.close()
     assert [each.kind for each in told] == ["tuned"]

@@ -25,7 +25,16 @@ from surefoot.components.data.loader import Loader, LoaderNotice, LoaderSettings
 from surefoot.components.data.order import Keys
 from surefoot.contract.task import Source, import_file
 from surefoot.core.errors import BadRecordError, DataError
-from tests.components.loading import Drawing, Nameless, Numbers, Once, OnlyAtHome, Unsafe, Wordy, shifted
+from tests.components.loading import (
+    Drawing,
+    Nameless,
+    Numbers,
+    Once,
+    OnlyAtHome,
+    Unsafe,
+    Wordy,
+    shifted,
+)
 from tests.components.test_loader import expected, nothing_stays, rows, same  # noqa: F401 - fixtures
 
 ONE = LoaderSettings(workers=1, kind="process")
@@ -33,7 +42,12 @@ TWO = LoaderSettings(workers=2, kind="process")
 
 
 def loader(
-    source: Source, settings: LoaderSettings, *, batch: int = 16, last: int = 21, told: list[LoaderNotice] | None = None
+    source: Source,
+    settings: LoaderSettings,
+    *,
+    batch: int = 16,
+    last: int = 21,
+    told: list[LoaderNotice] | None = None,
 ) -> Loader:
     feed = Feed(source, Order(len(source), 5), batch=batch)
     reading = Loader(feed, Reader(source, None, 5), settings, last=last)
@@ -43,7 +57,9 @@ def loader(
 
 def test_numbers_and_words_that_fill_a_pipe_hold_nobody_up() -> None:
     """The run would wait to send, the worker to send back, and both for ever."""
-    reading = loader(Wordy(), LoaderSettings(workers=1, kind="process", prefetch=6), batch=40_000, last=6)
+    reading = loader(
+        Wordy(), LoaderSettings(workers=1, kind="process", prefetch=6), batch=40_000, last=6
+    )
     signal.alarm(30)
     for number in range(1, 7):
         (batch,) = reading.take(number).batches
@@ -54,7 +70,13 @@ def test_numbers_and_words_that_fill_a_pipe_hold_nobody_up() -> None:
 
 def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_is_replaced() -> None:
     told: list[LoaderNotice] = []
-    reading = loader(Wordy(), LoaderSettings(workers=1, kind="process", timeout_s=0.2), batch=4000, last=9, told=told)
+    reading = loader(
+        Wordy(),
+        LoaderSettings(workers=1, kind="process", timeout_s=0.2),
+        batch=4000,
+        last=9,
+        told=told,
+    )
     drawn = random.Random(1)
     signal.alarm(30)
     for number in range(1, 10):
@@ -72,20 +94,26 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_is_replaced() -> None
 def test_a_source_that_is_slow_each_time_is_not_taken_for_one_that_hangs() -> None:
     """Once it is known how long it takes, nobody is ended for it."""
     told: list[LoaderNotice] = []
-    reading = loader(Numbers(1.5), LoaderSettings(workers=1, kind="process", timeout_s=1.0), last=5, told=told)
+    reading = loader(
+        Numbers(1.5), LoaderSettings(workers=1, kind="process", timeout_s=1.0), last=5, told=told
+    )
     for number in range(1, 6):
         reading.take(number)
     reading.close()
     assert [each.step for each in told] == [1]
 
 
-def test_a_run_that_was_stopped_itself_finds_no_worker_guilty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_stopped_itself_finds_no_worker_guilty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ctrl-Z and fg: the clock went on, and neither the run nor its workers did."""
     told: list[LoaderNotice] = []
     reading = loader(Numbers(0.1), ONE, last=5, told=told)
     real, jumps = time.monotonic, iter([0.0, 0.0, 100.0])
     monkeypatch.setattr(
-        "surefoot.components.data.loader.loader.time.monotonic", lambda: real() + next(jumps, 100.0), raising=True
+        "surefoot.components.data.loader.loader.time.monotonic",
+        lambda: real() + next(jumps, 100.0),
+        raising=True,
     )
     for number in range(1, 6):
         reading.take(number)
@@ -94,15 +122,21 @@ def test_a_run_that_was_stopped_itself_finds_no_worker_guilty(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_batches_that_cannot_be_sent_end_the_run_and_are_not_read_twice_each(comes_back: bool) -> None:
+def test_batches_that_cannot_be_sent_end_the_run_and_are_not_read_twice_each(
+    comes_back: bool,
+) -> None:
     reading = loader(Nameless(comes_back), TWO)
-    with pytest.raises(DataError, match="the batch of step 1 cannot go from a worker process to the run: ") as raised:
+    with pytest.raises(
+        DataError, match="the batch of step 1 cannot go from a worker process to the run: "
+    ) as raised:
         reading.take(1)
     assert ("made of glass" in raised.value.message) is comes_back
     assert 'loader.kind = "thread"' in raised.value.hint
 
 
-def test_a_source_that_raises_in_every_worker_is_read_without_them(expected: list[list[Any]]) -> None:  # noqa: F811
+def test_a_source_that_raises_in_every_worker_is_read_without_them(
+    expected: list[list[Any]],  # noqa: F811
+) -> None:
     told: list[LoaderNotice] = []
     reading = loader(OnlyAtHome(), TWO, told=told)
     for number in range(1, 15):
@@ -119,7 +153,9 @@ def test_a_dataset_that_draws_for_itself_draws_the_same_in_any_worker_and_no_two
     for workers in (0, 1, 2, 7):
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
         reading = loader(Drawing(), LoaderSettings(workers=workers, kind="process"))
-        found[workers] = [tuple(reading.take(number).batches[0]["image"].tolist()) for number in range(1, 22)]
+        found[workers] = [
+            tuple(reading.take(number).batches[0]["image"].tolist()) for number in range(1, 22)
+        ]
         reading.close()
         after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
         assert torch.equal(before[0], after[0])
@@ -132,7 +168,9 @@ def test_a_dataset_that_draws_for_itself_draws_the_same_in_any_worker_and_no_two
 
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_source_that_writes_to_its_ids_changes_nothing_but_its_own(workers: int, skips: bool) -> None:
+def test_a_source_that_writes_to_its_ids_changes_nothing_but_its_own(
+    workers: int, skips: bool
+) -> None:
     """It counts from 1: a step that is done again would read others, and the ledger would hold what nobody read."""
 
     class FromOne(Unsafe):
@@ -142,13 +180,20 @@ def test_a_source_that_writes_to_its_ids_changes_nothing_but_its_own(workers: in
                 raise ValueError("no image")
             return {"number": torch.from_numpy(ids - 1)}
 
-    reading = loader(FromOne(), LoaderSettings(workers=workers, kind="process" if workers else "auto"))
+    reading = loader(
+        FromOne(), LoaderSettings(workers=workers, kind="process" if workers else "auto")
+    )
     if skips:
         reading.skip_bad(1.0)
     for number in (1, 1, 2, 7) if skips else (1, 1, 3):
         taken = reading.take(number)
-        assert taken.batches[0]["number"].tolist() == [each for each in taken.window.ids.tolist() if each != 40]
-        assert taken.window.ids.tolist() == Feed(reading.source, Order(97, 5), batch=16).window(number - 1).ids.tolist()
+        assert taken.batches[0]["number"].tolist() == [
+            each for each in taken.window.ids.tolist() if each != 40
+        ]
+        assert (
+            taken.window.ids.tolist()
+            == Feed(reading.source, Order(97, 5), batch=16).window(number - 1).ids.tolist()
+        )
     reading.close()
     assert list(reading.bad.found) == ([40] if skips else [])
 
@@ -180,24 +225,37 @@ def test_a_source_that_hangs_in_workers_alone_is_told_what_may_hold_it() -> None
 
     source = Pooled()
     reading = loader(source, LoaderSettings(workers=1, kind="process", timeout_s=0.05))
-    with pytest.raises(BadRecordError, match=r"gave nothing for .* of step 1; so did 2 workers before it") as raised:
+    with pytest.raises(
+        BadRecordError, match=r"gave nothing for .* of step 1; so did 2 workers before it"
+    ) as raised:
         reading.take(1)
     source.pool.shutdown()
-    assert 'what hangs in forked workers alone, as a pool of threads does, wants loader.start = "spawn"' in str(raised.value.hint)
+    assert (
+        'what hangs in forked workers alone, as a pool of threads does, wants loader.start = "spawn"'
+        in str(raised.value.hint)
+    )
 
 
 def test_a_gradient_that_is_asked_for_is_asked_for_behind_a_worker() -> None:
     class Inputs(Numbers):
         def read(self, ids: np.ndarray) -> dict[str, Any]:
             free = torch.ones(len(ids), requires_grad=True)
-            return {"leaf": free, "made": free * 2, "none": torch.ones(2), "empty": torch.ones(0, requires_grad=True)}
+            return {
+                "leaf": free,
+                "made": free * 2,
+                "none": torch.ones(2),
+                "empty": torch.ones(0, requires_grad=True),
+            }
 
     reading = loader(Inputs(), ONE)
     (batch,) = reading.take(1).batches
     reading.close()
     assert {name: part.requires_grad for name, part in batch.items()} == {
-        "leaf": True, "made": True, "none": False, "empty": True,
-    }  # fmt: skip
+        "leaf": True,
+        "made": True,
+        "none": False,
+        "empty": True,
+    }
     (batch["leaf"].sum() + batch["made"].sum()).backward()
 
 
@@ -220,7 +278,9 @@ def test_workers_in_the_middle_of_a_batch_die_with_the_process(of_main: bool) ->
 
     def begin(pipe: Any) -> None:
         reading = loader(Numbers(30), TWO)
-        threading.Thread(target=tell if of_main else reading.take, args=(pipe if of_main else 1,)).start()
+        threading.Thread(
+            target=tell if of_main else reading.take, args=(pipe if of_main else 1,)
+        ).start()
         (reading.take if of_main else tell)(1 if of_main else pipe)
         time.sleep(30)
 
@@ -261,7 +321,9 @@ class Deadly(Numbers):
 
 def test_samples_that_were_read_when_a_worker_died_of_others_are_not_blamed(tmp_path: Path) -> None:
     """What it had is read again in the same order, so that the first of it is what it died of."""
-    reading = loader(Deadly(Once(tmp_path, 1)), LoaderSettings(workers=1, kind="process", prefetch=3))
+    reading = loader(
+        Deadly(Once(tmp_path, 1)), LoaderSettings(workers=1, kind="process", prefetch=3)
+    )
     with pytest.raises(BadRecordError, match="of step 3; so did 2 workers before it"):
         for number in range(1, 4):
             reading.take(number)
@@ -302,7 +364,9 @@ def test_a_sample_is_augmented_by_its_own_draws(expected: list[list[Any]]) -> No
         for numbers, images in batches:
             for number, image in zip(numbers, images, strict=True):
                 ids = np.array([number])
-                assert torch.equal(shifted(Numbers().read(ids), Keys(5, step // 7, ids))["image"][0], image)
+                assert torch.equal(
+                    shifted(Numbers().read(ids), Keys(5, step // 7, ids))["image"][0], image
+                )
 
 
 def test_a_process_that_may_have_no_children_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +379,9 @@ def test_more_files_than_a_process_may_open_are_told_and_given_back() -> None:
     before, (soft, hard) = psutil.Process().num_fds(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 60, hard))
     try:
-        with pytest.raises(DataError, match=r"worker 1 of 2 could not begin: .* each opens 42 files of memory") as raised:
+        with pytest.raises(
+            DataError, match=r"worker 1 of 2 could not begin: .* each opens 42 files of memory"
+        ) as raised:
             loader(Numbers(), LoaderSettings(workers=2, kind="process", prefetch=20)).take(1)
         assert psutil.Process().num_fds() <= before
     finally:
@@ -330,9 +396,11 @@ def test_batches_that_grow_are_held_to_the_memory_that_was_allowed() -> None:
 
     source = Growing()
     reading = Loader(
-        Feed(source, Order(97, 0, shuffle=False), batch=16), Reader(source, None, 0),
-        LoaderSettings(workers=1, kind="thread", prefetch=9, memory_bytes=1 << 20), last=20,
-    )  # fmt: skip
+        Feed(source, Order(97, 0, shuffle=False), batch=16),
+        Reader(source, None, 0),
+        LoaderSettings(workers=1, kind="thread", prefetch=9, memory_bytes=1 << 20),
+        last=20,
+    )
     reading.take(1)
     assert reading.depth == 9
     reading.take(2)
@@ -359,8 +427,12 @@ def test_what_is_bad_does_not_break_the_search_for_what_steps_wait_for() -> None
     assert Reader(Bad(), None, 0, skips=True).explain(0, np.arange(39, 42)).keys() == {"read"}
 
 
-def test_what_a_task_file_defines_goes_to_a_worker_that_is_spawned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "surefoot_task_elsewhere", sys)  # so that it is not there afterwards
+def test_what_a_task_file_defines_goes_to_a_worker_that_is_spawned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "surefoot_task_elsewhere", sys
+    )  # so that it is not there afterwards
     monkeypatch.setattr("sys.path", list(sys.path))
     (tmp_path / "elsewhere.py").write_text(
         "from tests.components.loading import Numbers\nclass Mine(Numbers):\n    pass\nclass Task:\n    source = Mine()\n"
@@ -407,23 +479,37 @@ class Failing(Numbers):
 
 
 WAYS = ("kill", "segfault", "no memory", "memory error", "exception", "sleep", "lock", "stop")
-FAILURES = [(how, workers) for how in WAYS for workers in (1, 2, 7) if (how, workers) not in {
-    ("lock", 7), ("sleep", 7), ("memory error", 7), ("exception", 7)}]  # fmt: skip
+FAILURES = [
+    (how, workers)
+    for how in WAYS
+    for workers in (1, 2, 7)
+    if (how, workers) not in {("lock", 7), ("sleep", 7), ("memory error", 7), ("exception", 7)}
+]
 
 
 def test_there_are_twenty_failures() -> None:
     assert len(FAILURES) == 20
 
 
-@pytest.mark.parametrize(("how", "workers"), FAILURES, ids=[f"{how} {workers}" for how, workers in FAILURES])
+@pytest.mark.parametrize(
+    ("how", "workers"), FAILURES, ids=[f"{how} {workers}" for how, workers in FAILURES]
+)
 def test_a_worker_that_fails_is_named_and_changes_nothing(
-    how: str, workers: int, tmp_path: Path, expected: list[list[Any]]  # noqa: F811
-) -> None:  # fmt: skip
+    how: str,
+    workers: int,
+    tmp_path: Path,
+    expected: list[list[Any]],  # noqa: F811
+) -> None:
     """F18; hangs are given a second here, and the usual four in another test."""
     told: list[LoaderNotice] = []
     source = Failing(how, tmp_path / "left")
     feed = Feed(source, Order(len(source), 5), batch=16, microbatch=6)
-    reading = Loader(feed, Reader(source, shifted, 5), LoaderSettings(workers=workers, kind="process", timeout_s=1), last=21)
+    reading = Loader(
+        feed,
+        Reader(source, shifted, 5),
+        LoaderSettings(workers=workers, kind="process", timeout_s=1),
+        last=21,
+    )
     reading.tell = told.append
     longest_s = 0.0
     for number in range(1, 10):

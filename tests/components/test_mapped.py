@@ -29,13 +29,23 @@ def write(path: Path, header: Any, content: bytes = b"") -> Path:
 @pytest.mark.parametrize("dtype", sorted(TORCH))
 def test_rows_of_every_dtype_come_back_as_they_were_written(dtype: str, tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
-    raw = torch.randint(0, 2 if dtype == "BOOL" else 100, (7, 3, ITEM_BYTES[dtype]), generator=draw, dtype=torch.uint8)
+    raw = torch.randint(
+        0,
+        2 if dtype == "BOOL" else 100,
+        (7, 3, ITEM_BYTES[dtype]),
+        generator=draw,
+        dtype=torch.uint8,
+    )
     values = raw.view(TORCH[dtype]).squeeze(-1)
-    safetensors.torch.save_file({"x": values, "odd": torch.zeros(7, 1, dtype=torch.uint8)}, tmp_path / "a.safetensors")
+    safetensors.torch.save_file(
+        {"x": values, "odd": torch.zeros(7, 1, dtype=torch.uint8)}, tmp_path / "a.safetensors"
+    )
     source = Safetensors(tmp_path / "a.safetensors", rows="x")
     read = source.read(np.array([6, 0, 6]))["rows"]
     assert read.dtype == values.dtype
-    assert torch.equal(read.contiguous().view(torch.uint8), values[[6, 0, 6]].contiguous().view(torch.uint8))
+    assert torch.equal(
+        read.contiguous().view(torch.uint8), values[[6, 0, 6]].contiguous().view(torch.uint8)
+    )
 
 
 def test_every_dtype_that_has_a_size_has_a_type() -> None:
@@ -43,9 +53,13 @@ def test_every_dtype_that_has_a_size_has_a_type() -> None:
     assert all(TORCH[name].itemsize == size for name, size in ITEM_BYTES.items())
 
 
-def test_tensors_are_named_or_all_and_a_file_is_mapped_again_in_another_process(tmp_path: Path) -> None:
+def test_tensors_are_named_or_all_and_a_file_is_mapped_again_in_another_process(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.safetensors"
-    safetensors.torch.save_file({"x": torch.arange(12.0).view(6, 2), "y": torch.arange(6)}, path, metadata={"made": "here"})
+    safetensors.torch.save_file(
+        {"x": torch.arange(12.0).view(6, 2), "y": torch.arange(6)}, path, metadata={"made": "here"}
+    )
     everything, named = Safetensors(path), Safetensors(path, labels="y")
     assert everything.read(np.array([4]))["x"].tolist() == [[8.0, 9.0]]
     assert named.read(np.array([5, 0])).keys() == {"labels"}
@@ -80,12 +94,18 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a size that is no number": ({"x": row(shape=(True, "4"))}, "has no shape"),
     "a giant size": ({"x": row(shape=(1 << 60,))}, "has no shape"),
     "three offsets": ({"x": row(offsets=(0, 16, 16))}, "no place"),
-    "beyond the end": ({"x": row(shape=(2, 3), offsets=(0, 24))}, "lies at bytes .* and the file has"),
+    "beyond the end": (
+        {"x": row(shape=(2, 3), offsets=(0, 24))},
+        "lies at bytes .* and the file has",
+    ),
     "backwards": ({"x": row(offsets=(16, 0))}, "lies at bytes"),
     "another size": ({"x": row(shape=(2, 1))}, "and has 16 bytes"),
     "overlap": ({"x": row(), "y": row(shape=(2,), offsets=(8, 16))}, "x and y overlap"),
     "a name twice": (b'{"x": 1, "x": 2}', "twice"),
-    "unequal lengths": ({"x": row(shape=(2,), offsets=(0, 8)), "y": row(shape=(1, 2), offsets=(8, 16))}, "no set of samples"),
+    "unequal lengths": (
+        {"x": row(shape=(2,), offsets=(0, 8)), "y": row(shape=(1, 2), offsets=(8, 16))},
+        "no set of samples",
+    ),
 }
 
 
@@ -97,7 +117,9 @@ def test_a_header_that_cannot_be_true_is_refused(what: str, tmp_path: Path) -> N
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8, (1 << 20).to_bytes(8, "little") + b"{}"])
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", b"\xff" * 8, (1 << 20).to_bytes(8, "little") + b"{}"]
+)
 def test_a_file_that_is_cut_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(DataError, match="its header has"):
@@ -178,13 +200,22 @@ def hole(path: Path, head: bytes) -> Path:
 
 
 @pytest.mark.slow
-def test_maps_larger_than_the_memory_allowed_train_with_small_resident_growth(tmp_path: Path) -> None:
+def test_maps_larger_than_the_memory_allowed_train_with_small_resident_growth(
+    tmp_path: Path,
+) -> None:
     shape = (FILE_BYTES // 512, 256)
     header = json.dumps({"x": row("U16", shape, (0, FILE_BYTES))}).encode()
     tokens = hole(tmp_path / "a.bin", b"")
     tensors = hole(tmp_path / "a.safetensors", len(header).to_bytes(8, "little") + header)
     np.lib.format.open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.uint16, shape=shape).flush()
-    command = [sys.executable, "-c", TRAIN.format(allowed=ALLOWED_BYTES), str(tokens), str(tmp_path / "a.npy"), str(tensors)]
+    command = [
+        sys.executable,
+        "-c",
+        TRAIN.format(allowed=ALLOWED_BYTES),
+        str(tokens),
+        str(tmp_path / "a.npy"),
+        str(tensors),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *grown, last = done.stdout.splitlines()

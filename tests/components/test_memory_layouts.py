@@ -15,16 +15,26 @@ from surefoot.core.errors import TaskError
 
 STEPS = 4
 TABLES: dict[str, dict[str, Any]] = {
-    "adamw": {"name": "adamw"}, "adam": {"name": "adam"}, "sgd": {"name": "sgd", "momentum": 0.9}, "plain sgd": {"name": "sgd"},
-    "lars": {"name": "lars", "lr": 1.0}, "lamb": {"name": "lamb"}, "muon": {"name": "muon"}, "not fused": {"name": "adamw", "fused": False},
-}  # fmt: skip
-PLACED: dict[str, Callable[[Tensor], Tensor]] = {  # the same numbers of shape (4, 3, 2, 2), otherwise in memory
+    "adamw": {"name": "adamw"},
+    "adam": {"name": "adam"},
+    "sgd": {"name": "sgd", "momentum": 0.9},
+    "plain sgd": {"name": "sgd"},
+    "lars": {"name": "lars", "lr": 1.0},
+    "lamb": {"name": "lamb"},
+    "muon": {"name": "muon"},
+    "not fused": {"name": "adamw", "fused": False},
+}
+PLACED: dict[
+    str, Callable[[Tensor], Tensor]
+] = {  # the same numbers of shape (4, 3, 2, 2), otherwise in memory
     "a slice of columns": lambda given: _inside(given, (4, 3, 2, 5))[..., 1:3],
     "a slice of rows": lambda given: _inside(given, (4, 3, 2, 2), offset=7),
     "every second": lambda given: _inside(given, (4, 3, 2, 4))[..., ::2],
     "transposed": lambda given: given.transpose(0, 1).contiguous().transpose(0, 1),
     "channels last": lambda given: given.contiguous(memory_format=torch.channels_last),
-    "channels last in a slice": lambda given: _inside(given.movedim(1, -1), (4, 2, 2, 6))[..., :3].movedim(-1, 1),
+    "channels last in a slice": lambda given: _inside(given.movedim(1, -1), (4, 2, 2, 6))[
+        ..., :3
+    ].movedim(-1, 1),
 }
 
 
@@ -41,13 +51,19 @@ def placed(kind: str, given: Tensor) -> Tensor:
     return made
 
 
-def train(parameter: nn.Parameter, table: dict[str, Any], gradient: Callable[[Tensor], Tensor] = lambda given: given) -> Tensor:
+def train(
+    parameter: nn.Parameter,
+    table: dict[str, Any],
+    gradient: Callable[[Tensor], Tensor] = lambda given: given,
+) -> Tensor:
     model = nn.Module()
     model.first, model.odd = nn.Linear(3, 3), parameter
     with torch.no_grad():
         for each in model.first.parameters():
             each.fill_(0.5)
-    built = optim.build(OptimTable.model_validate({"lr": 0.05, "decay": 0.01, **table}), optim.find_trained(model))
+    built = optim.build(
+        OptimTable.model_validate({"lr": 0.05, "decay": 0.01, **table}), optim.find_trained(model)
+    )
     guarded = optim.GuardedUpdate(built.optimizers, clip=5.0)
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(step)
@@ -62,7 +78,12 @@ def train(parameter: nn.Parameter, table: dict[str, Any], gradient: Callable[[Te
 def test_a_parameter_is_trained_alike_wherever_its_numbers_lie(kind: str, name: str) -> None:
     given = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(9))
     odd = nn.Parameter(placed(kind, given))
-    torch.testing.assert_close(train(odd, TABLES[name]), train(nn.Parameter(given.clone()), TABLES[name]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        train(odd, TABLES[name]),
+        train(nn.Parameter(given.clone()), TABLES[name]),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -70,14 +91,22 @@ def test_a_gradient_may_lie_otherwise_than_its_weight(name: str) -> None:
     given = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(9))
 
     def channels_last(gradient: Tensor) -> Tensor:
-        return gradient.contiguous(memory_format=torch.channels_last) if gradient.ndim == 4 else gradient
+        return (
+            gradient.contiguous(memory_format=torch.channels_last)
+            if gradient.ndim == 4
+            else gradient
+        )
 
     theirs = train(nn.Parameter(given.clone()), TABLES[name], channels_last)
-    torch.testing.assert_close(theirs, train(nn.Parameter(given.clone()), TABLES[name]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        theirs, train(nn.Parameter(given.clone()), TABLES[name]), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 4), (2, 1, 3)])
-def test_a_parameter_whose_elements_share_memory_is_refused_as_torch_refuses_it(shape: tuple[int, ...]) -> None:
+def test_a_parameter_whose_elements_share_memory_is_refused_as_torch_refuses_it(
+    shape: tuple[int, ...],
+) -> None:
     expanded = nn.Parameter(torch.ones(1).expand(shape))
     expanded.grad = torch.ones(shape)
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):

@@ -8,13 +8,17 @@ import pytest
 from surefoot.components.stability.noise import GradientNoise, Noise
 
 
-def measured(seed: int, *, scale: float, part: int = 8, whole: int = 64, steps: int = 200, weights: int = 400) -> Noise | None:
+def measured(
+    seed: int, *, scale: float, part: int = 8, whole: int = 64, steps: int = 200, weights: int = 400
+) -> Noise | None:
     """Gradients of norm 1 with noise of variance `scale` a sample, over the parts of each step and all of it."""
     generator = np.random.default_rng(seed)
     truth = np.ones(weights) / np.sqrt(weights)
     noise = GradientNoise()
     for _ in range(steps):
-        parts = truth + generator.normal(0, np.sqrt(scale / weights / part), (whole // part, weights))
+        parts = truth + generator.normal(
+            0, np.sqrt(scale / weights / part), (whole // part, weights)
+        )
         noise.add(float((parts[0] ** 2).sum()), float((parts.mean(0) ** 2).sum()), part, whole)
     return noise.estimate()
 
@@ -22,9 +26,15 @@ def measured(seed: int, *, scale: float, part: int = 8, whole: int = 64, steps: 
 @pytest.mark.parametrize("scale", [10.0, 100.0])
 def test_the_interval_holds_the_true_scale_in_about_nineteen_of_twenty_runs(scale: float) -> None:
     found = [measured(seed, scale=scale) for seed in range(40)]
-    held = sum(each is not None and each.high is not None and each.low <= scale <= each.high for each in found)
+    held = sum(
+        each is not None and each.high is not None and each.low <= scale <= each.high
+        for each in found
+    )
     assert held >= 35
-    assert all(each is not None and each.scale is not None and each.scale == pytest.approx(scale, rel=0.5) for each in found)
+    assert all(
+        each is not None and each.scale is not None and each.scale == pytest.approx(scale, rel=0.5)
+        for each in found
+    )
 
 
 def test_gradients_that_are_0_have_no_scale() -> None:
@@ -62,9 +72,13 @@ def test_what_is_not_finite_or_too_few_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "says"), [(10, "a larger one, up to about 100"), (100, "about as large"), (1000, "a smaller one")]
+    ("batch", "says"),
+    [(10, "a larger one, up to about 100"), (100, "about as large"), (1000, "a smaller one")],
 )
 def test_the_advice_follows_from_where_the_batch_lies(batch: int, says: str) -> None:
     text = Noise(scale=100.0, low=80.0, high=120.0, num_steps=50).advise(batch)
     assert says in text
-    assert f"{1 + 100 / batch:.3g}x the fewest steps and {1 + batch / 100:.3g}x the fewest samples" in text
+    assert (
+        f"{1 + 100 / batch:.3g}x the fewest steps and {1 + batch / 100:.3g}x the fewest samples"
+        in text
+    )

@@ -18,7 +18,9 @@ class Shared(nn.Module):
         self.conv = nn.Conv2d(3, 24, 3)
         self.norm = nn.BatchNorm2d(24, eps=1e-3)
         self.again = self.norm
-        self.block = nn.Sequential(nn.Conv2d(24, 64, 3), nn.BatchNorm2d(64, affine=False), nn.ReLU())
+        self.block = nn.Sequential(
+            nn.Conv2d(24, 64, 3), nn.BatchNorm2d(64, affine=False), nn.ReLU()
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.block(self.again(self.norm(self.conv(x))))
@@ -68,6 +70,8 @@ def test_a_batchnorm_that_does_more_than_norm_is_refused_by_name() -> None:
             return super().forward(x).relu()
 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Active(8))
-    with pytest.raises(TaskError, match="1 is a Active, a BatchNorm with a forward pass of its own"):
+    with pytest.raises(
+        TaskError, match="1 is a Active, a BatchNorm with a forward pass of its own"
+    ):
         convert_batchnorm(model, "group")
     assert isinstance(model[1], Active)

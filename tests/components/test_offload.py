@@ -21,16 +21,25 @@ ROWS, WIDTH = 64, 512
 
 def train(steps: int, **tables: Any) -> tuple[dict[str, Tensor], Rehearsal]:
     """So many steps of a small model with dropout and BatchNorm, outside of a run; gives its weights and buffers."""
-    stated = spec(steps, task={"use": "tests.train.small:Small", "dropout": 0.2, "norm": True}, **tables)
+    stated = spec(
+        steps, task={"use": "tests.train.small:Small", "dropout": 0.2, "norm": True}, **tables
+    )
     with Rehearsal(stated, steps=steps) as rehearsal:
         for _ in range(steps):
             rehearsal.take("step")
-        return {name: tensor.clone() for name, tensor in rehearsal.assembly.model.state_dict().items()}, rehearsal
+        return {
+            name: tensor.clone() for name, tensor in rehearsal.assembly.model.state_dict().items()
+        }, rehearsal
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimiser_on_the_host_moves_the_weights_to_the_same_bits_and_leaves_no_gradient(name: str) -> None:
-    tables = {"optim": {**OPTIMIZERS[name], "lr": 0.05, "ema": 0.9}, "train": {"batch": 4, "microbatch": 2, "device": "cpu"}}
+def test_an_optimiser_on_the_host_moves_the_weights_to_the_same_bits_and_leaves_no_gradient(
+    name: str,
+) -> None:
+    tables = {
+        "optim": {**OPTIMIZERS[name], "lr": 0.05, "ema": 0.9},
+        "train": {"batch": 4, "microbatch": 2, "device": "cpu"},
+    }
     plain, _ = train(6, **tables)
     offloaded, rehearsal = train(6, **tables, memory={"offload": "optimizer"})
     assert_same(plain, offloaded)
@@ -38,8 +47,12 @@ def test_an_optimiser_on_the_host_moves_the_weights_to_the_same_bits_and_leaves_
     assert all(parameter.grad is None for parameter in model.parameters())
     own = {each.untyped_storage().data_ptr() for each in model.parameters()}
     masters = [master_of(each) for each in model.parameters()]
-    assert not own & {each.untyped_storage().data_ptr() for each in masters}  # the device would hold one, the host the other
-    moved = [tensor for update in rehearsal.assembly.updates for tensor, _ in update.guarded.states()]
+    assert not own & {
+        each.untyped_storage().data_ptr() for each in masters
+    }  # the device would hold one, the host the other
+    moved = [
+        tensor for update in rehearsal.assembly.updates for tensor, _ in update.guarded.states()
+    ]
     assert {id(each) for each in moved} <= {id(each) for each in masters}
 
 
@@ -56,13 +69,21 @@ def test_activations_on_the_host_give_the_same_gradients_and_are_counted() -> No
     for each in (loss, offloaded):
         model.zero_grad()
         each(model, batch).backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        gradients.append(
+            [
+                parameter.grad.clone()
+                for parameter in model.parameters()
+                if parameter.grad is not None
+            ]
+        )
     assert all(map(torch.equal, *gradients))
     # what Tanh keeps of each of three blocks, the inputs of the second and third Linear, and that of the square
     assert offloaded.num_bytes == (3 + 2 + 1) * ROWS * WIDTH * 4
 
 
-def test_activations_on_the_host_train_to_the_same_bits_with_dropout_and_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_on_the_host_train_to_the_same_bits_with_dropout_and_batch_norm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     tables = {"train": {"batch": 4, "microbatch": 2, "device": "cpu"}}
     plain, _ = train(4, **tables)
@@ -75,8 +96,13 @@ def test_activations_on_the_host_train_to_the_same_bits_with_dropout_and_batch_n
 
 def test_on_a_cpu_it_is_refused_since_nothing_would_be_gained(tmp_path: Path) -> None:
     for what in ("activations", "optimizer"):
-        stated = spec(2, memory={"offload": what}, train={"batch": 4, "length": "2 steps", "device": "cpu"})
-        with pytest.raises(SpecError, match="the device is the host already"), Run(stated, Small(), folder=tmp_path / "run"):
+        stated = spec(
+            2, memory={"offload": what}, train={"batch": 4, "length": "2 steps", "device": "cpu"}
+        )
+        with (
+            pytest.raises(SpecError, match="the device is the host already"),
+            Run(stated, Small(), folder=tmp_path / "run"),
+        ):
             pass
     assert not (tmp_path / "run").exists()
     with pytest.raises(SpecError, match="gathers gradients on the host"):
@@ -89,7 +115,11 @@ def test_a_gpu_trains_as_without_it_and_goes_on_without_it(what: str, tmp_path: 
     found = []
     for name, memories in (("plain", ("none", "none")), ("offloaded", (what, "none"))):
         for length, memory in zip((4, 8), memories, strict=True):
-            stated = spec(8, memory={"offload": memory}, train={"batch": 4, "length": "8 steps", "device": "cuda"})
+            stated = spec(
+                8,
+                memory={"offload": memory},
+                train={"batch": 4, "length": "8 steps", "device": "cuda"},
+            )
             with Run(stated, Small(norm=True), folder=tmp_path / name, quiet=True) as run:
                 if length == 8:
                     drive(run)

@@ -22,13 +22,22 @@ STEPS = 12
 def network(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8), nn.ReLU(), nn.Linear(8, 3)
+        nn.Conv2d(1, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(144, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
     )
 
 
 def gradients_of(model: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
-    x, y = torch.randn(16, 1, 8, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
+    x, y = (
+        torch.randn(16, 1, 8, 8, generator=generator),
+        torch.randint(0, 3, (16,), generator=generator),
+    )
     model.zero_grad()
     F.cross_entropy(model(x.to(next(model.parameters()))), y).backward()
 
@@ -36,7 +45,9 @@ def gradients_of(model: nn.Module, step: int) -> None:
 MAKERS = {
     "adamw": lambda p, how: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, **how),
     "adam": lambda p, how: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, **how),
-    "sgd": lambda p, how: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, **how),
+    "sgd": lambda p, how: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, **how
+    ),
     "plain sgd": lambda p, how: torch.optim.SGD(p, lr=0.1, **how),
 }
 
@@ -62,7 +73,9 @@ def test_a_model_in_float64_is_divided_and_clipped_in_float64(name: str) -> None
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_the_direct_update_equals_torchs_own_step_after_its_own_clipping(name: str, clip: float) -> None:
+def test_the_direct_update_equals_torchs_own_step_after_its_own_clipping(
+    name: str, clip: float
+) -> None:
     ours, theirs = network(), network()
     guarded = optim.GuardedUpdate([MAKERS[name](ours.parameters(), {"fused": True})], clip=clip)
     reference = MAKERS[name](theirs.parameters(), {"foreach": False, "fused": False})
@@ -95,7 +108,9 @@ def test_an_update_that_is_not_fused_is_torchs_own_and_gives_the_same_weights(na
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
-def test_without_the_private_kernels_the_public_step_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_private_kernels_the_public_step_gives_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     results = []
     for is_public in (False, True):
         model = network()
@@ -124,7 +139,8 @@ def test_a_skipped_step_moves_nothing_even_when_it_is_the_first(name: str) -> No
             _, applied = ours.step_if_finite()
             assert applied is False
             skipping.load_state_dict(
-                skipping.state_dict() | {k: v for k, v in clean.state_dict().items() if "running" in k or "num" in k}
+                skipping.state_dict()
+                | {k: v for k, v in clean.state_dict().items() if "running" in k or "num" in k}
             )
         gradients_of(skipping, step)
         gradients_of(clean, step)
@@ -140,9 +156,12 @@ def test_on_an_asynchronous_device_the_same_decisions_are_taken_without_the_host
     for on_device in (False, True):
         model = network()
         guarded = optim.GuardedUpdate(
-            [MAKERS["adamw"](model.parameters(), {"fused": True})], clip=0.05, curve=lambda step: 1 / (1 + step), total_steps=20,
+            [MAKERS["adamw"](model.parameters(), {"fused": True})],
+            clip=0.05,
+            curve=lambda step: 1 / (1 + step),
+            total_steps=20,
             on_device=on_device,
-        )  # fmt: skip
+        )
         applied = []
         for step in range(STEPS):
             gradients_of(model, step)
@@ -150,7 +169,13 @@ def test_on_an_asynchronous_device_the_same_decisions_are_taken_without_the_host
                 next(iter(model.parameters())).grad.fill_(float("inf"))  # type: ignore[union-attr]
             applied.append(bool(guarded.step_if_finite(0.5)[1]))
         assert guarded.on_device is on_device
-        results.append((applied, guarded.rates, [parameter.detach().clone() for parameter in model.parameters()]))
+        results.append(
+            (
+                applied,
+                guarded.rates,
+                [parameter.detach().clone() for parameter in model.parameters()],
+            )
+        )
     assert results[0][0] == results[1][0] == [step != 4 for step in range(STEPS)]
     assert results[0][1] == pytest.approx(results[1][1])
     for mine, theirs in zip(results[0][2], results[1][2], strict=True):
@@ -159,7 +184,9 @@ def test_on_an_asynchronous_device_the_same_decisions_are_taken_without_the_host
 
 def test_clipping_by_value_holds_every_element_and_equals_torchs() -> None:
     ours, theirs = network(), network()
-    guarded = optim.GuardedUpdate([torch.optim.SGD(ours.parameters(), lr=1.0, fused=True)], clip_value=1e-3)
+    guarded = optim.GuardedUpdate(
+        [torch.optim.SGD(ours.parameters(), lr=1.0, fused=True)], clip_value=1e-3
+    )
     gradients_of(ours, 1)
     gradients_of(theirs, 1)
     guarded.step_if_finite()
@@ -188,18 +215,32 @@ def test_muon_takes_filters_and_hidden_matrices_and_leaves_the_rest_to_adamw() -
     built = optim.build(OptimTable(name="muon", lr=0.01), optim.find_trained(model))
     muon, adamw = built.optimizers
     assert isinstance(muon, optim.FlatMuon)
-    assert {tuple(p.shape) for group in muon.param_groups for p in group["params"]} == {(4, 1, 3, 3), (8, 144)}
+    assert {tuple(p.shape) for group in muon.param_groups for p in group["params"]} == {
+        (4, 1, 3, 3),
+        (8, 144),
+    }
     kept = {id(p) for group in adamw.param_groups for p in group["params"]}
     assert id(model[6].weight) in kept, "the head belongs to AdamW"
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_muon_on_a_filter_equals_muon_on_the_same_matrix(memory_format: torch.memory_format) -> None:
+def test_muon_on_a_filter_equals_muon_on_the_same_matrix(
+    memory_format: torch.memory_format,
+) -> None:
     torch.manual_seed(0)
     filters = nn.Parameter(torch.randn(6, 5, 3, 3).to(memory_format=memory_format))
     matrix = nn.Parameter(as_matrix(filters.detach()).clone())
-    ours = optim.GuardedUpdate([optim.FlatMuon([{"params": [filters]}], lr=0.1, momentum=0.9, nesterov=True)])
-    theirs = torch.optim.Muon([matrix], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    ours = optim.GuardedUpdate(
+        [optim.FlatMuon([{"params": [filters]}], lr=0.1, momentum=0.9, nesterov=True)]
+    )
+    theirs = torch.optim.Muon(
+        [matrix],
+        lr=0.1,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=0.0,
+        adjust_lr_fn="match_rms_adamw",
+    )
     for _ in range(4):
         filters.grad = torch.randn(6, 5, 3, 3).to(memory_format=memory_format)
         matrix.grad = as_matrix(filters.grad, like=filters).clone()
@@ -209,13 +250,24 @@ def test_muon_on_a_filter_equals_muon_on_the_same_matrix(memory_format: torch.me
 
 
 def test_norms_biases_and_embeddings_do_not_decay_and_patterns_have_their_own_rates() -> None:
-    model = nn.ModuleDict({"emb": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "mid": nn.Linear(4, 4), "head": nn.Linear(4, 5)})
+    model = nn.ModuleDict(
+        {
+            "emb": nn.Embedding(5, 4),
+            "norm": nn.LayerNorm(4),
+            "mid": nn.Linear(4, 4),
+            "head": nn.Linear(4, 5),
+        }
+    )
     groups = optim.build_groups(optim.find_trained(model), decay=0.1, rates={"head.*": 0.5})
-    table = {name: (group["weight_decay"], group["rate"]) for group in groups for name in group["names"]}
+    table = {
+        name: (group["weight_decay"], group["rate"]) for group in groups for name in group["names"]
+    }
     assert table["mid.weight"] == (0.1, 1.0)
     assert table["head.weight"] == (0.1, 0.5)
     assert table["head.bias"] == (0.0, 0.5)
-    assert [table[name][0] for name in ("emb.weight", "norm.weight", "norm.bias", "mid.bias")] == [0.0] * 4
+    assert [table[name][0] for name in ("emb.weight", "norm.weight", "norm.bias", "mid.bias")] == [
+        0.0
+    ] * 4
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_the_names() -> None:
@@ -237,7 +289,11 @@ def test_tied_weights_stand_in_one_group_once() -> None:
 def test_a_parameter_in_no_group_or_in_two_is_an_error(fault: str) -> None:
     model = network()
     parameters: list[Any] = list(model.parameters())
-    groups = [{"params": parameters[:-1]}] if fault == "none" else [{"params": parameters}, {"params": parameters[:1]}]
+    groups = (
+        [{"params": parameters[:-1]}]
+        if fault == "none"
+        else [{"params": parameters}, {"params": parameters[:1]}]
+    )
     with pytest.raises(TaskError, match="no group" if fault == "none" else "two groups"):
         optim.check_cover(model, groups)
 
@@ -273,7 +329,10 @@ def test_the_average_follows_its_formula_and_is_swapped_in_and_out() -> None:
 
 def test_an_embedding_whose_gradient_would_be_sparse_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
-    with pytest.raises(TaskError, match=r"the gradient of 0\.weight is sparse, and the optimizers of \[optim\] take dense ones"):
+    with pytest.raises(
+        TaskError,
+        match=r"the gradient of 0\.weight is sparse, and the optimizers of \[optim\] take dense ones",
+    ):
         optim.build(OptimTable(), optim.find_trained(model))
     model[0].weight.requires_grad_(False)
     assert [each.name for each in optim.find_trained(model)] == ["1.weight", "1.bias"]
@@ -291,11 +350,22 @@ WRAPS: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_what_a_weight_is_made_of_has_the_kind_of_its_module(wrap: str) -> None:
-    model = nn.Sequential(WRAPS[wrap](nn.Embedding(6, 4)), WRAPS[wrap](nn.Linear(4, 8)), nn.ReLU(), WRAPS[wrap](nn.Linear(8, 3)))
+    model = nn.Sequential(
+        WRAPS[wrap](nn.Embedding(6, 4)),
+        WRAPS[wrap](nn.Linear(4, 8)),
+        nn.ReLU(),
+        WRAPS[wrap](nn.Linear(8, 3)),
+    )
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     kinds = {each.name: each.kind for each in optim.find_trained(model)}
     assert kinds.keys() == dict(model.named_parameters()).keys()
     assert {kind for name, kind in kinds.items() if name.startswith("0.")} == {"embedding"}
-    assert {kind for name, kind in kinds.items() if name.startswith("1.") and "bias" not in name} == {"matrix"}
-    assert {kind for name, kind in kinds.items() if name.startswith("3.") and "bias" not in name} == {"head"}
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())  # no step of a power iteration
+    assert {
+        kind for name, kind in kinds.items() if name.startswith("1.") and "bias" not in name
+    } == {"matrix"}
+    assert {
+        kind for name, kind in kinds.items() if name.startswith("3.") and "bias" not in name
+    } == {"head"}
+    assert all(
+        torch.equal(buffer, before[name]) for name, buffer in model.named_buffers()
+    )  # no step of a power iteration

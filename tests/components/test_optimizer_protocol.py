@@ -34,15 +34,21 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 def weights(seed: int = 0) -> list[nn.Parameter]:
     """A matrix and a filter, both of whole blocks of 8-bit state."""
     draws = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=draws)) for shape in ((64, 64), (64, 16, 2, 2))]
+    return [
+        nn.Parameter(torch.randn(shape, generator=draws)) for shape in ((64, 64), (64, 16, 2, 2))
+    ]
 
 
 def loss_of(params: list[nn.Parameter], step: int = 0) -> Tensor:
     draws = torch.Generator().manual_seed(100 + step)
-    return torch.stack([((each - torch.randn(each.shape, generator=draws)) ** 2).mean() for each in params]).sum()
+    return torch.stack(
+        [((each - torch.randn(each.shape, generator=draws)) ** 2).mean() for each in params]
+    ).sum()
 
 
-def train(optimizer: Optimizer, params: list[nn.Parameter], steps: range = range(STEPS)) -> list[Tensor]:
+def train(
+    optimizer: Optimizer, params: list[nn.Parameter], steps: range = range(STEPS)
+) -> list[Tensor]:
     for step in steps:
         optimizer.zero_grad()
         loss_of(params, step).backward()
@@ -117,13 +123,22 @@ def test_a_state_dict_that_was_saved_and_loaded_continues_with_the_same_bits(kin
 
 
 @each_kind
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))], ids=["deepcopy", "pickle"])
-def test_a_copy_with_its_parameters_continues_with_the_same_bits(kind: str, copied: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))],
+    ids=["deepcopy", "pickle"],
+)
+def test_a_copy_with_its_parameters_continues_with_the_same_bits(
+    kind: str, copied: Callable[[Any], Any]
+) -> None:
     params = weights()
     optimizer = KINDS[kind](params)
     train(optimizer, params)
     other, others = copied((optimizer, params))
-    assert equal(train(other, others, range(STEPS, 2 * STEPS)), train(optimizer, params, range(STEPS, 2 * STEPS)))
+    assert equal(
+        train(other, others, range(STEPS, 2 * STEPS)),
+        train(optimizer, params, range(STEPS, 2 * STEPS)),
+    )
 
 
 @each_kind
@@ -139,13 +154,17 @@ def test_schedulers_of_torch_set_the_learning_rate(kind: str) -> None:
         schedule.step()
         moved.append(not torch.equal(before, params[1]))
     assert moved[0]
-    assert not moved[2] or "lars" in kind  # whose momentum holds the learning rates of earlier steps
+    assert (
+        not moved[2] or "lars" in kind
+    )  # whose momentum holds the learning rates of earlier steps
     assert [group["lr"] for group in optimizer.param_groups] == [0.0]
 
 
 @each_kind
 def test_hooks_run_once_a_step(kind: str) -> None:
-    torch.optim.Muon([torch.zeros(2, 2)])  # torch wraps the step of a class when the first optimizer of it is made
+    torch.optim.Muon(
+        [torch.zeros(2, 2)]
+    )  # torch wraps the step of a class when the first optimizer of it is made
     params, seen = weights(), []
     optimizer = KINDS[kind](params)
     optimizer.register_step_pre_hook(lambda *given: seen.append("before"))
@@ -221,7 +240,10 @@ def test_a_momentum_buffer_of_a_matrix_in_an_earlier_state_is_used() -> None:
     params = weights()
     optimizer = KINDS["muon"](params)
     train(optimizer, params)
-    assert [tuple(optimizer.state[each]["momentum_buffer"].shape) for each in params] == [(64, 64), (64, 64)]
+    assert [tuple(optimizer.state[each]["momentum_buffer"].shape) for each in params] == [
+        (64, 64),
+        (64, 64),
+    ]
 
 
 @pytest.mark.parametrize("shape", [(4096,), ()])
@@ -233,7 +255,9 @@ def test_muon_refuses_what_is_no_matrix_and_keeps_its_groups(shape: tuple[int, .
 
 
 @pytest.mark.parametrize("shape", [(4096 + 1,), (8,)])
-def test_a_group_that_is_added_to_8_bit_adam_is_checked_as_one_of_the_start(shape: tuple[int, ...]) -> None:
+def test_a_group_that_is_added_to_8_bit_adam_is_checked_as_one_of_the_start(
+    shape: tuple[int, ...],
+) -> None:
     optimizer = KINDS["8-bit adam"](weights())
     with pytest.raises(SpecError, match="no 8-bit state"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(shape))]})
@@ -244,7 +268,10 @@ class Signs(ByGroup):
     """An optimizer of one's own that says what a graph would have to hold of it."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, "fused": True})
+        super().__init__(
+            params,
+            {"lr": lr, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False, "fused": True},
+        )
 
     def create_state(self, group: dict[str, Any]) -> None:
         pass
@@ -252,7 +279,15 @@ class Signs(ByGroup):
     def traced(self, group: dict[str, Any]) -> Any:
         return list(group["params"]), [], [], [], []
 
-    def _move(self, group: dict[str, Any], params: Any, grads: Any, lr: Any, grad_scale: Any, found_inf: Any) -> None:
+    def _move(
+        self,
+        group: dict[str, Any],
+        params: Any,
+        grads: Any,
+        lr: Any,
+        grad_scale: Any,
+        found_inf: Any,
+    ) -> None:
         for parameter, grad in zip(params, grads, strict=True):
             parameter.sub_(grad.sign(), alpha=lr)
 
@@ -265,6 +300,8 @@ def test_an_optimizer_whose_rule_no_graph_knows_is_refused_whatever_its_name(nam
         update.check_traceable()
 
 
-@pytest.mark.parametrize("kind", [optim.Lars, optim.Lamb, torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "kind", [optim.Lars, optim.Lamb, torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
+)
 def test_the_rules_that_a_graph_knows_are_taken(kind: Any) -> None:
     optim.GuardedUpdate([kind(weights(), lr=0.1, fused=True)]).check_traceable()

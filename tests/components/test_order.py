@@ -45,7 +45,9 @@ def test_where_a_sample_stands_is_uniform_over_keys(n: int) -> None:
     for key in range(keys):
         counts[np.arange(n), Permutation(n, key)(np.arange(n))] += 1
     statistic, freedom = chi_square(counts), (n - 1) ** 2
-    assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)  # six deviations of a chi-square of that many degrees
+    assert abs(statistic - freedom) < 6 * np.sqrt(
+        2 * freedom
+    )  # six deviations of a chi-square of that many degrees
 
 
 def test_neighbouring_positions_of_a_small_set_hold_independent_pairs() -> None:
@@ -60,7 +62,9 @@ def test_neighbouring_positions_of_a_small_set_hold_independent_pairs() -> None:
 
 @pytest.mark.parametrize("coarse", ["high", "low"])
 @pytest.mark.parametrize("distance", [1, 128])
-def test_positions_of_a_large_set_hold_independent_pairs_in_their_high_and_low_bits(coarse: str, distance: int) -> None:
+def test_positions_of_a_large_set_hold_independent_pairs_in_their_high_and_low_bits(
+    coarse: str, distance: int
+) -> None:
     n, bins = 9_000, 12
     counts = np.zeros((bins, bins))
     for key in range(40):
@@ -74,7 +78,9 @@ def test_positions_of_a_large_set_hold_independent_pairs_in_their_high_and_low_b
 def test_a_position_holds_the_same_sample_alone_and_among_many(n: int) -> None:
     permutation = Permutation(n, 7)
     positions = np.random.default_rng(0).integers(0, n, 300)
-    assert [int(permutation(positions[at : at + 1])[0]) for at in range(300)] == permutation(positions).tolist()
+    assert [int(permutation(positions[at : at + 1])[0]) for at in range(300)] == permutation(
+        positions
+    ).tolist()
 
 
 def test_each_epoch_has_its_own_order_and_the_same_one_again() -> None:
@@ -109,12 +115,18 @@ def test_a_dropped_last_batch_says_how_many_samples_it_had() -> None:
     assert all(len(one.window(step).ids) == 10 for step in range(20))
 
 
-@pytest.mark.parametrize(("samples", "steps"), [(0, 0), (1, 1), (100, 10), (103, 11), (104, 12), (206, 22), (0.5, 1)])
-def test_samples_become_steps_with_the_short_last_batch_counted_as_what_it_is(samples: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("samples", "steps"), [(0, 0), (1, 1), (100, 10), (103, 11), (104, 12), (206, 22), (0.5, 1)]
+)
+def test_samples_become_steps_with_the_short_last_batch_counted_as_what_it_is(
+    samples: float, steps: int
+) -> None:
     assert feed(103, 10).steps_for(samples) == steps
 
 
-def test_ten_microbatches_in_windows_of_four_are_three_updates_and_nothing_leaks_into_the_next_epoch() -> None:
+def test_ten_microbatches_in_windows_of_four_are_three_updates_and_nothing_leaks_into_the_next_epoch() -> (
+    None
+):
     one = feed(40, 16, microbatch=4)
     assert [len(one.microbatches(one.window(step))) for step in range(4)] == [4, 4, 2, 4]
     assert one.window(3).epoch == 1
@@ -135,7 +147,9 @@ def test_normal_draws_of_a_sample_are_its_own_and_follow_the_standard_normal_dis
     assert torch.equal(draws[7:9], Keys(1, 0, ids[7:9]).normal(2))
     assert draws.isfinite().all()
     shares = torch.special.ndtr(draws.double())  # uniform, if the distribution is right
-    assert abs(chi_square(torch.histc(shares, bins=50, min=0, max=1).numpy()) - 49) < 6 * np.sqrt(98)
+    assert abs(chi_square(torch.histc(shares, bins=50, min=0, max=1).numpy()) - 49) < 6 * np.sqrt(
+        98
+    )
     assert abs(np.corrcoef(draws.T.numpy())[0, 1]) < 5 / np.sqrt(20_000)
 
 

@@ -37,7 +37,9 @@ def test_a_module_comes_back_under_its_own_name_alone(other: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["model-00001-of-00002", "m" * 120, "model\n", "a b", "state", ""])
-def test_a_module_whose_file_could_not_be_told_from_others_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_module_whose_file_could_not_be_told_from_others_is_refused(
+    name: str, tmp_path: Path
+) -> None:
     with pytest.raises(TaskError, match="a module is called"):
         checkpoint.save(tmp_path, 1, {name: linear(1.0)})
     assert not list(tmp_path.iterdir())
@@ -91,7 +93,10 @@ def test_a_kill_while_a_step_is_replaced_leaves_one_to_load_and_later_saves_succ
     assert read(tmp_path) == expected
     checkpoint.save(tmp_path, 10, {"model": linear(3.0)})
     assert read(tmp_path) == 3.0
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000000000009", "step-000000000010"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-000000000009",
+        "step-000000000010",
+    ]
 
 
 def test_of_a_step_whose_new_commit_is_damaged_the_one_that_it_replaced_is_taken(
@@ -109,12 +114,20 @@ def test_of_a_step_whose_new_commit_is_damaged_the_one_that_it_replaced_is_taken
 def test_nothing_changes_where_one_part_does_not_fit(tmp_path: Path) -> None:
     first = linear(1.0)
     adam = torch.optim.Adam(first.parameters())
-    checkpoint.save(tmp_path, 1, {"a": first, "b": linear(2.0), "optimizer": adam, "t": torch.ones(2)})
+    checkpoint.save(
+        tmp_path, 1, {"a": first, "b": linear(2.0), "optimizer": adam, "t": torch.ones(2)}
+    )
     for wrong, said in (
         ({"b": nn.Linear(4, 2)}, "weight"),
         ({"best": adam}, "no state of 'best'"),
-        ({"optimizer": torch.optim.SGD(linear(0.0).parameters(), lr=1.0)}, "which was Adam: the loop gives SGD"),
-        ({"optimizer": torch.optim.Adam([linear(0.0).weight])}, r"groups of \[2\] parameters, and it has \[1\]"),
+        (
+            {"optimizer": torch.optim.SGD(linear(0.0).parameters(), lr=1.0)},
+            "which was Adam: the loop gives SGD",
+        ),
+        (
+            {"optimizer": torch.optim.Adam([linear(0.0).weight])},
+            r"groups of \[2\] parameters, and it has \[1\]",
+        ),
         ({"t": torch.zeros(3)}, "'t' as a tensor of F32"),
     ):
         into, draws = linear(0.0), torch.get_rng_state()
@@ -135,7 +148,9 @@ def test_nothing_changes_where_one_part_does_not_fit(tmp_path: Path) -> None:
         (torch.ones(2), torch.zeros(2, device="meta")),
     ],
 )
-def test_a_tensor_is_neither_broadcast_nor_cast(saved: object, into: torch.Tensor, tmp_path: Path) -> None:
+def test_a_tensor_is_neither_broadcast_nor_cast(
+    saved: object, into: torch.Tensor, tmp_path: Path
+) -> None:
     checkpoint.save(tmp_path, 1, {"t": saved})
     with pytest.raises(RunFolderError, match=r"holds 't' as a .*, and it is read into a tensor of"):
         checkpoint.load(tmp_path, {"t": into})
@@ -144,7 +159,9 @@ def test_a_tensor_is_neither_broadcast_nor_cast(saved: object, into: torch.Tenso
 
 def test_a_model_without_memory_is_not_loaded_in_silence(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"model": linear(1.0)})
-    with pytest.raises(RunFolderError, match="on the meta device, which holds no numbers: weight, bias"):
+    with pytest.raises(
+        RunFolderError, match="on the meta device, which holds no numbers: weight, bias"
+    ):
         checkpoint.load_into(linear(0.0).to("meta"), tmp_path, 1)
 
 
@@ -165,9 +182,15 @@ class Odd(nn.Module):
 
 def test_views_come_back_as_what_they_show(tmp_path: Path) -> None:
     model, into = Odd(2.0), Odd(1.0)
-    state = {"wide": torch.ones(1).expand(3), "turned": torch.ones(2, dtype=torch.complex64).mul(1j).conj()}
+    state = {
+        "wide": torch.ones(1).expand(3),
+        "turned": torch.ones(2, dtype=torch.complex64).mul(1j).conj(),
+    }
     checkpoint.save(tmp_path, 1, {"model": model, **state})
-    other = {"wide": torch.zeros(1).expand(3), "turned": torch.zeros(2, dtype=torch.complex64).conj()}
+    other = {
+        "wide": torch.zeros(1).expand(3),
+        "turned": torch.zeros(2, dtype=torch.complex64).conj(),
+    }
     checkpoint.load(tmp_path, {"model": into, **other})
     again = Odd(1.0)
     checkpoint.load_into(again, tmp_path, 1)
@@ -206,13 +229,21 @@ REFUSED: dict[str, tuple[object, str]] = {
     "in itself": (cycle(), "or holds itself"),
     "a set": ({1, 2}, "is a set"),
     "a module of sparse": (holding("b", torch.ones(3).to_sparse()), "sparse_coo"),
-    "a module of meta": (holding("b", torch.ones(3, device="meta")), "b is a tensor on the meta device"),
-    "a module with a name of the format": (holding("__metadata__", torch.ones(3)), "is called '__metadata__'"),
+    "a module of meta": (
+        holding("b", torch.ones(3, device="meta")),
+        "b is a tensor on the meta device",
+    ),
+    "a module with a name of the format": (
+        holding("__metadata__", torch.ones(3)),
+        "is called '__metadata__'",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_a_commit_cannot_hold_is_refused_in_words_and_nothing_written(what: str, tmp_path: Path) -> None:
+def test_what_a_commit_cannot_hold_is_refused_in_words_and_nothing_written(
+    what: str, tmp_path: Path
+) -> None:
     value, said = REFUSED[what]
     with pytest.raises(TaskError, match=said):
         checkpoint.save(tmp_path, 1, {"x": value})
@@ -234,7 +265,9 @@ def test_a_folder_may_be_text_and_a_step_of_numpy(tmp_path: Path) -> None:
     assert (found.step, into.bias[0].item()) == (10**12 - 1, 1.0)
 
 
-def test_a_file_that_a_commit_does_not_hold_is_refused_and_what_it_holds_is_named(tmp_path: Path) -> None:
+def test_a_file_that_a_commit_does_not_hold_is_refused_and_what_it_holds_is_named(
+    tmp_path: Path,
+) -> None:
     checkpoint.save(tmp_path, 1, {"model": linear(1.0)})
     one = checkpoint.Commit(tmp_path, 1)
     for asked in ("model", "optimizer.safetensors", "model-00001-of-00002.safetensors"):
@@ -297,12 +330,16 @@ def test_hidden_buffers_and_extra_state_come_back(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path, {}) is not None
 
 
-def test_a_hidden_buffer_that_has_no_place_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_a_hidden_buffer_that_has_no_place_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
     checkpoint.save(tmp_path, 1, {"model": Full(is_new=False)})
     into = Full()
     into.inner.late = 1  # type: ignore[assignment] - as where a later version keeps a number under that name
     nn.init.zeros_(into.inner.weight)
-    with pytest.raises(RunFolderError, match=r"holds the buffer 'inner.late', and the model has no place for it"):
+    with pytest.raises(
+        RunFolderError, match=r"holds the buffer 'inner.late', and the model has no place for it"
+    ):
         checkpoint.load(tmp_path, {"model": into})
     assert not into.inner.weight.any()
 
@@ -315,7 +352,10 @@ class Packed(nn.Module):
 
 
 def test_a_model_whose_weights_are_no_tensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"model/extra/0._extra_state/weights is a object, which a checkpoint cannot hold"):
+    with pytest.raises(
+        TaskError,
+        match=r"model/extra/0._extra_state/weights is a object, which a checkpoint cannot hold",
+    ):
         checkpoint.save(tmp_path, 1, {"model": nn.Sequential(Packed())})
     lazy = nn.LazyLinear(3)
     for state in ({"model": lazy}, {"optimizer": torch.optim.SGD(lazy.parameters(), lr=1.0)}):
@@ -347,7 +387,9 @@ class Keeping(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_state_of_an_optimiser_is_neither_cast_nor_taken_apart(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_state_of_an_optimiser_is_neither_cast_nor_taken_apart(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     first, second = linear(1.0).to(dtype), linear(1.0).to(dtype)
     saved, into = Keeping(first.parameters()), Keeping(second.parameters())
     saved.step()
@@ -359,26 +401,45 @@ def test_the_state_of_an_optimiser_is_neither_cast_nor_taken_apart(dtype: torch.
         assert (found["wide"].dtype, found["narrow"].dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(found["wide"], held["wide"])
         assert torch.equal(found["history"][0], held["history"][0])
-        assert (found["why"], found["history"][1], found["array"].tolist()) == ("since", (1, "two"), [1.0, 1.0])
+        assert (found["why"], found["history"][1], found["array"].tolist()) == (
+            "since",
+            (1, "two"),
+            [1.0, 1.0],
+        )
 
 
 def test_an_optimiser_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     turned = [model.bias, model.weight]
     alike = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    checkpoint.save(tmp_path, 1, {
-        "model": model, "optimizer": stepped(model.parameters()), "alike": alike, "both": stepped(alike.parameters()),
-    })  # fmt: skip
+    checkpoint.save(
+        tmp_path,
+        1,
+        {
+            "model": model,
+            "optimizer": stepped(model.parameters()),
+            "alike": alike,
+            "both": stepped(alike.parameters()),
+        },
+    )
     other = [*alike[1].parameters(), *alike[0].parameters()]
     for wrong, said in (
-        ({"optimizer": stepped(turned)}, r"'optimizer', whose parameter 0 was one of F32 \[2, 4\]: it is one of F32 \[2\] now"),
+        (
+            {"optimizer": stepped(turned)},
+            r"'optimizer', whose parameter 0 was one of F32 \[2, 4\]: it is one of F32 \[2\] now",
+        ),
         (
             {"optimizer": stepped(nn.Linear(4, 3).parameters())},
             r"parameter 0 was one of F32 \[2, 4\]: it is one of F32 \[3, 4\] now",
         ),
-        ({"alike": alike, "both": stepped(other)}, r"parameter 0 was alike.0.weight of .* it is alike.1.weight of"),
+        (
+            {"alike": alike, "both": stepped(other)},
+            r"parameter 0 was alike.0.weight of .* it is alike.1.weight of",
+        ),
     ):
-        with pytest.raises(RunFolderError, match=said.replace("was one of", "was (one|model.weight) of")):
+        with pytest.raises(
+            RunFolderError, match=said.replace("was one of", "was (one|model.weight) of")
+        ):
             checkpoint.load(tmp_path, wrong)
 
 
@@ -394,5 +455,8 @@ def test_a_guarded_update_of_other_parameters_is_refused(tmp_path: Path) -> None
     model = nn.Linear(4, 2)
     checkpoint.save(tmp_path, 1, {"update": GuardedUpdate([stepped(model.parameters())])})
     turned = GuardedUpdate([stepped([model.bias, model.weight])])
-    with pytest.raises(RunFolderError, match=r"of parameters of shapes \[\[2, 4\], \[2\]\], and it has \[\[2\], \[2, 4\]\]"):
+    with pytest.raises(
+        RunFolderError,
+        match=r"of parameters of shapes \[\[2, 4\], \[2\]\], and it has \[\[2\], \[2, 4\]\]",
+    ):
         checkpoint.load(tmp_path, {"update": turned})

@@ -44,11 +44,20 @@ def test_the_phases_tile_the_time_between_the_first_switch_and_the_last_to_the_n
     ended_ns = clock.switch(OTHER)
     assert sum(clock._tally.spent_ns) - before == ended_ns - began_ns
     assert set(clock.take().phases) == {
-        "data", "forward", "backward", "optimiser", "logging", "evaluation", "checkpoint", "other",
-    }  # fmt: skip
+        "data",
+        "forward",
+        "backward",
+        "optimiser",
+        "logging",
+        "evaluation",
+        "checkpoint",
+        "other",
+    }
 
 
-def test_a_phase_inside_another_ends_with_its_block_and_the_other_goes_on_whatever_happens() -> None:
+def test_a_phase_inside_another_ends_with_its_block_and_the_other_goes_on_whatever_happens() -> (
+    None
+):
     clock = PhaseClock(CPU)
     clock.switch(EVALUATION)
     with pytest.raises(ZeroDivisionError), clock.within(LOGGING):
@@ -87,7 +96,9 @@ def cause_of(steps: Steps) -> list[tuple[int, str]]:
     return [(row["step"], row["cause"]) for row in steps.take().outliers]
 
 
-@pytest.mark.parametrize("phase", ["data", "forward", "checkpoint", "evaluation", "logging", "other"])
+@pytest.mark.parametrize(
+    "phase", ["data", "forward", "checkpoint", "evaluation", "logging", "other"]
+)
 def test_a_slow_step_is_told_with_the_phase_that_grew(phase: str) -> None:
     steps = Steps()
     steps.usual()
@@ -140,8 +151,12 @@ def test_steps_that_stay_longer_are_the_usual_ones_after_a_window() -> None:
     assert steps.tally.total().step_s.count(0.1) == 19
 
 
-@pytest.mark.parametrize(("first", "num_compiled", "told"), [(200, 0, "first step"), (200, 1, "compile"), (12, 0, None)])
-def test_the_first_step_is_judged_once_it_is_known_what_is_usual(first: float, num_compiled: int, told: str | None) -> None:
+@pytest.mark.parametrize(
+    ("first", "num_compiled", "told"), [(200, 0, "first step"), (200, 1, "compile"), (12, 0, None)]
+)
+def test_the_first_step_is_judged_once_it_is_known_what_is_usual(
+    first: float, num_compiled: int, told: str | None
+) -> None:
     steps = Steps()
     steps.num_compiled += num_compiled
     steps.do(forward=first)
@@ -178,7 +193,9 @@ def test_collections_are_heard_until_they_are_not_listened_to_any_more() -> None
     assert gc.callbacks == before
 
 
-def test_what_is_compiled_is_counted_and_without_the_private_counter_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_is_counted_and_without_the_private_counter_nothing_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = count_compiled()
     compiled: Any = torch.compile(nn.Linear(3, 2), backend="eager")
     compiled(torch.ones(2, 3))
@@ -227,7 +244,12 @@ class Line:
     def __init__(self) -> None:
         self.device = Device()
         self.line = DeviceLine(self.device.make_event, ON_DEVICE)
-        self.tally, self.phase, self.since_ms, self.number = Tally(len(PHASES), lambda: 0), OTHER, 0.0, 0
+        self.tally, self.phase, self.since_ms, self.number = (
+            Tally(len(PHASES), lambda: 0),
+            OTHER,
+            0.0,
+            0,
+        )
         self.line.start(0)
 
     def switch(self, phase: int, *, host: float = 0.0, device: float = 0.0) -> None:
@@ -237,7 +259,14 @@ class Line:
         self.device.launch(device)
         self.device.host(host)
 
-    def step(self, *, data: float = 0.0, forward: float = 0.0, backward: float = 0.0, optimiser: float = 0.0) -> None:
+    def step(
+        self,
+        *,
+        data: float = 0.0,
+        forward: float = 0.0,
+        backward: float = 0.0,
+        optimiser: float = 0.0,
+    ) -> None:
         self.switch(DATA, host=data)
         self.switch(FORWARD, host=0.1, device=forward)
         self.switch(BACKWARD, host=0.1, device=backward)
@@ -268,7 +297,9 @@ def test_a_kernel_that_outlasts_its_launch_counts_where_it_was_launched() -> Non
 def test_reading_data_counts_only_as_far_as_the_device_stood_still_for_it() -> None:
     line = Line()
     line.step(data=3, forward=10, backward=10, optimiser=10)
-    line.step(data=50, forward=10, backward=10, optimiser=10)  # 30 ms of work were waiting, 0.3 of them passed while launching
+    line.step(
+        data=50, forward=10, backward=10, optimiser=10
+    )  # 30 ms of work were waiting, 0.3 of them passed while launching
     spent = line.read()
     assert spent["data"] == pytest.approx(3 + 50 - 29.7)
     assert spent["forward"] == pytest.approx(20)
@@ -279,7 +310,9 @@ def test_reading_data_counts_only_as_far_as_the_device_stood_still_for_it() -> N
 def test_a_device_that_waits_for_launches_counts_them_where_they_are() -> None:
     line = Line()
     line.step(data=3)
-    assert line.read() == pytest.approx({"data": 3, "forward": 0.1, "backward": 0.1, "optimiser": 0.1})
+    assert line.read() == pytest.approx(
+        {"data": 3, "forward": 0.1, "backward": 0.1, "optimiser": 0.1}
+    )
 
 
 def test_work_that_the_reader_launches_between_two_steps_counts_as_the_readers() -> None:

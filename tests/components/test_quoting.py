@@ -27,13 +27,17 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("spaced", [pytest.param(each, marks=[pytest.mark.slow] * bool(at)) for at, each in enumerate(PLACES)])
+@pytest.mark.parametrize(
+    "spaced",
+    [pytest.param(each, marks=[pytest.mark.slow] * bool(at)) for at, each in enumerate(PLACES)],
+)
 def test_regions_are_compiled_at_a_path_with_a_space(spaced: str, tmp_path: Path) -> None:
     """The script fails where a region cannot be compiled; precompiled headers, in the temporary folder, are made in the slow tests only."""
     folder = tmp_path / "my 'new' project"
     folder.mkdir()
     variables = {
-        name: str(folder if name in PLACES[spaced] else tmp_path / "plain") for name in ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR")
+        name: str(folder if name in PLACES[spaced] else tmp_path / "plain")
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR")
     }
     (tmp_path / "plain").mkdir()
     packages = Path(torch.__file__).parents[1]
@@ -45,8 +49,12 @@ def test_regions_are_compiled_at_a_path_with_a_space(spaced: str, tmp_path: Path
         variables |= WITHOUT_HEADERS
     done = subprocess.run(
         [sys.executable, "-c", f"{COMPILE}assert torch.__file__.startswith({str(packages)!r})"],
-        env=child_environment() | variables, check=False, timeout=300, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=child_environment() | variables,
+        check=False,
+        timeout=300,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -16,9 +16,14 @@ def feed(n: int, ramp: tuple[tuple[int, int], ...]) -> Feed:
     return Feed(cast(Any, None), Order(n, seed=3), batch=ramp[-1][1], ramp=ramp)
 
 
-RAMPS = st.lists(st.tuples(st.integers(1, 120), st.integers(1, 40)), min_size=0, max_size=4).flatmap(
+RAMPS = st.lists(
+    st.tuples(st.integers(1, 120), st.integers(1, 40)), min_size=0, max_size=4
+).flatmap(
     lambda more: st.integers(1, 40).map(
-        lambda first: tuple((sum(gap for gap, _ in more[:i]), size) for i, size in enumerate([first, *(s for _, s in more)]))
+        lambda first: tuple(
+            (sum(gap for gap, _ in more[:i]), size)
+            for i, size in enumerate([first, *(s for _, s in more)])
+        )
     )
 )
 
@@ -35,7 +40,9 @@ def walk(n: int, ramp: tuple[tuple[int, int], ...], steps: int) -> list[tuple[in
 
 
 @given(n=st.integers(1, 60), ramp=RAMPS)
-def test_every_step_of_a_ramp_is_where_a_walk_of_it_comes_to(n: int, ramp: tuple[tuple[int, int], ...]) -> None:
+def test_every_step_of_a_ramp_is_where_a_walk_of_it_comes_to(
+    n: int, ramp: tuple[tuple[int, int], ...]
+) -> None:
     ramped = feed(n, ramp)
     rows = walk(n, ramp, 40)
     seen = 0
@@ -51,7 +58,9 @@ def test_every_step_of_a_ramp_is_where_a_walk_of_it_comes_to(n: int, ramp: tuple
 
 def test_every_sample_comes_once_an_epoch_while_the_batch_grows() -> None:
     ramped = feed(50, ((0, 4), (30, 8), (110, 32)))
-    assert [len(ramped.window(step).ids) for step in range(22)] == [4] * 8 + [8, 8, 2] + [8] * 6 + [2] + [8, 8, 32, 2]
+    assert [len(ramped.window(step).ids) for step in range(22)] == [4] * 8 + [8, 8, 2] + [8] * 6 + [
+        2
+    ] + [8, 8, 32, 2]
     for epoch in range(3):
         ids = [ramped.window(step).ids for step in range(30) if ramped.window(step).epoch == epoch]
         assert sorted(np.concatenate(ids).tolist()) == list(range(50))
@@ -63,4 +72,6 @@ def test_a_ramp_of_one_batch_is_no_ramp() -> None:
     assert ramped.steps_per_epoch is None
     for step in range(20):
         assert np.array_equal(plain.window(step).ids, ramped.window(step).ids)
-    assert [plain.steps_for(samples) for samples in range(120)] == [ramped.steps_for(samples) for samples in range(120)]
+    assert [plain.steps_for(samples) for samples in range(120)] == [
+        ramped.steps_for(samples) for samples in range(120)
+    ]

@@ -51,7 +51,9 @@ def test_the_user_draws_the_same_whether_batches_are_read_between(seed: int) -> 
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("generator", [np.random.PCG64, np.random.SFC64], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "generator", [np.random.PCG64, np.random.SFC64], ids=lambda kind: kind.__name__
+)
 def test_another_generator_of_the_user_goes_on_as_well(generator: Any) -> None:
     found = []
     for reads in (False, True):
@@ -86,7 +88,9 @@ def test_reads_within_reads_keep_each_other_s_streams() -> None:
     assert found == alone
 
 
-def test_where_the_words_of_the_state_lie_elsewhere_numpy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_words_of_the_state_lie_elsewhere_numpy_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(jobs, "_words_of", lambda generator: None)
     mtrand.seed(5)
     wanted = draw(5, reads=False)

@@ -37,7 +37,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int, wide: int) -> None:
         super().__init__()
-        self.norm, self.first, self.second = nn.BatchNorm1d(width), nn.Linear(width, wide), nn.Linear(wide, width)
+        self.norm, self.first, self.second = (
+            nn.BatchNorm1d(width),
+            nn.Linear(width, wide),
+            nn.Linear(wide, width),
+        )
         self.dropout = nn.Dropout(0.3)
 
     def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
@@ -47,7 +51,11 @@ class Block(nn.Module):
 class Deep(nn.Module):
     """Blocks of uneven widths between two linear layers."""
 
-    def __init__(self, wides: tuple[int, ...] = (32, 128, 64, 256), block: Callable[[int, int], nn.Module] = Block) -> None:
+    def __init__(
+        self,
+        wides: tuple[int, ...] = (32, 128, 64, 256),
+        block: Callable[[int, int], nn.Module] = Block,
+    ) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
         self.blocks = nn.ModuleList(block(16, wide) for wide in wides)
@@ -75,9 +83,16 @@ def trained(model: nn.Module, steps: int = 3) -> list[Tensor]:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(torch.randn(24, 8, generator=draws)), torch.arange(24) % 3)
         loss.backward()
-        found += [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+        found += [
+            loss.detach(),
+            *(each.grad.clone() for each in model.parameters() if each.grad is not None),
+        ]
         optimizer.step()
-    return [*found, *(each.detach().clone() for each in [*model.parameters(), *model.buffers()]), torch.rand(3)]
+    return [
+        *found,
+        *(each.detach().clone() for each in [*model.parameters(), *model.buffers()]),
+        torch.rand(3),
+    ]
 
 
 def assert_same_bits(one: list[Tensor], other: list[Tensor]) -> None:
@@ -97,7 +112,9 @@ def test_with_dropout_and_batch_norm_nothing_but_memory_changes(how: str) -> Non
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_with_a_frozen_first_layer_and_frozen_blocks_the_others_keep_their_gradients(how: str) -> None:
+def test_with_a_frozen_first_layer_and_frozen_blocks_the_others_keep_their_gradients(
+    how: str,
+) -> None:
     def frozen() -> nn.Module:
         model = Deep()
         model.first.requires_grad_(False)
@@ -143,7 +160,10 @@ def test_a_block_that_changes_its_products_in_place_keeps_its_bits(how: str) -> 
 
 @pytest.mark.parametrize(
     ("end", "kept", "num_products"),
-    [(nn.Identity(), ([True, False], [True, False]), (5, 5)), (nn.Tanh(), ([True, False], [True, True]), (6, 5))],
+    [
+        (nn.Identity(), ([True, False], [True, False]), (5, 5)),
+        (nn.Tanh(), ([True, False], [True, True]), (6, 5)),
+    ],
 )
 def test_no_product_is_computed_again_and_a_last_one_is_kept_once_it_was_asked_for(
     end: nn.Module, kept: tuple[list[bool], ...], num_products: tuple[int, ...]
@@ -151,7 +171,9 @@ def test_no_product_is_computed_again_and_a_last_one_is_kept_once_it_was_asked_f
     block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), end)
     outputs: list[weakref.ref[Any]] = []
     for layer in (block[0], block[2]):
-        layer.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output.untyped_storage())))
+        layer.register_forward_hook(
+            lambda module, args, output: outputs.append(weakref.ref(output.untyped_storage()))
+        )
     model = nn.Sequential(block)
     recompute(model, "operators", blocks=[block])
     for step in range(2):
@@ -160,11 +182,15 @@ def test_no_product_is_computed_again_and_a_last_one_is_kept_once_it_was_asked_f
             loss = model(torch.ones(4, 8)).sum()
             assert [each() is not None for each in outputs] == kept[step]
             loss.backward()
-        assert counter.get_total_flops() == num_products[step] * (2 * 4 * 8 * 32)  # two forward, three gradients
+        assert counter.get_total_flops() == num_products[step] * (
+            2 * 4 * 8 * 32
+        )  # two forward, three gradients
 
 
 @pytest.mark.slow
-def test_operators_save_six_tenths_of_what_full_saves_for_a_tenth_of_the_products_of_a_step() -> None:
+def test_operators_save_six_tenths_of_what_full_saves_for_a_tenth_of_the_products_of_a_step() -> (
+    None
+):
     tokens = torch.arange(8 * 64).view(8, 64) % 17
     rises: dict[str, list[int]] = {}
     flops: dict[str, list[int]] = {}
@@ -180,14 +206,18 @@ def test_operators_save_six_tenths_of_what_full_saves_for_a_tenth_of_the_product
                 if not step % 2:
                     rise.start()
                 F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-            (flops if step % 2 else rises)[how].append(counter.get_total_flops() if step % 2 else rise.stop())
+            (flops if step % 2 else rises)[how].append(
+                counter.get_total_flops() if step % 2 else rise.stop()
+            )
     for none, full, operators in zip(rises["none"], rises["full"], rises["operators"], strict=True):
         assert none - operators >= 0.6 * (none - full)
     for none, operators in zip(flops["none"], flops["operators"], strict=True):
         assert none < operators <= 1.1 * none
 
 
-def test_blocks_compute_again_the_products_that_are_cheapest_for_their_bytes_and_leave_what_they_do_not_use_to_the_next() -> None:
+def test_blocks_compute_again_the_products_that_are_cheapest_for_their_bytes_and_leave_what_they_do_not_use_to_the_next() -> (
+    None
+):
     allowance = Allowance()
     work = [
         ProductWork(8, 4),
@@ -211,14 +241,18 @@ def test_evaluation_first_training_afterwards_and_a_second_backward_pass_change_
     recompute(again)
     for model in (plain, again):
         model.eval()
-        model(torch.ones(4, 8)).sum().backward()  # no statistics move: which do is not learned from this
+        model(
+            torch.ones(4, 8)
+        ).sum().backward()  # no statistics move: which do is not learned from this
         model.train()
         model.zero_grad()
         torch.manual_seed(5)
         loss = model(torch.ones(4, 8).cumsum(0)).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    assert_same_bits([each.grad for each in plain.parameters()], [each.grad for each in again.parameters()])
+    assert_same_bits(
+        [each.grad for each in plain.parameters()], [each.grad for each in again.parameters()]
+    )
     assert_same_bits(list(plain.buffers()), list(again.buffers()))
 
 
@@ -230,7 +264,9 @@ def test_a_transformer_keeps_its_bits_under_autocast_too(how: str, dtype: torch.
         recompute(model, way)
         torch.manual_seed(3)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            total = F.cross_entropy(model(torch.arange(32).view(4, 8) % 17).float().flatten(0, 1), torch.arange(32) % 5)
+            total = F.cross_entropy(
+                model(torch.arange(32).view(4, 8) % 17).float().flatten(0, 1), torch.arange(32) % 5
+            )
         total.backward()
         return [each.grad for each in model.parameters() if each.grad is not None]
 
@@ -266,7 +302,9 @@ def test_full_keeps_least_and_each_other_way_lies_between() -> None:
 
 
 @pytest.mark.parametrize("wides", [(32, 128, 64, 256), (256, 16, 16, 16, 256, 16), (64,) * 8])
-def test_what_the_blocks_keep_of_a_forward_pass_is_never_above_the_budget_and_ten_budgets_are_met(wides: tuple[int, ...]) -> None:
+def test_what_the_blocks_keep_of_a_forward_pass_is_never_above_the_budget_and_ten_budgets_are_met(
+    wides: tuple[int, ...],
+) -> None:
     x = torch.randn(64, 8)
     costs = measured(made(lambda: Deep(wides)), x)
     least, whole = peak_bytes(costs, range(len(wides))), peak_bytes(costs, ())
@@ -291,7 +329,10 @@ def measured(model: nn.Module, x: Tensor) -> list[Any]:
 def test_a_budget_that_cannot_be_met_is_told_in_the_first_batch_with_one_that_can() -> None:
     model = made()
     recompute(model, "1 KiB")
-    with pytest.raises(SpecError, match=r"memory.recompute is 1 KiB, and the blocks hold .* even when each is computed again"):
+    with pytest.raises(
+        SpecError,
+        match=r"memory.recompute is 1 KiB, and the blocks hold .* even when each is computed again",
+    ):
         model(torch.randn(24, 8))
 
 
@@ -314,11 +355,30 @@ def test_blocks_are_the_outermost_modules_that_repeat() -> None:
     def conv() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU())
 
-    stages = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Sequential(conv(), conv()), nn.Sequential(conv(), conv()), nn.Flatten())
+    stages = nn.Sequential(
+        nn.Conv2d(3, 3, 3),
+        nn.Sequential(conv(), conv()),
+        nn.Sequential(conv(), conv()),
+        nn.Flatten(),
+    )
     assert list(find_blocks(stages)) == ["1.0", "1.1", "2.0", "2.1"]
-    assert list(find_blocks(Transformer(5, layers=2, width=8, heads=2, length=4))) == ["blocks.0", "blocks.1"]
-    assert list(find_blocks(Deep(), ["blocks.?", "last"])) == ["last", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
-    assert list(find_blocks(Deep(), ["blocks*", "blocks.0.first"])) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    assert list(find_blocks(Transformer(5, layers=2, width=8, heads=2, length=4))) == [
+        "blocks.0",
+        "blocks.1",
+    ]
+    assert list(find_blocks(Deep(), ["blocks.?", "last"])) == [
+        "last",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "blocks.3",
+    ]
+    assert list(find_blocks(Deep(), ["blocks*", "blocks.0.first"])) == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "blocks.3",
+    ]
     deep = Deep()
     assert list(find_blocks(deep, [deep.blocks[2]])) == ["blocks.2"]
 
@@ -331,11 +391,16 @@ def test_a_pattern_that_matches_nothing_and_a_model_without_blocks_are_refused()
     lonely = Transformer(5, layers=1, width=8, heads=2, length=4)
     with pytest.raises(InputError, match="no block repeats in this Transformer") as refused:
         find_blocks(lonely)
-    assert refused.value.hint == 'name its blocks, as memory.recompute = "full" with memory.blocks = ["blocks.*"]'
+    assert (
+        refused.value.hint
+        == 'name its blocks, as memory.recompute = "full" with memory.blocks = ["blocks.*"]'
+    )
     assert list(find_blocks(lonely, ["blocks.*"])) == ["blocks.0"]
 
 
-def test_a_block_that_changes_its_inputs_is_refused_and_never_computed_from_the_changed_ones() -> None:
+def test_a_block_that_changes_its_inputs_is_refused_and_never_computed_from_the_changed_ones() -> (
+    None
+):
     class Spoils(Block):
         def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
             return super().forward(x.mul_(2.0), mask=mask)
@@ -364,12 +429,16 @@ def test_names_types_hooks_and_copies_of_the_model_stay_what_they_are() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert trained(copied, steps=1)[0] > 1.0  # its own weights, not those of the model it was copied from
+    assert (
+        trained(copied, steps=1)[0] > 1.0
+    )  # its own weights, not those of the model it was copied from
     done.undo()
     done.undo()  # which is no error
     assert type(model.blocks[0]) is Block
     recompute(model, "every 2")
-    with pytest.raises(InputError, match="no block can be computed again: it is computed again already"):
+    with pytest.raises(
+        InputError, match="no block can be computed again: it is computed again already"
+    ):
         recompute(model)
 
 
@@ -397,16 +466,27 @@ def test_a_run_recomputes_with_a_line_of_the_spec_and_trains_to_the_same_bits(
         spec = small.spec(8, train={"microbatch": microbatch}, memory={"recompute": way})
         with Run(spec, Repeats(), folder=tmp_path / way, quiet=True) as run:
             losses = [torch.tensor(report.loss) for report in islice(run.steps(), 8)]
-            found.append([*losses, *(each.detach().clone() for each in [*run.model.parameters(), *run.model.buffers()])])
+            found.append(
+                [
+                    *losses,
+                    *(
+                        each.detach().clone()
+                        for each in [*run.model.parameters(), *run.model.buffers()]
+                    ),
+                ]
+            )
             notes = run.assembly.engine.recomputed.words
     assert_same_bits(*found)
     assert "of 3 blocks are computed again" in notes
 
 
 def test_a_run_with_a_budget_that_cannot_be_met_is_refused_before_it_begins(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="even when each is computed again"), Run(
-        small.spec(memory={"recompute": "16 B"}), Repeats(), folder=tmp_path / "run", quiet=True
-    ):  # fmt: skip
+    with (
+        pytest.raises(SpecError, match="even when each is computed again"),
+        Run(
+            small.spec(memory={"recompute": "16 B"}), Repeats(), folder=tmp_path / "run", quiet=True
+        ),
+    ):
         pass
     assert not (tmp_path / "run").exists()
 
@@ -442,5 +522,7 @@ def test_a_task_names_its_blocks_and_the_spec_overrules_it(tmp_path: Path) -> No
 
 
 def test_blocks_without_recomputation_say_nothing_and_are_refused() -> None:
-    with pytest.raises(SpecError, match=r'memory\.blocks = \["a"\] has no effect with memory\.recompute = "none"'):
+    with pytest.raises(
+        SpecError, match=r'memory\.blocks = \["a"\] has no effect with memory\.recompute = "none"'
+    ):
         RunSpec(memory={"blocks": ("a",)})

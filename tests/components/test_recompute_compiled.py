@@ -12,7 +12,14 @@ from surefoot import recompute
 from surefoot.components.compiler import CompiledRegions, compile_regions
 from surefoot.components.memory import find_blocks
 from surefoot.tasks.transformer import Transformer
-from tests.components.test_recompute import Deep, InPlace, assert_same_bits, kept_bytes, made, trained
+from tests.components.test_recompute import (
+    Deep,
+    InPlace,
+    assert_same_bits,
+    kept_bytes,
+    made,
+    trained,
+)
 
 NUM_BLOCKS = 10  # torch gives up after 8 graphs of one function
 

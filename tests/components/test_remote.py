@@ -41,7 +41,10 @@ def make_tar(shard: int, samples: int = SAMPLES) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for number in range(shard * samples, (shard + 1) * samples):
-            for extension, content in (("cls", b"%d" % number), ("txt", random.Random(number).randbytes(600).hex().encode())):
+            for extension, content in (
+                ("cls", b"%d" % number),
+                ("txt", random.Random(number).randbytes(600).hex().encode()),
+            ):
                 member = tarfile.TarInfo(f"{number:04d}.{extension}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
@@ -50,7 +53,10 @@ def make_tar(shard: int, samples: int = SAMPLES) -> bytes:
 
 CONTENT = {f"/d/s-{shard:02d}.tar": make_tar(shard) for shard in range(SHARDS)}
 SIZE = len(CONTENT["/d/s-00.tar"])
-DIGESTS = {path.rpartition("/")[2]: hashlib.sha256(content).hexdigest() for path, content in CONTENT.items()}
+DIGESTS = {
+    path.rpartition("/")[2]: hashlib.sha256(content).hexdigest()
+    for path, content in CONTENT.items()
+}
 URL = "/d/s-{00..05}.tar"
 
 
@@ -89,7 +95,9 @@ def drafts(folder: Path) -> list[Path]:
 # what is read
 
 
-def test_samples_of_urls_are_those_of_the_files_in_any_order(served: Served, tmp_path: Path) -> None:
+def test_samples_of_urls_are_those_of_the_files_in_any_order(
+    served: Served, tmp_path: Path
+) -> None:
     local = tmp_path / "local"
     local.mkdir()
     for path, content in CONTENT.items():
@@ -103,7 +111,9 @@ def test_samples_of_urls_are_those_of_the_files_in_any_order(served: Served, tmp
     assert one["text"] == other["text"]
 
 
-def test_more_shards_than_the_cache_holds_are_right_and_the_bound_is_kept(served: Served, tmp_path: Path) -> None:
+def test_more_shards_than_the_cache_holds_are_right_and_the_bound_is_kept(
+    served: Served, tmp_path: Path
+) -> None:
     source = Tars(remote(served, tmp_path, cache_bytes=int(2.5 * SIZE)), label="cls")
     order = np.random.default_rng(1)
     for _ in range(3):
@@ -113,7 +123,9 @@ def test_more_shards_than_the_cache_holds_are_right_and_the_bound_is_kept(served
     assert len(files(tmp_path)) == 2
 
 
-def test_the_shard_used_longest_ago_goes_and_one_in_use_never(served: Served, tmp_path: Path) -> None:
+def test_the_shard_used_longest_ago_goes_and_one_in_use_never(
+    served: Served, tmp_path: Path
+) -> None:
     source = remote(served, tmp_path, cache_bytes=3 * SIZE)
     for number in (0, 1, 2, 0):
         read(source, number)
@@ -140,12 +152,16 @@ def test_a_cache_all_in_use_is_told_and_not_overrun(served: Served, tmp_path: Pa
         read(remote(served, tmp_path / "small", cache_bytes="1 KiB"))
 
 
-def test_the_next_shards_are_fetched_meanwhile_in_the_order_told(served: Served, tmp_path: Path) -> None:
+def test_the_next_shards_are_fetched_meanwhile_in_the_order_told(
+    served: Served, tmp_path: Path
+) -> None:
     source = remote(served, tmp_path, ahead=2)
     source.expect([3, 1, 5, 0])
     assert wait_until(lambda: len(files(tmp_path)) == 2)
     read(source, 3)
-    assert wait_until(lambda: [path.name for path in files(tmp_path)] == ["s-01.tar", "s-03.tar", "s-05.tar"])
+    assert wait_until(
+        lambda: [path.name for path in files(tmp_path)] == ["s-01.tar", "s-03.tar", "s-05.tar"]
+    )
     in_a_row = remote(served, tmp_path / "b", ahead=2)
     read(in_a_row, 0)
     assert wait_until(lambda: len(files(tmp_path / "b")) == 3)
@@ -166,7 +182,9 @@ def once(wrong: Callable[[Asked], int | bytes | None]) -> Callable[[Asked], int 
 
 
 MENDED: dict[str, Callable[[Asked], int | bytes | None]] = {
-    "cut at a random byte": once(lambda asked: asked.right[: random.Random(3).randrange(len(asked.right))]),
+    "cut at a random byte": once(
+        lambda asked: asked.right[: random.Random(3).randrange(len(asked.right))]
+    ),
     "cut before the first byte": once(lambda asked: b""),
     "500": once(lambda asked: 500),
     "503 three times": lambda asked: 503 if 1 <= asked.number <= 3 else None,
@@ -177,11 +195,15 @@ MENDED: dict[str, Callable[[Asked], int | bytes | None]] = {
 
 @pytest.mark.parametrize("what", MENDED)
 @pytest.mark.parametrize("knows_ranges", [True, False])
-def test_what_breaks_once_is_mended(what: str, knows_ranges: bool, served: Served, tmp_path: Path) -> None:
+def test_what_breaks_once_is_mended(
+    what: str, knows_ranges: bool, served: Served, tmp_path: Path
+) -> None:
     served.fault = MENDED[what]
     if not knows_ranges:
         served.knows_ranges, at_first = False, MENDED[what]
-        served.fault = lambda asked: at_first(Asked(asked.path, asked.start, asked.right, asked.number + 1))
+        served.fault = lambda asked: at_first(
+            Asked(asked.path, asked.start, asked.right, asked.number + 1)
+        )
     assert read(remote(served, tmp_path)) == CONTENT["/d/s-00.tar"]
     assert not drafts(tmp_path)
 
@@ -193,7 +215,9 @@ def test_a_broken_transfer_goes_on_where_it_ended(served: Served, tmp_path: Path
     assert starts == [0, 4096, 8192, 12288, *range(12288, SIZE, 4096)]
 
 
-def test_a_server_that_stops_to_know_ranges_sends_what_is_missing(served: Served, tmp_path: Path) -> None:
+def test_a_server_that_stops_to_know_ranges_sends_what_is_missing(
+    served: Served, tmp_path: Path
+) -> None:
     def forget(asked: Asked) -> None:
         served.knows_ranges = asked.number < 1
 
@@ -212,18 +236,32 @@ def test_fewer_bytes_than_asked_for_are_no_piece(served: Served, tmp_path: Path)
 
 
 @pytest.mark.parametrize("cuts", range(8))
-def test_cuts_at_random_bytes_leave_the_right_bytes(cuts: int, served: Served, tmp_path: Path) -> None:
+def test_cuts_at_random_bytes_leave_the_right_bytes(
+    cuts: int, served: Served, tmp_path: Path
+) -> None:
     draws = random.Random(cuts)
-    served.fault = lambda asked: asked.right[: draws.randrange(len(asked.right))] if draws.random() < 0.3 else None
+    served.fault = lambda asked: (
+        asked.right[: draws.randrange(len(asked.right))] if draws.random() < 0.3 else None
+    )
     assert (
-        read(remote(served, tmp_path, patience=RetryPolicy(tries=12, first_wait_s=0.001, longest_wait_s=0.002)))
+        read(
+            remote(
+                served,
+                tmp_path,
+                patience=RetryPolicy(tries=12, first_wait_s=0.001, longest_wait_s=0.002),
+            )
+        )
         == CONTENT["/d/s-00.tar"]
     )
 
 
-def test_a_digest_that_does_not_hold_twice_ends_it_and_nothing_is_kept(served: Served, tmp_path: Path) -> None:
+def test_a_digest_that_does_not_hold_twice_ends_it_and_nothing_is_kept(
+    served: Served, tmp_path: Path
+) -> None:
     served.files["/d/s-00.tar"] = bytes(SIZE)
-    with pytest.raises(DataError, match=f"s-00.tar is not what it should be.*{DIGESTS['s-00.tar']} was expected"):
+    with pytest.raises(
+        DataError, match=f"s-00.tar is not what it should be.*{DIGESTS['s-00.tar']} was expected"
+    ):
         read(remote(served, tmp_path))
     assert sum(asked.start == 0 for asked in served.gets("/d/s-00.tar")) == 2  # fetched again once
     assert not files(tmp_path)
@@ -255,12 +293,19 @@ def test_a_server_that_stays_away_is_tried_and_told(tmp_path: Path) -> None:
 def test_a_server_that_says_nothing_is_not_waited_for_forever(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
-        source = Remote(place, cache=tmp_path, digests={}, patience=RetryPolicy(tries=2, first_wait_s=0.01, request_s=0.2))
+        source = Remote(
+            place,
+            cache=tmp_path,
+            digests={},
+            patience=RetryPolicy(tries=2, first_wait_s=0.01, request_s=0.2),
+        )
         with pytest.raises(DataError, match="2 tries in"):
             source.open(0)
 
 
-def test_a_full_disk_is_told_before_a_byte_is_fetched(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_before_a_byte_is_fetched(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*what: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -278,12 +323,16 @@ def test_a_cache_that_cannot_be_written_is_told(served: Served, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "of another size"])
-def test_what_lies_damaged_in_the_cache_is_fetched_again_and_never_read(damage: str, served: Served, tmp_path: Path) -> None:
+def test_what_lies_damaged_in_the_cache_is_fetched_again_and_never_read(
+    damage: str, served: Served, tmp_path: Path
+) -> None:
     read(remote(served, tmp_path))
     place = files(tmp_path)[0]
     content = bytearray(CONTENT["/d/s-00.tar"])
     content[700] ^= 1
-    damaged = {"cut": content[:-512], "flipped": content, "of another size": content + bytes(512)}[damage]
+    damaged = {"cut": content[:-512], "flipped": content, "of another size": content + bytes(512)}[
+        damage
+    ]
     place.write_bytes(damaged)
     assert read(remote(served, tmp_path)) == CONTENT["/d/s-00.tar"]
     if damage != "flipped":  # the size tells it, where no digest is known
@@ -296,7 +345,9 @@ def test_a_copy_is_held_against_its_digest_once_by_a_process(
 ) -> None:
     read(remote(served, tmp_path))
     of, hashed = shards._digest_of, []
-    monkeypatch.setattr(shards, "_digest_of", lambda descriptor: hashed.append(descriptor) or of(descriptor))
+    monkeypatch.setattr(
+        shards, "_digest_of", lambda descriptor: hashed.append(descriptor) or of(descriptor)
+    )
     source = remote(served, tmp_path)
     for _ in range(3):
         read(source)
@@ -307,13 +358,17 @@ def test_a_copy_is_held_against_its_digest_once_by_a_process(
 
 
 def test_digests_come_from_a_list_beside_the_shards(served: Served, tmp_path: Path) -> None:
-    served.files["/d/SHA256SUMS"] = "".join(f"{digest}  {name}\n" for name, digest in DIGESTS.items()).encode()
+    served.files["/d/SHA256SUMS"] = "".join(
+        f"{digest}  {name}\n" for name, digest in DIGESTS.items()
+    ).encode()
     assert remote(served, tmp_path, digests=None).listed == DIGESTS
     served.fault = lambda asked: bytes(len(asked.right)) if asked.path.endswith(".tar") else None
     with pytest.raises(DataError, match="is not what it should be"):
         read(remote(served, tmp_path, digests=None))
     served.fault = lambda asked: 500 if asked.path.endswith("SUMS") else None
-    with pytest.raises(DataError, match="HTTP 500"):  # a list that is not told is no list that is not there
+    with pytest.raises(
+        DataError, match="HTTP 500"
+    ):  # a list that is not told is no list that is not there
         remote(served, tmp_path, digests=None)
     served.refuses = 503
     with pytest.raises(DataError, match="HTTP 503"):
@@ -335,7 +390,10 @@ def test_without_a_list_the_first_fetch_is_what_holds(served: Served, tmp_path: 
 def test_a_listed_digest_wins_over_the_index(served: Served, tmp_path: Path) -> None:
     Tars(remote(served, tmp_path, digests=None), label="cls")
     served.files["/d/s-00.tar"] = new = make_tar(9, SAMPLES + 1)
-    source = Tars(remote(served, tmp_path, digests={**DIGESTS, "s-00.tar": hashlib.sha256(new).hexdigest()}), label="cls")
+    source = Tars(
+        remote(served, tmp_path, digests={**DIGESTS, "s-00.tar": hashlib.sha256(new).hexdigest()}),
+        label="cls",
+    )
     assert len(source) == SHARDS * SAMPLES + 1
     assert source.read(np.array([0, SAMPLES + 1]))["label"].tolist() == [9 * (SAMPLES + 1), SAMPLES]
     assert len(served.gets("/d/s-01.tar")) == 5  # the others are known: they are not fetched again
@@ -351,7 +409,9 @@ def test_an_index_beside_the_shards_spares_the_first_pass(served: Served, tmp_pa
     assert not [asked for asked in served.asked if asked.path.endswith(".tar")]
     assert source.read(np.array([9]))["label"].tolist() == [9]
     served.files[f"/d/{index.place.name}"] = index.place.read_bytes()[:-8]  # damaged: it is made
-    assert len(Tars(remote(served, tmp_path / "other", digests=None), label="cls")) == SHARDS * SAMPLES
+    assert (
+        len(Tars(remote(served, tmp_path / "other", digests=None), label="cls")) == SHARDS * SAMPLES
+    )
 
 
 # several processes
@@ -366,7 +426,9 @@ def read_all(url: str, folder: Path, seed: int, most_bytes: int) -> None:
 
 def reader(served: Served, folder: Path, seed: int) -> BaseProcess:
     """Another process that reads all in any order, through a cache of 4 shards."""
-    process = get_context("fork").Process(target=read_all, args=(served.url + URL, folder, seed, 4 * SIZE))
+    process = get_context("fork").Process(
+        target=read_all, args=(served.url + URL, folder, seed, 4 * SIZE)
+    )
     process.start()
     return process
 
@@ -416,7 +478,9 @@ def test_a_shard_that_is_named_while_the_bytes_are_added_up_counts(tmp_path: Pat
 
     os.close(mine.open(folder / "a.tar", SIZE, fill))
     drafted, ready = threading.Event(), threading.Event()
-    beside = threading.Thread(target=lambda: os.close(other.open(folder / "b.tar", SIZE, fill_late)))
+    beside = threading.Thread(
+        target=lambda: os.close(other.open(folder / "b.tar", SIZE, fill_late))
+    )
     beside.start()
     assert drafted.wait(60)
     mine.listed, mine.is_adding = let_it_be_named, False
@@ -425,9 +489,13 @@ def test_a_shard_that_is_named_while_the_bytes_are_added_up_counts(tmp_path: Pat
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 2 * SIZE
 
 
-def test_a_killed_process_leaves_a_draft_that_the_next_removes(served: Served, tmp_path: Path) -> None:
+def test_a_killed_process_leaves_a_draft_that_the_next_removes(
+    served: Served, tmp_path: Path
+) -> None:
     go_on = threading.Event()
-    served.fault = lambda asked: 500 if asked.path.endswith("02.tar") and asked.start and go_on.wait(30) else None
+    served.fault = lambda asked: (
+        500 if asked.path.endswith("02.tar") and asked.start and go_on.wait(30) else None
+    )
     running = reader(served, tmp_path, 0)
     assert wait_until(lambda: len(served.gets("/d/s-02.tar")) == 2)
     running.kill()
@@ -462,12 +530,16 @@ def bucket() -> Iterator[str]:
         yield url
 
 
-def test_a_store_gives_the_same_samples_and_refuses_what_is_not_there(bucket: str, tmp_path: Path) -> None:
+def test_a_store_gives_the_same_samples_and_refuses_what_is_not_there(
+    bucket: str, tmp_path: Path
+) -> None:
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("s3", skip_instance_cache=True)
     for path, content in CONTENT.items():
         store.pipe_file(f"shards{path}", content)
-    source = Tars(Remote(bucket + URL, cache=tmp_path, cache_bytes=2 * SIZE, patience=QUICK), label="cls")
+    source = Tars(
+        Remote(bucket + URL, cache=tmp_path, cache_bytes=2 * SIZE, patience=QUICK), label="cls"
+    )
     ids = np.random.default_rng(0).permutation(SHARDS * SAMPLES)
     assert source.read(ids)["label"].tolist() == ids.tolist()
     store.pipe_file("shards/d/s-03.tar", make_tar(9))

@@ -20,7 +20,10 @@ __all__ = ["served"]  # a fixture
 def test_braces_stand_for_shards() -> None:
     assert expand("a-{08..11}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
     assert expand("{a,b}{9..10}") == ["a9", "a10", "b9", "b10"]
-    assert [place.name for place in find_places(["s3://b/x/2.tar", "s3://b/x/1.tar"])] == ["1.tar", "2.tar"]
+    assert [place.name for place in find_places(["s3://b/x/2.tar", "s3://b/x/1.tar"])] == [
+        "1.tar",
+        "2.tar",
+    ]
     signed = find_places("https://me:secret@host/d/1.tar?key=secret")[0]
     assert "secret" not in signed.shown
     assert signed.beside("SHA256SUMS").url == "https://me:secret@host/d/SHA256SUMS?key=secret"
@@ -62,15 +65,21 @@ def test_what_cannot_be_is_told(served: Served, tmp_path: Path) -> None:
 
 def test_a_secret_in_a_url_is_in_no_error(served: Served, tmp_path: Path) -> None:
     served.fault = lambda asked: 403
-    source = Remote(f"{served.url}/d/s-00.tar?key=secret", cache=tmp_path, digests={}, patience=QUICK)
+    source = Remote(
+        f"{served.url}/d/s-00.tar?key=secret", cache=tmp_path, digests={}, patience=QUICK
+    )
     with pytest.raises(DataError) as told:
         source.open(0)
     assert "secret" not in str(told.value)
 
 
-def test_the_package_that_is_missing_is_named(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_that_is_missing_is_named(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def without_aiohttp(url: str) -> None:
-        raise ImportError(f"no {url}") from ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
+        raise ImportError(f"no {url}") from ModuleNotFoundError(
+            "No module named 'aiohttp'", name="aiohttp"
+        )
 
     monkeypatch.setattr("fsspec.core.url_to_fs", without_aiohttp)
     with pytest.raises(MissingExtra, match="needs the package aiohttp"):

@@ -19,8 +19,14 @@ from surefoot.core.errors import DataError
 SIZES = {"F32": 4, "U8": 1}
 
 
-def entry(start: int, stop: int, shape: list[Any] | None = None, dtype: str = "U8") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [stop - start] if shape is None else shape, "data_offsets": [start, stop]}
+def entry(
+    start: int, stop: int, shape: list[Any] | None = None, dtype: str = "U8"
+) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "shape": [stop - start] if shape is None else shape,
+        "data_offsets": [start, stop],
+    }
 
 
 def write(path: Path, header: Any, num_bytes: int, pad: str = "") -> Path:
@@ -31,9 +37,15 @@ def write(path: Path, header: Any, num_bytes: int, pad: str = "") -> Path:
 
 SOUND: dict[str, tuple[Any, int]] = {
     "tensors in another order than their names": ({"b": entry(0, 3), "a": entry(3, 6)}, 6),
-    "an empty tensor between two": ({"a": entry(0, 3), "c": entry(3, 3, [0, 4]), "b": entry(3, 6)}, 6),
+    "an empty tensor between two": (
+        {"a": entry(0, 3), "c": entry(3, 3, [0, 4]), "b": entry(3, 6)},
+        6,
+    ),
     "a single number": ({"a": entry(0, 3), "b": entry(3, 6), "c": entry(6, 7, [])}, 7),
-    "metadata of texts": ({"__metadata__": {"format": "pt"}, "a": entry(0, 3), "b": entry(3, 6)}, 6),
+    "metadata of texts": (
+        {"__metadata__": {"format": "pt"}, "a": entry(0, 3), "b": entry(3, 6)},
+        6,
+    ),
     "numbers that are not aligned": ({"a": entry(0, 3), "b": entry(3, 15, [3], "F32")}, 15),
 }
 
@@ -41,38 +53,112 @@ SOUND: dict[str, tuple[Any, int]] = {
 @pytest.mark.parametrize("name", SOUND)
 def test_what_the_format_allows_is_read(name: str, tmp_path: Path) -> None:
     header, num_bytes = SOUND[name]
-    source = Safetensors(write(tmp_path / "a.safetensors", header, num_bytes, pad="   "), x="a", y="b")
+    source = Safetensors(
+        write(tmp_path / "a.safetensors", header, num_bytes, pad="   "), x="a", y="b"
+    )
     assert len(source.read(np.array([2, 0]))["x"]) == 2
 
 
 def test_the_library_s_own_files_are_read(tmp_path: Path) -> None:
-    held = {"x": torch.randn(3, 2), "y": torch.arange(3), "z": torch.ones(3, dtype=torch.bfloat16), "w": torch.zeros(3, 0)}
+    held = {
+        "x": torch.randn(3, 2),
+        "y": torch.arange(3),
+        "z": torch.ones(3, dtype=torch.bfloat16),
+        "w": torch.zeros(3, 0),
+    }
     save_file(held, tmp_path / "a.safetensors", metadata={"by": "nobody"})
     read = Safetensors(tmp_path / "a.safetensors").read(np.arange(3))
     assert all(torch.equal(read[name], held[name]) for name in held)
 
 
 BROKEN: dict[str, tuple[Any, int, str]] = {
-    "a hole between two tensors": ({"a": entry(0, 3), "b": entry(5, 8)}, 8, "2 bytes before its tensor b belong to no tensor"),
-    "a hole before the first": ({"a": entry(1, 4), "b": entry(4, 7)}, 7, "1 bytes before its tensor a belong to no tensor"),
-    "bytes behind the last": ({"a": entry(0, 3), "b": entry(3, 6)}, 9, "3 bytes at its end belong to no tensor"),
+    "a hole between two tensors": (
+        {"a": entry(0, 3), "b": entry(5, 8)},
+        8,
+        "2 bytes before its tensor b belong to no tensor",
+    ),
+    "a hole before the first": (
+        {"a": entry(1, 4), "b": entry(4, 7)},
+        7,
+        "1 bytes before its tensor a belong to no tensor",
+    ),
+    "bytes behind the last": (
+        {"a": entry(0, 3), "b": entry(3, 6)},
+        9,
+        "3 bytes at its end belong to no tensor",
+    ),
     "bytes and no tensor": ({}, 4, "4 bytes at its end belong to no tensor"),
-    "tensors that overlap": ({"a": entry(0, 3), "b": entry(2, 5)}, 5, "its tensors a and b overlap"),
-    "one tensor over another": ({"a": entry(0, 3), "b": entry(0, 3)}, 3, "its tensors a and b overlap"),
+    "tensors that overlap": (
+        {"a": entry(0, 3), "b": entry(2, 5)},
+        5,
+        "its tensors a and b overlap",
+    ),
+    "one tensor over another": (
+        {"a": entry(0, 3), "b": entry(0, 3)},
+        3,
+        "its tensors a and b overlap",
+    ),
     "an empty tensor inside another": ({"a": entry(0, 3), "b": entry(1, 1, [0])}, 3, "overlap"),
-    "an empty tensor in a hole": ({"a": entry(0, 3), "b": entry(5, 5, [0])}, 5, "2 bytes before its tensor b"),
-    "a tensor beyond the end": ({"a": entry(0, 3), "b": entry(3, 9)}, 6, "its tensor b lies at bytes"),
-    "a shape of other bytes": ({"a": entry(0, 3, [2]), "b": entry(3, 6)}, 6, "its tensor a is U8 (2,) and has 3 bytes"),
-    "an unknown dtype": ({"a": entry(0, 3, dtype="F3"), "b": entry(3, 6)}, 6, "its tensor a is of the dtype 'F3'"),
-    "a truth value for a size": ({"a": entry(0, 1, [True]), "b": entry(1, 2)}, 2, "its tensor a has no shape"),
-    "a fraction for a size": ({"a": entry(0, 1, [1.0]), "b": entry(1, 2)}, 2, "its tensor a has no shape"),
-    "three offsets": ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 1]}}, 1, "its tensor a has no shape, or no place"),
-    "metadata with a number": ({"__metadata__": {"n": 1}, "a": entry(0, 3)}, 3, "its __metadata__ is no table of texts"),
-    "metadata with a table": ({"__metadata__": {"n": {"a": "b"}}, "a": entry(0, 3)}, 3, "its __metadata__ is no table of texts"),
-    "metadata that is a list": ({"__metadata__": ["x"], "a": entry(0, 3)}, 3, "its __metadata__ is no table of texts"),
-    "metadata that is nothing": ({"__metadata__": None, "a": entry(0, 3)}, 3, "its __metadata__ is no table of texts"),
-    "a name twice": (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', 1,
-                     "stands there twice"),
+    "an empty tensor in a hole": (
+        {"a": entry(0, 3), "b": entry(5, 5, [0])},
+        5,
+        "2 bytes before its tensor b",
+    ),
+    "a tensor beyond the end": (
+        {"a": entry(0, 3), "b": entry(3, 9)},
+        6,
+        "its tensor b lies at bytes",
+    ),
+    "a shape of other bytes": (
+        {"a": entry(0, 3, [2]), "b": entry(3, 6)},
+        6,
+        "its tensor a is U8 (2,) and has 3 bytes",
+    ),
+    "an unknown dtype": (
+        {"a": entry(0, 3, dtype="F3"), "b": entry(3, 6)},
+        6,
+        "its tensor a is of the dtype 'F3'",
+    ),
+    "a truth value for a size": (
+        {"a": entry(0, 1, [True]), "b": entry(1, 2)},
+        2,
+        "its tensor a has no shape",
+    ),
+    "a fraction for a size": (
+        {"a": entry(0, 1, [1.0]), "b": entry(1, 2)},
+        2,
+        "its tensor a has no shape",
+    ),
+    "three offsets": (
+        {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 1]}},
+        1,
+        "its tensor a has no shape, or no place",
+    ),
+    "metadata with a number": (
+        {"__metadata__": {"n": 1}, "a": entry(0, 3)},
+        3,
+        "its __metadata__ is no table of texts",
+    ),
+    "metadata with a table": (
+        {"__metadata__": {"n": {"a": "b"}}, "a": entry(0, 3)},
+        3,
+        "its __metadata__ is no table of texts",
+    ),
+    "metadata that is a list": (
+        {"__metadata__": ["x"], "a": entry(0, 3)},
+        3,
+        "its __metadata__ is no table of texts",
+    ),
+    "metadata that is nothing": (
+        {"__metadata__": None, "a": entry(0, 3)},
+        3,
+        "its __metadata__ is no table of texts",
+    ),
+    "a name twice": (
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        1,
+        "stands there twice",
+    ),
     "a key of the metadata twice": (b'{"__metadata__":{"a":"1","a":"2"}}', 0, "stands there twice"),
     "a list for a header": (b"[1]", 0, "does not begin with {"),
     "blanks before the header": (b' {"a":1}', 0, "does not begin with {"),
@@ -82,7 +168,7 @@ BROKEN: dict[str, tuple[Any, int, str]] = {
     "no UTF-8": (b'{"\xff":1}', 0, "is no JSON"),
     "lists without end": (b'{"a":' + b"[" * 100_000 + b"}", 0, "is no JSON"),
     "a number without end": (b'{"a":' + b"9" * 10_000 + b"}", 0, "is no JSON"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -96,8 +182,10 @@ def test_what_the_format_forbids_is_refused(name: str, tmp_path: Path) -> None:
 
 
 NO_SET: dict[str, tuple[Any, int]] = {
-    "no rows": ({"x": entry(0, 0, [0, 2])}, 0), "a single number": ({"x": entry(0, 1, [])}, 1), "no tensors": ({"__metadata__": {}}, 0),
-}  # fmt: skip
+    "no rows": ({"x": entry(0, 0, [0, 2])}, 0),
+    "a single number": ({"x": entry(0, 1, [])}, 1),
+    "no tensors": ({"__metadata__": {}}, 0),
+}
 
 
 @pytest.mark.parametrize("name", NO_SET)
@@ -106,12 +194,16 @@ def test_a_sound_file_without_samples_is_refused_as_such(name: str, tmp_path: Pa
         Safetensors(write(tmp_path / "a.safetensors", *NO_SET[name]))
 
 
-def test_a_header_larger_than_the_format_allows_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_header_larger_than_the_format_allows_is_refused_before_it_is_read(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.safetensors"
     with path.open("wb") as file:
         file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{")
         file.truncate(MAX_HEADER_BYTES + 16)  # a hole of the disk
-    with pytest.raises(DataError, match="its header has 100,000,001 bytes, and at most 100,000,000 are allowed"):
+    with pytest.raises(
+        DataError, match="its header has 100,000,001 bytes, and at most 100,000,000 are allowed"
+    ):
         Safetensors(path)
     path.write_bytes(math.comb(64, 32).to_bytes(8, "little") + b"{}")
     with pytest.raises(DataError, match="by its own word, the file 10"):

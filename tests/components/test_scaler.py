@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.components.optim import GuardedUpdate
-from surefoot.components.precision import FormatSupport, LossScaler, choose, compute_context, set_products
+from surefoot.components.precision import (
+    FormatSupport,
+    LossScaler,
+    choose,
+    compute_context,
+    set_products,
+)
 from surefoot.core.errors import InputError, SpecError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "loss_scaler.py"
@@ -27,7 +33,11 @@ def script(seed: int, length: int = 40) -> list[bool]:
     return [draws.random() < 0.3 for _ in range(length)]
 
 
-SCRIPTS = [script(seed) for seed in range(6)] + [[True] * 5 + [False] * 9, [False] * 12, [False, False, True] * 6]
+SCRIPTS = [script(seed) for seed in range(6)] + [
+    [True] * 5 + [False] * 9,
+    [False] * 12,
+    [False, False, True] * 6,
+]
 Told = list[tuple[float, bool]]
 
 
@@ -80,7 +90,9 @@ def by_us(overflows: list[bool], *, on_device: bool) -> tuple[list[Tensor], Told
         _, applied = update.step_if_finite(1 / 8 / scaler.scale)
         scaler.update(~applied if isinstance(applied, Tensor) else not applied)
         told.append((scaler.scale, applied))  # read after the loop: each step keeps its own
-    return [p.detach() for p in model.parameters()], [(float(scale), bool(applied)) for scale, applied in told]
+    return [p.detach() for p in model.parameters()], [
+        (float(scale), bool(applied)) for scale, applied in told
+    ]
 
 
 def by_the_example(overflows: list[bool]) -> tuple[list[Tensor], Told]:
@@ -97,14 +109,17 @@ def by_the_example(overflows: list[bool]) -> tuple[list[Tensor], Told]:
 
 
 WAYS = {
-    "ours": lambda overflows: by_us(overflows, on_device=False), "ours on a device": lambda overflows: by_us(overflows, on_device=True),
+    "ours": lambda overflows: by_us(overflows, on_device=False),
+    "ours on a device": lambda overflows: by_us(overflows, on_device=True),
     "the example": by_the_example,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("overflows", SCRIPTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_scale_skipped_steps_and_weights_are_those_of_torchs_scaler(way: str, overflows: list[bool]) -> None:
+def test_scale_skipped_steps_and_weights_are_those_of_torchs_scaler(
+    way: str, overflows: list[bool]
+) -> None:
     weights, told = WAYS[way](overflows)
     expected, expected_told = by_torch(overflows)
     assert told == expected_told
@@ -124,7 +139,9 @@ def test_clipping_before_dividing_would_clip_too_hard_and_is_not_what_is_done() 
         norm, _ = update.step_if_finite(1 / scale)
         moves[name] = (1.0 - weight.detach(), norm)
     torch.testing.assert_close(moves["ours"][0], torch.tensor([0.6, 0.8, 0.0]))
-    assert moves["ours"][1] == moves["no scale"][1] == 50.0  # the norm that is told is that of the true gradient
+    assert (
+        moves["ours"][1] == moves["no scale"][1] == 50.0
+    )  # the norm that is told is that of the true gradient
     weight = nn.Parameter(torch.ones(3))
     (weight * torch.tensor([30.0, 40.0, 0.0])).sum().mul(2.0**16).backward()
     nn.utils.clip_grad_norm_([weight], 1.0)
@@ -134,7 +151,10 @@ def test_clipping_before_dividing_would_clip_too_hard_and_is_not_what_is_done() 
 
 def test_a_state_that_was_saved_goes_on_with_the_same_scales() -> None:
     for device in (None, torch.device("cpu")):
-        whole, left = LossScaler(growth_interval=4, device=device), LossScaler(growth_interval=4, device=device)
+        whole, left = (
+            LossScaler(growth_interval=4, device=device),
+            LossScaler(growth_interval=4, device=device),
+        )
         told = []
         for step, does in enumerate(script(3)):
             if step == 17:
@@ -169,19 +189,29 @@ OLDEST, PLAIN, WITH_BF16 = (
 
 
 @pytest.mark.parametrize(
-    ("units", "best"), [(OLD, "fp16"), (NEW, "bf16"), (OLDEST, "fp32"), (PLAIN, "fp32"), (WITH_BF16, "bf16")]
+    ("units", "best"),
+    [(OLD, "fp16"), (NEW, "bf16"), (OLDEST, "fp32"), (PLAIN, "fp32"), (WITH_BF16, "bf16")],
 )
-def test_auto_takes_the_best_that_a_device_has_units_for_and_says_why(units: FormatSupport, best: str) -> None:
+def test_auto_takes_the_best_that_a_device_has_units_for_and_says_why(
+    units: FormatSupport, best: str
+) -> None:
     chosen, why = choose("auto", units)
     assert chosen == best
     assert units.name in why
 
 
-@pytest.mark.parametrize(("wanted", "units", "reason"), [
-    ("bf16", OLD, "no units for bf16"), ("tf32", OLD, "no units for tf32"), ("fp16", OLDEST, "no units for fp16"),
-    ("tf32", WITH_BF16, "a GPU's tensor cores"),
-])  # fmt: skip
-def test_what_a_device_lacks_is_refused_with_the_reason(wanted: str, units: FormatSupport, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "units", "reason"),
+    [
+        ("bf16", OLD, "no units for bf16"),
+        ("tf32", OLD, "no units for tf32"),
+        ("fp16", OLDEST, "no units for fp16"),
+        ("tf32", WITH_BF16, "a GPU's tensor cores"),
+    ],
+)
+def test_what_a_device_lacks_is_refused_with_the_reason(
+    wanted: str, units: FormatSupport, reason: str
+) -> None:
     with pytest.raises(SpecError, match=reason):
         choose(wanted, units)
 
@@ -199,12 +229,22 @@ def test_softmax_norms_sums_and_losses_stay_fp32_on_a_cpu_and_products_do_not(co
         half = x @ weight
         assert half.dtype in (torch.bfloat16, torch.float16)
         made = {
-            "softmax": F.softmax(half, -1), "log_softmax": F.log_softmax(half, dim=-1), "layer norm": nn.LayerNorm(8)(half),
-            "group norm": F.group_norm(half, 2), "rms norm": F.rms_norm(half, (8,)), "sum": half.sum(), "rows": half.sum(1),
-            "sum of squares": (half**2).sum(), "norm": torch.linalg.vector_norm(half), "cumsum": half.cumsum(1),
-            "cross entropy": F.cross_entropy(half, torch.arange(4)), "mse": F.mse_loss(half, half.detach() + 1),
-        }  # fmt: skip
-    assert {name: tensor.dtype for name, tensor in made.items() if tensor.dtype != torch.float32} == {}
+            "softmax": F.softmax(half, -1),
+            "log_softmax": F.log_softmax(half, dim=-1),
+            "layer norm": nn.LayerNorm(8)(half),
+            "group norm": F.group_norm(half, 2),
+            "rms norm": F.rms_norm(half, (8,)),
+            "sum": half.sum(),
+            "rows": half.sum(1),
+            "sum of squares": (half**2).sum(),
+            "norm": torch.linalg.vector_norm(half),
+            "cumsum": half.cumsum(1),
+            "cross entropy": F.cross_entropy(half, torch.arange(4)),
+            "mse": F.mse_loss(half, half.detach() + 1),
+        }
+    assert {
+        name: tensor.dtype for name, tensor in made.items() if tensor.dtype != torch.float32
+    } == {}
     sum(tensor.sum() for tensor in made.values()).backward()  # type: ignore[union-attr]
     assert x.grad is not None
     assert bool(torch.isfinite(x.grad).all())
@@ -221,7 +261,11 @@ SWITCHED: dict[str, Callable[[], object]] = {
 
 
 def older_switches() -> list[Any]:
-    return [torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision()]
+    return [
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.get_float32_matmul_precision(),
+    ]
 
 
 @pytest.fixture
@@ -269,7 +313,8 @@ def test_a_shorter_interval_holds_for_the_steps_that_lie_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("fp8", "none of fp32, tf32"), ("auto", "none of fp32, tf32"), (None, "None is none of")]
+    ("name", "words"),
+    [("fp8", "none of fp32, tf32"), ("auto", "none of fp32, tf32"), (None, "None is none of")],
 )
 def test_a_context_for_a_precision_that_is_none_is_refused(name: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):

@@ -40,17 +40,27 @@ print(len(reading.take(1).window.ids))
 
 
 @pytest.mark.parametrize("words", [["-"], ["-c", SESSION]], ids=["standard input", "a command"])
-def test_a_dataset_of_a_session_is_refused_by_its_name_before_a_worker_is_spawned(words: list[str]) -> None:
+def test_a_dataset_of_a_session_is_refused_by_its_name_before_a_worker_is_spawned(
+    words: list[str],
+) -> None:
     done = subprocess.run(
-        [sys.executable, *words], input=SESSION, text=True, cwd=Path(__file__).resolve().parents[2], capture_output=True, check=False,
+        [sys.executable, *words],
+        input=SESSION,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        check=False,
         timeout=300,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert (
         "the source._dataset cannot be sent to a worker that is spawned: Squares is defined in an interactive session"
         in done.stdout
     )
-    assert 'import it; or set loader.start = "fork", or loader.kind = "thread", or loader.workers = 0' in done.stdout
+    assert (
+        'import it; or set loader.start = "fork", or loader.kind = "thread", or loader.workers = 0'
+        in done.stdout
+    )
     assert done.stdout.splitlines()[-1] == "16"
 
 
@@ -65,20 +75,26 @@ class Holding(Numbers):
 
 
 @pytest.mark.parametrize("place", ["self", "list", "dict"])
-def test_what_a_source_holds_of_a_session_is_named_and_a_script_has_a_file(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_source_holds_of_a_session_is_named_and_a_script_has_a_file(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = {"self": double, "list": [1, double], "dict": {"a": double}}[place]
     reader = Reader(Holding(held), None, 0)
     check_picklable(reader)
     monkeypatch.setattr(double, "__module__", "__main__")
     module = types.ModuleType("__main__")
-    module.__spec__ = ModuleSpec("mine.__main__", None)  # python -m mine, which another process imports
+    module.__spec__ = ModuleSpec(
+        "mine.__main__", None
+    )  # python -m mine, which another process imports
     module.double = double  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", module)
     check_picklable(reader)
     session = types.ModuleType("__main__")
     session.double = double  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", session)
-    with pytest.raises(DataError, match=r"the source\.held.* double is defined in an interactive session"):
+    with pytest.raises(
+        DataError, match=r"the source\.held.* double is defined in an interactive session"
+    ):
         check_picklable(reader)
     session.__file__ = __file__
     check_picklable(reader)

@@ -43,13 +43,20 @@ THREE = [
 
 
 def test_a_shard_gives_each_sample_once_in_the_order_written(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", [("b/2.jpg", b"1"), ("b/2.seg.png", b"2"), ("1.cls", b"3")])
-    assert list(read_shard(path)) == [Sample(path, "b/2", {"jpg": b"1", "seg.png": b"2"}), Sample(path, "1", {"cls": b"3"})]
+    path = write_tar(
+        tmp_path / "a.tar", [("b/2.jpg", b"1"), ("b/2.seg.png", b"2"), ("1.cls", b"3")]
+    )
+    assert list(read_shard(path)) == [
+        Sample(path, "b/2", {"jpg": b"1", "seg.png": b"2"}),
+        Sample(path, "1", {"cls": b"3"}),
+    ]
 
 
 def test_a_shard_cut_anywhere_before_its_end_marker_is_refused(tmp_path: Path) -> None:
     whole = write_tar(tmp_path / "whole.tar", THREE).read_bytes()
-    end = 512 * (2 * 3 + 3 + 2 * 3)  # six headers, three blocks of labels, three times two blocks of images
+    end = 512 * (
+        2 * 3 + 3 + 2 * 3
+    )  # six headers, three blocks of labels, three times two blocks of images
     cut = tmp_path / "cut.tar"
     for length in range(0, end + 512, 128):
         cut.write_bytes(whole[:length])
@@ -82,7 +89,9 @@ def as_zip(path: Path) -> None:
     ],
     ids=["gzip", "zip", "text", "empty"],
 )
-def test_a_file_of_another_format_is_no_tar(tmp_path: Path, write: Callable[[Path], object]) -> None:
+def test_a_file_of_another_format_is_no_tar(
+    tmp_path: Path, write: Callable[[Path], object]
+) -> None:
     write(tmp_path / "a.tar")
     with pytest.raises(DataError, match=r"a\.tar is no tar"):
         list(read_shard(tmp_path / "a.tar"))
@@ -94,7 +103,15 @@ def test_an_empty_tar_holds_no_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.GNUTYPE_SPARSE]
+    "kind",
+    [
+        tarfile.SYMTYPE,
+        tarfile.LNKTYPE,
+        tarfile.DIRTYPE,
+        tarfile.CHRTYPE,
+        tarfile.FIFOTYPE,
+        tarfile.GNUTYPE_SPARSE,
+    ],
 )
 def test_what_is_no_regular_file_is_refused(tmp_path: Path, kind: bytes) -> None:
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as archive:
@@ -106,7 +123,17 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path, kind: bytes) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["../000.jpg", "/tmp/000.jpg", "a/../../000.jpg", "a//0.jpg", ".hidden.jpg", "pipe:cat.jpg", "a b.jpg", "0" * 129]
+    "name",
+    [
+        "../000.jpg",
+        "/tmp/000.jpg",
+        "a/../../000.jpg",
+        "a//0.jpg",
+        ".hidden.jpg",
+        "pipe:cat.jpg",
+        "a b.jpg",
+        "0" * 129,
+    ],
 )
 def test_a_name_that_is_not_plain_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match="is no plain name"):
@@ -115,7 +142,9 @@ def test_a_name_that_is_not_plain_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_member_over_the_size_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("0.jpg", b"x" * 100)])
-    with path.open("r+b") as file:  # the header claims 8 GiB: reading first would say that it is truncated
+    with path.open(
+        "r+b"
+    ) as file:  # the header claims 8 GiB: reading first would say that it is truncated
         member = tarfile.TarInfo("0.jpg")
         member.size = 8 << 30
         file.write(member.tobuf(tarfile.GNU_FORMAT))
@@ -131,7 +160,10 @@ def test_a_member_over_the_size_limit_is_refused_before_it_is_read(tmp_path: Pat
             [("0.cls", b"1"), ("0.jpg", b"x"), ("1.cls", b"x"), ("1.jpg", b"x"), ("0.png", b"1")],
             r"0\.png belongs to the sample 0, which ended before",
         ),
-        ([("0.cls", b"1"), ("0.jpg", b"x"), ("1.jpg", b"x")], r"1\.cls is missing; the sample has jpg"),
+        (
+            [("0.cls", b"1"), ("0.jpg", b"x"), ("1.jpg", b"x")],
+            r"1\.cls is missing; the sample has jpg",
+        ),
         ([("0.jpg", b"x"), ("1.cls", b"1"), ("1.jpg", b"x")], r"0\.cls is missing"),
     ],
 )
@@ -142,19 +174,28 @@ def test_a_sample_that_comes_twice_or_lacks_a_part_is_refused(
         list(read_shard(write_tar(tmp_path / "a.tar", members), needs=("jpg", "cls")))
 
 
-def test_shards_are_found_in_their_own_folder_or_below_its_parent_sorted_by_name(tmp_path: Path) -> None:
+def test_shards_are_found_in_their_own_folder_or_below_its_parent_sorted_by_name(
+    tmp_path: Path,
+) -> None:
     home = tmp_path / "some-set"
     home.mkdir()
     for name in ("train-1.tar", "train-0.tar", "test-0.tar", "train-0.tar.part"):
         (home / name).touch()
     for folder in (home, tmp_path):
-        assert [path.name for path in find_shards(folder, "train-*.tar", home="some-set")] == ["train-0.tar", "train-1.tar"]
+        assert [path.name for path in find_shards(folder, "train-*.tar", home="some-set")] == [
+            "train-0.tar",
+            "train-1.tar",
+        ]
 
 
 def test_a_folder_that_is_missing_or_empty_or_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
-    for name, reason in (("gone", "gone is missing"), ("file", "file is no folder"), ("empty", r"empty holds no train-\*\.tar")):
+    for name, reason in (
+        ("gone", "gone is missing"),
+        ("file", "file is no folder"),
+        ("empty", r"empty holds no train-\*\.tar"),
+    ):
         with pytest.raises(DataError, match=reason) as caught:
             find_shards(tmp_path / name, "train-*.tar", home="some-set")
         assert "--data DIR" in str(caught.value)
@@ -204,7 +245,9 @@ def test_a_jpeg_is_decoded_to_rows_of_red_green_blue() -> None:
         (jpeg(kind="GIF"), "is none of JPEG, PNG, WEBP"),
     ],
 )
-def test_a_broken_or_wrong_image_is_refused_with_file_and_member(content: bytes, reason: str) -> None:
+def test_a_broken_or_wrong_image_is_refused_with_file_and_member(
+    content: bytes, reason: str
+) -> None:
     with pytest.raises(DataError, match=rf"^a\.tar: 7\.jpg {reason}"):
         decode_jpeg(Sample(Path("a.tar"), "7", {"jpg": content}), height=4, width=4)
 
@@ -212,13 +255,18 @@ def test_a_broken_or_wrong_image_is_refused_with_file_and_member(content: bytes,
 def test_without_pillow_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = Sample(Path("a.tar"), "0", {"jpg": jpeg()})
     monkeypatch.setitem(sys.modules, "PIL", None)
-    monkeypatch.setattr(decoders, "_pillow", decoders._pillow.__wrapped__)  # as in a process that has not looked for it yet
+    monkeypatch.setattr(
+        decoders, "_pillow", decoders._pillow.__wrapped__
+    )  # as in a process that has not looked for it yet
     with pytest.raises(MissingExtra, match=r"surefoot\[images\]"):
         decode_jpeg(sample, height=4, width=4)
 
 
 def test_a_class_is_a_whole_number_below_the_number_of_classes() -> None:
-    assert [decode_class(Sample(Path("a.tar"), "0", {"cls": text}), num_classes=10) for text in (b"0", b"9", b" 3\n")] == [
+    assert [
+        decode_class(Sample(Path("a.tar"), "0", {"cls": text}), num_classes=10)
+        for text in (b"0", b"9", b" 3\n")
+    ] == [
         0,
         9,
         3,

@@ -45,10 +45,14 @@ def test_every_token_but_the_first_is_a_target_once() -> None:
     batch = source.read(np.arange(len(source)))
     targets = batch["targets"].flatten()
     assert targets[targets != -100].tolist() == list(range(101, 123))
-    assert torch.equal((batch["targets"] - batch["inputs"])[:-1], torch.ones(4, 5, dtype=torch.int64))
+    assert torch.equal(
+        (batch["targets"] - batch["inputs"])[:-1], torch.ones(4, 5, dtype=torch.int64)
+    )
 
 
-@pytest.mark.parametrize(("ids", "length"), [(torch.arange(1), 5), (torch.arange(10), 0), (torch.zeros(2, 2), 3)])
+@pytest.mark.parametrize(
+    ("ids", "length"), [(torch.arange(1), 5), (torch.arange(10), 0), (torch.zeros(2, 2), 3)]
+)
 def test_a_stream_without_anything_to_predict_is_refused(ids: torch.Tensor, length: int) -> None:
     with pytest.raises(DataError):
         Tokens(ids, length)
@@ -92,7 +96,20 @@ def test_a_synthetic_source_waits_as_long_as_it_was_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int64", "float16", "float32", "float64", "complex64"]
+    "kind",
+    [
+        "bool",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+    ],
 )
 @pytest.mark.parametrize("shape", [(8,), (8, 3), (8, 2, 2)])
 def test_arrays_of_every_dtype_are_read_as_they_are(kind: str, shape: tuple[int, ...]) -> None:
@@ -103,7 +120,11 @@ def test_arrays_of_every_dtype_are_read_as_they_are(kind: str, shape: tuple[int,
 
 
 def test_the_largest_numbers_of_an_unsigned_array_stay_what_they_are() -> None:
-    largest = np.array([0, 2**16 - 1], np.uint16), np.array([0, 2**32 - 1], np.uint32), np.array([0, 2**64 - 1], np.uint64)
+    largest = (
+        np.array([0, 2**16 - 1], np.uint16),
+        np.array([0, 2**32 - 1], np.uint32),
+        np.array([0, 2**64 - 1], np.uint64),
+    )
     read = Arrays(*largest).read(np.array([1]))
     assert [int(each.numpy()[0]) for each in read] == [2**16 - 1, 2**32 - 1, 2**64 - 1]
 
@@ -115,9 +136,13 @@ def test_a_frame_is_read_by_its_columns() -> None:
     assert batch["x"].tolist() == [2.0, 0.0]
     assert batch["x"].dtype == torch.float32
     assert batch["y"].dtype == torch.int64
-    with pytest.raises(DataError, match="a frame whose columns are float32, int64 is no one array") as caught:
+    with pytest.raises(
+        DataError, match="a frame whose columns are float32, int64 is no one array"
+    ) as caught:
         Arrays(x=frame)
-    assert Arrays(**{name: frame[name].to_numpy() for name in frame}).read(np.array([1]))["y"].tolist() == [1]  # as the hint says
+    assert Arrays(**{name: frame[name].to_numpy() for name in frame}).read(np.array([1]))[
+        "y"
+    ].tolist() == [1]  # as the hint says
     assert "to_numpy()" in str(caught.value.hint)
     with pytest.raises(DataError, match="none that torch takes"):
         as_source(pandas.DataFrame({"text": ["a", "b"]}))

@@ -54,13 +54,17 @@ def test_a_model_has_the_same_bits_ties_and_layouts_and_trains_alike() -> None:
                 model = Tied()
             assert len(mode._maps) >= 8
         assert model.head.weight is model.table.weight
-        assert [name for name, each in model.named_parameters() if not each.requires_grad] == ["blocks.0.weight"]
+        assert [name for name, each in model.named_parameters() if not each.requires_grad] == [
+            "blocks.0.weight"
+        ]
         drawn = torch.rand(3)  # the stream stands where it would
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         hidden = model.blocks[0](model.table(torch.arange(4)))
         (model.head(hidden[:, :16]).square().sum() + model.scale.sum()).backward()
         optimizer.step()
-        made.append(({**model.state_dict(), "drawn": drawn}, [each.stride() for each in model.parameters()]))
+        made.append(
+            ({**model.state_dict(), "drawn": drawn}, [each.stride() for each in model.parameters()])
+        )
     assert made[0][1] == made[1][1]
     assert made[0][0].keys() == made[1][0].keys()
     assert all(torch.equal(made[0][0][name], made[1][0][name]) for name in made[0][0])
@@ -92,7 +96,11 @@ def test_what_something_else_holds_stays_where_it_is_and_copies_of_blocks_move()
             continue
         with mode:
             made.append(Aliased())
-        there = {name for name, each in made[1].named_parameters() if each.untyped_storage().data_ptr() in mode._maps}
+        there = {
+            name
+            for name, each in made[1].named_parameters()
+            if each.untyped_storage().data_ptr() in mode._maps
+        }
         assert not there & {"filled", "one", "other"}
         assert "copied.layers.1.linear1.weight" in there
         assert "half.0.weight" in there
@@ -119,7 +127,9 @@ def test_only_what_is_in_work_is_in_memory() -> None:
         model = build()
         assert float(model[0].weight[0, 0]) != 0
     assert resident_bytes() - before < 60 << 20  # of 160 MiB
-    assert sum(float(each.detach().square().mean()) for each in model.parameters()) == pytest.approx(40, rel=0.01)
+    assert sum(
+        float(each.detach().square().mean()) for each in model.parameters()
+    ) == pytest.approx(40, rel=0.01)
 
 
 def test_where_a_disk_has_no_room_weights_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +143,9 @@ def test_where_a_disk_has_no_room_weights_stay_in_memory(monkeypatch: pytest.Mon
     assert model(torch.ones(1, 512)).shape == (1, 512)
 
 
-def test_the_file_has_no_name_and_no_hook_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_has_no_name_and_no_hook_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(spilled, "ON_DISK", str(tmp_path))
     with pytest.raises(ValueError, match="planted"), Spilled():
         nn.Linear(512, 512)

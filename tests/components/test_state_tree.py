@@ -83,10 +83,19 @@ def test_it_comes_back_with_its_type(name: str) -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "an enum": Color.RED, "an IntEnum": Level.LOW, "a class of dict": Named(a=1), "a class of list": Rows([1]),
-    "a defaultdict of a function": defaultdict(lambda: 3), "a mapping": types.MappingProxyType({"a": 1}), "a UserDict": UserDict(a=1),
-    "a set": {1, 2}, "a class": Color, "a class of torch": torch.nn.Linear, "a function": same, "a dtype of numpy": np.float32,
-}  # fmt: skip
+    "an enum": Color.RED,
+    "an IntEnum": Level.LOW,
+    "a class of dict": Named(a=1),
+    "a class of list": Rows([1]),
+    "a defaultdict of a function": defaultdict(lambda: 3),
+    "a mapping": types.MappingProxyType({"a": 1}),
+    "a UserDict": UserDict(a=1),
+    "a set": {1, 2},
+    "a class": Color,
+    "a class of torch": torch.nn.Linear,
+    "a function": same,
+    "a dtype of numpy": np.float32,
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -120,9 +129,13 @@ def test_the_state_of_a_loop_comes_back_with_its_types(tmp_path: Path) -> None:
     def loop(steps: int) -> Seen:
         model, seen = nn.Linear(1, 1), Seen()
         run = surefoot.attach(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data=[torch.ones(1)] * 6, folder=tmp_path,
-            state={"seen": seen}, save="1 steps",
-        )  # fmt: skip
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            data=[torch.ones(1)] * 6,
+            folder=tmp_path,
+            state={"seen": seen},
+            save="1 steps",
+        )
         for batch in run.batches():
             if run.step == steps:
                 break

@@ -44,7 +44,9 @@ class Counted:
 
     def __init__(self, most: int = 1000) -> None:
         self.opened = [0] * SHARDS
-        self.openers: list[Callable[[], BinaryIO]] = [self._opener(number, most) for number in range(SHARDS)]
+        self.openers: list[Callable[[], BinaryIO]] = [
+            self._opener(number, most) for number in range(SHARDS)
+        ]
 
     def _opener(self, number: int, most: int) -> Callable[[], BinaryIO]:
         def opens() -> BinaryIO:
@@ -88,7 +90,9 @@ def test_any_order_is_right_though_shards_are_read_again() -> None:
 
 def test_to_go_on_in_the_middle_only_the_shard_there_is_read_again() -> None:
     counted = Counted()
-    assert labels(TarStream(counted.openers, COUNTS, label="cls"), np.arange(19, 40)) == list(range(19, 40))
+    assert labels(TarStream(counted.openers, COUNTS, label="cls"), np.arange(19, 40)) == list(
+        range(19, 40)
+    )
     assert counted.opened == [0, 0, 1, 1, 1]
 
 
@@ -97,7 +101,9 @@ def test_parts_hold_every_sample_once(parts: int) -> None:
     source = TarStream(Counted().openers, COUNTS, label="cls")
     found = [source.part(part, parts) for part in range(parts)]
     assert sum(len(each) for each in found) == 40
-    assert sorted(number for each in found for number in labels(each, np.arange(len(each)))) == list(range(40))
+    assert sorted(
+        number for each in found for number in labels(each, np.arange(len(each)))
+    ) == list(range(40))
 
 
 def test_a_pipe_is_read_once_and_heard_out() -> None:
@@ -117,14 +123,18 @@ def test_a_pipe_is_read_once_and_heard_out() -> None:
         source.read(np.array([0]))
 
 
-def test_remote_shards_are_streamed_without_a_cache_and_a_wrong_digest_ends_it(tmp_path: Path) -> None:
+def test_remote_shards_are_streamed_without_a_cache_and_a_wrong_digest_ends_it(
+    tmp_path: Path,
+) -> None:
     with serving({f"/{number}.tar": content for number, content in enumerate(TARS)}) as served:
         far = Remote(f"{served.url}/{{0..4}}.tar", cache=tmp_path, digests={}, patience=QUICK)
         source = TarStream(far, COUNTS, label="cls")
         served.fault = lambda asked: asked.right[:50] if asked.number == 0 else None
         assert labels(source, np.arange(40)) == list(range(40))
         assert not list(tmp_path.rglob("*.tar"))
-        checked = Remote(f"{served.url}/0.tar", cache=tmp_path, digests={"0.tar": "0" * 64}, patience=QUICK)
+        checked = Remote(
+            f"{served.url}/0.tar", cache=tmp_path, digests={"0.tar": "0" * 64}, patience=QUICK
+        )
         with pytest.raises(DataError, match="is not what it should be"):
             labels(TarStream(checked, [SAMPLES], label="cls"), np.arange(SAMPLES))
 
@@ -138,8 +148,14 @@ def test_another_process_opens_its_own(tmp_path: Path) -> None:
 
 DAMAGED = {
     "cut in a member": (TARS[0][:2000], "unexpected end of data|truncated|is damaged"),
-    "cut between members": (TARS[0][: SAMPLES * 6 * 512 // 2], "truncated|ended after|unexpected end"),
-    "no end marker": (TARS[0].rstrip(b"\0") + bytes(-len(TARS[0].rstrip(b"\0")) % 512), "it has no end marker"),
+    "cut between members": (
+        TARS[0][: SAMPLES * 6 * 512 // 2],
+        "truncated|ended after|unexpected end",
+    ),
+    "no end marker": (
+        TARS[0].rstrip(b"\0") + bytes(-len(TARS[0].rstrip(b"\0")) % 512),
+        "it has no end marker",
+    ),
     "no tar": (b"x" * 4096, "is no tar"),
     "empty": (b"", "is no tar"),
 }
@@ -167,7 +183,10 @@ def test_what_cannot_be_is_told() -> None:
         (lambda: TarStream(Counted().openers, COUNTS), "are no stream"),
         (lambda: source.part(0, 6), "part 0 of 6 of 5 shards is none"),
         (lambda: source.read(np.array([40])), "samples are numbered 0 to 39"),
-        (lambda: TarStream([Path("none.tar")], [1], label="cls").read(np.array([0])), "none.tar cannot be"),
+        (
+            lambda: TarStream([Path("none.tar")], [1], label="cls").read(np.array([0])),
+            "none.tar cannot be",
+        ),
     ):
         with pytest.raises(DataError, match=says):
             make()
@@ -178,9 +197,14 @@ def test_a_stream_is_read_as_a_file_is(kind: int, tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=kind) as archive:
         for number in range(30):
-            member = tarfile.TarInfo(f"{'folder/' * (number % 20)}{number}.{'x' * (number * 3 + 1)}")
+            member = tarfile.TarInfo(
+                f"{'folder/' * (number % 20)}{number}.{'x' * (number * 3 + 1)}"
+            )
             member.size, member.mtime = 777 * number, 0.5
             archive.addfile(member, io.BytesIO(bytes([number]) * member.size))
     as_file = [(sample.key, sample.parts, start, stop) for sample, start, stop in read_spans(path)]
-    as_stream = [(s.key, s.parts, start, stop) for s, start, stop in read_spans(path, file=Forwards(path.read_bytes()))]  # type: ignore[arg-type]
+    as_stream = [
+        (s.key, s.parts, start, stop)
+        for s, start, stop in read_spans(path, file=Forwards(path.read_bytes()))
+    ]  # type: ignore[arg-type]
     assert as_file == as_stream

@@ -32,17 +32,37 @@ def rows(start: int, count: int) -> Any:
             "exact": pa.array([number / 3 for number in numbers], pa.float64()),
             "is_odd": [number % 2 == 1 for number in numbers],
             "text": [f"text {number}" for number in numbers],
-            "vector": pa.array([[number, number + 1] for number in numbers], pa.list_(pa.float32())),
-            "fixed": pa.array([[number, number + 1] for number in numbers], pa.list_(pa.int16(), 2)),
+            "vector": pa.array(
+                [[number, number + 1] for number in numbers], pa.list_(pa.float32())
+            ),
+            "fixed": pa.array(
+                [[number, number + 1] for number in numbers], pa.list_(pa.int16(), 2)
+            ),
             "ragged": [list(range(number % 3 + 1)) for number in numbers],
             "grid": [[[number, 0], [0, 1]] for number in numbers],
             "png": [image(colour=number) for number in numbers],
-            "picture": [{"bytes": image("JPEG", colour=number), "path": "x.jpg"} for number in numbers],
+            "picture": [
+                {"bytes": image("JPEG", colour=number), "path": "x.jpg"} for number in numbers
+            ],
         }
     )
 
 
-COLUMNS = {name: name for name in ("label", "score", "exact", "is_odd", "text", "vector", "fixed", "grid", "png", "picture")}
+COLUMNS = {
+    name: name
+    for name in (
+        "label",
+        "score",
+        "exact",
+        "is_odd",
+        "text",
+        "vector",
+        "fixed",
+        "grid",
+        "png",
+        "picture",
+    )
+}
 
 
 def write_parquet(path: Path, start: int) -> None:
@@ -63,7 +83,12 @@ def write_stream(path: Path, start: int) -> None:
         out.write_table(rows(start, 25), max_chunksize=10)
 
 
-WRITERS = {"parquet": write_parquet, "feather": write_feather, "ipc": write_ipc, "stream": write_stream}
+WRITERS = {
+    "parquet": write_parquet,
+    "feather": write_feather,
+    "ipc": write_ipc,
+    "stream": write_stream,
+}
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -79,7 +104,9 @@ def test_every_kind_of_column_comes_back_in_the_order_asked_for(kind: str, tmp_p
     assert len(source) == 50
     assert torch.equal(batch["label"], numbers)
     assert torch.equal(batch["score"], numbers.float() / 2)
-    assert torch.equal(batch["exact"], torch.tensor([number / 3 for number in ids.tolist()], dtype=torch.float64))
+    assert torch.equal(
+        batch["exact"], torch.tensor([number / 3 for number in ids.tolist()], dtype=torch.float64)
+    )
     assert torch.equal(batch["is_odd"], numbers % 2 == 1)
     assert batch["text"] == [f"text {number}" for number in ids]
     assert torch.equal(batch["vector"], torch.stack([numbers, numbers + 1], 1).float())
@@ -98,7 +125,9 @@ def test_few_groups_are_in_memory_and_one_that_is_there_is_not_read_again(tmp_pa
     source = Table(tmp_path / "a.parquet", label="label", cache_bytes=1)
     reads = []
     file = source._files[0]
-    counted = tables.Opened(file.path, file.types, file.rows, lambda group: (reads.append(group), file.read(group))[1])
+    counted = tables.Opened(
+        file.path, file.types, file.rows, lambda group: (reads.append(group), file.read(group))[1]
+    )
     source._groups = [(counted, group) for _, group in source._groups]
     for ids in ([0, 9], [3], [10, 0], [12], [24]):
         source.read(np.array(ids))
@@ -121,7 +150,9 @@ def test_several_threads_read_the_same(tmp_path: Path) -> None:
 
 def test_a_transform_is_given_each_row(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", 0)
-    source = Table(tmp_path / "a.parquet", transform=lambda row: {"length": len(row["text"])}, text="text")
+    source = Table(
+        tmp_path / "a.parquet", transform=lambda row: {"length": len(row["text"])}, text="text"
+    )
     assert source.read(np.array([0, 10]))["length"].tolist() == [6, 7]
 
 
@@ -129,7 +160,13 @@ def test_the_digest_tells_other_contents_columns_and_orders_apart(tmp_path: Path
     write_parquet(tmp_path / "a.parquet", 0)
     write_parquet(tmp_path / "b.parquet", 1)
     a, b = tmp_path / "a.parquet", tmp_path / "b.parquet"
-    made = [Table(a, x="label"), Table(b, x="label"), Table([a, b], x="label"), Table([b, a], x="label"), Table(a, x="score")]
+    made = [
+        Table(a, x="label"),
+        Table(b, x="label"),
+        Table([a, b], x="label"),
+        Table([b, a], x="label"),
+        Table(a, x="score"),
+    ]
     assert len({source.digest for source in made}) == 5
     assert Table(a, x="label").digest == made[0].digest
 
@@ -137,7 +174,15 @@ def test_the_digest_tells_other_contents_columns_and_orders_apart(tmp_path: Path
 def test_what_is_no_table_is_refused_in_words(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", 0)
     whole = (tmp_path / "a.parquet").read_bytes()
-    for content in (b"", b"x", b"PAR1", whole[:-100], b"ARROW1xx" + whole, b"\xff" * 100, b"id,label\n1,2\n"):
+    for content in (
+        b"",
+        b"x",
+        b"PAR1",
+        whole[:-100],
+        b"ARROW1xx" + whole,
+        b"\xff" * 100,
+        b"id,label\n1,2\n",
+    ):
         (tmp_path / "b.parquet").write_bytes(content)
         with pytest.raises(DataError, match=r"b\.parquet cannot be read as Parquet or Arrow"):
             Table(tmp_path / "b.parquet", x="label")
@@ -159,11 +204,22 @@ def test_what_is_no_table_is_refused_in_words(tmp_path: Path) -> None:
 
 def test_a_value_that_is_missing_or_no_image_is_named_with_its_row(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"n": [1, None], "b": [b"abc", image()[:45]], "s": [{"bytes": None}, {"bytes": image()}]}), path)
+    pq.write_table(
+        pa.table(
+            {
+                "n": [1, None],
+                "b": [b"abc", image()[:45]],
+                "s": [{"bytes": None}, {"bytes": image()}],
+            }
+        ),
+        path,
+    )
     for columns, number, says in (
-        ({"n": "n"}, 1, r"a\.parquet: row 1 has no n"), ({"b": "b"}, 0, "b of row 0 is no jpg, png or webp"),
-        ({"b": "b"}, 1, r"row 1\.b\.png is a broken PNG"), ({"s": "s"}, 0, "row 0 has no s"),
-    ):  # fmt: skip
+        ({"n": "n"}, 1, r"a\.parquet: row 1 has no n"),
+        ({"b": "b"}, 0, "b of row 0 is no jpg, png or webp"),
+        ({"b": "b"}, 1, r"row 1\.b\.png is a broken PNG"),
+        ({"s": "s"}, 0, "row 0 has no s"),
+    ):
         with pytest.raises(DataError, match=says):
             Table(path, **columns).read(np.array([number]))
 
@@ -178,18 +234,24 @@ def test_damage_inside_a_group_ends_with_the_file_s_name(tmp_path: Path) -> None
         Table(path, **COLUMNS).read(np.array([0]))
 
 
-def test_lists_of_several_lengths_are_refused_and_those_of_one_length_are_a_tensor(tmp_path: Path) -> None:
+def test_lists_of_several_lengths_are_refused_and_those_of_one_length_are_a_tensor(
+    tmp_path: Path,
+) -> None:
     write_parquet(tmp_path / "a.parquet", 0)
     source = Table(tmp_path / "a.parquet", ragged="ragged")
     assert source.read(np.array([1, 4]))["ragged"].tolist() == [[0, 1], [0, 1]]
-    with pytest.raises(DataError, match=r"ragged is int64 \(2,\) in row 1 and int64 \(3,\) in row 2"):
+    with pytest.raises(
+        DataError, match=r"ragged is int64 \(2,\) in row 1 and int64 \(3,\) in row 2"
+    ):
         source.read(np.array([1, 2]))
     pq.write_table(pa.table({"v": [[1, None]]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match="row 0 has no v in a place"):
         Table(tmp_path / "b.parquet", v="v").read(np.array([0]))
 
 
-def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_parquet(tmp_path / "a.parquet", 0)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtra, match=r"surefoot\[arrow\]"):

@@ -27,7 +27,9 @@ from surefoot.core.errors import DataError
 from tests.components.test_index import write_tar
 
 
-def image(kind: str = "PNG", size: tuple[int, int] = (5, 4), mode: str = "RGB", colour: int = 7) -> bytes:
+def image(
+    kind: str = "PNG", size: tuple[int, int] = (5, 4), mode: str = "RGB", colour: int = 7
+) -> bytes:
     out = io.BytesIO()
     Image.new(mode, size, colour).save(out, kind)
     return out.getvalue()
@@ -41,26 +43,43 @@ def array(values: np.ndarray, **how: bool) -> bytes:
 
 def members_of(number: int) -> list[tuple[str, bytes]]:
     parts = {
-        "png": image(colour=number), "cls": b"%d" % number, "txt": f"text {number}".encode(), "json": json.dumps({"n": number}).encode(),
-        "npy": array(np.full(3, number, dtype=np.float32)), "safetensors": safetensors.numpy.save({"a": np.full(2, number)}),
-    }  # fmt: skip
+        "png": image(colour=number),
+        "cls": b"%d" % number,
+        "txt": f"text {number}".encode(),
+        "json": json.dumps({"n": number}).encode(),
+        "npy": array(np.full(3, number, dtype=np.float32)),
+        "safetensors": safetensors.numpy.save({"a": np.full(2, number)}),
+    }
     return [(f"{number:03d}.{extension}", content) for extension, content in parts.items()]
 
 
 def write_set(folder: Path, shards: int = 3, samples: int = 5, **how: Any) -> list[Path]:
     return [
         write_tar(
-            folder / f"{shard}.tar", [each for number in range(samples) for each in members_of(shard * samples + number)], **how
+            folder / f"{shard}.tar",
+            [each for number in range(samples) for each in members_of(shard * samples + number)],
+            **how,
         )
         for shard in range(shards)
     ]
 
 
-PARTS = {"image": "png", "label": "cls", "text": "txt", "row": "json", "vector": "npy", "tensors": "safetensors"}
+PARTS = {
+    "image": "png",
+    "label": "cls",
+    "text": "txt",
+    "row": "json",
+    "vector": "npy",
+    "tensors": "safetensors",
+}
 
 
-@pytest.mark.parametrize("how", [{}, {"format": tarfile.PAX_FORMAT, "mtime": 1.5}, {"format": tarfile.USTAR_FORMAT}])
-def test_every_kind_of_part_comes_back_in_the_order_asked_for(how: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"format": tarfile.PAX_FORMAT, "mtime": 1.5}, {"format": tarfile.USTAR_FORMAT}]
+)
+def test_every_kind_of_part_comes_back_in_the_order_asked_for(
+    how: dict[str, Any], tmp_path: Path
+) -> None:
     source = Tars(write_set(tmp_path, **how), cache=tmp_path / "cache", **PARTS)
     ids = np.array([14, 0, 7, 7, 5])
     batch = source.read(ids)
@@ -78,7 +97,11 @@ def test_names_that_no_single_header_holds_are_read_too(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     names = [f"{'d' * 90}/{'e' * 90}/{number}" for number in range(4)]
     for kind in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT):
-        write_tar(path, [(f"{name}.cls", b"%d" % number) for number, name in enumerate(names)], format=kind)
+        write_tar(
+            path,
+            [(f"{name}.cls", b"%d" % number) for number, name in enumerate(names)],
+            format=kind,
+        )
         source = Tars([path], cache=tmp_path / "cache", label="cls")
         assert source.read(np.array([3, 1]))["label"].tolist() == [3, 1]
 
@@ -91,7 +114,9 @@ def test_a_source_goes_to_another_process(tmp_path: Path) -> None:
     assert again.digest == source.digest
 
 
-def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_shards_than_files_may_be_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("surefoot.components.data.tars.source.MOST_OPEN", 2)
     source = Tars(write_set(tmp_path, shards=6, samples=2), cache=tmp_path / "cache", label="cls")
     before = len(os.listdir("/proc/self/fd"))
@@ -99,19 +124,28 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.
     assert len(os.listdir("/proc/self/fd")) <= before + 3  # one more to list them
 
 
-def test_threads_read_at_once_with_few_shards_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_read_at_once_with_few_shards_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """None closes what another one reads."""
     monkeypatch.setattr("surefoot.components.data.tars.source.MOST_OPEN", 2)
     source = Tars(write_set(tmp_path, shards=6, samples=2), cache=tmp_path / "cache", label="cls")
     drawn = [np.random.default_rng(number).integers(0, 12, 40) for number in range(50)]
     with ThreadPoolExecutor(4) as pool:
-        assert all(read["label"].tolist() == ids.tolist() for ids, read in zip(drawn, pool.map(source.read, drawn), strict=True))
+        assert all(
+            read["label"].tolist() == ids.tolist()
+            for ids, read in zip(drawn, pool.map(source.read, drawn), strict=True)
+        )
 
 
 def test_a_transform_brings_images_to_one_size(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", [("0.png", image(size=(5, 4))), ("1.png", image(size=(9, 8)))])
+    path = write_tar(
+        tmp_path / "a.tar", [("0.png", image(size=(5, 4))), ("1.png", image(size=(9, 8)))]
+    )
     source = Tars([path], cache=tmp_path / "cache", image="png")
-    with pytest.raises(DataError, match=r"image is uint8 \(4, 5, 3\) in 0 and uint8 \(8, 9, 3\) in 1 of .*a\.tar"):
+    with pytest.raises(
+        DataError, match=r"image is uint8 \(4, 5, 3\) in 0 and uint8 \(8, 9, 3\) in 1 of .*a\.tar"
+    ):
         source.read(np.arange(2))
     cut = Tars(
         [path],
@@ -141,26 +175,46 @@ def test_a_shard_that_changes_while_it_is_read_is_named(what: str, tmp_path: Pat
         at = content.index(b"004.cls")
         content[at : at + 7] = b"999.cls"
         path.write_bytes(content)
-    with pytest.raises(DataError, match=r"0\.tar is (shorter than|not what it was) when it was indexed"):
+    with pytest.raises(
+        DataError, match=r"0\.tar is (shorter than|not what it was) when it was indexed"
+    ):
         source.read(np.arange(5))
 
 
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        (("1", "2"), torch.int64), (("1", "2.5"), list), (("1", '"x"'), list), (('"x"', "1"), list), (("1", "null"), list),
-        (("1", "true"), list), (("99999999999999999999", "1"), list),
+        (("1", "2"), torch.int64),
+        (("1", "2.5"), list),
+        (("1", '"x"'), list),
+        (('"x"', "1"), list),
+        (("1", "null"), list),
+        (("1", "true"), list),
+        (("99999999999999999999", "1"), list),
     ],
-)  # fmt: skip
-def test_only_whole_numbers_become_a_tensor_of_numbers(values: tuple[str, ...], kind: Any, tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", [(f"{number}.json", value.encode()) for number, value in enumerate(values)])
+)
+def test_only_whole_numbers_become_a_tensor_of_numbers(
+    values: tuple[str, ...], kind: Any, tmp_path: Path
+) -> None:
+    path = write_tar(
+        tmp_path / "a.tar",
+        [(f"{number}.json", value.encode()) for number, value in enumerate(values)],
+    )
     found = Tars(path, cache=tmp_path / "cache", row="json").read(np.arange(2))["row"]
     assert found.dtype == kind if isinstance(found, torch.Tensor) else isinstance(found, kind)
-    assert [each if isinstance(found, list) else each.item() for each in found] == [json.loads(value) for value in values]
+    assert [each if isinstance(found, list) else each.item() for each in found] == [
+        json.loads(value) for value in values
+    ]
 
 
 @pytest.mark.parametrize(
-    "values", [np.array(["a", "b"]), np.array([b"a"]), np.array(["2020-01-01"], dtype="M8[D]"), np.zeros(2, "f8,i4")]
+    "values",
+    [
+        np.array(["a", "b"]),
+        np.array([b"a"]),
+        np.array(["2020-01-01"], dtype="M8[D]"),
+        np.zeros(2, "f8,i4"),
+    ],
 )
 def test_arrays_that_torch_does_not_know_stay_arrays(values: np.ndarray, tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [(f"{number}.npy", array(values)) for number in range(2)])
@@ -193,7 +247,14 @@ def test_a_part_cut_anywhere_is_refused_by_name(extension: str) -> None:
         content = b"\xff\xfe"
     for length in {0, 1, len(content) // 2}:
         with pytest.raises(DataError, match=rf"a\.tar: k\.{extension} "):
-            decode(Sample(Path("a.tar"), "k", {extension: content[:length] if extension != "txt" else content}), extension)
+            decode(
+                Sample(
+                    Path("a.tar"),
+                    "k",
+                    {extension: content[:length] if extension != "txt" else content},
+                ),
+                extension,
+            )
 
 
 def _said_to_be(png: bytes, side: int) -> bytes:
@@ -212,14 +273,24 @@ def _jpeg_said_to_be(jpeg: bytes, side: int) -> bytes:
     [
         ("npy", array(np.array([{}]), allow_pickle=True), "Python objects"),
         ("npy", array(np.zeros(3)).replace(b"(3,)", b"(9,)"), "says that it is float64"),
-        ("npy", array(np.zeros(3)).replace(b"(3,), }          ", b"(99999999999,), }"), "says that it is"),
+        (
+            "npy",
+            array(np.zeros(3)).replace(b"(3,), }          ", b"(99999999999,), }"),
+            "says that it is",
+        ),
         ("npy", array(np.zeros(3)).replace(b"(3,), } ", b"(-3,), }"), "says that it is"),
         ("npy", array(np.zeros(3)).replace(b"(3,), }", b"((((3, "), "no npy file"),
-        ("npy", array(np.zeros(3)).replace(b"(3,), }                 ", b"(0, 99999999999999999)}"), "npy"),
+        (
+            "npy",
+            array(np.zeros(3)).replace(b"(3,), }                 ", b"(0, 99999999999999999)}"),
+            "npy",
+        ),
         ("npy", array(np.zeros(3, "V1")).replace(b"|V1", b"|V0"), "npy"),
         (
             "safetensors",
-            (21 + 44).to_bytes(8, "little") + b'{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'.ljust(65) + b"12",
+            (21 + 44).to_bytes(8, "little")
+            + b'{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'.ljust(65)
+            + b"12",
             "numpy does not",
         ),
         ("png", image("PNG", mode="I;16"), "8 bits a colour"),
@@ -236,14 +307,20 @@ def _jpeg_said_to_be(jpeg: bytes, side: int) -> bytes:
         ("pth", b"\x80\x02c__builtin__\neval\n", "not decoded"),
     ],
 )
-def test_what_could_run_code_or_take_all_memory_is_refused(extension: str, content: bytes, words: str) -> None:
+def test_what_could_run_code_or_take_all_memory_is_refused(
+    extension: str, content: bytes, words: str
+) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match=words):
         decode(Sample(Path("a.tar"), "k", {extension: content}), extension)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB: nothing was made as large as it says
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    )  # KiB: nothing was made as large as it says
 
 
-def test_real_shards_give_the_samples_that_a_reader_in_sequence_does(cifar10_folder: Path, tmp_path: Path) -> None:
+def test_real_shards_give_the_samples_that_a_reader_in_sequence_does(
+    cifar10_folder: Path, tmp_path: Path
+) -> None:
     paths = sorted(cifar10_folder.glob("test-*.tar"))
     source = Tars(paths, cache=tmp_path, image="jpg", label="cls")
     assert len(source) == 10_000

@@ -19,10 +19,23 @@ records = pytest.importorskip("tensorboard.summary.writer.record_writer")
 def step(number: int, **values: Any) -> Step:
     """The record of a step whose loss is its number."""
     same: dict[str, Any] = {
-        "time_s": 1_700_000_000.0 + number, "epoch": 0.0, "num_steps": 1, "loss": float(number), "terms": {}, "gradient_norm": None,
-        "learning_rates": {"all": 0.5}, "num_applied": 1, "num_samples": 8, "num_items": 8.0, "elapsed_s": 1.0, "waiting_s": 0.0,
-        "samples_per_s": 8.0, "items_per_s": 8.0, "peak_bytes": None, "generation": 1,
-    }  # fmt: skip
+        "time_s": 1_700_000_000.0 + number,
+        "epoch": 0.0,
+        "num_steps": 1,
+        "loss": float(number),
+        "terms": {},
+        "gradient_norm": None,
+        "learning_rates": {"all": 0.5},
+        "num_applied": 1,
+        "num_samples": 8,
+        "num_items": 8.0,
+        "elapsed_s": 1.0,
+        "waiting_s": 0.0,
+        "samples_per_s": 8.0,
+        "items_per_s": 8.0,
+        "peak_bytes": None,
+        "generation": 1,
+    }
     return Step(step=number, **{**same, **values})
 
 
@@ -55,7 +68,11 @@ def test_a_number_that_is_none_or_no_number_does_not_stop_it(tmp_path: Path) -> 
     assert [each[0] for each in losses(tmp_path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OSError(28, "No space left on device"), RuntimeError("another")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), OSError(28, "No space left on device"), RuntimeError("another")],
+    ids=repr,
+)
 @pytest.mark.parametrize("at", [1, 2, 4], ids=lambda at: f"record {at}")
 def test_whatever_stops_a_record_is_told_once_and_nobody_waits(
     error: Exception, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

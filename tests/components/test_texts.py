@@ -38,7 +38,9 @@ def test_a_loss_counts_real_tokens_alone_whatever_the_padding() -> None:
     losses = []
     for bounds in (None, (128,)):
         batch = Texts(*join_texts(TEXTS), bounds=bounds).read(np.array([0, 3, 6]))
-        total = F.cross_entropy(table[batch["inputs"]].flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+        total = F.cross_entropy(
+            table[batch["inputs"]].flatten(0, 1), batch["targets"].flatten(), reduction="sum"
+        )
         losses.append((float(total), int((batch["targets"] != -100).sum())))
     assert losses[0][1] == losses[1][1] == 2 + 19 + 32
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
@@ -49,7 +51,10 @@ def test_texts_together_are_of_about_one_length_each_once_and_pad_little() -> No
     texts = [np.full(length, number) for number, length in enumerate(lengths)]
     ids, offsets = join_texts(texts)
     bounds = tuple(range(32, 513, 32))
-    alone, grouped = Texts(ids, offsets, bounds=bounds), Texts(ids, offsets, bounds=bounds, together=16)
+    alone, grouped = (
+        Texts(ids, offsets, bounds=bounds),
+        Texts(ids, offsets, bounds=bounds, together=16),
+    )
     order = Order(len(grouped), seed=3).ids(0, 0, len(grouped))
     batches = [grouped.read(order[place : place + 1]) for place in range(len(grouped))]
     seen = [int(row[0]) for batch in batches for row in batch["inputs"]]
@@ -82,9 +87,15 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "bounds that fall": (lambda: Texts(*join_texts(TEXTS), bounds=(128, 64)), "bounds .* are none"),
     "no bounds": (lambda: Texts(*join_texts(TEXTS), bounds=()), "bounds .* are none"),
-    "labels of another number": (lambda: Texts(*join_texts(TEXTS), labels=np.arange(3)), "for 9 texts"),
+    "labels of another number": (
+        lambda: Texts(*join_texts(TEXTS), labels=np.arange(3)),
+        "for 9 texts",
+    ),
     "none together": (lambda: Texts(*join_texts(TEXTS), together=0), "0 texts together"),
-    "a number beyond": (lambda: Texts(*join_texts(TEXTS)).read(np.array([9])), "sample 9 was asked for"),
+    "a number beyond": (
+        lambda: Texts(*join_texts(TEXTS)).read(np.array([9])),
+        "sample 9 was asked for",
+    ),
 }
 
 

@@ -50,7 +50,9 @@ def find_rate(name: str, made: list[dict[str, Any]]) -> tuple[float, float]:
 USES: dict[str, Callable[[], bool]] = {
     "no_decay": lambda: find_rate("inner.weight", groups(no_decay=["again.*"])) == (0.0, 1.0),
     "rates": lambda: find_rate("words.weight", groups(rates={"head.*": 0.5})) == (0.0, 0.5),
-    "the last of the rates": lambda: find_rate("inner.weight", groups(rates={"inner.*": 2.0, "again.weight": 0.5})) == (0.1, 0.5),
+    "the last of the rates": lambda: (
+        find_rate("inner.weight", groups(rates={"inner.*": 2.0, "again.weight": 0.5})) == (0.1, 0.5)
+    ),
     "freeze": lambda: optim.freeze(Tied(), ["head.weight"]) == ["words.weight"],
     "freeze a layer": lambda: optim.freeze(Tied(), ["again.*"]) == ["inner.weight", "inner.bias"],
     "blocks": lambda: [*find_blocks(Tied(), ["again"])] == ["inner"],

@@ -48,18 +48,25 @@ def test_windows_equal_those_cut_by_hand_for_every_dtype(dtype: str) -> None:
         assert batch["inputs"].dtype == batch["targets"].dtype == torch.int64
 
 
-def test_a_token_file_reads_the_windows_of_its_numbers_and_is_mapped_again_in_another_process(tmp_path: Path) -> None:
+def test_a_token_file_reads_the_windows_of_its_numbers_and_is_mapped_again_in_another_process(
+    tmp_path: Path,
+) -> None:
     ids = write_stream(tmp_path / "train.bin")
     np.save(tmp_path / "train.npy", ids.astype(np.int32))
     for source in (TokenFile(tmp_path / "train.bin", 64), TokenFile(tmp_path / "train.npy", 64)):
         sent = pickle.dumps(source)
         assert len(sent) < 500
         for each in (source, pickle.loads(sent)):
-            assert torch.equal(each.read(np.array([3, 15]))["inputs"], Tokens(ids, 64).read(np.array([3, 15]))["inputs"])
+            assert torch.equal(
+                each.read(np.array([3, 15]))["inputs"],
+                Tokens(ids, 64).read(np.array([3, 15]))["inputs"],
+            )
     assert TokenFile(tmp_path / "train.bin", 64).digest == Tokens(ids, 64).digest
 
 
-def test_a_long_stream_is_known_by_pieces_and_a_short_one_by_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_stream_is_known_by_pieces_and_a_short_one_by_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(streams, "WHOLE_BYTES", 1 << 16)
     short, long = np.arange(30_000, dtype=np.uint16), np.arange(10_000_000, dtype=np.int32)
     for ids, changed in ((short, 12_345), (long, len(long) - 1), (long, 0)):
@@ -95,7 +102,11 @@ BAD_FILES: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
     "no dtype": (b"abcdefgh", {"dtype": "int17"}, "'int17' is no dtype"),
     "two ways to end": (b"abcdefgh", {"end": 1, "offsets": "x.npy"}, "an end token and offsets"),
     "an end that is not there": (b"abcdefgh", {"end": 1}, "the token 1 stands nowhere"),
-    "offsets that are not there": (b"abcdefgh", {"offsets": "missing.npy"}, r"missing\.npy cannot be read"),
+    "offsets that are not there": (
+        b"abcdefgh",
+        {"offsets": "missing.npy"},
+        r"missing\.npy cannot be read",
+    ),
 }
 
 
@@ -142,7 +153,13 @@ def documents_of(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[i
         parts = {name: values[row] for name, values in batch.items()}
         for number in range(int(parts["documents"].max()) + 1):
             mine = parts["documents"] == number
-            found.append((parts["inputs"][mine].tolist(), parts["targets"][mine].tolist(), parts["positions"][mine].tolist()))
+            found.append(
+                (
+                    parts["inputs"][mine].tolist(),
+                    parts["targets"][mine].tolist(),
+                    parts["positions"][mine].tolist(),
+                )
+            )
     return found
 
 
@@ -185,7 +202,9 @@ def test_a_packing_is_best_fit_decreasing() -> None:
         assert sorted(width - np.add.reduceat(lengths[order], rows[:-1])) == sorted(spaces)
 
 
-def test_documents_of_a_file_end_at_the_end_token_or_begin_where_an_index_says(tmp_path: Path) -> None:
+def test_documents_of_a_file_end_at_the_end_token_or_begin_where_an_index_says(
+    tmp_path: Path,
+) -> None:
     ids = np.array([1, 2, END, 3, 4, 5, END, 6, 7], dtype=np.uint16)
     ids.tofile(tmp_path / "a.bin")
     offsets = find_documents(ids, END)
@@ -194,23 +213,38 @@ def test_documents_of_a_file_end_at_the_end_token_or_begin_where_an_index_says(t
     offsets[:-1].astype("<i8").tofile(tmp_path / "a.idx")  # without the last one, as some write it
     by_end = TokenFile(tmp_path / "a.bin", 6, end=END)
     batch = by_end.read(np.arange(len(by_end)))
-    assert sorted(inputs for inputs, _, _ in documents_of(batch)) == [[1, 2, END], [3, 4, 5, END], [6, 7]]
-    assert "9 tokens of 3 documents packed into 2 rows of 6: 75.00% of their tokens are real" in by_end.describe()
+    assert sorted(inputs for inputs, _, _ in documents_of(batch)) == [
+        [1, 2, END],
+        [3, 4, 5, END],
+        [6, 7],
+    ]
+    assert (
+        "9 tokens of 3 documents packed into 2 rows of 6: 75.00% of their tokens are real"
+        in by_end.describe()
+    )
     for name in ("a.npy", "a.idx"):
         same = TokenFile(tmp_path / "a.bin", 6, offsets=tmp_path / name)
         assert same.digest == by_end.digest
-        assert torch.equal(pickle.loads(pickle.dumps(same)).read(np.array([1]))["inputs"], batch["inputs"][[1]])
+        assert torch.equal(
+            pickle.loads(pickle.dumps(same)).read(np.array([1]))["inputs"], batch["inputs"][[1]]
+        )
     assert TokenFile(tmp_path / "a.bin", 5, end=END).digest != by_end.digest
 
 
 @pytest.mark.parametrize(
     ("offsets", "says"),
     [
-        ([0, 4, 4], "document 1 begins at token 4 and ends at 4"), ([0, 5, 3, 9], "document 1 begins at token 5"), ([1, 4], "go from 1"),
-        ([0, 12], "go from 0 to 12"), ([-3, 4], "go from -3"), ([], "are none"), ([[0, 4]], "are none"), ([0.0, 4.0], "float64"),
+        ([0, 4, 4], "document 1 begins at token 4 and ends at 4"),
+        ([0, 5, 3, 9], "document 1 begins at token 5"),
+        ([1, 4], "go from 1"),
+        ([0, 12], "go from 0 to 12"),
+        ([-3, 4], "go from -3"),
+        ([], "are none"),
+        ([[0, 4]], "are none"),
+        ([0.0, 4.0], "float64"),
         (list(range(10)), "one token each"),
     ],
-)  # fmt: skip
+)
 def test_offsets_that_are_none_are_refused(offsets: list[Any], says: str) -> None:
     with pytest.raises(DataError, match=says):
         Packed(np.arange(9), np.array(offsets), 4)
@@ -220,7 +254,9 @@ def small_transformer(length: int) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(64, layers=3, width=32, heads=4, length=length).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)  # parts that begin as the identity would hide a leak
+        torch.nn.init.normal_(
+            parameter, std=0.2
+        )  # parts that begin as the identity would hide a leak
     return model
 
 
@@ -258,12 +294,16 @@ def test_the_mask_lets_a_token_see_its_own_document_up_to_itself() -> None:
     documents = torch.tensor([[0, 0, 1, 1, 1, -1, -1]])
     mask = block_diagonal(documents)
     assert mask.shape == (1, 1, 7, 7)
-    expected = [[(documents[0, i] == documents[0, j]).item() and j <= i for j in range(7)] for i in range(7)]
+    expected = [
+        [(documents[0, i] == documents[0, j]).item() and j <= i for j in range(7)] for i in range(7)
+    ]
     assert mask[0, 0].tolist() == expected
     assert mask.any(-1).all()  # a row without any would be NaN
 
 
-def test_pycorpus_trains_packed_and_a_file_s_loss_is_the_same_whatever_lies_beside_it(tmp_path: Path) -> None:
+def test_pycorpus_trains_packed_and_a_file_s_loss_is_the_same_whatever_lies_beside_it(
+    tmp_path: Path,
+) -> None:
     for number in range(12):
         (tmp_path / f"m{number}.py").write_text(f"x{number} = {'1' * (5 + 7 * number)}\n")
     task = PyCorpus(str(tmp_path), layers=2, width=16, heads=2, length=32, packed=True)
@@ -274,4 +314,7 @@ def test_pycorpus_trains_packed_and_a_file_s_loss_is_the_same_whatever_lies_besi
     loss = task.loss(task.forward(model, batch), batch).terms[0]
     loss.total.backward()
     assert int(loss.count) == int((batch["targets"] != IGNORED).sum())
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )

@@ -8,12 +8,16 @@ import torch
 
 from surefoot.components.data.transforms import crop, mirror, reflect_pad, translate
 
-IMAGES_BHWC = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (7, 9, 8, 3), dtype=np.uint8))
+IMAGES_BHWC = torch.from_numpy(
+    np.random.default_rng(0).integers(0, 256, (7, 9, 8, 3), dtype=np.uint8)
+)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7])
 def test_the_padded_border_mirrors_the_inside_as_numpy_does(size: int) -> None:
-    expected = np.pad(IMAGES_BHWC.numpy(), ((0, 0), (size, size), (size, size), (0, 0)), mode="reflect")
+    expected = np.pad(
+        IMAGES_BHWC.numpy(), ((0, 0), (size, size), (size, size), (0, 0)), mode="reflect"
+    )
     assert np.array_equal(reflect_pad(IMAGES_BHWC, size).numpy(), expected)
 
 

@@ -34,9 +34,13 @@ PLAIN = "they are of a model that torch.compile had not wrapped: give the model 
 
 
 @pytest.mark.parametrize("how", ["load", "load_into"])
-def test_weights_of_a_model_that_was_compiled_say_so_and_fit_when_it_is(how: str, tmp_path: Path) -> None:
+def test_weights_of_a_model_that_was_compiled_say_so_and_fit_when_it_is(
+    how: str, tmp_path: Path
+) -> None:
     def read(model: nn.Module) -> None:
-        checkpoint.load(tmp_path, {"model": model}, 1) if how == "load" else checkpoint.load_into(model, tmp_path, 1)
+        checkpoint.load(tmp_path, {"model": model}, 1) if how == "load" else checkpoint.load_into(
+            model, tmp_path, 1
+        )
 
     compiled: Any = torch.compile(built())
     save(tmp_path, model=compiled)
@@ -47,9 +51,13 @@ def test_weights_of_a_model_that_was_compiled_say_so_and_fit_when_it_is(how: str
 
 
 @pytest.mark.parametrize("how", ["load", "load_into"])
-def test_weights_of_a_model_that_was_not_compiled_say_so_and_fit_the_model_itself(how: str, tmp_path: Path) -> None:
+def test_weights_of_a_model_that_was_not_compiled_say_so_and_fit_the_model_itself(
+    how: str, tmp_path: Path
+) -> None:
     def read(model: nn.Module) -> None:
-        checkpoint.load(tmp_path, {"model": model}, 1) if how == "load" else checkpoint.load_into(model, tmp_path, 1)
+        checkpoint.load(tmp_path, {"model": model}, 1) if how == "load" else checkpoint.load_into(
+            model, tmp_path, 1
+        )
 
     save(tmp_path, model=built())
     compiled: Any = torch.compile(built())
@@ -71,7 +79,9 @@ def test_a_layer_that_was_compiled_and_another_model_are_told_apart(tmp_path: Pa
 
 
 def attach(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Any:
-    return surefoot.attach(model=model, optimizer=optimizer, data=[torch.ones(2, 3)] * 4, folder=folder, save="1 steps")
+    return surefoot.attach(
+        model=model, optimizer=optimizer, data=[torch.ones(2, 3)] * 4, folder=folder, save="1 steps"
+    )
 
 
 def test_an_attached_loop_resumes_with_and_without_compile_as_the_hint_says(tmp_path: Path) -> None:
@@ -103,13 +113,20 @@ def unfrozen(folder: Path) -> None:
             run.step_done(loss)
 
 
-def test_groups_that_were_added_in_training_are_added_before_a_loop_is_resumed(tmp_path: Path) -> None:
+def test_groups_that_were_added_in_training_are_added_before_a_loop_is_resumed(
+    tmp_path: Path,
+) -> None:
     unfrozen(tmp_path / "a")
     model = built()
     optimizer = torch.optim.AdamW(model[1].parameters(), 0.1)  # type: ignore[index]
-    with pytest.raises(RunFolderError, match=r"for groups of \[2, 2\] parameters, and it has \[2\]") as refused:
+    with pytest.raises(
+        RunFolderError, match=r"for groups of \[2, 2\] parameters, and it has \[2\]"
+    ) as refused:
         attach(tmp_path / "a", model, optimizer)
-    assert "add the groups that were added in training before this: optimizer.add_param_group(...)" in str(refused.value.hint)
+    assert (
+        "add the groups that were added in training before this: optimizer.add_param_group(...)"
+        in str(refused.value.hint)
+    )
     optimizer.add_param_group({"params": list(model[0].parameters())})  # type: ignore[index]
     attach(tmp_path / "a", model, optimizer).close()
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
@@ -129,6 +146,8 @@ def test_other_groups_are_refused_without_that_way(tmp_path: Path) -> None:
     model = built()
     save(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     halves = torch.optim.SGD([{"params": part.parameters()} for part in model.children()], 0.1)
-    with pytest.raises(RunFolderError, match=r"for groups of \[4\] parameters, and it has \[2, 2\]") as refused:
+    with pytest.raises(
+        RunFolderError, match=r"for groups of \[4\] parameters, and it has \[2, 2\]"
+    ) as refused:
         checkpoint.load(tmp_path, {"model": model, "optimizer": halves}, 1)
     assert refused.value.hint == "load into what was saved, or leave it out"

@@ -38,7 +38,9 @@ def test_tensors_that_share_storage_come_back_as_they_were(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["whole", "part"])
-def test_one_number_that_is_not_finite_is_never_committed(tmp_path: Path, name: str, value: float) -> None:
+def test_one_number_that_is_not_finite_is_never_committed(
+    tmp_path: Path, name: str, value: float
+) -> None:
     model = Sharing()
     getattr(model, name).data.view(-1)[1] = value
     with pytest.raises(NumbersError, match=name):
@@ -48,7 +50,9 @@ def test_one_number_that_is_not_finite_is_never_committed(tmp_path: Path, name: 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("place", [0, 1, 300_000, -1])
-def test_one_number_that_is_none_is_found_in_every_dtype_and_place(dtype: torch.dtype, place: int) -> None:
+def test_one_number_that_is_none_is_found_in_every_dtype_and_place(
+    dtype: torch.dtype, place: int
+) -> None:
     tensor = torch.full((300_001,), 6e4, dtype=dtype)  # whose sum overflows in 16 bits
     assert is_finite(tensor)
     for value in (math.nan, math.inf, -math.inf):

@@ -78,7 +78,15 @@ def make_arrays() -> Arrays:
     return Arrays.of_files(x="x.npy")
 
 
-MAKERS = (make_images, make_table, make_tars, make_stream, make_tokens, make_safetensors, make_arrays)
+MAKERS = (
+    make_images,
+    make_table,
+    make_tars,
+    make_stream,
+    make_tokens,
+    make_safetensors,
+    make_arrays,
+)
 
 
 def as_it_is(source: Any) -> Any:
@@ -112,13 +120,17 @@ def test_a_source_reads_its_files_from_another_working_folder(
 def test_a_part_of_a_stream_is_that_of_the_folder_of_its_stream(moved: Callable[[], None]) -> None:
     source = make_parts()
     digests = [source.part(number, 2).digest for number in range(2)]
-    assert digests[0] == TarStream(["a.tar"], [4], label="cls").digest  # by the name that was given, as in runs that are there
+    assert (
+        digests[0] == TarStream(["a.tar"], [4], label="cls").digest
+    )  # by the name that was given, as in runs that are there
     moved()
     assert [source.part(number, 2).digest for number in range(2)] == digests
     assert source.part(1, 2).read(np.arange(4))["label"].tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
 
 
-def test_a_task_and_a_profile_stay_in_the_folder_that_was_named(moved: Callable[[], None], tmp_path: Path) -> None:
+def test_a_task_and_a_profile_stay_in_the_folder_that_was_named(
+    moved: Callable[[], None], tmp_path: Path
+) -> None:
     tasks = (Cifar10(folder="set", cache="cache"), PyCorpus(folder="set"), WikiText2(folder="set"))
     tracer = Profiler(torch.nn.Linear(1, 1), "profile")
     moved()

@@ -38,11 +38,16 @@ def _split(model: nn.Module) -> nn.Module:
     ("wrap", "says"),
     [
         (nn.DataParallel, "DataParallel, which drives all devices from one interpreter"),
-        (nn.parallel.DistributedDataParallel, "DistributedDataParallel, which sums gradients in each backward pass"),
+        (
+            nn.parallel.DistributedDataParallel,
+            "DistributedDataParallel, which sums gradients in each backward pass",
+        ),
         (_split, "FSDPModule, which splits weights"),
     ],
 )
-def test_each_wrapper_is_named_with_its_place_and_what_to_do(wrap: Callable[[nn.Module], nn.Module], says: str) -> None:
+def test_each_wrapper_is_named_with_its_place_and_what_to_do(
+    wrap: Callable[[nn.Module], nn.Module], says: str
+) -> None:
     model = nn.Sequential(nn.Linear(2, 2), wrap(nn.Linear(2, 2)))
     with pytest.raises(TaskError, match=f"^1 of the model is wrapped in torch's {says}") as caught:
         check_unwrapped(model)

@@ -43,8 +43,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], set[int]]] = {
     "a length of 0": (lambda folder: damage(folder, 4, COUNT, 0), {5}),
     "the first row": (lambda folder: damage(folder, 0, COUNT, 77), {1}),
     "a step of 0": (lambda folder: damage(folder, 7, 0, 0), {8}),
-    "two rows": (lambda folder: (damage(folder, 2, COUNT, 1 << 20), damage(folder, 8, COUNT, 2))[0], {3, 9}),
-}  # fmt: skip
+    "two rows": (
+        lambda folder: (damage(folder, 2, COUNT, 1 << 20), damage(folder, 8, COUNT, 2))[0],
+        {3, 9},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -88,13 +91,30 @@ def test_a_part_of_a_row_at_the_end_is_left_out_and_is_no_damage(cut: int, folde
 @pytest.mark.parametrize(
     "rows",
     [
-        [Batch(1, 1, 0, 0, (0, 1)), Batch(2, 1, 0, 2, (4, 5)), Batch(3, 1, 0, 3, (6, 7))],  # one is lost
-        [Batch(1, 1, 0, 0, (0, 1)), Batch(2, 1, 0, 0, (0, 1)), Batch(3, 1, 0, 1, (2, 3))],  # one comes twice
-        [Batch(1, 1, 0, 0, ()), Batch(2, 1, 0, 1, ()), Batch(2, 2, 0, 1, ()), Batch(9, 3, 1, 0, ())],
-        [Batch(1, 1, 0, 0, (1, 1, 0, 0, 0, 1, 1, 0, 1, 0)), Batch(2, 1, 0, 1, (2, 1, 0, 2, 0)), Batch(3, 1, 0, 2, (3, 1, 0, 2, 0))],
+        [
+            Batch(1, 1, 0, 0, (0, 1)),
+            Batch(2, 1, 0, 2, (4, 5)),
+            Batch(3, 1, 0, 3, (6, 7)),
+        ],  # one is lost
+        [
+            Batch(1, 1, 0, 0, (0, 1)),
+            Batch(2, 1, 0, 0, (0, 1)),
+            Batch(3, 1, 0, 1, (2, 3)),
+        ],  # one comes twice
+        [
+            Batch(1, 1, 0, 0, ()),
+            Batch(2, 1, 0, 1, ()),
+            Batch(2, 2, 0, 1, ()),
+            Batch(9, 3, 1, 0, ()),
+        ],
+        [
+            Batch(1, 1, 0, 0, (1, 1, 0, 0, 0, 1, 1, 0, 1, 0)),
+            Batch(2, 1, 0, 1, (2, 1, 0, 2, 0)),
+            Batch(3, 1, 0, 2, (3, 1, 0, 2, 0)),
+        ],
         [Batch(1, 1, 0, 0, (1,)), Batch(5, 1, 0, 1, (2,)), Batch(4, 1, 3, 1, (2,))],
     ],
-)  # fmt: skip
+)
 def test_what_a_loop_really_did_is_no_damage(rows: list[Batch], tmp_path: Path) -> None:
     for row in rows:
         written = LoopLedger(tmp_path, LoopGuarantee(), row.generation)

@@ -30,7 +30,12 @@ def descriptor(request: pytest.FixtureRequest, tmp_path: Path):  # type: ignore[
 
 
 def read(descriptor: int, start: int, num_bytes: int) -> bytes:
-    return b"".join(bytes(window) for window in digest.windows(descriptor, start, num_bytes, digest.make_room(digest.READ_BYTES)))
+    return b"".join(
+        bytes(window)
+        for window in digest.windows(
+            descriptor, start, num_bytes, digest.make_room(digest.READ_BYTES)
+        )
+    )
 
 
 @pytest.mark.parametrize("start", [0, 1, 4095, 4096, digest.READ_BYTES - 1, NUM_BYTES - 1])
@@ -61,7 +66,11 @@ def test_large_parts_are_read_into_huge_pages_where_the_system_has_them() -> Non
 
 
 def held_in_huge_pages() -> int:
-    return sum(int(line.split()[1]) for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if "AnonHuge" in line)
+    return sum(
+        int(line.split()[1])
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+        if "AnonHuge" in line
+    )
 
 
 def test_small_parts_come_through_the_cache(descriptor: int) -> None:

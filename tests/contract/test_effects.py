@@ -28,19 +28,34 @@ from tests.cli.test_what_may_change import EDITS
 from tests.train.small import Small, spec
 
 VALUES = {key: value for key, (value, _) in EDITS.items()} | {
-    "schedule.warmup_shape": "cosine", "schedule.warmup_start": 0.5, "schedule.momentum_low": 0.7, "schedule.momentum_high": 0.8,
+    "schedule.warmup_shape": "cosine",
+    "schedule.warmup_start": 0.5,
+    "schedule.momentum_low": 0.7,
+    "schedule.momentum_high": 0.8,
     "optim.trust": 0.5,
-}  # fmt: skip
+}
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "optim.name": get_args(OptimTable.model_fields["name"].annotation), "optim.ema": (None, 0.9),
-    "optim.reference_batch": (None, 64), "data.on_bad": ("stop", "skip"), "data.shuffle": (True, False), "loader.workers": (0, 2, "auto"),
-    "loader.kind": ("auto", "thread", "process"), "schedule.name": ("cosine", "one_cycle", "warmup"),
-    "schedule.cycle_momentum": (None, True, False), "schedule.warmup": ("0 steps", "5 steps"),
-    "schedule.warmup_shape": ("linear", "cosine", "exponential"), "precision.weights": ("fp32", "bf16"),
-    "precision.compute": ("fp32", "tf32", "bf16", "fp16", "float8", "auto"), "memory.recompute": ("none", "full"),
-    "layout.shard": (1, 2), "layout.stage": (1, 2, 3), "layout.compress": ("none", "bf16", "powersgd"),
-    "compile.what": ("none", "blocks", "model", "step"), "nccl.infiniband": (None, True, False), "stability.nonfinite": ("skip", "stop"),
-}  # fmt: skip
+    "optim.name": get_args(OptimTable.model_fields["name"].annotation),
+    "optim.ema": (None, 0.9),
+    "optim.reference_batch": (None, 64),
+    "data.on_bad": ("stop", "skip"),
+    "data.shuffle": (True, False),
+    "loader.workers": (0, 2, "auto"),
+    "loader.kind": ("auto", "thread", "process"),
+    "schedule.name": ("cosine", "one_cycle", "warmup"),
+    "schedule.cycle_momentum": (None, True, False),
+    "schedule.warmup": ("0 steps", "5 steps"),
+    "schedule.warmup_shape": ("linear", "cosine", "exponential"),
+    "precision.weights": ("fp32", "bf16"),
+    "precision.compute": ("fp32", "tf32", "bf16", "fp16", "float8", "auto"),
+    "memory.recompute": ("none", "full"),
+    "layout.shard": (1, 2),
+    "layout.stage": (1, 2, 3),
+    "layout.compress": ("none", "bf16", "powersgd"),
+    "compile.what": ("none", "blocks", "model", "step"),
+    "nccl.infiniband": (None, True, False),
+    "stability.nonfinite": ("skip", "stop"),
+}
 DEFAULTS = RunSpec().model_dump(mode="python") | {"schedule": vars(RunSpec().schedule)}
 
 
@@ -48,7 +63,8 @@ def surroundings(key: str) -> Iterator[tuple[dict[str, dict[str, Any]], bool]]:
     """Every combination of what `key` depends on, as tables, and whether the key has an effect there."""
     needs = [need for need in NEEDS if key in need.keys]
     others = sorted(
-        {when.key for need in needs for when in need.any_of} | ({"schedule.name"} if key.startswith("schedule") else set())
+        {when.key for need in needs for when in need.any_of}
+        | ({"schedule.name"} if key.startswith("schedule") else set())
     )
     for values in itertools.product(*(CHOICES[other] for other in others)):
         chosen = dict(zip(others, values, strict=True))
@@ -118,7 +134,8 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
             'leave optim.betas out, or set optim.name to "adam", "adamw", "muon" or "lamb"',
         ),
         (
-            {"optim": {"ema_ramp": False}}, "optim.ema_ramp = false has no effect without optim.ema",
+            {"optim": {"ema_ramp": False}},
+            "optim.ema_ramp = false has no effect without optim.ema",
             "leave optim.ema_ramp out, or set optim.ema",
         ),
         (
@@ -127,8 +144,10 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
             'leave memory.blocks out, or set memory.recompute to another value than "none", or set layout.shard to another value than 1',
         ),
     ],
-)  # fmt: skip
-def test_the_refusal_says_which_value_is_in_the_way_and_what_to_set(tables: dict[str, Any], message: str, hint: str) -> None:
+)
+def test_the_refusal_says_which_value_is_in_the_way_and_what_to_set(
+    tables: dict[str, Any], message: str, hint: str
+) -> None:
     with pytest.raises(SpecError) as refused:
         RunSpec(**tables)
     assert (refused.value.message, refused.value.hint) == (message, hint)
@@ -142,34 +161,47 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-FILE = (
-    '[task]\nuse = "digits"\n[optim]\nname = "sgd"\nmomentum = 0.5\nnesterov = true\n[compile]\nwhat = "model"\ndynamic = true\n'
-)
+FILE = '[task]\nuse = "digits"\n[optim]\nname = "sgd"\nmomentum = 0.5\nnesterov = true\n[compile]\nwhat = "model"\ndynamic = true\n'
 
 
 @pytest.mark.parametrize("how", ["a flag", "a variant", "replace"])
 def test_what_a_later_value_leaves_without_effect_is_left_out(how: str, tmp_path: Path) -> None:
     given = write(tmp_path / "mine.toml", FILE)
     if how == "a flag":
-        made = spec_file.read(given, [("optim.name", "adamw", "--set"), ("compile.what", "none", "--set")])
+        made = spec_file.read(
+            given, [("optim.name", "adamw", "--set"), ("compile.what", "none", "--set")]
+        )
         assert "optim.momentum" not in made.places
         changed = made.spec
     elif how == "a variant":
         changed = spec_file.read(
-            write(tmp_path / "other.toml", 'base = "mine.toml"\n[optim]\nname = "adamw"\n[compile]\nwhat = "none"\n')
+            write(
+                tmp_path / "other.toml",
+                'base = "mine.toml"\n[optim]\nname = "adamw"\n[compile]\nwhat = "none"\n',
+            )
         ).spec
     else:
-        changed = spec_file.read(given).spec.replace(optim={"name": "adamw"}, compile={"what": "none"})
-    assert (changed.optim.momentum, changed.optim.nesterov, changed.compile.dynamic) == (0.9, False, None)
+        changed = spec_file.read(given).spec.replace(
+            optim={"name": "adamw"}, compile={"what": "none"}
+        )
+    assert (changed.optim.momentum, changed.optim.nesterov, changed.compile.dynamic) == (
+        0.9,
+        False,
+        None,
+    )
     assert find_idle_keys(changed.as_tables()) == set()
 
 
-def test_what_is_given_beside_the_value_that_makes_it_idle_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_what_is_given_beside_the_value_that_makes_it_idle_is_refused_with_its_place(
+    tmp_path: Path,
+) -> None:
     given = write(tmp_path / "mine.toml", FILE)
     with pytest.raises(SpecError, match=r"optim\.trust = 0\.5 has no effect") as refused:
         spec_file.read(given, [("optim.trust", 0.5, "--set optim.trust")])
     assert refused.value.where == "--set optim.trust"
-    variant = write(tmp_path / "other.toml", 'base = "mine.toml"\n[optim]\nname = "adamw"\nmomentum = 0.7\n')
+    variant = write(
+        tmp_path / "other.toml", 'base = "mine.toml"\n[optim]\nname = "adamw"\nmomentum = 0.7\n'
+    )
     with pytest.raises(SpecError, match=r"optim\.momentum = 0\.7 has no effect") as refused:
         spec_file.read(variant)
     assert refused.value.where == "other.toml:4"
@@ -178,21 +210,38 @@ def test_what_is_given_beside_the_value_that_makes_it_idle_is_refused_with_its_p
 
 
 @pytest.mark.parametrize(
-    "idle", [{"warmup_shape": "exponential"}, {"warmup_start": 0.1, "warmup": "5 %"}], ids=["shape", "start"]
+    "idle",
+    [{"warmup_shape": "exponential"}, {"warmup_start": 0.1, "warmup": "5 %"}],
+    ids=["shape", "start"],
 )
-def test_a_curve_of_a_sequence_has_no_key_without_effect_and_a_run_of_before_is_still_read(idle: dict[str, Any]) -> None:
-    tables = {"schedule": {"sequence": [{"name": "constant", "length": "50 %"}, {"name": "linear", **idle}]}}
-    with pytest.raises(SpecError, match=r"table 2 of schedule\.sequence: schedule\.warmup_s\w+ = .* has no effect"):
+def test_a_curve_of_a_sequence_has_no_key_without_effect_and_a_run_of_before_is_still_read(
+    idle: dict[str, Any],
+) -> None:
+    tables = {
+        "schedule": {
+            "sequence": [{"name": "constant", "length": "50 %"}, {"name": "linear", **idle}]
+        }
+    }
+    with pytest.raises(
+        SpecError, match=r"table 2 of schedule\.sequence: schedule\.warmup_s\w+ = .* has no effect"
+    ):
         RunSpec.model_validate(tables)
     recorded = RunSpec.of_record(tables)
-    assert recorded.replace(train={"batch": 8}).schedule.sequence[1].warmup_shape == idle.get("warmup_shape", "linear")
+    assert recorded.replace(train={"batch": 8}).schedule.sequence[1].warmup_shape == idle.get(
+        "warmup_shape", "linear"
+    )
     used = {"warmup": "5 %", "warmup_shape": "exponential", "warmup_start": 0.1}
     assert (
-        RunSpec.model_validate({"schedule": {"sequence": [{"name": "linear", **used}]}}).schedule.sequence[0].warmup_start == 0.1
+        RunSpec.model_validate({"schedule": {"sequence": [{"name": "linear", **used}]}})
+        .schedule.sequence[0]
+        .warmup_start
+        == 0.1
     )
 
 
-def test_a_command_that_sets_a_key_itself_takes_what_has_an_effect_beside_its_values(tmp_path: Path) -> None:
+def test_a_command_that_sets_a_key_itself_takes_what_has_an_effect_beside_its_values(
+    tmp_path: Path,
+) -> None:
     given = write(tmp_path / "mine.toml", '[task]\nuse = "digits"\n[loader]\nkind = "process"\n')
     with pytest.raises(SpecError, match=r"loader\.kind"):
         spec_file.read(given)
@@ -201,9 +250,14 @@ def test_a_command_that_sets_a_key_itself_takes_what_has_an_effect_beside_its_va
     assert spec_file.read_written(write(tmp_path / "trial.toml", spec_file.write(found))) == found
 
 
-def test_a_run_of_an_earlier_version_whose_spec_has_such_keys_is_resumed_as_it_is(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_whose_spec_has_such_keys_is_resumed_as_it_is(
+    tmp_path: Path,
+) -> None:
     old = RunSpec.of_record(
-        {**spec(8, checkpoint={"every": "2 steps", "background": False}).as_tables(), "optim": {"momentum": 0.5}}
+        {
+            **spec(8, checkpoint={"every": "2 steps", "background": False}).as_tables(),
+            "optim": {"momentum": 0.5},
+        }
     )
     assert old.optim.momentum == 0.5
     with Run(old, Small(), folder=tmp_path / "run", quiet=True) as run:
@@ -234,13 +288,30 @@ class OwnOptimizer(Small):
 @pytest.mark.parametrize(
     ("task", "table", "says"),
     [
-        (OwnGroups(), {"no_decay": ["0.*"]}, r"optim\.no_decay has no effect: the task has parameter_groups"),
-        (OwnGroups(), {"rates": {"0.*": 0.5}}, r"optim\.rates has no effect: the task has parameter_groups"),
-        (OwnOptimizer(), {"fused": False}, r"optim\.fused is given, but the optimiser is the task's own"),
+        (
+            OwnGroups(),
+            {"no_decay": ["0.*"]},
+            r"optim\.no_decay has no effect: the task has parameter_groups",
+        ),
+        (
+            OwnGroups(),
+            {"rates": {"0.*": 0.5}},
+            r"optim\.rates has no effect: the task has parameter_groups",
+        ),
+        (
+            OwnOptimizer(),
+            {"fused": False},
+            r"optim\.fused is given, but the optimiser is the task's own",
+        ),
     ],
 )
-def test_what_the_task_builds_itself_is_not_set_in_the_spec(task: Any, table: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=says), Run(spec(2, optim=table), task, folder=tmp_path / "run", quiet=True):
+def test_what_the_task_builds_itself_is_not_set_in_the_spec(
+    task: Any, table: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(SpecError, match=says),
+        Run(spec(2, optim=table), task, folder=tmp_path / "run", quiet=True),
+    ):
         pass
     assert not (tmp_path / "run").exists()
 
@@ -250,10 +321,13 @@ def test_what_the_task_builds_itself_is_not_set_in_the_spec(task: Any, table: di
 
 NAMES = {"sqrt": torch.sqrt, "norm": torch.linalg.vector_norm, "min": min, "max": max}
 TABLES: dict[str, dict[str, Any]] = {
-    "sgd": {"name": "sgd", "momentum": 0.8}, "sgd, nesterov": {"name": "sgd", "momentum": 0.8, "nesterov": True},
-    "adam": {"name": "adam", "betas": (0.8, 0.95), "eps": 1e-3}, "adamw": {"name": "adamw", "betas": (0.8, 0.95), "eps": 1e-3},
-    "lars": {"name": "lars", "trust": 0.1}, "lamb": {"name": "lamb", "betas": (0.8, 0.95), "eps": 1e-3},
-}  # fmt: skip
+    "sgd": {"name": "sgd", "momentum": 0.8},
+    "sgd, nesterov": {"name": "sgd", "momentum": 0.8, "nesterov": True},
+    "adam": {"name": "adam", "betas": (0.8, 0.95), "eps": 1e-3},
+    "adamw": {"name": "adamw", "betas": (0.8, 0.95), "eps": 1e-3},
+    "lars": {"name": "lars", "trust": 0.1},
+    "lamb": {"name": "lamb", "betas": (0.8, 0.95), "eps": 1e-3},
+}
 
 
 def run_formula(text: str, scope: dict[str, Any]) -> None:
@@ -262,8 +336,12 @@ def run_formula(text: str, scope: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", TABLES)
-def test_a_plain_loop_of_the_formulas_that_spec_show_prints_trains_the_same(name: str, fused: bool) -> None:
-    made = RunSpec(optim={**TABLES[name], "lr": 0.1, "decay": 0.1, "clip": 0.7, "ema": 0.9, "fused": fused})
+def test_a_plain_loop_of_the_formulas_that_spec_show_prints_trains_the_same(
+    name: str, fused: bool
+) -> None:
+    made = RunSpec(
+        optim={**TABLES[name], "lr": 0.1, "decay": 0.1, "clip": 0.7, "ema": 0.9, "fused": fused}
+    )
     (update,) = [each.text for each in formulas.find(made) if each.key == "optim.name"]
     (clip,) = [each.text for each in formulas.find(made) if each.key == "optim.clip"]
     (average,) = [each.text for each in formulas.find(made) if each.key == "optim.ema"]
@@ -274,13 +352,26 @@ def test_a_plain_loop_of_the_formulas_that_spec_show_prints_trains_the_same(name
     guarded = optim.GuardedUpdate(built.optimizers, clip=made.optim.clip)
     mean = optim.WeightAverage([weight], 0.9)
     zero: Tensor = torch.zeros_like(start)
-    scope: dict[str, Any] = {**NAMES, **vars(made.optim), "w": start, "v": zero, "m": zero, "s": zero, "average": start}
+    scope: dict[str, Any] = {
+        **NAMES,
+        **vars(made.optim),
+        "w": start,
+        "v": zero,
+        "m": zero,
+        "s": zero,
+        "average": start,
+    }
     for step in range(5):
         gradient = torch.randn(4, 3, generator=draw, dtype=torch.float64)
         weight.grad = gradient.clone()
         guarded.step_if_finite()
         mean.update()
-        scope |= {"g": gradient, "gradients": gradient, "t": torch.tensor(step + 1.0, dtype=torch.float64), "n": step}
+        scope |= {
+            "g": gradient,
+            "gradients": gradient,
+            "t": torch.tensor(step + 1.0, dtype=torch.float64),
+            "n": step,
+        }
         for text in (clip, update, average):
             run_formula(text, scope)
         torch.testing.assert_close(weight.detach(), scope["w"], rtol=1e-6, atol=1e-7)
@@ -288,9 +379,14 @@ def test_a_plain_loop_of_the_formulas_that_spec_show_prints_trains_the_same(name
 
 
 CURVES: dict[str, dict[str, Any]] = {
-    "constant": {"factor": 0.5}, "linear": {"start_factor": 0.5, "floor": 0.1}, "cosine": {"floor": 0.1}, "step": {"every": "7 steps"},
-    "exponential": {"every": "3 steps"}, "polynomial": {"power": 2.0, "floor": 0.1}, "inverse_square_root": {"timescale": "5 steps"},
-}  # fmt: skip
+    "constant": {"factor": 0.5},
+    "linear": {"start_factor": 0.5, "floor": 0.1},
+    "cosine": {"floor": 0.1},
+    "step": {"every": "7 steps"},
+    "exponential": {"every": "3 steps"},
+    "polynomial": {"power": 2.0, "floor": 0.1},
+    "inverse_square_root": {"timescale": "5 steps"},
+}
 
 
 @pytest.mark.parametrize("name", CURVES)
@@ -308,4 +404,6 @@ def test_the_formulas_of_the_curves_give_the_learning_rates_of_a_run(name: str) 
 
 
 def _number(value: Any) -> Any:
-    return Duration.parse(value).value if isinstance(value, str) and value.endswith("steps") else value
+    return (
+        Duration.parse(value).value if isinstance(value, str) and value.endswith("steps") else value
+    )

@@ -21,7 +21,9 @@ from surefoot.contract.run_folder import retention
 from surefoot.core.errors import InputError, NumbersError, RunFolderError, StorageError, TaskError
 
 
-def commit(run: Path, step: int, model: nn.Module | None = None, generation: int = 1, **more: Any) -> int:
+def commit(
+    run: Path, step: int, model: nn.Module | None = None, generation: int = 1, **more: Any
+) -> int:
     torch.manual_seed(step)
     stamp = checkpoint.Stamp(generation=generation, spec_id="x", **more)
     return checkpoint.save(run, step, {"model": model or nn.Linear(2, 3)}, stamp).num_bytes
@@ -39,7 +41,9 @@ def rewrite(folder: Path, **changes: Any) -> None:
 
 def test_a_commit_reads_back_with_every_digest(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
-    num_bytes = commit(tmp_path, 7, model, score={"name": "accuracy", "value": 0.5, "better": "higher"})
+    num_bytes = commit(
+        tmp_path, 7, model, score={"name": "accuracy", "value": 0.5, "better": "higher"}
+    )
     found = commits.check(manifest.step_folder(tmp_path, 7))
     assert (found.step, found.generation, found.num_bytes) == (7, 1, num_bytes)
     other = nn.Linear(2, 3)
@@ -56,8 +60,14 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a spec of another type": {"spec_id": 3},
     "a format of another type": {"format": "1"},
     "a score that is none": {"score": [1]},
-    **{f"a score of {value}": {"score": {**SCORE, "value": value}} for value in (True, math.nan, math.inf, -math.inf, "0.5")},
-    **{f"a score where {better!r} is better": {"score": {**SCORE, "better": better}} for better in ("up", "", None, True)},
+    **{
+        f"a score of {value}": {"score": {**SCORE, "value": value}}
+        for value in (True, math.nan, math.inf, -math.inf, "0.5")
+    },
+    **{
+        f"a score where {better!r} is better": {"score": {**SCORE, "better": better}}
+        for better in ("up", "", None, True)
+    },
     "a score without a name": {"score": {"value": 1.0, "better": "lower"}},
     "a score without a direction": {"score": {"name": "loss", "value": 1.0}},
     "a world of none": {"layout": {"world_size": 0}},
@@ -92,36 +102,52 @@ def test_a_manifest_of_other_types_is_refused_in_words(what: str, tmp_path: Path
 def test_a_layout_and_a_score_may_gain_keys(tmp_path: Path) -> None:
     commit(tmp_path, 7)
     folder = manifest.step_folder(tmp_path, 7)
-    rewrite(folder, layout={"world_size": 1, "shard": 1}, score={**SCORE, "value": None, "unit": "%"})
+    rewrite(
+        folder, layout={"world_size": 1, "shard": 1}, score={**SCORE, "value": None, "unit": "%"}
+    )
     assert commits.check(folder).layout["shard"] == 1
 
 
-@pytest.mark.parametrize(("whole", "offset"), [([8, 2], [0, 0]), ([8, 2], [5, 0]), ([3, 3], [0, 1])])
+@pytest.mark.parametrize(
+    ("whole", "offset"), [([8, 2], [0, 0]), ([8, 2], [5, 0]), ([3, 3], [0, 1])]
+)
 def test_a_part_whose_other_rows_are_not_there_is_refused_by_whoever_reads_its_manifest(
     whole: list[int], offset: list[int], tmp_path: Path
 ) -> None:
     commit(tmp_path, 7)
     folder = manifest.step_folder(tmp_path, 7)
     files = json.loads((folder / manifest.FILE).read_text())["files"]
-    piece = next(entry for entry in files if entry["name"] == "model.safetensors")["tensors"]["weight"]
+    piece = next(entry for entry in files if entry["name"] == "model.safetensors")["tensors"][
+        "weight"
+    ]
     assert piece["shape"] == [3, 2]
     piece |= {"whole": whole, "offset": offset}
     rewrite(folder, files=files)
-    for read in (commits.check, manifest.read, lambda _: checkpoint.load_into(nn.Linear(2, 3), tmp_path, 7)):
+    for read in (
+        commits.check,
+        manifest.read,
+        lambda _: checkpoint.load_into(nn.Linear(2, 3), tmp_path, 7),
+    ):
         with pytest.raises(
-            RunFolderError, match=r"rows of weight are missing|the parts of weight are no rows, overlap or leave a gap"
+            RunFolderError,
+            match=r"rows of weight are missing|the parts of weight are no rows, overlap or leave a gap",
         ):
             read(folder)
 
 
-@pytest.mark.parametrize("score", [{**SCORE, "better": "up"}, {**SCORE, "value": True}, {"value": 1.0, "better": "lower"}])
+@pytest.mark.parametrize(
+    "score",
+    [{**SCORE, "better": "up"}, {**SCORE, "value": True}, {"value": 1.0, "better": "lower"}],
+)
 def test_a_score_that_no_reader_takes_is_not_written(score: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="a commit cannot have this score"):
         commit(tmp_path, 7, score=score)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["", "spam", "[]", "3", "{}", "[" * 100_000, "\0" * 100, '{"sha256": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["", "spam", "[]", "3", "{}", "[" * 100_000, "\0" * 100, '{"sha256": "x"}']
+)
 def test_a_file_that_is_no_manifest_is_refused_in_words(text: str, tmp_path: Path) -> None:
     commit(tmp_path, 7)
     folder = manifest.step_folder(tmp_path, 7)
@@ -147,13 +173,24 @@ def test_only_whole_commits_with_their_own_names_are_steps(tmp_path: Path) -> No
     commit(tmp_path, 12)
     commit(tmp_path, 7)
     folder = tmp_path / manifest.FOLDER
-    for name in (".draft-step-000000000009", "step-9", "step-000000000010", "notes", "step-0000000000111"):
+    for name in (
+        ".draft-step-000000000009",
+        "step-9",
+        "step-000000000010",
+        "notes",
+        "step-0000000000111",
+    ):
         (folder / name).mkdir()
     (folder / "step-000000000013").write_text("a file")
-    for name in ("step-" + "\u0660" * 9 + "\u0661\u0665\u0660", "step-000000000014\n"):  # digits of another script; a line
+    for name in (
+        "step-" + "\u0660" * 9 + "\u0661\u0665\u0660",
+        "step-000000000014\n",
+    ):  # digits of another script; a line
         shutil.copytree(folder / "step-000000000012", folder / name)
     assert manifest.steps(tmp_path) == [7, 12]
-    assert [path.name for path in stored.step_folders(tmp_path)] == [f"step-{step:012d}" for step in (7, 10, 12, 13)]
+    assert [path.name for path in stored.step_folders(tmp_path)] == [
+        f"step-{step:012d}" for step in (7, 10, 12, 13)
+    ]
 
 
 def test_weights_of_a_damaged_commit_never_reach_the_model(tmp_path: Path) -> None:
@@ -169,7 +206,9 @@ def test_weights_of_a_damaged_commit_never_reach_the_model(tmp_path: Path) -> No
     assert torch.equal(before, model.weight)
 
 
-@pytest.mark.parametrize("other", [nn.Linear(3, 2), nn.Linear(2, 3, bias=False), nn.Sequential(nn.Linear(2, 3))])
+@pytest.mark.parametrize(
+    "other", [nn.Linear(3, 2), nn.Linear(2, 3, bias=False), nn.Sequential(nn.Linear(2, 3))]
+)
 def test_weights_of_another_model_are_refused_by_name(other: nn.Module, tmp_path: Path) -> None:
     commit(tmp_path, 7)
     with pytest.raises(RunFolderError, match="do not fit the model") as caught:
@@ -197,7 +236,9 @@ def test_a_step_that_only_looks_like_a_number_is_told(step: str, tmp_path: Path)
     assert len(caught.value.message) < len(str(tmp_path)) + 100
 
 
-def test_retention_keeps_the_newest_and_the_best_and_touches_nothing_foreign(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_the_best_and_touches_nothing_foreign(
+    tmp_path: Path,
+) -> None:
     for step in range(1, 7):
         commit(tmp_path, step, score={"name": "loss", "value": abs(step - 3.0), "better": "lower"})
     (tmp_path / manifest.FOLDER / "step-000000000001" / "mine.txt").write_text("beside the weights")
@@ -212,13 +253,24 @@ def test_retention_keeps_the_newest_and_the_best_and_touches_nothing_foreign(tmp
 
 def test_the_first_commit_after_each_so_much_training_stays_for_ever(tmp_path: Path) -> None:
     def trained(step: int, clock: bytes) -> None:
-        checkpoint.commit(tmp_path, checkpoint.Content(step=step, tensors={}, texts={"clock.json": clock}), checkpoint.Stamp())
+        checkpoint.commit(
+            tmp_path,
+            checkpoint.Content(step=step, tensors={}, texts={"clock.json": clock}),
+            checkpoint.Stamp(),
+        )
 
     for step in range(1, 9):
         trained(step, json.dumps({"training_s": step * 25.0}).encode())
     times = {step: step * 25.0 for step in range(1, 9)}
-    assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [1, 2, 4, 6]  # 60 s: step 3, 120 s: step 5, 180 s: step 8
-    assert retention.read_times(tmp_path, manifest.steps(tmp_path)) == {step: times[step] for step in (3, 5, 7, 8)}
+    assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [
+        1,
+        2,
+        4,
+        6,
+    ]  # 60 s: step 3, 120 s: step 5, 180 s: step 8
+    assert retention.read_times(tmp_path, manifest.steps(tmp_path)) == {
+        step: times[step] for step in (3, 5, 7, 8)
+    }
     for step, said in enumerate(("{}", "NaN", "1e999", "-1e999", "-75.0", "1" + "0" * 400), 9):
         trained(step, said.encode() if said == "{}" else f'{{"training_s": {said}}}'.encode())
     assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [7, 9, 10, 11, 12]
@@ -247,13 +299,17 @@ class Shared(nn.Module):
         self.still = nn.Parameter(torch.tensor([math.nan]), requires_grad=False)
 
 
-def test_a_model_with_tied_sliced_masked_and_complex_tensors_comes_back_whole(tmp_path: Path) -> None:
+def test_a_model_with_tied_sliced_masked_and_complex_tensors_comes_back_whole(
+    tmp_path: Path,
+) -> None:
     model, other = Shared(), Shared()
     commit(tmp_path, 7, model)
     checkpoint.load_into(other, tmp_path, 7)
     assert other.head.weight is other.embed.weight
     for name, tensor in model.state_dict().items():
-        assert torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(other.state_dict()[name])), name
+        assert torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(other.state_dict()[name])), (
+            name
+        )
     assert math.isnan(other.still)
 
 

@@ -53,9 +53,12 @@ print(*won)
 
 def start(source: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", source, str(folder)], env={**child_environment(threads=1), "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", source, str(folder)],
+        env={**child_environment(threads=1), "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_a_lock_that_cannot_be_written_is_told_with_what_mends_that(tmp_path: Path) -> None:
@@ -74,8 +77,19 @@ def test_a_lock_that_cannot_be_written_is_told_with_what_mends_that(tmp_path: Pa
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_only_a_disk_without_space_is_to_be_emptied(number: int) -> None:
     assert hint_unwritten(OSError(number, os.strerror(number))) == "free some space"
-    assert hint_unwritten(ValueError(f"{os.strerror(number)} (os error {number})")) == "free some space"
-    for other in (errno.EISDIR, errno.ENOENT, errno.EACCES, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, None):
+    assert (
+        hint_unwritten(ValueError(f"{os.strerror(number)} (os error {number})"))
+        == "free some space"
+    )
+    for other in (
+        errno.EISDIR,
+        errno.ENOENT,
+        errno.EACCES,
+        errno.EROFS,
+        errno.EIO,
+        errno.ENAMETOOLONG,
+        None,
+    ):
         assert "space" not in hint_unwritten(OSError(other, "no"))
 
 
@@ -89,7 +103,9 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_second_writer_is_refused_and_told_who_holds_it(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_and_told_who_holds_it(
+    holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
     with pytest.raises(RunFolderError, match=f"is being written by process {holder.pid}"):
         RunLock(tmp_path)
     assert json.loads((tmp_path / FILE).read_text())["process"] == holder.pid
@@ -114,12 +130,21 @@ def number_of_a_dead_process() -> int:
         return process.pid
 
 
-@pytest.mark.parametrize("names", [lambda: None, number_of_a_dead_process, lambda: 2**70], ids=["nobody", "a dead one", "none"])
+@pytest.mark.parametrize(
+    "names",
+    [lambda: None, number_of_a_dead_process, lambda: 2**70],
+    ids=["nobody", "a dead one", "none"],
+)
 def test_an_owner_that_has_just_taken_the_lock_is_waited_for_and_named(
-    names: Callable[[], int | None], just_locked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: Callable[[], int | None],
+    just_locked: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if (before := names()) is not None:
-        (tmp_path / FILE).write_text(json.dumps({"generation": 1, "process": before}).ljust(runlock.WIDTH_BYTES))
+        (tmp_path / FILE).write_text(
+            json.dumps({"generation": 1, "process": before}).ljust(runlock.WIDTH_BYTES)
+        )
     now = json.dumps({"generation": 2, "process": os.getpid()}).ljust(runlock.WIDTH_BYTES)
     meanwhile(monkeypatch, lambda: os.pwrite(just_locked, now.encode(), 0))
     with pytest.raises(RunFolderError, match=f"is being written by process {os.getpid()}\\b"):
@@ -142,14 +167,18 @@ def test_an_owner_that_names_nobody_is_not_waited_for_without_end(
         RunLock(tmp_path)
 
 
-def test_a_killed_writer_leaves_no_lock_behind(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_no_lock_behind(
+    holder: subprocess.Popen[str], tmp_path: Path
+) -> None:
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     with RunLock(tmp_path) as lock:
         assert lock.generation == 2
 
 
-def test_of_many_writers_one_holds_it_at_a_time_and_every_hold_has_its_own_generation(tmp_path: Path) -> None:
+def test_of_many_writers_one_holds_it_at_a_time_and_every_hold_has_its_own_generation(
+    tmp_path: Path,
+) -> None:
     processes = [start(COMPETE, tmp_path) for _ in range(3)]
     for process in processes:
         assert process.stdout is not None
@@ -170,8 +199,13 @@ def test_the_generation_rises_with_every_attempt(tmp_path: Path) -> None:
     assert found == list(range(1, 13))
 
 
-@pytest.mark.parametrize("text", ["", "spam", "[]", '{"generation": "x"}', "[" * 4000, '{"generation": 3, "proc', "\0" * 64])
-def test_a_damaged_lock_file_is_overruled_and_the_log_knows_the_generation(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["", "spam", "[]", '{"generation": "x"}', "[" * 4000, '{"generation": 3, "proc', "\0" * 64],
+)
+def test_a_damaged_lock_file_is_overruled_and_the_log_knows_the_generation(
+    text: str, tmp_path: Path
+) -> None:
     (tmp_path / FILE).write_text(text)
     with RunLock(tmp_path, after=7) as lock:
         assert lock.generation == 8
@@ -184,8 +218,12 @@ def test_a_longer_earlier_text_leaves_nothing_in_the_file(tmp_path: Path) -> Non
         assert lock.still_ours()
         row = json.loads((tmp_path / FILE).read_text())
         assert {**row, "since_s": 0} == {
-            "generation": 5, "process": os.getpid(), "host": socket.gethostname(), "boot": runlock.read_boot_id(), "since_s": 0,
-        }  # fmt: skip
+            "generation": 5,
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "boot": runlock.read_boot_id(),
+            "since_s": 0,
+        }
 
 
 def test_a_lock_that_was_removed_or_taken_over_is_no_longer_ours(tmp_path: Path) -> None:

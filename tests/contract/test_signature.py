@@ -22,12 +22,30 @@ def names(folder: Path, source: str, name: str = "Mine") -> list[str] | None:
 
 SEEN = {
     "no constructor": ("class Mine: ...", []),
-    "plain": ("class Mine:\n    def __init__(self, width, depth: int = 3): ...", ["width", "depth"]),
-    "only by name": ("class Mine:\n    def __init__(self, width, *, depth=3): ...", ["width", "depth"]),
-    "only by position": ("class Mine:\n    def __init__(self, width, /, depth=3): ...", ["width", "depth"]),
-    "a dataclass": ("@dataclass\nclass Mine:\n    width: int\n    depth: int = 3\n    def model(self): ...", ["width", "depth"]),
-    "a frozen dataclass": ("@dataclasses.dataclass(frozen=True)\nclass Mine:\n    width: int = 4", ["width"]),
-    "inherited": ("class Base:\n    def __init__(self, width): ...\nclass Mine(Base): ...", ["width"]),
+    "plain": (
+        "class Mine:\n    def __init__(self, width, depth: int = 3): ...",
+        ["width", "depth"],
+    ),
+    "only by name": (
+        "class Mine:\n    def __init__(self, width, *, depth=3): ...",
+        ["width", "depth"],
+    ),
+    "only by position": (
+        "class Mine:\n    def __init__(self, width, /, depth=3): ...",
+        ["width", "depth"],
+    ),
+    "a dataclass": (
+        "@dataclass\nclass Mine:\n    width: int\n    depth: int = 3\n    def model(self): ...",
+        ["width", "depth"],
+    ),
+    "a frozen dataclass": (
+        "@dataclasses.dataclass(frozen=True)\nclass Mine:\n    width: int = 4",
+        ["width"],
+    ),
+    "inherited": (
+        "class Base:\n    def __init__(self, width): ...\nclass Mine(Base): ...",
+        ["width"],
+    ),
     "overruled": (
         "class Base:\n    def __init__(self, width): ...\nclass Mine(Base):\n    def __init__(self, depth): ...",
         ["depth"],
@@ -70,9 +88,12 @@ def test_what_cannot_be_seen_without_an_import_is_left_to_it(what: str, tmp_path
 
 
 BROKEN = {
-    "bad grammar": "def (", "a null byte": "x = '\0'", "no text": "\udcff", "deep nesting": "x = " + "(" * 2000 + ")" * 2000,
+    "bad grammar": "def (",
+    "a null byte": "x = '\0'",
+    "no text": "\udcff",
+    "deep nesting": "x = " + "(" * 2000 + ")" * 2000,
     "a giant number": "x = " + "9" * 5000,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BROKEN)
@@ -83,11 +104,27 @@ def test_a_file_that_is_not_python_is_refused_in_words(what: str, tmp_path: Path
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("use", [
-    "digit", "no.py:Mine", ":Mine", "..:Mine", "a..b:Mine", ".:Mine", "/:Mine", "\0:Mine", "x" * 5000 + ":Mine", "x" * 5000 + ".py:Mine",
-    "mine.py:", "a:b:c", " :Mine",
-])  # fmt: skip
-def test_a_name_of_any_form_is_found_or_refused_in_words(use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        "digit",
+        "no.py:Mine",
+        ":Mine",
+        "..:Mine",
+        "a..b:Mine",
+        ".:Mine",
+        "/:Mine",
+        "\0:Mine",
+        "x" * 5000 + ":Mine",
+        "x" * 5000 + ".py:Mine",
+        "mine.py:",
+        "a:b:c",
+        " :Mine",
+    ],
+)
+def test_a_name_of_any_form_is_found_or_refused_in_words(
+    use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     try:
         found = signature.find_parameters(use)
@@ -97,8 +134,12 @@ def test_a_name_of_any_form_is_found_or_refused_in_words(use: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("listed", ["[]", "[*others]", "names()", "['Mine'] + more", "3"])
-def test_a_list_of_public_names_of_any_form_is_no_stumbling_block(listed: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(f"__all__ = {listed}\nclass Mine:\n    def __init__(self, width): ...\n")
+def test_a_list_of_public_names_of_any_form_is_no_stumbling_block(
+    listed: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"__all__ = {listed}\nclass Mine:\n    def __init__(self, width): ...\n"
+    )
     found = signature.find_parameters(f"{tmp_path / 'mine.py'}:")
     assert found is not None
     assert [parameter.name for parameter in found] == ["width"]
@@ -134,7 +175,9 @@ TYPES: list[tuple[str, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("annotation", "fits", "does_not"), TYPES)
-def test_a_value_is_held_against_its_annotation(annotation: str, fits: list[Any], does_not: list[Any], tmp_path: Path) -> None:
+def test_a_value_is_held_against_its_annotation(
+    annotation: str, fits: list[Any], does_not: list[Any], tmp_path: Path
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(f"class Mine:\n    def __init__(self, it: {annotation}): ...\n")
     for value in fits:

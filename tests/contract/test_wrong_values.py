@@ -23,7 +23,9 @@ from surefoot.core.errors import SpecError
         ({"optim": {"betas": 0.9}}, "it should be an array, in brackets"),
     ],
 )
-def test_a_value_of_another_kind_is_answered_in_the_words_of_toml_and_of_torch(tables: dict[str, Any], hint: str) -> None:
+def test_a_value_of_another_kind_is_answered_in_the_words_of_toml_and_of_torch(
+    tables: dict[str, Any], hint: str
+) -> None:
     with pytest.raises(SpecError) as caught:
         RunSpec.model_validate(tables)
     assert hint in str(caught.value.hint)

@@ -14,9 +14,22 @@ from surefoot.control.plan import advise_interval
 from tests.train.small import call
 
 STARTED: dict[str, Any] = {
-    "spec_id": "x", "spec": {}, "task": "t", "code_digest": "0", "data": {}, "versions": {}, "machine": {}, "place": {}, "variables": {},
-    "command": (), "commit": None, "seed": 0, "num_parameters": 1, "total_steps": 30, "steps_per_epoch": 10,
-}  # fmt: skip
+    "spec_id": "x",
+    "spec": {},
+    "task": "t",
+    "code_digest": "0",
+    "data": {},
+    "versions": {},
+    "machine": {},
+    "place": {},
+    "variables": {},
+    "command": (),
+    "commit": None,
+    "seed": 0,
+    "num_parameters": 1,
+    "total_steps": 30,
+    "steps_per_epoch": 10,
+}
 
 
 def started(generation: int, time_s: float, first_step: int = 1) -> events.Started:
@@ -25,29 +38,64 @@ def started(generation: int, time_s: float, first_step: int = 1) -> events.Start
 
 def steps(generation: int, time_s: float, step: int, elapsed_s: float) -> events.Step:
     return events.Step(
-        generation=generation, time_s=time_s, step=step, epoch=0.0, num_steps=10, loss=1.0, terms={}, gradient_norm=None,
-        learning_rates={}, num_applied=10, num_samples=10, num_items=10, elapsed_s=elapsed_s, waiting_s=0.0, samples_per_s=None,
-        items_per_s=None, peak_bytes=None,
-    )  # fmt: skip
+        generation=generation,
+        time_s=time_s,
+        step=step,
+        epoch=0.0,
+        num_steps=10,
+        loss=1.0,
+        terms={},
+        gradient_norm=None,
+        learning_rates={},
+        num_applied=10,
+        num_samples=10,
+        num_items=10,
+        elapsed_s=elapsed_s,
+        waiting_s=0.0,
+        samples_per_s=None,
+        items_per_s=None,
+        peak_bytes=None,
+    )
 
 
 def committed(generation: int, time_s: float, step: int, waited_s: float) -> events.Committed:
     return events.Committed(
-        generation=generation, time_s=time_s, step=step, folder="", num_bytes=1, elapsed_s=2.0, waited_s=waited_s
+        generation=generation,
+        time_s=time_s,
+        step=step,
+        folder="",
+        num_bytes=1,
+        elapsed_s=2.0,
+        waited_s=waited_s,
     )
 
 
 def ended(generation: int, time_s: float, step: int) -> events.Ended:
     return events.Ended(
-        generation=generation, time_s=time_s, step=step, outcome="finished", cause="done", exit_code=0, elapsed_s=1.0, num_samples=1,
-        samples_per_s=None, peak_bytes=None,
-    )  # fmt: skip
+        generation=generation,
+        time_s=time_s,
+        step=step,
+        outcome="finished",
+        cause="done",
+        exit_code=0,
+        elapsed_s=1.0,
+        num_samples=1,
+        samples_per_s=None,
+        peak_bytes=None,
+    )
 
 
 KILLED_ONCE = [
-    started(1, 100.0), steps(1, 110.0, 10, 9.0), committed(1, 110.5, 10, 1.0), steps(1, 120.0, 20, 9.0),  # killed: 11 to 20 are lost
-    started(2, 150.0, first_step=11), steps(2, 160.0, 20, 9.0), committed(2, 160.0, 20, 1.0), steps(2, 170.0, 30, 9.0), ended(2, 171.0, 30),
-]  # fmt: skip
+    started(1, 100.0),
+    steps(1, 110.0, 10, 9.0),
+    committed(1, 110.5, 10, 1.0),
+    steps(1, 120.0, 20, 9.0),  # killed: 11 to 20 are lost
+    started(2, 150.0, first_step=11),
+    steps(2, 160.0, 20, 9.0),
+    committed(2, 160.0, 20, 1.0),
+    steps(2, 170.0, 30, 9.0),
+    ended(2, 171.0, 30),
+]
 
 
 def test_the_parts_add_up_to_the_total_and_rework_is_what_the_kill_cost() -> None:
@@ -55,7 +103,15 @@ def test_the_parts_add_up_to_the_total_and_rework_is_what_the_kill_cost() -> Non
     assert found.total_s == 71.0
     assert (found.rework_s, found.down_s, found.save_s) == (9.0, 30.0, 2.0)
     assert found.productive_s == 27.0 - 2.0
-    assert found.productive_s + found.evaluate_s + found.save_s + found.rework_s + found.down_s + found.other_s == found.total_s
+    assert (
+        found.productive_s
+        + found.evaluate_s
+        + found.save_s
+        + found.rework_s
+        + found.down_s
+        + found.other_s
+        == found.total_s
+    )
     assert [(each.outcome, each.num_redone, each.last_step) for each in found.attempts] == [
         ("killed", 10, 20),
         ("finished", 0, 30),
@@ -63,7 +119,9 @@ def test_the_parts_add_up_to_the_total_and_rework_is_what_the_kill_cost() -> Non
     assert (found.num_failures, found.between_failures_s) == (1, 41.0)
 
 
-@pytest.mark.parametrize(("save_s", "between_s"), [(0.0, 10.0), (1.0, 0.0), (float("nan"), 1.0), (1.0, float("inf"))])
+@pytest.mark.parametrize(
+    ("save_s", "between_s"), [(0.0, 10.0), (1.0, 0.0), (float("nan"), 1.0), (1.0, float("inf"))]
+)
 def test_nothing_is_advised_where_nothing_can_be_weighed(save_s: float, between_s: float) -> None:
     assert advise_interval(save_s, between_s) is None
 

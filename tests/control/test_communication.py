@@ -6,16 +6,28 @@ import random
 
 import pytest
 
-from surefoot.control.plan import COLLECTIVES, Link, best_bucket_bytes, bus_factor, fit_link, reduce_s
+from surefoot.control.plan import (
+    COLLECTIVES,
+    Link,
+    best_bucket_bytes,
+    bus_factor,
+    fit_link,
+    reduce_s,
+)
 from surefoot.core.errors import InputError
 from surefoot.core.units import format_bits_per_s
 
 SIZES = [1 << power for power in range(10, 27, 2)]  # 1 KiB to 64 MiB
 
 
-def planted(latency_s: float, bytes_per_s: float, *, noise: float = 0.0, seed: int = 0) -> list[tuple[int, float]]:
+def planted(
+    latency_s: float, bytes_per_s: float, *, noise: float = 0.0, seed: int = 0
+) -> list[tuple[int, float]]:
     draw = random.Random(seed)
-    return [(size, (latency_s + size / bytes_per_s) * (1 + draw.uniform(-noise, noise))) for size in SIZES]
+    return [
+        (size, (latency_s + size / bytes_per_s) * (1 + draw.uniform(-noise, noise)))
+        for size in SIZES
+    ]
 
 
 @pytest.mark.parametrize("latency_s", [2e-6, 5e-5, 3e-3])
@@ -55,9 +67,13 @@ def test_what_cannot_be_is_not_fitted() -> None:
         None,
         None,
     )
-    faster = fit_link([(size, 1.0 / size) for size in SIZES[:3]])  # larger is quicker: no rate below 0
+    faster = fit_link(
+        [(size, 1.0 / size) for size in SIZES[:3]]
+    )  # larger is quicker: no rate below 0
     assert faster.bytes_per_s is None
-    through_nothing = fit_link([(1000, 1e-6), (2000, 3e-6), (4000, 7e-6)])  # the line would begin at -1 us
+    through_nothing = fit_link(
+        [(1000, 1e-6), (2000, 3e-6), (4000, 7e-6)]
+    )  # the line would begin at -1 us
     assert through_nothing.latency_s == 0.0
     for points in ([], [(1000, 1e-3)], [(1000, 1e-3), (1000, 2e-3)], [(1000, 1e-3), (2000, 0.0)]):
         with pytest.raises(InputError, match="make no line"):
@@ -74,13 +90,20 @@ def test_no_other_bucket_adds_less_to_a_backward_pass(total: float, latency_s: f
 
     best = best_bucket_bytes(total, link)
     assert best is not None
-    assert all(added_s(best) <= added_s(total * share / 1000) * (1 + 1e-12) for share in range(1, 1001))
+    assert all(
+        added_s(best) <= added_s(total * share / 1000) * (1 + 1e-12) for share in range(1, 1001)
+    )
 
 
 def test_bandwidths_are_those_of_the_definitions() -> None:
     assert {name: bus_factor(name, 2) for name in COLLECTIVES} == {
-        "all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5, "broadcast": 1.0, "all-to-all": 0.5, "send": 1.0,
-    }  # fmt: skip
+        "all-reduce": 1.0,
+        "all-gather": 0.5,
+        "reduce-scatter": 0.5,
+        "broadcast": 1.0,
+        "all-to-all": 0.5,
+        "send": 1.0,
+    }
     assert bus_factor("all-reduce", 8) == 2 * 7 / 8
     for name, ranks in (("all-reduce", 1), ("sum", 2)):
         with pytest.raises(InputError):

@@ -24,10 +24,14 @@ from surefoot.core.errors import InputError
 FIXED = Rules(places=3, numbers=(3,))
 ELASTIC = Rules(places=3, numbers=(2, 3))
 EVEN = Rules(places=4, numbers=(2, 4))
-Case = tuple[ExitKind, int | None, int]  # how an attempt ended, whose fault it was, and the commits that there are then
+Case = tuple[
+    ExitKind, int | None, int
+]  # how an attempt ended, whose fault it was, and the commits that there are then
 
 
-def run(rules: Rules, *cases: Case, course: RestartHistory | None = None) -> tuple[list[str], RestartHistory, str]:
+def run(
+    rules: Rules, *cases: Case, course: RestartHistory | None = None
+) -> tuple[list[str], RestartHistory, str]:
     """The decisions on one fault after another, what has become of the places, and the last reason."""
     now, found, why = course or RestartHistory(), list[Choice](), ""
     for how, place, num_commits in cases:
@@ -41,7 +45,9 @@ def run(rules: Rules, *cases: Case, course: RestartHistory | None = None) -> tup
 K, C, H, P = ExitKind.KILLED, ExitKind.CRASHED, ExitKind.HUNG, ExitKind.PARTED
 
 
-@pytest.mark.parametrize("how", [ExitKind.RAISED, ExitKind.ABORTED, ExitKind.TOLD, ExitKind.APART, ExitKind.LEFT])
+@pytest.mark.parametrize(
+    "how", [ExitKind.RAISED, ExitKind.ABORTED, ExitKind.TOLD, ExitKind.APART, ExitKind.LEFT]
+)
 @pytest.mark.parametrize("rules", [FIXED, ELASTIC])
 def test_what_another_attempt_cannot_mend_stops_at_once(how: ExitKind, rules: Rules) -> None:
     assert run(rules, (how, 1, 5))[0] == ["stop"]
@@ -57,30 +63,68 @@ def test_a_lost_rank_is_retried_unless_restarts_are_none(how: ExitKind) -> None:
 @pytest.mark.parametrize(
     ("rules", "cases", "decisions"),
     [
-        (FIXED, [(K, 1, 1), (K, 1, 2), (K, 1, 3), (K, 1, 4), (K, 1, 5)], ["retry"] * 5),  # each brought a commit
+        (
+            FIXED,
+            [(K, 1, 1), (K, 1, 2), (K, 1, 3), (K, 1, 4), (K, 1, 5)],
+            ["retry"] * 5,
+        ),  # each brought a commit
         (FIXED, [(K, 1, 0), (K, 2, 0), (H, 0, 0), (K, 1, 0)], ["retry", "retry", "retry", "stop"]),
-        (FIXED, [(K, 1, 0), (K, 1, 0), (K, 1, 1), (K, 1, 1), (K, 1, 1), (K, 1, 1)], ["retry"] * 5 + ["stop"]),
+        (
+            FIXED,
+            [(K, 1, 0), (K, 1, 0), (K, 1, 1), (K, 1, 1), (K, 1, 1), (K, 1, 1)],
+            ["retry"] * 5 + ["stop"],
+        ),
         (ELASTIC, [(K, 1, 1), (K, 1, 2)], ["retry", "leave out"]),
         (ELASTIC, [(K, 1, 1), (H, 1, 1)], ["retry", "leave out"]),  # in another way is as bad
-        (ELASTIC, [(K, 1, 1), (K, 2, 1), (K, 1, 2)], ["retry", "retry", "retry"]),  # another one between
-        (ELASTIC, [(K, 1, 1), (P, None, 1), (K, 1, 2)], ["retry", "retry", "leave out"]),  # nobody's fault between
+        (
+            ELASTIC,
+            [(K, 1, 1), (K, 2, 1), (K, 1, 2)],
+            ["retry", "retry", "retry"],
+        ),  # another one between
+        (
+            ELASTIC,
+            [(K, 1, 1), (P, None, 1), (K, 1, 2)],
+            ["retry", "retry", "leave out"],
+        ),  # nobody's fault between
         (ELASTIC, [(P, None, 1), (P, None, 2), (H, None, 3)], ["retry"] * 3),
-        (ELASTIC, [(K, 1, 1), (K, 1, 2), (K, 2, 3), (K, 2, 4)], ["retry", "leave out", "retry", "retry"]),  # two must remain
+        (
+            ELASTIC,
+            [(K, 1, 1), (K, 1, 2), (K, 2, 3), (K, 2, 4)],
+            ["retry", "leave out", "retry", "retry"],
+        ),  # two must remain
         (
             ELASTIC,
             [(K, 1, 1), (K, 1, 2), (K, 2, 9), (K, 1, 9)],
             ["retry", "leave out", "retry", "leave out"],
         ),  # on trial: at once
-        (ELASTIC, [(K, 1, 0), (K, 1, 0), (K, 2, 0), (K, 2, 0)], ["retry", "leave out", "retry", "stop"]),
-        (EVEN, [(K, 3, 1), (K, 3, 2), (K, 0, 3), (K, 0, 4)], ["retry", "leave out", "retry", "leave out"]),  # a spare place
+        (
+            ELASTIC,
+            [(K, 1, 0), (K, 1, 0), (K, 2, 0), (K, 2, 0)],
+            ["retry", "leave out", "retry", "stop"],
+        ),
+        (
+            EVEN,
+            [(K, 3, 1), (K, 3, 2), (K, 0, 3), (K, 0, 4)],
+            ["retry", "leave out", "retry", "leave out"],
+        ),  # a spare place
         (FIXED, [(C, 1, 0), (C, 1, 0)], ["retry", "retry"]),
         (FIXED, [(C, 1, 0), (C, 2, 0)], ["retry", "stop"]),  # not the fault of a place
-        (FIXED, [(C, 1, 0), (C, 2, 1)], ["retry", "retry"]),  # the steps of the first crash were done
+        (
+            FIXED,
+            [(C, 1, 0), (C, 2, 1)],
+            ["retry", "retry"],
+        ),  # the steps of the first crash were done
         (FIXED, [(C, 1, 0), (K, 2, 0)], ["retry", "retry"]),
-        (ELASTIC, [(C, 1, 1), (C, 1, 1), (C, 2, 1)], ["retry", "leave out", "stop"]),  # whoever has that sample crashes
+        (
+            ELASTIC,
+            [(C, 1, 1), (C, 1, 1), (C, 2, 1)],
+            ["retry", "leave out", "stop"],
+        ),  # whoever has that sample crashes
     ],
 )
-def test_each_planted_case_gets_its_decision(rules: Rules, cases: list[Case], decisions: list[str]) -> None:
+def test_each_planted_case_gets_its_decision(
+    rules: Rules, cases: list[Case], decisions: list[str]
+) -> None:
     assert run(rules, *cases)[0] == decisions
 
 
@@ -92,13 +136,26 @@ def test_a_stop_says_why() -> None:
 @pytest.mark.parametrize(
     ("code", "how"),
     [
-        (3, ExitKind.RAISED), (2, ExitKind.RAISED), (7, ExitKind.RAISED), (70, ExitKind.RAISED), (8, P),
-        (130, ExitKind.TOLD), (143, ExitKind.TOLD), (140, ExitKind.TOLD),
-        (-signal.SIGKILL, K), (-signal.SIGSEGV, C), (-signal.SIGBUS, C), (-signal.SIGILL, C), (-signal.SIGFPE, C),
-        (-signal.SIGABRT, ExitKind.ABORTED), (-signal.SIGXFSZ, ExitKind.ABORTED), (-signal.SIGTERM, ExitKind.TOLD),
-        (-signal.SIGXCPU, ExitKind.TOLD), (-64, ExitKind.ABORTED),
+        (3, ExitKind.RAISED),
+        (2, ExitKind.RAISED),
+        (7, ExitKind.RAISED),
+        (70, ExitKind.RAISED),
+        (8, P),
+        (130, ExitKind.TOLD),
+        (143, ExitKind.TOLD),
+        (140, ExitKind.TOLD),
+        (-signal.SIGKILL, K),
+        (-signal.SIGSEGV, C),
+        (-signal.SIGBUS, C),
+        (-signal.SIGILL, C),
+        (-signal.SIGFPE, C),
+        (-signal.SIGABRT, ExitKind.ABORTED),
+        (-signal.SIGXFSZ, ExitKind.ABORTED),
+        (-signal.SIGTERM, ExitKind.TOLD),
+        (-signal.SIGXCPU, ExitKind.TOLD),
+        (-64, ExitKind.ABORTED),
     ],
-)  # fmt: skip
+)
 def test_how_a_process_ended_is_read_off_its_exit_code(code: int, how: ExitKind) -> None:
     assert read_code(code) is how
 
@@ -110,7 +167,11 @@ def test_a_place_that_is_left_out_is_tried_again_after_three_commits_then_six_th
     for wait in (3, 6, 12):
         left = now.num_commits
         assert choose(ELASTIC, now) == (0, 2)
-        assert [has_more(ELASTIC, now, (0, 2), left + each) for each in (0, wait - 1, wait)] == [False, False, True]
+        assert [has_more(ELASTIC, now, (0, 2), left + each) for each in (0, wait - 1, wait)] == [
+            False,
+            False,
+            True,
+        ]
         assert choose(ELASTIC, replace(now, num_commits=left + wait)) == (0, 1, 2)
         found, now, _ = run(ELASTIC, (K, 1, left + wait + 1), course=now)
         assert found == ["leave out"]

@@ -35,39 +35,85 @@ def use(limit_mib: float, **known: Any) -> MemoryUse:
 
 
 @pytest.mark.parametrize(
-    ("limit_mib", "verdict"), [(550, "tight"), (555, "tight"), (556, "fits"), (1000, "fits"), (1001, "roomy"), (9000, "roomy")]
+    ("limit_mib", "verdict"),
+    [
+        (550, "tight"),
+        (555, "tight"),
+        (556, "fits"),
+        (1000, "fits"),
+        (1001, "roomy"),
+        (9000, "roomy"),
+    ],
 )
-def test_a_peak_above_nine_tenths_is_tight_and_one_below_the_half_leaves_room(limit_mib: int, verdict: str) -> None:
+def test_a_peak_above_nine_tenths_is_tight_and_one_below_the_half_leaves_room(
+    limit_mib: int, verdict: str
+) -> None:
     found = use(limit_mib)
-    assert (found.peak_bytes, found.verdict, bool(found.remedies)) == (PEAK, verdict, verdict != "fits")
+    assert (found.peak_bytes, found.verdict, bool(found.remedies)) == (
+        PEAK,
+        verdict,
+        verdict != "fits",
+    )
 
 
 def test_the_memory_is_that_of_the_host_or_of_the_gpu_and_the_newest_attempt_is_judged() -> None:
     on_host = find_memory_use(run())
     assert on_host is not None
-    assert (on_host.peak_bytes, on_host.limit_bytes, on_host.place, on_host.verdict) == (PEAK, 2**34, "this host", "roomy")
+    assert (on_host.peak_bytes, on_host.limit_bytes, on_host.place, on_host.verdict) == (
+        PEAK,
+        2**34,
+        "this host",
+        "roomy",
+    )
     memory = {"peak_bytes": 75, "total_bytes": 80}
-    on_gpu = find_memory_use([*run(), started(2), replace(step(20, 1.0, 2), device_memory=memory), ended(20, generation=2)])
+    on_gpu = find_memory_use(
+        [
+            *run(),
+            started(2),
+            replace(step(20, 1.0, 2), device_memory=memory),
+            ended(20, generation=2),
+        ]
+    )
     assert on_gpu is not None
-    assert (on_gpu.peak_bytes, on_gpu.limit_bytes, on_gpu.place, on_gpu.verdict) == (75, 80, "the GPU", "tight")
+    assert (on_gpu.peak_bytes, on_gpu.limit_bytes, on_gpu.place, on_gpu.verdict) == (
+        75,
+        80,
+        "the GPU",
+        "tight",
+    )
     again = find_memory_use([*run(), started(2), step(20, 1.0, 2)])
     assert again is not None
     assert again.peak_bytes == 400 * MIB
-    for unknown in ([], [started(machine={})], run(machine={"memory_bytes": "much"}), run()[1:], run()[:1]):
+    for unknown in (
+        [],
+        [started(machine={})],
+        run(machine={"memory_bytes": "much"}),
+        run()[1:],
+        run()[:1],
+    ):
         assert find_memory_use(unknown) is None
 
 
 def test_what_is_tight_is_told_three_remedies_with_what_was_predicted_of_them() -> None:
     saved = {each.change: each.saved_bytes for each in use(520, shape=SHAPE).remedies}
-    assert saved == {"memory.recompute=full": 80 * MIB, "train.microbatch=32": 40 * MIB, "precision.compute=bf16": 40 * MIB}
+    assert saved == {
+        "memory.recompute=full": 80 * MIB,
+        "train.microbatch=32": 40 * MIB,
+        "precision.compute=bf16": 40 * MIB,
+    }
     unknown = use(520).remedies
     assert [each.change for each in unknown] == list(saved)
-    assert all(each.saved_bytes is None and f"--set {each.change} predicts it" in each.effect for each in unknown)
+    assert all(
+        each.saved_bytes is None and f"--set {each.change} predicts it" in each.effect
+        for each in unknown
+    )
 
 
 def test_what_a_run_does_already_is_no_remedy() -> None:
     spec = {**SPEC, "train": {"batch": 64, "microbatch": 1}, "memory": {"recompute": "full"}}
-    found = find_memory_use([started(spec=spec, precision={"compute": "bf16"}), step(10, 1.0)], limit_bytes=400 * MIB)
+    found = find_memory_use(
+        [started(spec=spec, precision={"compute": "bf16"}), step(10, 1.0)], limit_bytes=400 * MIB
+    )
     assert found is not None
     assert (found.verdict, found.remedies) == ("tight", ())
 
@@ -75,46 +121,77 @@ def test_what_a_run_does_already_is_no_remedy() -> None:
 def test_what_was_measured_comes_first_and_takes_the_place_of_what_is_predicted() -> None:
     rung = MeasuredMemory(change="memory.recompute=full", source="0.7 (0.6 to 0.8)", ratio=0.7)
     splits = [
-        MeasuredMemory(change=f"train.microbatch={part}", source="b.csv", peak_bytes=size * MIB, split=(64, part))
+        MeasuredMemory(
+            change=f"train.microbatch={part}",
+            source="b.csv",
+            peak_bytes=size * MIB,
+            split=(64, part),
+        )
         for part, size in ((64, 480), (32, 460), (16, 490))
     ]
     splits.append(
-        MeasuredMemory(change="train.batch=16", source="b.csv", peak_bytes=100.0 * MIB, split=(16, 16))
+        MeasuredMemory(
+            change="train.batch=16", source="b.csv", peak_bytes=100.0 * MIB, split=(16, 16)
+        )
     )  # other numbers
     found = use(520, shape=SHAPE, measured=[*splits, rung]).remedies
-    assert [each.change for each in found] == ["memory.recompute=full", "train.microbatch=32", "precision.compute=bf16"]
+    assert [each.change for each in found] == [
+        "memory.recompute=full",
+        "train.microbatch=32",
+        "precision.compute=bf16",
+    ]
     assert [each.saved_bytes for each in found] == pytest.approx([0.3 * PEAK, 20 * MIB, 40 * MIB])
     assert [each.known.partition(":")[0] for each in found[:2]] == ["as measured"] * 2
     assert found[1].effect == "20 MiB less, as measured: b.csv"
 
 
-def changes(spec: Any, limit_mib: float = 520, measured: Sequence[MeasuredMemory] = ()) -> list[str]:
+def changes(
+    spec: Any, limit_mib: float = 520, measured: Sequence[MeasuredMemory] = ()
+) -> list[str]:
     found = find_memory_use(run(spec), limit_bytes=limit_mib * MIB, shape=SHAPE, measured=measured)
     assert found is not None
     return [each.change for each in found.remedies]
 
 
 def test_a_remedy_is_one_that_the_spec_takes_with_numbers_of_its_own() -> None:
-    assert changes(SPEC) == ["memory.recompute=full", "train.microbatch=64", "precision.compute=bf16"]  # of the default batch
+    assert changes(SPEC) == [
+        "memory.recompute=full",
+        "train.microbatch=64",
+        "precision.compute=bf16",
+    ]  # of the default batch
     assert changes({**SPEC, "train": {"batch": 100, "microbatch": 25}})[1] == "train.microbatch=10"
     assert changes({**SPEC, "compile": {"what": "step"}}) == ["precision.compute=bf16"]
-    assert changes({**SPEC, "train": {"batch": 64, "ramp": [[0, 32], [640, 64]]}}, 2000) == ["a larger model"]
+    assert changes({**SPEC, "train": {"batch": 64, "ramp": [[0, 32], [640, 64]]}}, 2000) == [
+        "a larger model"
+    ]
 
 
 def test_a_loop_of_ones_own_is_told_what_helps_without_keys_that_it_does_not_have() -> None:
-    assert changes({}) == ["blocks computed again in the backward pass", "half the samples at a time", "bf16"]
+    assert changes({}) == [
+        "blocks computed again in the backward pass",
+        "half the samples at a time",
+        "bf16",
+    ]
     assert changes({}, 2000) == ["twice the batch", "a larger model"]
 
 
 def test_what_was_measured_to_help_nothing_is_not_predicted_to_help() -> None:
     same = [
-        MeasuredMemory(change=f"train.batch=64 train.microbatch={part}", source="b.csv", peak_bytes=PEAK, split=(64, part))
+        MeasuredMemory(
+            change=f"train.batch=64 train.microbatch={part}",
+            source="b.csv",
+            peak_bytes=PEAK,
+            split=(64, part),
+        )
         for part in (64, 16)
     ]
     no_less = MeasuredMemory(change="memory.recompute=full", source="1.1 (1 to 1.2)", ratio=1.1)
     assert changes(BATCH_64, measured=[*same, no_less]) == ["precision.compute=bf16"]
     too_much = MeasuredMemory(
-        change="train.batch=128 train.microbatch=64", source="b.csv", peak_bytes=1100.0 * MIB, split=(128, 64)
+        change="train.batch=128 train.microbatch=64",
+        source="b.csv",
+        peak_bytes=1100.0 * MIB,
+        split=(128, 64),
     )
     assert changes(BATCH_64, 1200, [too_much]) == ["a larger model"]
 
@@ -125,7 +202,12 @@ def test_what_is_above_the_limit_is_told_by_how_much() -> None:
 
 def test_room_is_for_the_largest_batch_that_was_measured_and_fits_or_for_twice_the_batch() -> None:
     measured = [
-        MeasuredMemory(change=f"train.batch={batch}", source="b.csv", peak_bytes=size * MIB, split=(batch, batch))
+        MeasuredMemory(
+            change=f"train.batch={batch}",
+            source="b.csv",
+            peak_bytes=size * MIB,
+            split=(batch, batch),
+        )
         for batch, size in ((64, 500), (128, 700), (256, 1000), (512, 1900))
     ]
     batch, model = use(1200, shape=SHAPE, measured=measured).remedies
@@ -135,7 +217,9 @@ def test_room_is_for_the_largest_batch_that_was_measured_and_fits_or_for_twice_t
     assert [each.change for each in use(1200).remedies] == ["train.batch=128", "a larger model"]
 
 
-def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(tmp_path: Path, surefoot: Command) -> None:
+def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(
+    tmp_path: Path, surefoot: Command
+) -> None:
     folder = write(tmp_path / "run", run())
     terms = {
         "parameters": 8,
@@ -145,13 +229,32 @@ def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(tmp_path: Path,
         "activations": 10 * MIB,
         "batches": 7,
     }
-    (folder / "shape.json").write_text(json.dumps({"version": 1, "terms": terms, "num_parameters": 2}))
-    (tmp_path / "b.csv").write_text(f"batch,microbatch,peak_bytes\n64,64,{PEAK}\n64,16,{PEAK - 30 * MIB}\n128,64,\n")
-    ladder = {"version": 1, "rungs": [
-        {"name": name, "standing": "rejected", "change": {key: value},
-         "memory_ratio": {"estimate": ratio, "low": ratio - 0.1, "high": ratio + 0.1, "n": 7}}
-        for name, key, value, ratio in (("recompute", "memory.recompute", "full", 0.5), ("bf16", "precision.compute", "bf16", 0.95))
-    ]}  # fmt: skip
+    (folder / "shape.json").write_text(
+        json.dumps({"version": 1, "terms": terms, "num_parameters": 2})
+    )
+    (tmp_path / "b.csv").write_text(
+        f"batch,microbatch,peak_bytes\n64,64,{PEAK}\n64,16,{PEAK - 30 * MIB}\n128,64,\n"
+    )
+    ladder = {
+        "version": 1,
+        "rungs": [
+            {
+                "name": name,
+                "standing": "rejected",
+                "change": {key: value},
+                "memory_ratio": {
+                    "estimate": ratio,
+                    "low": ratio - 0.1,
+                    "high": ratio + 0.1,
+                    "n": 7,
+                },
+            }
+            for name, key, value, ratio in (
+                ("recompute", "memory.recompute", "full", 0.5),
+                ("bf16", "precision.compute", "bf16", 0.95),
+            )
+        ],
+    }
     (tmp_path / "ladder.json").write_text(json.dumps(ladder))
     answer = surefoot("why", "run", "--limit", "520 MiB", "--measured", "b.csv", "--measured", ".")
     told = [" ".join(line.split()) for line in answer.out.partition("Memory\n")[2].splitlines()]
@@ -175,11 +278,21 @@ def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(tmp_path: Path,
         assert "error: " in refused.err
 
 
-@pytest.mark.parametrize("junk", [None, "x", -1, 0, True, 1e308, 10**400, "nan", [], {}, {"a": {"b": []}}, [[]]])
-def test_values_of_any_type_break_neither_the_judgement_nor_the_page(junk: Any, tmp_path: Path, surefoot: Command) -> None:
+@pytest.mark.parametrize(
+    "junk", [None, "x", -1, 0, True, 1e308, 10**400, "nan", [], {}, {"a": {"b": []}}, [[]]]
+)
+def test_values_of_any_type_break_neither_the_judgement_nor_the_page(
+    junk: Any, tmp_path: Path, surefoot: Command
+) -> None:
     spec = {"train": {"batch": junk, "microbatch": junk}, "memory": junk}
-    folder = write(tmp_path / "run", [started(spec=spec, precision={"compute": junk}), step(10, 1.0)])
-    for shape in ({"version": 1, "terms": junk, "num_parameters": junk}, {"version": 1, "terms": {"activations": junk}}, junk):
+    folder = write(
+        tmp_path / "run", [started(spec=spec, precision={"compute": junk}), step(10, 1.0)]
+    )
+    for shape in (
+        {"version": 1, "terms": junk, "num_parameters": junk},
+        {"version": 1, "terms": {"activations": junk}},
+        junk,
+    ):
         (folder / "shape.json").write_text(json.dumps(shape))
         assert surefoot("why", "run", "--limit", "400 MiB").code == 0
     assert find_memory_use(run(machine={"memory_bytes": junk})) is None

@@ -12,17 +12,38 @@ from surefoot.control.diagnose import find_waits
 from surefoot.core.ranks.stragglers import Pace
 
 ROW = {
-    "last": (1.0, 9.0), "waited_s": (0.01, 0.9), "data_s": (0.1, 0.2), "compute_s": (1.0, 2.0), "other_s": (0.0, 0.1),
-    "num_samples": (40.0, 40.0), "num_items": (400.0, 400.0), "num_numbers": (800.0, 800.0),
-}  # fmt: skip
+    "last": (1.0, 9.0),
+    "waited_s": (0.01, 0.9),
+    "data_s": (0.1, 0.2),
+    "compute_s": (1.0, 2.0),
+    "other_s": (0.0, 0.1),
+    "num_samples": (40.0, 40.0),
+    "num_items": (400.0, 400.0),
+    "num_numbers": (800.0, 800.0),
+}
 
 
 def step(number: int, ranks: dict[str, Any]) -> Step:
     return Step(
-        generation=1, time_s=0.0, step=number, epoch=0.0, num_steps=10, loss=None, terms={}, gradient_norm=None, learning_rates={},
-        num_applied=10, num_samples=80, num_items=800.0, elapsed_s=2.0, waiting_s=0.0, samples_per_s=None, items_per_s=None,
-        peak_bytes=None, ranks=ranks,
-    )  # fmt: skip
+        generation=1,
+        time_s=0.0,
+        step=number,
+        epoch=0.0,
+        num_steps=10,
+        loss=None,
+        terms={},
+        gradient_norm=None,
+        learning_rates={},
+        num_applied=10,
+        num_samples=80,
+        num_items=800.0,
+        elapsed_s=2.0,
+        waiting_s=0.0,
+        samples_per_s=None,
+        items_per_s=None,
+        peak_bytes=None,
+        ranks=ranks,
+    )
 
 
 FAULT = Fault(

@@ -21,18 +21,50 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 VALUE = "VALUE"  # what stands for an expression inside a text
 GROUPS = {"bench", "checkpoint", "data", "spec"}
 # words behind `surefoot` that are no command: sentences about surefoot itself
-SENTENCES = {"build", "cannot", "convert", "did", "does", "evaluates", "failed", "keeps", "reads", "tar", "watch"}
+SENTENCES = {
+    "build",
+    "cannot",
+    "convert",
+    "did",
+    "does",
+    "evaluates",
+    "failed",
+    "keeps",
+    "reads",
+    "tar",
+    "watch",
+}
 EVERYWHERE = {"--help", "--traceback"}
 # options of torchrun, srun, docker and nsys
 OF_OTHERS = {
-    "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--ntasks", "--ntasks-per-node", "--pid", "--capture-range",
-    "--capture-range-end", "--cuda-memory-usage", "--export", "--force-overwrite", "--profile-from-start", "--trace",
-}  # fmt: skip
+    "--nnodes",
+    "--nproc-per-node",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--ntasks",
+    "--ntasks-per-node",
+    "--pid",
+    "--capture-range",
+    "--capture-range-end",
+    "--cuda-memory-usage",
+    "--export",
+    "--force-overwrite",
+    "--profile-from-start",
+    "--trace",
+}
 
 KEY = re.compile(rf"(?<![\w./-])({'|'.join(RunSpec.model_fields)})\.([a-z_]+)\b(?!\()")
 SETTING = re.compile(rf'{KEY.pattern} = ("[^"]*"|-?\d+(?:\.\d+)?|true|false)')
 # behind the name of a table, and no key of it: files, attributes of a DataLoader, what a task of one's own takes
-NO_KEYS = {"train.py", "checkpoint.py", "memory.json", "memory.svg", "loader.dataset", "loader.collate_fn", "data.batch_size"}
+NO_KEYS = {
+    "train.py",
+    "checkpoint.py",
+    "memory.json",
+    "memory.svg",
+    "loader.dataset",
+    "loader.collate_fn",
+    "data.batch_size",
+}
 
 
 class Text(NamedTuple):
@@ -49,15 +81,25 @@ def find_texts(tree: ast.AST, name: str) -> Iterator[Text]:
             inside.add(id(node.value))
         elif isinstance(node, ast.JoinedStr):
             inside.update(id(part) for part in node.values)
-            parts = [str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values]
+            parts = [
+                str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values
+            ]
             yield Text(f"{name}:{node.lineno}", "".join(parts))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inside
+        ):
             yield Text(f"{name}:{node.lineno}", node.value)
 
 
 def every_text() -> list[Text]:
     files = sorted(PACKAGE.rglob("*.py"))
-    return [text for path in files for text in find_texts(ast.parse(path.read_bytes()), str(path.relative_to(PACKAGE)))]
+    return [
+        text
+        for path in files
+        for text in find_texts(ast.parse(path.read_bytes()), str(path.relative_to(PACKAGE)))
+    ]
 
 
 def every_verb() -> dict[str, set[str]]:
@@ -66,9 +108,12 @@ def every_verb() -> dict[str, set[str]]:
     verbs: dict[str, Any] = {}
     for name, command in group.commands.items():
         inner = getattr(command, "commands", None)
-        verbs |= {f"{name} {verb}": each for verb, each in inner.items()} if inner else {name: command}
+        verbs |= (
+            {f"{name} {verb}": each for verb, each in inner.items()} if inner else {name: command}
+        )
     return {
-        name: {option for each in command.params for option in (*each.opts, *each.secondary_opts)} | EVERYWHERE
+        name: {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+        | EVERYWHERE
         for name, command in verbs.items()
     }
 
@@ -81,7 +126,9 @@ def find_faults(text: Text, verbs: dict[str, set[str]]) -> Iterator[str]:
             verb = f"{verb} {words[0].strip(',.:?')}"
         if verb in verbs:
             yield from (
-                f"{text.where}: surefoot {verb} has no {each}" for each in OPTION.findall(rest) if each not in verbs[verb]
+                f"{text.where}: surefoot {verb} has no {each}"
+                for each in OPTION.findall(rest)
+                if each not in verbs[verb]
             )
         elif verb not in GROUPS | SENTENCES:
             yield f"{text.where}: there is no command surefoot {verb}"
@@ -95,8 +142,15 @@ def test_every_command_that_surefoot_names_has_its_verb_and_its_options() -> Non
 
 def test_every_option_that_surefoot_names_is_one() -> None:
     known = set().union(*every_verb().values()) | OF_OTHERS
-    told = [text for text in every_text() if " " in text.text]  # others are words of a command for a process of ours
-    assert [f"{text.where}: {each}" for text in told for each in OPTION.findall(text.text) if each not in known] == []
+    told = [
+        text for text in every_text() if " " in text.text
+    ]  # others are words of a command for a process of ours
+    assert [
+        f"{text.where}: {each}"
+        for text in told
+        for each in OPTION.findall(text.text)
+        if each not in known
+    ] == []
 
 
 def find_unknown_keys(text: Text) -> Iterator[str]:
@@ -114,7 +168,10 @@ def find_wrong_values(text: Text) -> Iterator[str]:
         try:
             RunSpec.model_validate({table: {key: tomllib.loads(f"value = {value}")["value"]}})
         except SpecError as error:
-            if "has no effect" not in error.message and "with compute = 'fp32'" not in error.message:
+            if (
+                "has no effect" not in error.message
+                and "with compute = 'fp32'" not in error.message
+            ):
                 yield f"{text.where}: {table}.{key} = {value}: {error.message}"
 
 
@@ -126,10 +183,25 @@ def test_every_key_of_a_spec_that_surefoot_names_is_one_and_takes_the_value_that
 
 
 def test_a_key_or_a_value_that_is_not_there_is_found() -> None:
-    broken = ["set optim.rate = 0.1", "see train.batches, or loader.worker", 'set loader.kind = "fork"']
-    assert [len([*find_unknown_keys(Text("a:1", text)), *find_wrong_values(Text("a:1", text))]) for text in broken] == [2, 2, 1]
-    sound = ["set train.batch to 8", 'set loader.kind = "thread"; or data.folder', "task.width = 3", "train.microbatch = VALUE"]
-    assert [[*find_unknown_keys(Text("a:1", text)), *find_wrong_values(Text("a:1", text))] for text in sound] == [[]] * 4
+    broken = [
+        "set optim.rate = 0.1",
+        "see train.batches, or loader.worker",
+        'set loader.kind = "fork"',
+    ]
+    assert [
+        len([*find_unknown_keys(Text("a:1", text)), *find_wrong_values(Text("a:1", text))])
+        for text in broken
+    ] == [2, 2, 1]
+    sound = [
+        "set train.batch to 8",
+        'set loader.kind = "thread"; or data.folder',
+        "task.width = 3",
+        "train.microbatch = VALUE",
+    ]
+    assert [
+        [*find_unknown_keys(Text("a:1", text)), *find_wrong_values(Text("a:1", text))]
+        for text in sound
+    ] == [[]] * 4
 
 
 def test_a_command_that_is_not_there_is_found() -> None:
@@ -139,6 +211,10 @@ def test_a_command_that_is_not_there_is_found() -> None:
         "see surefoot show RUN --no-such",
         "surefoot checkpoint check VALUE --fork X; surefoot prune",
     ]
-    sound = ["surefoot resume VALUE --fork NEW", "surefoot train SPEC --ranks N; or --fresh", "`surefoot data check PATH`, --any"]
+    sound = [
+        "surefoot resume VALUE --fork NEW",
+        "surefoot train SPEC --ranks N; or --fresh",
+        "`surefoot data check PATH`, --any",
+    ]
     assert [len(list(find_faults(Text("a:1", text), verbs))) for text in broken] == [1, 1, 2]
     assert [list(find_faults(Text("a:1", text), verbs)) for text in sound] == [[], [], []]

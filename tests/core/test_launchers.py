@@ -18,14 +18,35 @@ from surefoot.core.errors import InputError
 from surefoot.core.place import child_environment
 from surefoot.core.process.launchers import describe, find_tasks
 
-STEP = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "node1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
 BATCH = {**STEP, "SLURM_NTASKS": "8", "ENVIRONMENT": "BATCH", "SLURM_SUBMIT_DIR": "/home/me"}
 SEVERAL: Mapping[str, tuple[dict[str, str], str, int | None]] = {
-    "srun": ({**STEP, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}, "srun", 2),
-    "srun in a batch script": ({**BATCH, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "4"}, "srun", 4),
-    "srun whose variables are passed in part": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "srun", 2),
+    "srun": (
+        {**STEP, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"},
+        "srun",
+        2,
+    ),
+    "srun in a batch script": (
+        {**BATCH, "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "4"},
+        "srun",
+        4,
+    ),
+    "srun whose variables are passed in part": (
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+        "srun",
+        2,
+    ),
     "mpirun of Open MPI": ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, "mpirun", 4),
-    "mpirun in a batch script": ({**BATCH, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, "mpirun", 4),
+    "mpirun in a batch script": (
+        {**BATCH, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"},
+        "mpirun",
+        4,
+    ),
     "MPICH": ({"PMI_SIZE": "3", "PMI_RANK": "0", "PMI_FD": "7"}, "mpirun", 3),
     "Intel MPI": ({"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"}, "mpirun", 2),
     "MVAPICH": ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "1"}, "mpirun", 2),
@@ -39,8 +60,17 @@ ALONE = {
     "a step of one task": {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
     "a batch script with 8 tasks": BATCH,
     "a batch step by number": {**BATCH, "SLURM_STEP_ID": str(0xFFFFFFFB)},
-    "the shell of salloc": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "node1"},
-    "an interactive step": {**STEP, "SLURM_NTASKS": "8", "SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_STEP_NUM_TASKS": "1"},
+    "the shell of salloc": {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "8",
+        "SLURM_JOB_NODELIST": "node1",
+    },
+    "an interactive step": {
+        **STEP,
+        "SLURM_NTASKS": "8",
+        "SLURM_STEP_ID": str(0xFFFFFFFA),
+        "SLURM_STEP_NUM_TASKS": "1",
+    },
     "a job of one task": {**STEP, "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"},
     "mpirun -n 1": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
     "torchrun in srun": {**SEVERAL["srun"][0], "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
@@ -56,7 +86,9 @@ def test_several_tasks_are_found_and_told_with_the_line_to_type(name: str) -> No
     assert found is not None
     assert (found.launcher, found.number) == (launcher, number)
     message, line = describe(found)
-    assert message.startswith(f"{launcher} started this command {number or 'several'} times ({found.variable}")
+    assert message.startswith(
+        f"{launcher} started this command {number or 'several'} times ({found.variable}"
+    )
     assert f"surefoot train SPEC --ranks {number or 'N'}" in line
     assert "set RANK=0 and WORLD_SIZE=1" in line
 
@@ -67,9 +99,13 @@ def test_one_process_is_not_taken_for_several(name: str) -> None:
 
 
 def test_tasks_on_several_hosts_are_to_start_one_torchrun_a_host() -> None:
-    found = find_tasks({**STEP, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "4"})
+    found = find_tasks(
+        {**STEP, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "4"}
+    )
     assert found is not None
-    assert describe(found)[1].startswith("srun --ntasks=4 --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=4 ")
+    assert describe(found)[1].startswith(
+        "srun --ntasks=4 --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=4 "
+    )
 
 
 def train(
@@ -89,12 +125,26 @@ def train(
         "run",
         *more,
     ]
-    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2]), **variables}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    environment = {
+        **child_environment(threads=1),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        **variables,
+    }
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
 
 
 @pytest.mark.parametrize("more", [(), ("--ranks", "2")], ids=["one process", "--ranks"])
-def test_train_refuses_to_be_one_of_several_tasks_and_writes_nothing(more: tuple[str, ...], tmp_path: Path) -> None:
+def test_train_refuses_to_be_one_of_several_tasks_and_writes_nothing(
+    more: tuple[str, ...], tmp_path: Path
+) -> None:
     done = train(tmp_path, SEVERAL["srun"][0], sys.executable, "-m", "surefoot", more=more)
     assert done.returncode == 2, done.stderr
     assert "srun started this command 2 times (SLURM_STEP_NUM_TASKS=2)" in done.stderr
@@ -102,7 +152,9 @@ def test_train_refuses_to_be_one_of_several_tasks_and_writes_nothing(more: tuple
     assert list(tmp_path.iterdir()) == []
 
 
-def test_attach_refuses_unless_the_loop_has_joined_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_refuses_unless_the_loop_has_joined_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = torch.nn.Linear(1, 1)
     given = {
         "model": model,
@@ -114,7 +166,9 @@ def test_attach_refuses_unless_the_loop_has_joined_its_ranks(tmp_path: Path, mon
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="mpirun started this command 4 times"):
         surefoot.attach(**given)  # type: ignore[arg-type]
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         surefoot.attach(**given).close()  # type: ignore[arg-type]
     finally:
@@ -130,10 +184,21 @@ def test_what_is_one_process_trains(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # imports torch in three processes
 def test_the_line_for_several_hosts_trains_as_it_is_typed(tmp_path: Path) -> None:
-    found = find_tasks({**SEVERAL["srun"][0], "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4"})
+    found = find_tasks(
+        {**SEVERAL["srun"][0], "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4"}
+    )
     assert found is not None
-    line = describe(found)[1].partition(";")[0].partition("--ntasks-per-node=1 ")[2].partition(" surefoot ")[0]
-    line = line.replace("--nnodes=2", "--nnodes=1").replace("FIRST_HOST:29500", "127.0.0.1:0")  # one host of the two
-    words = shlex.split(line.replace("torchrun", f"{shlex.quote(sys.executable)} -m torch.distributed.run", 1))
+    line = (
+        describe(found)[1]
+        .partition(";")[0]
+        .partition("--ntasks-per-node=1 ")[2]
+        .partition(" surefoot ")[0]
+    )
+    line = line.replace("--nnodes=2", "--nnodes=1").replace(
+        "FIRST_HOST:29500", "127.0.0.1:0"
+    )  # one host of the two
+    words = shlex.split(
+        line.replace("torchrun", f"{shlex.quote(sys.executable)} -m torch.distributed.run", 1)
+    )
     done = train(tmp_path, {**os.environ, **SEVERAL["srun"][0]}, *words, "surefoot")
     assert done.returncode == 0, done.stderr

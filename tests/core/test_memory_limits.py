@@ -34,25 +34,55 @@ def write(root: Path, files: dict[str, object]) -> Path:
 
 SELF, V2, V1 = "proc/self/cgroup", "sys/fs/cgroup", "sys/fs/cgroup/memory"
 TREES: dict[str, tuple[dict[str, object], int, str]] = {
-    "v2 with a limit": ({SELF: "0::/job", f"{V2}/job/memory.max": 900 * MIB}, 900 * MIB, "memory.max"),
+    "v2 with a limit": (
+        {SELF: "0::/job", f"{V2}/job/memory.max": 900 * MIB},
+        900 * MIB,
+        "memory.max",
+    ),
     "v2, the group above has the limit": (
-        {SELF: "0::/slurm/a/b", f"{V2}/slurm/a/b/memory.max": "max", f"{V2}/slurm/memory.max": 800 * MIB}, 800 * MIB, "memory.max",
+        {
+            SELF: "0::/slurm/a/b",
+            f"{V2}/slurm/a/b/memory.max": "max",
+            f"{V2}/slurm/memory.max": 800 * MIB,
+        },
+        800 * MIB,
+        "memory.max",
     ),
     "v2 in a container": ({SELF: "0::/", f"{V2}/memory.max": 700 * MIB}, 700 * MIB, "memory.max"),
-    "v2, the path is that of the host": ({SELF: "0::/docker/1f", f"{V2}/memory.max": 600 * MIB}, 600 * MIB, "memory.max"),
+    "v2, the path is that of the host": (
+        {SELF: "0::/docker/1f", f"{V2}/memory.max": 600 * MIB},
+        600 * MIB,
+        "memory.max",
+    ),
     "v2 without a limit": ({SELF: "0::/job", f"{V2}/job/memory.max": "max"}, HOST, "host"),
     "v1 with a limit": (
-        {SELF: "9:cpu:/a\n7:memory:/job", f"{V1}/job/memory.limit_in_bytes": 500 * MIB}, 500 * MIB, "memory.limit_in_bytes",
+        {SELF: "9:cpu:/a\n7:memory:/job", f"{V1}/job/memory.limit_in_bytes": 500 * MIB},
+        500 * MIB,
+        "memory.limit_in_bytes",
     ),
-    "v1 beside v2": ({SELF: "0::/\n3:hugetlb,memory:/", f"{V1}/memory.limit_in_bytes": 400 * MIB}, 400 * MIB, "memory.limit_in_bytes"),
-    "v1 without a limit": ({SELF: "7:memory:/job", f"{V1}/job/memory.limit_in_bytes": 9223372036854771712}, HOST, "host"),
-    "above the memory of the host": ({SELF: "0::/job", f"{V2}/job/memory.max": 4 * HOST}, HOST, "host"),
+    "v1 beside v2": (
+        {SELF: "0::/\n3:hugetlb,memory:/", f"{V1}/memory.limit_in_bytes": 400 * MIB},
+        400 * MIB,
+        "memory.limit_in_bytes",
+    ),
+    "v1 without a limit": (
+        {SELF: "7:memory:/job", f"{V1}/job/memory.limit_in_bytes": 9223372036854771712},
+        HOST,
+        "host",
+    ),
+    "above the memory of the host": (
+        {SELF: "0::/job", f"{V2}/job/memory.max": 4 * HOST},
+        HOST,
+        "host",
+    ),
     "no cgroup": ({}, HOST, "host"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_the_least_limit_is_that_of_the_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_limit_is_that_of_the_process(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files, num_bytes, source = TREES[name]
     found = find_limit(write(tmp_path, files))
     assert found.num_bytes == num_bytes
@@ -65,19 +95,34 @@ def test_the_least_limit_is_that_of_the_process(name: str, tmp_path: Path, monke
     ("files", "left"),
     [
         ({f"{V2}/memory.max": 64 * MIB, f"{V2}/memory.current": 40 * MIB}, 24 * MIB),
-        ({f"{V2}/memory.max": 64 * MIB, f"{V2}/memory.current": 60 * MIB, f"{V2}/memory.stat": f"inactive_file {16 * MIB}"}, 20 * MIB),
+        (
+            {
+                f"{V2}/memory.max": 64 * MIB,
+                f"{V2}/memory.current": 60 * MIB,
+                f"{V2}/memory.stat": f"inactive_file {16 * MIB}",
+            },
+            20 * MIB,
+        ),
         ({f"{V2}/memory.max": 64 * MIB, f"{V2}/memory.current": 70 * MIB}, 0),
-        ({f"{V1}/memory.limit_in_bytes": 32 * MIB, f"{V1}/memory.usage_in_bytes": 30 * MIB}, 2 * MIB),
+        (
+            {f"{V1}/memory.limit_in_bytes": 32 * MIB, f"{V1}/memory.usage_in_bytes": 30 * MIB},
+            2 * MIB,
+        ),
     ],
-)  # fmt: skip
-def test_what_is_left_is_what_the_group_has_left(files: dict[str, object], left: int, tmp_path: Path) -> None:
+)
+def test_what_is_left_is_what_the_group_has_left(
+    files: dict[str, object], left: int, tmp_path: Path
+) -> None:
     assert find_available_bytes(write(tmp_path, {SELF: "0::/\n3:memory:/", **files})) == left
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [(f"{V2}/job/memory.events", "low 0\nmax 9\noom 3\noom_kill 3"), (f"{V1}/job/memory.oom_control", "under_oom 0\noom_kill 3")],
-)  # fmt: skip
+    [
+        (f"{V2}/job/memory.events", "low 0\nmax 9\noom 3\noom_kill 3"),
+        (f"{V1}/job/memory.oom_control", "under_oom 0\noom_kill 3"),
+    ],
+)
 def test_the_kills_of_the_kernel_are_counted(name: str, text: str, tmp_path: Path) -> None:
     assert count_kills(write(tmp_path, {SELF: "0::/job\n3:memory:/job", name: text})) == 3
     assert count_kills(tmp_path / "nothing") == 0
@@ -86,9 +131,12 @@ def test_the_kills_of_the_kernel_are_counted(name: str, text: str, tmp_path: Pat
 def test_ulimit_is_a_limit() -> None:
     code = "from surefoot.core.process.memory import find_limit; print(find_limit())"
     limited = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)),
-    )  # fmt: skip
+    )
     assert limited.stdout == f"Limit(num_bytes={1 << 30}, source='ulimit -v')\n"
 
 
@@ -102,14 +150,25 @@ def wrapped(cause: BaseException) -> Exception:
 @pytest.mark.parametrize(
     ("error", "refused"),
     [
-        (MemoryError(), True), (RuntimeError("std::bad_alloc"), True), (OSError(12, "Cannot allocate memory"), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
-        (RuntimeError("unable to mmap 64 bytes from file: Cannot allocate memory (12)"), True), (wrapped(MemoryError()), True),
-        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True), (wrapped(KeyError("a")), False),
-        (RuntimeError("can't start new thread"), False), (OSError(28, "No space left on device"), False), (ValueError("bad_alloc"), False),
+        (MemoryError(), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+            ),
+            True,
+        ),
+        (RuntimeError("unable to mmap 64 bytes from file: Cannot allocate memory (12)"), True),
+        (wrapped(MemoryError()), True),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
+        (wrapped(KeyError("a")), False),
+        (RuntimeError("can't start new thread"), False),
+        (OSError(28, "No space left on device"), False),
+        (ValueError("bad_alloc"), False),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_refused_memory_is_known_wherever_it_is_said(error: Exception, refused: bool) -> None:
     assert is_refused(error) is refused
 
@@ -140,7 +199,9 @@ class Large(Digits):
 
 @pytest.mark.quick("loss", "init")
 @pytest.mark.parametrize("where", ["init", "model", "data", "loss"])
-def test_a_task_that_is_refused_memory_ends_with_7_wherever_it_asks(where: str, tmp_path: Path) -> None:
+def test_a_task_that_is_refused_memory_ends_with_7_wherever_it_asks(
+    where: str, tmp_path: Path
+) -> None:
     (tmp_path / "large.py").write_text(TASK)
     words = (
         "train",
@@ -167,57 +228,98 @@ ENDED_BY_C = (
 
 
 @pytest.mark.parametrize("num_bytes", [400 * MIB, 550 * MIB, 700 * MIB])
-def test_a_limit_that_torch_itself_does_not_fit_into_ends_with_7(num_bytes: int, tmp_path: Path) -> None:
-    done = run(tmp_path, ("train", "digits", "--steps", "2", "--set", "schedule.warmup=1 steps", "--quiet"), num_bytes)
-    if any(words in done.stderr for words in ENDED_BY_C):  # while torch is loaded: no Python is left to say more
+def test_a_limit_that_torch_itself_does_not_fit_into_ends_with_7(
+    num_bytes: int, tmp_path: Path
+) -> None:
+    done = run(
+        tmp_path,
+        ("train", "digits", "--steps", "2", "--set", "schedule.warmup=1 steps", "--quiet"),
+        num_bytes,
+    )
+    if any(
+        words in done.stderr for words in ENDED_BY_C
+    ):  # while torch is loaded: no Python is left to say more
         assert "Traceback" not in done.stderr
         return
-    assert done.returncode in (0, 7), done.stderr  # what torch itself takes differs between its builds
+    assert done.returncode in (0, 7), (
+        done.stderr
+    )  # what torch itself takes differs between its builds
     assert "fault of surefoot" not in done.stderr
 
 
 def run(folder: Path, words: tuple[str, ...], num_bytes: int) -> subprocess.CompletedProcess[str]:
-    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    environment = {
+        **child_environment(threads=1),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
     return subprocess.run(
-        [sys.executable, "-m", "surefoot", *words], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=240,
+        [sys.executable, "-m", "surefoot", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes)),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.quick("two ranks")
 @pytest.mark.parametrize("numbers", [(2,), (1, 2)], ids=["two ranks", "one or two"])
-def test_a_rank_that_the_kernel_killed_for_memory_is_named_with_the_limit(numbers: tuple[int, ...], tmp_path: Path) -> None:
-    root = write(tmp_path / "root", {SELF: "0::/job", f"{V2}/job/memory.max": 600 * MIB, f"{V2}/job/memory.events": "oom_kill 4"})
+def test_a_rank_that_the_kernel_killed_for_memory_is_named_with_the_limit(
+    numbers: tuple[int, ...], tmp_path: Path
+) -> None:
+    root = write(
+        tmp_path / "root",
+        {
+            SELF: "0::/job",
+            f"{V2}/job/memory.max": 600 * MIB,
+            f"{V2}/job/memory.events": "oom_kill 4",
+        },
+    )
     attempts = tmp_path / "attempts"
 
     def job(rank: int) -> int:
         if rank == 1:
             with attempts.open("a") as file:
                 file.write("x")
-            (root / f"{V2}/job/memory.events").write_text(f"oom_kill {4 + attempts.stat().st_size}\n")
+            (root / f"{V2}/job/memory.events").write_text(
+                f"oom_kill {4 + attempts.stat().st_size}\n"
+            )
             os.kill(os.getpid(), signal.SIGKILL)
         if numbers == (2,) or os.environ["WORLD_SIZE"] == "2":
             time.sleep(60)
         return 0
 
     supervised = Supervised(
-        job, 2, tmp_path / "ranks", run=tmp_path / "run", max_restarts=3, numbers=numbers,
+        job,
+        2,
+        tmp_path / "ranks",
+        run=tmp_path / "run",
+        max_restarts=3,
+        numbers=numbers,
         prepare=lambda: setattr(memory, "ROOT", root),
-    )  # fmt: skip
+    )
     assert supervised.wait() == (7 if numbers == (2,) else 0), supervised.said
     assert "the kernel killed 1 process of this run's cgroup for memory" in supervised.said
     assert "600 MiB (memory.max of the cgroup)" in supervised.said
-    assert attempts.stat().st_size == (1 if numbers == (2,) else 2), "as many ranks again would end alike, fewer may not"
+    assert attempts.stat().st_size == (1 if numbers == (2,) else 2), (
+        "as many ranks again would end alike, fewer may not"
+    )
 
 
-def test_a_rank_that_somebody_else_killed_is_not_said_to_be_killed_for_memory(tmp_path: Path) -> None:
+def test_a_rank_that_somebody_else_killed_is_not_said_to_be_killed_for_memory(
+    tmp_path: Path,
+) -> None:
     root = write(tmp_path / "root", {SELF: "0::/job", f"{V2}/job/memory.events": "oom_kill 4"})
 
     def job(rank: int) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    supervised = Supervised(job, 2, tmp_path / "ranks", prepare=lambda: setattr(memory, "ROOT", root))
+    supervised = Supervised(
+        job, 2, tmp_path / "ranks", prepare=lambda: setattr(memory, "ROOT", root)
+    )
     assert supervised.wait() == 128 + signal.SIGKILL
     assert "for memory" not in supervised.said
 

@@ -20,10 +20,20 @@ TOTAL = 100
 
 # for each curve a table that builds it
 TABLES: dict[str, dict[str, Any]] = {
-    "constant": {}, "linear": {}, "cosine": {}, "cosine_restarts": {"cycle": "1 epoch"}, "step": {"every": "3 epochs"},
-    "multi_step": {"milestones": ("3 epochs", "80 steps")}, "exponential": {}, "polynomial": {}, "one_cycle": {}, "plateau": {},
-    "warmup_stable_decay": {}, "inverse_square_root": {"timescale": "16 steps"}, "warmup": {"length": "50 steps"},
-}  # fmt: skip
+    "constant": {},
+    "linear": {},
+    "cosine": {},
+    "cosine_restarts": {"cycle": "1 epoch"},
+    "step": {"every": "3 epochs"},
+    "multi_step": {"milestones": ("3 epochs", "80 steps")},
+    "exponential": {},
+    "polynomial": {},
+    "one_cycle": {},
+    "plateau": {},
+    "warmup_stable_decay": {},
+    "inverse_square_root": {"timescale": "16 steps"},
+    "warmup": {"length": "50 steps"},
+}
 
 
 def to_steps(text: str) -> int:
@@ -61,22 +71,38 @@ def test_warm_up_comes_first_and_the_curve_begins_where_it_ends() -> None:
     assert values(half, 0, 3, 4) == pytest.approx([0.125, 0.5, 0.5])
 
 
-@pytest.mark.parametrize("name", [name for name, keys in USES.items() if "warmup" in keys and name != "warmup_stable_decay"])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, keys in USES.items() if "warmup" in keys and name != "warmup_stable_decay"],
+)
 @pytest.mark.parametrize("total", [1, 2, 10])
-def test_a_warm_up_as_long_as_the_run_rises_to_where_the_curve_begins(name: str, total: int) -> None:
+def test_a_warm_up_as_long_as_the_run_rises_to_where_the_curve_begins(
+    name: str, total: int
+) -> None:
     table = {"cycle": "1 epoch"} if name == "cosine_restarts" else TABLES[name]
     curve = make(total=total, name=name, warmup=f"{total} steps", **table)
     start = make(total=total, name=name, **table)(0)
-    assert values(curve, *range(total)) == pytest.approx([start * (step + 1) / total for step in range(total)])
+    assert values(curve, *range(total)) == pytest.approx(
+        [start * (step + 1) / total for step in range(total)]
+    )
 
 
 def test_a_schedule_that_is_its_warm_up_ends_where_its_curve_ends() -> None:
-    assert values(make(length="5 steps", warmup="5 steps"), 4, 5, 6, 50) == pytest.approx([1, 1, 0, 0])
+    assert values(make(length="5 steps", warmup="5 steps"), 4, 5, 6, 50) == pytest.approx(
+        [1, 1, 0, 0]
+    )
 
 
 def test_shares_of_the_run_are_taken_of_its_steps() -> None:
-    assert values(make(warmup="10 %"), 4, 9, 10, 55) == values(make(warmup="10 steps"), 4, 9, 10, 55)
-    halves = make(sequence=(ScheduleSettings(name="constant", length="33.3 %"), ScheduleSettings(name="linear", length="66.7 %")))
+    assert values(make(warmup="10 %"), 4, 9, 10, 55) == values(
+        make(warmup="10 steps"), 4, 9, 10, 55
+    )
+    halves = make(
+        sequence=(
+            ScheduleSettings(name="constant", length="33.3 %"),
+            ScheduleSettings(name="linear", length="66.7 %"),
+        )
+    )
     assert values(halves, 33, 34, 99) == pytest.approx([1, 1, 1 - 65 / 66])
     every = make(name="step", every="25 %")
     assert values(every, 24, 25, 50, 75) == pytest.approx([1, 0.1, 0.01, 0.001])
@@ -94,8 +120,12 @@ def test_ten_epochs_of_warm_up_and_ninety_of_cosine_peak_at_10_halve_at_55_and_e
 
 
 def test_a_length_ends_the_curve_before_the_run_and_the_rate_stays() -> None:
-    assert values(make(length="50 steps", warmup="10 steps"), 9, 10, 30, 50, 99) == pytest.approx([1, 1, 0.5, 0, 0])
-    assert values(make(name="step", every="20 steps", factor=0.5, length="60 steps"), 39, 40, 59, 60, 99) == [
+    assert values(make(length="50 steps", warmup="10 steps"), 9, 10, 30, 50, 99) == pytest.approx(
+        [1, 1, 0.5, 0, 0]
+    )
+    assert values(
+        make(name="step", every="20 steps", factor=0.5, length="60 steps"), 39, 40, 59, 60, 99
+    ) == [
         0.5,
         0.25,
         0.25,
@@ -107,19 +137,29 @@ def test_a_length_ends_the_curve_before_the_run_and_the_rate_stays() -> None:
 
 
 def test_exponential_says_its_time_scale() -> None:
-    assert values(make(name="exponential", every="1 epoch", factor=0.25), 5, 10, 20) == pytest.approx([0.5, 0.25, 0.0625])
+    assert values(
+        make(name="exponential", every="1 epoch", factor=0.25), 5, 10, 20
+    ) == pytest.approx([0.5, 0.25, 0.0625])
     assert 0.1 * make(total=1000, name="exponential")(1000) == pytest.approx(0.1 * 0.95**100)
 
 
 def test_warmup_stable_decay_fills_what_is_left_out() -> None:
-    assert values(make(name="warmup_stable_decay", warmup="10 steps"), 9, 81, 82, 91, 100) == pytest.approx([1, 1, 1, 0.5, 0])
-    assert values(make(name="warmup_stable_decay", decay_length="5 epochs"), 49, 50, 75, 100) == pytest.approx([1, 1, 0.5, 0])
-    assert values(make(name="warmup_stable_decay", stable="20 steps"), 19, 20, 60, 100) == pytest.approx([1, 1, 0.5, 0])
+    assert values(
+        make(name="warmup_stable_decay", warmup="10 steps"), 9, 81, 82, 91, 100
+    ) == pytest.approx([1, 1, 1, 0.5, 0])
+    assert values(
+        make(name="warmup_stable_decay", decay_length="5 epochs"), 49, 50, 75, 100
+    ) == pytest.approx([1, 1, 0.5, 0])
+    assert values(
+        make(name="warmup_stable_decay", stable="20 steps"), 19, 20, 60, 100
+    ) == pytest.approx([1, 1, 0.5, 0])
     both = make(name="warmup_stable_decay", stable="20 steps", decay_length="20 steps", floor=0.5)
     assert values(both, 20, 30, 40, 99) == pytest.approx([1, 0.75, 0.5, 0.5])
 
 
-def test_inverse_square_root_takes_the_warm_up_as_its_scale_and_then_follows_the_whole_run_s_step() -> None:
+def test_inverse_square_root_takes_the_warm_up_as_its_scale_and_then_follows_the_whole_run_s_step() -> (
+    None
+):
     curve = make(total=1000, name="inverse_square_root", warmup="25 steps")
     assert values(curve, 24, 25, 100, 400) == pytest.approx([1, 1, 0.5, 0.25])
 
@@ -174,14 +214,30 @@ def test_a_sequence_of_warm_up_constant_and_cosine_joins_where_it_says() -> None
 
 
 def test_a_warm_up_inside_a_sequence_counts_as_part_of_its_piece() -> None:
-    curve = make(sequence=(ScheduleSettings(warmup="10 steps", length="50 steps"), ScheduleSettings(name="constant", factor=0.2)))
-    assert values(curve, 4, 9, 10, 30, 49, 50, 99) == pytest.approx([0.5, 1, 1, 0.5, schedules.cosine(39, 40), 0.2, 0.2])
+    curve = make(
+        sequence=(
+            ScheduleSettings(warmup="10 steps", length="50 steps"),
+            ScheduleSettings(name="constant", factor=0.2),
+        )
+    )
+    assert values(curve, 4, 9, 10, 30, 49, 50, 99) == pytest.approx(
+        [0.5, 1, 1, 0.5, schedules.cosine(39, 40), 0.2, 0.2]
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a key of another curve": ({"power": 2.0}, r"schedule.power = 2.0 is not used by cosine(?s:.*)belongs to polynomial"),
-    "a floor where there is none": ({"name": "step", "every": "1 epoch", "floor": 0.1}, "floor = 0.1 is not used by step"),
-    "a warm-up before one-cycle": ({"name": "one_cycle", "warmup": "1 epoch"}, "warmup = '1 epoch' is not used by one_cycle"),
+    "a key of another curve": (
+        {"power": 2.0},
+        r"schedule.power = 2.0 is not used by cosine(?s:.*)belongs to polynomial",
+    ),
+    "a floor where there is none": (
+        {"name": "step", "every": "1 epoch", "floor": 0.1},
+        "floor = 0.1 is not used by step",
+    ),
+    "a warm-up before one-cycle": (
+        {"name": "one_cycle", "warmup": "1 epoch"},
+        "warmup = '1 epoch' is not used by one_cycle",
+    ),
     "an unknown curve": ({"name": "cosin"}, "did you mean 'cosine'"),
     "an unknown shape": ({"warmup_shape": "liner"}, "did you mean 'linear'"),
     "a bare number for a duration": ({"warmup": 500}, "schedule.warmup: 500 is no duration"),
@@ -191,28 +247,74 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a floor that is no number": ({"floor": float("nan")}, "schedule.floor is nan"),
     "a factor of the wrong type": ({"name": "constant", "factor": "1"}, "schedule.factor is '1'"),
     "half a patience": ({"name": "plateau", "patience": 1.5}, "patience is 1.5(?s:.*)whole number"),
-    "a switch that is a word": ({"name": "one_cycle", "cycle_momentum": "no"}, "it is true or false"),
-    "a shape that one-cycle lacks": ({"name": "one_cycle", "shape": "sqrt"}, "use cosine or linear"),
-    "a sequence beside other keys": ({"sequence": WARM_CONSTANT_COSINE, "floor": 0.1}, "floor beside a sequence"),
-    "a sequence within a sequence": (
-        {"sequence": (ScheduleSettings(sequence=WARM_CONSTANT_COSINE, ), *WARM_CONSTANT_COSINE)}, "holds another sequence"
+    "a switch that is a word": (
+        {"name": "one_cycle", "cycle_momentum": "no"},
+        "it is true or false",
     ),
-    "a plateau in a sequence": ({"sequence": (ScheduleSettings(name="plateau"),)}, "holds plateau, which stands alone"),
-    "a piece without a length": ({"sequence": (ScheduleSettings(), ScheduleSettings())}, "has no length"),
-    "a sequence that is too short": ({"sequence": WARM_CONSTANT_COSINE[:2]}, r"sequence: the sequence lasts 10 \+ 40 = 50 steps"),
+    "a shape that one-cycle lacks": (
+        {"name": "one_cycle", "shape": "sqrt"},
+        "use cosine or linear",
+    ),
+    "a sequence beside other keys": (
+        {"sequence": WARM_CONSTANT_COSINE, "floor": 0.1},
+        "floor beside a sequence",
+    ),
+    "a sequence within a sequence": (
+        {
+            "sequence": (
+                ScheduleSettings(
+                    sequence=WARM_CONSTANT_COSINE,
+                ),
+                *WARM_CONSTANT_COSINE,
+            )
+        },
+        "holds another sequence",
+    ),
+    "a plateau in a sequence": (
+        {"sequence": (ScheduleSettings(name="plateau"),)},
+        "holds plateau, which stands alone",
+    ),
+    "a piece without a length": (
+        {"sequence": (ScheduleSettings(), ScheduleSettings())},
+        "has no length",
+    ),
+    "a sequence that is too short": (
+        {"sequence": WARM_CONSTANT_COSINE[:2]},
+        r"sequence: the sequence lasts 10 \+ 40 = 50 steps",
+    ),
     "a sequence that is too long": (
-        {"sequence": (*WARM_CONSTANT_COSINE, ScheduleSettings(name="constant", length="1 step"))}, "the run 100"
+        {"sequence": (*WARM_CONSTANT_COSINE, ScheduleSettings(name="constant", length="1 step"))},
+        "the run 100",
     ),
     "a sequence whose open end has no step left": (
-        {"sequence": (ScheduleSettings(length="10 epochs"), ScheduleSettings())}, "a table has 0 of the run's 100 steps"
+        {"sequence": (ScheduleSettings(length="10 epochs"), ScheduleSettings())},
+        "a table has 0 of the run's 100 steps",
     ),
-    "a warm-up longer than the run": ({"warmup": "11 epochs"}, "11 epochs, which ends at step 110, and there are 100 in all"),
-    "a cycle of nothing": ({"name": "cosine_restarts", "cycle": "0 steps"}, "schedule.cycle is 0 steps"),
-    "milestones out of order": ({"name": "multi_step", "milestones": ("30 steps", "3 epochs")}, "comes after the one before"),
-    "more decay than run": ({"name": "warmup_stable_decay", "stable": "60 steps", "decay_length": "50 steps"}, "60 .* 50 steps"),
-    "more stable than run": ({"name": "warmup_stable_decay", "stable": "101 steps"}, "100 follow the warm-up"),
-    "an inverse square root without a scale": ({"name": "inverse_square_root"}, "neither a warm-up nor a timescale"),
-}  # fmt: skip
+    "a warm-up longer than the run": (
+        {"warmup": "11 epochs"},
+        "11 epochs, which ends at step 110, and there are 100 in all",
+    ),
+    "a cycle of nothing": (
+        {"name": "cosine_restarts", "cycle": "0 steps"},
+        "schedule.cycle is 0 steps",
+    ),
+    "milestones out of order": (
+        {"name": "multi_step", "milestones": ("30 steps", "3 epochs")},
+        "comes after the one before",
+    ),
+    "more decay than run": (
+        {"name": "warmup_stable_decay", "stable": "60 steps", "decay_length": "50 steps"},
+        "60 .* 50 steps",
+    ),
+    "more stable than run": (
+        {"name": "warmup_stable_decay", "stable": "101 steps"},
+        "100 follow the warm-up",
+    ),
+    "an inverse square root without a scale": (
+        {"name": "inverse_square_root"},
+        "neither a warm-up nor a timescale",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -230,31 +332,59 @@ def test_a_run_of_a_time_takes_curves_without_an_end_or_with_a_stated_one() -> N
         assert "schedule.length" in str(caught.value.hint)
     with pytest.raises(SpecError, match="add up to the run, whose length is a time"):
         make(total=None, sequence=WARM_CONSTANT_COSINE)
-    for name in ("constant", "step", "multi_step", "exponential", "cosine_restarts", "plateau", "inverse_square_root"):
+    for name in (
+        "constant",
+        "step",
+        "multi_step",
+        "exponential",
+        "cosine_restarts",
+        "plateau",
+        "inverse_square_root",
+    ):
         assert make(total=None, name=name, **TABLES[name])(0) == 1
-    assert values(make(total=None, length="5 epochs"), 0, 25, 50, 999) == pytest.approx([1, 0.5, 0, 0])
-    assert values(make(total=None, name="warmup_stable_decay", stable="10 steps", decay_length="10 steps"), 15, 20) == [0.5, 0]
+    assert values(make(total=None, length="5 epochs"), 0, 25, 50, 999) == pytest.approx(
+        [1, 0.5, 0, 0]
+    )
+    assert values(
+        make(total=None, name="warmup_stable_decay", stable="10 steps", decay_length="10 steps"),
+        15,
+        20,
+    ) == [0.5, 0]
 
 
 def test_a_default_that_is_spelt_out_and_a_duration_written_otherwise_mean_the_same() -> None:
     assert ScheduleSettings(name="polynomial", power=1.0) == ScheduleSettings(name="polynomial")
     assert ScheduleSettings(warmup="0.01 k steps") == ScheduleSettings(warmup="10 steps")
-    assert ScheduleSettings(name="exponential", every="1 epochs") == ScheduleSettings(name="exponential")
+    assert ScheduleSettings(name="exponential", every="1 epochs") == ScheduleSettings(
+        name="exponential"
+    )
     assert ScheduleSettings(name="exponential", factor=0.9) != ScheduleSettings(name="exponential")
 
 
 def test_a_person_is_shown_the_keys_that_count_and_no_others() -> None:
     shown = ScheduleSettings(name="polynomial", warmup="1 epoch").effective()
     assert shown == {
-        "name": "polynomial", "power": 1.0, "floor": 0.0, "length": None, "warmup": "1 epoch", "warmup_shape": "linear",
+        "name": "polynomial",
+        "power": 1.0,
+        "floor": 0.0,
+        "length": None,
+        "warmup": "1 epoch",
+        "warmup_shape": "linear",
         "warmup_start": 0.01,
-    }  # fmt: skip
-    assert [piece["name"] for piece in ScheduleSettings(sequence=WARM_CONSTANT_COSINE).effective()["sequence"]] == [
-        "warmup", "constant", "cosine",
-    ]  # fmt: skip
+    }
+    assert [
+        piece["name"]
+        for piece in ScheduleSettings(sequence=WARM_CONSTANT_COSINE).effective()["sequence"]
+    ] == [
+        "warmup",
+        "constant",
+        "cosine",
+    ]
 
 
-def test_a_preview_shows_a_plateau_whose_checks_never_get_better_and_leaves_the_curve_alone() -> None:
+def test_a_preview_shows_a_plateau_whose_checks_never_get_better_and_leaves_the_curve_alone() -> (
+    None
+):
     curve = make(name="plateau", patience=2)
     assert preview(curve, [0, 29, 30, 49, 50], check_every=PER_EPOCH) == [1.0, 1.0, 0.5, 0.5, 0.25]
     assert curve(99) == 1.0

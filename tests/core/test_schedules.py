@@ -36,28 +36,55 @@ CURVES: dict[str, Multiplier] = {
     "warmup, linear": partial(schedules.warmup, length=50),
     "warmup, cosine": partial(schedules.warmup, length=50, shape="cosine"),
     "warmup, exponential": partial(schedules.warmup, length=50, shape="exponential", start=0.001),
-    "warmup_stable_decay": partial(schedules.warmup_stable_decay, warmup_length=10, stable=60, decay=40, floor=0.1),
-    "warmup_stable_decay, sqrt": partial(schedules.warmup_stable_decay, warmup_length=0, stable=60, decay=40, shape="sqrt"),
+    "warmup_stable_decay": partial(
+        schedules.warmup_stable_decay, warmup_length=10, stable=60, decay=40, floor=0.1
+    ),
+    "warmup_stable_decay, sqrt": partial(
+        schedules.warmup_stable_decay, warmup_length=0, stable=60, decay=40, shape="sqrt"
+    ),
     "one_cycle": partial(schedules.one_cycle, length=120),
-    "one_cycle, linear": partial(schedules.one_cycle, length=120, peak=0.45, start=0.1, final=0.001, shape="linear"),
+    "one_cycle, linear": partial(
+        schedules.one_cycle, length=120, peak=0.45, start=0.1, final=0.001, shape="linear"
+    ),
 }
 
 Torch = Callable[[torch.optim.Optimizer], Any]
 TORCH: dict[str, tuple[Torch, int]] = {
-    "linear": (lambda o: torch_schedules.LinearLR(o, start_factor=0.3, end_factor=0.05, total_iters=100), STEPS),
-    "cosine": (lambda o: torch_schedules.CosineAnnealingLR(o, T_max=100, eta_min=0.01 * BASE), 101),  # later it rises again
-    "cosine_restarts": (lambda o: torch_schedules.CosineAnnealingWarmRestarts(o, 10, 2, eta_min=0.01 * BASE), STEPS),
+    "linear": (
+        lambda o: torch_schedules.LinearLR(o, start_factor=0.3, end_factor=0.05, total_iters=100),
+        STEPS,
+    ),
+    "cosine": (
+        lambda o: torch_schedules.CosineAnnealingLR(o, T_max=100, eta_min=0.01 * BASE),
+        101,
+    ),  # later it rises again
+    "cosine_restarts": (
+        lambda o: torch_schedules.CosineAnnealingWarmRestarts(o, 10, 2, eta_min=0.01 * BASE),
+        STEPS,
+    ),
     "cosine_restarts, equal": (lambda o: torch_schedules.CosineAnnealingWarmRestarts(o, 7), STEPS),
     "step_decay": (lambda o: torch_schedules.StepLR(o, 30, gamma=0.1), STEPS),
     "multi_step": (lambda o: torch_schedules.MultiStepLR(o, [30, 80], gamma=0.2), STEPS),
     "exponential": (lambda o: torch_schedules.ExponentialLR(o, 0.95), STEPS),
     "polynomial": (lambda o: torch_schedules.PolynomialLR(o, total_iters=100, power=2.0), STEPS),
-    "warmup, linear": (lambda o: torch_schedules.LinearLR(o, start_factor=1 / 50, total_iters=49), STEPS),
-    "inverse_square_root": (lambda o: torch_schedules.LambdaLR(o, lambda t: (16 / (16 + t)) ** 0.5), STEPS),
+    "warmup, linear": (
+        lambda o: torch_schedules.LinearLR(o, start_factor=1 / 50, total_iters=49),
+        STEPS,
+    ),
+    "inverse_square_root": (
+        lambda o: torch_schedules.LambdaLR(o, lambda t: (16 / (16 + t)) ** 0.5),
+        STEPS,
+    ),
     "one_cycle": (lambda o: torch_schedules.OneCycleLR(o, BASE, total_steps=120), STEPS),
     "one_cycle, linear": (
         lambda o: torch_schedules.OneCycleLR(
-            o, BASE, total_steps=120, pct_start=0.45, div_factor=10, final_div_factor=100, anneal_strategy="linear"
+            o,
+            BASE,
+            total_steps=120,
+            pct_start=0.45,
+            div_factor=10,
+            final_div_factor=100,
+            anneal_strategy="linear",
         ),
         STEPS,
     ),
@@ -84,15 +111,24 @@ def rates_of_torch(make: Torch, steps: int) -> tuple[list[float], list[float]]:
 def test_a_curve_equals_torch_s_scheduler_to_1e_12(name: str) -> None:
     make, steps = TORCH[name]
     expected, _ = rates_of_torch(make, steps)
-    assert [BASE * CURVES[name](step) for step in range(steps)] == pytest.approx(expected, rel=0, abs=CLOSE)
+    assert [BASE * CURVES[name](step) for step in range(steps)] == pytest.approx(
+        expected, rel=0, abs=CLOSE
+    )
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])
-@pytest.mark.parametrize(("total", "peak"), [(2, 0.3), (3, 0.5), (10, 0.3), (17, 0.9), (120, 0.25), (5000, 0.01)])
-def test_one_cycle_and_its_momentum_equal_torch_s_at_every_length(total: int, peak: float, shape: Any) -> None:
+@pytest.mark.parametrize(
+    ("total", "peak"), [(2, 0.3), (3, 0.5), (10, 0.3), (17, 0.9), (120, 0.25), (5000, 0.01)]
+)
+def test_one_cycle_and_its_momentum_equal_torch_s_at_every_length(
+    total: int, peak: float, shape: Any
+) -> None:
     strategy = {"cosine": "cos", "linear": "linear"}[shape]
     rates, momenta = rates_of_torch(
-        lambda o: torch_schedules.OneCycleLR(o, BASE, total_steps=total, pct_start=peak, anneal_strategy=strategy), total
+        lambda o: torch_schedules.OneCycleLR(
+            o, BASE, total_steps=total, pct_start=peak, anneal_strategy=strategy
+        ),
+        total,
     )
     ours = [BASE * schedules.one_cycle(step, total, peak, shape=shape) for step in range(total)]
     assert ours == pytest.approx(rates, rel=0, abs=CLOSE)
@@ -176,7 +212,10 @@ def test_warm_up_counts_from_one_so_no_update_is_wasted_and_its_length_reaches_t
 
 def test_warm_up_plus_cosine_has_its_peak_half_and_floor_at_10_55_and_100_epochs() -> None:
     per_epoch, floor = 13, 0.02
-    pieces = [(partial(schedules.warmup, length=130), 130), (partial(schedules.cosine, length=1170, floor=floor), 1170)]
+    pieces = [
+        (partial(schedules.warmup, length=130), 130),
+        (partial(schedules.cosine, length=1170, floor=floor), 1170),
+    ]
     curve = schedules.sequence(pieces, total=100 * per_epoch)
     assert curve(10 * per_epoch - 1) == curve(10 * per_epoch) == 1.0  # continuous at the join
     assert curve(55 * per_epoch) == pytest.approx((1 + floor) / 2)
@@ -195,11 +234,18 @@ def test_a_sequence_equals_torch_s_sequential_scheduler_and_joins_where_it_says(
         return torch_schedules.SequentialLR(optimizer, parts, milestones=[20, 50])
 
     cosine = partial(schedules.cosine, length=70, floor=0.1)
-    curve = schedules.sequence([(partial(schedules.warmup, length=20), 20), (schedules.constant, 30), (cosine, 70)], total=120)
+    curve = schedules.sequence(
+        [(partial(schedules.warmup, length=20), 20), (schedules.constant, 30), (cosine, 70)],
+        total=120,
+    )
     expected, _ = rates_of_torch(make, STEPS)
     # torch's chained form multiplies step by step, so its own rounding grows with the length
-    assert [BASE * curve(step) for step in range(STEPS)] == pytest.approx(expected, rel=0, abs=CLOSE)
-    assert [curve(step) for step in (18, 19, 20, 49, 50, 120, 500)] == pytest.approx([0.95, 1, 1, 1, 1, 0.1, 0.1])
+    assert [BASE * curve(step) for step in range(STEPS)] == pytest.approx(
+        expected, rel=0, abs=CLOSE
+    )
+    assert [curve(step) for step in (18, 19, 20, 49, 50, 120, 500)] == pytest.approx(
+        [0.95, 1, 1, 1, 1, 0.1, 0.1]
+    )
 
 
 @pytest.mark.parametrize("lengths", [(50, 49), (50, 51), (0, 100), (100, 0), (-10, 110), ()])
@@ -216,15 +262,42 @@ def watch(plateau: Plateau, values: list[float]) -> list[float]:
     return multipliers
 
 
-LOSSES = [3.0, 2.0, 2.1, 1.9999, 2.2, 2.3, 1.5, 1.6, 1.7, 1.5, 1.8, 1.4999, 1.7, 1.9, 1.2, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1.1]
+LOSSES = [
+    3.0,
+    2.0,
+    2.1,
+    1.9999,
+    2.2,
+    2.3,
+    1.5,
+    1.6,
+    1.7,
+    1.5,
+    1.8,
+    1.4999,
+    1.7,
+    1.9,
+    1.2,
+    1.1,
+    1.1,
+    1.1,
+    1.1,
+    1.1,
+    1.1,
+    1.1,
+]
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3, 10])
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_plateau_lowers_at_the_stated_bad_check_and_torch_one_later(mode: Any, patience: int) -> None:
+def test_a_plateau_lowers_at_the_stated_bad_check_and_torch_one_later(
+    mode: Any, patience: int
+) -> None:
     values = LOSSES if mode == "min" else [4 - value for value in LOSSES]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE)
-    scheduler = torch_schedules.ReduceLROnPlateau(optimizer, mode=mode, factor=0.5, patience=patience - 1, min_lr=0.2 * BASE)
+    scheduler = torch_schedules.ReduceLROnPlateau(
+        optimizer, mode=mode, factor=0.5, patience=patience - 1, min_lr=0.2 * BASE
+    )
     expected = []
     for value in values:
         scheduler.step(value)
@@ -244,8 +317,19 @@ def test_a_plateau_is_a_value_that_goes_on_where_it_was() -> None:
     for value in LOSSES[:9]:
         plateau = plateau.observe(value)
     again = pickle.loads(pickle.dumps(plateau))
-    assert watch(again, LOSSES[9:]) == watch(plateau, LOSSES[9:]) == watch(Plateau(patience=2), LOSSES)[9:]
+    assert (
+        watch(again, LOSSES[9:])
+        == watch(plateau, LOSSES[9:])
+        == watch(Plateau(patience=2), LOSSES)[9:]
+    )
 
 
 def test_a_plateau_takes_what_is_not_finite_for_no_progress() -> None:
-    assert watch(Plateau(patience=2), [math.nan, math.inf, 1.0, math.nan, 0.5, -math.inf]) == [1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert watch(Plateau(patience=2), [math.nan, math.inf, 1.0, math.nan, 0.5, -math.inf]) == [
+        1.0,
+        0.5,
+        0.5,
+        0.5,
+        0.5,
+        0.5,
+    ]

@@ -58,13 +58,19 @@ def test_known_values() -> None:
     assert mean(MICHELSON) == pytest.approx(909.0)
     assert standard_deviation(MICHELSON) == pytest.approx(104.9260391)
     assert median(MICHELSON) == 940.0
-    assert quantiles(MICHELSON, [0.25, 0.5, 0.75]) == pytest.approx(of_python.quantiles(MICHELSON, n=4, method="inclusive"))
+    assert quantiles(MICHELSON, [0.25, 0.5, 0.75]) == pytest.approx(
+        of_python.quantiles(MICHELSON, n=4, method="inclusive")
+    )
     assert robust_z(650, MICHELSON) == pytest.approx((650 - 940) / (1.4826 * 60))
     assert standard_deviation([3.0]) is None
 
 
-@pytest.mark.parametrize(("count", "least"), [(6, 1), (8, 1), (9, 2), (10, 2), (15, 4), (20, 6), (30, 10), (100, 40)])
-def test_an_interval_is_never_narrower_than_the_exact_one_of_the_sign_test(count: int, least: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "least"), [(6, 1), (8, 1), (9, 2), (10, 2), (15, 4), (20, 6), (30, 10), (100, 40)]
+)
+def test_an_interval_is_never_narrower_than_the_exact_one_of_the_sign_test(
+    count: int, least: int
+) -> None:
     """The ranks are those of Conover, Practical Nonparametric Statistics, for p = 0.5 at 95 %."""
     interval = median_interval([float(value) for value in range(1, count + 1)])
     assert interval.low is not None
@@ -89,7 +95,9 @@ def test_the_same_seed_gives_the_same_interval_and_the_order_does_not_matter() -
 
 @pytest.mark.parametrize("count", [*range(1, 40), 200, 999, 1000, 3001])
 def test_the_sign_test_s_rank_is_that_of_the_exact_binomial_tail(count: int) -> None:
-    tails = list(accumulate(math.comb(count, heads) for heads in range(count // 2)))  # of 2^n throws
+    tails = list(
+        accumulate(math.comb(count, heads) for heads in range(count // 2))
+    )  # of 2^n throws
     exact = max((k for k, tail in enumerate(tails) if 40 * tail <= 2**count), default=None)
     rank = sign_test_rank(count)
     if count < 1000 or rank is None or exact is None:
@@ -104,7 +112,10 @@ def test_the_bootstrap_s_bounds_are_those_of_its_exact_distribution(count: int) 
 
     def at_most(k: int) -> float:
         share = k / count
-        return sum(math.comb(count, j) * share**j * (1 - share) ** (count - j) for j in range(count // 2 + 1, count + 1))
+        return sum(
+            math.comb(count, j) * share**j * (1 - share) ** (count - j)
+            for j in range(count // 2 + 1, count + 1)
+        )
 
     low, high = bootstrap_median([float(value) for value in range(1, count + 1)], seed=1)
     slack = 3 * math.sqrt(0.025 * 0.975 / RESAMPLES)
@@ -130,7 +141,9 @@ def test_identical_arms_show_no_effect_in_at_least_nine_of_ten_trials(count: int
         arms = [drift * (1 + generator.exponential(0.05, count)) for _ in range(2)]
         verdicts.append(paired_ratio(list(arms[0]), list(arms[1]), seed=trial).verdict)
     assert verdicts.count("no effect") >= 0.9 * trials
-    assert verdicts.count("no effect") >= 0.95 * trials - 2 * math.sqrt(trials * 0.95 * 0.05)  # what the interval itself claims
+    assert verdicts.count("no effect") >= 0.95 * trials - 2 * math.sqrt(
+        trials * 0.95 * 0.05
+    )  # what the interval itself claims
 
 
 def test_an_effect_of_five_per_cent_is_found_under_drift_that_is_larger() -> None:
@@ -148,7 +161,12 @@ def test_an_effect_of_five_per_cent_is_found_under_drift_that_is_larger() -> Non
 
 def test_fewer_than_six_values_have_a_median_and_no_interval() -> None:
     interval = paired_ratio([1.0] * 5, [2.0] * 5)
-    assert (interval.estimate, interval.low, interval.high, interval.verdict) == (0.5, None, None, "too few")
+    assert (interval.estimate, interval.low, interval.high, interval.verdict) == (
+        0.5,
+        None,
+        None,
+        "too few",
+    )
     assert str(interval) == "0.5 (n/a, n = 5)"
     assert median_interval([1.0] * 6).low == 1.0
 
@@ -196,7 +214,9 @@ def test_what_cannot_be_compared_is_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("most", [7, 15, 31])
-def test_a_trial_that_stops_at_any_look_calls_an_effect_that_is_none_as_seldom_as_it_says(most: int) -> None:
+def test_a_trial_that_stops_at_any_look_calls_an_effect_that_is_none_as_seldom_as_it_says(
+    most: int,
+) -> None:
     """Every sequence of coins up to 15, and drawn ones beyond: stopped at the first look that shows a gain."""
     ranks = looks(most)
     assert ranks
@@ -228,7 +248,10 @@ def test_equal_arms_stop_with_no_effect_and_a_gain_of_five_per_cent_is_found_ear
         drift = np.exp(np.cumsum(generator.normal(0, 0.2, 15)))
         baseline = drift * np.exp(generator.normal(0, 0.015, 15))
         candidate = 0.95 * drift * np.exp(generator.normal(0, 0.015, 15))
-        verdicts = {n: sequential_ratio(candidate[:n].tolist(), baseline[:n].tolist(), most=15).verdict for n in range(1, 16)}
+        verdicts = {
+            n: sequential_ratio(candidate[:n].tolist(), baseline[:n].tolist(), most=15).verdict
+            for n in range(1, 16)
+        }
         assert all(verdicts[n] == "too few" for n in range(1, 16) if n not in looks(15))
         found.append(next((n for n in looks(15) if verdicts[n] == "lower"), 99))
     assert found.count(7) >= 160
@@ -238,25 +261,35 @@ def test_equal_arms_stop_with_no_effect_and_a_gain_of_five_per_cent_is_found_ear
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30])
 def test_student_s_quantile_holds_the_share_of_drawn_values_that_it_says(freedom: int) -> None:
     if freedom in (1, 2):  # known in closed form
-        expected = math.tan(math.pi * 0.475) if freedom == 1 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
+        expected = (
+            math.tan(math.pi * 0.475) if freedom == 1 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
+        )
         assert student_quantile(freedom) == pytest.approx(expected, rel=1e-9)
     drawn = np.random.default_rng(freedom).standard_t(freedom, 200_000)
     assert (np.abs(drawn) <= student_quantile(freedom)).mean() == pytest.approx(0.95, abs=0.003)
 
 
-@pytest.mark.parametrize(("ours", "theirs", "paired"), [(3, 3, False), (3, 3, True), (2, 6, False), (5, 5, False)])
-def test_equal_code_shows_no_difference_of_means_in_nine_of_ten_comparisons(ours: int, theirs: int, paired: bool) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs", "paired"), [(3, 3, False), (3, 3, True), (2, 6, False), (5, 5, False)]
+)
+def test_equal_code_shows_no_difference_of_means_in_nine_of_ten_comparisons(
+    ours: int, theirs: int, paired: bool
+) -> None:
     """Scores scatter evenly: what n runs of the same code give."""
     generator = np.random.default_rng(ours + theirs)
     verdicts = [
         mean_difference(
-            generator.normal(0.9, 0.004, ours).tolist(), generator.normal(0.9, 0.004, theirs).tolist(), paired=paired
+            generator.normal(0.9, 0.004, ours).tolist(),
+            generator.normal(0.9, 0.004, theirs).tolist(),
+            paired=paired,
         ).verdict
         for _ in range(2000)
     ]
     assert verdicts.count("no effect") >= 0.9 * len(verdicts)
     far = [
-        mean_difference(generator.normal(0.8, 0.004, 5).tolist(), generator.normal(0.9, 0.004, 5).tolist()).verdict
+        mean_difference(
+            generator.normal(0.8, 0.004, 5).tolist(), generator.normal(0.9, 0.004, 5).tolist()
+        ).verdict
         for _ in range(50)
     ]
     assert far.count("lower") == 50

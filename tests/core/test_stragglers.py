@@ -20,25 +20,39 @@ from surefoot.core.ranks.stragglers import (
 EVEN = Pace(0.001, 0.1, 0.001, 8.0, 80.0, 800.0)
 
 
-def steps(num_steps: int, num_ranks: int, noise: float, seed: int, slow: dict[int, float] | None = None) -> list[list[Pace]]:
+def steps(
+    num_steps: int, num_ranks: int, noise: float, seed: int, slow: dict[int, float] | None = None
+) -> list[list[Pace]]:
     """Paces whose compute is spread by so much, of ranks of which some are slowed by a factor."""
     draws = random.Random(seed)
     return [
-        [EVEN._replace(compute_s=0.1 * (slow or {}).get(rank, 1.0) * draws.lognormvariate(0, noise)) for rank in range(num_ranks)]
+        [
+            EVEN._replace(
+                compute_s=0.1 * (slow or {}).get(rank, 1.0) * draws.lognormvariate(0, noise)
+            )
+            for rank in range(num_ranks)
+        ]
         for _ in range(num_steps)
     ]
 
 
 def watched(rows: list[list[Pace]]) -> list[tuple[int, Straggler]]:
     watch = StragglerWatch()
-    return [(number, each) for number, paces in enumerate(rows, start=1) for each in watch.add(paces)[0]]
+    return [
+        (number, each) for number, paces in enumerate(rows, start=1) for each in watch.add(paces)[0]
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_a_rank_that_is_slowed_by_30_percent_is_named_within_20_steps(num_ranks: int, noise: float) -> None:
+def test_a_rank_that_is_slowed_by_30_percent_is_named_within_20_steps(
+    num_ranks: int, noise: float
+) -> None:
     for seed in range(20):
-        even, slowed = steps(40, num_ranks, noise, seed), steps(40, num_ranks, noise, seed + 100, {1: 1.3})
+        even, slowed = (
+            steps(40, num_ranks, noise, seed),
+            steps(40, num_ranks, noise, seed + 100, {1: 1.3}),
+        )
         found = watched(even + slowed)
         assert [each.rank for _, each in found] == [1]
         ((when, named),) = found
@@ -48,15 +62,22 @@ def test_a_rank_that_is_slowed_by_30_percent_is_named_within_20_steps(num_ranks:
         assert watched(slowed)[0][0] <= 20  # from the start of a run as well
 
 
-@pytest.mark.parametrize(("num_ranks", "noise", "most"), [(2, 0.05, 0), (2, 0.3, 0), (2, 1.0, 4), (8, 0.3, 0), (8, 1.0, 0)])
-def test_ranks_that_are_slowest_in_turn_are_not_named(num_ranks: int, noise: float, most: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "noise", "most"),
+    [(2, 0.05, 0), (2, 0.3, 0), (2, 1.0, 4), (8, 0.3, 0), (8, 1.0, 0)],
+)
+def test_ranks_that_are_slowest_in_turn_are_not_named(
+    num_ranks: int, noise: float, most: int
+) -> None:
     """After each of 20,000 steps. A spread of 1.0 is one by a factor of 2.7 either way."""
     assert len(watched(steps(20_000, num_ranks, noise, 7))) <= most
 
 
 def test_a_rank_at_the_margin_is_named_no_more_often_than_the_bound_says() -> None:
     """The worst case: an excess whose median is just the margin."""
-    windows = [steps(20, 2, 0.2, seed, {0: 1.1 * 0.102 / 0.1 - 0.002 / 0.1}) for seed in range(2000)]
+    windows = [
+        steps(20, 2, 0.2, seed, {0: 1.1 * 0.102 / 0.1 - 0.002 / 0.1}) for seed in range(2000)
+    ]
     named = [each.rank for window in windows for each in find_stragglers(window)]
     assert named.count(0) <= 3  # 211 in 2 ** 20 of 2,000 are 0.4
     assert not named.count(1)
@@ -84,16 +105,46 @@ def test_of_eight_ranks_three_slow_ones_are_all_named() -> None:
 @pytest.mark.parametrize(
     ("paces", "cause", "words"),
     [
-        (EVEN._replace(data_s=0.051), "data", "its data come late, 51 ms a step, 1 ms on the others"),
-        (EVEN._replace(compute_s=0.13), "compute", "it computes 1.3 times as long, for just as much work"),
-        (EVEN._replace(compute_s=0.15, num_items=120), "work", "it has 1.5 times as many items, and computes 1.5 times as long"),
-        (EVEN._replace(compute_s=0.2, num_samples=16), "work", "it has 2 times as many samples, and computes 2 times as long"),
-        (EVEN._replace(compute_s=0.15, num_numbers=1200), "work", "1.5 times as many numbers in its batches"),
-        (EVEN._replace(compute_s=0.15, num_items=84), "compute", "it computes 1.5 times as long, for 1.05 times as much work"),
-        (EVEN._replace(other_s=0.05), "other", "50 ms go between two of its steps, 1 ms on the others"),
+        (
+            EVEN._replace(data_s=0.051),
+            "data",
+            "its data come late, 51 ms a step, 1 ms on the others",
+        ),
+        (
+            EVEN._replace(compute_s=0.13),
+            "compute",
+            "it computes 1.3 times as long, for just as much work",
+        ),
+        (
+            EVEN._replace(compute_s=0.15, num_items=120),
+            "work",
+            "it has 1.5 times as many items, and computes 1.5 times as long",
+        ),
+        (
+            EVEN._replace(compute_s=0.2, num_samples=16),
+            "work",
+            "it has 2 times as many samples, and computes 2 times as long",
+        ),
+        (
+            EVEN._replace(compute_s=0.15, num_numbers=1200),
+            "work",
+            "1.5 times as many numbers in its batches",
+        ),
+        (
+            EVEN._replace(compute_s=0.15, num_items=84),
+            "compute",
+            "it computes 1.5 times as long, for 1.05 times as much work",
+        ),
+        (
+            EVEN._replace(other_s=0.05),
+            "other",
+            "50 ms go between two of its steps, 1 ms on the others",
+        ),
     ],
-)  # fmt: skip
-def test_data_that_come_late_more_work_and_slow_computing_are_told_apart(paces: Pace, cause: str, words: str) -> None:
+)
+def test_data_that_come_late_more_work_and_slow_computing_are_told_apart(
+    paces: Pace, cause: str, words: str
+) -> None:
     assert explain(paces, EVEN)[0] == cause
     assert words in explain(paces, EVEN)[1]
     ((_, named),) = watched([[EVEN, paces, EVEN]] * 20)
@@ -104,7 +155,9 @@ def test_data_that_come_late_more_work_and_slow_computing_are_told_apart(paces: 
 def test_another_cause_is_told_and_so_is_a_rank_that_keeps_up_again() -> None:
     slow, late = EVEN._replace(compute_s=0.13), EVEN._replace(data_s=0.06)
     watch = StragglerWatch()
-    told = [watch.add([EVEN, paces]) for paces in [slow] * 30 + [late] * 30 + [EVEN] * 30 + [slow] * 30]
+    told = [
+        watch.add([EVEN, paces]) for paces in [slow] * 30 + [late] * 30 + [EVEN] * 30 + [slow] * 30
+    ]
     assert [each.cause for named, _ in told for each in named] == ["compute", "data", "compute"]
     assert [over for _, over in told if over] == [[1]]
 

@@ -116,15 +116,27 @@ def test_equal_meanings_give_equal_text(texts: tuple[str, ...], canonical: str) 
     st.integers(0, 10**15) | st.just(0) | st.floats(1e-9, 1e12),
     st.booleans(),
 )
-def test_every_duration_reads_back_from_its_own_text(unit: Unit, value: float, round_up: bool) -> None:
+def test_every_duration_reads_back_from_its_own_text(
+    unit: Unit, value: float, round_up: bool
+) -> None:
     value = value % 100 if unit == "%" and value % 100 >= 1e-9 else 0 if unit == "%" else value
-    duration = Duration(math.ceil(value) if round_up or unit not in ("epochs", "s", "%") else value, unit)
+    duration = Duration(
+        math.ceil(value) if round_up or unit not in ("epochs", "s", "%") else value, unit
+    )
     assert Duration.parse(str(duration)) == duration
 
 
 @pytest.mark.parametrize(
     ("value", "unit"),
-    [(-1, "steps"), (math.nan, "epochs"), (math.inf, "s"), (True, "steps"), (1.5, "tokens"), (1, "miles"), (1e19, "s")],
+    [
+        (-1, "steps"),
+        (math.nan, "epochs"),
+        (math.inf, "s"),
+        (True, "steps"),
+        (1.5, "tokens"),
+        (1, "miles"),
+        (1e19, "s"),
+    ],
 )
 def test_a_duration_built_in_python_is_checked_too(value: float, unit: Unit) -> None:
     with pytest.raises(SpecError):
@@ -147,8 +159,15 @@ def test_a_duration_built_in_python_is_checked_too(value: float, unit: Unit) -> 
         ("65537 tokens", 3),
     ],
 )
-def test_a_duration_becomes_steps_rounded_up_and_at_least_one_unless_zero(text: str, steps: int) -> None:
-    assert Duration.parse(text).to_steps(steps_per_epoch=12, samples_per_step=128, tokens_per_step=32768.0) == steps
+def test_a_duration_becomes_steps_rounded_up_and_at_least_one_unless_zero(
+    text: str, steps: int
+) -> None:
+    assert (
+        Duration.parse(text).to_steps(
+            steps_per_epoch=12, samples_per_step=128, tokens_per_step=32768.0
+        )
+        == steps
+    )
 
 
 def test_a_decimal_share_of_an_epoch_is_taken_as_written() -> None:
@@ -157,7 +176,8 @@ def test_a_decimal_share_of_an_epoch_is_taken_as_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "total", "steps"), [("5 %", 100, 5), ("5 %", 41, 3), ("0 %", 40, 0), ("0.1 %", 7, 1), ("100 %", 7, 7)]
+    ("text", "total", "steps"),
+    [("5 %", 100, 5), ("5 %", 41, 3), ("0 %", 40, 0), ("0.1 %", 7, 1), ("100 %", 7, 7)],
 )
 def test_a_share_of_the_run_is_rounded_up_to_whole_steps(text: str, total: int, steps: int) -> None:
     assert Duration.parse(text).to_steps(10, 32, None, total) == steps
@@ -173,8 +193,16 @@ def test_unknown_tokens_and_times_have_no_steps() -> None:
 
 
 def test_sizes_in_bytes_are_read_and_printed() -> None:
-    assert [parse_bytes(text) for text in ("512 B", "1.5 GiB", "80 GB", "2KiB")] == [512, 3 * 2**29, 80 * 10**9, 2048]
-    assert [format_bytes(value) for value in (0, 512, 1536, 2**20 - 1, 1023 * 2**20, 1.5 * 2**30, 141 * 2**30)] == [
+    assert [parse_bytes(text) for text in ("512 B", "1.5 GiB", "80 GB", "2KiB")] == [
+        512,
+        3 * 2**29,
+        80 * 10**9,
+        2048,
+    ]
+    assert [
+        format_bytes(value)
+        for value in (0, 512, 1536, 2**20 - 1, 1023 * 2**20, 1.5 * 2**30, 141 * 2**30)
+    ] == [
         "0 B",
         "512 B",
         "1.5 KiB",
@@ -198,7 +226,9 @@ def test_numbers_are_printed_in_the_unit_that_suits_them() -> None:
         "2.1 B",
         "5000 T",
     ]
-    assert [format_seconds(value) for value in (0, 3e-7, 4e-5, 0.04, 1, 59.4, 60, 5400, 360_000, -0.04)] == [
+    assert [
+        format_seconds(value) for value in (0, 3e-7, 4e-5, 0.04, 1, 59.4, 60, 5400, 360_000, -0.04)
+    ] == [
         "0 s",
         "0.3 us",
         "40 us",
@@ -218,7 +248,9 @@ def test_numbers_are_printed_in_the_unit_that_suits_them() -> None:
         "0 %",
         "5.12 %",
     ]
-    assert [format_number(value) for value in (2.302585, 164.2345, 12345.6, 1234567, 1e-5, 0, -3.0)] == [
+    assert [
+        format_number(value) for value in (2.302585, 164.2345, 12345.6, 1234567, 1e-5, 0, -3.0)
+    ] == [
         "2.303",
         "164.2",
         "12346",
@@ -232,6 +264,11 @@ def test_numbers_are_printed_in_the_unit_that_suits_them() -> None:
 
 def test_the_unknown_prints_na_and_what_is_not_finite_is_not_hidden() -> None:
     for show in (format_bytes, format_count, format_seconds, format_number):
-        assert [show(value) for value in (None, math.nan, math.inf, -math.inf)] == ["n/a", "nan", "inf", "-inf"]
+        assert [show(value) for value in (None, math.nan, math.inf, -math.inf)] == [
+            "n/a",
+            "nan",
+            "inf",
+            "-inf",
+        ]
     assert [format_percent(value) for value in (None, math.nan)] == ["n/a", "nan %"]
     assert format_rate(None, "samples") == "n/a"

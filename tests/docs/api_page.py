@@ -28,7 +28,11 @@ def describe(value: Any) -> str:
 def make() -> str:
     """The page: what `surefoot` has itself, then a table for each module of public names."""
     names = {name: getattr(surefoot, name) for name in surefoot.__all__}
-    parts = [HEAD, "## surefoot\n", *table({name: value for name, value in names.items() if not inspect.ismodule(value)})]
+    parts = [
+        HEAD,
+        "## surefoot\n",
+        *table({name: value for name, value in names.items() if not inspect.ismodule(value)}),
+    ]
     for name, module in sorted(names.items()):
         if inspect.ismodule(module):
             found = {key: getattr(module, key) for key in module.__all__}

@@ -16,7 +16,12 @@ from typing import Self
 from tests.docs.snippets import PYTHON, SHELL, Block, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-LENT = ("examples", "recipes", "benchmarks", "docs")  # what a reader has beside him when he types a command
+LENT = (
+    "examples",
+    "recipes",
+    "benchmarks",
+    "docs",
+)  # what a reader has beside him when he types a command
 LONGEST_S = 300
 REPL = "import doctest, pathlib, sys\ntext = pathlib.Path(sys.argv[1]).read_text()\n"
 REPL += "parser = doctest.DocTestParser().get_doctest(text, {}, sys.argv[1], sys.argv[1], 0)\n"
@@ -30,14 +35,24 @@ class Forge:
         command = [sys.executable, str(Path(__file__).with_name("forge.py"))]
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )  # fmt: skip
+            command,
+            cwd=root,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def run(self, arguments: list[str], folder: Path, log: Path, variables: dict[str, str]) -> int:
         """The exit code of one program."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"arguments": arguments, "folder": str(folder), "log": str(log), "variables": variables}
+        job = {
+            "arguments": arguments,
+            "folder": str(folder),
+            "log": str(log),
+            "variables": variables,
+        }
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
@@ -76,8 +91,11 @@ class Reader:
             (tools / tool).chmod(0o755)
         self.variables = {
             "PATH": os.pathsep.join((str(tools), os.environ.get("PATH", os.defpath))),
-            "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120",
-        }  # fmt: skip
+            "PYTHONPATH": str(ROOT),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "120",
+        }
         self.log = self.folder / "output"
 
     def read(self, text: str) -> list[str]:
@@ -106,13 +124,19 @@ class Reader:
 
     def _type(self, block: Block) -> None:
         plain = all(map(_is_plain, block.commands))
-        steps = block.commands if plain else ["\n".join(block.commands)]  # one shell for the block, so that `cd` lasts
+        steps = (
+            block.commands if plain else ["\n".join(block.commands)]
+        )  # one shell for the block, so that `cd` lasts
         self.log.write_text("")
         for number, command in enumerate(steps, start=1):
             wanted = int(block.asks.get("exits", "0")) if number == len(steps) else 0
             ended = self._plain(command) if plain else self._shell(command)
             if ended != wanted:
-                self._fail(block, f"`{command.strip()}` ended with {ended}, {wanted} was expected", self.log.read_text())
+                self._fail(
+                    block,
+                    f"`{command.strip()}` ended with {ended}, {wanted} was expected",
+                    self.log.read_text(),
+                )
                 return
         if "output" in block.asks:
             self._compare(block, self.log.read_text())
@@ -123,9 +147,15 @@ class Reader:
     def _shell(self, script: str) -> int:
         with self.log.open("a") as log:
             return subprocess.run(
-                ["bash", "-eo", "pipefail", "-c", script], cwd=self.place, env={**os.environ, **self.variables},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=LONGEST_S, check=False,
-            ).returncode  # fmt: skip
+                ["bash", "-eo", "pipefail", "-c", script],
+                cwd=self.place,
+                env={**os.environ, **self.variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=LONGEST_S,
+                check=False,
+            ).returncode
 
     def _python(self, block: Block) -> None:
         file = self.place / block.asks.get("file", f"snippet_{block.line}.py")
@@ -150,12 +180,19 @@ class Reader:
             (self.place / block.asks["file"]).write_text(block.text)
             self.log.write_text("")
             if self._plain(f"surefoot spec check {shlex.quote(block.asks['file'])}"):
-                self._fail(block, f"{block.asks['file']} is refused by surefoot spec check", self.log.read_text())
+                self._fail(
+                    block,
+                    f"{block.asks['file']} is refused by surefoot spec check",
+                    self.log.read_text(),
+                )
 
     def _compare(self, block: Block, output: str) -> None:
         real = [" ".join(line.split()) for line in output.splitlines()]
         for line in block.shown:
-            pattern = ".*".join(re.escape(" ".join(part.split())) for part in re.split(r"\s*\.\.\.\s*", line.strip()))
+            pattern = ".*".join(
+                re.escape(" ".join(part.split()))
+                for part in re.split(r"\s*\.\.\.\s*", line.strip())
+            )
             if not any(re.fullmatch(pattern, one) for one in real):
                 self._fail(block, f"the line {line.strip()!r} is not in the output", output)
                 return

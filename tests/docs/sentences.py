@@ -11,7 +11,9 @@ from pathlib import Path
 
 FENCE = re.compile(r"`{3,}|~{3,}")
 ITEM = re.compile(r"(?:[-*+]|\d+\.) +")
-KEPT = re.compile(r"$|\||#|<|>|---|\[\^|\[[^\]]+\]: ")  # a blank line, a row, a heading, a comment, a quotation, a footnote
+KEPT = re.compile(
+    r"$|\||#|<|>|---|\[\^|\[[^\]]+\]: "
+)  # a blank line, a row, a heading, a comment, a quotation, a footnote
 ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|vs|etc|cf|approx|No|Fig|al|resp|[A-Z])\.$")
 BEGINS = re.compile(r"[A-Z0-9`\"*_\[(]|surefoot")
 LABEL = re.compile(r"\*\*[^*]+\*\*|[A-Z][a-z]+:")  # belongs to the sentence behind it
@@ -42,7 +44,9 @@ def _paragraphs(text: str) -> list[str]:
         begins = FENCE.match(body)
         if fence or begins:
             lines.append(f"\0{line}")
-            fence = ("" if body.startswith(fence) else fence) if fence else begins[0] if begins else ""
+            fence = (
+                ("" if body.startswith(fence) else fence) if fence else begins[0] if begins else ""
+            )
             goes_on = False
         elif KEPT.match(body):
             lines.append(line)

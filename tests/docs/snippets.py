@@ -45,7 +45,11 @@ class Block:
     def shown(self) -> list[str]:
         """The output that a console block shows: every line that is no command."""
         inside = {line for command in self.commands for line in command.splitlines()}
-        lines = (line for line in self.text.splitlines() if not line.startswith("$ ") and line.removeprefix("> ") not in inside)
+        lines = (
+            line
+            for line in self.text.splitlines()
+            if not line.startswith("$ ") and line.removeprefix("> ") not in inside
+        )
         return [line for line in lines if line.strip()]
 
 

@@ -24,9 +24,12 @@ def test_a_module_of_public_names_only_imports_them_and_each_is_documented(name:
     module = importlib.import_module(f"surefoot.{name}")
     tree = ast.parse((PACKAGE / f"{name}.py").read_text())
     assert {type(node) for node in tree.body} <= {ast.Expr, ast.ImportFrom, ast.Assign}
-    imported = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names} - {
-        "annotations"
-    }
+    imported = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    } - {"annotations"}
     assert sorted(imported) == module.__all__
     assert [each for each in module.__all__ if not api_page.describe(getattr(module, each))] == []
     assert getattr(surefoot, name) is module
@@ -34,6 +37,18 @@ def test_a_module_of_public_names_only_imports_them_and_each_is_documented(name:
 
 def test_examples_and_documents_import_public_names_alone() -> None:
     root = PACKAGE.parent
-    files = [root / "README.md", *(root / "docs" / "guides").glob("*.md"), *(root / "examples").rglob("*.py")]
-    inside = ("surefoot.components", "surefoot.runtime", "surefoot.contract", "surefoot.core.place", "surefoot.core.ranks")
-    assert [f"{path.name}: {part}" for path in files for part in inside if part in path.read_text()] == []
+    files = [
+        root / "README.md",
+        *(root / "docs" / "guides").glob("*.md"),
+        *(root / "examples").rglob("*.py"),
+    ]
+    inside = (
+        "surefoot.components",
+        "surefoot.runtime",
+        "surefoot.contract",
+        "surefoot.core.place",
+        "surefoot.core.ranks",
+    )
+    assert [
+        f"{path.name}: {part}" for path in files for part in inside if part in path.read_text()
+    ] == []

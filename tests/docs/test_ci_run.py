@@ -55,11 +55,20 @@ def run(folder: Path, *tests: str, **variables: str) -> subprocess.CompletedProc
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "MAKE", "MFLAGS"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST", "MAKE", "MFLAGS"))
+    }
     return subprocess.run(
-        [str(folder / ".ci" / "run")], env=environment | {"LINT": "0", "CI": "true"} | variables, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+        [str(folder / ".ci" / "run")],
+        env=environment | {"LINT": "0", "CI": "true"} | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
 
 
 def closing(output: str) -> tuple[int, int]:
@@ -97,16 +106,24 @@ def test_what_fails_once_is_named_and_counts_as_passed(
     assert flaky == [f"FLAKY test_small.py::{name}" for name in names]
     assert closing(done.stdout) == (passed, 0)
     started = [line.rsplit(" ", 1) for line in (tmp_path / "started").read_text().splitlines()]
-    again = [pid for at, (name, pid) in enumerate(started) if name in [each for each, _ in started[:at]]]
+    again = [
+        pid for at, (name, pid) in enumerate(started) if name in [each for each, _ in started[:at]]
+    ]
     assert len({*again, started[0][1]}) == len(names) + 1, "each in a process of its own"
 
 
 @pytest.mark.parametrize(
     ("tests", "passed", "failed"),
-    [((GOOD, BAD), 1, 1), ((GOOD, BAD, FLAKY.format(1)), 2, 1), ((GOOD, *map(FLAKY.format, "1234")), 1, 4)],
+    [
+        ((GOOD, BAD), 1, 1),
+        ((GOOD, BAD, FLAKY.format(1)), 2, 1),
+        ((GOOD, *map(FLAKY.format, "1234")), 1, 4),
+    ],
     ids=["fails twice", "one of two fails twice", "four fail once"],
 )
-def test_what_fails_twice_and_more_than_three_are_red(tests: tuple[str, ...], passed: int, failed: int, tmp_path: Path) -> None:
+def test_what_fails_twice_and_more_than_three_are_red(
+    tests: tuple[str, ...], passed: int, failed: int, tmp_path: Path
+) -> None:
     done = run(tmp_path, *tests)
     assert done.returncode == 1, done.stdout
     assert closing(done.stdout) == (passed, failed)
@@ -123,7 +140,9 @@ def test_what_fails_twice_and_more_than_three_are_red(tests: tuple[str, ...], pa
     ],
     ids=["not collected", "interrupted", "an option", "no test", "style"],
 )
-def test_where_not_all_tests_ran_nothing_is_run_again(tests: tuple[str, ...], variables: dict[str, str], tmp_path: Path) -> None:
+def test_where_not_all_tests_ran_nothing_is_run_again(
+    tests: tuple[str, ...], variables: dict[str, str], tmp_path: Path
+) -> None:
     done = run(tmp_path, *tests, **variables)
     assert done.returncode == 2, done.stdout
     assert "FLAKY" not in done.stdout

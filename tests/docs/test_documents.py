@@ -13,7 +13,15 @@ from tests.docs.runner import ROOT, Forge, Reader
 
 DOCUMENTS = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 LINKED = sorted((*DOCUMENTS, *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("examples/**/*.md")))
-GUIDES = ("compile", "exact-resume", "ladder", "large-batches", "memory", "precision", "several-ranks")
+GUIDES = (
+    "compile",
+    "exact-resume",
+    "ladder",
+    "large-batches",
+    "memory",
+    "precision",
+    "several-ranks",
+)
 LONG = {"docs/concepts/roofline.md", *(f"docs/guides/{name}.md" for name in GUIDES)}
 
 
@@ -31,7 +39,9 @@ def forge() -> Iterator[Forge]:
         yield made
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, marks=_marks(path), id=_name(path)) for path in DOCUMENTS])
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=_marks(path), id=_name(path)) for path in DOCUMENTS]
+)
 def test_all_that_a_document_shows_runs(path: Path, forge: Forge, tmp_path: Path) -> None:
     data = (ROOT / os.environ.get("DATA", "../shared/data")).resolve()
     reader = Reader(forge, tmp_path / "reader", data if data.is_dir() else None, _name(path))
@@ -51,22 +61,37 @@ def test_every_link_of_a_document_leads_somewhere(path: Path) -> None:
 BROKEN = {
     "a snippet that raises": ("```python\n1 / 0\n```\n", "the snippet ended with 1"),
     "a command that fails": ("```console\n$ false\n```\n", "`false` ended with 1"),
-    "a command that is not there": ("```console\n$ surefoot no-such-verb\n```\n", "`surefoot no-such-verb` ended with 2"),
+    "a command that is not there": (
+        "```console\n$ surefoot no-such-verb\n```\n",
+        "`surefoot no-such-verb` ended with 2",
+    ),
     "the first of two commands": (
         "```console\n$ surefoot no-such-verb\n$ surefoot --help\n```\n",
         "ended with 2, 0 was expected",
     ),
     "a failure inside a pipe": ("```bash\nfalse | cat\n```\n", "ended with 1"),
     "a file that is missing": ("```console\n$ cat made_elsewhere.txt\n```\n", "ended with 1"),
-    "a session that answers otherwise": ("```python\n>>> 1 + 1\n3\n```\n", "the snippet ended with 1"),
+    "a session that answers otherwise": (
+        "```python\n>>> 1 + 1\n3\n```\n",
+        "the snippet ended with 1",
+    ),
     "a table that is no TOML": ("```toml\n[optim\n```\n", "is no TOML"),
-    "a spec with an unknown key": ("<!-- file: a.toml -->\n```toml\n[nonsense]\nx = 1\n```\n", "refused by surefoot spec check"),
+    "a spec with an unknown key": (
+        "<!-- file: a.toml -->\n```toml\n[nonsense]\nx = 1\n```\n",
+        "refused by surefoot spec check",
+    ),
     "output that is not there": (
         "<!-- output: checked -->\n```console\n$ echo score 7\nscore 8\n```\n",
         "'score 8' is not in the output",
     ),
-    "success where a failure is announced": ("<!-- exits: 2 -->\n```console\n$ true\n```\n", "ended with 0, 2 was expected"),
-    "an exemption without a reason": ("<!-- not run: no -->\n```console\n$ true\n```\n", "gives no reason"),
+    "success where a failure is announced": (
+        "<!-- exits: 2 -->\n```console\n$ true\n```\n",
+        "ended with 0, 2 was expected",
+    ),
+    "an exemption without a reason": (
+        "<!-- not run: no -->\n```console\n$ true\n```\n",
+        "gives no reason",
+    ),
 }
 
 
@@ -134,11 +159,15 @@ not code at all
 """
 
 
-def test_what_is_right_passes_and_what_is_exempt_is_left_alone(forge: Forge, tmp_path: Path) -> None:
+def test_what_is_right_passes_and_what_is_exempt_is_left_alone(
+    forge: Forge, tmp_path: Path
+) -> None:
     assert Reader(forge, tmp_path / "reader", None).read(RIGHT) == []
 
 
-def test_without_the_data_sets_only_what_needs_them_is_left_out(forge: Forge, tmp_path: Path) -> None:
+def test_without_the_data_sets_only_what_needs_them_is_left_out(
+    forge: Forge, tmp_path: Path
+) -> None:
     reader = Reader(forge, tmp_path / "reader", None, "a.md")
     assert reader.read("```console\n$ ls ../shared/data\n```\n\n```console\n$ true\n```\n") == []
     assert reader.left_out == ["a.md:1"]
@@ -148,8 +177,14 @@ MAKES = "```console\n$ cp -r ../shared/data/small made\n```\n"
 USES = "<!-- needs: made -->\n```console\n$ ls made\n```\n"
 SETS = {  # what a document shows -> the lines that are left out where the set `small` is there, where another is, where none is
     "a block that uses what another made": (f"{MAKES}{USES}", ([], [1, 5], [1, 5])),
-    "one that uses what is there": (f"```console\n$ mkdir made\n```\n{MAKES}{USES}", ([], [4], [4])),
-    "a set among others": ("```console\n$ ls ../shared/data/small ../shared/data\n```\n", ([], [1], [1])),
+    "one that uses what is there": (
+        f"```console\n$ mkdir made\n```\n{MAKES}{USES}",
+        ([], [4], [4]),
+    ),
+    "a set among others": (
+        "```console\n$ ls ../shared/data/small ../shared/data\n```\n",
+        ([], [1], [1]),
+    ),
     "the folder itself": ("```console\n$ ls ../shared/data\n```\n", ([], [], [1])),
 }
 
@@ -168,5 +203,7 @@ def test_what_needs_a_set_that_is_not_there_is_left_out_with_all_that_follows_fr
         assert reader.left_out == [f"a.md:{line}" for line in lines]
 
 
-def test_a_block_whose_need_is_not_met_though_nothing_was_left_out_fails(forge: Forge, tmp_path: Path) -> None:
+def test_a_block_whose_need_is_not_met_though_nothing_was_left_out_fails(
+    forge: Forge, tmp_path: Path
+) -> None:
     assert len(Reader(forge, tmp_path / "reader", None).read(USES)) == 1

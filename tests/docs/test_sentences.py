@@ -12,7 +12,12 @@ from tests.docs.sentences import one_a_line
 GENERATED = {"docs/reference/api.md"}  # made from docstrings
 WRITTEN = sorted(
     path
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("examples/**/*.md"))
+    for path in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+    )
     if path.relative_to(ROOT).as_posix() not in GENERATED
 )
 
@@ -20,7 +25,11 @@ WRITTEN = sorted(
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_document_has_one_sentence_a_line(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    wrong = [line for line, right in zip(text.split("\n"), one_a_line(text).split("\n"), strict=False) if line != right]
+    wrong = [
+        line
+        for line, right in zip(text.split("\n"), one_a_line(text).split("\n"), strict=False)
+        if line != right
+    ]
     assert not wrong[:1], f"python -m tests.docs.sentences {path.relative_to(ROOT)}"
 
 
@@ -29,13 +38,16 @@ CASES = {
     "wrapped lines": ("One that is\nwrapped. Another.", "One that is wrapped.\nAnother."),
     "a list item": ("- One. Two.\n  Three.\n- Four.", "- One.\n  Two.\n  Three.\n- Four."),
     "a numbered item": ("1. One. Two.", "1. One.\n   Two."),
-    "inside brackets": ("Read it (once. Or twice) and go. Then stop.", "Read it (once. Or twice) and go.\nThen stop."),
+    "inside brackets": (
+        "Read it (once. Or twice) and go. Then stop.",
+        "Read it (once. Or twice) and go.\nThen stop.",
+    ),
     "code": ("Set `a. B` first. Then go.", "Set `a. B` first.\nThen go."),
     "an abbreviation": ("Some, e.g. Adam, do.", "Some, e.g. Adam, do."),
     "a decimal": ("It took 1.5 s. Then 2 s.", "It took 1.5 s.\nThen 2 s."),
     "a label": ("**Claim.** It holds. Always.", "**Claim.** It holds.\nAlways."),
     "a quotation": ('It says "No. Never." Then it ends.', 'It says "No. Never."\nThen it ends.'),
-}  # fmt: skip
+}
 KEPT = [
     "# A heading. With two.",
     "| a. B | c. D |",

@@ -30,36 +30,62 @@ esac
 class Machine:
     """A clone of the project's set-up in a folder with a space, and one interpreter."""
 
-    def __init__(self, folder: Path, *, is_old: int = 0, lacks_venv: int = 0, pip_fails: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, is_old: int = 0, lacks_venv: int = 0, pip_fails: int = 0
+    ) -> None:
         self.clone = folder / "a clone" / "of surefoot"
         (self.clone / ".ci").mkdir(parents=True)
         (self.clone / "surefoot" / "native").mkdir(parents=True)
-        for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/setup", "hatch_build.py", "surefoot/native/sha256.c"):
+        for name in (
+            "Makefile",
+            "pyproject.toml",
+            "constraints.txt",
+            ".ci/setup",
+            "hatch_build.py",
+            "surefoot/native/sha256.c",
+        ):
             shutil.copy(ROOT / name, self.clone / name)
         self.calls = folder / "calls"
         self.python = folder / "other python"
-        self.python.write_text(PYTHON.format(calls=self.calls, is_old=is_old, lacks_venv=lacks_venv, pip_fails=pip_fails))
+        self.python.write_text(
+            PYTHON.format(
+                calls=self.calls, is_old=is_old, lacks_venv=lacks_venv, pip_fails=pip_fails
+            )
+        )
         self.python.chmod(0o755)
 
     def make(self, target: str) -> subprocess.CompletedProcess[str]:
         self.calls.write_text("")
-        environment = {"PATH": os.environ["PATH"], "PYTHON": str(self.python), "HOME": "/nonexistent"}
+        environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHON": str(self.python),
+            "HOME": "/nonexistent",
+        }
         return subprocess.run(
-            ["make", "--no-print-directory", target], cwd=self.clone, env=environment, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+            ["make", "--no-print-directory", target],
+            cwd=self.clone,
+            env=environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
 
     def called(self, what: str) -> bool:
         return any(line.startswith(what) for line in self.calls.read_text().splitlines())
 
 
 @pytest.mark.parametrize(("target", "extra"), [("demo", "demo"), ("test", "dev"), ("lint", "dev")])
-def test_a_command_sets_up_in_a_path_with_spaces_and_goes_on(target: str, extra: str, tmp_path: Path) -> None:
+def test_a_command_sets_up_in_a_path_with_spaces_and_goes_on(
+    target: str, extra: str, tmp_path: Path
+) -> None:
     machine = Machine(tmp_path)
     done = machine.make(target)
     assert done.returncode == 0, done.stderr
     assert f"-c constraints.txt -e .[{extra}]" in machine.calls.read_text()
-    assert machine.called({"demo": "-m surefoot demo", "test": "-m pytest -q", "lint": "-m ruff check ."}[target])
+    assert machine.called(
+        {"demo": "-m surefoot demo", "test": "-m pytest -q", "lint": "-m ruff check ."}[target]
+    )
 
 
 def test_a_second_time_installs_nothing(tmp_path: Path) -> None:

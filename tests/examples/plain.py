@@ -47,11 +47,15 @@ def loop(kind: ModuleType, task: Any, steps: int, mean: Mean) -> Trained:
 def diffusion(kind: ModuleType, model: nn.Module, batch: Any) -> Tensor:
     kept = kind.KEPT[batch["time"]][:, None]
     noisy = kept**0.5 * batch["points"] + (1 - kept) ** 0.5 * batch["noise"]
-    return F.mse_loss(model(torch.cat([noisy, batch["time"][:, None] / kind.STEPS], 1)), batch["noise"])
+    return F.mse_loss(
+        model(torch.cat([noisy, batch["time"][:, None] / kind.STEPS], 1)), batch["noise"]
+    )
 
 
 def graphs(kind: ModuleType, model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch["edges"], batch["graph"], len(batch["labels"])), batch["labels"])
+    return F.cross_entropy(
+        model(batch["edges"], batch["graph"], len(batch["labels"])), batch["labels"]
+    )
 
 
 def reinforcement(kind: ModuleType, model: Any, batch: Any) -> Tensor:
@@ -83,14 +87,21 @@ def contrastive(kind: ModuleType, model: nn.Module, batch: Any) -> Tensor:
     for mine, theirs in ((one, other), (other, one)):
         same = mine @ mine.T / 0.2
         negatives = same.masked_select(~torch.eye(len(mine), dtype=torch.bool)).view(len(mine), -1)
-        rows.append(F.cross_entropy(torch.cat([mine @ theirs.T / 0.2, negatives], 1), torch.arange(len(mine))))
+        rows.append(
+            F.cross_entropy(
+                torch.cat([mine @ theirs.T / 0.2, negatives], 1), torch.arange(len(mine))
+            )
+        )
     return sum(rows) / 2  # type: ignore[return-value]
 
 
 def ctc(kind: ModuleType, model: nn.Module, batch: Any) -> Tensor:
     criterion = nn.CTCLoss(reduction="none")
     output = model(batch["signal"]).log_softmax(2).transpose(0, 1)
-    return criterion(output, batch["letters"], batch["times"], batch["num_letters"]).sum() / batch["num_letters"].sum()
+    return (
+        criterion(output, batch["letters"], batch["times"], batch["num_letters"]).sum()
+        / batch["num_letters"].sum()
+    )
 
 
 def detection(kind: ModuleType, model: nn.Module, batch: Any) -> Tensor:
@@ -128,12 +139,19 @@ def wgan(kind: ModuleType, task: Any, steps: int) -> Trained:
     torch.manual_seed(0)
     model, table, losses = task.model(), kind.SPEC.optim, []
     critic, generator = model["critic"], model["generator"]
-    of_critic, of_generator = (torch.optim.Adam(net.parameters(), lr=table.lr, betas=table.betas) for net in (critic, generator))
+    of_critic, of_generator = (
+        torch.optim.Adam(net.parameters(), lr=table.lr, betas=table.betas)
+        for net in (critic, generator)
+    )
     for number, batch in enumerate(batches(task, kind.SPEC.train.batch, steps), 1):
         drawn = generator(batch["noise"]).detach()
         mixed = ((1 - batch["between"]) * batch["real"] + batch["between"] * drawn).requires_grad_()
         slope = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)[0]
-        loss = critic(drawn).mean() - critic(batch["real"]).mean() + kind.PENALTY * ((slope.norm(dim=1) - 1) ** 2).mean()
+        loss = (
+            critic(drawn).mean()
+            - critic(batch["real"]).mean()
+            + kind.PENALTY * ((slope.norm(dim=1) - 1) ** 2).mean()
+        )
         of_critic.zero_grad()
         loss.backward()
         of_critic.step()
@@ -153,7 +171,9 @@ def swa(kind: ModuleType, task: Any, steps: int) -> Trained:
     average = AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number, (images, labels) in enumerate(batches(task, kind.SPEC.train.batch, steps), 1):
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 - 0.5 * min(1.0, (number - 1) / (kind.FROM * steps)))
+        optimizer.param_groups[0]["lr"] = 0.1 * (
+            1 - 0.5 * min(1.0, (number - 1) / (kind.FROM * steps))
+        )
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -161,7 +181,9 @@ def swa(kind: ModuleType, task: Any, steps: int) -> Trained:
         losses.append(loss.item())
         if number > kind.FROM * steps:
             average.update_parameters(model)
-    return losses, dict(model.named_parameters()) | {f"average.{name}": each for name, each in average.named_parameters()}
+    return losses, dict(model.named_parameters()) | {
+        f"average.{name}": each for name, each in average.named_parameters()
+    }
 
 
 def sparse_embeddings(kind: ModuleType, task: Any, steps: int) -> Trained:
@@ -170,7 +192,10 @@ def sparse_embeddings(kind: ModuleType, task: Any, steps: int) -> Trained:
     optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=2e-2)
     for batch in batches(task, kind.SPEC.train.batch, steps):
         words = model["words"](batch["word"])
-        near, others = (words[:, None] * model["contexts"](asked) for asked in (batch["near"][:, None], batch["others"]))
+        near, others = (
+            words[:, None] * model["contexts"](asked)
+            for asked in (batch["near"][:, None], batch["others"])
+        )
         loss = -(F.logsigmoid(near.sum(2)).sum(1) + F.logsigmoid(-others.sum(2)).sum(1)).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -180,9 +205,16 @@ def sparse_embeddings(kind: ModuleType, task: Any, steps: int) -> Trained:
 
 
 MEANS: dict[str, Mean] = {
-    "diffusion": diffusion, "graphs": graphs, "reinforcement": reinforcement, "contrastive": contrastive, "ctc": ctc,
-    "detection": detection, "physics": physics, "truncated": truncated, "complex_weights": complex_weights,
-}  # fmt: skip
+    "diffusion": diffusion,
+    "graphs": graphs,
+    "reinforcement": reinforcement,
+    "contrastive": contrastive,
+    "ctc": ctc,
+    "detection": detection,
+    "physics": physics,
+    "truncated": truncated,
+    "complex_weights": complex_weights,
+}
 LOOPS = {"wgan": wgan, "swa": swa, "sparse_embeddings": sparse_embeddings}
 
 

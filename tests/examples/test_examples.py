@@ -25,10 +25,16 @@ from tests.examples.loaded import FOLDER, load
 
 LINES = 150  # short enough to copy
 TASKS = {
-    "image_classifier": "ImageClassifier", "language_model": "LanguageModel", "hf_causal_lm": "HfCausalLM", "gan": "Gan",
-    "detector": "Detector", "contrastive": "Halves", "own_optimizer": "OwnOptimizer", "ema_state": "HardClasses",
+    "image_classifier": "ImageClassifier",
+    "language_model": "LanguageModel",
+    "hf_causal_lm": "HfCausalLM",
+    "gan": "Gan",
+    "detector": "Detector",
+    "contrastive": "Halves",
+    "own_optimizer": "OwnOptimizer",
+    "ema_state": "HardClasses",
     "bring_your_data": "AnyData",
-}  # fmt: skip
+}
 LOOPS = ("attach", "loss_scaler", "plain_loop")
 READERS = ("read_checkpoint",)  # tried by tests/cli/test_checkpoint.py
 LESSONS = ("ring_all_reduce",)  # tried by tests/world/test_ring.py
@@ -41,14 +47,20 @@ def has_its_extras(request: pytest.FixtureRequest) -> None:
         pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 
 
-def run_script(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[list[Event]]:
+def run_script(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> list[list[Event]]:
     """Run `python examples/<name>.py` with `folder` as the working folder; gives the events of each run that it made, oldest first."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
     threads = torch.get_num_threads()
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     torch.set_num_threads(threads)
-    return [list(events.read(path)) for path in sorted(folder.glob("runs/*")) if (path / events.FILE).is_file()]
+    return [
+        list(events.read(path))
+        for path in sorted(folder.glob("runs/*"))
+        if (path / events.FILE).is_file()
+    ]
 
 
 def bits_of_single_bytes(text: bytes) -> float:
@@ -59,7 +71,9 @@ def bits_of_single_bytes(text: bytes) -> float:
 
 def bits_of_test_text() -> float:
     module = load("language_model")
-    return bits_of_single_bytes(b"".join(Path(each.__file__).read_bytes() for each in module.FILES["test"]))
+    return bits_of_single_bytes(
+        b"".join(Path(each.__file__).read_bytes() for each in module.FILES["test"])
+    )
 
 
 def perplexity_of_test_lines() -> float:
@@ -89,7 +103,10 @@ MUST: dict[str, dict[str, Callable[[], float]]] = {
     "language_model": {"bits per byte": lambda: 0.9 * bits_of_test_text()},
     "hf_causal_lm": {"perplexity": lambda: 0.7 * perplexity_of_test_lines()},
     "gan": {"moment distance": lambda: 0.7 * distance_of_the_mean_image()},
-    "detector": {"digits named": lambda: 0.3, "pixels off": lambda: 0.5 * pixels_off_in_the_middle()},  # chance 0.1
+    "detector": {
+        "digits named": lambda: 0.3,
+        "pixels off": lambda: 0.5 * pixels_off_in_the_middle(),
+    },  # chance 0.1
     "contrastive": {"found at once": lambda: 0.25},  # chance 1/60
     "own_optimizer": {"accuracy": lambda: 0.85},  # chance 0.1
     "ema_state": {"accuracy": lambda: 0.9},  # chance 0.1
@@ -99,7 +116,9 @@ LOWER_IS_BETTER = ("bits per byte", "perplexity", "moment distance", "pixels off
 
 @pytest.mark.quick("image_classifier", "gan")
 @pytest.mark.parametrize("name", MUST)
-def test_an_example_runs_as_a_script_and_learns(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_runs_as_a_script_and_learns(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (made,) = run_script(name, tmp_path, monkeypatch)
     last, end = [event for event in made if isinstance(event, Evaluated)][-1], made[-1]
     assert isinstance(end, Ended)
@@ -113,12 +132,24 @@ def test_an_example_runs_as_a_script_and_learns(name: str, tmp_path: Path, monke
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_of_an_example_trains_by_its_name(name: str, tmp_path: Path) -> None:
     use = f"{FOLDER / name}.py:{TASKS[name]}"
-    arguments = ["train", use, "--run", str(tmp_path / "run"), "--steps", "2", "--quiet", "--set", "observe.tensorboard=false"]
+    arguments = [
+        "train",
+        use,
+        "--run",
+        str(tmp_path / "run"),
+        "--steps",
+        "2",
+        "--quiet",
+        "--set",
+        "observe.tensorboard=false",
+    ]
     assert app([*arguments, "--set", "evaluate.batch=60"], standalone_mode=False) == 0
     assert isinstance(surefoot.load(tmp_path / "run"), torch.nn.Module)
 
 
-def test_a_loop_with_surefoot_attached_learns_and_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_with_surefoot_attached_learns_and_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert load("attach").main() > 0.85  # chance 0.1
     made = list(events.read(tmp_path / "runs" / "attached"))
@@ -134,12 +165,18 @@ def test_a_loop_in_fp16_with_a_scaler_of_its_own_learns(capsys: pytest.CaptureFi
 def test_what_attach_adds_to_a_loop_is_three_lines() -> None:
     lines = (FOLDER / "attach.py").read_text().splitlines()
     marked = [line for line in lines if re.search(r"  # \d", line)]
-    ours = [line for line in lines if re.search(r"surefoot\.attach\(|run\.(batches|step_done|close)\(", line)]
+    ours = [
+        line
+        for line in lines
+        if re.search(r"surefoot\.attach\(|run\.(batches|step_done|close)\(", line)
+    ]
     assert marked == ours
     assert len(ours) == 3
 
 
-def test_a_plain_loop_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_loop_that_was_stopped_goes_on_to_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = load("plain_loop")
     share = plain.main(tmp_path / "whole")
     assert share > 0.8  # chance 0.1
@@ -152,7 +189,9 @@ def test_a_plain_loop_that_was_stopped_goes_on_to_the_same_bits(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", ["tensors", "dataset", "loader", "own_loader", "own_source"])
-def test_each_kind_of_data_trains_the_digits_and_what_cannot_seek_is_named(kind: str, tmp_path: Path) -> None:
+def test_each_kind_of_data_trains_the_digits_and_what_cannot_seek_is_named(
+    kind: str, tmp_path: Path
+) -> None:
     run: Run = load("bring_your_data").main(kind, tmp_path / "run")
     assert run.summary["value"] > 0.85  # chance 0.1
     assert run.num_samples == 8 * 1437
@@ -171,15 +210,23 @@ def losses_of(task: Any, spec: RunSpec, folder: Path) -> list[float]:
 
 
 def spec_of(batch: int, microbatch: int | None = None) -> RunSpec:
-    train = {"length": "3 steps", "batch": batch} | ({} if microbatch is None else {"microbatch": microbatch})
+    train = {"length": "3 steps", "batch": batch} | (
+        {} if microbatch is None else {"microbatch": microbatch}
+    )
     return RunSpec(train=train, optim={"name": "sgd", "lr": 0.1}, observe={"tensorboard": False})
 
 
-@pytest.mark.parametrize(("name", "made"), [("hf_causal_lm", "HfCausalLM"), ("detector", "Detector")])
-def test_documents_and_canvases_of_unequal_content_accumulate_to_the_whole_batch(name: str, made: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "made"), [("hf_causal_lm", "HfCausalLM"), ("detector", "Detector")]
+)
+def test_documents_and_canvases_of_unequal_content_accumulate_to_the_whole_batch(
+    name: str, made: str, tmp_path: Path
+) -> None:
     kind = getattr(load(name), made)
     whole = losses_of(kind(), spec_of(16), tmp_path / "whole")
-    assert losses_of(kind(), spec_of(16, microbatch=4), tmp_path / "split") == pytest.approx(whole, rel=1e-5)
+    assert losses_of(kind(), spec_of(16, microbatch=4), tmp_path / "split") == pytest.approx(
+        whole, rel=1e-5
+    )
 
 
 class Encoder:
@@ -188,12 +235,27 @@ class Encoder:
     def model(self) -> torch.nn.Module:
         from transformers import BertConfig, BertForSequenceClassification
 
-        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-        config = BertConfig(vocab_size=256, max_position_embeddings=24, num_labels=2, hidden_dropout_prob=0.0, **sizes)
+        sizes = {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+        }
+        config = BertConfig(
+            vocab_size=256,
+            max_position_embeddings=24,
+            num_labels=2,
+            hidden_dropout_prob=0.0,
+            **sizes,
+        )
         return BertForSequenceClassification(config)
 
     def data(self, split: str) -> Arrays:
-        lines = [line.strip()[:24].ljust(24) for line in Path(ast.__file__).read_bytes().splitlines() if line.strip()]
+        lines = [
+            line.strip()[:24].ljust(24)
+            for line in Path(ast.__file__).read_bytes().splitlines()
+            if line.strip()
+        ]
         ids = np.array([list(line) for line in lines])
         return Arrays(input_ids=ids, labels=(ids[:, 0] < np.median(ids[:, 0])).astype(np.int64))
 
@@ -202,15 +264,23 @@ class Encoder:
         return logits
 
     def loss(self, output: torch.Tensor, batch: dict[str, torch.Tensor]) -> Loss:
-        return Loss.sum(torch.nn.functional.cross_entropy(output, batch["labels"], reduction="sum"), len(output))
+        return Loss.sum(
+            torch.nn.functional.cross_entropy(output, batch["labels"], reduction="sum"), len(output)
+        )
 
 
 def test_an_encoder_of_transformers_trains_unchanged(tmp_path: Path) -> None:
     task = Encoder()
     labels = task.data("train").read(np.arange(500))["labels"]
     share = float(labels.double().mean())
-    chance = -(share * np.log(share) + (1 - share) * np.log(1 - share))  # of a net that says how often it is so
-    spec = RunSpec(train={"length": "40 steps", "batch": 64}, optim={"lr": 1e-2}, observe={"tensorboard": False})
+    chance = -(
+        share * np.log(share) + (1 - share) * np.log(1 - share)
+    )  # of a net that says how often it is so
+    spec = RunSpec(
+        train={"length": "40 steps", "batch": 64},
+        optim={"lr": 1e-2},
+        observe={"tensorboard": False},
+    )
     losses = losses_of(task, spec, tmp_path / "run")
     assert sum(losses[-10:]) / 10 < 0.6 * chance
 
@@ -220,9 +290,15 @@ def test_a_loss_over_pairs_is_refused_with_microbatches(tmp_path: Path) -> None:
         losses_of(load("contrastive").Halves(), spec_of(64, microbatch=16), tmp_path / "run")
 
 
-def test_the_averaged_weights_are_evaluated_and_saved_and_the_tasks_memory_moves_in_training_alone(tmp_path: Path) -> None:
+def test_the_averaged_weights_are_evaluated_and_saved_and_the_tasks_memory_moves_in_training_alone(
+    tmp_path: Path,
+) -> None:
     task = load("ema_state").HardClasses()
-    spec = RunSpec(train={"length": "20 steps", "batch": 64}, optim={"lr": 5e-3, "ema": 0.9}, observe={"tensorboard": False})
+    spec = RunSpec(
+        train={"length": "20 steps", "batch": 64},
+        optim={"lr": 5e-3, "ema": 0.9},
+        observe={"tensorboard": False},
+    )
     with Run(spec, task, folder=tmp_path / "run", quiet=True) as run:
         for _ in run.steps():
             pass
@@ -235,7 +311,9 @@ def test_the_averaged_weights_are_evaluated_and_saved_and_the_tasks_memory_moves
     assert all(not torch.equal(saved[name], tensor) for name, tensor in live.items())
 
 
-def test_a_run_of_an_example_repeats_from_its_own_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_an_example_repeats_from_its_own_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (first,) = run_script("own_optimizer", tmp_path, monkeypatch)
     (folder,) = tmp_path.glob("runs/*")
     spec = spec_file.read(str(folder / "spec.toml")).spec

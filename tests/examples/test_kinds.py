@@ -24,10 +24,19 @@ FOLDER = loaded.FOLDER / "kinds"
 CODE_LINES = 60  # of each, without blank lines, docstrings and imports
 STEPS, LEFT = 6, 3  # of the comparisons
 TASKS = {
-    "diffusion": "Diffusion", "graphs": "Hubs", "reinforcement": "Balance", "contrastive": "Views", "ctc": "Reading", "wgan": "Wgan",
-    "detection": "Boxes", "physics": "Equation", "truncated": "Echo", "swa": "Averaged", "sparse_embeddings": "Words",
+    "diffusion": "Diffusion",
+    "graphs": "Hubs",
+    "reinforcement": "Balance",
+    "contrastive": "Views",
+    "ctc": "Reading",
+    "wgan": "Wgan",
+    "detection": "Boxes",
+    "physics": "Equation",
+    "truncated": "Echo",
+    "swa": "Averaged",
+    "sparse_embeddings": "Words",
     "complex_weights": "Filter",
-}  # fmt: skip
+}
 # the metric, what the last evaluation must be better than, and what a model reaches that has learned nothing
 LEARNED = {
     "diffusion": ("<", 0.6),  # 1 for no noise found
@@ -66,11 +75,19 @@ def spec_of(kind: ModuleType, **train: Any) -> RunSpec:
     tables["data"] = {**tables.get("data", {}), "shuffle": False}
     if not hasattr(getattr(kind, TASKS[Path(kind.__file__ or "").stem]), "schedule"):
         tables["schedule"] = {"name": "constant"}
-    return RunSpec(**{**tables, "evaluate": {"every": "9 epochs"}, "observe": {"tensorboard": False}})
+    return RunSpec(
+        **{**tables, "evaluate": {"every": "9 epochs"}, "observe": {"tensorboard": False}}
+    )
 
 
 def train(
-    name: str, folder: Path, *, until: int | None = None, killed: bool = False, evaluates: bool = False, **given: Any
+    name: str,
+    folder: Path,
+    *,
+    until: int | None = None,
+    killed: bool = False,
+    evaluates: bool = False,
+    **given: Any,
 ) -> plain.Trained:
     """The losses and what was trained; `until` leaves the run after that step, or has the process killed there.
 
@@ -132,7 +149,9 @@ def test_a_kind_trains_as_a_plain_loop_does(name: str, whole: Any) -> None:
 
 @pytest.mark.parametrize("name", [_long(name) for name in TASKS if name not in WHOLE_ONLY])
 def test_a_kind_trains_in_microbatches_as_whole(name: str, whole: Any, tmp_path: Path) -> None:
-    assert_close(train(name, tmp_path / "run", microbatch=load(name).SPEC.train.batch // 4), whole(name))
+    assert_close(
+        train(name, tmp_path / "run", microbatch=load(name).SPEC.train.batch // 4), whole(name)
+    )
 
 
 def test_a_contrastive_loss_is_refused_with_microbatches(tmp_path: Path) -> None:
@@ -141,7 +160,9 @@ def test_a_contrastive_loss_is_refused_with_microbatches(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", [_long(name) for name in TASKS])
-def test_a_kind_that_was_left_continues_to_the_same_bits(name: str, whole: Any, tmp_path: Path) -> None:
+def test_a_kind_that_was_left_continues_to_the_same_bits(
+    name: str, whole: Any, tmp_path: Path
+) -> None:
     train(name, tmp_path / "run", until=LEFT)
     assert_same_bits(train(name, tmp_path / "run"), whole(name))
 
@@ -176,7 +197,9 @@ def test_two_ranks_that_were_left_continue_to_the_same_bits(name: str, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
-def test_a_kind_that_was_killed_continues_to_the_same_bits(name: str, whole: Any, tmp_path: Path) -> None:
+def test_a_kind_that_was_killed_continues_to_the_same_bits(
+    name: str, whole: Any, tmp_path: Path
+) -> None:
     pid = os.fork()
     if not pid:
         try:
@@ -189,7 +212,9 @@ def test_a_kind_that_was_killed_continues_to_the_same_bits(name: str, whole: Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
-def test_a_kind_runs_as_a_script_and_learns(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_runs_as_a_script_and_learns(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     (folder,) = tmp_path.glob("runs/*")
@@ -216,7 +241,11 @@ def count_code_lines(tree: ast.Module, text: str) -> int:
     left_out = {
         line
         for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
-    return sum(bool(line.strip()) and number not in left_out for number, line in enumerate(text.splitlines(), 1))
+    return sum(
+        bool(line.strip()) and number not in left_out
+        for number, line in enumerate(text.splitlines(), 1)
+    )

@@ -30,8 +30,13 @@ from tests.components.test_bad_records import Photos as OfOneTar
 STEPS, BATCH, MICROBATCH = 40, 8, 2
 SEEN = "seen.jsonl"
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {"workers": 0}, *({"workers": workers, "kind": kind} for workers in (1, 2, 7) for kind in ("thread", "process")),
-)  # fmt: skip
+    {"workers": 0},
+    *(
+        {"workers": workers, "kind": kind}
+        for workers in (1, 2, 7)
+        for kind in ("thread", "process")
+    ),
+)
 
 
 class Unhurried:
@@ -65,14 +70,21 @@ class Photos(OfOneTar):
 
 
 def spec(loader: dict[str, Any]) -> RunSpec:
-    return RunSpec.model_validate({
-        "train": {"length": f"{STEPS} steps", "batch": BATCH, "microbatch": MICROBATCH}, "loader": loader,
-        "evaluate": {"every": "99 epochs"}, "checkpoint": {"every": "1 step", "keep": 2}, "observe": {"tensorboard": False},
-    })  # fmt: skip
+    return RunSpec.model_validate(
+        {
+            "train": {"length": f"{STEPS} steps", "batch": BATCH, "microbatch": MICROBATCH},
+            "loader": loader,
+            "evaluate": {"every": "99 epochs"},
+            "checkpoint": {"every": "1 step", "keep": 2},
+            "observe": {"tensorboard": False},
+        }
+    )
 
 
 def digest(batch: dict[str, Tensor]) -> str:
-    return hashlib.sha256(batch["image"].numpy().tobytes() + batch["label"].numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        batch["image"].numpy().tobytes() + batch["label"].numpy().tobytes()
+    ).hexdigest()
 
 
 def attempt(folder: Path, run_folder: Path, loader: dict[str, Any]) -> dict[str, str]:
@@ -134,11 +146,15 @@ def read_seen(folder: Path, run_folder: Path) -> dict[int, list[Any]]:
             step, *read = json.loads(line)
         except ValueError:  # cut by a kill
             continue
-        assert rows.setdefault(step, read) == read, f"step {step} read something else when it was done again"
+        assert rows.setdefault(step, read) == read, (
+            f"step {step} read something else when it was done again"
+        )
     return rows
 
 
-def kill_until_done(folder: Path, run_folder: Path, drawn: random.Random, kills: int) -> tuple[dict[str, str], int, int]:
+def kill_until_done(
+    folder: Path, run_folder: Path, drawn: random.Random, kills: int
+) -> tuple[dict[str, str], int, int]:
     """Kill the run so often, and about as many workers, then let it end. Gives its state, and how many kills of each kind fell."""
     runs = workers = 0
     for number in range(kills + 1):
@@ -194,7 +210,9 @@ def nothing_leaks() -> Iterator[None]:
 
     def look() -> tuple[set[str], int, int]:
         shared = {
-            name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.")) and not _is_of_living(name)
+            name
+            for name in os.listdir("/dev/shm")
+            if name.startswith(("torch_", "psm_", "sem.")) and not _is_of_living(name)
         }
         me = psutil.Process()
         return shared, me.num_fds(), len(me.children(recursive=True))

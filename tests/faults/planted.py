@@ -21,11 +21,15 @@ from surefoot.train.resume.keeper import CheckpointManager
 from surefoot.train.run import Run
 
 SYNC = os.fsync
-save = sys.modules["surefoot.components.checkpoint.save"]  # the module, which a function of the package hides
+save = sys.modules[
+    "surefoot.components.checkpoint.save"
+]  # the module, which a function of the package hides
 
 
 def sync_unless(is_kind: Callable[[int], bool]) -> None:
-    os.fsync = lambda descriptor: None if is_kind(os.fstat(descriptor).st_mode) else SYNC(descriptor)
+    os.fsync = lambda descriptor: (
+        None if is_kind(os.fstat(descriptor).st_mode) else SYNC(descriptor)
+    )
 
 
 def no_sync_of_files() -> None:
@@ -106,7 +110,9 @@ def begun_anew_on_resume() -> None:
 
 
 def a_loaded_commit_is_used_up() -> None:
-    after_resume(lambda keeper: shutil.rmtree(manifest.step_folder(keeper._folder, keeper.saved_step)))
+    after_resume(
+        lambda keeper: shutil.rmtree(manifest.step_folder(keeper._folder, keeper.saved_step))
+    )
 
 
 def deaf_to_sigterm() -> None:
@@ -115,7 +121,9 @@ def deaf_to_sigterm() -> None:
 
 def nothing_saved_at_the_end() -> None:
     commit = Run._commit
-    Run._commit = lambda self, last=False: None if last and self.is_stopping == "interrupted" else commit(self, last=last)
+    Run._commit = lambda self, last=False: (
+        None if last and self.is_stopping == "interrupted" else commit(self, last=last)
+    )
 
 
 def no_lock() -> None:
@@ -128,4 +136,6 @@ def a_stale_attempt_may_commit() -> None:
 
 def the_newest_by_time() -> None:
     steps = commits.readable_steps
-    commits.readable_steps = lambda run: sorted(steps(run), key=lambda step: manifest.step_folder(run, step).stat().st_mtime)
+    commits.readable_steps = lambda run: sorted(
+        steps(run), key=lambda step: manifest.step_folder(run, step).stat().st_mtime
+    )

@@ -20,7 +20,10 @@ from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.train.record.telling import Telling
 from surefoot.train.resume.keeper import CheckpointManager
 
-load, save, tensors = (importlib.import_module(f"surefoot.components.checkpoint.{name}") for name in ("load", "save", "tensors"))
+load, save, tensors = (
+    importlib.import_module(f"surefoot.components.checkpoint.{name}")
+    for name in ("load", "save", "tensors")
+)
 
 
 def plant(bug: str) -> partial[None]:
@@ -74,7 +77,9 @@ real_read = tensors.read
 def any_own(self: CheckpointManager, commit: Any) -> None: ...
 
 
-def load_before_it_is_verified(run: Path, load: Any, *, at_most: int | None = None) -> tuple[int | None, list[str]]:
+def load_before_it_is_verified(
+    run: Path, load: Any, *, at_most: int | None = None
+) -> tuple[int | None, list[str]]:
     troubles = []
     for step in reversed(manifest.named_steps(run)):
         try:
@@ -87,7 +92,9 @@ def load_before_it_is_verified(run: Path, load: Any, *, at_most: int | None = No
     return None, troubles
 
 
-def load_the_newest(run: Path, load: Any, *, at_most: int | None = None) -> tuple[int | None, list[str]]:
+def load_the_newest(
+    run: Path, load: Any, *, at_most: int | None = None
+) -> tuple[int | None, list[str]]:
     newest = manifest.named_steps(run)[-1]
     commits.check(manifest.step_folder(run, newest))
     load(Commit(run, newest))
@@ -173,8 +180,16 @@ PLANTED: Mapping[str, tuple[Any, str, Any]] = {
     "neither size nor kind is looked at": (commits, "opened", opened_anyhow),
     "what is damaged is deleted": (commits, "set_aside", commits.remove),
     "what is damaged is not told": (Telling, "fault", lambda self, fault: None),
-    "the wrong commit is named": (Guard, "damaged_commit", lambda self, step, detail: self.storage_fault(step, "?", "one")),
+    "the wrong commit is named": (
+        Guard,
+        "damaged_commit",
+        lambda self, step, detail: self.storage_fault(step, "?", "one"),
+    ),
     "a damaged commit ends the run": (checkpoint, "newest_loadable", load_the_newest),
     "the commit of another run is as good": (CheckpointManager, "_check_own", any_own),
-    "a commit is loaded before it is verified": (checkpoint, "newest_loadable", load_before_it_is_verified),
+    "a commit is loaded before it is verified": (
+        checkpoint,
+        "newest_loadable",
+        load_before_it_is_verified,
+    ),
 }

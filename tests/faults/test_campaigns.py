@@ -25,7 +25,9 @@ from surefoot.prove.outcome import Campaign, CampaignOutcome, Failure, TrialResu
 from tests.faults import planted
 
 LARGE_SEED = 10_000  # the large counts have trials of their own
-BY_CASE = {campaign.case: campaign for module in (kills, cut, rivals) for campaign in module.CAMPAIGNS}
+BY_CASE = {
+    campaign.case: campaign for module in (kills, cut, rivals) for campaign in module.CAMPAIGNS
+}
 # campaign, what is broken, the seed of the first trial, and how many of them must be enough
 PLANTS = [
     ("F01", "a_last_bit_off_on_resume", 1, 8),
@@ -75,13 +77,21 @@ def test_the_promises_hold_in_many_trials(case: str, workshop: Workshop) -> None
     assert found.holds
 
 
-@pytest.mark.parametrize(("case", "plant", "seed", "trials"), PLANTS, ids=[f"{case}-{plant}" for case, plant, _, _ in PLANTS])
-def test_a_campaign_catches_what_is_planted(case: str, plant: str, seed: int, trials: int, workshop: Workshop) -> None:
+@pytest.mark.parametrize(
+    ("case", "plant", "seed", "trials"),
+    PLANTS,
+    ids=[f"{case}-{plant}" for case, plant, _, _ in PLANTS],
+)
+def test_a_campaign_catches_what_is_planted(
+    case: str, plant: str, seed: int, trials: int, workshop: Workshop
+) -> None:
     found = first_failure(BY_CASE[case], workshop, plant, range(seed, seed + trials))
     assert found is not None
 
 
-def first_failure(campaign: Campaign, workshop: Workshop, plant: str, seeds: range) -> Failure | None:
+def first_failure(
+    campaign: Campaign, workshop: Workshop, plant: str, seeds: range
+) -> Failure | None:
     workshop.plant = getattr(planted, plant)
     try:
         for seed in seeds:
@@ -110,7 +120,9 @@ def test_a_trial_is_replayed_by_its_seed(workshop: Workshop) -> None:
     assert first == again
 
 
-def test_a_trial_that_waits_for_ever_has_failed(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_waits_for_ever_has_failed(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wait(workshop: Workshop, seed: int) -> TrialResult:
         with workshop.scratch("pipe") as folder:
             os.mkfifo(folder / "run")
@@ -118,23 +130,33 @@ def test_a_trial_that_waits_for_ever_has_failed(workshop: Workshop, monkeypatch:
         return TrialResult()
 
     monkeypatch.setattr(places, "PATIENCE_S", 0.2)
-    found = carry_out(Campaign(case="F00", title="a pipe", trial=wait, few=1), workshop, trials=2, seed=5)
-    assert [(each.seed, each.what) for each in found.failures] == [(seed, "a trial hung after []: ") for seed in (5, 6)]
+    found = carry_out(
+        Campaign(case="F00", title="a pipe", trial=wait, few=1), workshop, trials=2, seed=5
+    )
+    assert [(each.seed, each.what) for each in found.failures] == [
+        (seed, "a trial hung after []: ") for seed in (5, 6)
+    ]
 
 
 def read_pipe(attempt: ProbedRun, line: jobs.Line) -> int:
     return len(attempt.folder.read_bytes())
 
 
-@pytest.mark.parametrize(("misses", "fell", "tried"), [((), 20, 20), ((3, 7), 20, 22), (range(10, 20), 12, 22)])
-def test_a_fault_that_did_not_fall_is_made_up_for(misses: Sequence[int], fell: int, tried: int, workshop: Workshop) -> None:
+@pytest.mark.parametrize(
+    ("misses", "fell", "tried"), [((), 20, 20), ((3, 7), 20, 22), (range(10, 20), 12, 22)]
+)
+def test_a_fault_that_did_not_fall_is_made_up_for(
+    misses: Sequence[int], fell: int, tried: int, workshop: Workshop
+) -> None:
     seeds = []
 
     def kill(workshop: Workshop, seed: int) -> TrialResult:
         seeds.append(seed)
         return TrialResult(fell=seed - 100 not in misses)
 
-    found = carry_out(Campaign(case="F00", title="late kills", trial=kill, few=1), workshop, trials=20, seed=100)
+    found = carry_out(
+        Campaign(case="F00", title="late kills", trial=kill, few=1), workshop, trials=20, seed=100
+    )
     assert (found.trials, seeds) == (fell, list(range(100, 100 + tried)))
 
 
@@ -171,8 +193,12 @@ def under_wrong_clocks(workshop: Workshop, seed: int, also: str | None = None) -
     first, second, last = draws.sample(sorted(CLOCKS), 3)
     try:
         with workshop.scratch("clock") as folder:
-            attempt = ProbedRun(run=str(folder / "run"), background=False)  # so that a seed always leaves the same commits
-            for clock, step in zip((first, second), sorted(draws.sample(range(EVERY, STEPS, EVERY), 2)), strict=True):
+            attempt = ProbedRun(
+                run=str(folder / "run"), background=False
+            )  # so that a seed always leaves the same commits
+            for clock, step in zip(
+                (first, second), sorted(draws.sample(range(EVERY, STEPS, EVERY), 2)), strict=True
+            ):
                 workshop.plant = partial(set_clock, clock, also)
                 workshop.train(replace(attempt, die_at=step + 1)).wait()
                 for path in sorted(attempt.folder.rglob("*")):
@@ -185,7 +211,9 @@ def under_wrong_clocks(workshop: Workshop, seed: int, also: str | None = None) -
         workshop.plant = None
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(4, 30))])
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(4, 30))]
+)
 def test_a_wrong_clock_changes_nothing(seed: int, workshop: Workshop) -> None:
     assert under_wrong_clocks(workshop, seed) is None
 

@@ -28,7 +28,9 @@ def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) ->
 
 @pytest.mark.quick("F06")
 @pytest.mark.parametrize("campaign", damage.CAMPAIGNS, ids=lambda campaign: campaign.case)
-def test_a_damaged_run_loads_what_was_saved_or_names_the_damage(campaign: Campaign, workshop: Workshop) -> None:
+def test_a_damaged_run_loads_what_was_saved_or_names_the_damage(
+    campaign: Campaign, workshop: Workshop
+) -> None:
     outcome = found(campaign, workshop, campaign.few)
     assert outcome.failures == ()
     assert outcome.trials == campaign.few
@@ -76,7 +78,9 @@ def test_the_manifest_of_another_run_names_the_first_file_that_it_contradicts(
 ) -> None:
     left, run = copied
     other = damage.find_left(workshop, "plain", seed=1).attempt.folder
-    touched, foreign = (manifest.step_folder(each, left.steps[-1]) / manifest.FILE for each in (run, other))
+    touched, foreign = (
+        manifest.step_folder(each, left.steps[-1]) / manifest.FILE for each in (run, other)
+    )
     touched.write_bytes(foreign.read_bytes())
     assert damage.find_wrong(workshop, left, touched, to_the_end=False) is None
 
@@ -119,6 +123,8 @@ PLANTED = {
 
 @pytest.mark.quick("the wrong commit is named", "what is damaged is not told")
 @pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_found(bug: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_found(
+    bug: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workshop, "plant", plant(bug))
     assert any(found(PLANTED[bug], workshop, 1, seed=seed).failures for seed in range(80))

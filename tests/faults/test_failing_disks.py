@@ -29,7 +29,9 @@ def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) ->
 
 @pytest.mark.quick("F07")
 @pytest.mark.parametrize("campaign", failing.CAMPAIGNS, ids=lambda campaign: campaign.case)
-def test_a_failing_disk_costs_the_saves_that_it_refuses(campaign: Campaign, workshop: Workshop) -> None:
+def test_a_failing_disk_costs_the_saves_that_it_refuses(
+    campaign: Campaign, workshop: Workshop
+) -> None:
     outcome = found(campaign, workshop, campaign.few)
     assert outcome.failures == ()
     assert outcome.trials
@@ -37,22 +39,35 @@ def test_a_failing_disk_costs_the_saves_that_it_refuses(campaign: Campaign, work
 
 @pytest.mark.faults
 @pytest.mark.parametrize("campaign", failing.CAMPAIGNS, ids=lambda campaign: campaign.case)
-def test_a_failing_disk_costs_the_saves_that_it_refuses_in_the_large_count(campaign: Campaign, workshop: Workshop) -> None:
+def test_a_failing_disk_costs_the_saves_that_it_refuses_in_the_large_count(
+    campaign: Campaign, workshop: Workshop
+) -> None:
     assert found(campaign, workshop, MANY[campaign.case]).failures == ()
 
 
 PLANTED: Mapping[str, tuple[Campaign, str | int]] = {
-    "a failed save ends the run": (FULL, 0), "a failed save is not told": (FULL, 0), "a failed save is told twice": (FULL, 0),
-    "room is made before the save": (FULL, 0), "fsync is tried again": (REFUSED, "fsync"), "fsync may fail": (REFUSED, "fsync"),
-    "the ledger is synced again": (REFUSED, "fsync"), "a save does not wait for the one before": (SLOW, 0),
-}  # fmt: skip
+    "a failed save ends the run": (FULL, 0),
+    "a failed save is not told": (FULL, 0),
+    "a failed save is told twice": (FULL, 0),
+    "room is made before the save": (FULL, 0),
+    "fsync is tried again": (REFUSED, "fsync"),
+    "fsync may fail": (REFUSED, "fsync"),
+    "the ledger is synced again": (REFUSED, "fsync"),
+    "a save does not wait for the one before": (SLOW, 0),
+}
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_found(bug: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_found(
+    bug: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     campaign, seed = PLANTED[bug]
     found(campaign, workshop, 0)  # is it missing here?
-    at = seed if isinstance(seed, int) else [name for name, _ in failing.find_calls(workshop)].index(seed)
+    at = (
+        seed
+        if isinstance(seed, int)
+        else [name for name, _ in failing.find_calls(workshop)].index(seed)
+    )
     workshop.golden("frozen"), workshop.golden("plain"), workshop.golden("plain", failing.WIDTH)
     monkeypatch.setattr(workshop, "plant", plant(bug))
     assert found(campaign, workshop, 1, seed=at).failures

@@ -33,15 +33,19 @@ def test_hostile_commits_are_refused_in_the_large_count(workshop: Workshop) -> N
 
 
 HOLES = {
-    "files are opened whatever they are": "a link outside", "any name will do": "a file outside",
+    "files are opened whatever they are": "a link outside",
+    "any name will do": "a file outside",
     "a pickle is loaded": "a pickle as state.json",
-    "memory is taken before the file is looked at": "a tensor larger than its file", "scores are not looked at": "a huge score",
+    "memory is taken before the file is looked at": "a tensor larger than its file",
+    "scores are not looked at": "a huge score",
     "an odd state is not caught": "a state without random",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("hole", HOLES)
-def test_a_planted_hole_is_found(hole: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_hole_is_found(
+    hole: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workshop, "plant", plant(hole))
     (failure,) = found(workshop, 1, seed=list(forge.HOSTILE).index(HOLES[hole])).failures
     assert failure.what.startswith(HOLES[hole])

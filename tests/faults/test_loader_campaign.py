@@ -12,7 +12,15 @@ import pytest
 
 from surefoot.components.data import consumed
 from tests.components.test_bad_records import write_photos
-from tests.faults.loader_run import SETTINGS, STEPS, attempt, fork, kill_until_done, nothing_leaks, read_seen
+from tests.faults.loader_run import (
+    SETTINGS,
+    STEPS,
+    attempt,
+    fork,
+    kill_until_done,
+    nothing_leaks,
+    read_seen,
+)
 
 Golden = tuple[Path, dict[int, list[Any]], dict[str, str]]
 FEW, MANY, EACH = 20, 200, 5  # kills; of one run
@@ -21,8 +29,14 @@ FEW, MANY, EACH = 20, 200, 5  # kills; of one run
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
     """The unbroken run; it is made here, so that what a first run loads is there for those that are forked."""
-    memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None  # a kill loses nothing of what was written
-    folder = tmp_path_factory.mktemp("photos") if memory is None else memory / f"surefoot-loader-campaign-{os.getpid()}"
+    memory = (
+        Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+    )  # a kill loses nothing of what was written
+    folder = (
+        tmp_path_factory.mktemp("photos")
+        if memory is None
+        else memory / f"surefoot-loader-campaign-{os.getpid()}"
+    )
     folder.mkdir(exist_ok=True)
     write_photos(folder, bad=(), num_samples=45)
     states = attempt(folder, folder / "golden", {"workers": 0})
@@ -54,8 +68,12 @@ def campaign(golden: Golden, kills: int, seed: int) -> tuple[int, int]:
 
 
 @pytest.mark.quick("7 process", "2 thread")
-@pytest.mark.parametrize("loader", SETTINGS[1:], ids=lambda each: f"{each['workers']} {each['kind']}")
-def test_a_run_that_is_left_alone_reads_the_same_with_any_workers(loader: dict[str, Any], golden: Golden) -> None:
+@pytest.mark.parametrize(
+    "loader", SETTINGS[1:], ids=lambda each: f"{each['workers']} {each['kind']}"
+)
+def test_a_run_that_is_left_alone_reads_the_same_with_any_workers(
+    loader: dict[str, Any], golden: Golden
+) -> None:
     folder, seen, _ = golden
     run_folder = folder / f"alone-{loader['workers']}-{loader['kind']}"
     forked = fork(lambda: attempt(folder, run_folder, loader), folder / "alone.json")

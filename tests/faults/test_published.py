@@ -10,13 +10,19 @@ from benchmarks.faults import run as faults
 from surefoot.prove.outcome import CampaignOutcome, Failure
 
 README = Path(faults.__file__).with_name("README.md")
-CLEAN = CampaignOutcome(case="F01", title="kill", seed=7, trials=500, counts={"inside a save": 260}, elapsed_s=60.0)
+CLEAN = CampaignOutcome(
+    case="F01", title="kill", seed=7, trials=500, counts={"inside a save": 260}, elapsed_s=60.0
+)
 
 
 def test_the_document_holds_the_tables_of_its_results() -> None:
     rows = faults.read_rows(faults.RESULTS)
     text = README.read_text(encoding="utf-8")
-    for part in (faults.render_results(rows), faults.render_places(rows), faults.render_conditions(rows)):
+    for part in (
+        faults.render_results(rows),
+        faults.render_places(rows),
+        faults.render_conditions(rows),
+    ):
         assert part in text
     assert rows
 

@@ -36,7 +36,10 @@ def workshop() -> Iterator[Workshop]:
         yield Workshop(Path(folder))
 
 
-@pytest.mark.parametrize("case", [each if each in QUICK else pytest.param(each, marks=pytest.mark.faults) for each in BY_CASE])
+@pytest.mark.parametrize(
+    "case",
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.faults) for each in BY_CASE],
+)
 def test_the_promises_hold_on_several_ranks(case: str, workshop: Workshop) -> None:
     found = carry_out(BY_CASE[case], workshop, trials=1, seed=0)
     assert (found.failures, found.trials) == ((), 1)
@@ -50,14 +53,25 @@ def test_the_promises_hold_in_many_trials(case: str, workshop: Workshop) -> None
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("case", "plant", "names", "seed"), PLANTS, ids=[f"{case}-{plant}" for case, plant, *_ in PLANTS])
+@pytest.mark.parametrize(
+    ("case", "plant", "names", "seed"),
+    PLANTS,
+    ids=[f"{case}-{plant}" for case, plant, *_ in PLANTS],
+)
 def test_a_campaign_catches_what_is_planted(
-    case: str, plant: str, names: dict[str, Any], seed: int, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    case: str,
+    plant: str,
+    names: dict[str, Any],
+    seed: int,
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if case in ("F26", "F20", "F23"):
         ranks.find_golden(workshop)  # of the sound task
     if case == "F12":
-        monkeypatch.setattr(ranks, "judge", lambda command, golden: None if command.wait() >= 0 else "it was killed")
+        monkeypatch.setattr(
+            ranks, "judge", lambda command, golden: None if command.wait() >= 0 else "it was killed"
+        )
         monkeypatch.setattr(ranks, "find_golden", lambda workshop, given: None)
     if plant:
         monkeypatch.setattr(ranks, "TASK", f"{planted_ranks.__name__}:{plant}")

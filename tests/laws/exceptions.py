@@ -12,7 +12,11 @@ from tests.laws.tree import FUNCTIONS, Module, Violation, modules
 
 ERRORS = "surefoot/core/errors.py"
 TABLE = "docs/reference/exit-codes.md"
-BUILTIN = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)}
+BUILTIN = {
+    name
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and issubclass(value, BaseException)
+}
 
 
 def in_one_file(root: Path) -> list[Violation]:
@@ -31,7 +35,9 @@ def in_one_file(root: Path) -> list[Violation]:
         if module.path.as_posix() != ERRORS
         for node in ast.walk(module.syntax)
         if isinstance(node, ast.ClassDef)
-        and any(_last(base) in BUILTIN | ours or _last(base).endswith("Error") for base in node.bases)
+        and any(
+            _last(base) in BUILTIN | ours or _last(base).endswith("Error") for base in node.bases
+        )
     ]
 
 
@@ -41,14 +47,24 @@ def drawn(root: Path) -> list[Violation]:
     if module is None:
         return [Violation(ERRORS, "is missing")]
     real, picture = _real_tree(module), _drawn_tree(ast.get_docstring(module.syntax) or "")
-    found = [Violation(ERRORS, f"{name} is not in the drawing") for name in real if name not in picture]
-    found += [Violation(ERRORS, f"the drawing has {name}, which is no class") for name in picture if name not in real]
+    found = [
+        Violation(ERRORS, f"{name} is not in the drawing") for name in real if name not in picture
+    ]
+    found += [
+        Violation(ERRORS, f"the drawing has {name}, which is no class")
+        for name in picture
+        if name not in real
+    ]
     for name in real.keys() & picture.keys():
         (parent, code), (drawn_parent, drawn_code) = real[name], picture[name]
         if drawn_parent is not None and parent != drawn_parent:
-            found.append(Violation(ERRORS, f"{name} is drawn under {drawn_parent} and derives from {parent}"))
+            found.append(
+                Violation(ERRORS, f"{name} is drawn under {drawn_parent} and derives from {parent}")
+            )
         if drawn_code is not None and code != drawn_code:
-            found.append(Violation(ERRORS, f"{name} is drawn with exit code {drawn_code} and has {code}"))
+            found.append(
+                Violation(ERRORS, f"{name} is drawn with exit code {drawn_code} and has {code}")
+            )
     return found
 
 
@@ -56,31 +72,68 @@ def in_the_table(root: Path) -> list[Violation]:
     """docs/reference/exit-codes.md has a row for each exit code, naming the errors that end with it."""
     module = next(one for one in modules(root) if one.path.as_posix() == ERRORS)
     path = root / TABLE
-    rows = dict(re.findall(r"^\| `?(\d+)`? \|(.*)$", path.read_text(), re.MULTILINE)) if path.is_file() else {}
-    codes = {int(node.value.value) for node in module.syntax.body if isinstance(node, ast.Assign) and _is_code(node)}
-    found = [Violation(TABLE, f"has no row for exit code {code}") for code in sorted(codes) if str(code) not in rows]
+    rows = (
+        dict(re.findall(r"^\| `?(\d+)`? \|(.*)$", path.read_text(), re.MULTILINE))
+        if path.is_file()
+        else {}
+    )
+    codes = {
+        int(node.value.value)
+        for node in module.syntax.body
+        if isinstance(node, ast.Assign) and _is_code(node)
+    }
+    found = [
+        Violation(TABLE, f"has no row for exit code {code}")
+        for code in sorted(codes)
+        if str(code) not in rows
+    ]
     found += [
         Violation(TABLE, f"the row of exit code {code} does not name {name}")
         for name, (_, code) in _real_tree(module).items()
-        if code is not None and name not in ("SurefootError", "RunError") and name not in rows.get(str(code), "")
+        if code is not None
+        and name not in ("SurefootError", "RunError")
+        and name not in rows.get(str(code), "")
     ]
     known = {str(code) for code in codes} | {str(code) for _, code in _real_tree(module).values()}
-    return found + [Violation(TABLE, f"exit code {code} is nowhere in {ERRORS}") for code in rows if code not in known]
+    return found + [
+        Violation(TABLE, f"exit code {code} is nowhere in {ERRORS}")
+        for code in rows
+        if code not in known
+    ]
 
 
 def raised(root: Path) -> list[Violation]:
     """What is raised to a user is of our tree; builtins are for Python's protocols, for pydantic, and inside a `try` for them."""
     found = []
     for module in modules(root):
-        free = {"AttributeError", "StopIteration", "SystemExit", "KeyboardInterrupt", "AssertionError"}
+        free = {
+            "AttributeError",
+            "StopIteration",
+            "SystemExit",
+            "KeyboardInterrupt",
+            "AssertionError",
+        }
         if any(one.target.startswith("pydantic.") for one in module.imports):
-            free.add("ValueError")  # a validator's way to refuse; pydantic turns it into its own error
+            free.add(
+                "ValueError"
+            )  # a validator's way to refuse; pydantic turns it into its own error
         if module.path.as_posix().startswith("surefoot/tasks/"):
-            free.add("ValueError")  # what a user's constructor raises too; contract/task.py turns it into a TaskError
+            free.add(
+                "ValueError"
+            )  # what a user's constructor raises too; contract/task.py turns it into a TaskError
         for node, caught in _raises(module.syntax, frozenset()):
-            name = _last(node.exc.func if isinstance(node.exc, ast.Call) else node.exc) if node.exc is not None else ""
+            name = (
+                _last(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
+                if node.exc is not None
+                else ""
+            )
             if name in BUILTIN - free and not _is_caught(name, caught):
-                found.append(Violation(module.at(node.lineno), f"raises {name}; raise one of core/errors.py, with a hint"))
+                found.append(
+                    Violation(
+                        module.at(node.lineno),
+                        f"raises {name}; raise one of core/errors.py, with a hint",
+                    )
+                )
     return found
 
 
@@ -89,7 +142,9 @@ def _raises(node: ast.AST, caught: frozenset[str]) -> Iterator[tuple[ast.Raise, 
     for name, value in ast.iter_fields(node):
         inner = frozenset[str]() if isinstance(node, FUNCTIONS) else caught
         if isinstance(node, ast.Try) and name == "body":
-            types = (one for handler in node.handlers if handler.type for one in ast.walk(handler.type))
+            types = (
+                one for handler in node.handlers if handler.type for one in ast.walk(handler.type)
+            )
             inner = caught | {one.id for one in types if isinstance(one, ast.Name)}
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.Raise):
@@ -99,7 +154,9 @@ def _raises(node: ast.AST, caught: frozenset[str]) -> Iterator[tuple[ast.Raise, 
 
 
 def _is_caught(name: str, caught: frozenset[str]) -> bool:
-    return any(issubclass(getattr(builtins, name), getattr(builtins, one)) for one in caught & BUILTIN)
+    return any(
+        issubclass(getattr(builtins, name), getattr(builtins, one)) for one in caught & BUILTIN
+    )
 
 
 def _real_tree(module: Module) -> dict[str, tuple[str, int | None]]:
@@ -118,7 +175,9 @@ def _real_tree(module: Module) -> dict[str, tuple[str, int | None]]:
         for part in node.body:
             if isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == "exit_code":
                 code = (
-                    constants.get(ast.unparse(part.value)) if isinstance(part.value, ast.Name) else ast.literal_eval(part.value)
+                    constants.get(ast.unparse(part.value))
+                    if isinstance(part.value, ast.Name)
+                    else ast.literal_eval(part.value)
                 )
         tree[node.name] = (parent, code)
     return tree
@@ -142,7 +201,9 @@ def _drawn_tree(text: str) -> dict[str, tuple[str | None, int | None]]:
 
 def _is_code(node: ast.Assign) -> bool:
     return (
-        isinstance(node.targets[0], ast.Name) and node.targets[0].id.startswith("EXIT_") and isinstance(node.value, ast.Constant)
+        isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id.startswith("EXIT_")
+        and isinstance(node.value, ast.Constant)
     )
 
 

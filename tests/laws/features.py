@@ -25,11 +25,17 @@ def features(root: Path) -> list[Violation]:
     for number, cells in _rows(path):
         where = f"{FEATURES}:{number}"
         if len(cells) != len(HEADER):
-            found.append(Violation(where, f"has {len(cells)} cells, a row is | {' | '.join(HEADER)} |"))
+            found.append(
+                Violation(where, f"has {len(cells)} cells, a row is | {' | '.join(HEADER)} |")
+            )
             continue
         identity, what, command, test = cells
         if not re.fullmatch(r"[A-Z]{3}-\d\d", identity) or identity in seen:
-            found.append(Violation(where, f"the id {identity!r} is not of the form BAT-01, or stands here twice"))
+            found.append(
+                Violation(
+                    where, f"the id {identity!r} is not of the form BAT-01, or stands here twice"
+                )
+            )
         seen.add(identity)
         if not what:
             found.append(Violation(where, "does not say what works"))
@@ -40,7 +46,9 @@ def features(root: Path) -> list[Violation]:
         tests = re.findall(r"`([^`]+)`", test)
         if not tests:
             found.append(Violation(where, "names no test in backticks"))
-        found += [Violation(where, f"there is no test {one}") for one in tests if not is_a_test(root, one)]
+        found += [
+            Violation(where, f"there is no test {one}") for one in tests if not is_a_test(root, one)
+        ]
     ends = ends_of_help(root, list(verbs)) if verbs else []
     return found + [
         Violation(where, f"there is no verb {' '.join(verb)}")
@@ -53,7 +61,10 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows of the file's tables, without their heads; `\\|` is a bar inside a cell."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if line.startswith("|"):
-            cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+            cells = [
+                cell.strip().replace("\\|", "|")
+                for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))
+            ]
             if cells != HEADER and not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
                 yield number, cells
 
@@ -72,7 +83,14 @@ def is_a_test(root: Path, test: str) -> bool:
         return False
     body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body if names else []
     for name in names:
-        node = next((one for one in body if isinstance(one, (*FUNCTIONS, ast.ClassDef)) and one.name == name), None)
+        node = next(
+            (
+                one
+                for one in body
+                if isinstance(one, (*FUNCTIONS, ast.ClassDef)) and one.name == name
+            ),
+            None,
+        )
         if node is None:
             return False
         body = node.body

@@ -57,10 +57,17 @@ print(json.dumps({"ends": ends, "loaded": loaded}))
 
 def stays_light(root: Path) -> list[Violation]:
     """`import surefoot`, then every module of floors 0 to 2, the control wing and cli: none of it brings torch."""
-    names = [module.name for module in modules(root) if (room := room_of(module.name)) and _is_light(*room)]
+    names = [
+        module.name
+        for module in modules(root)
+        if (room := room_of(module.name)) and _is_light(*room)
+    ]
     loaded = _ask(root, LOAD, ["surefoot", *sorted(names)])
     return [
-        Violation(name, f"brings {heavy} along when imported; import it where it is used, on a floor above")
+        Violation(
+            name,
+            f"brings {heavy} along when imported; import it where it is used, on a floor above",
+        )
         for heavy, name in loaded.items()
     ]
 
@@ -74,9 +81,13 @@ def public_names(root: Path) -> list[Violation]:
     told = _ask(root, NAMES)
     where = "surefoot/__init__.py"
     found = [Violation(where, f"{name} is listed and cannot be had") for name in told["missing"]]
-    found += [Violation(where, f"the public name {name} has no docstring") for name in told["silent"]]
+    found += [
+        Violation(where, f"the public name {name} has no docstring") for name in told["silent"]
+    ]
     if told["listed"] != sorted(set(told["listed"])):
-        found.append(Violation(where, f"__all__ is not sorted, or names one twice: {told['listed']}"))
+        found.append(
+            Violation(where, f"__all__ is not sorted, or names one twice: {told['listed']}")
+        )
     odd = sorted(set(told["listed"]) ^ set(told["shown"]))
     if odd:
         found.append(Violation(where, f"__all__ and dir(surefoot) differ in {odd}"))
@@ -89,7 +100,11 @@ def help_is_light(root: Path) -> list[Violation]:
     """`surefoot --help` ends 0 and loads neither torch nor numpy."""
     told = _ask(root, VERBS, [["--help"]])
     found = [Violation("surefoot --help", f"loads {name}") for name in told["loaded"]]
-    return found + ([Violation("surefoot --help", f"ends with {told['ends'][0]}")] if told["ends"] != [0] else [])
+    return found + (
+        [Violation("surefoot --help", f"ends with {told['ends'][0]}")]
+        if told["ends"] != [0]
+        else []
+    )
 
 
 def ends_of_help(root: Path, verbs: Sequence[Sequence[str]]) -> list[int]:
@@ -99,11 +114,20 @@ def ends_of_help(root: Path, verbs: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _ask(root: Path, program: str, question: Any = None) -> Any:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "PYTHONDONTWRITEBYTECODE": "1"
+    }
     done = subprocess.run(
         [sys.executable, "-c", HEAD + program, str(root), json.dumps(question)],
-        cwd=root, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     if done.returncode:
-        raise AssertionError(f"a fresh interpreter could not load the tree in {root}:\n{done.stderr}")
+        raise AssertionError(
+            f"a fresh interpreter could not load the tree in {root}:\n{done.stderr}"
+        )
     return json.loads(done.stdout.splitlines()[-1])

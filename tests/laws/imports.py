@@ -31,9 +31,19 @@ FLOOR_0 = ("errors", "units")  # of core; the rest of core stands on floor 1
 NESTED = ("runtime", "control", "components")  # each folder inside is a room of its own
 TRAINING_WING = ("runtime", "components", "train", "tasks")
 LIGHT = ("core", "native", "contract", "control", "cli")  # never import torch
-HEAVY = ("torch", "torchvision", "torchmetrics", "transformers", "lightning", "accelerate", "safetensors.torch")
+HEAVY = (
+    "torch",
+    "torchvision",
+    "torchmetrics",
+    "transformers",
+    "lightning",
+    "accelerate",
+    "safetensors.torch",
+)
 IMPORT_NAMES = {"pillow": "PIL", "scikit-learn": "sklearn"}
-PART_OF_AN_EXTRA = ("torch.utils.tensorboard",)  # ships with torch, works only with the tensorboard package
+PART_OF_AN_EXTRA = (
+    "torch.utils.tensorboard",
+)  # ships with torch, works only with the tensorboard package
 COSTLY = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -70,14 +80,21 @@ def _too_high(root: Path, module: Module, one: Import) -> Iterator[str]:
     target = package_module(root, one.target) or one.target
     here, there = room_of(module.name), room_of(target)
     if here is None:
-        if module.name not in ("surefoot", "surefoot.__main__", *(f"surefoot.{name}" for name in PUBLIC)):
+        if module.name not in (
+            "surefoot",
+            "surefoot.__main__",
+            *(f"surefoot.{name}" for name in PUBLIC),
+        ):
             yield f"{module.name} stands on no floor; the floors are in docs/architecture.md"
         return
     if there is None:
         if not (target == "surefoot" and one.target.startswith("surefoot.__")):
             yield f"{here[0]} imports {one.target} through the package; import the room that has it"
         return
-    if module.path.as_posix() in ("surefoot/core/__init__.py", *(f"surefoot/{top}/__init__.py" for top in NESTED)):
+    if module.path.as_posix() in (
+        "surefoot/core/__init__.py",
+        *(f"surefoot/{top}/__init__.py" for top in NESTED),
+    ):
         yield f"{module.path.as_posix()} imports {target}; it runs before every room inside it and stays empty"
     elif here[0] == there[0]:
         if there[1] > here[1]:
@@ -99,18 +116,33 @@ def cycles(root: Path) -> list[Violation]:
     """No module imports itself through others when it is loaded."""
     graph: dict[str, set[str]] = {}
     for module in modules(root):
-        targets = (package_module(root, one.target) for one in module.imports if not one.in_function and not one.type_checking)
-        graph[module.name] = {target for target in targets if target and target.startswith("surefoot.") and target != module.name}
+        targets = (
+            package_module(root, one.target)
+            for one in module.imports
+            if not one.in_function and not one.type_checking
+        )
+        graph[module.name] = {
+            target
+            for target in targets
+            if target and target.startswith("surefoot.") and target != module.name
+        }
     found: list[Violation] = []
     done: set[str] = set()
     for start in sorted(graph):
         loop = _find_loop(graph, start, (), done)
         if loop:
-            found.append(Violation(loop[0], f"imports itself: {' -> '.join(loop)}; move what both need to a module below"))
+            found.append(
+                Violation(
+                    loop[0],
+                    f"imports itself: {' -> '.join(loop)}; move what both need to a module below",
+                )
+            )
     return found
 
 
-def _find_loop(graph: dict[str, set[str]], name: str, path: tuple[str, ...], done: set[str]) -> tuple[str, ...]:
+def _find_loop(
+    graph: dict[str, set[str]], name: str, path: tuple[str, ...], done: set[str]
+) -> tuple[str, ...]:
     if name in path:
         return (*path[path.index(name) :], name)
     if name in done:
@@ -127,21 +159,28 @@ def local_imports(root: Path) -> list[Violation]:
     """An import inside a function is for optional packages only; cli and contract/task.py (which loads code by name) are free."""
     found = []
     for module in modules(root):
-        if module.path.as_posix().startswith("surefoot/cli/") or module.path.as_posix() == "surefoot/contract/task.py":
+        if (
+            module.path.as_posix().startswith("surefoot/cli/")
+            or module.path.as_posix() == "surefoot/contract/task.py"
+        ):
             continue
         for one in module.imports:
             optional, costly = _is_optional(root, one.target), _begins(one.target, COSTLY)
             if costly and not one.in_function and not one.type_checking:
                 found.append(
                     Violation(
-                        module.at(one.line), f"makes every process import {one.target}; import it in the function that uses it"
+                        module.at(one.line),
+                        f"makes every process import {one.target}; import it in the function that uses it",
                     )
                 )
             if costly:
                 continue
             if one.in_function and not optional and not one.type_checking:
                 found.append(
-                    Violation(module.at(one.line), f"imports {one.target} inside a function; move it to the top of the file")
+                    Violation(
+                        module.at(one.line),
+                        f"imports {one.target} inside a function; move it to the top of the file",
+                    )
                 )
             if optional and not one.in_function and not one.type_checking:
                 found.append(
@@ -167,7 +206,8 @@ def loads_by_name(root: Path) -> list[Violation]:
     return [
         Violation(module.at(line), f"{name} loads code by name; only contract/task.py does")
         for module in modules(root)
-        if module.path.as_posix() not in free and not module.path.as_posix().startswith("surefoot/cli/")
+        if module.path.as_posix() not in free
+        and not module.path.as_posix().startswith("surefoot/cli/")
         for name, line in called_names(module)
         if name in loaders
     ]
@@ -176,7 +216,10 @@ def loads_by_name(root: Path) -> list[Violation]:
 def torch_at_the_top(root: Path) -> list[Violation]:
     """Floors 0 to 2, the control wing and cli name no heavy package at the top of a file."""
     return [
-        Violation(module.at(one.line), f"imports {one.target} when loaded; floors 0 to 2, control and cli stay free of torch")
+        Violation(
+            module.at(one.line),
+            f"imports {one.target} when loaded; floors 0 to 2, control and cli stay free of torch",
+        )
         for module in modules(root)
         if module.path.parts[1] in LIGHT
         for one in module.imports
@@ -187,9 +230,20 @@ def torch_at_the_top(root: Path) -> list[Violation]:
 def declared(root: Path) -> list[Violation]:
     """Every package that is imported is in the standard library or declared in pyproject.toml."""
     core, extras = declared_packages(root)
-    known = {"surefoot", "tests", "examples", "benchmarks", *core, *extras, *sys.stdlib_module_names}
+    known = {
+        "surefoot",
+        "tests",
+        "examples",
+        "benchmarks",
+        *core,
+        *extras,
+        *sys.stdlib_module_names,
+    }
     return [
-        Violation(module.at(one.line), f"imports {one.target.partition('.')[0]}, which pyproject.toml does not declare")
+        Violation(
+            module.at(one.line),
+            f"imports {one.target.partition('.')[0]}, which pyproject.toml does not declare",
+        )
         for module in modules(root)
         for one in module.imports
         if one.target.partition(".")[0] not in known
@@ -200,9 +254,13 @@ def declared(root: Path) -> list[Violation]:
 def declared_packages(root: Path) -> tuple[frozenset[str], frozenset[str]]:
     """The import names of the core dependencies and of the extras."""
     path = root / "pyproject.toml"
-    project = tomllib.loads((path if path.is_file() else PROJECT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((path if path.is_file() else PROJECT / "pyproject.toml").read_text())[
+        "project"
+    ]
     core = frozenset(map(_import_name, project["dependencies"]))
-    extras = frozenset(_import_name(one) for lines in project["optional-dependencies"].values() for one in lines)
+    extras = frozenset(
+        _import_name(one) for lines in project["optional-dependencies"].values() for one in lines
+    )
     return core, extras - core - {"surefoot"}
 
 
@@ -213,7 +271,9 @@ def _import_name(requirement: str) -> str:
 
 
 def _is_optional(root: Path, target: str) -> bool:
-    return _begins(target, PART_OF_AN_EXTRA) or target.partition(".")[0] in declared_packages(root)[1]
+    return (
+        _begins(target, PART_OF_AN_EXTRA) or target.partition(".")[0] in declared_packages(root)[1]
+    )
 
 
 def _begins(target: str, packages: tuple[str, ...]) -> bool:

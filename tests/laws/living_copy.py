@@ -16,9 +16,13 @@ BY_MODULE = ("core", "contract")  # rooms told file by file
 
 def rooms(root: Path) -> list[Violation]:
     """Every room (every module of core and contract) has its line; a line that does not begin with `later` stands."""
-    told = dict(re.findall(r"^\| `([a-z_/]+)` \| (.+) \|$", _section(root, "The rooms"), re.MULTILINE))
+    told = dict(
+        re.findall(r"^\| `([a-z_/]+)` \| (.+) \|$", _section(root, "The rooms"), re.MULTILINE)
+    )
     real = _rooms(root / "surefoot")
-    found = [Violation(COPY, f"has no line for the room {name}") for name in sorted(real - told.keys())]
+    found = [
+        Violation(COPY, f"has no line for the room {name}") for name in sorted(real - told.keys())
+    ]
     found += [
         Violation(COPY, f"the room {name} is told as later, and stands")
         for name in sorted(real & told.keys())
@@ -34,16 +38,30 @@ def rooms(root: Path) -> list[Violation]:
 def dependencies(root: Path) -> list[Violation]:
     """Every package of pyproject.toml has a line that says why it is here, and no line names another."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    every = [*project["dependencies"], *(one for extra in project.get("optional-dependencies", {}).values() for one in extra)]
+    every = [
+        *project["dependencies"],
+        *(one for extra in project.get("optional-dependencies", {}).values() for one in extra),
+    ]
     real = {re.split(r"[^A-Za-z0-9_-]", one)[0] for one in every} - {"surefoot"}
-    told = set(re.findall(r"^\| `([A-Za-z0-9_-]+)` \| [a-z]* ?\| .+ \|$", _section(root, "Dependencies"), re.MULTILINE))
+    told = set(
+        re.findall(
+            r"^\| `([A-Za-z0-9_-]+)` \| [a-z]* ?\| .+ \|$",
+            _section(root, "Dependencies"),
+            re.MULTILINE,
+        )
+    )
     found = [Violation(COPY, f"does not say why {name} is needed") for name in sorted(real - told)]
-    return found + [Violation(COPY, f"{name} is no dependency of pyproject.toml") for name in sorted(told - real)]
+    return found + [
+        Violation(COPY, f"{name} is no dependency of pyproject.toml")
+        for name in sorted(told - real)
+    ]
 
 
 def private_apis(root: Path) -> list[Violation]:
     """Each row of the private torch APIs names a seam that stands and a test that exists."""
-    rows = [line for line in _section(root, "Private torch APIs").splitlines() if line.startswith("| `")]
+    rows = [
+        line for line in _section(root, "Private torch APIs").splitlines() if line.startswith("| `")
+    ]
     found = []
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
@@ -57,7 +75,9 @@ def private_apis(root: Path) -> list[Violation]:
 
 def _rooms(package: Path) -> set[str]:
     found: set[str] = set()
-    for top in (path for path in package.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))):
+    for top in (
+        path for path in package.iterdir() if path.is_dir() and not path.name.startswith(("_", "."))
+    ):
         inside = [path for path in top.iterdir() if not path.name.startswith(("_", "."))]
         if top.name in BY_MODULE:
             found |= {f"{top.name}/{path.stem}" for path in inside}

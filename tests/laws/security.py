@@ -23,5 +23,9 @@ def promises(root: Path) -> list[Violation]:
         tests = re.findall(r"`(tests/[^`]+)`", row)
         if not tests:
             found.append(Violation(PAGE, f"promises without a test: {row}"))
-        found += [Violation(PAGE, f"there is no test {test}") for test in tests if not is_a_test(root, test)]
+        found += [
+            Violation(PAGE, f"there is no test {test}")
+            for test in tests
+            if not is_a_test(root, test)
+        ]
     return found

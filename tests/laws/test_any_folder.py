@@ -27,17 +27,25 @@ PASSED = re.compile(r"^(\d+) passed", re.MULTILINE)
 def clone(folder: Path) -> Path:
     """The files of the working tree that git does not ignore, and an interpreter in the new folder that imports what this one does."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
-    )  # fmt: skip
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if listed.returncode:
         pytest.skip("what belongs to the project is not known without git")
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / ".venv")], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(folder / ".venv")], check=True
+    )
     python = folder / ".venv" / "bin" / "python"
-    packages = sysconfig.get_path("purelib", vars={"base": str(folder / ".venv"), "platbase": str(folder / ".venv")})
+    packages = sysconfig.get_path(
+        "purelib", vars={"base": str(folder / ".venv"), "platbase": str(folder / ".venv")}
+    )
     (Path(packages) / "this.pth").write_text(f"{folder}\n{sysconfig.get_path('purelib')}\n")
     return python
 
@@ -45,13 +53,31 @@ def clone(folder: Path) -> Path:
 def run_tests(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     python = clone(folder)
     variables = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV_")) and name != "PYTHONPATH"
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST", "COV_")) and name != "PYTHONPATH"
     }
-    variables |= {"DATA": str((ROOT / os.environ.get("DATA", "../shared/data")).resolve()), "OMP_NUM_THREADS": "1"}
+    variables |= {
+        "DATA": str((ROOT / os.environ.get("DATA", "../shared/data")).resolve()),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
-        [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--deselect={Path(__file__).relative_to(ROOT)}", *words],
-        cwd=folder, env=variables, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            str(python),
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--deselect={Path(__file__).relative_to(ROOT)}",
+            *words,
+        ],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -31,7 +31,9 @@ def commit(folder: Path, *names: str) -> None:
         if "/" not in name:
             (folder / name).write_bytes(b"weights")
         entries.append(manifest.Entry(name=name, num_bytes=7, sha256=digest.of_bytes(b"weights")))
-    made = manifest.Manifest(step=1, generation=1, spec_id="x", files=tuple(entries), environment={})
+    made = manifest.Manifest(
+        step=1, generation=1, spec_id="x", files=tuple(entries), environment={}
+    )
     (folder / manifest.FILE).write_text(made.as_text())
 
 
@@ -48,7 +50,9 @@ def commit(folder: Path, *names: str) -> None:
         ("checkpoint", "prune", "run"),
     ],
 )
-def test_reading_a_stranger_s_spec_or_run_runs_none_of_its_code(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_reading_a_stranger_s_spec_or_run_runs_none_of_its_code(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     canary = tmp_path / "canary"
     (tmp_path / "mine.py").write_text(TASK.format(canary=str(canary)))
     (tmp_path / "mine.toml").write_text(SPEC)
@@ -58,7 +62,12 @@ def test_reading_a_stranger_s_spec_or_run_runs_none_of_its_code(words: tuple[str
     (tmp_path / "run" / "checkpoints").mkdir()
     command = [sys.executable, "-m", "surefoot", *words]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert not canary.exists()
     assert "Traceback" not in done.stderr
@@ -66,14 +75,20 @@ def test_reading_a_stranger_s_spec_or_run_runs_none_of_its_code(words: tuple[str
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["../weights", "/etc/passwd", "a/b", ".hidden", "-rf", "a b", "", "x" * 129, "a\x00b"])
-def test_a_manifest_that_names_anything_but_a_plain_file_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["../weights", "/etc/passwd", "a/b", ".hidden", "-rf", "a b", "", "x" * 129, "a\x00b"]
+)
+def test_a_manifest_that_names_anything_but_a_plain_file_is_refused(
+    name: str, tmp_path: Path
+) -> None:
     commit(tmp_path / "step", "model.safetensors")
     path = tmp_path / "step" / manifest.FILE
     row = json.loads(path.read_text())
     row.pop("sha256")
     row["files"][0]["name"] = name
-    own = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()  # a hostile writer gives the right digest
+    own = hashlib.sha256(
+        json.dumps(row, sort_keys=True).encode()
+    ).hexdigest()  # a hostile writer gives the right digest
     path.write_text(json.dumps({**row, "sha256": own}))
     with pytest.raises(RunFolderError, match="no plain name"):
         commits.check(tmp_path / "step")
@@ -86,7 +101,9 @@ def test_every_flipped_bit_of_a_commit_is_found(tmp_path: Path) -> None:
     for path in (folder / "model.safetensors", folder / manifest.FILE):
         whole = path.read_bytes()
         for position in range(len(whole)):
-            path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
+            path.write_bytes(
+                whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :]
+            )
             with pytest.raises(RunFolderError, match=path.name):
                 commits.check(folder)
         path.write_bytes(whole)

@@ -49,9 +49,23 @@ def test_clean(monkeypatch, tmp_path):
 def run_pytest(folder: Path) -> subprocess.CompletedProcess[str]:
     shutil.copy(CONFTEST, folder / "conftest.py")
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)],
-        capture_output=True, text=True, check=False, cwd=folder, env={**os.environ, "PYTEST_ADDOPTS": ""},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(folder),
+            str(folder),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "PYTEST_ADDOPTS": ""},
+    )
 
 
 def test_a_crash_that_is_planted_in_a_forked_process_prints_no_stack(tmp_path: Path) -> None:
@@ -62,7 +76,9 @@ def test_a_crash_that_is_planted_in_a_forked_process_prints_no_stack(tmp_path: P
     assert "Fatal Python error" not in done.stdout
 
 
-def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean(tmp_path: Path) -> None:
+def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "test_leaving.py").write_text(LEAVING)
     done = run_pytest(tmp_path)
     for said in (

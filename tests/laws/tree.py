@@ -70,7 +70,10 @@ class Module:
                         alias.name if alias.asname else alias.name.partition(".")[0]
                     )
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                names |= {
+                    alias.asname or alias.name: f"{node.module}.{alias.name}"
+                    for alias in node.names
+                }
         return names
 
     def full_name(self, node: ast.expr) -> str | None:
@@ -86,9 +89,15 @@ class Module:
 @cache
 def modules(root: Path, *folders: str) -> tuple[Module, ...]:
     """Every Python file under `folders` of the tree (the package, when none is named)."""
-    found = (path for folder in folders or ("surefoot",) for path in sorted((root / folder).rglob("*.py")))
+    found = (
+        path
+        for folder in folders or ("surefoot",)
+        for path in sorted((root / folder).rglob("*.py"))
+    )
     return tuple(
-        Module(root, path.relative_to(root)) for path in found if not any(p.startswith(".") for p in path.relative_to(root).parts)
+        Module(root, path.relative_to(root))
+        for path in found
+        if not any(p.startswith(".") for p in path.relative_to(root).parts)
     )
 
 
@@ -113,7 +122,9 @@ def package_module(root: Path, target: str) -> str | None:
     return None
 
 
-def _imports(module: Module, node: ast.AST, *, in_function: bool, type_checking: bool) -> Iterator[Import]:
+def _imports(
+    module: Module, node: ast.AST, *, in_function: bool, type_checking: bool
+) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
@@ -124,9 +135,16 @@ def _imports(module: Module, node: ast.AST, *, in_function: bool, type_checking:
                 yield Import(f"{base}.{alias.name}", child.lineno, in_function, type_checking)
         elif isinstance(child, ast.If) and _is_type_checking(child.test):
             for part in child.body:
-                yield from _imports(module, ast.Module([part], []), in_function=in_function, type_checking=True)
+                yield from _imports(
+                    module, ast.Module([part], []), in_function=in_function, type_checking=True
+                )
             for part in child.orelse:
-                yield from _imports(module, ast.Module([part], []), in_function=in_function, type_checking=type_checking)
+                yield from _imports(
+                    module,
+                    ast.Module([part], []),
+                    in_function=in_function,
+                    type_checking=type_checking,
+                )
         else:
             inside = in_function or isinstance(child, (*FUNCTIONS, ast.Lambda))
             yield from _imports(module, child, in_function=inside, type_checking=type_checking)
@@ -135,7 +153,9 @@ def _imports(module: Module, node: ast.AST, *, in_function: bool, type_checking:
 def _absolute(module: Module, node: ast.ImportFrom) -> str:
     if not node.level:
         return node.module or ""
-    package = module.name.split(".") if module.path.name == "__init__.py" else module.name.split(".")[:-1]
+    package = (
+        module.name.split(".") if module.path.name == "__init__.py" else module.name.split(".")[:-1]
+    )
     base = package[: len(package) - node.level + 1]
     return ".".join([*base, *([node.module] if node.module else [])])
 

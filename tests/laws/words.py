@@ -34,7 +34,10 @@ def class_names(root: Path) -> list[Violation]:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].setdefault(module.path.as_posix(), module.at(node.lineno))
     return [
-        Violation(places[0], f"{name} is a class of {', '.join(places[1:])} as well; name each for what it is")
+        Violation(
+            places[0],
+            f"{name} is a class of {', '.join(places[1:])} as well; name each for what it is",
+        )
         for name, found in sorted(homes.items())
         if len(places := list(found.values())) > 1
     ]
@@ -43,10 +46,14 @@ def class_names(root: Path) -> list[Violation]:
 def first_words(root: Path) -> list[Violation]:
     """A docstring does not begin with a pronoun or a question word: it says what a function returns or does, and what a class is."""
     return [
-        Violation(module.at(node.body[0].lineno), f"the docstring begins with {word[0]!r}; begin with a verb or a noun")
+        Violation(
+            module.at(node.body[0].lineno),
+            f"the docstring begins with {word[0]!r}; begin with a verb or a noun",
+        )
         for module in modules(root)
         for node in ast.walk(module.syntax)
-        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and (word := PRONOUNS.match(ast.get_docstring(node) or ""))
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
+        and (word := PRONOUNS.match(ast.get_docstring(node) or ""))
     ]
 
 
@@ -63,7 +70,8 @@ def words(root: Path) -> list[Violation]:
             found += [
                 Violation(f"{where}:{number}", f"{hit[0]} is {why}")
                 for word, why in WORDS.items()
-                if (hit := re.search(word, line)) and not (word == HOSTILE and where.startswith("tests/"))
+                if (hit := re.search(word, line))
+                and not (word == HOSTILE and where.startswith("tests/"))
             ]
     return found
 
@@ -74,5 +82,6 @@ def _texts(root: Path) -> list[Path]:
     return sorted(
         path
         for path in (*inside, *top)
-        if not {"__pycache__", ".hypothesis", ".git"} & set(path.parts) and not path.relative_to(root).as_posix().startswith(OWN)
+        if not {"__pycache__", ".hypothesis", ".git"} & set(path.parts)
+        and not path.relative_to(root).as_posix().startswith(OWN)
     )

@@ -24,7 +24,9 @@ from surefoot.core.errors import SurefootError
 from tests.world.ranks import run_ranks
 
 STEPS, BATCH, MICROBATCH, KILLED_AFTER = 4, 8, 4, 3
-MEMORY = Path("/dev/shm")  # a file system without a disk: 20 commits a case are not what is tried here
+MEMORY = Path(
+    "/dev/shm"
+)  # a file system without a disk: 20 commits a case are not what is tried here
 BOUND, WIDE = 1e-6, 1e-3  # of how far the weights have moved: in float64, and in float32
 State = dict[str, Tensor]
 
@@ -71,7 +73,9 @@ class Case:
     def join(self, samples: list[Any]) -> Any:
         """A batch, its numbers in the `dtype` of the model."""
         batch = self.collate(samples)
-        return map_tensors(batch, lambda each: each.to(self.dtype) if each.is_floating_point() else each)
+        return map_tensors(
+            batch, lambda each: each.to(self.dtype) if each.is_floating_point() else each
+        )
 
 
 class Trained:
@@ -116,20 +120,29 @@ class Result:
 
     def is_same(self, other: Result) -> bool:
         """Whether losses and state are the same bits."""
-        return self.losses == other.losses and all(torch.equal(each, other.state[name]) for name, each in self.state.items())
+        return self.losses == other.losses and all(
+            torch.equal(each, other.state[name]) for name, each in self.state.items()
+        )
 
 
 def spec_of(case: Case, tables: dict[str, Any]) -> RunSpec:
     whole_batches = {} if case.source is not None else {"batch": BATCH}
     train = {"length": f"{STEPS} steps", "threads": 1, **whole_batches, **tables.pop("train", {})}
     return RunSpec(
-        train=train, optim={"name": "task", "decay": 0.0, "clip": 0.0}, schedule={"name": "constant"}, data={"shuffle": False},
-        evaluate={"split": "train", "every": "1000 steps"}, checkpoint={"every": "2 steps", "background": False},
-        observe={"tensorboard": False}, **tables,
-    )  # fmt: skip
+        train=train,
+        optim={"name": "task", "decay": 0.0, "clip": 0.0},
+        schedule={"name": "constant"},
+        data={"shuffle": False},
+        evaluate={"split": "train", "every": "1000 steps"},
+        checkpoint={"every": "2 steps", "background": False},
+        observe={"tensorboard": False},
+        **tables,
+    )
 
 
-def run(case: Case, folder: Path, *, drops: bool = False, killed: bool = False, **tables: Any) -> Result:
+def run(
+    case: Case, folder: Path, *, drops: bool = False, killed: bool = False, **tables: Any
+) -> Result:
     """A run of the case; with `killed` the process ends itself after a step."""
     losses = []
     with Run(spec_of(case, tables), Trained(case, drops), folder=folder, quiet=True) as run:
@@ -137,7 +150,11 @@ def run(case: Case, folder: Path, *, drops: bool = False, killed: bool = False, 
             losses.append(float(report.loss or 0.0))
             if killed and report.step == KILLED_AFTER:
                 os.kill(os.getpid(), signal.SIGKILL)
-        state = {name: _whole(each) for name, each in run.model.state_dict().items() if isinstance(each, Tensor)}
+        state = {
+            name: _whole(each)
+            for name, each in run.model.state_dict().items()
+            if isinstance(each, Tensor)
+        }
         evaluated = run.evaluate().loss
     return Result(losses, state, evaluated)
 
@@ -161,7 +178,10 @@ def run_on_ranks(case: Case, folder: Path, layout: dict[str, Any], **tables: Any
             if each["code"] != 2:
                 raise AssertionError(f"{each['error']}\n{each['trace']}")
             raise SurefootError(each["error"])
-    return [Result(losses, load_file(folder / f"{rank}.safetensors"), loss) for rank, (losses, loss) in enumerate(found)]
+    return [
+        Result(losses, load_file(folder / f"{rank}.safetensors"), loss)
+        for rank, (losses, loss) in enumerate(found)
+    ]
 
 
 def plain(case: Case, microbatch: int | None = None) -> Result:
@@ -182,7 +202,9 @@ def plain(case: Case, microbatch: int | None = None) -> Result:
             loss += float(share.detach())
         optimizer.step()
         losses.append(loss)
-    state = {name: _whole(each) for name, each in model.state_dict().items() if isinstance(each, Tensor)}
+    state = {
+        name: _whole(each) for name, each in model.state_dict().items() if isinstance(each, Tensor)
+    }
     return Result(losses, state, _evaluate(case, model, source))
 
 
@@ -193,7 +215,10 @@ def _parts(case: Case, source: Any, step: int, microbatch: int | None) -> list[A
     samples = case.samples()
     first = step * BATCH % len(samples)
     size = microbatch or BATCH
-    return [case.join([samples[n] for n in range(at, at + size)]) for at in range(first, first + BATCH, size)]
+    return [
+        case.join([samples[n] for n in range(at, at + size)])
+        for at in range(first, first + BATCH, size)
+    ]
 
 
 @torch.no_grad()
@@ -219,7 +244,11 @@ class Comparison:
         self.case, self.folder = case, folder
 
     def _start(self, drops: bool) -> State:
-        return {name: each for name, each in Trained(self.case, drops).model().state_dict().items() if isinstance(each, Tensor)}
+        return {
+            name: each
+            for name, each in Trained(self.case, drops).model().state_dict().items()
+            if isinstance(each, Tensor)
+        }
 
     @cached_property
     def plain(self) -> Result:
@@ -243,7 +272,9 @@ class Comparison:
     def _microbatches(self) -> float:
         """Against the whole batch; where samples are joined, against a loop that accumulates."""
         expected = plain(self.case, MICROBATCH) if self.case.joins_samples else self.plain
-        return self.apart(run(self.case, self.folder / "cut", train={"microbatch": MICROBATCH}), expected)
+        return self.apart(
+            run(self.case, self.folder / "cut", train={"microbatch": MICROBATCH}), expected
+        )
 
     def _two_ranks(self) -> float:
         return self._on_ranks({})
@@ -252,7 +283,13 @@ class Comparison:
         return self._on_ranks({"shard": 2, "stage": self.case.stage})
 
     def _on_ranks(self, layout: dict[str, Any]) -> float:
-        found = run_on_ranks(self.case, self.folder / f"ranks-{layout.get('stage', 0)}", layout, drops=True, **self._cut())
+        found = run_on_ranks(
+            self.case,
+            self.folder / f"ranks-{layout.get('stage', 0)}",
+            layout,
+            drops=True,
+            **self._cut(),
+        )
         assert found[0].is_same(found[1]), "the ranks differ"
         return self.apart(found[0], self.alone, drops=True)
 
@@ -282,7 +319,10 @@ class Comparison:
         moved = {name: _distance(each, start[name]) for name, each in other.state.items()}
         assert max(moved.values()) > 0.0, "nothing was trained"
         least = 1e-3 * max(moved.values())
-        found += [_distance(each, other.state[name]) / max(moved[name], least) for name, each in one.state.items()]
+        found += [
+            _distance(each, other.state[name]) / max(moved[name], least)
+            for name, each in one.state.items()
+        ]
         return max(found)
 
 
@@ -312,6 +352,8 @@ def _check(case: Case, folder: Path) -> dict[str, str]:
             found[what] = "refused"
             continue
         assert what not in case.refused, f"{what} was not refused"
-        assert distance <= (0.0 if what == "resumed" else case.bound), f"{what}: {distance:.3g} apart"
+        assert distance <= (0.0 if what == "resumed" else case.bound), (
+            f"{what}: {distance:.3g} apart"
+        )
         found[what] = "same bits" if distance == 0.0 else f"{distance:.0e}"
     return found

@@ -36,12 +36,19 @@ def masked_texts() -> list[Sample]:
     found = []
     for text in texts():
         is_masked = torch.arange(len(text)) % 3 == 1
-        found.append({"input_ids": text.masked_fill(is_masked, 2), "labels": text.masked_fill(~is_masked, IGNORED)})
+        found.append(
+            {
+                "input_ids": text.masked_fill(is_masked, 2),
+                "labels": text.masked_fill(~is_masked, IGNORED),
+            }
+        )
     return found
 
 
 def translated_texts() -> list[Sample]:
-    return [{"input_ids": one, "labels": other} for one, other in zip(texts(1), texts(2), strict=True)]
+    return [
+        {"input_ids": one, "labels": other} for one, other in zip(texts(1), texts(2), strict=True)
+    ]
 
 
 def tagged_texts() -> list[Sample]:
@@ -49,7 +56,10 @@ def tagged_texts() -> list[Sample]:
 
 
 def spans() -> list[Sample]:
-    return [{"input_ids": text, "start_positions": torch.tensor(1), "end_positions": torch.tensor(2)} for text in texts()]
+    return [
+        {"input_ids": text, "start_positions": torch.tensor(1), "end_positions": torch.tensor(2)}
+        for text in texts()
+    ]
 
 
 def images(size: int = 16, channels: int = 3) -> list[Sample]:
@@ -71,10 +81,13 @@ def padded(samples: list[Sample]) -> Sample:
         fill = IGNORED if name == "labels" else PAD
         is_text = parts[0].ndim == 1
         batch[name] = (
-            torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=fill) if is_text else torch.stack(parts)
+            torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=fill)
+            if is_text
+            else torch.stack(parts)
         )
     batch["attention_mask"] = torch.nn.utils.rnn.pad_sequence(
-        [torch.ones(len(sample["input_ids"]), dtype=torch.int64) for sample in samples], batch_first=True
+        [torch.ones(len(sample["input_ids"]), dtype=torch.int64) for sample in samples],
+        batch_first=True,
     )
     return batch
 

@@ -67,18 +67,31 @@ def row(package: str, name: str, case: Case) -> str:
 def read_rows() -> dict[tuple[str, str], str]:
     """The rows that the page has, by package and name."""
     lines = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.is_file() else []
-    cells = {line: [cell.strip(" *") for cell in line.split("|")] for line in lines if line.startswith("| ")}
+    cells = {
+        line: [cell.strip(" *") for cell in line.split("|")]
+        for line in lines
+        if line.startswith("| ")
+    }
     return {(found[2], found[1]): line for line, found in cells.items() if found[2] in MODULES}
 
 
 def write(rows: dict[tuple[str, str], str]) -> None:
-    heads = [what.removeprefix("two ranks ") if what.endswith("sharded") else what for what in COMPARISONS]
+    heads = [
+        what.removeprefix("two ranks ") if what.endswith("sharded") else what
+        for what in COMPARISONS
+    ]
     in_order = [rows[package, name] for package, name, _ in cases() if (package, name) in rows]
     text = TEXT.format(
-        steps=STEPS, bound=BOUND, wide=WIDE, python=platform.python_version(), torch=torch.__version__.partition("+")[0],
-        packages=", ".join(f"{name} {version(name)}" for name in MODULES), heads=" | ".join(heads),
-        lines=" | ".join("---" for _ in heads), rows="\n".join(in_order),
-    )  # fmt: skip
+        steps=STEPS,
+        bound=BOUND,
+        wide=WIDE,
+        python=platform.python_version(),
+        torch=torch.__version__.partition("+")[0],
+        packages=", ".join(f"{name} {version(name)}" for name in MODULES),
+        heads=" | ".join(heads),
+        lines=" | ".join("---" for _ in heads),
+        rows="\n".join(in_order),
+    )
     PAGE.write_text(text, encoding="utf-8")
 
 

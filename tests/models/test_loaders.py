@@ -30,7 +30,9 @@ class Padded:
 
     def data(self, split: str) -> Any:
         texts: Any = [torch.arange(1, 3 + number % 5) for number in range(16)]
-        loader: Any = DataLoader(texts, batch_size=8, collate_fn=lambda rows: pad_sequence(rows, batch_first=True))
+        loader: Any = DataLoader(
+            texts, batch_size=8, collate_fn=lambda rows: pad_sequence(rows, batch_first=True)
+        )
         return loader if self.is_loader else TorchDataset(loader.dataset, loader.collate_fn)
 
     def forward(self, model: nn.Module, batch: Tensor) -> Tensor:
@@ -38,12 +40,17 @@ class Padded:
         return output
 
     def loss(self, output: Tensor, batch: Tensor) -> Loss:
-        return Loss.sum(nn.functional.cross_entropy(output, batch[:, 0], reduction="sum"), len(batch))
+        return Loss.sum(
+            nn.functional.cross_entropy(output, batch[:, 0], reduction="sum"), len(batch)
+        )
 
 
 def trained(task: Padded, folder: Path, **train: Any) -> list[float]:
     spec = RunSpec(
-        train={"length": "2 steps", **train}, data={"shuffle": False}, evaluate={"split": "train"}, observe={"tensorboard": False}
+        train={"length": "2 steps", **train},
+        data={"shuffle": False},
+        evaluate={"split": "train"},
+        observe={"tensorboard": False},
     )
     with Run(spec, task, folder=folder, quiet=True) as run:
         return [float(report.loss or 0.0) for report in run.steps()]
@@ -51,12 +58,20 @@ def trained(task: Padded, folder: Path, **train: Any) -> list[float]:
 
 def test_a_loader_s_dataset_and_collate_function_are_what_its_refusals_name(tmp_path: Path) -> None:
     whole = trained(Padded(True), tmp_path / "whole")
-    with pytest.raises(SpecError, match=r"train\.microbatch is 4, and the source gives whole batches") as raised:
+    with pytest.raises(
+        SpecError, match=r"train\.microbatch is 4, and the source gives whole batches"
+    ) as raised:
         trained(Padded(True), tmp_path / "refused", microbatch=4)
     assert HINT in str(raised.value.hint)
-    for each in run_ranks(2, lambda rank: trained(Padded(True), tmp_path / "refused"), tmp_path / "results"):
+    for each in run_ranks(
+        2, lambda rank: trained(Padded(True), tmp_path / "refused"), tmp_path / "results"
+    ):
         assert HINT in each["error"]
     for number, train in enumerate(({"batch": 8}, {"batch": 8, "microbatch": 4})):
-        assert trained(Padded(False), tmp_path / str(number), **train) == pytest.approx(whole, rel=1e-12)
-    found = run_ranks(2, lambda rank: trained(Padded(False), tmp_path / "ranks", batch=8), tmp_path / "results")
+        assert trained(Padded(False), tmp_path / str(number), **train) == pytest.approx(
+            whole, rel=1e-12
+        )
+    found = run_ranks(
+        2, lambda rank: trained(Padded(False), tmp_path / "ranks", batch=8), tmp_path / "results"
+    )
     assert found == [pytest.approx(whole, rel=1e-12)] * 2

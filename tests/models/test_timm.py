@@ -20,18 +20,30 @@ RATES = {"drop_rate": 0.1, "drop_path_rate": 0.1}
 
 
 def of(
-    name: str, *, size: int = 32, joins_samples: bool = False, stage: int = 3, make: Any = timm.create_model,
-    rates: tuple[str, ...] = tuple(RATES), **sizes: Any,
-) -> Case:  # fmt: skip
+    name: str,
+    *,
+    size: int = 32,
+    joins_samples: bool = False,
+    stage: int = 3,
+    make: Any = timm.create_model,
+    rates: tuple[str, ...] = tuple(RATES),
+    **sizes: Any,
+) -> Case:
     def model(drops: bool) -> nn.Module:
-        made: nn.Module = make(name, num_classes=s.LABELS, **{key: RATES[key] * drops for key in rates}, **sizes)
+        made: nn.Module = make(
+            name, num_classes=s.LABELS, **{key: RATES[key] * drops for key in rates}, **sizes
+        )
         return made
 
     return Case(
-        model=model, samples=lambda: s.images(size), count=s.count_samples, joins_samples=joins_samples, stage=stage,
+        model=model,
+        samples=lambda: s.images(size),
+        count=s.count_samples,
+        joins_samples=joins_samples,
+        stage=stage,
         forward=lambda model, batch: model(batch["pixel_values"]),
         mean=lambda output, batch: F.cross_entropy(output, batch["labels"]),
-    )  # fmt: skip
+    )
 
 
 def make_mixer(name: str, **sizes: Any) -> nn.Module:
@@ -46,15 +58,29 @@ CASES: dict[str, Case] = {
     "ViT": of("test_vit", img_size=32),
     "ConvNeXt": of("test_convnext"),
     "EfficientNet": of("test_efficientnet", **NORMED),
-    "Swin": of("swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 2)),
+    "Swin": of(
+        "swin_tiny_patch4_window7_224",
+        img_size=32,
+        window_size=4,
+        embed_dim=12,
+        depths=(2, 2),
+        num_heads=(2, 2),
+    ),
     "MobileNet v3": of("mobilenetv3_small_050", **NORMED),
-    "MLP-Mixer": of("mixer", make=make_mixer, img_size=32, patch_size=8, embed_dim=16, num_blocks=2),
+    "MLP-Mixer": of(
+        "mixer", make=make_mixer, img_size=32, patch_size=8, embed_dim=16, num_blocks=2
+    ),
     "RegNet": of("regnetx_002", **NORMED, stage=2),
-    "DenseNet": of("densenet121", **NORMED, rates=("drop_rate",), growth_rate=8, block_config=(2, 2)),
+    "DenseNet": of(
+        "densenet121", **NORMED, rates=("drop_rate",), growth_rate=8, block_config=(2, 2)
+    ),
 }
 CHEAP = {"ResNet", "ViT"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in CHEAP else [pytest.mark.slow]) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in CHEAP else [pytest.mark.slow]) for name in CASES],
+)
 def test_a_model_of_timm_trains_as_in_a_plain_loop(name: str) -> None:
     check(CASES[name])

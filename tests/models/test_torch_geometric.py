@@ -59,30 +59,50 @@ class Pooled(nn.Module):
         return output
 
 
-def of_graphs(body: Callable[[float], nn.Module], pool: Any = global_mean_pool, **more: Any) -> Case:
+def of_graphs(
+    body: Callable[[float], nn.Module], pool: Any = global_mean_pool, **more: Any
+) -> Case:
     return Case(
-        model=lambda drops: Pooled(body(0.2 if drops else 0.0), pool), samples=graphs, collate=Batch.from_data_list,
-        count=lambda batch: batch.num_graphs, forward=lambda model, batch: model(batch),
-        mean=lambda output, batch: F.cross_entropy(output, batch.y), **({"stage": 2} | more),
-    )  # fmt: skip
+        model=lambda drops: Pooled(body(0.2 if drops else 0.0), pool),
+        samples=graphs,
+        collate=Batch.from_data_list,
+        count=lambda batch: batch.num_graphs,
+        forward=lambda model, batch: model(batch),
+        mean=lambda output, batch: F.cross_entropy(output, batch.y),
+        **({"stage": 2} | more),
+    )
 
 
 def of_nodes(body: Callable[[float], nn.Module], **more: Any) -> Case:
     own_order = "the source is read in its own order"
     return Case(
-        model=lambda drops: body(0.2 if drops else 0.0), samples=citations, source=lambda case: DataLoader(case.samples(), batch_size=1),
-        count=lambda batch: int(batch.train_mask.sum()), forward=lambda model, batch: model(batch.x, batch.edge_index),
-        mean=lambda output, batch: F.cross_entropy(output[batch.train_mask], batch.y[batch.train_mask]),
-        refused={"microbatches": "the source gives whole batches", "two ranks": own_order, "two ranks sharded": own_order},
-        stage=2, **more,
-    )  # fmt: skip
+        model=lambda drops: body(0.2 if drops else 0.0),
+        samples=citations,
+        source=lambda case: DataLoader(case.samples(), batch_size=1),
+        count=lambda batch: int(batch.train_mask.sum()),
+        forward=lambda model, batch: model(batch.x, batch.edge_index),
+        mean=lambda output, batch: F.cross_entropy(
+            output[batch.train_mask], batch.y[batch.train_mask]
+        ),
+        refused={
+            "microbatches": "the source gives whole batches",
+            "two ranks": own_order,
+            "two ranks sharded": own_order,
+        },
+        stage=2,
+        **more,
+    )
 
 
 CASES: dict[str, Case] = {
     "GCN, classes of nodes": of_nodes(lambda rate: GCN(WIDTH, 8, 2, s.LABELS, dropout=rate)),
     "GCN, cached": of_nodes(lambda rate: GCN(WIDTH, 8, 2, s.LABELS, dropout=rate, cached=True)),
-    "GAT, classes of nodes": of_nodes(lambda rate: GAT(WIDTH, 8, 2, s.LABELS, heads=2, dropout=rate)),
-    "GIN, classes of graphs": of_graphs(lambda rate: GIN(WIDTH, 8, 2, dropout=rate, norm="batch_norm"), joins_samples=True),
+    "GAT, classes of nodes": of_nodes(
+        lambda rate: GAT(WIDTH, 8, 2, s.LABELS, heads=2, dropout=rate)
+    ),
+    "GIN, classes of graphs": of_graphs(
+        lambda rate: GIN(WIDTH, 8, 2, dropout=rate, norm="batch_norm"), joins_samples=True
+    ),
     "GraphSAGE, classes of graphs": of_graphs(lambda rate: GraphSAGE(WIDTH, 8, 2, dropout=rate)),
     "GAT, classes of graphs": of_graphs(lambda rate: GAT(WIDTH, 8, 2, heads=2, dropout=rate)),
 }
@@ -90,6 +110,9 @@ CHEAP = {"GIN, classes of graphs", "GCN, classes of nodes"}
 
 
 @pytest.mark.quick("GCN, classes of nodes")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in CHEAP else [pytest.mark.slow]) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in CHEAP else [pytest.mark.slow]) for name in CASES],
+)
 def test_a_model_of_torch_geometric_trains_as_in_a_plain_loop(name: str) -> None:
     check(CASES[name])

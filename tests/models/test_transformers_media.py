@@ -18,36 +18,71 @@ from tests.models.hugging_face import SMALL, TEXT, of
 
 VISION = SMALL | {"image_size": 16, "patch_size": 8}
 WHISPER = {
-    "vocab_size": s.WORDS, "num_mel_bins": 8, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_source_positions": 16, "max_target_positions": 16,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "dropout": 0.1,
-}  # fmt: skip
+    "vocab_size": s.WORDS,
+    "num_mel_bins": 8,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "max_source_positions": 16,
+    "max_target_positions": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "dropout": 0.1,
+}
 WAV2VEC2 = SMALL | {
-    "vocab_size": 12, "conv_dim": (16, 16), "conv_stride": (4, 4), "conv_kernel": (8, 8), "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "mask_time_length": 2, "mask_time_prob": 0.2,
-    "ctc_loss_reduction": "sum", "pad_token_id": 0, "feat_extract_norm": "group",
-}  # fmt: skip
+    "vocab_size": 12,
+    "conv_dim": (16, 16),
+    "conv_stride": (4, 4),
+    "conv_kernel": (8, 8),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_length": 2,
+    "mask_time_prob": 0.2,
+    "ctc_loss_reduction": "sum",
+    "pad_token_id": 0,
+    "feat_extract_norm": "group",
+}
 
 
 def pairs() -> list[s.Sample]:
-    return [{"input_ids": text, "pixel_values": image["pixel_values"]} for text, image in zip(s.texts(), s.images(), strict=True)]
+    return [
+        {"input_ids": text, "pixel_values": image["pixel_values"]}
+        for text, image in zip(s.texts(), s.images(), strict=True)
+    ]
 
 
 def spoken(samples: int = 640) -> list[s.Sample]:
     draw = s.draws()
-    sounds = [torch.randn(samples, generator=draw, dtype=torch.float64) for _ in range(s.NUM_SAMPLES)]
-    return [{"input_values": sound, "labels": text % 11 + 1} for sound, text in zip(sounds, s.texts(), strict=True)]
+    sounds = [
+        torch.randn(samples, generator=draw, dtype=torch.float64) for _ in range(s.NUM_SAMPLES)
+    ]
+    return [
+        {"input_values": sound, "labels": text % 11 + 1}
+        for sound, text in zip(sounds, s.texts(), strict=True)
+    ]
 
 
 def transcribed() -> list[s.Sample]:
     draw = s.draws()
     heard = [torch.randn(8, 32, generator=draw, dtype=torch.float64) for _ in range(s.NUM_SAMPLES)]
-    return [{"input_features": each, "labels": text} for each, text in zip(heard, s.texts(), strict=True)]
+    return [
+        {"input_features": each, "labels": text}
+        for each, text in zip(heard, s.texts(), strict=True)
+    ]
 
 
 def padded_labels(samples: list[s.Sample]) -> s.Sample:
     rest = [{name: part for name, part in sample.items() if name != "labels"} for sample in samples]
-    labels = torch.nn.utils.rnn.pad_sequence([sample["labels"] for sample in samples], batch_first=True, padding_value=s.IGNORED)
+    labels = torch.nn.utils.rnn.pad_sequence(
+        [sample["labels"] for sample in samples], batch_first=True, padding_value=s.IGNORED
+    )
     return {**default_collate(rest), "labels": labels}
 
 
@@ -65,10 +100,16 @@ def clip_loss(output: Any, batch: Any) -> Loss:
 
 def gathered_clip_loss(output: Any, batch: Any) -> Loss:
     """The loss of CLIP over the pairs of all ranks."""
-    images, texts = surefoot.all_gather(output.image_embeds), surefoot.all_gather(output.text_embeds)
+    images, texts = (
+        surefoot.all_gather(output.image_embeds),
+        surefoot.all_gather(output.text_embeds),
+    )
     logits = texts @ images.T * output.scale
     own = torch.arange(len(logits))
-    total = (F.cross_entropy(logits, own, reduction="sum") + F.cross_entropy(logits.T, own, reduction="sum")) / 2
+    total = (
+        F.cross_entropy(logits, own, reduction="sum")
+        + F.cross_entropy(logits.T, own, reduction="sum")
+    ) / 2
     return Loss.sum(total, len(logits), additive=False)
 
 
@@ -88,7 +129,10 @@ def photographs() -> list[s.Sample]:
         count = 1 + number % 3
         boxes = torch.rand(count, 4, generator=draw, dtype=torch.float64) * 0.4 + 0.2
         found.append(
-            {"pixel_values": image["pixel_values"], "labels": {"class_labels": torch.arange(count) % s.LABELS, "boxes": boxes}}
+            {
+                "pixel_values": image["pixel_values"],
+                "labels": {"class_labels": torch.arange(count) % s.LABELS, "boxes": boxes},
+            }
         )
     return found
 
@@ -110,13 +154,26 @@ QUERIES, NO_OBJECT = 5, 0.1
 
 def detection_counts(batch: Any) -> dict[str, float]:
     boxes = count_boxes(batch)
-    return {"classes": boxes + NO_OBJECT * (QUERIES * len(batch["labels"]) - boxes), "boxes": boxes, "overlap": boxes}
+    return {
+        "classes": boxes + NO_OBJECT * (QUERIES * len(batch["labels"]) - boxes),
+        "boxes": boxes,
+        "overlap": boxes,
+    }
 
 
 def detection_loss(output: Any, batch: Any) -> Loss:
     counts, parts = detection_counts(batch), output.loss_dict
-    named = {"classes": ("loss_ce", 1.0), "boxes": ("loss_bbox", 5.0), "overlap": ("loss_giou", 2.0)}
-    return Loss(*(Term(name, parts[part] * counts[name], counts[name], weight) for name, (part, weight) in named.items()))
+    named = {
+        "classes": ("loss_ce", 1.0),
+        "boxes": ("loss_bbox", 5.0),
+        "overlap": ("loss_giou", 2.0),
+    }
+    return Loss(
+        *(
+            Term(name, parts[part] * counts[name], counts[name], weight)
+            for name, (part, weight) in named.items()
+        )
+    )
 
 
 def last_batch_rows(batch: Any) -> int:
@@ -124,41 +181,102 @@ def last_batch_rows(batch: Any) -> int:
 
 
 YOLOS = SMALL | {
-    "image_size": [32, 32], "patch_size": 8, "num_detection_tokens": QUERIES, "num_labels": s.LABELS, "eos_coefficient": NO_OBJECT,
-}  # fmt: skip
+    "image_size": [32, 32],
+    "patch_size": 8,
+    "num_detection_tokens": QUERIES,
+    "num_labels": s.LABELS,
+    "eos_coefficient": NO_OBJECT,
+}
 CLIP = {
-    "text_config": TEXT | SMALL, "vision_config": VISION, "projection_dim": 8,
-}  # fmt: skip
+    "text_config": TEXT | SMALL,
+    "vision_config": VISION,
+    "projection_dim": 8,
+}
 SCALAR = "logit_scale has no dimension"
-NOT_ADDITIVE = {"microbatches": "is not additive", "two ranks": "is not additive", "two ranks sharded": SCALAR}
+NOT_ADDITIVE = {
+    "microbatches": "is not additive",
+    "two ranks": "is not additive",
+    "two ranks sharded": SCALAR,
+}
 
 CASES: dict[str, Case] = {
-    "ViT": of("ViTForImageClassification", "ViTConfig", s.images, s.count_samples, collate=default_collate,
-              sizes=VISION | {"num_labels": s.LABELS}),
+    "ViT": of(
+        "ViTForImageClassification",
+        "ViTConfig",
+        s.images,
+        s.count_samples,
+        collate=default_collate,
+        sizes=VISION | {"num_labels": s.LABELS},
+    ),
     "ViT-MAE, pretraining": of(
-        "ViTMAEForPreTraining", "ViTMAEConfig", s.images, s.count_samples, collate=default_collate,
-        forward=lambda model, batch: model(batch["pixel_values"], noise=torch.arange(4.0).repeat(len(batch["labels"]), 1)),
-        sizes=VISION | {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2,
-                        "decoder_intermediate_size": 24, "norm_pix_loss": False},
+        "ViTMAEForPreTraining",
+        "ViTMAEConfig",
+        s.images,
+        s.count_samples,
+        collate=default_collate,
+        forward=lambda model, batch: model(
+            batch["pixel_values"], noise=torch.arange(4.0).repeat(len(batch["labels"]), 1)
+        ),
+        sizes=VISION
+        | {
+            "decoder_hidden_size": 16,
+            "decoder_num_hidden_layers": 1,
+            "decoder_num_attention_heads": 2,
+            "decoder_intermediate_size": 24,
+            "norm_pix_loss": False,
+        },
     ),
     "CLIP": of(
-        "CLIPModel", "CLIPConfig", pairs, last_batch_rows, forward=call_clip, loss=clip_loss, refused=NOT_ADDITIVE, sizes=CLIP
+        "CLIPModel",
+        "CLIPConfig",
+        pairs,
+        last_batch_rows,
+        forward=call_clip,
+        loss=clip_loss,
+        refused=NOT_ADDITIVE,
+        sizes=CLIP,
     ),
     "CLIP, pairs of all ranks": of(
-        "CLIPModel", "CLIPConfig", pairs, last_batch_rows, forward=call_gathered_clip, loss=gathered_clip_loss, optimizer=sgd,
-        refused={"microbatches": "is not additive", "two ranks sharded": SCALAR}, sizes=CLIP,
+        "CLIPModel",
+        "CLIPConfig",
+        pairs,
+        last_batch_rows,
+        forward=call_gathered_clip,
+        loss=gathered_clip_loss,
+        optimizer=sgd,
+        refused={"microbatches": "is not additive", "two ranks sharded": SCALAR},
+        sizes=CLIP,
     ),
     "Whisper, transcription": of(
-        "WhisperForConditionalGeneration", "WhisperConfig", transcribed, s.count_labels, collate=padded_labels, sizes=WHISPER
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        transcribed,
+        s.count_labels,
+        collate=padded_labels,
+        sizes=WHISPER,
     ),
-    "wav2vec 2.0, CTC": of("Wav2Vec2ForCTC", "Wav2Vec2Config", spoken, s.count_samples, collate=padded_labels, sizes=WAV2VEC2,
-        mean=lambda output, batch: output.loss / len(batch["labels"])),
+    "wav2vec 2.0, CTC": of(
+        "Wav2Vec2ForCTC",
+        "Wav2Vec2Config",
+        spoken,
+        s.count_samples,
+        collate=padded_labels,
+        sizes=WAV2VEC2,
+        mean=lambda output, batch: output.loss / len(batch["labels"]),
+    ),
     "YOLOS, detection": of(
-        "YolosForObjectDetection", "YolosConfig", photographs, count_boxes, collate=listed, loss=detection_loss, counts=detection_counts,
-        dtype=torch.float32, optimizer=sgd,
+        "YolosForObjectDetection",
+        "YolosConfig",
+        photographs,
+        count_boxes,
+        collate=listed,
+        loss=detection_loss,
+        counts=detection_counts,
+        dtype=torch.float32,
+        optimizer=sgd,
         sizes=YOLOS,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

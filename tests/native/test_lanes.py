@@ -20,7 +20,9 @@ from surefoot.native import lanes
 
 PROJECT = Path(__file__).parents[2]
 EDGES = (0, 1, 55, 56, 63, 64, 65, 119, 120, 127, 128, 4096)
-needs_lanes = pytest.mark.skipif(not lanes.num_lanes(), reason="hashlib is as fast on this processor, or there is no C compiler")
+needs_lanes = pytest.mark.skipif(
+    not lanes.num_lanes(), reason="hashlib is as fast on this processor, or there is no C compiler"
+)
 
 
 @needs_lanes
@@ -29,13 +31,21 @@ def test_any_messages_in_any_parts(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(50):
         num = chance.randint(1, lanes.num_lanes())
-        messages = [bytearray(chance.randbytes(chance.choice((*EDGES, chance.randint(0, 5000))))) for _ in range(num)]
+        messages = [
+            bytearray(chance.randbytes(chance.choice((*EDGES, chance.randint(0, 5000)))))
+            for _ in range(num)
+        ]
         side_by_side = lanes.Lanes(num)
         begun = [0] * num
         while any(start < len(message) for start, message in zip(begun, messages, strict=True)):
             stops = [start + chance.choice((0, 1, 63, 64, 640, 3000)) for start in begun]
-            views = [memoryview(message)[start:stop] for message, start, stop in zip(messages, begun, stops, strict=True)]
-            side_by_side.update([view.toreadonly() if chance.random() < 0.2 else view for view in views])
+            views = [
+                memoryview(message)[start:stop]
+                for message, start, stop in zip(messages, begun, stops, strict=True)
+            ]
+            side_by_side.update(
+                [view.toreadonly() if chance.random() < 0.2 else view for view in views]
+            )
             begun = stops
         assert side_by_side.digests() == [hashlib.sha256(message).digest() for message in messages]
 
@@ -54,13 +64,17 @@ def test_both_widths(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num", [0, 17])
 def test_more_messages_than_lanes_are_refused(num: int) -> None:
-    with pytest.raises(InputError, match=rf"{num} messages to hash at once; this processor takes 1 to \d+"):
+    with pytest.raises(
+        InputError, match=rf"{num} messages to hash at once; this processor takes 1 to \d+"
+    ):
         lanes.Lanes(num)
 
 
 @needs_lanes
 def test_a_library_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "INITIAL", (1, *lanes.INITIAL[1:]))  # what a compiler's error would look like
+    monkeypatch.setattr(
+        lanes, "INITIAL", (1, *lanes.INITIAL[1:])
+    )  # what a compiler's error would look like
     lanes.num_lanes.cache_clear()
     try:
         assert lanes.num_lanes() == 0
@@ -77,13 +91,17 @@ class Strange:
 
 
 STRANGE = {
-    "no functions": Strange(), "no update": Strange(num_lanes=lambda: 8),
-    "more lanes than there are": Strange(num_lanes=lambda: 64, update=print), "less than none": Strange(num_lanes=lambda: -1, update=print),
-}  # fmt: skip
+    "no functions": Strange(),
+    "no update": Strange(num_lanes=lambda: 8),
+    "more lanes than there are": Strange(num_lanes=lambda: 64, update=print),
+    "less than none": Strange(num_lanes=lambda: -1, update=print),
+}
 
 
 @pytest.mark.parametrize("which", STRANGE)
-def test_another_library_in_its_place_leaves_the_work_to_hashlib(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_library_in_its_place_leaves_the_work_to_hashlib(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda path: STRANGE[which])
     lanes._open.cache_clear()
     lanes.num_lanes.cache_clear()
@@ -109,9 +127,21 @@ def test_a_group_holds_what_fills_the_lanes(monkeypatch: pytest.MonkeyPatch) -> 
     assert lanes.share_out([100, 200]) == [[1], [0]]
 
 
-def test_digests_are_the_same_with_lanes_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_are_the_same_with_lanes_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(3)
-    sizes = [0, 5, 70_001, 300_000, 300_000, digest.LANE_BYTES * 3 + 7, digest.CHUNK_BYTES + 999, 64, *[1000] * 20]
+    sizes = [
+        0,
+        5,
+        70_001,
+        300_000,
+        300_000,
+        digest.LANE_BYTES * 3 + 7,
+        digest.CHUNK_BYTES + 999,
+        64,
+        *[1000] * 20,
+    ]
     held = {str(i): memoryview(bytearray(chance.randbytes(size))) for i, size in enumerate(sizes)}
     wanted = {name: digest.of_bytes(each) for name, each in held.items()}
     path = tmp_path / "all"
@@ -132,9 +162,24 @@ def test_digests_are_the_same_with_lanes_and_without(tmp_path: Path, monkeypatch
 
 def build(folder: Path, **environment: str) -> tuple[Path, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, "-v", PROJECT],
-        env={**os.environ, **environment}, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            folder,
+            "-v",
+            PROJECT,
+        ],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=True,
+    )
     (wheel,) = folder.glob("*.whl")
     return wheel, done.stdout + done.stderr
 

@@ -22,7 +22,13 @@ class Honest:
         self.waste, self.spare = waste, spare
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(INPUTS, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, CLASSES))
+        return nn.Sequential(
+            nn.Linear(INPUTS, 128),
+            nn.ReLU(),
+            nn.Linear(128, 128),
+            nn.ReLU(),
+            nn.Linear(128, CLASSES),
+        )
 
     def data(self, split: str) -> Arrays:
         generator = torch.Generator().manual_seed(7)
@@ -101,7 +107,11 @@ class HalfBatch(Honest):
     def loss(self, output: Tensor, batch: Any) -> Loss:
         labels = batch[1] if len(output) == len(batch[1]) else batch[1][::2]
         total = F.cross_entropy(output, labels, reduction="sum")
-        return Loss.sum(total, len(labels)) if self.admits else Loss.sum(total * len(batch[1]) / len(labels), len(batch[1]))
+        return (
+            Loss.sum(total, len(labels))
+            if self.admits
+            else Loss.sum(total * len(batch[1]) / len(labels), len(batch[1]))
+        )
 
 
 class Lazy(torch.optim.SGD):
@@ -133,7 +143,9 @@ class Norms(Honest):
     """With BatchNorm, whose statistics are those of a microbatch."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(INPUTS, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, CLASSES))
+        return nn.Sequential(
+            nn.Linear(INPUTS, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, CLASSES)
+        )
 
 
 class Bounded(Honest):
@@ -146,7 +158,10 @@ class Bounded(Honest):
         return model
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
-        return Loss.sum(F.binary_cross_entropy(output[:, 0].float(), (batch[1] > 3).float(), reduction="sum"), len(batch[1]))
+        return Loss.sum(
+            F.binary_cross_entropy(output[:, 0].float(), (batch[1] > 3).float(), reduction="sum"),
+            len(batch[1]),
+        )
 
     def metrics(self, output: Tensor, batch: Any) -> dict[str, Mean]:
         return {}

@@ -44,11 +44,27 @@ def test_the_cases_are_all_tasks_examples_and_loops_that_there_are() -> None:
 
 def test_the_table_tells_what_was_tried_and_what_was_not() -> None:
     rows: list[dict[str, Any]] = [
-        {"name": "a", "what": "x", "seconds": 2.0, "num_steps": 12, "kills": [[3, 1.0, True], [7, 2.0, False]], "holds": True,
-         "repeat": None, "resume": None},
-        {"name": "b", "what": "y", "seconds": 2.0, "kills": [1, 2], "holds": False, "repeat": None, "resume": "model.pt: w differs"},
+        {
+            "name": "a",
+            "what": "x",
+            "seconds": 2.0,
+            "num_steps": 12,
+            "kills": [[3, 1.0, True], [7, 2.0, False]],
+            "holds": True,
+            "repeat": None,
+            "resume": None,
+        },
+        {
+            "name": "b",
+            "what": "y",
+            "seconds": 2.0,
+            "kills": [1, 2],
+            "holds": False,
+            "repeat": None,
+            "resume": "model.pt: w differs",
+        },
         {"name": "c", "what": "z", "error": "no data\nhint: --data"},
-    ]  # fmt: skip
+    ]
     table = verify_run.render(rows)
     assert "| `a` | x | 12 | 2, 1 in a save | goes on exactly | 2 s |" in table
     assert "| `b` | y | a whole run | 2 | parts: model.pt: w differs | 2 s |" in table

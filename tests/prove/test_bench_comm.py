@@ -28,10 +28,14 @@ from tests.world.ranks import run_ranks
 __all__ = ["surefoot"]
 
 
-OWN = Laid(64, 16)  # gradients of 12, 48, 16 and 64 bytes, from the last layer on: of the last bias, the last weight ...
+OWN = Laid(
+    64, 16
+)  # gradients of 12, 48, 16 and 64 bytes, from the last layer on: of the last bias, the last weight ...
 SPEC: dict[str, Any] = {
-    "task": {"use": "mine.py:Mine"}, "train": {"batch": 8, "length": "2 steps"}, "layout": {"bucket": "64 B", "first_bucket": "16 B"},
-}  # fmt: skip
+    "task": {"use": "mine.py:Mine"},
+    "train": {"batch": 8, "length": "2 steps"},
+    "layout": {"bucket": "64 B", "first_bucket": "16 B"},
+}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,10 @@ SPEC: dict[str, Any] = {
         ("digits --buckets 1MiB,1MiB", "--buckets names no size, or one twice"),
         ("digits --rounds 0", "--rounds is 0"),
         ("digits --set layout.bucket=0B", "0B is nothing"),
-        ("digits --ranks 3 --set layout.replicate=2", "layout.replicate is 2, and there are 3 ranks"),
+        (
+            "digits --ranks 3 --set layout.replicate=2",
+            "layout.replicate is 2, and there are 3 ranks",
+        ),
         ("nothing", "'nothing' is no spec"),
     ],
 )
@@ -68,8 +75,15 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_is_started(
     assert "\nhint: " in answer.err
 
 
-def test_ranks_inside_of_ranks_are_refused(surefoot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}.items():
+def test_ranks_inside_of_ranks_are_refused(
+    surefoot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29999",
+    }.items():
         monkeypatch.setenv(name, value)
     answer = surefoot("bench", "comm", "--ranks", "2")
     assert answer.code == 2
@@ -80,14 +94,23 @@ def typed(words: str) -> list[str]:
     """What `surefoot WORDS` prints on standard output as rank 0, on standard error, and what rank 1 prints at all."""
     sys.argv = ["surefoot", *words.split()]
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        contextlib.suppress(SystemExit),
+    ):
         main()
     return [out.getvalue(), err.getvalue()]
 
 
-def test_two_ranks_are_started_unless_told_otherwise(surefoot: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_are_started_unless_told_otherwise(
+    surefoot: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[int] = []
-    monkeypatch.setattr("surefoot.control.launch.launch", lambda words, ranks, *more, **named: started.append(ranks) or 0)
+    monkeypatch.setattr(
+        "surefoot.control.launch.launch",
+        lambda words, ranks, *more, **named: started.append(ranks) or 0,
+    )
     for words in ("", "--ranks 3", "digits", "digits --ranks 4"):
         assert surefoot("bench", "comm", *words.split()).code == 0
     assert started == [2, 3, 2, 4]
@@ -98,7 +121,13 @@ def test_the_rows_of_the_verb_are_one_object_of_one_rank(tmp_path: Path) -> None
     (out, err), other = run_ranks(2, lambda rank: typed(words), tmp_path / "ranks")
     assert [err, *other] == ["", "", ""]
     row = json.loads(out)
-    assert (row["ranks"], row["backend"], row["transport"], row["device"], row["calls"]) == (2, "gloo", "shared_memory", "cpu", 6)
+    assert (row["ranks"], row["backend"], row["transport"], row["device"], row["calls"]) == (
+        2,
+        "gloo",
+        "shared_memory",
+        "cpu",
+        6,
+    )
     assert [(each["collective"], each["bytes"]) for each in row["rows"]] == [
         (name, size) for name in ("all-reduce", "send") for size in (1 << 10, 1 << 12, 1 << 14)
     ]
@@ -106,18 +135,29 @@ def test_the_rows_of_the_verb_are_one_object_of_one_rank(tmp_path: Path) -> None
         assert each["low_s"] <= each["median_s"] <= each["high_s"]
         assert each["n"] == 6
         assert each["bytes_per_s"] == pytest.approx(each["bytes"] / each["median_s"])
-        assert each["bus_bytes_per_s"] == pytest.approx(bus_factor(each["collective"], 2) * each["bytes_per_s"])
+        assert each["bus_bytes_per_s"] == pytest.approx(
+            bus_factor(each["collective"], 2) * each["bytes_per_s"]
+        )
     assert set(row["links"]) == {"all-reduce", "send"}
     assert row["links"]["all-reduce"]["latency_s"] >= 0
 
 
-def test_the_tables_have_a_line_for_each_size_and_each_collective_and_say_how_far_it_is(tmp_path: Path) -> None:
-    (out, err), other = run_ranks(2, lambda rank: typed("bench comm --largest 4KiB --calls 2 --warmup 0"), tmp_path / "ranks")
+def test_the_tables_have_a_line_for_each_size_and_each_collective_and_say_how_far_it_is(
+    tmp_path: Path,
+) -> None:
+    (out, err), other = run_ranks(
+        2, lambda rank: typed("bench comm --largest 4KiB --calls 2 --warmup 0"), tmp_path / "ranks"
+    )
     assert other == ["", ""]
     lines = [line.split() for line in out.splitlines() if line]
-    assert [line[1:3] for line in lines if line[0] == "all-to-all"][:2] == [["1", "KiB"], ["4", "KiB"]]
+    assert [line[1:3] for line in lines if line[0] == "all-to-all"][:2] == [
+        ["1", "KiB"],
+        ["4", "KiB"],
+    ]
     assert sum(line[0] in COLLECTIVES for line in lines) == 3 * len(COLLECTIVES)
-    assert [line for line in err.splitlines() if "broadcast" in line] == ["bench: broadcast, 2 sizes"]
+    assert [line for line in err.splitlines() if "broadcast" in line] == [
+        "bench: broadcast, 2 sizes"
+    ]
     assert "bit/s" in out
 
 
@@ -143,19 +183,36 @@ def test_the_gradient_is_timed_in_its_buckets_without_growing_and_layouts_that_c
 
         def finish_and_look(replicas: Replicas) -> None:
             finish(replicas)
-            seen.append(max(float(each.grad.abs().max()) for each in replicas._parameters if each.grad is not None))
+            seen.append(
+                max(
+                    float(each.grad.abs().max())
+                    for each in replicas._parameters
+                    if each.grad is not None
+                )
+            )
 
         Replicas.finish = finish_and_look  # type: ignore[method-assign]
-        found = tune(RunSpec(**SPEC), Buckets(sizes=(16, 48, 64, 1 << 20), calls=150, warmup=2, rounds=1))
+        found = tune(
+            RunSpec(**SPEC), Buckets(sizes=(16, 48, 64, 1 << 20), calls=150, warmup=2, rounds=1)
+        )
         return {
-            "gradient": found.gradient_bytes, "own": list(found.own_sizes), "n": found.alone.count, "largest": max(seen[:152]),
-            "moved": max(seen[152:]), "tried": [[each.laid.bucket_bytes, list(each.bucket_sizes)] for each in found.tried],
-            "predicted": found.predicted_s, "latency": found.link.latency_s, "advised": found.advised_bytes,
-        }  # fmt: skip
+            "gradient": found.gradient_bytes,
+            "own": list(found.own_sizes),
+            "n": found.alone.count,
+            "largest": max(seen[:152]),
+            "moved": max(seen[152:]),
+            "tried": [[each.laid.bucket_bytes, list(each.bucket_sizes)] for each in found.tried],
+            "predicted": found.predicted_s,
+            "latency": found.link.latency_s,
+            "advised": found.advised_bytes,
+        }
 
     row = measured(task, job)
     assert row["gradient"] == 4 * (4 * 4 + 4 + 4 * 3 + 3)
-    assert row["own"] == [60, 80]  # the last layer, then the first: in the order in which a backward pass gives them
+    assert row["own"] == [
+        60,
+        80,
+    ]  # the last layer, then the first: in the order in which a backward pass gives them
     assert (row["n"], row["largest"]) == (150, 0.0)  # 2^150 would be inf
     assert row["moved"] > 0  # and the steps after it have true gradients
     assert [size for size, _ in row["tried"]] == [64, 16]  # 48, 64 and 1 MiB come to the same two
@@ -165,7 +222,9 @@ def test_the_gradient_is_timed_in_its_buckets_without_growing_and_layouts_that_c
 
 
 @pytest.mark.parametrize(("quick", "chosen"), [(16, Laid(16, 16)), (None, OWN)])
-def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(quick: int | None, chosen: Laid, task: Path) -> None:
+def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(
+    quick: int | None, chosen: Laid, task: Path
+) -> None:
     def job(rank: int) -> Any:
         use, state = Ranks.use_buckets, {"bucket": 0}
 
@@ -191,14 +250,32 @@ def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(quick
 
 @pytest.mark.parametrize(
     ("ratios", "chosen"),
-    [([0.8] * 7, Laid(16, 16)), ([0.8, 0.9, 0.95, 1.05, 1.1, 0.9, 1.2], OWN), ([0.8] * 3, OWN), ([1.3] * 7, OWN)],
+    [
+        ([0.8] * 7, Laid(16, 16)),
+        ([0.8, 0.9, 0.95, 1.05, 1.1, 0.9, 1.2], OWN),
+        ([0.8] * 3, OWN),
+        ([1.3] * 7, OWN),
+    ],
 )
-def test_what_won_the_sweep_is_set_only_where_its_own_rounds_confirm_it(ratios: list[float], chosen: Laid) -> None:
-    against_own = Duel(laid=Laid(16, 16), against=OWN, ratio=paired_ratio(ratios, [1.0] * len(ratios)))
+def test_what_won_the_sweep_is_set_only_where_its_own_rounds_confirm_it(
+    ratios: list[float], chosen: Laid
+) -> None:
+    against_own = Duel(
+        laid=Laid(16, 16), against=OWN, ratio=paired_ratio(ratios, [1.0] * len(ratios))
+    )
     found = BucketTuning(
-        ranks=2, device="cpu", transport="gloo", gradient_bytes=140, own=OWN, own_sizes=(60, 80), alone=median_interval([1e-3]),
-        link=Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0), tried=(), best=against_own, first=None,
-    )  # fmt: skip
+        ranks=2,
+        device="cpu",
+        transport="gloo",
+        gradient_bytes=140,
+        own=OWN,
+        own_sizes=(60, 80),
+        alone=median_interval([1e-3]),
+        link=Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0),
+        tried=(),
+        best=against_own,
+        first=None,
+    )
     assert found.chosen == chosen
     assert found.predicted_s == pytest.approx(2e-4 + 140e-9)
     assert found.bus_bytes_per_s == found.bytes_per_s == pytest.approx(140e3)
@@ -211,14 +288,18 @@ def test_the_verb_of_a_spec_says_what_to_set(task: Path) -> None:
     assert other == ["", ""]
     assert "gradients        140 B in 2 buckets of 60 B to 80 B" in out
     assert [line.split()[:5] for line in out.splitlines() if line.split()[1:2] == ["B"]] == [
-        ["16", "B", "16", "B", "3"], ["64", "B", "16", "B", "2"],
-    ]  # fmt: skip
+        ["16", "B", "16", "B", "3"],
+        ["64", "B", "16", "B", "2"],
+    ]
     assert "too few rounds to tell" in out or "the spec's own, are the quickest" in out
 
 
 def test_what_the_task_raises_is_told_as_its_own(task: Path) -> None:
     (task / "mine.py").write_text(
-        TEXT.replace("    def model(self):\n", "    def model(self):\n        raise ValueError('out of luck')\n")
+        TEXT.replace(
+            "    def model(self):\n",
+            "    def model(self):\n        raise ValueError('out of luck')\n",
+        )
     )
     first, _ = run_ranks(2, lambda rank: tune(RunSpec(**SPEC), Buckets(rounds=1)), task / "ranks")
     assert first["kind"] == "UserCodeError"

@@ -20,16 +20,29 @@ HOW = ("--compile", "--set", "train.batch=32", "--json", "--quiet")
 def test_a_gradient_that_only_the_compiled_code_has_wrong_is_found_though_the_loss_is_right(
     short: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = call(monkeypatch, "verify", f"{PLANTED}:WrongKernel", "--set", f"task.short={short}", *HOW)
+    code = call(
+        monkeypatch, "verify", f"{PLANTED}:WrongKernel", "--set", f"task.short={short}", *HOW
+    )
     row = json.loads(capsys.readouterr().out)
-    assert (code, row["holds"], row["compile"]) == ((1, False, "model") if short else (0, True, "model"))
+    assert (code, row["holds"], row["compile"]) == (
+        (1, False, "model") if short else (0, True, "model")
+    )
     if short:
         wrong = {each["what"] for each in row["comparisons"] if each["off"] > each["allowed"]}
-        assert {f"the gradient of {layer}.weight in batch {batch}" for layer in (0, 2) for batch in (1, 2, 3)} <= wrong
-        assert not wrong & {"the loss after step 1", "the gradient of 4.weight in batch 1"}  # behind them no ReLU lies
+        assert {
+            f"the gradient of {layer}.weight in batch {batch}"
+            for layer in (0, 2)
+            for batch in (1, 2, 3)
+        } <= wrong
+        assert not wrong & {
+            "the loss after step 1",
+            "the gradient of 4.weight in batch 1",
+        }  # behind them no ReLU lies
 
 
-def test_a_task_that_calls_nothing_of_what_is_compiled_is_told_and_not_passed(tmp_path: Path) -> None:
+def test_a_task_that_calls_nothing_of_what_is_compiled_is_told_and_not_passed(
+    tmp_path: Path,
+) -> None:
     """Planted: each layer is called by itself, and the model never."""
     layers = "out = batch[0]\n        for layer in model:\n            out = layer(out)\n        return out"
     use = write_task(tmp_path, change=("# FORWARD", layers))
@@ -38,6 +51,8 @@ def test_a_task_that_calls_nothing_of_what_is_compiled_is_told_and_not_passed(tm
         child.states(made, tmp_path / "run", seeds=[0], steps=1, units=())
 
 
-def test_two_comparisons_at_once_and_no_spec_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_comparisons_at_once_and_no_spec_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert call(monkeypatch, "verify", "digits", "--compile", "--precision") == 2
     assert call(monkeypatch, "verify", "--compile", "--command", "true") == 2

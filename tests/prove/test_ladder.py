@@ -55,24 +55,35 @@ SPEC = RunSpec(task={"use": "digits"}, train={"batch": 64})  # type: ignore[arg-
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("cores", [1, 2, 16])
-def test_each_rung_that_is_here_changes_the_plain_start_and_can_be_written(device: str, cores: int) -> None:
+def test_each_rung_that_is_here_changes_the_plain_start_and_can_be_written(
+    device: str, cores: int
+) -> None:
     start = rungs.plain(SPEC)
     found = find_rungs(start, device=device, cores=cores)
     assert len({rung.name for rung in found}) == len(found)
     for rung in found:
         assert rung.is_here or rung.needs
         if rung.name == "update in backward":
-            with pytest.raises(InputError, match=r"does not go with this spec: optim\.clip = 1 needs"):
+            with pytest.raises(
+                InputError, match=r"does not go with this spec: optim\.clip = 1 needs"
+            ):
                 rung.on(start)
             rung.on(start.replace(optim={"clip": 0.0}, stability={"nonfinite": "stop"}))
         elif rung.is_here:
             assert spec_file.write(rung.on(start)) != spec_file.write(start)
-    assert {rung.name: rung for rung in found}["whole step"].on(start).optim.fused  # a graph takes fused updates alone
+    assert (
+        {rung.name: rung for rung in found}["whole step"].on(start).optim.fused
+    )  # a graph takes fused updates alone
     large = next(rung for rung in found if rung.name == "large batch").on(start)
-    assert (large.train.batch, large.optim.reference_batch) == (4 * start.train.batch, start.train.batch)
+    assert (large.train.batch, large.optim.reference_batch) == (
+        4 * start.train.batch,
+        start.train.batch,
+    )
     assert {rung.name: rung.is_here for rung in found}["kernels"] is (device == "cuda")
     assert {rung.name: rung.is_here for rung in found}["threads"] is (device == "cpu" and cores > 1)
-    assert [rung.name for rung in found if rung.takes_ranks] == [found[-1].name] == ["data parallel"]
+    assert (
+        [rung.name for rung in found if rung.takes_ranks] == [found[-1].name] == ["data parallel"]
+    )
     assert found[-1].is_here is (device == "cpu" and cores > 1)
 
 
@@ -84,32 +95,61 @@ def test_the_parts_of_a_batch_that_grows_divide_all_its_sizes() -> None:
 
 
 def test_the_start_is_plain_whatever_the_spec_switched_on() -> None:
-    start = rungs.plain(SPEC.replace(precision={"compute": "bf16"}, train={"microbatch": 8, "threads": 2}))
+    start = rungs.plain(
+        SPEC.replace(precision={"compute": "bf16"}, train={"microbatch": 8, "threads": 2})
+    )
     assert start == rungs.plain(SPEC)
     memory = {"recompute": "full", "blocks": ["a.*"], "update_in_backward": True}
     compiled = {"what": "blocks", "blocks": ["a.*"], "mode": "max-autotune"}
-    tables = {"optim": {"clip": 0.0, "state": "8bit"}, "stability": {"nonfinite": "stop"}, "compile": compiled}
+    tables = {
+        "optim": {"clip": 0.0, "state": "8bit"},
+        "stability": {"nonfinite": "stop"},
+        "compile": compiled,
+    }
     made = rungs.plain(SPEC.replace(memory=memory, **tables))
     assert made.memory == start.memory
     assert (made.compile, made.optim.state) == (start.compile, "fp32")
     noisy = SPEC.replace(observe={"noise": True}, train={"microbatch": 8})
     assert not rungs.plain(noisy).observe.noise
-    (again,) = (rung for rung in rungs.find_rungs(start, device="cpu", cores=1, blocks=("a.*",)) if rung.name == "recompute")
+    (again,) = (
+        rung
+        for rung in rungs.find_rungs(start, device="cpu", cores=1, blocks=("a.*",))
+        if rung.name == "recompute"
+    )
     assert again.on(start).memory.blocks == ("a.*",)
-    assert (start.optim.fused, start.precision.compute, start.train.microbatch, start.train.threads) == (False, "fp32", None, 1)
+    assert (
+        start.optim.fused,
+        start.precision.compute,
+        start.train.microbatch,
+        start.train.threads,
+    ) == (False, "fp32", None, 1)
     assert all(rungs.change(start, {key: value}) == start for key, value in PLAIN.items())
 
 
 def test_a_rung_of_the_command_line_has_a_name_a_kind_and_changes() -> None:
     one = parse_rung("half the batch (algorithm): train.batch=32, optim.lr=0.01")
-    assert (one.name, one.kind, one.change) == ("half the batch", "algorithm", {"train.batch": 32, "optim.lr": 0.01})
+    assert (one.name, one.kind, one.change) == (
+        "half the batch",
+        "algorithm",
+        {"train.batch": 32, "optim.lr": 0.01},
+    )
     listed = parse_rung('other: optim.no_decay=["a.*", "b"], precision.compute=bf16')
     assert listed.change == {"optim.no_decay": ["a.*", "b"], "precision.compute": "bf16"}
     assert listed.kind == "nothing"  # what is not stated is the strictest
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a", "a:", "a: b", "a: b=1", "a (loose): train.batch=1", ": train.batch=1", "a/b: train.batch=1"]
+    "text",
+    [
+        "",
+        "a",
+        "a:",
+        "a: b",
+        "a: b=1",
+        "a (loose): train.batch=1",
+        ": train.batch=1",
+        "a/b: train.batch=1",
+    ],
 )
 def test_what_is_no_rung_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(SpecError) as raised:
@@ -144,12 +184,16 @@ def test_a_rung_is_settled_when_its_interval_is_clear_or_can_no_longer_be() -> N
     assert is_settled([loss, *[gain] * 10], 15)
 
 
-def test_of_rungs_that_change_nothing_at_most_one_in_twenty_is_called_a_gain_and_most_stop_early() -> None:
+def test_of_rungs_that_change_nothing_at_most_one_in_twenty_is_called_a_gain_and_most_stop_early() -> (
+    None
+):
     """Two thousand ladders' worth of equal arms on a machine whose speed drifts, each stopped as the ladder stops it."""
     draw, gains, pairs, most = random.Random(3), 0, 0, 15
     for _ in range(2000):
         drift, mine, theirs = 1.0, list[float](), list[float]()
-        while len(mine) < most and not is_settled([a / b for a, b in zip(mine, theirs, strict=True)], most):
+        while len(mine) < most and not is_settled(
+            [a / b for a, b in zip(mine, theirs, strict=True)], most
+        ):
             drift *= draw.lognormvariate(0, 0.03)
             mine.append(drift * (1 + draw.expovariate(30)))
             theirs.append(drift * (1 + draw.expovariate(30)))
@@ -166,14 +210,20 @@ def trial_of(below: Sequence[dict[str, float]], mine: Sequence[dict[str, float]]
         for arm, rows in (("below", below), ("rung", mine))
         for number, measures in enumerate(rows)
     ]
-    return Trial(title="t", arms=("below", "rung", "start"), rounds=7, seed=0, outcomes=tuple(outcomes))
+    return Trial(
+        title="t", arms=("below", "rung", "start"), rounds=7, seed=0, outcomes=tuple(outcomes)
+    )
 
 
 def test_work_that_is_left_out_shows_in_the_run_s_own_counts() -> None:
     whole = {"items_per_sample": 256.0, "applied_share": 1.0}
     assert find_skipped_work(trial_of([whole] * 3, [whole] * 3), "rung") is None
-    halved = find_skipped_work(trial_of([whole] * 3, [{**whole, "items_per_sample": 128.0}] * 3), "rung")
-    assert halved == "it skips work: 0.5 times the items that its losses count, for the same samples"
+    halved = find_skipped_work(
+        trial_of([whole] * 3, [{**whole, "items_per_sample": 128.0}] * 3), "rung"
+    )
+    assert (
+        halved == "it skips work: 0.5 times the items that its losses count, for the same samples"
+    )
     lazy = find_skipped_work(trial_of([whole] * 3, [{**whole, "applied_share": 0.75}] * 3), "rung")
     assert lazy == "it skips work: 0.75 times the updates, for the same samples"
 
@@ -186,35 +236,65 @@ def a_ladder(name: str = "fused") -> Ladder:
     ratio = sequential_ratio([0.9, 0.91, 0.92, 0.93, 0.9, 0.91, 0.94], [1.0] * 7, most=15)
     passed = GateVerdict(verdict="passes", words="all of it", worst=0.1)
     kept = RungResult(
-        rung=Rung(name=name, kind="nothing", change={"optim.fused": True}, expected={"time": 0.95}), standing="kept", reason="it gains",
-        parity=passed, step=dict.fromkeys(MEASURES, ratio), total=dict.fromkeys(MEASURES, ratio),
-    )  # fmt: skip
+        rung=Rung(name=name, kind="nothing", change={"optim.fused": True}, expected={"time": 0.95}),
+        standing="kept",
+        reason="it gains",
+        parity=passed,
+        step=dict.fromkeys(MEASURES, ratio),
+        total=dict.fromkeys(MEASURES, ratio),
+    )
     wrong = replace(
-        kept, rung=replace(kept.rung, name="wrong"), standing="rejected", reason="its numbers | differ",
+        kept,
+        rung=replace(kept.rung, name="wrong"),
+        standing="rejected",
+        reason="its numbers | differ",
         parity=GateVerdict(verdict="fails", words="a gradient", worst=float("inf")),
-    )  # fmt: skip
+    )
     gone = replace(
-        wrong, rung=replace(kept.rung, name="gone"), standing="skipped", step=dict.fromkeys(MEASURES), total=dict.fromkeys(MEASURES)
-    )  # fmt: skip
+        wrong,
+        rung=replace(kept.rung, name="gone"),
+        standing="skipped",
+        step=dict.fromkeys(MEASURES),
+        total=dict.fromkeys(MEASURES),
+    )
     return Ladder(
-        spec="digits", start=start, best=kept.rung.on(start), device="cpu", conditions={"cores": "2", "time": "CPU seconds"},
-        num_samples=640, results=(kept, wrong, gone), left_out={name: ratio}, num_runs=40,
-    )  # fmt: skip
+        spec="digits",
+        start=start,
+        best=kept.rung.on(start),
+        device="cpu",
+        conditions={"cores": "2", "time": "CPU seconds"},
+        num_samples=640,
+        results=(kept, wrong, gone),
+        left_out={name: ratio},
+        num_runs=40,
+    )
 
 
-def test_a_ladder_as_json_holds_every_rung_with_its_ratios_and_null_for_what_was_not_measured() -> None:
+def test_a_ladder_as_json_holds_every_rung_with_its_ratios_and_null_for_what_was_not_measured() -> (
+    None
+):
     row = json.loads(json.dumps(as_row(a_ladder()), allow_nan=False))
     kept, wrong, gone = row["rungs"]
     assert kept["time_ratio"] == {"estimate": 0.91, "low": 0.9, "high": 0.94, "n": 7}
     assert kept["throughput_ratio"]["low"] == pytest.approx(1 / 0.94)
-    assert (wrong["kept"], wrong["parity"]["verdict"], wrong["parity"]["worst"]) == (False, "fails", None)
-    assert (gone["standing"], gone["time_ratio"], gone["total_memory_ratio"]) == ("skipped", None, None)
+    assert (wrong["kept"], wrong["parity"]["verdict"], wrong["parity"]["worst"]) == (
+        False,
+        "fails",
+        None,
+    )
+    assert (gone["standing"], gone["time_ratio"], gone["total_memory_ratio"]) == (
+        "skipped",
+        None,
+        None,
+    )
     assert row["baseline"]["plain"] == PLAIN
     assert row["leave_one_out"][0]["name"] == "fused"
     assert row["best"] == "best.toml"
 
 
-def test_the_document_and_the_picture_show_kept_and_rejected_rungs_and_run_nothing_that_a_name_says() -> None:
+def test_the_document_and_the_picture_show_kept_and_rejected_rungs_and_run_nothing_that_a_name_says() -> (
+    None
+):
     text = as_markdown(a_ladder())
     assert "| fused | kept | 0.91x (0.9 to 0.94) |" in text
     assert "| wrong | REJECTED |" in text
@@ -222,7 +302,9 @@ def test_the_document_and_the_picture_show_kept_and_rejected_rungs_and_run_nothi
     picture = as_svg(a_ladder("<script>alert(1)</script>"))
     root = ET.fromstring(picture)
     assert not [each for each in root.iter() if each.tag.endswith("script")]
-    assert len([each for each in root.iter() if each.tag.endswith("circle")]) == 2  # the skipped one has no mark
+    assert (
+        len([each for each in root.iter() if each.tag.endswith("circle")]) == 2
+    )  # the skipped one has no mark
 
 
 def test_the_best_is_a_spec_that_reads_with_its_evidence_above_it(tmp_path: Path) -> None:
@@ -241,8 +323,10 @@ def test_a_change_that_json_has_no_value_for_is_told_as_text() -> None:
     odd = parse_rung("odd: task.day=1979-05-27, task.most=inf, task.days=[1979-05-27, 2.5]")
     row = as_row(replace(a_ladder(), results=(replace(kept, rung=odd),)))["rungs"][0]
     assert json.loads(json.dumps(row, allow_nan=False))["change"] == {
-        "task.day": "1979-05-27", "task.most": "inf", "task.days": ["1979-05-27", 2.5],
-    }  # fmt: skip
+        "task.day": "1979-05-27",
+        "task.most": "inf",
+        "task.days": ["1979-05-27", 2.5],
+    }
 
 
 # ---- the command
@@ -259,7 +343,10 @@ def start_spec(folder: Path, task: str = "Honest") -> Path:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--rungs", "fusd"), "there is no rung 'fusd'\nhint: did you mean 'fused'? there are: allocator, fused, channels last"),
+        (
+            ("--rungs", "fusd"),
+            "there is no rung 'fusd'\nhint: did you mean 'fused'? there are: allocator, fused, channels last",
+        ),
         (("--rung", "a: train.bacth=3"), "'bacth' is no key in [train]"),
         (("--rung", "a: train.batch=64"), "the rung 'a' changes nothing"),
         (("--rung", "a: task.wast=3"), "wast"),
@@ -272,7 +359,11 @@ def start_spec(folder: Path, task: str = "Honest") -> Path:
     ],
 )
 def test_a_ladder_that_cannot_be_is_refused_before_anything_runs(
-    words: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     spec = start_spec(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -283,7 +374,9 @@ def test_a_ladder_that_cannot_be_is_refused_before_anything_runs(
     assert [path.name for path in tmp_path.iterdir()] == ["start.toml"]
 
 
-def climb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: Path, *words: str) -> tuple[int, Any, str]:
+def climb(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: Path, *words: str
+) -> tuple[int, Any, str]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(spec.parent)
     code = call(monkeypatch, "ladder", str(spec), "--out", "out", "--json", *words)
@@ -294,7 +387,9 @@ def climb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], s
 def test_a_start_that_does_not_run_ends_the_ladder_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, row, said = climb(monkeypatch, capsys, start_spec(tmp_path, "Crashes"), "--rungs", "fused")
+    code, row, said = climb(
+        monkeypatch, capsys, start_spec(tmp_path, "Crashes"), "--rungs", "fused"
+    )
     assert (code, row) == (2, None)
     assert said.startswith("error: the start of the ladder does not run: step 3: ")
     assert "planted" in said
@@ -307,13 +402,24 @@ def test_a_climb_records_a_crash_a_refusal_and_a_wrong_gradient_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One pair a rung, so that nothing can be kept: what is thrown out for other reasons is."""
-    words = ["--rung", f"crash: task.use={PLANTED}:Crashes", "--rung", f"wrong: task.use={PLANTED}:WrongGradient"]
+    words = [
+        "--rung",
+        f"crash: task.use={PLANTED}:Crashes",
+        "--rung",
+        f"wrong: task.use={PLANTED}:WrongGradient",
+    ]
     words += ["--rung", "again: memory.recompute='full'", "--pairs", "1", "--samples", "512"]
     code, row, said = climb(monkeypatch, capsys, start_spec(tmp_path), *words)
     assert (code, said) == (0, "")
     crash, wrong, refused = row["rungs"]
-    assert (crash["standing"], crash["time_ratio"], refused["standing"]) == ("rejected", None, "skipped")  # by its numbers' check
-    assert refused["reason"].startswith("it is refused here: no block repeats in this Sequential: which")
+    assert (crash["standing"], crash["time_ratio"], refused["standing"]) == (
+        "rejected",
+        None,
+        "skipped",
+    )  # by its numbers' check
+    assert refused["reason"].startswith(
+        "it is refused here: no block repeats in this Sequential: which"
+    )
     assert crash["reason"].startswith("it crashed: step 3: ")
     assert "planted" in crash["reason"]
     assert "Traceback" not in crash["reason"]
@@ -321,8 +427,12 @@ def test_a_climb_records_a_crash_a_refusal_and_a_wrong_gradient_and_goes_on(
     assert wrong["time_ratio"]["n"] == 1
     assert not any(rung["kept"] for rung in row["rungs"])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "best.toml", "ladder.json", "ladder.md", "ladder.svg", "outcomes.jsonl",
-    ]  # fmt: skip
+        "best.toml",
+        "ladder.json",
+        "ladder.md",
+        "ladder.svg",
+        "outcomes.jsonl",
+    ]
     assert len((tmp_path / "out" / "outcomes.jsonl").read_text().splitlines()) == row["num_runs"]
     best = spec_file.read(str(tmp_path / "out" / "best.toml")).spec
     assert best.task.use == f"{PLANTED}:Honest"
@@ -338,7 +448,9 @@ def test_a_rung_that_skips_work_is_thrown_out_and_one_that_its_first_run_refuses
         "--rung",
         "refused (algorithm): memory.recompute='full'",
     ]
-    _, row, _ = climb(monkeypatch, capsys, start_spec(tmp_path), "--pairs", "1", "--samples", "512", *words)
+    _, row, _ = climb(
+        monkeypatch, capsys, start_spec(tmp_path), "--pairs", "1", "--samples", "512", *words
+    )
     skips, refused = row["rungs"]
     assert skips["reason"].startswith("it skips work: 0.5 times the items")
     assert (refused["standing"], "no block repeats" in refused["reason"]) == ("skipped", True)
@@ -347,15 +459,28 @@ def test_a_rung_that_skips_work_is_thrown_out_and_one_that_its_first_run_refuses
 def test_several_ranks_stand_last_and_are_held_against_the_same_pieces_on_one() -> None:
     found = {rung.name: rung for rung in find_rungs(rungs.plain(SPEC), device="cpu", cores=3)}
     parallel, own = found["data parallel"], parse_rung("mine: layout.replicate=3")
-    assert parallel.on(rungs.plain(SPEC)).layout.replicate == 2  # 64 samples are shared evenly by 2 and not by 3
+    assert (
+        parallel.on(rungs.plain(SPEC)).layout.replicate == 2
+    )  # 64 samples are shared evenly by 2 and not by 3
     assert (own.purpose, own.takes_ranks) == ("wall time", True)
     chosen = [found["fused"], parallel]
     assert order_rungs(chosen, [parse_rung("other: optim.clip=0")])[-1] is parallel
     assert order_rungs([parallel, found["fused"]], [own]) == [parallel, found["fused"], own]
     assert find_piece(rungs.plain(SPEC)) is None
     assert find_piece(parallel.on(rungs.plain(SPEC))) == 32
-    assert find_piece(own.on(rungs.plain(SPEC))) == 22  # as the ranks cut a batch that they do not share evenly
-    assert find_piece(parallel.on(rungs.plain(SPEC.replace(train={"microbatch": 16})).replace(train={"microbatch": 16}))) == 16
+    assert (
+        find_piece(own.on(rungs.plain(SPEC))) == 22
+    )  # as the ranks cut a batch that they do not share evenly
+    assert (
+        find_piece(
+            parallel.on(
+                rungs.plain(SPEC.replace(train={"microbatch": 16})).replace(
+                    train={"microbatch": 16}
+                )
+            )
+        )
+        == 16
+    )
 
 
 @pytest.mark.slow  # a dozen processes
@@ -375,7 +500,11 @@ def test_a_rung_of_several_ranks_is_checked_and_measured(
     code, row, _ = climb(monkeypatch, capsys, start_spec(tmp_path), *words)
     ranks, wrong = row["rungs"]
     assert code == 0
-    assert (ranks["parity"]["verdict"], ranks["purpose"], ranks["wall_ratio"]["n"]) == ("passes", "wall time", 1)
+    assert (ranks["parity"]["verdict"], ranks["purpose"], ranks["wall_ratio"]["n"]) == (
+        "passes",
+        "wall time",
+        1,
+    )
     assert ranks["reason"].startswith("1 pairs are too few")
     assert ranks["time_ratio"]["estimate"] > 1.0  # CPU time is that of both
     assert "its numbers are not those of the start" in wrong["reason"]
@@ -385,10 +514,21 @@ def test_a_rung_of_several_ranks_is_checked_and_measured(
 def test_no_run_is_spent_on_what_its_numbers_refuse_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--skip-refused", "--samples", "256", "--rung", f"wrong: task.use={PLANTED}:WrongGradient")
+    words = (
+        "--skip-refused",
+        "--samples",
+        "256",
+        "--rung",
+        f"wrong: task.use={PLANTED}:WrongGradient",
+    )
     code, row, _ = climb(monkeypatch, capsys, start_spec(tmp_path), *words)
     (wrong,) = row["rungs"]
-    assert (code, wrong["standing"], wrong["parity"]["verdict"], wrong["time_ratio"]) == (0, "rejected", "fails", None)
+    assert (code, wrong["standing"], wrong["parity"]["verdict"], wrong["time_ratio"]) == (
+        0,
+        "rejected",
+        "fails",
+        None,
+    )
     assert "its numbers are not those of the start" in wrong["reason"]
     assert row["num_runs"] == 4  # the start, its gradients twice, and those of the rung
 
@@ -410,18 +550,30 @@ def test_a_rung_over_one_that_rounds_is_held_to_its_format_and_over_another_algo
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     start = rungs.plain(spec_file.read(str(start_spec(tmp_path, "Honest"))).spec)
     climb = Climb(start, Workbench(start, LadderSettings(), tmp_path / "out"), lambda text: None)
-    bf16, smaller = parse_rung("bf16 (rounding): precision.compute='bf16'"), parse_rung("half (algorithm): train.batch=16")
+    bf16, smaller = (
+        parse_rung("bf16 (rounding): precision.compute='bf16'"),
+        parse_rung("half (algorithm): train.batch=16"),
+    )
     climb._keep(bf16, bf16.on(start))
-    for text, verdict in (("parts: train.microbatch=8", "passes"), (f"wrong: task.use={PLANTED}:WrongGradient", "fails")):
+    for text, verdict in (
+        ("parts: train.microbatch=8", "passes"),
+        (f"wrong: task.use={PLANTED}:WrongGradient", "fails"),
+    ):
         rung = parse_rung(text)
         found = climb._check(rung, rung.on(climb.below))
         assert found.verdict == verdict, found.words
     climb._keep(smaller, smaller.on(start))
-    assert (climb._ground, climb._ground_words, climb._tensors) == (climb.below, "the rung half", None)
+    assert (climb._ground, climb._ground_words, climb._tensors) == (
+        climb.below,
+        "the rung half",
+        None,
+    )
 
 
 @pytest.mark.slow  # half a minute: the tests have ten
-def test_a_run_shorter_than_the_warm_up_is_measured_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_shorter_than_the_warm_up_is_measured_with_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     stated = spec_file.read(str(start_spec(tmp_path))).spec
     for length, fits in (("30 steps", True), ("15 steps", False)):
@@ -444,10 +596,14 @@ def test_of_planted_rungs_the_honest_gain_alone_is_kept_and_its_spec_repeats_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
-        "idle: task.spare=1", "slower: task.waste=3", f"wrong: task.use={PLANTED}:WrongGradient", f"crash: task.use={PLANTED}:Crashes",
-        f"skips (algorithm): task.use={PLANTED}:HalfBatch", f"hidden: task.use={PLANTED}:HalfBatch, task.admits=false",
+        "idle: task.spare=1",
+        "slower: task.waste=3",
+        f"wrong: task.use={PLANTED}:WrongGradient",
+        f"crash: task.use={PLANTED}:Crashes",
+        f"skips (algorithm): task.use={PLANTED}:HalfBatch",
+        f"hidden: task.use={PLANTED}:HalfBatch, task.admits=false",
         "honest: task.waste=0",
-    )  # fmt: skip
+    )
     flags = [word for text in words for word in ("--rung", text)]
     code, row, _ = climb(monkeypatch, capsys, start_spec(tmp_path), "--samples", "6400", *flags)
     assert code == 0
@@ -465,9 +621,15 @@ def test_of_planted_rungs_the_honest_gain_alone_is_kept_and_its_spec_repeats_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("channels last", "no tensor of four or five dimensions"), ("attention", "step 1 called no fused kernel")]
+    ("name", "why"),
+    [
+        ("channels last", "no tensor of four or five dimensions"),
+        ("attention", "step 1 called no fused kernel"),
+    ],
 )
-def test_a_rung_that_this_model_has_no_use_for_is_refused_with_the_reason(name: str, why: str, tmp_path: Path) -> None:
+def test_a_rung_that_this_model_has_no_use_for_is_refused_with_the_reason(
+    name: str, why: str, tmp_path: Path
+) -> None:
     """By the process that checks it, so that it is skipped and not rejected."""
     start = rungs.plain(spec_file.read(str(start_spec(tmp_path))).spec)
     (rung,) = (each for each in find_rungs(start, device="cpu", cores=1) if each.name == name)

@@ -13,20 +13,39 @@ TASK = f"{Path(__file__).parent / 'slow_data.py'}:Slow"
 
 def spec(read_s: float, compute_s: float, **loader: object) -> RunSpec:
     task = {"use": TASK, "read_s": read_s, "compute_s": compute_s}
-    return RunSpec(task=task, train={"batch": 8, "length": "9 steps"}, evaluate={"split": "train"}, loader=loader)
+    return RunSpec(
+        task=task,
+        train={"batch": 8, "length": "9 steps"},
+        evaluate={"split": "train"},
+        loader=loader,
+    )
 
 
-def tried(workers: int, supply: float, together: float, waiting: float, prefetch: int = 2) -> LoaderTiming:
+def tried(
+    workers: int, supply: float, together: float, waiting: float, prefetch: int = 2
+) -> LoaderTiming:
     return LoaderTiming(
-        workers=workers, kind="thread", prefetch=prefetch, pinned=False, supply_per_s=supply, samples_per_s=together, waiting=waiting
-    )  # fmt: skip
+        workers=workers,
+        kind="thread",
+        prefetch=prefetch,
+        pinned=False,
+        supply_per_s=supply,
+        samples_per_s=together,
+        waiting=waiting,
+    )
 
 
 def check(found: LoaderTuning) -> None:
     """No setting too many was tried, and the choice follows from what was measured, whatever a busy machine made of the measurements."""
     numbers = [each.workers for each in found.tried]
-    rising = numbers[: next((at for at in range(1, len(numbers)) if numbers[at] <= numbers[at - 1]), len(numbers))]
-    assert not any(is_enough(list(found.tried[:at]), found.demand_per_s) for at in range(1, len(rising)))
+    rising = numbers[
+        : next(
+            (at for at in range(1, len(numbers)) if numbers[at] <= numbers[at - 1]), len(numbers)
+        )
+    ]
+    assert not any(
+        is_enough(list(found.tried[:at]), found.demand_per_s) for at in range(1, len(rising))
+    )
     assert (found.chosen, found.why) == choose(list(found.tried), found.demand_per_s)
 
 

@@ -43,12 +43,16 @@ class Huge:
 @pytest.mark.parametrize(
     "case",
     [
-        Named("mlp", "fp32", "none", "muon"), Named("convnet", "bf16", "every 2", "sgd"), Named("gpt", "bf16", "full", "adamw"),
-        Named("lstm", "fp32", "none", "sgd"), Named("unet", "fp32", "operators", "adamw"), Named("vit", "fp32", "none", "adamw"),
+        Named("mlp", "fp32", "none", "muon"),
+        Named("convnet", "bf16", "every 2", "sgd"),
+        Named("gpt", "bf16", "full", "adamw"),
+        Named("lstm", "fp32", "none", "sgd"),
+        Named("unet", "fp32", "operators", "adamw"),
+        Named("vit", "fp32", "none", "adamw"),
         Named("vit", "bf16", "none", "adamw"),
     ],
     ids=lambda case: case.name,
-)  # fmt: skip
+)
 def test_the_predicted_peak_is_that_which_is_measured(case: Named) -> None:
     predicted = predict(case.spec())
     found = compare(case.spec(), predicted.peak_bytes)
@@ -66,12 +70,17 @@ def test_a_model_that_this_memory_could_not_train_is_predicted_without_it(tmp_pa
     assert peak_resident_bytes() - before < 1 << 29
     parameters = 4 * 16384**2
     assert found.num_parameters == parameters
-    assert (found.terms["parameters"], found.terms["optimiser"] // parameters) == (4 * parameters, 8)
+    assert (found.terms["parameters"], found.terms["optimiser"] // parameters) == (
+        4 * parameters,
+        8,
+    )
     assert found.peak_bytes > 16 * parameters
 
 
 @pytest.mark.slow
-def test_recomputation_and_a_smaller_microbatch_lower_the_prediction_and_what_fits_is_found() -> None:
+def test_recomputation_and_a_smaller_microbatch_lower_the_prediction_and_what_fits_is_found() -> (
+    None
+):
     spec = Named("gpt", "fp32", "none", "adamw").spec()
     plain = predict(spec).peak_bytes
     full = predict(spec.replace(memory={"recompute": "full"})).peak_bytes
@@ -95,7 +104,17 @@ def test_a_task_that_needs_numbers_is_told_its_line_and_what_to_do(tmp_path: Pat
 
 def test_sizes_alone_are_answered_without_torch() -> None:
     program = "import sys; from surefoot.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
-    words = [sys.executable, "-c", program, "memory", "--parameters", "70B", "--fit", "80 GB", "--json"]
+    words = [
+        sys.executable,
+        "-c",
+        program,
+        "memory",
+        "--parameters",
+        "70B",
+        "--fit",
+        "80 GB",
+        "--json",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     row = json.loads(done.stdout)
     assert row["terms"]["parameters"] == 280 * 10**9
@@ -105,13 +124,19 @@ def test_sizes_alone_are_answered_without_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"), [((), [2800.0, 1421.9, 732.8, 43.75]), (("--half",), [2800.0, 732.8, 388.3, 43.75])]
+    ("more", "expected"),
+    [((), [2800.0, 1421.9, 732.8, 43.75]), (("--half",), [2800.0, 732.8, 388.3, 43.75])],
 )
 def test_the_stages_of_sharding_are_compared_by_their_formula(
-    more: tuple[str, ...], expected: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    more: tuple[str, ...],
+    expected: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """175 billion parameters on 64 ranks, in GB."""
-    assert call(monkeypatch, "memory", "--parameters", "175B", "--ranks", "64", "--json", *more) == 0
+    assert (
+        call(monkeypatch, "memory", "--parameters", "175B", "--ranks", "64", "--json", *more) == 0
+    )
     stages = json.loads(capsys.readouterr().out)["stages"]
     assert [each["num_bytes"] / 1e9 for each in stages] == pytest.approx(expected, abs=0.05)
     assert [each["volumes"] for each in stages] == [2, 2, 2, 3]
@@ -126,11 +151,19 @@ def test_the_verb_writes_what_it_knows_and_refuses_what_it_cannot_do(
     assert row["version"] == 1
     assert abs(row["error"]) <= MOST_ERROR
     assert json.loads(Path("shape.json").read_text())["terms"] == row["terms"]
-    for words in (["memory"], ["memory", "digits", "--parameters", "1B"], ["memory", "--parameters", "0"],
-                  ["memory", "digits", "--out", "shape.json"], ["memory", "digits", "--fit", "16"],
-                  ["memory", "digits", "--set", "memory.offload=optimizer"], ["memory", "digits", "--fit", "1GiB", "--measure"],
-                  ["memory", "--parameters", "1B", "--measure"], ["memory", "digits", "--ranks", "2"],
-                  ["memory", "--parameters", "1B", "--half"], ["memory", "--parameters", "1B", "--ranks", "0"]):  # fmt: skip
+    for words in (
+        ["memory"],
+        ["memory", "digits", "--parameters", "1B"],
+        ["memory", "--parameters", "0"],
+        ["memory", "digits", "--out", "shape.json"],
+        ["memory", "digits", "--fit", "16"],
+        ["memory", "digits", "--set", "memory.offload=optimizer"],
+        ["memory", "digits", "--fit", "1GiB", "--measure"],
+        ["memory", "--parameters", "1B", "--measure"],
+        ["memory", "digits", "--ranks", "2"],
+        ["memory", "--parameters", "1B", "--half"],
+        ["memory", "--parameters", "1B", "--ranks", "0"],
+    ):
         assert call(monkeypatch, *words) == 2
 
 
@@ -163,17 +196,27 @@ def pair(tmp_path: Path) -> dict[str, str]:
     return {"use": f"{path}:Pair"}
 
 
-def test_bf16_weights_are_predicted_with_their_masters_and_the_gradients_of_those(pair: dict[str, str]) -> None:
+def test_bf16_weights_are_predicted_with_their_masters_and_the_gradients_of_those(
+    pair: dict[str, str],
+) -> None:
     train = {"batch": 16, "length": "4 steps"}
-    found = predict(RunSpec(task=pair, train=train, precision={"compute": "bf16", "weights": "bf16"}))
+    found = predict(
+        RunSpec(task=pair, train=train, precision={"compute": "bf16", "weights": "bf16"})
+    )
     count = found.num_parameters
-    assert [found.terms[name] / count for name in ("parameters", "masters", "optimiser")] == pytest.approx([2, 4, 8], abs=0.01)
+    assert [
+        found.terms[name] / count for name in ("parameters", "masters", "optimiser")
+    ] == pytest.approx([2, 4, 8], abs=0.01)
     assert found.terms["gradients"] > count  # at the peak not all of them are there
-    spec = RunSpec(task=pair, train=train, precision={"compute": "bf16", "weights": "bf16", "master": "none"})
+    spec = RunSpec(
+        task=pair, train=train, precision={"compute": "bf16", "weights": "bf16", "master": "none"}
+    )
     assert predict(spec).peak_bytes < found.peak_bytes - 4 * count
 
 
-def test_a_model_whose_parts_are_called_by_themselves_is_measured_as_well(pair: dict[str, str]) -> None:
+def test_a_model_whose_parts_are_called_by_themselves_is_measured_as_well(
+    pair: dict[str, str],
+) -> None:
     spec = RunSpec(task=pair, train={"batch": 16, "length": "4 steps"})
     predicted = predict(spec).peak_bytes
     assert abs(compare(spec, predicted).error or 1.0) <= MOST_ERROR
@@ -181,7 +224,9 @@ def test_a_model_whose_parts_are_called_by_themselves_is_measured_as_well(pair: 
 
 def test_of_a_batch_that_grows_the_largest_is_predicted(pair: dict[str, str]) -> None:
     train = {"batch": 32, "length": "4 steps"}
-    ramp = RunSpec(task=pair, train={**train, "ramp": [[0, 4], [1000, 32]]}, schedule={"name": "constant"})
+    ramp = RunSpec(
+        task=pair, train={**train, "ramp": [[0, 4], [1000, 32]]}, schedule={"name": "constant"}
+    )
     assert predict(ramp).peak_bytes == predict(RunSpec(task=pair, train=train)).peak_bytes
     assert predict(ramp).spec_id == ramp.id
     falling = ramp.replace(train={"batch": 4, "ramp": [[0, 32], [1000, 4]]})
@@ -190,10 +235,15 @@ def test_of_a_batch_that_grows_the_largest_is_predicted(pair: dict[str, str]) ->
     assert fit(noisy, 1 << 30, lambda text: None).microbatch == 32
 
 
-def test_a_prediction_in_a_run_leaves_the_task_as_it_was(pair: dict[str, str], tmp_path: Path) -> None:
+def test_a_prediction_in_a_run_leaves_the_task_as_it_was(
+    pair: dict[str, str], tmp_path: Path
+) -> None:
     spec = RunSpec(
-        task=pair, train={"batch": 16, "length": "4 steps"}, memory={"predict": True}, observe={"tensorboard": False}
-    )  # fmt: skip
+        task=pair,
+        train={"batch": 16, "length": "4 steps"},
+        memory={"predict": True},
+        observe={"tensorboard": False},
+    )
     with Run(spec, folder=tmp_path / "run", quiet=True) as run:
         assert len(list(run.steps())) == 4
         assert run.task.task.scale.item() == 1.0

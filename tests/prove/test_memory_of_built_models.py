@@ -47,7 +47,9 @@ class Plain:
         self.build = build
 
     def model(self) -> nn.Module:
-        built: nn.Module = self.build(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)))
+        built: nn.Module = self.build(
+            nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        )
         return built
 
     def data(self, split: str) -> Arrays:

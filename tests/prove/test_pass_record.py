@@ -50,12 +50,15 @@ def watch(function: Callable[[Tensor], Tensor]) -> PassRecord:
 @pytest.mark.parametrize(
     ("function", "dtype", "module"),
     [
-        (lambda x: x.float().double(), "float32", "1"), (lambda x: x.to(torch.bfloat16), "bfloat16", "1"),
-        (lambda x: F.softmax(x, dim=-1, dtype=torch.float32), "float32", "1"), (lambda x: x.sum(0, dtype=torch.float32), "float32", "1"),
+        (lambda x: x.float().double(), "float32", "1"),
+        (lambda x: x.to(torch.bfloat16), "bfloat16", "1"),
+        (lambda x: F.softmax(x, dim=-1, dtype=torch.float32), "float32", "1"),
+        (lambda x: x.sum(0, dtype=torch.float32), "float32", "1"),
         (lambda x: x * torch.arange(4, dtype=torch.uint8).float(), "float32", "1"),
-        (lambda x: x @ torch.ones(4, 4, dtype=torch.float32).double(), "float32", "1"), (NarrowBackward.apply, "float16", ""),
+        (lambda x: x @ torch.ones(4, 4, dtype=torch.float32).double(), "float32", "1"),
+        (NarrowBackward.apply, "float16", ""),
     ],
-)  # fmt: skip
+)
 def test_an_operator_in_fewer_bits_is_noted_with_its_module_and_line(
     function: Callable[[Tensor], Tensor], dtype: str, module: str
 ) -> None:
@@ -67,8 +70,13 @@ def test_an_operator_in_fewer_bits_is_noted_with_its_module_and_line(
 
 
 @pytest.mark.parametrize(
-    "function", [lambda x: x * 2, lambda x: torch.sigmoid(x) @ x.T, lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3)]
-)  # fmt: skip
+    "function",
+    [
+        lambda x: x * 2,
+        lambda x: torch.sigmoid(x) @ x.T,
+        lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3),
+    ],
+)
 def test_a_pass_in_float64_alone_has_nothing_to_note(function: Callable[[Tensor], Tensor]) -> None:
     found = watch(function)
     assert (found.narrow, found.draws) == ((), ())
@@ -77,10 +85,12 @@ def test_a_pass_in_float64_alone_has_nothing_to_note(function: Callable[[Tensor]
 @pytest.mark.parametrize(
     "function",
     [
-        torch.nn.functional.dropout, lambda x: x + torch.randn_like(x), lambda x: x[torch.randperm(len(x))],
+        torch.nn.functional.dropout,
+        lambda x: x + torch.randn_like(x),
+        lambda x: x[torch.randperm(len(x))],
         lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3, dropout_p=0.1),
     ],
-)  # fmt: skip
+)
 def test_an_operator_that_draws_is_noted(function: Callable[[Tensor], Tensor]) -> None:
     assert watch(function).draws
 

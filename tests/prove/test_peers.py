@@ -20,10 +20,28 @@ def verify(folder: Path, script: str, *words: str) -> dict[str, Any]:
     """The verdict on a script that keeps all it has in `out`."""
     command = shlex.join((sys.executable, str(SCRIPTS / script), "out", *words))
     done = subprocess.run(
-        [sys.executable, "-m", "surefoot", "verify", "--command", command, "--state", "out", "--kills", "2", "--json"],
-        cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "surefoot",
+            "verify",
+            "--command",
+            command,
+            "--state",
+            "out",
+            "--kills",
+            "2",
+            "--json",
+        ],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout, done.stderr
     row: dict[str, Any] = json.loads(done.stdout)
     assert row["repeat"] is None, row
@@ -39,7 +57,9 @@ def test_a_careful_accelerate_script_goes_on_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_accelerate_does_not_go_on_exactly_where_the_loader_draws_from_the_global_stream(tmp_path: Path) -> None:
+def test_accelerate_does_not_go_on_exactly_where_the_loader_draws_from_the_global_stream(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate: the extra bench")
     row = verify(tmp_path, "accelerate_loop.py")
     assert not row["holds"], row

@@ -33,13 +33,17 @@ def test_six_a_parameter_and_token_and_attention_is_what_is_counted_on_the_small
     for number in range(40):  # enough names for a few to be held out
         (tmp_path / f"module_{number}.py").write_text("x = 1\n" * 100)
     spec = RunSpec(
-        task=SMALL, data={"folder": str(tmp_path)}, evaluate={"split": "heldout"},
+        task=SMALL,
+        data={"folder": str(tmp_path)},
+        evaluate={"split": "heldout"},
         train={"batch": BATCH, "microbatch": microbatch, "length": "4 steps"},
-    )  # fmt: skip
+    )
     with Rehearsal(spec, steps=4) as rehearsal, Counter(rehearsal.assembly.model) as counter:
         rehearsal.take("step")
     parameters = sum(each.numel() for each in rehearsal.assembly.model.parameters())
-    rule = transformer_flops(parameters, tokens=BATCH * LENGTH, layers=LAYERS, width=WIDTH, length=LENGTH)
+    rule = transformer_flops(
+        parameters, tokens=BATCH * LENGTH, layers=LAYERS, width=WIDTH, length=LENGTH
+    )
     counted = sum(work.model_flops for work in counter.of())
     assert rule == pytest.approx(counted, rel=0.03)
     assert any(work.group == "attention" for work in counter.of())
@@ -55,12 +59,16 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, surefoot: Command) -> Path:
     """A small run of a task of the user's own, finished."""
     (tmp_path / "mine.py").write_text(TEXT)
-    (tmp_path / "mine.toml").write_text('[task]\nuse = "mine.py:Mine"\n[train]\nbatch = 8\nlength = "30 steps"\n')
+    (tmp_path / "mine.toml").write_text(
+        '[task]\nuse = "mine.py:Mine"\n[train]\nbatch = 8\nlength = "30 steps"\n'
+    )
     assert surefoot("train", "mine.toml", "--run", "run", "--quiet").code == 0
     return tmp_path / "run"
 
 
-def test_a_runs_roofline_lies_in_its_folder_and_show_tells_its_utilisation(run: Path, surefoot: Command) -> None:
+def test_a_runs_roofline_lies_in_its_folder_and_show_tells_its_utilisation(
+    run: Path, surefoot: Command
+) -> None:
     before = surefoot("show", "run", "--json").row
     assert before["mfu"] is None
     told = surefoot("roofline", "run", "--steps", "3", "--quiet")
@@ -80,7 +88,9 @@ def test_a_runs_roofline_lies_in_its_folder_and_show_tells_its_utilisation(run: 
 
 def test_the_points_hold_every_operator_and_module_of_a_step(run: Path, surefoot: Command) -> None:
     row = surefoot("roofline", "run", "--steps", "2", "--json").row
-    operators = {(each["name"], each["dtype"]): each for each in row["points"] if each["kind"] == "operator"}
+    operators = {
+        (each["name"], each["dtype"]): each for each in row["points"] if each["kind"] == "operator"
+    }
     modules = {each["name"]: each for each in row["points"] if each["kind"] == "module"}
     assert {".", "0", "1", "2"} <= set(modules)
     assert operators["addmm", "fp32"]["flops"] == 2 * 8 * (4 * 4 + 4 * 3)
@@ -103,12 +113,21 @@ def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
     assert surefoot("roofline", "nowhere").code == 2
     (run / "taken").write_text("")
     taken = surefoot("roofline", "run", "--steps", "1", "--out", "run/taken")
-    assert (taken.code, taken.err.splitlines()[0]) == (2, "error: run/taken exists already, and nothing is overwritten")
+    assert (taken.code, taken.err.splitlines()[0]) == (
+        2,
+        "error: run/taken exists already, and nothing is overwritten",
+    )
     changed = surefoot("roofline", "run", "--steps", "1", "--seed", "0")
-    assert (changed.code, changed.err.splitlines()[0]) == (2, "error: --seed changes a spec, and a run is measured as it is")
+    assert (changed.code, changed.err.splitlines()[0]) == (
+        2,
+        "error: --seed changes a spec, and a run is measured as it is",
+    )
     assert not (run / FILE).exists()
     answer = surefoot("roofline", "run", "--steps", "1", "--quiet", "--out", "run/taken/x.json")
-    assert (answer.code, answer.err.splitlines()[0]) == (2, "error: there is no folder run/taken for x.json")
+    assert (answer.code, answer.err.splitlines()[0]) == (
+        2,
+        "error: there is no folder run/taken for x.json",
+    )
     (run / "profile").write_text("")
     answer = surefoot("roofline", "run", "--steps", "1")
     assert (answer.code, answer.err) == (
@@ -116,7 +135,10 @@ def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
         "error: run/profile cannot be written: Not a directory\nhint: name another file with --out\n",
     )
     answer = surefoot("roofline", "run", "--steps", "1", "--quiet", "--out", "beside.json")
-    assert (answer.code, answer.err.startswith("warning: run/profile/roofline.json cannot be written")) == (0, True)
+    assert (
+        answer.code,
+        answer.err.startswith("warning: run/profile/roofline.json cannot be written"),
+    ) == (0, True)
     assert "MFU" in answer.out
     assert json.loads(Path("beside.json").read_text())["num_steps"] == 1
 
@@ -131,8 +153,14 @@ def test_the_peaks_of_a_cpu_are_those_of_the_dtypes_it_has_and_the_threads_are_p
     assert (found.threads, torch.get_num_threads()) == (1, before)
 
 
-def test_a_library_that_is_slow_in_a_dtype_leaves_the_others_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = {"_plain": 1.0, "_turned": 1.0, "_onednn": 0.01}  # seconds of a product, whatever its shape
+def test_a_library_that_is_slow_in_a_dtype_leaves_the_others_their_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = {
+        "_plain": 1.0,
+        "_turned": 1.0,
+        "_onednn": 0.01,
+    }  # seconds of a product, whatever its shape
     taken = []
 
     def timed(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
@@ -144,7 +172,11 @@ def test_a_library_that_is_slow_in_a_dtype_leaves_the_others_their_shapes(monkey
     products = peaks._Products(torch.device("cpu"), torch.float32)
     products.take()
     assert products.best == 2 * 4096 * 1024 * 1024 / slow["_onednn"]
-    assert {name: taken.count(name) for name in slow} == {"_plain": 1, "_turned": 1, "_onednn": len(peaks.SHAPES["cpu"])}
+    assert {name: taken.count(name) for name in slow} == {
+        "_plain": 1,
+        "_turned": 1,
+        "_onednn": len(peaks.SHAPES["cpu"]),
+    }
     products.take()
     assert len(taken) == 2 + len(peaks.SHAPES["cpu"]) + peaks.KEPT
 

@@ -25,10 +25,21 @@ from tests.train.small import call, spec, write_task
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = shlex.quote(sys.executable)
-WORDS = ("--steps", "10", "--kills", "2", "--set", "train.batch=4", "--set", "observe.tensorboard=false")
+WORDS = (
+    "--steps",
+    "10",
+    "--kills",
+    "2",
+    "--set",
+    "train.batch=4",
+    "--set",
+    "observe.tensorboard=false",
+)
 
 
-def verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
+def verify(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, dict[str, Any], str]:
     """Exit code, the object of --json, and what was said."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     code = call(monkeypatch, "verify", *words, "--json")
@@ -39,18 +50,28 @@ def verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
 def test_a_task_with_dropout_that_is_killed_twice_goes_on_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = write_task(tmp_path, change=("nn.ReLU(),", "nn.ReLU(), nn.Dropout(0.3), nn.BatchNorm1d(self.width),"))
+    task = write_task(
+        tmp_path, change=("nn.ReLU(),", "nn.ReLU(), nn.Dropout(0.3), nn.BatchNorm1d(self.width),")
+    )
     code, row, said = verify(monkeypatch, capsys, task, *WORDS, "--keep", str(tmp_path / "kept"))
     assert (code, row["holds"]) == (0, True), said
-    assert [step for step, _, _ in row["kills"]] == [kill.step for kill in plan_kills(10, 1, 2, seed=0)]
-    assert {"parameters", "optimizer", "buffers", "random states", "counters"} <= set(row["components"])
+    assert [step for step, _, _ in row["kills"]] == [
+        kill.step for kill in plan_kills(10, 1, 2, seed=0)
+    ]
+    assert {"parameters", "optimizer", "buffers", "random states", "counters"} <= set(
+        row["components"]
+    )
     generations = {
-        json.loads(line)["generation"] for line in (tmp_path / "kept" / "killed" / "events.jsonl").read_text().splitlines()
+        json.loads(line)["generation"]
+        for line in (tmp_path / "kept" / "killed" / "events.jsonl").read_text().splitlines()
     }
     assert len(generations) == 3  # two kills, and the last
 
 
-@pytest.mark.parametrize(("steps", "every", "kills"), [(4, 1, 3), (4, 1, 9), (10, 1, 2), (24, 4, 3), (24, 4, 20), (500, 83, 40)])
+@pytest.mark.parametrize(
+    ("steps", "every", "kills"),
+    [(4, 1, 3), (4, 1, 9), (10, 1, 2), (24, 4, 3), (24, 4, 20), (500, 83, 40)],
+)
 def test_kills_are_at_rising_steps_before_the_last_so_that_each_attempt_reaches_its_own(
     steps: int, every: int, kills: int
 ) -> None:
@@ -64,13 +85,19 @@ def test_kills_are_at_rising_steps_before_the_last_so_that_each_attempt_reaches_
         assert all(kill.step % every == 0 for kill in planned if kill.in_save)
 
 
-def test_a_kill_waits_for_its_step_and_the_next_step_waits_for_the_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_waits_for_its_step_and_the_next_step_waits_for_the_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     use = write_task(tmp_path)
-    (tmp_path / "spec.toml").write_text(spec_file.write(spec(10, task={"use": use}, checkpoint={"every": "1 step"})))
+    (tmp_path / "spec.toml").write_text(
+        spec_file.write(spec(10, task={"use": use}, checkpoint={"every": "1 step"}))
+    )
     with Interpreters(tmp_path) as interpreters:
         an_hour_late = Kill(3, 3_600_000.0, in_save=False)
-        assert not interpreters.attempt(tmp_path / "spec.toml", tmp_path / "run", steps=10, kill=an_hour_late)
+        assert not interpreters.attempt(
+            tmp_path / "spec.toml", tmp_path / "run", steps=10, kill=an_hour_late
+        )
         assert manifest.steps(tmp_path / "run")[-1] in (2, 3)
         assert interpreters.attempt(tmp_path / "spec.toml", tmp_path / "run", steps=10)
     assert manifest.steps(tmp_path / "run")[-1] == 10
@@ -84,13 +111,21 @@ PLANTED = {  # what is planted, where the difference is said to be, in which com
         "parameters",
         "operator",
     ),
-    "state that state() does not name": ("model[0].bias.data += 1e-4 * STEP", "resume", "parameters", "state()"),
+    "state that state() does not name": (
+        "model[0].bias.data += 1e-4 * STEP",
+        "resume",
+        "parameters",
+        "state()",
+    ),
     "a generator of its own": (NOISE, "resume", "", "state()"),
 }
 LONGER = ("a draw that no seed decides", "a generator of its own")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in PLANTED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in PLANTED],
+)
 def test_what_does_not_repeat_or_does_not_go_on_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +163,10 @@ def test_a_task_that_fails_by_itself_is_told_so(
     ],
 )
 def test_what_cannot_be_meant_is_refused(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert verify(monkeypatch, capsys, *words)[0] == 2
@@ -138,7 +176,9 @@ def test_a_number_that_cannot_be_meant_is_the_one_that_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, said = verify(monkeypatch, capsys, "--command", "true", "--state", "out", "--kills", "0")
+    code, _, said = verify(
+        monkeypatch, capsys, "--command", "true", "--state", "out", "--kills", "0"
+    )
     assert (code, "--kills is 0" in said, "--steps" in said) == (2, True, False)
     code, _, said = verify(monkeypatch, capsys, "digits", "--steps", "1")
     assert (code, "--steps is 1" in said, "--kills" in said) == (2, True, False)
@@ -148,7 +188,9 @@ def test_a_folder_that_takes_no_files_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, said = verify(monkeypatch, capsys, "digits", "--steps", "4", "--kills", "1", "--keep", "/proc/v")
+    code, _, said = verify(
+        monkeypatch, capsys, "digits", "--steps", "4", "--kills", "1", "--keep", "/proc/v"
+    )
     assert code == 2
     assert "--keep /proc/v cannot be made and written" in said
 
@@ -192,12 +234,25 @@ for step in range(first, 40):
 
 
 def verify_script(
-    text: str, kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str,
+    kills: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> tuple[int, dict[str, Any], str]:
     """What `verify --command` says of a script that keeps all it has in out/."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(text)
-    return verify(monkeypatch, capsys, "--command", f"{PYTHON} train.py", "--state", "out", "--kills", str(kills))
+    return verify(
+        monkeypatch,
+        capsys,
+        "--command",
+        f"{PYTHON} train.py",
+        "--state",
+        "out",
+        "--kills",
+        str(kills),
+    )
 
 
 @pytest.mark.slow  # each of its processes loads torch; scripts that do not are verified below
@@ -205,7 +260,9 @@ def verify_script(
 def test_any_script_is_told_whether_it_goes_on_exactly(
     good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, row, said = verify_script(SCRIPT.replace("GOOD", str(good)), 1, tmp_path, monkeypatch, capsys)
+    code, row, said = verify_script(
+        SCRIPT.replace("GOOD", str(good)), 1, tmp_path, monkeypatch, capsys
+    )
     assert (code, row["holds"]) == (0 if good else 1, good), (said, row)
     assert row["kills"]
     if not good:
@@ -260,10 +317,17 @@ other = Path(f"elsewhere{again}"); other.mkdir(exist_ok=True); (other / "w").wri
 def test_where_a_link_leads_is_compared_and_what_is_not_looked_at_is_said(
     same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, row, said = verify_script(LINKS.replace("SAME", str(same)), 1, tmp_path, monkeypatch, capsys)
-    assert (code, row["holds"], row["unfollowed"]) == (0 if same else 1, same, ["data"]), (said, row)
+    code, row, said = verify_script(
+        LINKS.replace("SAME", str(same)), 1, tmp_path, monkeypatch, capsys
+    )
+    assert (code, row["holds"], row["unfollowed"]) == (0 if same else 1, same, ["data"]), (
+        said,
+        row,
+    )
     assert row["resume"] == (
-        None if same else f"data is a link to {tmp_path}/elsewhereFalse, and is a link to {tmp_path}/elsewhereTrue"
+        None
+        if same
+        else f"data is a link to {tmp_path}/elsewhereFalse, and is a link to {tmp_path}/elsewhereTrue"
     )
 
 
@@ -279,7 +343,11 @@ def test_where_a_link_leads_is_compared_and_what_is_not_looked_at_is_said(
     ],
 )
 def test_a_command_that_leaves_nothing_to_compare_is_told_so(
-    script: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(script)
@@ -298,12 +366,28 @@ def test_a_command_with_an_open_quote_is_refused(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_script_does_not_outlive_verify(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_the_script_does_not_outlive_verify(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     (tmp_path / "plain.py").write_text(
-        PLAIN.replace("import os", "import os\nprint(os.getpid(), file=open('pid.txt', 'w'), flush=True)\nimport os")
+        PLAIN.replace(
+            "import os",
+            "import os\nprint(os.getpid(), file=open('pid.txt', 'w'), flush=True)\nimport os",
+        )
     )
-    words = (sys.executable, "-m", "surefoot", "verify", "--command", f"{PYTHON} plain.py slowly", "--state", "out")
-    process = subprocess.Popen(words, cwd=tmp_path, env=child_environment(threads=1), stderr=subprocess.DEVNULL)
+    words = (
+        sys.executable,
+        "-m",
+        "surefoot",
+        "verify",
+        "--command",
+        f"{PYTHON} plain.py slowly",
+        "--state",
+        "out",
+    )
+    process = subprocess.Popen(
+        words, cwd=tmp_path, env=child_environment(threads=1), stderr=subprocess.DEVNULL
+    )
     while not (tmp_path / "out" / "step.txt").exists():
         assert process.poll() is None
         time.sleep(0.02)
@@ -314,11 +398,25 @@ def test_the_script_does_not_outlive_verify(number: signal.Signals, code: int, t
 
 
 @pytest.mark.parametrize("way", [pytest.param((), marks=pytest.mark.slow), ("--precision",)])
-def test_a_verify_that_is_told_to_end_leaves_no_run_and_no_folder(way: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_verify_that_is_told_to_end_leaves_no_run_and_no_folder(
+    way: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "temporary").mkdir()
-    words = (sys.executable, "-m", "surefoot", "verify", "digits", *way, "--steps", "100000", "--quiet")
+    words = (
+        sys.executable,
+        "-m",
+        "surefoot",
+        "verify",
+        "digits",
+        *way,
+        "--steps",
+        "100000",
+        "--quiet",
+    )
     variables = {**child_environment(threads=1), "TMPDIR": str(tmp_path / "temporary")}
-    process = subprocess.Popen(words, cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        words, cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     while not list((tmp_path / "temporary").rglob("events.jsonl")):
         assert process.poll() is None
         time.sleep(0.02)
@@ -334,10 +432,17 @@ REMEMBERS = """return model(batch[0])
     def state(self):
         return {"seen": self.seen}
 """
-LEFT_OUT = {"optimizer": "parameters", "schedule": "parameters", "task": "task state"}  # what is left out, what differs then
+LEFT_OUT = {
+    "optimizer": "parameters",
+    "schedule": "parameters",
+    "task": "task state",
+}  # what is left out, what differs then
 
 
-@pytest.mark.parametrize("part", ["task", *(pytest.param(part, marks=pytest.mark.slow) for part in ("optimizer", "schedule"))])
+@pytest.mark.parametrize(
+    "part",
+    ["task", *(pytest.param(part, marks=pytest.mark.slow) for part in ("optimizer", "schedule"))],
+)
 def test_a_part_that_is_left_out_on_purpose_shows_what_it_is_for(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,8 +30,21 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_batch_and_split_is_measured_with_its_updates_an_epoch(spec: Path, tmp_path: Path, surefoot: Command) -> None:
-    words = ("--batch", "8,5", "--microbatch", "5,2", "--updates", "3", "--rounds", "1", "--csv", str(tmp_path / "out.csv"))
+def test_each_batch_and_split_is_measured_with_its_updates_an_epoch(
+    spec: Path, tmp_path: Path, surefoot: Command
+) -> None:
+    words = (
+        "--batch",
+        "8,5",
+        "--microbatch",
+        "5,2",
+        "--updates",
+        "3",
+        "--rounds",
+        "1",
+        "--csv",
+        str(tmp_path / "out.csv"),
+    )
     answer = surefoot("whatif", str(spec), *words, "--json")
     assert answer.code == 0, answer.err
     rows = {(row["batch"], row["microbatch"]): row for row in answer.row["rows"]}
@@ -48,7 +61,9 @@ def test_each_batch_and_split_is_measured_with_its_updates_an_epoch(spec: Path, 
     assert [(int(row["batch"]), int(row["microbatch"])) for row in written] == list(rows)
 
 
-def test_a_batch_that_no_microbatch_divides_is_refused_with_those_that_do(spec: Path, surefoot: Command) -> None:
+def test_a_batch_that_no_microbatch_divides_is_refused_with_those_that_do(
+    spec: Path, surefoot: Command
+) -> None:
     answer = surefoot("whatif", str(spec), "--batch", "8,9", "--microbatch", "4")
     assert (answer.code, answer.out) == (2, "")
     assert "no microbatch of [4] divides a batch of 9" in answer.err
@@ -58,26 +73,53 @@ def test_a_batch_that_no_microbatch_divides_is_refused_with_those_that_do(spec: 
 @pytest.mark.parametrize(
     "words",
     [
-        (), ("--batch", "8", "--noise"), ("--batch", "8;9"), ("--batch", "0"), ("--noise", "--draws", "100"),
-        ("--noise", "--csv", "out.csv"), ("--batch", "8", "--size", "4"),
-        ("--recompute", "--draws", "8"), ("--noise", "--updates", "3"),
-        ("--noise", "--rounds", "2"), ("--fit", "1 GiB", "--rounds", "9"), ("--fit", "16"), ("--fit", "0 B"), ("--fit", "1 TiB", "--noise"),
-        ("--fit", "1000 TiB"), ("--fit", "device", "--set", "train.device=cpu"),
+        (),
+        ("--batch", "8", "--noise"),
+        ("--batch", "8;9"),
+        ("--batch", "0"),
+        ("--noise", "--draws", "100"),
+        ("--noise", "--csv", "out.csv"),
+        ("--batch", "8", "--size", "4"),
+        ("--recompute", "--draws", "8"),
+        ("--noise", "--updates", "3"),
+        ("--noise", "--rounds", "2"),
+        ("--fit", "1 GiB", "--rounds", "9"),
+        ("--fit", "16"),
+        ("--fit", "0 B"),
+        ("--fit", "1 TiB", "--noise"),
+        ("--fit", "1000 TiB"),
+        ("--fit", "device", "--set", "train.device=cpu"),
     ],
-)  # fmt: skip
-def test_a_question_that_is_none_is_refused(words: tuple[str, ...], spec: Path, surefoot: Command) -> None:
+)
+def test_a_question_that_is_none_is_refused(
+    words: tuple[str, ...], spec: Path, surefoot: Command
+) -> None:
     answer = surefoot("whatif", str(spec), *words)
     assert (answer.code, answer.out) == (2, "")
     assert "hint:" in answer.err
 
 
 def test_two_questions_at_once_are_named(spec: Path, surefoot: Command) -> None:
-    assert "--batch and --fit are questions of their own" in surefoot("whatif", str(spec), "--batch", "8", "--fit", "2GiB").err
+    assert (
+        "--batch and --fit are questions of their own"
+        in surefoot("whatif", str(spec), "--batch", "8", "--fit", "2GiB").err
+    )
     assert "what is asked?" in surefoot("whatif", str(spec)).err
 
 
 def test_a_spec_that_does_not_run_has_its_error_in_its_row(spec: Path, surefoot: Command) -> None:
-    answer = surefoot("whatif", str(spec), "--batch", "8", "--microbatch", "4", "--rounds", "1", "--set", "task.width=-1")
+    answer = surefoot(
+        "whatif",
+        str(spec),
+        "--batch",
+        "8",
+        "--microbatch",
+        "4",
+        "--rounds",
+        "1",
+        "--set",
+        "task.width=-1",
+    )
     assert answer.code == 3
     assert re.search(r"no row could be measured: (?!hint)\S.*-1", answer.err), answer.err
 
@@ -91,7 +133,9 @@ def test_without_a_microbatch_the_batch_is_halved_three_times() -> None:
 # ---- noise
 
 
-def test_the_variance_of_the_gradient_falls_as_one_over_the_batch_and_its_mean_is_the_full_gradient(spec: Path) -> None:
+def test_the_variance_of_the_gradient_falls_as_one_over_the_batch_and_its_mean_is_the_full_gradient(
+    spec: Path,
+) -> None:
     made = spec_file.read(str(spec)).spec
     lab = measure_noise(made, size=2, draws=512)
     assert lab.slope == pytest.approx(-1.0, abs=0.1)
@@ -100,15 +144,26 @@ def test_the_variance_of_the_gradient_falls_as_one_over_the_batch_and_its_mean_i
     whole = gradient_of(assembly, np.arange(24))
     single = torch.stack([gradient_of(assembly, np.array([number])) for number in range(24)])
     torch.testing.assert_close(single.mean(0), whole)
-    variance = float((single - whole).square().sum(1).mean())  # S: that of one sample, with replacement
+    variance = float(
+        (single - whole).square().sum(1).mean()
+    )  # S: that of one sample, with replacement
     assert lab.levels[0].variance == pytest.approx(variance / 2, rel=0.1)
-    assert lab.mean_norm == pytest.approx(float(whole.norm()), abs=3 * (variance / (2 * 512)) ** 0.5)
+    assert lab.mean_norm == pytest.approx(
+        float(whole.norm()), abs=3 * (variance / (2 * 512)) ** 0.5
+    )
     assert lab.noise is not None
     assert lab.noise.scale == pytest.approx(variance / float(whole.square().sum()), rel=0.3)
 
 
-def test_the_noise_of_a_run_is_that_at_its_weights(spec: Path, tmp_path: Path, surefoot: Command) -> None:
-    assert surefoot("train", str(spec), "--run", "run", "--steps", "40", "--set", "optim.lr=0.1", "--quiet").code == 0
+def test_the_noise_of_a_run_is_that_at_its_weights(
+    spec: Path, tmp_path: Path, surefoot: Command
+) -> None:
+    assert (
+        surefoot(
+            "train", str(spec), "--run", "run", "--steps", "40", "--set", "optim.lr=0.1", "--quiet"
+        ).code
+        == 0
+    )
     begun = surefoot("whatif", str(spec), "--noise", "--size", "4", "--json").row
     ended = surefoot("whatif", "run", "--noise", "--size", "4", "--json").row
     assert begun["slope"] == pytest.approx(-1, abs=0.25)
@@ -118,14 +173,41 @@ def test_the_noise_of_a_run_is_that_at_its_weights(spec: Path, tmp_path: Path, s
     answer = surefoot("whatif", "run", "--noise", "--set", "optim.lr=1.0")
     assert answer.code == 2
     assert "a run is measured as it is" in answer.err
-    (row,) = surefoot("whatif", "run", "--batch", "8", "--microbatch", "4", "--rounds", "1", "--updates", "2", "--json").row[
-        "rows"
-    ]
+    (row,) = surefoot(
+        "whatif",
+        "run",
+        "--batch",
+        "8",
+        "--microbatch",
+        "4",
+        "--rounds",
+        "1",
+        "--updates",
+        "2",
+        "--json",
+    ).row["rows"]
     assert (row["batch"], row["microbatch"], row["failure"]) == (8, 4, None)  # of the run's spec
 
 
-def test_a_batch_of_more_samples_than_there_are_has_no_row_of_its_own(spec: Path, surefoot: Command) -> None:
-    words = ("--batch", "24,32", "--microbatch", "8", "--updates", "2", "--rounds", "1", "--json", "--set", "observe.noise=true")
+def test_a_batch_of_more_samples_than_there_are_has_no_row_of_its_own(
+    spec: Path, surefoot: Command
+) -> None:
+    words = (
+        "--batch",
+        "24,32",
+        "--microbatch",
+        "8",
+        "--updates",
+        "2",
+        "--rounds",
+        "1",
+        "--json",
+        "--set",
+        "observe.noise=true",
+    )
     rows = surefoot("whatif", str(spec), *words).row["rows"]
-    assert [row["failure"] for row in rows] == [None, "there are 24 samples, fewer than one batch of 32"]
+    assert [row["failure"] for row in rows] == [
+        None,
+        "there are 24 samples, fewer than one batch of 32",
+    ]
     assert rows[1]["samples_per_s"] is None

@@ -30,14 +30,20 @@ MEASURING = SPEC.replace(train={"deterministic": False})
         (SPEC, "cuda", ["default", "reduce-overhead", "max-autotune"]),
     ],
 )
-def test_every_mode_is_a_way_or_is_said_to_be_none_here(spec: RunSpec, device: str, modes: list[str]) -> None:
+def test_every_mode_is_a_way_or_is_said_to_be_none_here(
+    spec: RunSpec, device: str, modes: list[str]
+) -> None:
     specs, left_out = find_specs(spec, device)
-    assert list(specs) == [f"{what} {mode}" for what in ("blocks", "model", "step") for mode in modes]
+    assert list(specs) == [
+        f"{what} {mode}" for what in ("blocks", "model", "step") for mode in modes
+    ]
     assert set(left_out) == {"default", "reduce-overhead", "max-autotune"} - set(modes)
     assert all("it is default here" in why for why in left_out.values())
     for name, made in specs.items():
         assert f"{made.compile.what} {made.compile.mode}" == name
-        assert made.compile.on_failure == "stop"  # or eager mode would be measured under another name
+        assert (
+            made.compile.on_failure == "stop"
+        )  # or eager mode would be measured under another name
 
 
 def test_a_spec_that_compiles_a_part_is_asked_for_its_modes() -> None:
@@ -57,7 +63,9 @@ def outcomes(name: str, step_s: float, compile_s: float | None) -> list[Outcome]
     made = []
     for number in range(7):
         step = step_s * (1 + 0.01 * number)
-        compiling = {} if compile_s is None else {"compile_s": compile_s if number == 0 else compile_s / 10}
+        compiling = (
+            {} if compile_s is None else {"compile_s": compile_s if number == 0 else compile_s / 10}
+        )
         measures: Mapping[str, float] = {
             "wall_s_per_step": step,
             "wall_s_per_sample": step / 8,
@@ -76,12 +84,22 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.device = "cpu"
         return 0.1
 
-    def measure_all(bench: Workbench, title: str, specs: Mapping[str, RunSpec], rounds: int, **how: Any) -> Trial:
+    def measure_all(
+        bench: Workbench, title: str, specs: Mapping[str, RunSpec], rounds: int, **how: Any
+    ) -> Trial:
         assert list(specs) == [EAGER, "blocks default", "model default", "step default"]
         assert specs[EAGER].compile.what == "none"
-        made = [*outcomes(EAGER, 0.1, None), *outcomes("blocks default", 0.05, 30.0), *outcomes("model default", 0.2, 20.0)]
+        made = [
+            *outcomes(EAGER, 0.1, None),
+            *outcomes("blocks default", 0.05, 30.0),
+            *outcomes("model default", 0.2, 20.0),
+        ]
         return Trial(
-            title=title, arms=tuple(specs), rounds=rounds, seed=0, outcomes=(*made, *outcomes("step default", 0.1, None))
+            title=title,
+            arms=tuple(specs),
+            rounds=rounds,
+            seed=0,
+            outcomes=(*made, *outcomes("step default", 0.1, None)),
         )
 
     monkeypatch.setattr(Workbench, "begin", begin)
@@ -95,12 +113,20 @@ def test_a_gain_has_its_break_even_a_loss_never_pays_and_nothing_compiled_is_no_
     eager, blocks, model, step = found.ways
     assert (blocks.compile_s, blocks.again_s, blocks.failure) == (30.0, 3.0, None)
     assert blocks.ratio is not None
-    assert (blocks.ratio.verdict, blocks.ratio.count, blocks.ratio.estimate) == ("lower", 7, pytest.approx(0.5))
+    assert (blocks.ratio.verdict, blocks.ratio.count, blocks.ratio.estimate) == (
+        "lower",
+        7,
+        pytest.approx(0.5),
+    )
     assert eager.step_s == pytest.approx(0.103)
     assert blocks.pays_after == (583, 583, 583)  # 30 s at 0.0515 s a step
     assert model.ratio is not None
     assert (model.ratio.verdict, model.pays_after) == ("higher", None)
-    assert (step.ratio, step.pays_after, str(step.failure)[:20]) == (None, None, "nothing was compiled")
+    assert (step.ratio, step.pays_after, str(step.failure)[:20]) == (
+        None,
+        None,
+        "nothing was compiled",
+    )
     assert found.best == blocks
 
 
@@ -124,7 +150,9 @@ def test_the_table_says_what_pays_what_never_does_and_what_is_left_out(surefoot:
         ("--save-kernels", "new", "--set", 'compile.what="step"'),
     ],
 )
-def test_questions_that_are_none_are_refused(words: tuple[str, ...], tmp_path: Path, surefoot: Command) -> None:
+def test_questions_that_are_none_are_refused(
+    words: tuple[str, ...], tmp_path: Path, surefoot: Command
+) -> None:
     (tmp_path / "mine.py").write_text("")
     answer = surefoot("whatif", "digits", *words)
     assert (answer.code, answer.out) == (2, "")
@@ -133,8 +161,12 @@ def test_questions_that_are_none_are_refused(words: tuple[str, ...], tmp_path: P
 
 
 @pytest.mark.slow
-def test_ways_are_measured_in_fresh_processes_with_caches_that_are_empty_once(tmp_path: Path, surefoot: Command) -> None:
-    use = write_task(tmp_path, change=("STEP += 1", "pass"))  # a number that changes is compiled again each time
+def test_ways_are_measured_in_fresh_processes_with_caches_that_are_empty_once(
+    tmp_path: Path, surefoot: Command
+) -> None:
+    use = write_task(
+        tmp_path, change=("STEP += 1", "pass")
+    )  # a number that changes is compiled again each time
     (tmp_path / "mine.toml").write_text(f'[task]\nuse = "{use}"\n[train]\nbatch = 8\n')
     row = surefoot("whatif", "mine.toml", "--compile", "--rounds", "2", "--json").row
     ways = {each["what"]: each for each in row["rows"]}
@@ -148,9 +180,13 @@ def test_ways_are_measured_in_fresh_processes_with_caches_that_are_empty_once(tm
 
 
 @pytest.mark.slow
-def test_the_kernels_of_a_task_are_written_with_what_was_fused(tmp_path: Path, surefoot: Command) -> None:
+def test_the_kernels_of_a_task_are_written_with_what_was_fused(
+    tmp_path: Path, surefoot: Command
+) -> None:
     use = write_task(tmp_path)
-    answer = surefoot("whatif", use, "--save-kernels", "kernels", "--set", "train.batch=8", "--json")
+    answer = surefoot(
+        "whatif", use, "--save-kernels", "kernels", "--set", "train.batch=8", "--json"
+    )
     assert answer.code == 0, answer.err
     written = json.loads((tmp_path / "kernels" / "kernels.json").read_text())
     assert written == answer.row["graphs"]

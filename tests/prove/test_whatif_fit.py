@@ -20,18 +20,27 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 24]
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
     """More than 6 samples of training find no memory: a real allocation fails."""
-    use = write_task(tmp_path, change=("# FORWARD", "torch.empty(1 << 48 if model.training and len(batch[0]) > 6 else 1)"))
+    use = write_task(
+        tmp_path,
+        change=("# FORWARD", "torch.empty(1 << 48 if model.training and len(batch[0]) > 6 else 1)"),
+    )
     path = tmp_path / "mine.toml"
-    path.write_text(f'[task]\nuse = "{use}"\n[train]\nbatch = 12\nlength = "99 steps"\n[memory]\non_oom = "halve"\n')
+    path.write_text(
+        f'[task]\nuse = "{use}"\n[train]\nbatch = 12\nlength = "99 steps"\n[memory]\non_oom = "halve"\n'
+    )
     return path
 
 
 @pytest.mark.parametrize("sizes", [SIZES, [1, 5, 25], [7]])
-def test_from_wherever_the_search_begins_it_ends_at_the_largest_size_that_fits(sizes: list[int]) -> None:
+def test_from_wherever_the_search_begins_it_ends_at_the_largest_size_that_fits(
+    sizes: list[int],
+) -> None:
     for start, most in itertools.product(sizes, [0, *sizes]):
         tried: list[tuple[int, int]] = []
 
-        def fits(size: int, steps: int, most: int = most, tried: list[tuple[int, int]] = tried) -> bool:
+        def fits(
+            size: int, steps: int, most: int = most, tried: list[tuple[int, int]] = tried
+        ) -> bool:
             tried.append((size, steps))
             return size <= most
 
@@ -46,22 +55,44 @@ def test_a_size_that_only_the_longer_run_shows_to_be_too_large_gives_way_to_the_
 
 
 @pytest.mark.slow
-def test_the_answer_has_run_for_fifty_steps_and_a_larger_microbatch_is_out_of_memory(spec: Path, surefoot: Command) -> None:
+def test_the_answer_has_run_for_fifty_steps_and_a_larger_microbatch_is_out_of_memory(
+    spec: Path, surefoot: Command
+) -> None:
     answer = surefoot("whatif", str(spec), "--fit", "4 GiB", "--json")
     assert answer.code == 0, answer.err
     row = answer.row
-    tries = [(each["microbatch"], each["num_steps"], each["fits"], each["failure"]) for each in row["tries"]]
+    tries = [
+        (each["microbatch"], each["num_steps"], each["fits"], each["failure"])
+        for each in row["tries"]
+    ]
     assert tries == [(6, 5, True, None), (12, None, False, "out of memory"), (6, 50, True, None)]
-    assert (row["microbatch"], row["predicted"]["microbatch"], row["usable_bytes"]) == (6, 6, 0.9 * (4 << 30))
-    assert 0 < row["predicted"]["peak_bytes"] < row["peak_bytes"] == row["tries"][-1]["peak_bytes"] < row["usable_bytes"]
+    assert (row["microbatch"], row["predicted"]["microbatch"], row["usable_bytes"]) == (
+        6,
+        6,
+        0.9 * (4 << 30),
+    )
+    assert (
+        0
+        < row["predicted"]["peak_bytes"]
+        < row["peak_bytes"]
+        == row["tries"][-1]["peak_bytes"]
+        < row["usable_bytes"]
+    )
 
 
-def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(spec: Path, surefoot: Command) -> None:
+def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(
+    spec: Path, surefoot: Command
+) -> None:
     answer = surefoot("whatif", str(spec), "--fit", "64 MiB")
     assert answer.code == 7
     assert "nothing fits into 64 MiB less 10%" in answer.err
-    assert "above that limit whatever the model is: give a larger one" in " ".join(answer.err.split())
-    header, (size, steps, peak, unit, share, percent, fits) = answer.out.splitlines()[0], answer.out.splitlines()[1].split()
+    assert "above that limit whatever the model is: give a larger one" in " ".join(
+        answer.err.split()
+    )
+    header, (size, steps, peak, unit, share, percent, fits) = (
+        answer.out.splitlines()[0],
+        answer.out.splitlines()[1].split(),
+    )
     assert header.split()[0] == "microbatch"
     assert (size, steps, unit, percent, fits) == ("1", "5", "MiB", "%", "no")
     assert float(share.replace(",", "")) == pytest.approx(100 * float(peak) / 64, rel=0.01)
@@ -70,7 +101,9 @@ def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(spec: Path, s
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        pytest.param("task.width=-1", 3, "a microbatch of 1 could not be measured", marks=pytest.mark.slow),
+        pytest.param(
+            "task.width=-1", 3, "a microbatch of 1 could not be measured", marks=pytest.mark.slow
+        ),
         ("train.batch=25", 2, "there are 24 samples, fewer than"),
     ],
 )
@@ -84,7 +117,9 @@ def test_what_fails_for_another_reason_than_memory_is_an_error(
 
 
 @pytest.mark.slow
-def test_a_microbatch_that_the_model_refuses_is_passed_over(tmp_path: Path, surefoot: Command) -> None:
+def test_a_microbatch_that_the_model_refuses_is_passed_over(
+    tmp_path: Path, surefoot: Command
+) -> None:
     """Planted: BatchNorm, which takes no single sample; where the search begins with one, the answer is a larger one, or that none fits."""
     norm = ("nn.ReLU()", "nn.BatchNorm1d(self.width), nn.ReLU()")
     use = write_task(tmp_path, change=norm)
@@ -92,13 +127,27 @@ def test_a_microbatch_that_the_model_refuses_is_passed_over(tmp_path: Path, sure
     path.write_text(f'[task]\nuse = "{use}"\n[train]\nbatch = 12\nlength = "9 steps"\n')
     answer = surefoot("whatif", str(path), "--fit", "64 MiB", "--json")
     assert answer.code == 7
-    tries = [(each["microbatch"], each["is_refused"], each["peak_bytes"] is None) for each in answer.row["tries"]]
+    tries = [
+        (each["microbatch"], each["is_refused"], each["peak_bytes"] is None)
+        for each in answer.row["tries"]
+    ]
     assert tries == [(1, True, True), (2, False, False)]
-    assert "cannot be trained on a batch of one sample, as every microbatch is here" in answer.row["tries"][0]["failure"]
+    assert (
+        "cannot be trained on a batch of one sample, as every microbatch is here"
+        in answer.row["tries"][0]["failure"]
+    )
 
 
-def test_what_does_not_fit_for_what_stands_beside_the_tensors_says_so_whatever_was_predicted() -> None:
+def test_what_does_not_fit_for_what_stands_beside_the_tensors_says_so_whatever_was_predicted() -> (
+    None
+):
     tries = tuple(Try(microbatch=size, num_steps=5, peak_bytes=330e6) for size in (4, 2, 1))
-    fitted = Fitted(batch=4, limit_bytes=300_000_000, tries=tries, microbatch=None, predicted=Predicted(4, 90_000, 30_000))
+    fitted = Fitted(
+        batch=4,
+        limit_bytes=300_000_000,
+        tries=tries,
+        microbatch=None,
+        predicted=Predicted(4, 90_000, 30_000),
+    )
     assert fitted.beside_bytes == 330e6 - 30_000
     assert "above that limit whatever the model is" in _way_out("mine.toml", fitted)

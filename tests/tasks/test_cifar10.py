@@ -21,7 +21,13 @@ from surefoot.components.data.tars.decoders import decode_class
 from surefoot.components.data.tars.shards import read_shard
 from surefoot.contract import spec_file
 from surefoot.core.errors import DataError, TaskError
-from surefoot.tasks.cifar10 import PIXEL_DEVIATION, PIXEL_MEAN, Cifar10, NormalizeImages, find_whitening_filters
+from surefoot.tasks.cifar10 import (
+    PIXEL_DEVIATION,
+    PIXEL_MEAN,
+    Cifar10,
+    NormalizeImages,
+    find_whitening_filters,
+)
 
 NUM_TRAIN, NUM_TEST = 80, 20
 
@@ -41,7 +47,10 @@ def small_set(cifar10_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """The first samples of the real set: two train tars and one test tar."""
     folder = tmp_path_factory.mktemp("cifar10")
     for split, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):
-        rows = [(sample.key, sample.parts) for sample in islice(read_shard(cifar10_folder / f"{split}-00000.tar"), count)]
+        rows = [
+            (sample.key, sample.parts)
+            for sample in islice(read_shard(cifar10_folder / f"{split}-00000.tar"), count)
+        ]
         parts = (rows[: count // 2], rows[count // 2 :]) if split == "train" else (rows,)
         for number, part in enumerate(parts):
             write_shard(folder / f"{split}-{number:05d}.tar", part)
@@ -50,7 +59,9 @@ def small_set(cifar10_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def task(small_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Cifar10:
-    return Cifar10(folder=str(small_set), cache=str(tmp_path_factory.mktemp("cache")), widths=(8, 8, 8))
+    return Cifar10(
+        folder=str(small_set), cache=str(tmp_path_factory.mktemp("cache")), widths=(8, 8, 8)
+    )
 
 
 def first(task: Cifar10, count: int) -> tuple[Tensor, Tensor]:
@@ -63,7 +74,9 @@ def keys(ids: list[int], epoch: int = 0) -> Keys:
 
 
 @pytest.mark.slow
-def test_the_real_set_has_50000_and_10000_images_equally_many_of_each_class(cifar10_folder: Path) -> None:
+def test_the_real_set_has_50000_and_10000_images_equally_many_of_each_class(
+    cifar10_folder: Path,
+) -> None:
     for split, each in (("train", 5000), ("test", 1000)):
         labels = [
             decode_class(sample, num_classes=10)
@@ -73,10 +86,13 @@ def test_the_real_set_has_50000_and_10000_images_equally_many_of_each_class(cifa
         assert np.bincount(labels).tolist() == [each] * 10
 
 
-def test_both_splits_are_read_whole_in_the_order_of_their_tars(task: Cifar10, cifar10_folder: Path) -> None:
+def test_both_splits_are_read_whole_in_the_order_of_their_tars(
+    task: Cifar10, cifar10_folder: Path
+) -> None:
     assert (len(task.data("train")), len(task.data("test"))) == (NUM_TRAIN, NUM_TEST)
     expected = [
-        decode_class(sample, num_classes=10) for sample in islice(read_shard(cifar10_folder / "train-00000.tar"), NUM_TRAIN)
+        decode_class(sample, num_classes=10)
+        for sample in islice(read_shard(cifar10_folder / "train-00000.tar"), NUM_TRAIN)
     ]
     images, labels = first(task, NUM_TRAIN)
     assert labels.tolist() == expected
@@ -86,23 +102,33 @@ def test_both_splits_are_read_whole_in_the_order_of_their_tars(task: Cifar10, ci
 
 def test_the_set_is_also_found_below_its_parent(small_set: Path, tmp_path: Path) -> None:
     shutil.copytree(small_set, tmp_path / "cifar10-webdataset")
-    assert len(Cifar10(folder=str(tmp_path), cache=str(tmp_path / "cache")).data("test")) == NUM_TEST
+    assert (
+        len(Cifar10(folder=str(tmp_path), cache=str(tmp_path / "cache")).data("test")) == NUM_TEST
+    )
 
 
 def test_augmentation_of_a_sample_does_not_depend_on_the_batch_it_comes_in(task: Cifar10) -> None:
     source = task.data("train")
     for epoch in (0, 1):
-        whole, _ = task.augment(source.read(np.arange(40, dtype=np.int64)), keys(list(range(40)), epoch))
-        alone, _ = task.augment(source.read(np.array([31, 7], dtype=np.int64)), keys([31, 7], epoch))
+        whole, _ = task.augment(
+            source.read(np.arange(40, dtype=np.int64)), keys(list(range(40)), epoch)
+        )
+        alone, _ = task.augment(
+            source.read(np.array([31, 7], dtype=np.int64)), keys([31, 7], epoch)
+        )
         assert torch.equal(alone, whole[[31, 7]])
     again, _ = task.augment(source.read(np.arange(40, dtype=np.int64)), keys(list(range(40)), 0))
     assert not torch.equal(again, whole)
 
 
-def test_two_epochs_in_a_row_show_both_sides_of_every_image(small_set: Path, tmp_path: Path) -> None:
+def test_two_epochs_in_a_row_show_both_sides_of_every_image(
+    small_set: Path, tmp_path: Path
+) -> None:
     still = Cifar10(folder=str(small_set), cache=str(tmp_path), translate=0)
     images, labels = first(still, 64)
-    even, odd = (still.augment((images, labels), keys(list(range(64)), epoch))[0] for epoch in (0, 1))
+    even, odd = (
+        still.augment((images, labels), keys(list(range(64)), epoch))[0] for epoch in (0, 1)
+    )
     mirrored = (even != images).flatten(1).any(1)
     assert torch.equal(odd, even.flip(2))
     assert 16 < int(mirrored.sum()) < 48  # half of 64, four standard deviations either way
@@ -117,11 +143,18 @@ def test_pixels_are_normalised_with_the_statistics_of_their_channel(task: Cifar1
 
 def test_whitened_patches_are_uncorrelated_with_unit_variance(task: Cifar10) -> None:
     pixels = NormalizeImages()(first(task, NUM_TRAIN)[0])
-    out = torch.nn.functional.conv2d(pixels, find_whitening_filters(pixels)).transpose(0, 1).flatten(1).double()
+    out = (
+        torch.nn.functional.conv2d(pixels, find_whitening_filters(pixels))
+        .transpose(0, 1)
+        .flatten(1)
+        .double()
+    )
     covariance = out @ out.T / out.shape[1]
     off_diagonal = covariance - covariance.diag().diag()
     assert float(off_diagonal.abs().max()) < 1e-3
-    assert float(covariance.diag()[-6:].sub(1).abs().max()) < 0.1  # the large ones; the faint stay below 1 by the floor
+    assert (
+        float(covariance.diag()[-6:].sub(1).abs().max()) < 0.1
+    )  # the large ones; the faint stay below 1 by the floor
     assert float(covariance.diag().max()) < 1.001
 
 
@@ -139,12 +172,16 @@ def test_the_model_is_a_function_of_seed_and_training_images(task: Cifar10) -> N
 def test_evaluation_averages_six_views_and_training_takes_one(task: Cifar10) -> None:
     torch.manual_seed(0)
     model, batch = task.model().eval(), first(task, 6)
-    padded = torch.from_numpy(np.pad(batch[0].numpy(), ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect"))
+    padded = torch.from_numpy(
+        np.pad(batch[0].numpy(), ((0, 0), (1, 1), (1, 1), (0, 0)), mode="reflect")
+    )
     views = [(batch[0], 0.25), (padded[:, :32, :32], 0.125), (padded[:, 2:, 2:], 0.125)]
     with torch.no_grad():
         expected = sum(weight * (model(view) + model(view.flip(2))) for view, weight in views)
         torch.testing.assert_close(task.forward(model, batch), expected)
-        task_of_one_view = Cifar10(folder=task.folder, cache=str(task.cache), widths=(8, 8, 8), views=1)
+        task_of_one_view = Cifar10(
+            folder=task.folder, cache=str(task.cache), widths=(8, 8, 8), views=1
+        )
         torch.testing.assert_close(task_of_one_view.forward(model, batch), model(batch[0]))
         both = task.forward(model, (batch[0].flip(2), batch[1]))
     assert not torch.allclose(expected, model(batch[0]), atol=1e-4)
@@ -157,13 +194,23 @@ def test_evaluation_averages_six_views_and_training_takes_one(task: Cifar10) -> 
 def test_the_loss_is_a_sum_over_samples_with_their_count(task: Cifar10) -> None:
     logits, labels = torch.randn(8, 10, dtype=torch.float32), torch.arange(8)
     (whole,) = task.loss(logits, (logits, labels)).terms
-    halves = [task.loss(logits[part], (logits, labels[part])).terms[0] for part in (slice(0, 3), slice(3, 8))]
+    halves = [
+        task.loss(logits[part], (logits, labels[part])).terms[0]
+        for part in (slice(0, 3), slice(3, 8))
+    ]
     assert whole.count == 8
     torch.testing.assert_close(whole.total, halves[0].total + halves[1].total)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"widths": (8, 8)}, {"widths": (0, 8, 8)}, {"translate": 32}, {"smoothing": 1.0}, {"views": 3}]
+    "changes",
+    [
+        {"widths": (8, 8)},
+        {"widths": (0, 8, 8)},
+        {"translate": 32},
+        {"smoothing": 1.0},
+        {"views": 3},
+    ],
 )
 def test_parameters_out_of_range_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(TaskError, match="cannot be built"):
@@ -226,10 +273,20 @@ def test_the_quick_recipe_is_the_full_one_with_two_epochs() -> None:
 
 def command(monkeypatch: pytest.MonkeyPatch, folder: Path, cache: Path, *words: str) -> int:
     """The exit code of `surefoot train cifar10` with a small net on one thread, its run folder being `run` beside the cache."""
-    small = ("task.widths=[8,8,8]", f"task.cache='{cache}'", "train.batch=40", "train.threads=1", "observe.tensorboard=false")
+    small = (
+        "task.widths=[8,8,8]",
+        f"task.cache='{cache}'",
+        "train.batch=40",
+        "train.threads=1",
+        "observe.tensorboard=false",
+    )
     settings = [word for setting in small for word in ("--set", setting)]
     run = ("--run", str(cache.parent / "run"))
-    monkeypatch.setattr(sys, "argv", ["surefoot", "train", "cifar10", "--data", str(folder), *run, *settings, *words])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["surefoot", "train", "cifar10", "--data", str(folder), *run, *settings, *words],
+    )
     with pytest.raises(SystemExit) as left:
         main()
     assert isinstance(left.value.code, int)
@@ -237,7 +294,10 @@ def command(monkeypatch: pytest.MonkeyPatch, folder: Path, cache: Path, *words: 
 
 
 def test_the_recipe_trains_by_name_and_prints_its_accuracy(
-    small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_set: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command(monkeypatch, small_set, tmp_path / "cache", "--steps", "3") == 0
     assert re.search(r"accuracy +\d+(\.\d+)? %", capsys.readouterr().out)
@@ -245,7 +305,11 @@ def test_the_recipe_trains_by_name_and_prints_its_accuracy(
 
 @pytest.mark.parametrize("content", [b"10", None], ids=["label out of range", "no label"])
 def test_a_bad_set_ends_the_command_with_code_2_and_nothing_written(
-    content: bytes | None, small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    content: bytes | None,
+    small_set: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     broken(small_set, tmp_path, "cls", content)
     assert command(monkeypatch, tmp_path / "set", tmp_path / "cache") == 2

@@ -40,16 +40,23 @@ def test_the_two_splits_are_1437_and_360_of_the_1797_images_and_share_none() -> 
 
 
 def test_the_split_is_stratified_so_each_digit_has_a_fifth_of_its_images_in_the_test() -> None:
-    train, test = (torch.bincount(everything(split)[1], minlength=10) for split in ("train", "test"))
+    train, test = (
+        torch.bincount(everything(split)[1], minlength=10) for split in ("train", "test")
+    )
     assert float((test - (train + test) / 5).abs().max()) <= 1.0
 
 
-def test_a_digit_moves_by_at_most_the_shift_and_a_sample_s_move_does_not_depend_on_its_batch() -> None:
+def test_a_digit_moves_by_at_most_the_shift_and_a_sample_s_move_does_not_depend_on_its_batch() -> (
+    None
+):
     images = torch.zeros(50, 1, 8, 8)
     images[:, 0, 3, 4] = 1.0
     moved, _ = Digits(shift=1.0).augment((images, torch.zeros(50)), keys(list(range(50))))
     along = torch.arange(8.0)
-    rows, columns = moved.sum((1, 3)) @ along - 3.0, moved.sum((1, 2)) @ along - 4.0  # the ink's centre
+    rows, columns = (
+        moved.sum((1, 3)) @ along - 3.0,
+        moved.sum((1, 2)) @ along - 4.0,
+    )  # the ink's centre
     assert float(torch.stack([rows, columns]).abs().max()) <= 1.0
     assert float(rows.std()) > 0.4  # uniform in [-1, 1] has 0.58
     assert float(columns.std()) > 0.4
@@ -59,7 +66,9 @@ def test_a_digit_moves_by_at_most_the_shift_and_a_sample_s_move_does_not_depend_
 
 
 def test_ink_that_leaves_the_image_is_gone_and_blank_comes_in() -> None:
-    moved, _ = Digits(shift=7.9).augment((torch.ones(200, 1, 8, 8), torch.zeros(200)), keys(list(range(200))))
+    moved, _ = Digits(shift=7.9).augment(
+        (torch.ones(200, 1, 8, 8), torch.zeros(200)), keys(list(range(200)))
+    )
     assert float(moved.min()) == 0.0
     assert float(moved.sum((1, 2, 3)).min()) < 8.0
 
@@ -74,8 +83,13 @@ def test_evaluation_averages_the_logits_of_five_views_and_training_looks_once() 
     torch.manual_seed(0)
     task, batch = Digits(width=4, reach=1.0), everything("test")
     model = task.model().eval()
-    still = [Digits(width=4, reach=0.0).forward(model, (moved, batch[1])) for moved in five_views(batch[0])]
-    torch.testing.assert_close(task.forward(model, batch), torch.stack(still).mean(0), rtol=1e-5, atol=1e-6)
+    still = [
+        Digits(width=4, reach=0.0).forward(model, (moved, batch[1]))
+        for moved in five_views(batch[0])
+    ]
+    torch.testing.assert_close(
+        task.forward(model, batch), torch.stack(still).mean(0), rtol=1e-5, atol=1e-6
+    )
     model.train()
     torch.manual_seed(1)
     looked = task.forward(model, batch)
@@ -97,14 +111,19 @@ def forget(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_an_unknown_split_a_size_of_nothing_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_split_a_size_of_nothing_and_a_missing_package_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(DataError, match='use "train" or "test"'):
         Digits().data("valid")
     with pytest.raises(ValueError, match="width of 1 or more"):
         Digits(width=0)
     with pytest.raises(ValueError, match="under 1"):
         Digits(dropout=1.0)
-    with pytest.raises(TaskError, match="cannot be built"), Run(spec_file.read("digits", [("task.shift", 8.0, "--set")]).spec):
+    with (
+        pytest.raises(TaskError, match="cannot be built"),
+        Run(spec_file.read("digits", [("task.shift", 8.0, "--set")]).spec),
+    ):
         pass
     forget(monkeypatch, "sklearn")
     monkeypatch.setattr(sys, "path", [])
@@ -119,7 +138,9 @@ def test_the_data_are_those_of_scikit_learn() -> None:
     np.testing.assert_array_equal(named, labels)
 
 
-def test_a_package_that_is_there_and_broken_is_not_called_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_package_that_is_there_and_broken_is_not_called_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "sklearn").mkdir()
     (tmp_path / "sklearn" / "__init__.py").write_text("import a_part_of_its_own")
     forget(monkeypatch, "sklearn")
@@ -134,7 +155,9 @@ def test_its_recipe_sees_at_most_60000_samples() -> None:
     assert length.value * 1437 <= 60_000
 
 
-def test_a_narrow_net_reads_93_percent_of_the_test_digits_after_three_passes(tmp_path: Path) -> None:
+def test_a_narrow_net_reads_93_percent_of_the_test_digits_after_three_passes(
+    tmp_path: Path,
+) -> None:
     changes = [
         ("task.width", 8, ""),
         ("train.length", "3 epochs", ""),

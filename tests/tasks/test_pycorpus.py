@@ -32,14 +32,22 @@ def test_the_standard_library_is_read_without_tests_packages_and_the_manual(task
     names = find_files(task.folder)
     assert names == sorted(names)
     assert {"ast.py", "json/decoder.py", "typing.py"} <= set(names)
-    assert not [name for name in names if {"test", "tests", "site-packages", "pydoc_data"} & set(name.split("/"))]
+    assert not [
+        name
+        for name in names
+        if {"test", "tests", "site-packages", "pydoc_data"} & set(name.split("/"))
+    ]
 
 
-def test_about_a_tenth_of_the_files_is_held_out_by_name_and_no_file_is_on_both_sides(task: PyCorpus) -> None:
+def test_about_a_tenth_of_the_files_is_held_out_by_name_and_no_file_is_on_both_sides(
+    task: PyCorpus,
+) -> None:
     names = find_files(task.folder)
     held_out = [name for name in names if is_held_out(name)]
     assert 0.07 < len(held_out) / len(names) < 0.14
-    assert {"enum.py", "subprocess.py", "traceback.py"} <= set(held_out)  # fixed: the same names for every Python
+    assert {"enum.py", "subprocess.py", "traceback.py"} <= set(
+        held_out
+    )  # fixed: the same names for every Python
     kept = {name for name in names if name not in held_out}
     train, heldout = task.data("train"), task.data("heldout")
     assert (train.names, heldout.names) == (sorted(kept), held_out)
@@ -53,7 +61,9 @@ def test_every_byte_but_the_first_is_predicted_once_and_is_the_file_s_own(task: 
     assert targets == contents[1:]
 
 
-def test_the_digest_changes_with_a_name_a_byte_and_the_version_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_changes_with_a_name_a_byte_and_the_version_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write(tmp_path, ["one.py", "two.py", "deep/three.py"])
     first = PyCorpus(str(folder), length=8).data("train")
     assert f"Python {platform.python_version()}" in first.describe()
@@ -69,7 +79,9 @@ def test_the_digest_changes_with_a_name_a_byte_and_the_version_of_python(tmp_pat
     assert PyCorpus(str(folder), length=8).data("train").digest != first.digest
 
 
-def test_a_folder_that_is_missing_or_has_no_source_and_an_unknown_split_are_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_or_has_no_source_and_an_unknown_split_are_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(DataError, match="there is no folder"):
         PyCorpus(str(tmp_path / "nowhere")).data("train")
     write(tmp_path, ["tests/one.py", "__pycache__/two.py", "notes.txt"])
@@ -86,10 +98,19 @@ def test_its_recipe_sees_at_most_8_million_bytes() -> None:
     assert steps * source_bytes <= 8_000_000
 
 
-def test_a_small_transformer_needs_under_4_and_a_half_bits_a_byte_after_30000_of_them(tmp_path: Path) -> None:
+def test_a_small_transformer_needs_under_4_and_a_half_bits_a_byte_after_30000_of_them(
+    tmp_path: Path,
+) -> None:
     """A byte of this text has 4.6 bits by its frequency alone, 8 without any knowledge."""
-    changes = [(f"task.{name}", value, "") for name, value in {"layers": 1, "width": 32, "heads": 2, "length": 64}.items()]
-    changes += [("data.folder", str(Path(json.__file__).parent), ""), ("train.length", "60 steps", ""), ("train.batch", 8, "")]
+    changes = [
+        (f"task.{name}", value, "")
+        for name, value in {"layers": 1, "width": 32, "heads": 2, "length": 64}.items()
+    ]
+    changes += [
+        ("data.folder", str(Path(json.__file__).parent), ""),
+        ("train.length", "60 steps", ""),
+        ("train.batch", 8, ""),
+    ]
     changes += [("schedule.warmup", "5 steps", ""), ("evaluate.batch", 64, "")]
     with Run(spec_file.read("pycorpus", changes).spec, folder=tmp_path / "run", quiet=True) as run:
         for _ in run.steps():

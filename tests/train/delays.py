@@ -26,10 +26,23 @@ SIZES_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 EACH = 4  # times that each size is planted: the least of them is what a phase takes without the noise of the machine
 NUM_STEPS = 2 * EACH * len(SIZES_S)
 PLACES = {
-    "data": "data", "augmentation": "data", "forward": "forward", "loss": "forward", "backward": "backward", "optimiser": "optimiser",
-    "evaluation": "evaluation", "checkpoint": "checkpoint", "logging": "logging", "other": "other",
-}  # fmt: skip
-AFTER_THE_STEP = ("evaluation", "checkpoint", "logging", "other")  # these stand in the record of the next step
+    "data": "data",
+    "augmentation": "data",
+    "forward": "forward",
+    "loss": "forward",
+    "backward": "backward",
+    "optimiser": "optimiser",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+    "logging": "logging",
+    "other": "other",
+}
+AFTER_THE_STEP = (
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "other",
+)  # these stand in the record of the next step
 
 
 def wait(seconds: float) -> float:
@@ -182,8 +195,15 @@ class Told:
     def grown_s(self, size_s: float) -> tuple[float, float]:
         """By how much the phase grew beyond a delay of `size_s`, and by how much all others: the least of the steps with and without."""
         planted = [step for step in self.plant.spent_s if self.plant.size_of(step) == size_s]
-        without = [step for step in self.without if self.plant.clock is None or self.plant.size_of(step) == size_s]
-        own, others = (min(row[step] for step in planted) - min(row[step] for step in without) for row in self._rows)
+        without = [
+            step
+            for step in self.without
+            if self.plant.clock is None or self.plant.size_of(step) == size_s
+        ]
+        own, others = (
+            min(row[step] for step in planted) - min(row[step] for step in without)
+            for row in self._rows
+        )
         return own, others
 
     @property
@@ -203,5 +223,10 @@ def tell_planted(where: str, folder: Path, *, aside: bool = False) -> Told:
     shift = int(where in AFTER_THE_STEP)
     rows = {step: by_step[step + shift].phases for step in range(1, NUM_STEPS + 1)}
     own = {step: row.get(name, 0.0) - plant.spent_s.get(step, 0.0) for step, row in rows.items()}
-    others = {step: sum(s for phase, s in row.items() if phase not in (name, "communication")) for step, row in rows.items()}
-    return Told(plant, own, others, {step: row.get("communication", 0.0) for step, row in rows.items()})
+    others = {
+        step: sum(s for phase, s in row.items() if phase not in (name, "communication"))
+        for step, row in rows.items()
+    }
+    return Told(
+        plant, own, others, {step: row.get("communication", 0.0) for step, row in rows.items()}
+    )

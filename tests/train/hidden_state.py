@@ -147,8 +147,19 @@ class Twice(Cell):
 
 KINDS: dict[str, Callable[[], Cell]] = {
     each.__name__: each
-    for each in (NoneAtFirst, InAGraph, OfALstm, AbsentAtFirst, InPlace, Queue, Named, Flagged, Turns, Twice)
-}  # fmt: skip
+    for each in (
+        NoneAtFirst,
+        InAGraph,
+        OfALstm,
+        AbsentAtFirst,
+        InPlace,
+        Queue,
+        Named,
+        Flagged,
+        Turns,
+        Twice,
+    )
+}
 
 
 class Recurrent(Small):

@@ -44,7 +44,9 @@ class Deep(nn.Module):
 
     def __init__(self, forward_mib: int, backward_mib: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
+        )
         self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)
         self.forward_mib, self.backward_mib = forward_mib, backward_mib
 
@@ -70,15 +72,28 @@ class Moving(torch.optim.SGD):
 class Greedy:
     """A task that takes so many MiB for each sample, and too much in its update where `moves`, in large batches where `evaluates`."""
 
-    def __init__(self, forward_mib: int = 0, backward_mib: int = 0, moves: bool = False, evaluates: bool = False) -> None:
-        self.forward_mib, self.backward_mib, self.moves, self.evaluates = forward_mib, backward_mib, moves, evaluates
+    def __init__(
+        self,
+        forward_mib: int = 0,
+        backward_mib: int = 0,
+        moves: bool = False,
+        evaluates: bool = False,
+    ) -> None:
+        self.forward_mib, self.backward_mib, self.moves, self.evaluates = (
+            forward_mib,
+            backward_mib,
+            moves,
+            evaluates,
+        )
 
     def model(self) -> nn.Module:
         return Deep(self.forward_mib, self.backward_mib)
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(int(split == "train"))
-        return Arrays(torch.randn(SAMPLES, TOKENS, WIDTH, generator=draws), torch.arange(SAMPLES) % 3)
+        return Arrays(
+            torch.randn(SAMPLES, TOKENS, WIDTH, generator=draws), torch.arange(SAMPLES) % 3
+        )
 
     def augment(self, batch: Any, keys: Any) -> Any:
         shift = float(np.random.rand())  # noqa: NPY002 - where a user's own code may draw
@@ -91,7 +106,9 @@ class Greedy:
         return output
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
-        return Loss.sum(nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
+        return Loss.sum(
+            nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+        )
 
     def optimizer(self, groups: Any) -> torch.optim.Optimizer:
         return (Moving if self.moves else torch.optim.SGD)(groups, lr=0.1)
@@ -100,7 +117,10 @@ class Greedy:
 def limit(headroom_bytes: int) -> None:
     """From now on the address space of this process may grow by so much."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + headroom_bytes, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_AS,
+        (pages * resource.getpagesize() + headroom_bytes, resource.RLIM_INFINITY),
+    )
 
 
 def main() -> None:

@@ -63,12 +63,16 @@ class Mine:
 class Small:
     """A network with dropout and BatchNorm as asked, on 24 samples; `poison` holds the ids of samples that are not a number."""
 
-    def __init__(self, dropout: float = 0.0, norm: bool = False, poison: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, dropout: float = 0.0, norm: bool = False, poison: tuple[int, ...] = ()
+    ) -> None:
         self.dropout, self.norm, self.poison = dropout, norm, poison
 
     def model(self) -> nn.Module:
         norm: nn.Module = nn.BatchNorm1d(8) if self.norm else nn.Identity()
-        return nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Dropout(self.dropout), nn.Linear(8, 3))
+        return nn.Sequential(
+            nn.Linear(4, 8), norm, nn.ReLU(), nn.Dropout(self.dropout), nn.Linear(8, 3)
+        )
 
     def data(self, split: str) -> Arrays:
         generator = torch.Generator().manual_seed(int(split == "train"))
@@ -114,7 +118,11 @@ class Odd(Small):
         if self.how == "finite loss, inf gradient":
             output.register_hook(lambda gradient: gradient * math.inf)
         if self.how == "one number of one gradient":
-            output.register_hook(lambda gradient: gradient.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(math.nan)))
+            output.register_hook(
+                lambda gradient: gradient.index_put(
+                    (torch.tensor(0), torch.tensor(0)), torch.tensor(math.nan)
+                )
+            )
         return loss
 
 
@@ -150,7 +158,11 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 def entries(folder: Path) -> list[str]:
     """Everything below a folder."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if "__pycache__" not in path.parts)
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if "__pycache__" not in path.parts
+    )
 
 
 def records(folder: Path) -> list[Event]:
@@ -159,7 +171,11 @@ def records(folder: Path) -> list[Event]:
 
 def faults_of(folder: Path) -> list[Fault]:
     """The faults that a run noted, but saves that took longer than the time between them, as they do on a busy machine."""
-    return [event for event in records(folder) if isinstance(event, Fault) and event.fault != "slow-save"]
+    return [
+        event
+        for event in records(folder)
+        if isinstance(event, Fault) and event.fault != "slow-save"
+    ]
 
 
 def end_of(folder: Path) -> Ended:
@@ -173,10 +189,14 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
     """A file system of its own on `folder`; the test is skipped, visibly, where mounting is not permitted."""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(folder)],
+        capture_output=True,
+        check=False,
     )
     if done.returncode:
-        pytest.skip(f"mounting a small file system is not permitted here: {done.stderr.decode().strip()}")
+        pytest.skip(
+            f"mounting a small file system is not permitted here: {done.stderr.decode().strip()}"
+        )
     try:
         yield folder
     finally:
@@ -200,9 +220,14 @@ def fill(folder: Path, *, leaving: int = 0) -> Path:
 
 
 OPTIMIZERS = {
-    "adamw": {"name": "adamw"}, "adam": {"name": "adam", "decay": 0.1}, "sgd": {"name": "sgd", "momentum": 0.9, "nesterov": True},
-    "plain sgd": {"name": "sgd", "momentum": 0.0}, "muon": {"name": "muon"}, "lars": {"name": "lars", "lr": 1.0}, "lamb": {"name": "lamb"},
-}  # fmt: skip
+    "adamw": {"name": "adamw"},
+    "adam": {"name": "adam", "decay": 0.1},
+    "sgd": {"name": "sgd", "momentum": 0.9, "nesterov": True},
+    "plain sgd": {"name": "sgd", "momentum": 0.0},
+    "muon": {"name": "muon"},
+    "lars": {"name": "lars", "lr": 1.0},
+    "lamb": {"name": "lamb"},
+}
 
 
 def state_of(run: Run) -> dict[str, Tensor]:
@@ -211,7 +236,9 @@ def state_of(run: Run) -> dict[str, Tensor]:
     for update in run.assembly.updates:
         for number, optimizer in enumerate(update.guarded.optimizers):
             for key, row in optimizer.state_dict()["state"].items():
-                found |= {f"{number}.{key}.{name}": torch.as_tensor(value) for name, value in row.items()}
+                found |= {
+                    f"{number}.{key}.{name}": torch.as_tensor(value) for name, value in row.items()
+                }
     average = run.assembly.engine.average
     if average is not None:
         found |= {f"average.{number}": tensor for number, tensor in enumerate(average.averages)}

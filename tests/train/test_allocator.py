@@ -26,8 +26,13 @@ PAGES = 20 * 8192  # of 4 KiB, that 20 rounds of 32 MiB touch when they are mapp
 
 
 def count_faults(word: str, **variables: str) -> tuple[str, int]:
-    command, environment = [sys.executable, "-c", SCRIPT, word], {**child_environment(threads=1), **variables}
-    kept, faults = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    command, environment = (
+        [sys.executable, "-c", SCRIPT, word],
+        {**child_environment(threads=1), **variables},
+    )
+    kept, faults = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout.split()
     return kept, int(faults)
 
 
@@ -38,7 +43,9 @@ def test_freed_blocks_are_used_again_without_page_faults() -> None:
     if kept == "False":
         pytest.skip("this libc has no mallopt")
     assert faults < PAGES / 8  # not 0: a system short of memory takes idle pages back
-    assert count_faults("leave", MALLOC_TOP_PAD_="0", MALLOC_MMAP_THRESHOLD_="131072")[1] > PAGES / 2  # what it saves from
+    assert (
+        count_faults("leave", MALLOC_TOP_PAD_="0", MALLOC_MMAP_THRESHOLD_="131072")[1] > PAGES / 2
+    )  # what it saves from
 
 
 @pytest.mark.slow

@@ -35,12 +35,16 @@ class Loop:
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
         inputs = torch.randn(40, 4)
-        self.data = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=16, shuffle=True)
+        self.data = DataLoader(
+            TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=16, shuffle=True
+        )
         self.model = nn.Linear(4, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
 
     def attach(self, folder: Path, **others: Any) -> Attached:
-        return surefoot.attach(model=self.model, optimizer=self.optimizer, data=self.data, folder=folder, **others)
+        return surefoot.attach(
+            model=self.model, optimizer=self.optimizer, data=self.data, folder=folder, **others
+        )
 
     def train_on(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss = F.cross_entropy(self.model(batch[0]), batch[1])
@@ -79,7 +83,12 @@ def test_a_loop_records_what_began_each_step_and_how_it_ended(tmp_path: Path) ->
     run.close()
     started, *middle, last = read(tmp_path / "run")
     assert isinstance(started, Started)
-    assert (started.spec_id, started.num_parameters, started.steps_per_epoch, started.generation) == ("attached", 15, 3, 1)
+    assert (
+        started.spec_id,
+        started.num_parameters,
+        started.steps_per_epoch,
+        started.generation,
+    ) == ("attached", 15, 3, 1)
     assert started.data["describe"] == "3 batches of DataLoader"
     steps = [event for event in middle if isinstance(event, Step)]
     assert [step.num_samples for step in steps] == [16, 16, 8, 16, 16, 8]
@@ -87,7 +96,12 @@ def test_a_loop_records_what_began_each_step_and_how_it_ended(tmp_path: Path) ->
     assert [step.loss for step in steps] == pytest.approx(losses, rel=1e-6)
     assert [step.learning_rates for step in steps] == [{"optimizer": 0.5}] * 6
     assert isinstance(last, Ended)
-    assert (last.outcome, last.cause, last.step, last.num_samples) == ("finished", "the loop was done after step 6", 6, 80)
+    assert (last.outcome, last.cause, last.step, last.num_samples) == (
+        "finished",
+        "the loop was done after step 6",
+        6,
+        80,
+    )
 
 
 def test_a_loop_without_a_seed_is_read_back_whatever_torch_drew_for_it(tmp_path: Path) -> None:
@@ -137,7 +151,9 @@ def test_the_loop_computes_the_same_bits_with_and_without(tmp_path: Path) -> Non
 def test_the_batches_are_the_loaders_own_objects(tmp_path: Path) -> None:
     batches = [{"x": torch.zeros(2)}, {"x": torch.zeros(3)}]
     loop = Loop()
-    with surefoot.attach(model=loop.model, optimizer=loop.optimizer, data=batches, folder=tmp_path / "run") as run:
+    with surefoot.attach(
+        model=loop.model, optimizer=loop.optimizer, data=batches, folder=tmp_path / "run"
+    ) as run:
         assert all(given is own for given, own in zip(run.batches(), batches, strict=True))
 
 
@@ -171,7 +187,9 @@ def test_the_time_spent_waiting_for_data_is_told_apart_from_the_step(tmp_path: P
             yield torch.zeros(2)
 
     loop = Loop()
-    with surefoot.attach(model=loop.model, optimizer=loop.optimizer, data=slow(), folder=tmp_path / "run", every=3) as run:
+    with surefoot.attach(
+        model=loop.model, optimizer=loop.optimizer, data=slow(), folder=tmp_path / "run", every=3
+    ) as run:
         for _ in run.batches():
             run.step_done(1.0)
     steps = steps_of(tmp_path / "run")
@@ -183,9 +201,18 @@ def test_several_optimisers_and_groups_are_each_logged(tmp_path: Path) -> None:
     loop = Loop()
     scale, shift = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     second = torch.optim.Adam([{"params": [scale], "lr": 0.1}, {"params": [shift], "lr": 0.2}])
-    with surefoot.attach(model=loop.model, optimizer=[loop.optimizer, second], data=loop.data, folder=tmp_path / "run") as run:
+    with surefoot.attach(
+        model=loop.model,
+        optimizer=[loop.optimizer, second],
+        data=loop.data,
+        folder=tmp_path / "run",
+    ) as run:
         run.step_done(0.0)
-    assert steps_of(tmp_path / "run")[0].learning_rates == {"optimizer": 0.5, "optimizer.1": 0.1, "optimizer.2": 0.2}
+    assert steps_of(tmp_path / "run")[0].learning_rates == {
+        "optimizer": 0.5,
+        "optimizer.1": 0.1,
+        "optimizer.2": 0.2,
+    }
 
 
 # ---- what can be promised of the data
@@ -223,7 +250,9 @@ def test_data_are_labelled_by_what_going_on_in_them_would_take(kind: str, tmp_pa
     data, label = GUARANTEES[kind]
     assert find_guarantee(data)[0] == label
     loop = Loop()
-    surefoot.attach(model=loop.model, optimizer=loop.optimizer, data=data, folder=tmp_path / "run").close()
+    surefoot.attach(
+        model=loop.model, optimizer=loop.optimizer, data=data, folder=tmp_path / "run"
+    ).close()
     started = read(tmp_path / "run")[0]
     assert isinstance(started, Started)
     assert started.data["guarantee"] == label
@@ -254,14 +283,23 @@ def test_a_with_block_tells_a_break_from_a_whole_pass(tmp_path: Path) -> None:
     with loop.attach(tmp_path / "whole") as run:
         for batch in run.batches():
             run.step_done(loop.train_on(batch))
-    assert (ended(tmp_path / "left").outcome, ended(tmp_path / "left").cause) == ("stopped", "the loop was left after step 1")
-    assert (ended(tmp_path / "whole").outcome, ended(tmp_path / "whole").cause) == ("finished", "1 pass over the data")
+    assert (ended(tmp_path / "left").outcome, ended(tmp_path / "left").cause) == (
+        "stopped",
+        "the loop was left after step 1",
+    )
+    assert (ended(tmp_path / "whole").outcome, ended(tmp_path / "whole").cause) == (
+        "finished",
+        "1 pass over the data",
+    )
 
 
 def test_a_ctrl_c_is_told_as_one(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), Loop().attach(tmp_path / "run"):
         raise KeyboardInterrupt
-    assert (ended(tmp_path / "run").outcome, ended(tmp_path / "run").exit_code) == ("interrupted", 130)
+    assert (ended(tmp_path / "run").outcome, ended(tmp_path / "run").exit_code) == (
+        "interrupted",
+        130,
+    )
 
 
 def test_a_loop_that_is_dropped_ends_when_nobody_holds_it(tmp_path: Path) -> None:
@@ -286,7 +324,12 @@ def test_an_end_is_written_once_and_nothing_after_it(tmp_path: Path) -> None:
     run.close()
     run.close()
     run.step_done(1.0)
-    assert [event.kind for event in read(tmp_path / "run")] == ["started", "step", "committed", "ended"]
+    assert [event.kind for event in read(tmp_path / "run")] == [
+        "started",
+        "step",
+        "committed",
+        "ended",
+    ]
 
 
 SCRIPT = """
@@ -316,7 +359,14 @@ def test_the_end_of_the_process_ends_a_loop_that_nobody_closed(tmp_path: Path) -
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "mine.py").write_text(SCRIPT.replace("ENDING", ending))
-        begun.append((folder, subprocess.Popen([sys.executable, "mine.py"], cwd=folder, stderr=subprocess.PIPE, env=environment)))
+        begun.append(
+            (
+                folder,
+                subprocess.Popen(
+                    [sys.executable, "mine.py"], cwd=folder, stderr=subprocess.PIPE, env=environment
+                ),
+            )
+        )
     for (folder, process), (ending, ends) in zip(begun, ENDINGS.items(), strict=True):
         _, said = process.communicate(timeout=300)
         for name, (outcome, cause, code) in ends.items():
@@ -329,7 +379,9 @@ def test_the_end_of_the_process_ends_a_loop_that_nobody_closed(tmp_path: Path) -
 # ---- folders, disks and bad input
 
 
-def test_the_same_script_again_is_the_next_generation_of_the_run_after_any_end(tmp_path: Path) -> None:
+def test_the_same_script_again_is_the_next_generation_of_the_run_after_any_end(
+    tmp_path: Path,
+) -> None:
     loop = Loop()
     first = loop.attach(tmp_path / "run")
     with pytest.raises(RunFolderError, match="is being written by process"):
@@ -347,7 +399,10 @@ def test_the_same_script_again_is_the_next_generation_of_the_run_after_any_end(t
 def test_a_folder_is_let_go_although_workers_of_the_loader_live_on(tmp_path: Path) -> None:
     loop = Loop()
     loop.data = DataLoader(
-        TensorDataset(torch.zeros(8, 4), torch.zeros(8).long()), batch_size=4, num_workers=1, persistent_workers=True
+        TensorDataset(torch.zeros(8, 4), torch.zeros(8).long()),
+        batch_size=4,
+        num_workers=1,
+        persistent_workers=True,
     )
     for generation in (1, 2):
         with pytest.raises(ValueError, match="spilled"), loop.attach(tmp_path / "run") as run:
@@ -384,7 +439,9 @@ def test_a_full_disk_never_ends_the_loop(
     monkeypatch.undo()
     run.close()
     kinds = [event.kind for event in read(tmp_path / "run")]
-    assert kinds == (["started", "step"] if gives_up else ["started", *["step"] * 4, "committed", "ended"])
+    assert kinds == (
+        ["started", "step"] if gives_up else ["started", *["step"] * 4, "committed", "ended"]
+    )
     assert capsys.readouterr().err.count(f"No space left on device; {held}") == 1
 
 
@@ -406,38 +463,73 @@ def with_buffer(tensor: torch.Tensor, name: str = "b") -> nn.Module:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
-    "data that cannot be iterated": ({"data": 3}, DataError, "data is a int, which cannot be iterated"),
+    "data that cannot be iterated": (
+        {"data": 3},
+        DataError,
+        "data is a int, which cannot be iterated",
+    ),
     "an optimiser that is none": ({"optimizer": "adam"}, TaskError, "which has no param_groups"),
-    "a model without shapes": ({"model": torch.nn.LazyLinear(2)}, TaskError, "weight, bias of the model has no shape yet"),
+    "a model without shapes": (
+        {"model": torch.nn.LazyLinear(2)},
+        TaskError,
+        "weight, bias of the model has no shape yet",
+    ),
     "a save every nothing": ({"save": "0 steps"}, TaskError, "cannot be saved every '0 steps'"),
-    "a state of no plain name": ({"state": {"my ema": torch.nn.Linear(1, 1)}}, TaskError, "a module is called 'my ema'"),
+    "a state of no plain name": (
+        {"state": {"my ema": torch.nn.Linear(1, 1)}},
+        TaskError,
+        "a module is called 'my ema'",
+    ),
     "a state of a name that is taken": (
         {"state": {"manifest": torch.nn.Linear(1, 1)}},
         TaskError,
         "a module is called 'manifest'",
     ),
-    "a state that holds a set": ({"state": {"x": Holding({1})}}, TaskError, "state/values/x/held is a set"),
+    "a state that holds a set": (
+        {"state": {"x": Holding({1})}},
+        TaskError,
+        "state/values/x/held is a set",
+    ),
     "a model with a wide buffer": (
         {"model": with_buffer(torch.ones(1, dtype=torch.complex128))},
         TaskError,
         "b is a tensor of torch.complex128",
     ),
-    "a model with a sparse buffer": ({"model": with_buffer(torch.ones(1).to_sparse())}, TaskError, "torch.sparse_coo"),
-    "a model with a name of the format": ({"model": with_buffer(torch.ones(1), "__metadata__")}, TaskError, "'__metadata__'"),
+    "a model with a sparse buffer": (
+        {"model": with_buffer(torch.ones(1).to_sparse())},
+        TaskError,
+        "torch.sparse_coo",
+    ),
+    "a model with a name of the format": (
+        {"model": with_buffer(torch.ones(1), "__metadata__")},
+        TaskError,
+        "'__metadata__'",
+    ),
     "no optimiser": ({"optimizer": []}, TaskError, "which has no param_groups"),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_attached_to_is_refused_and_nothing_written(what: str, tmp_path: Path) -> None:
+def test_what_cannot_be_attached_to_is_refused_and_nothing_written(
+    what: str, tmp_path: Path
+) -> None:
     given, error, says = BAD[what]
     loop = Loop()
-    arguments = {"model": loop.model, "optimizer": loop.optimizer, "data": loop.data, "folder": tmp_path / "run", **given}
+    arguments = {
+        "model": loop.model,
+        "optimizer": loop.optimizer,
+        "data": loop.data,
+        "folder": tmp_path / "run",
+        **given,
+    }
     with pytest.raises(error, match=says):
         surefoot.attach(**arguments)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_loss_per_sample_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with Loop().attach(tmp_path / "run") as run, pytest.raises(TaskError, match=r"a loss of shape \(4,\)\nhint: give its mean"):
+    with (
+        Loop().attach(tmp_path / "run") as run,
+        pytest.raises(TaskError, match=r"a loss of shape \(4,\)\nhint: give its mean"),
+    ):
         run.step_done(torch.ones(4))

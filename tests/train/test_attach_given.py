@@ -16,14 +16,25 @@ from surefoot.core.errors import SurefootError
     ("given", "words"),
     [
         ({"model": {}}, "model is a dict"),
-        ({"state": torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1)}, "state is a StepLR"),
+        (
+            {"state": torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1)},
+            "state is a StepLR",
+        ),
         ({"data": 3}, "data is a int, which cannot be iterated"),
         ({"optimizer": "sgd"}, "which has no param_groups"),
     ],
 )
-def test_what_attach_cannot_use_is_refused_with_what_was_given(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_attach_cannot_use_is_refused_with_what_was_given(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     model = torch.nn.Linear(2, 1)
-    whole = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "data": [1], "folder": tmp_path / "a", **given}
+    whole = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "data": [1],
+        "folder": tmp_path / "a",
+        **given,
+    }
     with pytest.raises(SurefootError, match=words) as caught:
         surefoot.attach(**whole)
     assert caught.value.hint
@@ -33,7 +44,12 @@ def test_what_attach_cannot_use_is_refused_with_what_was_given(given: dict[str, 
 def test_a_loss_that_is_no_number_is_refused(loss: Any, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     with (
-        surefoot.attach(model=model, optimizer=torch.optim.SGD(model.parameters()), data=[1], folder=tmp_path / "a") as run,
+        surefoot.attach(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            data=[1],
+            folder=tmp_path / "a",
+        ) as run,
         pytest.raises(SurefootError, match="step_done was given"),
     ):
         for _ in run.batches():

@@ -32,13 +32,22 @@ def left_at(folder: Path, data: Callable[[], Any], *stops: int) -> loop_ledger.L
 
 
 @pytest.mark.parametrize("data", [shuffled, lambda: shuffled(own=True)])
-def test_every_sample_is_consumed_once_a_pass_over_any_stops(data: Callable[[], Any], tmp_path: Path) -> None:
+def test_every_sample_is_consumed_once_a_pass_over_any_stops(
+    data: Callable[[], Any], tmp_path: Path
+) -> None:
     found = left_at(tmp_path / "a", data, 4, 8, 14)
     assert found.holds
     assert found.attempts == (1, 2, 3, 4)
-    assert (found.num_passes, found.num_samples, found.num_batches) == (PASSES, PASSES * SAMPLES, PASSES * SAMPLES // 4)
+    assert (found.num_passes, found.num_samples, found.num_batches) == (
+        PASSES,
+        PASSES * SAMPLES,
+        PASSES * SAMPLES // 4,
+    )
     left_at(tmp_path / "b", data)
-    ids = [[batch.ids for batch in loop_ledger.consumed(loop_ledger.read(tmp_path / name))[0]] for name in "ab"]
+    ids = [
+        [batch.ids for batch in loop_ledger.consumed(loop_ledger.read(tmp_path / name))[0]]
+        for name in "ab"
+    ]
     assert ids[0] == ids[1]
     uses = loop_ledger.find_sample(tmp_path / "a", 7)
     assert [use.number_of_pass for use in uses] == [0, 1, 2, 3]
@@ -48,7 +57,12 @@ def test_the_recorded_samples_are_those_that_the_loop_was_given(tmp_path: Path) 
     rows = torch.arange(SAMPLES, dtype=torch.float32)[:, None]
     model = nn.Linear(1, 1)
     data = DataLoader(TensorDataset(rows), batch_size=6, shuffle=True, num_workers=2)
-    run = surefoot.attach(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data=data, folder=tmp_path / "a")
+    run = surefoot.attach(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        data=data,
+        folder=tmp_path / "a",
+    )
     given = []
     for _ in range(2):
         for number, (batch,) in enumerate(run.batches()):
@@ -64,7 +78,9 @@ def test_the_recorded_samples_are_those_that_the_loop_was_given(tmp_path: Path) 
 
 def test_a_batch_sampler_that_draws_a_sample_twice_promises_nothing(tmp_path: Path) -> None:
     drawn = torch.utils.data.RandomSampler(range(SAMPLES), replacement=True)
-    data = DataLoader(shuffled().dataset, batch_sampler=torch.utils.data.BatchSampler(drawn, 4, drop_last=False))
+    data = DataLoader(
+        shuffled().dataset, batch_sampler=torch.utils.data.BatchSampler(drawn, 4, drop_last=False)
+    )
     found = left_at(tmp_path / "a", lambda: data, 4)
     assert not found.promise.once
     assert found.holds
@@ -91,7 +107,11 @@ def test_a_loader_that_comes_in_another_order_after_a_stop_is_told_and_found(
 def test_of_other_data_the_places_of_the_batches_are_recorded(kind: str, tmp_path: Path) -> None:
     found = left_at(tmp_path / "a", DATA[kind], 4, 9)
     assert found.holds
-    assert (found.promise, found.num_samples, found.num_batches) == (LoopGuarantee(digests=True), 0, 20)
+    assert (found.promise, found.num_samples, found.num_batches) == (
+        LoopGuarantee(digests=True),
+        0,
+        20,
+    )
 
 
 def test_a_commit_between_two_passes_goes_on_with_the_next_pass(tmp_path: Path) -> None:
@@ -99,7 +119,9 @@ def test_a_commit_between_two_passes_goes_on_with_the_next_pass(tmp_path: Path) 
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.3))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        run = surefoot.attach(model=model, optimizer=optimizer, data=shuffled(own=True), folder=folder, save=None)
+        run = surefoot.attach(
+            model=model, optimizer=optimizer, data=shuffled(own=True), folder=folder, save=None
+        )
         for number in range(run.first_pass, 3):
             for x, y in run.batches():
                 loss = nn.functional.cross_entropy(model(x), y)
@@ -121,11 +143,20 @@ def test_a_commit_between_two_passes_goes_on_with_the_next_pass(tmp_path: Path) 
     assert loop_ledger.check(tmp_path / "left").num_passes == 3
 
 
-def test_no_commit_is_made_while_gradients_are_being_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoopKeeper, "is_due", lambda self, step: self.position % 2 == 1)  # when the first of two batches was read
+def test_no_commit_is_made_while_gradients_are_being_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        LoopKeeper, "is_due", lambda self, step: self.position % 2 == 1
+    )  # when the first of two batches was read
     model = nn.Linear(1, 1)
     data = DataLoader(TensorDataset(torch.zeros(SAMPLES, 1)), batch_size=5)
-    run = surefoot.attach(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data=data, folder=tmp_path / "a")
+    run = surefoot.attach(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        data=data,
+        folder=tmp_path / "a",
+    )
     for number, _ in enumerate(run.batches()):
         if number % 2:
             run.step_done(0.0)
@@ -136,24 +167,43 @@ def test_no_commit_is_made_while_gradients_are_being_gathered(tmp_path: Path, mo
 # ---- what is found in a ledger
 
 PLANTED: dict[str, tuple[str, Callable[[list[Batch]], Any]]] = {
-    "a sample twice": ("twice", lambda rows: rows.__setitem__(3, rows[3]._replace(ids=(*rows[3].ids[:-1], rows[2].ids[0])))),
-    "a sample that never came": ("lost", lambda rows: rows.__setitem__(4, rows[4]._replace(ids=rows[4].ids[:-1]))),
+    "a sample twice": (
+        "twice",
+        lambda rows: rows.__setitem__(3, rows[3]._replace(ids=(*rows[3].ids[:-1], rows[2].ids[0]))),
+    ),
+    "a sample that never came": (
+        "lost",
+        lambda rows: rows.__setitem__(4, rows[4]._replace(ids=rows[4].ids[:-1])),
+    ),
     "a batch that is gone": ("lost", lambda rows: rows.pop(2)),
     "a batch twice": ("twice", lambda rows: rows.insert(2, rows[2])),
-    "a step that is gone": ("lost", lambda rows: rows.__setitem__(slice(6, None), [row._replace(step=row.step + 1) for row in rows[6:]])),
-}  # fmt: skip
+    "a step that is gone": (
+        "lost",
+        lambda rows: rows.__setitem__(
+            slice(6, None), [row._replace(step=row.step + 1) for row in rows[6:]]
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     rows = [
-        Batch(number + 1, 1, number // 5, number % 5, tuple(range(number % 5 * 4, number % 5 * 4 + 4))) for number in range(12)
+        Batch(
+            number + 1, 1, number // 5, number % 5, tuple(range(number % 5 * 4, number % 5 * 4 + 4))
+        )
+        for number in range(12)
     ]
     kind, plant = PLANTED[name]
     for where in ("sound", "spoiled"):
         (tmp_path / where).mkdir()
-        for generation, first in ((1, 0), (2, 8)):  # the second attempt goes back to where the ninth row was written
-            book = LoopLedger(tmp_path / where, LoopGuarantee(samples=SAMPLES, once=True, all=True), generation)
+        for generation, first in (
+            (1, 0),
+            (2, 8),
+        ):  # the second attempt goes back to where the ninth row was written
+            book = LoopLedger(
+                tmp_path / where, LoopGuarantee(samples=SAMPLES, once=True, all=True), generation
+            )
             for row in rows[first:]:
                 book.add(row.step, row.number_of_pass, row.place, row.ids)
             book.sync()
@@ -164,7 +214,9 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     assert kind in {fault.kind for fault in loop_ledger.check(tmp_path / "spoiled").faults}
 
 
-def test_half_a_batch_at_the_end_is_taken_away_by_the_next_attempt_and_other_data_are_refused(tmp_path: Path) -> None:
+def test_half_a_batch_at_the_end_is_taken_away_by_the_next_attempt_and_other_data_are_refused(
+    tmp_path: Path,
+) -> None:
     promise = LoopGuarantee(samples=8, once=True, all=True)
     for generation, step in ((1, 1), (2, 2)):
         book = LoopLedger(tmp_path, promise, generation)
@@ -189,7 +241,9 @@ class Shaken(torch.utils.data.Dataset[Any]):
         return number + torch.rand(3) / 4, number % 2
 
 
-def stopped_and_whole(folder: Path, draws: Callable[[Any], object], make: Callable[[], Any], leave_at: int) -> list[list[Any]]:
+def stopped_and_whole(
+    folder: Path, draws: Callable[[Any], object], make: Callable[[], Any], leave_at: int
+) -> list[list[Any]]:
     """The batches of a loop over three passes that is left after a step, and of one that is not; `draws(loader)` is called in each step."""
     seen: list[list[Any]] = []
     for stops in ((), (leave_at,)):
@@ -199,8 +253,12 @@ def stopped_and_whole(folder: Path, draws: Callable[[Any], object], make: Callab
             model, loader = nn.Linear(3, 2), make()
             optimizer = torch.optim.SGD(model.parameters(), 0.0)
             run = surefoot.attach(
-                model=model, optimizer=optimizer, data=loader, folder=folder / f"{len(stops)}", save="1 steps"
-            )  # fmt: skip
+                model=model,
+                optimizer=optimizer,
+                data=loader,
+                folder=folder / f"{len(stops)}",
+                save="1 steps",
+            )
             del batches[run.step :]
             for _ in range(run.first_pass, 3):
                 for x, _y in run.batches():
@@ -219,18 +277,32 @@ def stopped_and_whole(folder: Path, draws: Callable[[Any], object], make: Callab
     return seen
 
 
-def test_draws_of_the_loop_from_the_loaders_own_generator_are_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_draws_of_the_loop_from_the_loaders_own_generator_are_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def make() -> Any:
-        return DataLoader(shuffled().dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+        return DataLoader(
+            shuffled().dataset,
+            batch_size=4,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(3),
+        )
 
-    whole, stopped = stopped_and_whole(tmp_path, lambda loader: torch.rand(1, generator=loader.generator), make, 8)
+    whole, stopped = stopped_and_whole(
+        tmp_path, lambda loader: torch.rand(1, generator=loader.generator), make, 8
+    )
     assert stopped == whole
     assert "read again" not in capfd.readouterr().err
 
 
-def test_draws_of_the_model_raise_no_alarm_about_data_that_draw_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_draws_of_the_model_raise_no_alarm_about_data_that_draw_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     whole, stopped = stopped_and_whole(
-        tmp_path, lambda loader: torch.rand(2), lambda: DataLoader(Shaken(), batch_size=4, shuffle=True), 8
+        tmp_path,
+        lambda loader: torch.rand(2),
+        lambda: DataLoader(Shaken(), batch_size=4, shuffle=True),
+        8,
     )
     assert stopped == whole
     assert "read again" not in capfd.readouterr().err

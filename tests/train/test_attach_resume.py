@@ -68,7 +68,10 @@ class Numbered:
 def shuffled(*, own: bool = False) -> DataLoader[Any]:
     x, y = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 2
     return DataLoader(
-        TensorDataset(x, y), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2) if own else None
+        TensorDataset(x, y),
+        batch_size=4,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(2) if own else None,
     )
 
 
@@ -79,21 +82,33 @@ def shuffled_in_batches() -> DataLoader[Any]:
 
 
 DATA = {
-    "shuffled by the global generator": shuffled, "shuffled by its own": lambda: shuffled(own=True),
-    "shuffled by a batch sampler's own": shuffled_in_batches, "by number": Numbered,
+    "shuffled by the global generator": shuffled,
+    "shuffled by its own": lambda: shuffled(own=True),
+    "shuffled by a batch sampler's own": shuffled_in_batches,
+    "by number": Numbered,
     "that saves its own place": Placed,
-}  # fmt: skip
+}
 
 
-def train(folder: Path, data: Any, *, leave_at: int | None = None, save: str = "3 steps") -> dict[str, Any]:
+def train(
+    folder: Path, data: Any, *, leave_at: int | None = None, save: str = "3 steps"
+) -> dict[str, Any]:
     """A plain loop with dropout, two optimisers and a schedule of epochs."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2)
+    )
     first = torch.optim.AdamW(model[0].parameters(), lr=0.01)
     second = torch.optim.SGD(model[1:].parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)
     run = surefoot.attach(
-        model=model, optimizer=[first, second], data=data, folder=folder, every=1, save=save, state={"schedule": schedule}
+        model=model,
+        optimizer=[first, second],
+        data=data,
+        folder=folder,
+        every=1,
+        save=save,
+        state={"schedule": schedule},
     )
     for _ in range(run.first_pass, PASSES):
         for x, y in run.batches():
@@ -121,26 +136,38 @@ def train(folder: Path, data: Any, *, leave_at: int | None = None, save: str = "
 )
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("leave_at", [4, 5, 9, 10, 14])
-def test_a_loop_that_was_left_ends_with_the_bits_of_one_that_was_not(kind: str, leave_at: int, tmp_path: Path) -> None:
+def test_a_loop_that_was_left_ends_with_the_bits_of_one_that_was_not(
+    kind: str, leave_at: int, tmp_path: Path
+) -> None:
     whole = train(tmp_path / "whole", DATA[kind]())
     with pytest.raises(Left):
         train(tmp_path / "left", DATA[kind](), leave_at=leave_at)
     again = train(tmp_path / "left", DATA[kind]())
     for name, value in whole.items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(again[name])), name
-    starts = [event.first_step for event in records(tmp_path / "left") if isinstance(event, Started)]
+    starts = [
+        event.first_step for event in records(tmp_path / "left") if isinstance(event, Started)
+    ]
     assert starts == [1, (leave_at - 1) // 3 * 3 + 1]
-    steps = {event.step: event.loss for event in records(tmp_path / "left") if isinstance(event, Step)}
-    assert steps == {event.step: event.loss for event in records(tmp_path / "whole") if isinstance(event, Step)}
+    steps = {
+        event.step: event.loss for event in records(tmp_path / "left") if isinstance(event, Step)
+    }
+    assert steps == {
+        event.step: event.loss for event in records(tmp_path / "whole") if isinstance(event, Step)
+    }
 
 
 @pytest.mark.parametrize("leave_at", [5, 8])
-def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(leave_at: int, tmp_path: Path) -> None:
+def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(
+    leave_at: int, tmp_path: Path
+) -> None:
     def loop(folder: Path, leave_at: int | None = None) -> tuple[int, list[float]]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = surefoot.attach(model=model, optimizer=optimizer, data=shuffled(), folder=folder, save="2 steps")
+        run = surefoot.attach(
+            model=model, optimizer=optimizer, data=shuffled(), folder=folder, save="2 steps"
+        )
         for _ in range(run.first_pass, PASSES):
             for x, y in run.batches():
                 loss = F.cross_entropy(model(x), y)
@@ -177,7 +204,9 @@ def test_a_loop_that_gives_less_than_was_saved_or_another_kind_is_refused(
         model = nn.Linear(3, 2)
         optimizer = kind(model.parameters(), lr=0.1)
         more = {"schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1)} if state else {}
-        return surefoot.attach(model=model, optimizer=optimizer, data=Numbered(), folder=tmp_path / "a", state=more)
+        return surefoot.attach(
+            model=model, optimizer=optimizer, data=Numbered(), folder=tmp_path / "a", state=more
+        )
 
     run = begin(torch.optim.AdamW, state=True)
     next(run.batches())
@@ -191,13 +220,20 @@ def test_a_loop_that_gives_less_than_was_saved_or_another_kind_is_refused(
     again.close()
 
 
-@pytest.mark.parametrize(("way", "told"), [("exit", ("failed", 143)), ("dropped", ("stopped", 0)), ("break", ("stopped", 0))])
-def test_a_loop_that_was_left_in_its_own_process_goes_on_in_its_folder(way: str, told: tuple[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [("exit", ("failed", 143)), ("dropped", ("stopped", 0)), ("break", ("stopped", 0))],
+)
+def test_a_loop_that_was_left_in_its_own_process_goes_on_in_its_folder(
+    way: str, told: tuple[str, int], tmp_path: Path
+) -> None:
     model = nn.Linear(3, 2)
 
     def begin() -> Attached:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return surefoot.attach(model=model, optimizer=optimizer, data=Numbered(), folder=tmp_path / "a", save="2 steps")
+        return surefoot.attach(
+            model=model, optimizer=optimizer, data=Numbered(), folder=tmp_path / "a", save="2 steps"
+        )
 
     def leave(run: Attached) -> None:
         for x, y in run.batches():
@@ -223,15 +259,27 @@ def test_a_loop_that_was_left_in_its_own_process_goes_on_in_its_folder(way: str,
 def test_commits_stand_between_steps_the_last_at_the_end(tmp_path: Path) -> None:
     train(tmp_path / "a", Numbered(), save="8 steps")
     assert manifest.steps(tmp_path / "a") == [8, 16, 20]
-    assert [event.step for event in records(tmp_path / "a") if isinstance(event, Committed)] == [8, 16, 20]
+    assert [event.step for event in records(tmp_path / "a") if isinstance(event, Committed)] == [
+        8,
+        16,
+        20,
+    ]
 
 
-@pytest.mark.parametrize(("state", "told"), [({"model": nn.Linear(1, 1)}, "taken"), ({"count": 3}, "cannot be put back")])
-def test_a_state_that_cannot_be_kept_is_refused(state: dict[str, Any], told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("state", "told"), [({"model": nn.Linear(1, 1)}, "taken"), ({"count": 3}, "cannot be put back")]
+)
+def test_a_state_that_cannot_be_kept_is_refused(
+    state: dict[str, Any], told: str, tmp_path: Path
+) -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(TaskError, match=told):
         surefoot.attach(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data=Numbered(), folder=tmp_path / "a", state=state
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            data=Numbered(),
+            folder=tmp_path / "a",
+            state=state,
         )
     assert not (tmp_path / "a").exists()
 
@@ -242,7 +290,9 @@ def test_a_model_with_an_expanded_and_a_conjugated_buffer_goes_on(tmp_path: Path
         model.register_buffer("grid", torch.ones(1).mul(2).expand(3))
         model.register_buffer("turned", torch.tensor([1 + 2j]).conj())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with surefoot.attach(model=model, optimizer=optimizer, data=shuffled(), folder=tmp_path / "run") as run:
+        with surefoot.attach(
+            model=model, optimizer=optimizer, data=shuffled(), folder=tmp_path / "run"
+        ) as run:
             assert run.step == number
             run.step_done(0.0)
             run.save()

@@ -28,7 +28,11 @@ class Attends(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.into(x.unsqueeze(-1)).unsqueeze(1).chunk(3, -1)
-        return self.out(F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0).flatten(1))
+        return self.out(
+            F.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.dropout if self.training else 0.0
+            ).flatten(1)
+        )
 
 
 class Attention(Small):
@@ -38,8 +42,13 @@ class Attention(Small):
 
 def train(folder: Path, which: str, task: Small) -> tuple[dict[str, str], list[Tensor]]:
     """The operators of step 1 and the weights after two."""
-    optim = {"name": "sgd", "lr": 0.1}  # Adam would make a step of the rounding in a gradient that is 0, as that of a key's bias
-    with Run(spec(2, train={"attention": which}, optim=optim), task, folder=folder, quiet=True) as run:
+    optim = {
+        "name": "sgd",
+        "lr": 0.1,
+    }  # Adam would make a step of the rounding in a gradient that is 0, as that of a key's bias
+    with Run(
+        spec(2, train={"attention": which}, optim=optim), task, folder=folder, quiet=True
+    ) as run:
         for _ in islice(run.steps(), 2):
             pass
         weights = [each.detach().clone() for each in run.model.parameters()]
@@ -51,24 +60,46 @@ def is_fused(operators: dict[str, str]) -> bool:
     return any("_scaled_dot_product" in name for name in operators)
 
 
-def test_math_calls_no_fused_kernel_fused_calls_one_and_the_numbers_are_the_same(tmp_path: Path) -> None:
-    found = {which: train(tmp_path / which, which, Attention()) for which in ("auto", "fused", "math")}
-    assert {which: is_fused(operators) for which, (operators, _) in found.items()} == {"auto": True, "fused": True, "math": False}
+def test_math_calls_no_fused_kernel_fused_calls_one_and_the_numbers_are_the_same(
+    tmp_path: Path,
+) -> None:
+    found = {
+        which: train(tmp_path / which, which, Attention()) for which in ("auto", "fused", "math")
+    }
+    assert {which: is_fused(operators) for which, (operators, _) in found.items()} == {
+        "auto": True,
+        "fused": True,
+        "math": False,
+    }
     assert SWITCHES.flash_sdp_enabled()
     assert SWITCHES.mem_efficient_sdp_enabled()
     for mine, theirs in zip(found["math"][1], found["fused"][1], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("task", [Small(), Attention(dropout=0.5)], ids=["no attention", "a dropout that no kernel here has"])
+@pytest.mark.parametrize(
+    "task",
+    [Small(), Attention(dropout=0.5)],
+    ids=["no attention", "a dropout that no kernel here has"],
+)
 def test_asked_for_and_not_called_in_step_1_ends_the_run_there(task: Small, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r'train\.attention is "fused", and step 1 called no fused kernel'):
+    with pytest.raises(
+        SpecError, match=r'train\.attention is "fused", and step 1 called no fused kernel'
+    ):
         train(tmp_path, "fused", task)
 
 
 def test_a_run_with_fused_attention_goes_on(tmp_path: Path) -> None:
-    how = spec(4, train={"attention": "fused"}, optim={"name": "sgd", "lr": 0.1}, checkpoint={"every": "1 step"})
-    with pytest.raises(KeyboardInterrupt), Run(how, Attention(), folder=tmp_path / "run", quiet=True) as run:
+    how = spec(
+        4,
+        train={"attention": "fused"},
+        optim={"name": "sgd", "lr": 0.1},
+        checkpoint={"every": "1 step"},
+    )
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Run(how, Attention(), folder=tmp_path / "run", quiet=True) as run,
+    ):
         for report in run.steps():
             if report.step == 3:
                 raise KeyboardInterrupt
@@ -77,4 +108,8 @@ def test_a_run_with_fused_attention_goes_on(tmp_path: Path) -> None:
 
 
 def test_which_kernel_attends_does_not_change_what_a_run_is() -> None:
-    assert RunSpec(train={"attention": "math"}).id == RunSpec().id != RunSpec(train={"memory_format": "channels_last"}).id
+    assert (
+        RunSpec(train={"attention": "math"}).id
+        == RunSpec().id
+        != RunSpec(train={"memory_format": "channels_last"}).id
+    )

@@ -33,7 +33,9 @@ def held(folder: Path, step: int = STEPS) -> dict[str, Any]:
 
 @pytest.mark.quick("OfALstm", "NoneAtFirst", "Queue", "Flagged")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(kind: str, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(
+    kind: str, tmp_path: Path
+) -> None:
     how = spec(STEPS, **HOW, evaluate={"every": "4 steps"})
     train(tmp_path / "whole", how, Recurrent(KINDS[kind]))
     train(tmp_path / "left", how, Recurrent(KINDS[kind]), leave_at=STOP)
@@ -45,9 +47,17 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(kind: str, tmp
 
 @pytest.mark.quick("OfALstm", "Queue")
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_evaluation_changes_nothing_of_what_is_trained_afterwards(kind: str, tmp_path: Path) -> None:
-    train(tmp_path / "plain", spec(STEPS, **HOW, evaluate={"every": "1000 steps"}), Recurrent(KINDS[kind]))
-    train(tmp_path / "seen", spec(STEPS, **HOW, evaluate={"every": "3 steps"}), Recurrent(KINDS[kind]))
+def test_an_evaluation_changes_nothing_of_what_is_trained_afterwards(
+    kind: str, tmp_path: Path
+) -> None:
+    train(
+        tmp_path / "plain",
+        spec(STEPS, **HOW, evaluate={"every": "1000 steps"}),
+        Recurrent(KINDS[kind]),
+    )
+    train(
+        tmp_path / "seen", spec(STEPS, **HOW, evaluate={"every": "3 steps"}), Recurrent(KINDS[kind])
+    )
     assert losses(tmp_path / "seen") == losses(tmp_path / "plain")
 
 
@@ -64,7 +74,10 @@ def test_a_skipped_step_moves_no_attribute(kind: str, tmp_path: Path) -> None:
         assert run.num_skipped == 2
         kept = [each for each in vars(run.model[1]).values() if isinstance(each, Tensor)]  # type: ignore[index]
         assert all(bool(each.isfinite().all()) for each in kept)
-        assert all(report is not None and report == report for report in list(losses(tmp_path / "run").values())[-1:])
+        assert all(
+            report is not None and report == report
+            for report in list(losses(tmp_path / "run").values())[-1:]
+        )
 
 
 class Cached(Cell):
@@ -77,14 +90,24 @@ class Cached(Cell):
 
     def carry(self, hidden: Tensor) -> Tensor:
         if self.built_for != len(hidden):
-            self.built_for, self.sines = len(hidden), torch.arange(8.0 * len(hidden)).sin().reshape(-1, 8)
+            self.built_for, self.sines = (
+                len(hidden),
+                torch.arange(8.0 * len(hidden)).sin().reshape(-1, 8),
+            )
         assert self.sines is not None
         return self.sines + self.table
 
 
-def test_a_table_that_never_changes_is_in_no_checkpoint_and_one_that_is_built_late_stays_right(tmp_path: Path) -> None:
+def test_a_table_that_never_changes_is_in_no_checkpoint_and_one_that_is_built_late_stays_right(
+    tmp_path: Path,
+) -> None:
     task = Recurrent(Cached)
-    train(tmp_path / "run", spec(STEPS, **HOW, evaluate={"every": "4 steps", "batch": 7}), task, leave_at=STOP)
+    train(
+        tmp_path / "run",
+        spec(STEPS, **HOW, evaluate={"every": "4 steps", "batch": 7}),
+        task,
+        leave_at=STOP,
+    )
     train(tmp_path / "run", spec(STEPS, **HOW, evaluate={"every": "4 steps", "batch": 7}), task)
     train(tmp_path / "plain", spec(STEPS, **HOW, evaluate={"every": "1000 steps"}), task)
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
@@ -109,8 +132,14 @@ class Derived(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("task", [Small(), Small(0.2, norm=True), Recurrent(Derived)], ids=["plain", "BatchNorm", "derived"])
-def test_a_checkpoint_of_a_model_without_such_state_has_no_part_for_it(task: Small, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "task",
+    [Small(), Small(0.2, norm=True), Recurrent(Derived)],
+    ids=["plain", "BatchNorm", "derived"],
+)
+def test_a_checkpoint_of_a_model_without_such_state_has_no_part_for_it(
+    task: Small, tmp_path: Path
+) -> None:
     run = train(tmp_path / "run", spec(STEPS, **HOW), task)
     assert run is not None
     assert run.assembly.engine.stepper._buffers._attribute_slots == []
@@ -135,9 +164,15 @@ class Boxed(Cell):
         return self.box.h + torch.randn(8, generator=self.generator)
 
 
-def test_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_that_no_checkpoint_can_hold_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tmp_path / "run", spec(STEPS, **HOW), Recurrent(Boxed))
-    found = [event for event in records(tmp_path / "run") if isinstance(event, Fault) and event.fault == "attributes"]
+    found = [
+        event
+        for event in records(tmp_path / "run")
+        if isinstance(event, Fault) and event.fault == "attributes"
+    ]
     assert len(found) == 1
     printed = " ".join(capsys.readouterr().err.split())
     for name in ("1.box (Box)", "1.generator (Generator)", "1.few (Tensor)"):
@@ -158,7 +193,9 @@ class Held(Cell):
         return self.hidden[0]
 
 
-def test_a_parameter_in_a_list_keeps_its_object_and_what_was_deleted_stays_so(tmp_path: Path) -> None:
+def test_a_parameter_in_a_list_keeps_its_object_and_what_was_deleted_stays_so(
+    tmp_path: Path,
+) -> None:
     made: list[Held] = []
 
     def cell() -> Held:
@@ -186,11 +223,19 @@ def test_a_parameter_in_a_list_keeps_its_object_and_what_was_deleted_stays_so(tm
 def test_a_fork_begins_with_the_attributes_and_saves_them(tmp_path: Path) -> None:
     how = spec(STEPS, **HOW)
     train(tmp_path / "whole", how, Recurrent(NoneAtFirst))
-    with Run(how, Recurrent(NoneAtFirst), folder=tmp_path / "fork", start=Start(tmp_path / "whole", 15), quiet=True) as run:
+    with Run(
+        how,
+        Recurrent(NoneAtFirst),
+        folder=tmp_path / "fork",
+        start=Start(tmp_path / "whole", 15),
+        quiet=True,
+    ) as run:
         assert run.step == 15
         for _ in run.steps():
             pass
-    assert losses(tmp_path / "fork") == {step: loss for step, loss in losses(tmp_path / "whole").items() if step > 15}
+    assert losses(tmp_path / "fork") == {
+        step: loss for step, loss in losses(tmp_path / "whole").items() if step > 15
+    }
 
 
 def attached(folder: Path, kind: str, *, leave_at: int | None = None) -> list[Any]:
@@ -199,7 +244,9 @@ def attached(folder: Path, kind: str, *, leave_at: int | None = None) -> list[An
     model = Recurrent(KINDS[kind]).model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     rows = list(torch.randn(20, 4, generator=torch.Generator().manual_seed(1)).split(4))
-    run = surefoot.attach(model=model, optimizer=optimizer, data=rows, folder=folder, every=1, save="4 steps")
+    run = surefoot.attach(
+        model=model, optimizer=optimizer, data=rows, folder=folder, every=1, save="4 steps"
+    )
     found: list[Any] = []
     for _ in range(run.first_pass, 4):
         for batch in run.batches():
@@ -217,7 +264,9 @@ def attached(folder: Path, kind: str, *, leave_at: int | None = None) -> list[An
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_attached_loop_resumes_with_the_bits_of_one_that_was_never_stopped(kind: str, tmp_path: Path) -> None:
+def test_an_attached_loop_resumes_with_the_bits_of_one_that_was_never_stopped(
+    kind: str, tmp_path: Path
+) -> None:
     whole = attached(tmp_path / "whole", kind)
     attached(tmp_path / "left", kind, leave_at=11)
     again = attached(tmp_path / "left", kind)
@@ -229,14 +278,19 @@ def test_an_attached_loop_resumes_with_the_bits_of_one_that_was_never_stopped(ki
 def test_recomputation_sees_the_attributes_that_the_forward_pass_saw(kind: str, how: str) -> None:
     def trained(way: str) -> list[Any]:
         torch.manual_seed(3)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), KINDS[kind](), nn.Tanh()) for _ in range(2)))
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), KINDS[kind](), nn.Tanh()) for _ in range(2))
+        )
         recompute(model, way)
         found = []
         for _ in range(3):
             model.zero_grad()
             loss = model(torch.randn(4, 8)).square().sum()
             loss.backward()
-            found += [float(loss.detach()), *(each.grad.tolist() for each in model.parameters() if each.grad is not None)]
+            found += [
+                float(loss.detach()),
+                *(each.grad.tolist() for each in model.parameters() if each.grad is not None),
+            ]
         return found
 
     assert trained(how) == trained("none")
@@ -244,7 +298,9 @@ def test_recomputation_sees_the_attributes_that_the_forward_pass_saw(kind: str, 
 
 @pytest.mark.parametrize("kind", ["NoneAtFirst", "InAGraph", "InPlace", "Queue", "Named", "Twice"])
 @pytest.mark.parametrize("num_applied", [0, 2])
-def test_a_step_that_the_device_skips_moves_no_tensor_in_an_attribute(kind: str, num_applied: int) -> None:
+def test_a_step_that_the_device_skips_moves_no_tensor_in_an_attribute(
+    kind: str, num_applied: int
+) -> None:
     torch.manual_seed(3)
     model = KINDS[kind]()
     live = LiveBuffers(model)
@@ -255,7 +311,11 @@ def test_a_step_that_the_device_skips_moves_no_tensor_in_an_attribute(kind: str,
         model(rows[number])
         live.put_back_unless(yes)
     live.keep()
-    before = {name: repr(value) for name, value in vars(model).items() if name in ("h", "same", "pair", "keys")}
+    before = {
+        name: repr(value)
+        for name, value in vars(model).items()
+        if name in ("h", "same", "pair", "keys")
+    }
     model(rows[2] * torch.nan)
     live.put_back_unless(no)
     assert {name: repr(value) for name, value in vars(model).items() if name in before} == before

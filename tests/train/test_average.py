@@ -25,9 +25,11 @@ class Left(Exception):
 
 def how(**optim: Any) -> Any:
     return spec(
-        STEPS, optim={"name": "sgd", "lr": 0.1, "ema": 0.9, **optim}, checkpoint={"every": "2 steps", "background": False, "keep": 9},
+        STEPS,
+        optim={"name": "sgd", "lr": 0.1, "ema": 0.9, **optim},
+        checkpoint={"every": "2 steps", "background": False, "keep": 9},
         train={"threads": 1},
-    )  # fmt: skip
+    )
 
 
 def averaged(folder: Path, table: dict[str, Any], *, leave_at: int | None = None) -> dict[str, Any]:
@@ -36,7 +38,11 @@ def averaged(folder: Path, table: dict[str, Any], *, leave_at: int | None = None
     with Run(how(**table), Small(norm=True), folder=folder, quiet=True) as run:
         if run.step == 0:
             theirs.append(
-                AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=table.get("ema_buffers", False))
+                AveragedModel(
+                    run.model,
+                    multi_avg_fn=get_ema_multi_avg_fn(0.9),
+                    use_buffers=table.get("ema_buffers", False),
+                )
             )
             theirs[0].update_parameters(run.model)  # its first call copies
         for report in run.steps():
@@ -50,11 +56,18 @@ def averaged(folder: Path, table: dict[str, Any], *, leave_at: int | None = None
             ours = {name: value.clone() for name, value in run.model.state_dict().items()}
         own = {name: value.clone() for name, value in run.model.state_dict().items()}
         digests = run.state_digests()
-    return {"ours": ours, "own": own, "digests": digests, "theirs": theirs[0].module.state_dict() if theirs else None}
+    return {
+        "ours": ours,
+        "own": own,
+        "digests": digests,
+        "theirs": theirs[0].module.state_dict() if theirs else None,
+    }
 
 
 @pytest.mark.parametrize("with_buffers", [False, True])
-def test_without_the_ramp_a_run_averages_as_averaged_model_and_saves_and_resumes_it(with_buffers: bool, tmp_path: Path) -> None:
+def test_without_the_ramp_a_run_averages_as_averaged_model_and_saves_and_resumes_it(
+    with_buffers: bool, tmp_path: Path
+) -> None:
     table = {"ema_ramp": False, "ema_buffers": with_buffers}
     whole = averaged(tmp_path / "whole", table)
     counts = [name for name in whole["ours"] if "num_batches" in name]  # which torch's rounds
@@ -74,7 +87,11 @@ def test_without_the_ramp_a_run_averages_as_averaged_model_and_saves_and_resumes
 def test_averages_of_buffers_are_the_same_on_every_rank(tmp_path: Path) -> None:
     table = {"ema_buffers": True}
     found = run_ranks(
-        2, lambda rank: {name: each.tolist() for name, each in averaged(tmp_path / "run", table)["ours"].items()}, tmp_path
+        2,
+        lambda rank: {
+            name: each.tolist() for name, each in averaged(tmp_path / "run", table)["ours"].items()
+        },
+        tmp_path,
     )
     assert found[0] == found[1]
     assert "error" not in found[0]

@@ -29,7 +29,11 @@ class Recurrent(nn.Module):
         if how == "buffer":
             self.register_buffer("kept", torch.zeros(1, 4))
         else:
-            self.kept: Any = [torch.zeros(1, 4)] if how == "list" else torch.zeros(ROWS if how == "rows" else 1, 4)
+            self.kept: Any = (
+                [torch.zeros(1, 4)]
+                if how == "list"
+                else torch.zeros(ROWS if how == "rows" else 1, 4)
+            )
 
     def forward(self, x: Tensor, row: Tensor) -> Tensor:
         if self.how == "table":
@@ -40,7 +44,9 @@ class Recurrent(nn.Module):
             self.kept[row] = out.detach()
             return out
         before = (self.kept[0] if self.how == "list" else self.kept).clone()
-        out = self.cell(x, before if len(before) == len(x) else before.mean(0, keepdim=True).expand(len(x), 4))
+        out = self.cell(
+            x, before if len(before) == len(x) else before.mean(0, keepdim=True).expand(len(x), 4)
+        )
         if self.how == "attribute":
             self.kept = out.detach()
         elif self.how == "list":
@@ -61,10 +67,16 @@ class Streams:
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(0)
-        return Arrays(x=torch.randn(4 * ROWS, 2, generator=draws), row=torch.arange(4 * ROWS) % ROWS)
+        return Arrays(
+            x=torch.randn(4 * ROWS, 2, generator=draws), row=torch.arange(4 * ROWS) % ROWS
+        )
 
     def state(self) -> dict[str, Any]:
-        held = {"task": {"kept": self.net.kept}, "baseline": {"mean": self.baseline}, "generator": {"draws": self.generator}}
+        held = {
+            "task": {"kept": self.net.kept},
+            "baseline": {"mean": self.baseline},
+            "generator": {"draws": self.generator},
+        }
         return held.get(self.how, {})
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -77,15 +89,19 @@ class Streams:
             total = (output - self.baseline).square().sum()
             self.baseline.lerp_(output.detach().mean(), 0.5)
         if self.how == "generator":
-            total = total + 1e-3 * (output * torch.randn(output.shape, generator=self.generator)).sum()
+            total = (
+                total + 1e-3 * (output * torch.randn(output.shape, generator=self.generator)).sum()
+            )
         return Loss.sum(total, len(output))
 
 
 def find_warnings(how: str, folder: Path, **train: Any) -> list[str]:
     spec = RunSpec(
-        train={"length": "1 steps", "batch": ROWS, **train}, data={"shuffle": False}, evaluate={"every": "9 epochs"},
+        train={"length": "1 steps", "batch": ROWS, **train},
+        data={"shuffle": False},
+        evaluate={"every": "9 epochs"},
         observe={"tensorboard": False},
-    )  # fmt: skip
+    )
     with Run(spec, Streams(how), folder=folder, quiet=True) as run:
         for _ in run.steps():
             pass
@@ -96,16 +112,25 @@ def find_warnings(how: str, folder: Path, **train: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     ("how", "name"),
-    [("attribute", "attributes/kept"), ("list", "attributes/kept"), ("buffer", "buffers/kept"), ("task", "state/kept"),
-     ("baseline", "state/mean")],
-)  # fmt: skip
-def test_state_that_goes_from_a_microbatch_to_the_next_is_reported(how: str, name: str, tmp_path: Path) -> None:
+    [
+        ("attribute", "attributes/kept"),
+        ("list", "attributes/kept"),
+        ("buffer", "buffers/kept"),
+        ("task", "state/kept"),
+        ("baseline", "state/mean"),
+    ],
+)
+def test_state_that_goes_from_a_microbatch_to_the_next_is_reported(
+    how: str, name: str, tmp_path: Path
+) -> None:
     (note,) = find_warnings(how, tmp_path / "run", microbatch=ROWS // 2)
     assert name in note
 
 
 @pytest.mark.parametrize("how", ["rows", "table", "generator"])
-def test_state_of_each_row_tables_and_generators_are_no_reason_to_report(how: str, tmp_path: Path) -> None:
+def test_state_of_each_row_tables_and_generators_are_no_reason_to_report(
+    how: str, tmp_path: Path
+) -> None:
     assert find_warnings(how, tmp_path / "run", microbatch=ROWS // 2) == []
 
 

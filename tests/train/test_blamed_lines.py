@@ -74,7 +74,9 @@ def write(folder: Path, place: str, *, decorated: bool) -> str:
     """A task that calls `grow`, of a file beside it, in one place; where it is decorated, torch calls its constructors."""
     parts = {f"in_{each}": "grow(torch.ones(2))" if each == place else "pass" for each in PLACES}
     decorator = "@torch.no_grad()" if decorated else ""
-    (folder / "mine.py").write_text(TASK.format(**parts, decorator=decorator, decorator_of_task=decorator))
+    (folder / "mine.py").write_text(
+        TASK.format(**parts, decorator=decorator, decorator_of_task=decorator)
+    )
     (folder / "helping.py").write_text(HELP)
     return f"{folder / 'mine.py'}:Mine"
 
@@ -88,7 +90,10 @@ def test_the_innermost_line_of_the_users_own_is_named_wherever_torch_raises(
     monkeypatch.setitem(sys.modules, "surefoot_task_mine", sys)
     use = write(tmp_path, place, decorated=True)
     how = spec(4, task={"use": use}, evaluate={"every": "2 steps"})
-    with pytest.raises(SurefootError) as raised, Run(how, load(use, {}).task, folder=tmp_path / "run", quiet=True) as run:
+    with (
+        pytest.raises(SurefootError) as raised,
+        Run(how, load(use, {}).task, folder=tmp_path / "run", quiet=True) as run,
+    ):
         list(run.steps())
     monkeypatch.delitem(sys.modules, "helping", raising=False)
     assert f"{tmp_path / 'helping.py'}:4, in grow" in raised.value.message
@@ -115,7 +120,15 @@ def test_the_line_of_a_script_on_standard_input_is_named(tmp_path: Path) -> None
         "class Odd(Small):\n    def loss(self, output, batch):\n        return output @ torch.ones(99)\n"
         f"with Run(spec(2), Odd(), folder={str(tmp_path / 'run')!r}, quiet=True) as run:\n    list(run.steps())\n"
     )
-    done = subprocess.run([sys.executable, "-"], input=script, text=True, cwd=ROOT, capture_output=True, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=script,
+        text=True,
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        timeout=300,
+    )
     assert "(<stdin>:6, in loss)" in done.stderr.splitlines()[-2], done.stderr
 
 
@@ -132,7 +145,9 @@ def test_an_error_in_a_worker_of_a_loader_is_told_as_itself_with_its_line(
     assert made.loader is not None
     items = module_from_spec(made)
     made.loader.exec_module(items)
-    monkeypatch.setitem(sys.modules, "items_of_a_worker", items)  # a worker sends the class of its error by name, or nothing ever
+    monkeypatch.setitem(
+        sys.modules, "items_of_a_worker", items
+    )  # a worker sends the class of its error by name, or nothing ever
     with pytest.raises(Exception, match="DataLoader worker process") as caught:
         next(iter(torch.utils.data.DataLoader(items.Items(), num_workers=1)))
     told = blame.describe(caught.value)

@@ -30,7 +30,12 @@ from tests.train.small import FEW, Small, call, end_of, records, spec, write_tas
     ids=lambda value: value.partition("=")[0] if isinstance(value, str) and "=" in value else None,
 )
 def test_another_spec_is_refused_with_its_keys_and_with_commands_that_work_as_typed(
-    changed: str, named: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    changed: str,
+    named: str,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     task = write_task(tmp_path)
@@ -42,13 +47,17 @@ def test_another_spec_is_refused_with_its_keys_and_with_commands_that_work_as_ty
     assert "a is the run of another spec: " in told
     assert named in told
     assert "train from step 0: give another --run folder, or --fresh" in told
-    commands = [line.partition(": surefoot ")[2] for line in told.splitlines() if ": surefoot " in line]
+    commands = [
+        line.partition(": surefoot ")[2] for line in told.splitlines() if ": surefoot " in line
+    ]
     assert len(commands) == 2
     assert all(word in commands[1] for word in words)
     if not words:
         assert "weights" not in commands[1]
         assert ("extend" in told) == changed.startswith("train.length")
-    shortened = ("--set", "train.length=12 steps") if not changed.startswith("train.length") else ()  # the run is over: train on
+    shortened = (
+        ("--set", "train.length=12 steps") if not changed.startswith("train.length") else ()
+    )  # the run is over: train on
     for command, more in ((commands[0], ()), (commands[1], shortened)):
         assert call(monkeypatch, *shlex.split(command), *more, "--quiet") == 0
     assert end_of(tmp_path / "NEW").outcome == "finished"
@@ -60,12 +69,25 @@ def test_the_call_that_is_named_for_python_goes_on_with_the_new_values(tmp_path:
             for _ in run.steps():
                 pass
     longer = spec(8, optim={"lr": 0.5})
-    with pytest.raises(RunFolderError) as caught, Run(longer, Small(), folder=tmp_path / "a", quiet=True):
+    with (
+        pytest.raises(RunFolderError) as caught,
+        Run(longer, Small(), folder=tmp_path / "a", quiet=True),
+    ):
         pass
-    named = next(line for line in str(caught.value).splitlines() if "in Python" in line).partition(": ")[2]
-    run = eval(named.replace('"NEW"', "new"), {
-        "Run": Run, "spec": longer, "task": Small(), "new": tmp_path / "new", "Start": surefoot.Start, "Path": Path,
-    })  # fmt: skip
+    named = next(line for line in str(caught.value).splitlines() if "in Python" in line).partition(
+        ": "
+    )[2]
+    run = eval(
+        named.replace('"NEW"', "new"),
+        {
+            "Run": Run,
+            "spec": longer,
+            "task": Small(),
+            "new": tmp_path / "new",
+            "Start": surefoot.Start,
+            "Path": Path,
+        },
+    )
     with run:
         assert run.step == 4
         for _ in run.steps():
@@ -77,7 +99,9 @@ Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 FIRST: Build = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
 
 
-def loop(folder: Path, build: Build, batch: int = 2, scheduled: bool = False, by_hand: bool = False) -> tuple[list[str], float]:
+def loop(
+    folder: Path, build: Build, batch: int = 2, scheduled: bool = False, by_hand: bool = False
+) -> tuple[list[str], float]:
     """A pass of three steps that is left; gives the notes of its start, and the learning rate that it stood at then."""
     model = torch.nn.Linear(1, 1)
     optimizer = build(list(model.parameters()))
@@ -103,13 +127,23 @@ def loop(folder: Path, build: Build, batch: int = 2, scheduled: bool = False, by
 
 
 CHANGES: dict[str, tuple[Build, int, str]] = {
-    "the learning rate": (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 2, "optimizer.param_groups[0]['lr'] = 0.01"),
-    "the momentum": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), 2, "optimizer.param_groups[0]['momentum'] = 0.5"),
+    "the learning rate": (
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        2,
+        "optimizer.param_groups[0]['lr'] = 0.01",
+    ),
+    "the momentum": (
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
+        2,
+        "optimizer.param_groups[0]['momentum'] = 0.5",
+    ),
     "the weight decay": (
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.2), 2, "optimizer.param_groups[0]['weight_decay'] = 0.2",
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.2),
+        2,
+        "optimizer.param_groups[0]['weight_decay'] = 0.2",
     ),
     "the batch size": (FIRST, 4, "data.batch_size = 4, and gave 2"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.quick("the learning rate", "the batch size")
@@ -131,7 +165,9 @@ def test_attach_names_what_the_script_changed_and_keeps_what_was_saved(
 
 @pytest.mark.quick("scheduled")
 @pytest.mark.parametrize("moved", ["scheduled", "by_hand"])
-def test_a_rate_that_the_loop_itself_moves_is_no_change_of_the_script(moved: str, tmp_path: Path) -> None:
+def test_a_rate_that_the_loop_itself_moves_is_no_change_of_the_script(
+    moved: str, tmp_path: Path
+) -> None:
     loop(tmp_path / "a", FIRST, **{moved: True})
     notes, rate = loop(tmp_path / "a", FIRST, **{moved: True})
     assert not [note for note in notes if "the script gives" in note]

@@ -84,7 +84,9 @@ WAYS = (ends_process, ends_pool, ends_grandchild, ends_bare_fork, ends_own_handl
 
 
 @pytest.mark.parametrize("ends", WAYS, ids=lambda each: str(each.__name__))
-def test_a_child_that_is_forked_inside_a_run_ends_when_it_is_told(ends: Callable[[], bool], tmp_path: Path) -> None:
+def test_a_child_that_is_forked_inside_a_run_ends_when_it_is_told(
+    ends: Callable[[], bool], tmp_path: Path
+) -> None:
     ended = []
     with Run(spec(8), Small(), folder=tmp_path / "a", quiet=True) as run:
         for report in run.steps():
@@ -107,7 +109,11 @@ def test_a_loader_s_workers_of_torch_outlive_a_signal_to_the_whole_job(tmp_path:
         for report in run.steps():
             if report.step == 3:
                 loader = DataLoader(
-                    TensorDataset(torch.arange(64.0)), 4, num_workers=2, collate_fn=read, multiprocessing_context="fork"
+                    TensorDataset(torch.arange(64.0)),
+                    4,
+                    num_workers=2,
+                    collate_fn=read,
+                    multiprocessing_context="fork",
                 )
                 batches = iter(loader)
                 next(batches)

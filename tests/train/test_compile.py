@@ -33,7 +33,9 @@ def _anew() -> Iterator[None]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are captured as always and run by torch's own kernels: making code takes tens of seconds."""
-    monkeypatch.setattr(compiling, "compile_regions", functools.partial(compile_regions, backend="eager"))
+    monkeypatch.setattr(
+        compiling, "compile_regions", functools.partial(compile_regions, backend="eager")
+    )
 
 
 class Deep(Small):
@@ -46,7 +48,11 @@ class Deep(Small):
 
 def losses(folder: Path, *, batch: int = 4, evaluate_at: int = 0, **compile_: Any) -> list[float]:
     made = spec(
-        8, train={"batch": batch, "length": "8 steps"}, evaluate={"batch": 7}, observe={"every": "1 step"}, compile=compile_
+        8,
+        train={"batch": batch, "length": "8 steps"},
+        evaluate={"batch": 7},
+        observe={"every": "1 step"},
+        compile=compile_,
     )
     found = []
     torch._dynamo.reset()
@@ -58,9 +64,13 @@ def losses(folder: Path, *, batch: int = 4, evaluate_at: int = 0, **compile_: An
     return found
 
 
-def test_compiled_blocks_train_with_the_numbers_of_eager_mode_and_each_compilation_is_told(tmp_path: Path) -> None:
+def test_compiled_blocks_train_with_the_numbers_of_eager_mode_and_each_compilation_is_told(
+    tmp_path: Path,
+) -> None:
     eager = losses(tmp_path / "eager")
-    assert losses(tmp_path / "compiled", what="blocks", on_failure="stop") == pytest.approx(eager, rel=1e-5)
+    assert losses(tmp_path / "compiled", what="blocks", on_failure="stop") == pytest.approx(
+        eager, rel=1e-5
+    )
     told = [event for event in records(tmp_path / "compiled") if isinstance(event, Compiled)]
     assert 1 <= len(told) <= 4  # equal blocks share what was compiled
     assert all(event.elapsed_s > 0 for event in told)
@@ -68,14 +78,22 @@ def test_compiled_blocks_train_with_the_numbers_of_eager_mode_and_each_compilati
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_batch_of_another_size_is_compiled_again_and_the_budget_warns_or_stops(tmp_path: Path) -> None:
+def test_a_batch_of_another_size_is_compiled_again_and_the_budget_warns_or_stops(
+    tmp_path: Path,
+) -> None:
     sizes = {"what": "model", "dynamic": False, "budget": 1}  # 24 samples: batches of 7 and of 3
     assert len(losses(tmp_path / "within", batch=7, **sizes)) == 8
-    again = [event.why_again for event in records(tmp_path / "within") if isinstance(event, Compiled) and event.why_again]
+    again = [
+        event.why_again
+        for event in records(tmp_path / "within")
+        if isinstance(event, Compiled) and event.why_again
+    ]
     assert len(again) == 1
     assert "expected 7, actual 3" in again[0]
     assert not faults_of(tmp_path / "within")
-    assert len(losses(tmp_path / "over", batch=7, evaluate_at=5, **sizes)) == 8  # where dropout is off: another graph
+    assert (
+        len(losses(tmp_path / "over", batch=7, evaluate_at=5, **sizes)) == 8
+    )  # where dropout is off: another graph
     (fault,) = faults_of(tmp_path / "over")
     assert "times again, compile.budget is 1; last: compiled " in fault.detail
     with pytest.raises(TaskError, match=r"times again, compile\.budget is 1"):
@@ -105,7 +123,9 @@ class Texts(Small):
         order = torch.randperm(len(self.LENGTHS), generator=generator)
         lengths = (order + self.LENGTHS.start).repeat_interleave(4)
         return Arrays(
-            torch.randn(len(lengths), self.LENGTHS.stop, 4, generator=generator), torch.arange(len(lengths)) % 3, lengths
+            torch.randn(len(lengths), self.LENGTHS.stop, 4, generator=generator),
+            torch.arange(len(lengths)) % 3,
+            lengths,
         )
 
     def augment(self, batch: Any, keys: Any) -> Any:
@@ -121,7 +141,11 @@ def test_texts_of_20_lengths_are_compiled_at_most_twice_unless_sizes_are_held(
     made = spec(20, data={"shuffle": False}, observe={"every": "1 step"}, compile=compile_)
     with Run(made, Texts(), folder=tmp_path, quiet=True) as run:
         assert len(list(run.steps())) == 20
-    graphs = [event for event in records(tmp_path) if isinstance(event, Compiled) and not event.is_backward]
+    graphs = [
+        event
+        for event in records(tmp_path)
+        if isinstance(event, Compiled) and not event.is_backward
+    ]
     assert len(graphs) == (most or 9)  # the last of the nine is torch's refusal
     faults = [event.detail for event in faults_of(tmp_path)]
     assert [detail[:16] for detail in faults] == ([] if most is not None else ["torch gives up: "])
@@ -135,13 +159,21 @@ def test_blocks_that_are_not_there_are_refused(tmp_path: Path) -> None:
         losses(tmp_path, blocks=("2",))
 
 
-def test_a_region_inside_a_block_of_which_operators_are_computed_again_is_refused_and_the_block_itself_is_not() -> None:
+def test_a_region_inside_a_block_of_which_operators_are_computed_again_is_refused_and_the_block_itself_is_not() -> (
+    None
+):
     class Nested(Small):
         def model(self) -> nn.Module:
-            return nn.Sequential(nn.Linear(4, 3), *(nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh())) for _ in range(2)))
+            return nn.Sequential(
+                nn.Linear(4, 3),
+                *(nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh())) for _ in range(2)),
+            )
 
     def tables(inner: str) -> RunSpec:
-        return spec(memory={"recompute": "operators", "blocks": ("1", "2")}, compile={"what": "blocks", "blocks": (inner,)})
+        return spec(
+            memory={"recompute": "operators", "blocks": ("1", "2")},
+            compile={"what": "blocks", "blocks": (inner,)},
+        )
 
     with pytest.raises(SpecError, match=r"in 1\.0: it is compiled, inside 1") as raised:
         assemble(tables("?.0"), Nested())
@@ -150,7 +182,12 @@ def test_a_region_inside_a_block_of_which_operators_are_computed_again_is_refuse
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"), [("torchscript", "TorchScript is retired"), ("jit", "TorchScript"), ("TensorRT", "trains none")]
+    ("asked", "words"),
+    [
+        ("torchscript", "TorchScript is retired"),
+        ("jit", "TorchScript"),
+        ("TensorRT", "trains none"),
+    ],
 )
 def test_torchscript_and_tensorrt_are_answered_with_what_to_use(asked: str, words: str) -> None:
     with pytest.raises(SpecError, match=rf"compile\.what: .*{words}") as found:

@@ -26,7 +26,10 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 64, dtype=torch.complex64), nn.Linear(64, 64, dtype=torch.complex64)
+        self.first, self.second = (
+            nn.Linear(8, 64, dtype=torch.complex64),
+            nn.Linear(64, 64, dtype=torch.complex64),
+        )
         self.head = nn.Linear(64, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,10 +54,13 @@ class Product:
 
 def train(folder: Path, **optim: Any) -> list[float | None]:
     spec = RunSpec(
-        optim={"lr": LR, "decay": 0.0, **optim}, train={"length": f"{STEPS} steps", "batch": BATCH, "threads": 1},
-        data={"shuffle": False}, schedule={"name": "constant"}, evaluate={"split": "train", "every": "9 epochs"},
+        optim={"lr": LR, "decay": 0.0, **optim},
+        train={"length": f"{STEPS} steps", "batch": BATCH, "threads": 1},
+        data={"shuffle": False},
+        schedule={"name": "constant"},
+        evaluate={"split": "train", "every": "9 epochs"},
         observe={"tensorboard": False},
-    )  # fmt: skip
+    )
     with Run(spec, Product(), folder=folder, quiet=True) as run:
         return [report.loss for report in run.steps()]
 
@@ -78,14 +84,29 @@ OPTIMIZERS: list[tuple[dict[str, Any], Build]] = [
     ({"name": "sgd"}, lambda parameters: torch.optim.SGD(parameters, LR, momentum=0.9)),
     ({"name": "adam"}, lambda parameters: torch.optim.Adam(parameters, LR)),
     ({"name": "adamw"}, lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0)),
-    ({"name": "muon"}, lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0)),  # the real layer is the head
-    ({"name": "adamw", "state": "8bit"}, lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0)),
-    ({"name": "adamw", "ema": 0.9}, lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0)),
+    (
+        {"name": "muon"},
+        lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0),
+    ),  # the real layer is the head
+    (
+        {"name": "adamw", "state": "8bit"},
+        lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0),
+    ),
+    (
+        {"name": "adamw", "ema": 0.9},
+        lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("optim", "build"), OPTIMIZERS, ids=[" ".join(map(str, optim.values())) for optim, _ in OPTIMIZERS])
-def test_complex_parameters_train_as_in_a_plain_loop(optim: dict[str, Any], build: Build, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("optim", "build"),
+    OPTIMIZERS,
+    ids=[" ".join(map(str, optim.values())) for optim, _ in OPTIMIZERS],
+)
+def test_complex_parameters_train_as_in_a_plain_loop(
+    optim: dict[str, Any], build: Build, tmp_path: Path
+) -> None:
     assert train(tmp_path / "run", **optim) == pytest.approx(train_plain(build), rel=1e-4)
 
 

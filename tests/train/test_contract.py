@@ -31,12 +31,21 @@ LONGEST = 20
 class Sequences:
     """Sequences of unequal length: each token is classified (`say`), and of those marked a place is regressed (`place`)."""
 
-    def __init__(self, lengths: list[int], *, counted: Callable[[Any], Any] = int, terms: int = 1, tells: bool = False) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        counted: Callable[[Any], Any] = int,
+        terms: int = 1,
+        tells: bool = False,
+    ) -> None:
         draw = torch.Generator().manual_seed(len(lengths))
         mask_BT = torch.arange(LONGEST) < torch.tensor(lengths)[:, None]
         self.rows = {
             "inputs": torch.randn(len(lengths), LONGEST, 3, generator=draw, dtype=torch.float64),
-            "targets": torch.randint(0, 4, (len(lengths), LONGEST), generator=draw).masked_fill(~mask_BT, -100),
+            "targets": torch.randint(0, 4, (len(lengths), LONGEST), generator=draw).masked_fill(
+                ~mask_BT, -100
+            ),
             "places": torch.randn(len(lengths), LONGEST, generator=draw, dtype=torch.float64),
             "marked": mask_BT & (torch.rand(len(lengths), LONGEST, generator=draw) < 0.3),
         }
@@ -60,7 +69,9 @@ class Sequences:
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         counts = self._counts(batch)
-        said = F.cross_entropy(output[..., :4].flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+        said = F.cross_entropy(
+            output[..., :4].flatten(0, 1), batch["targets"].flatten(), reduction="sum"
+        )
         terms = [Term("say", said, counts["say"])]
         if self.terms > 1:
             off = (output[..., 4] - batch["places"])[batch["marked"]].square().sum()
@@ -91,8 +102,13 @@ def gradient_of_step(task: Sequences, cuts: tuple[int, ...]) -> list[Tensor]:
 
     before = [parameter.detach().clone() for parameter in model.parameters()]
     step = Stepper(
-        model=model, task=resolve(task), feed=feed, updates=[LiveUpdate("loss", loss, update)], seed=0, device=torch.device("cpu")
-    )  # fmt: skip
+        model=model,
+        task=resolve(task),
+        feed=feed,
+        updates=[LiveUpdate("loss", loss, update)],
+        seed=0,
+        device=torch.device("cpu"),
+    )
     step(1)
     return [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
 
@@ -114,7 +130,9 @@ def batches_and_cuts(draw: st.DrawFn) -> tuple[list[int], tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("terms", "tells"), [(1, False), (1, True), (2, True)], ids=["unknown count", "known count", "two terms"]
+    ("terms", "tells"),
+    [(1, False), (1, True), (2, True)],
+    ids=["unknown count", "known count", "two terms"],
 )
 @settings(max_examples=40)
 @given(drawn=batches_and_cuts())
@@ -123,10 +141,14 @@ def test_any_split_into_microbatches_gives_the_gradient_of_the_one_batch(
 ) -> None:
     lengths, cuts = drawn
     task = Sequences(lengths, terms=terms, tells=tells)
-    torch.testing.assert_close(gradient_of_step(task, cuts), gradient_by_hand(task), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradient_of_step(task, cuts), gradient_by_hand(task), rtol=1e-12, atol=1e-12
+    )
 
 
-def test_lengths_1_3_7_20_in_four_microbatches_equal_one_big_batch_and_a_mean_of_means_does_not() -> None:
+def test_lengths_1_3_7_20_in_four_microbatches_equal_one_big_batch_and_a_mean_of_means_does_not() -> (
+    None
+):
     task = Sequences([1, 3, 7, 20])
     whole = gradient_by_hand(task)
     torch.testing.assert_close(gradient_of_step(task, (1, 2, 3)), whole, rtol=1e-12, atol=1e-12)
@@ -142,9 +164,13 @@ def _part(task: Sequences, row: int) -> Sequences:
 
 
 KINDS: dict[str, Callable[[Any], Any]] = {
-    "int": int, "numpy": lambda count: np.int64(int(count)), "numpy float": lambda count: np.float32(int(count)),
-    "tensor": lambda count: count, "float tensor": lambda count: count.float(), "float": float,
-}  # fmt: skip
+    "int": int,
+    "numpy": lambda count: np.int64(int(count)),
+    "numpy float": lambda count: np.float32(int(count)),
+    "tensor": lambda count: count,
+    "float tensor": lambda count: count.float(),
+    "float": float,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,7 +185,9 @@ def test_a_count_may_be_any_kind_of_number(kind: str, tells: bool, cuts: tuple[i
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_a_count_below_one_is_a_sum_of_weights_and_divides_like_any_other(as_tensor: bool) -> None:
     whole = Sequences([3, 5])
-    lighter = Sequences([3, 5], counted=(lambda c: c * 0.01) if as_tensor else (lambda c: float(c) * 0.01))
+    lighter = Sequences(
+        [3, 5], counted=(lambda c: c * 0.01) if as_tensor else (lambda c: float(c) * 0.01)
+    )
     times_100 = [part * 100 for part in gradient_by_hand(whole)]
     torch.testing.assert_close(gradient_of_step(lighter, ()), times_100, rtol=1e-6, atol=1e-12)
 
@@ -209,12 +237,18 @@ def test_four_microbatches_train_to_the_weights_of_the_large_batch(
 ) -> None:
     optim = {"name": optimizer, "lr": 0.1 if optimizer == "sgd" else 1e-3}
     whole = weights_after(spec_of(batch=batch).replace(optim=optim), tmp_path / "whole")
-    split = weights_after(spec_of(batch=batch, microbatch=microbatch).replace(optim=optim), tmp_path / "split")
+    split = weights_after(
+        spec_of(batch=batch, microbatch=microbatch).replace(optim=optim), tmp_path / "split"
+    )
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-6)
-    assert not torch.equal(split["0.weight"], whole["0.weight"])  # the sums were really formed in another order
+    assert not torch.equal(
+        split["0.weight"], whole["0.weight"]
+    )  # the sums were really formed in another order
 
 
-def test_ten_microbatches_by_four_are_three_updates_and_the_last_is_over_two(tmp_path: Path) -> None:
+def test_ten_microbatches_by_four_are_three_updates_and_the_last_is_over_two(
+    tmp_path: Path,
+) -> None:
     task = Cells(num_rows=80)
     seen = []
     spec = spec_of(batch=32, microbatch=8, length="2 epochs")
@@ -222,10 +256,19 @@ def test_ten_microbatches_by_four_are_three_updates_and_the_last_is_over_two(tmp
         for report in run.steps():
             seen.append((task.passes, report.num_samples, report.epoch))
             task.passes = 0
-    assert seen == [(4, 32, 1 / 3), (4, 32, 2 / 3), (2, 16, 1.0), (4, 32, 4 / 3), (4, 32, 5 / 3), (2, 16, 2.0)]
+    assert seen == [
+        (4, 32, 1 / 3),
+        (4, 32, 2 / 3),
+        (2, 16, 1.0),
+        (4, 32, 4 / 3),
+        (4, 32, 5 / 3),
+        (2, 16, 2.0),
+    ]
 
 
-def test_the_last_update_of_an_epoch_is_the_mean_over_what_it_holds_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_last_update_of_an_epoch_is_the_mean_over_what_it_holds_and_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
     spec = spec_of(batch=32, microbatch=8, length="4 steps").replace(
         optim={"momentum": 0.0, "decay": 0.0, "clip": 0.0}, schedule={"name": "constant"}
     )
@@ -238,7 +281,9 @@ def test_the_last_update_of_an_epoch_is_the_mean_over_what_it_holds_and_leaves_n
             batch = task.data("train").read(feed.window(number).ids)
             loss = F.cross_entropy(by_hand(batch[0]), batch[1])
             for parameter, gradient in zip(
-                by_hand.parameters(), torch.autograd.grad(loss, list(by_hand.parameters())), strict=True
+                by_hand.parameters(),
+                torch.autograd.grad(loss, list(by_hand.parameters())),
+                strict=True,
             ):
                 parameter.data.sub_(gradient, alpha=0.1)
     torch.testing.assert_close(run.model.state_dict(), by_hand.state_dict(), rtol=0, atol=1e-6)
@@ -268,7 +313,14 @@ class NoSuchTerm(TwoTerms):
 
 class LearnedWeight(Cells):
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Loss:
-        return Loss(Term("loss", output.square().sum(), len(output), weight=torch.ones((), requires_grad=True)))  # type: ignore[arg-type]
+        return Loss(
+            Term(
+                "loss",
+                output.square().sum(),
+                len(output),
+                weight=torch.ones((), requires_grad=True),
+            )
+        )  # type: ignore[arg-type]
 
 
 class CountPerSample(Cells):
@@ -287,7 +339,9 @@ REFUSED: dict[type[Cells], str] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
-def test_what_may_not_be_split_is_refused_with_the_reason_before_anything_is_written(kind: type[Cells], tmp_path: Path) -> None:
+def test_what_may_not_be_split_is_refused_with_the_reason_before_anything_is_written(
+    kind: type[Cells], tmp_path: Path
+) -> None:
     with (
         pytest.raises(TaskError, match=REFUSED[kind]),
         Run(spec_of(batch=32, microbatch=8), kind(), folder=tmp_path / "run", quiet=True),

@@ -58,7 +58,10 @@ def train(task: Any, folder: Path, spec: RunSpec | None = None) -> Run:
 
 def refused(task: Any, folder: Path, spec: RunSpec | None = None) -> str:
     """What the run says when it is refused; nothing may have been written."""
-    with pytest.raises(InputError) as told, Run(spec or spec_of(), task, folder=folder / "refused", quiet=True):
+    with (
+        pytest.raises(InputError) as told,
+        Run(spec or spec_of(), task, folder=folder / "refused", quiet=True),
+    ):
         pass
     assert not (folder / "refused").exists()
     return str(told.value)
@@ -72,9 +75,16 @@ class Patchwork(Plain):
 
     def model(self) -> nn.Module:
         model = nn.ModuleDict(
-            {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4), "idle": nn.Linear(4, 4), "out": nn.Linear(4, 3)}
+            {
+                "first": nn.Linear(4, 4),
+                "second": nn.Linear(4, 4),
+                "idle": nn.Linear(4, 4),
+                "out": nn.Linear(4, 3),
+            }
         )
-        model["second"].weight = model["out_tied"].weight if "out_tied" in model else model["second"].weight
+        model["second"].weight = (
+            model["out_tied"].weight if "out_tied" in model else model["second"].weight
+        )
         model["again"] = nn.Linear(4, 4)
         model["again"].weight = model["second"].weight
         return model
@@ -86,7 +96,9 @@ class Patchwork(Plain):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-def test_frozen_and_unused_parameters_stay_bitwise_and_tied_ones_move_once(optimizer: str, tmp_path: Path) -> None:
+def test_frozen_and_unused_parameters_stay_bitwise_and_tied_ones_move_once(
+    optimizer: str, tmp_path: Path
+) -> None:
     spec = spec_of(optim={"name": optimizer, "lr": 0.01, "freeze": ["first.*"]})
     with Run(spec, Patchwork(), folder=tmp_path / "run", quiet=True) as run:
         before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
@@ -94,7 +106,14 @@ def test_frozen_and_unused_parameters_stay_bitwise_and_tied_ones_move_once(optim
             pass
         after = run.model.state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {"second.weight", "second.bias", "again.weight", "again.bias", "out.weight", "out.bias"}
+    assert moved == {
+        "second.weight",
+        "second.bias",
+        "again.weight",
+        "again.bias",
+        "out.weight",
+        "out.bias",
+    }
     assert after["second.weight"].data_ptr() == after["again.weight"].data_ptr()
     (update,) = run.assembly.updates
     held = [id(parameter) for parameter in update.guarded.parameters]
@@ -107,8 +126,17 @@ def test_frozen_and_unused_parameters_stay_bitwise_and_tied_ones_move_once(optim
 
 def test_a_frozen_layer_takes_no_optimiser_memory(tmp_path: Path) -> None:
     def state_bytes(run: Run) -> int:
-        states = [state for each in run.assembly.updates[0].guarded.optimizers for state in each.state.values()]
-        return sum(t.numel() * t.element_size() for state in states for t in state.values() if isinstance(t, Tensor) and t.ndim)
+        states = [
+            state
+            for each in run.assembly.updates[0].guarded.optimizers
+            for state in each.state.values()
+        ]
+        return sum(
+            t.numel() * t.element_size()
+            for state in states
+            for t in state.values()
+            if isinstance(t, Tensor) and t.ndim
+        )
 
     whole = state_bytes(train(Plain(), tmp_path / "whole"))
     half = state_bytes(train(Plain(), tmp_path / "half", spec_of(optim={"freeze": ["0.*"]})))
@@ -116,7 +144,9 @@ def test_a_frozen_layer_takes_no_optimiser_memory(tmp_path: Path) -> None:
 
 
 def test_multipliers_of_the_rate_stand_in_the_log_of_each_group(tmp_path: Path) -> None:
-    spec = spec_of("1 step", optim={"lr": 0.01, "rates": {"0.*": 0.1}}, schedule={"name": "constant"})
+    spec = spec_of(
+        "1 step", optim={"lr": 0.01, "rates": {"0.*": 0.1}}, schedule={"name": "constant"}
+    )
     run = train(Plain(), tmp_path / "run", spec)
     steps = [event for event in surefoot.contract.events.read(run.folder) if event.kind == "step"]
     assert sorted(set(steps[0].learning_rates.values())) == pytest.approx([0.001, 0.01])  # type: ignore[attr-defined]
@@ -141,7 +171,12 @@ class TwoUpdates(Plain):
     def updates(self, model: Any) -> list[Update]:
         named = {"body": self.body_every, "head": 1}
         return [
-            Update(name, self.one, [p for n, p in model[name].named_parameters() if n not in self.left_out], every=every)
+            Update(
+                name,
+                self.one,
+                [p for n, p in model[name].named_parameters() if n not in self.left_out],
+                every=every,
+            )
             for name, every in named.items()
         ]
 
@@ -167,13 +202,17 @@ class Forwarded(Measured):
         return self.inner.forward(model, batch)
 
 
-def test_a_task_of_updates_trains_without_forward_and_is_evaluated_once_it_has_one(tmp_path: Path) -> None:
+def test_a_task_of_updates_trains_without_forward_and_is_evaluated_once_it_has_one(
+    tmp_path: Path,
+) -> None:
     assert train(OnlyUpdates(), tmp_path / "bare").summary["value"] is None
     assert 0 <= train(Forwarded(), tmp_path / "forward").summary["value"] <= 1
     assert "task Measured has no method forward" in refused(Measured(), tmp_path)
 
 
-def test_each_update_moves_its_own_parameters_and_leaves_no_gradient_in_the_others(tmp_path: Path) -> None:
+def test_each_update_moves_its_own_parameters_and_leaves_no_gradient_in_the_others(
+    tmp_path: Path,
+) -> None:
     task = TwoUpdates()
     task.body_every = 3
     with Run(spec_of(), task, folder=tmp_path / "run", quiet=True) as run:
@@ -185,12 +224,17 @@ def test_each_update_moves_its_own_parameters_and_leaves_no_gradient_in_the_othe
     assert moved == [False, False, True, False, False, True]
 
 
-def test_an_update_of_every_third_step_stands_where_the_run_does_on_its_schedule(tmp_path: Path) -> None:
+def test_an_update_of_every_third_step_stands_where_the_run_does_on_its_schedule(
+    tmp_path: Path,
+) -> None:
     task = TwoUpdates()
     task.body_every = 3
     seen = {}
     with Run(
-        spec_of("9 steps", optim={"lr": 1.0}, schedule={"name": "linear"}), task, folder=tmp_path / "run", quiet=True
+        spec_of("9 steps", optim={"lr": 1.0}, schedule={"name": "linear"}),
+        task,
+        folder=tmp_path / "run",
+        quiet=True,
     ) as run:
         for report in run.steps():
             seen[report.step] = [update.guarded.groups[0]["lr"] for update in run.assembly.updates]
@@ -199,38 +243,61 @@ def test_an_update_of_every_third_step_stands_where_the_run_does_on_its_schedule
 
 
 def test_a_pattern_may_mean_the_parameters_of_one_update_and_must_mean_some(tmp_path: Path) -> None:
-    run = train(TwoUpdates(), tmp_path / "run", spec_of(optim={"lr": 0.01, "rates": {"head.*": 4.0}}))
+    run = train(
+        TwoUpdates(), tmp_path / "run", spec_of(optim={"lr": 0.01, "rates": {"head.*": 4.0}})
+    )
     rates = [{group["rate"] for group in update.guarded.groups} for update in run.assembly.updates]
     assert rates == [{1.0}, {4.0}]
-    assert "matches no parameter" in refused(TwoUpdates(), tmp_path, spec_of(optim={"rates": {"tail.*": 4.0}}))
+    assert "matches no parameter" in refused(
+        TwoUpdates(), tmp_path, spec_of(optim={"rates": {"tail.*": 4.0}})
+    )
 
 
 def test_a_parameter_of_no_update_is_refused_and_a_frozen_one_is_not(tmp_path: Path) -> None:
     task = TwoUpdates()
     task.left_out = ("bias",)
-    assert "2 trained parameters stand in no group, the first is body.bias" in refused(task, tmp_path)
+    assert "2 trained parameters stand in no group, the first is body.bias" in refused(
+        task, tmp_path
+    )
     train(task, tmp_path / "frozen", spec_of(optim={"freeze": ["*.bias"]}))
 
 
 class OtherParameters(TwoUpdates):
     def updates(self, model: Any) -> list[Update]:
         body, head = super().updates(model)
-        return [body, Update("head", head.loss, head.parameters, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))]
+        return [
+            body,
+            Update(
+                "head",
+                head.loss,
+                head.parameters,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            ),
+        ]
 
 
 def test_an_update_whose_optimiser_holds_other_parameters_is_refused(tmp_path: Path) -> None:
-    assert "update head names 2 parameters, its optimiser holds 4, not the same ones" in refused(OtherParameters(), tmp_path)
+    assert "update head names 2 parameters, its optimiser holds 4, not the same ones" in refused(
+        OtherParameters(), tmp_path
+    )
 
 
 class OwnOptimisers(TwoUpdates):
     def updates(self, model: Any) -> list[Update]:
         return [
-            Update(each.name, each.loss, each.parameters, optimizer=torch.optim.SGD(each.parameters, lr=0.1))
+            Update(
+                each.name,
+                each.loss,
+                each.parameters,
+                optimizer=torch.optim.SGD(each.parameters, lr=0.1),
+            )
             for each in super().updates(model)
         ]
 
 
-def test_two_updates_with_own_optimisers_train_where_some_parameters_are_frozen(tmp_path: Path) -> None:
+def test_two_updates_with_own_optimisers_train_where_some_parameters_are_frozen(
+    tmp_path: Path,
+) -> None:
     run = train(OwnOptimisers(), tmp_path / "run", spec_of(optim={"freeze": ["body.weight"]}))
     assert run.outcome == "finished"
 
@@ -242,7 +309,9 @@ class Steep(TwoUpdates):
         inputs = batch[0].detach().requires_grad_()
         output = self.forward(model, (inputs, batch[1]))
         (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
-        return Loss.sum(F.cross_entropy(output, batch[1], reduction="sum") + slope.square().sum(), len(output))
+        return Loss.sum(
+            F.cross_entropy(output, batch[1], reduction="sum") + slope.square().sum(), len(output)
+        )
 
 
 def test_a_loss_that_differentiates_by_itself_trains(tmp_path: Path) -> None:
@@ -256,10 +325,19 @@ class EveryThird(Plain):
     """One update alone, in every third step."""
 
     def updates(self, model: nn.Module) -> list[Update]:
-        return [Update("only", lambda net, batch: self.loss(self.forward(net, batch), batch), model.parameters(), every=3)]
+        return [
+            Update(
+                "only",
+                lambda net, batch: self.loss(self.forward(net, batch), batch),
+                model.parameters(),
+                every=3,
+            )
+        ]
 
 
-def test_a_step_without_an_update_has_no_loss_and_is_no_reference_for_divergence(tmp_path: Path) -> None:
+def test_a_step_without_an_update_has_no_loss_and_is_no_reference_for_divergence(
+    tmp_path: Path,
+) -> None:
     with Run(spec_of("90 steps"), EveryThird(), folder=tmp_path / "run", quiet=True) as run:
         losses = [report.loss for report in run.steps()]
     assert [loss is None for loss in losses[:6]] == [True, True, False, True, True, False]
@@ -290,15 +368,21 @@ def rates_of(run: Run) -> list[float]:
 
 def test_a_tasks_own_optimiser_and_schedule_are_used(tmp_path: Path) -> None:
     run = train(Own(), tmp_path / "run", spec_of("4 steps"))
-    assert [type(each).__name__ for each in run.assembly.updates[0].guarded.optimizers] == ["RMSprop"]
+    assert [type(each).__name__ for each in run.assembly.updates[0].guarded.optimizers] == [
+        "RMSprop"
+    ]
     assert rates_of(run) == pytest.approx([0.02, 0.015, 0.01, 0.005])
 
 
 def test_a_rate_that_the_spec_states_overrules_the_tasks_own(tmp_path: Path) -> None:
-    assert rates_of(train(Own(), tmp_path / "run", spec_of("4 steps", optim={"lr": 0.4})))[0] == pytest.approx(0.4)
+    assert rates_of(train(Own(), tmp_path / "run", spec_of("4 steps", optim={"lr": 0.4})))[
+        0
+    ] == pytest.approx(0.4)
 
 
-def test_a_named_optimiser_and_schedule_overrule_the_tasks_own_also_from_the_runs_own_spec(tmp_path: Path) -> None:
+def test_a_named_optimiser_and_schedule_overrule_the_tasks_own_also_from_the_runs_own_spec(
+    tmp_path: Path,
+) -> None:
     spec = spec_of("4 steps", optim={"name": "adamw"}, schedule={"name": "cosine"})
     run = train(Own(), tmp_path / "run", spec)
     again = spec_file.read(str(run.folder / "spec.toml")).spec
@@ -323,7 +407,11 @@ class Counting(Plain):
     """Counts the samples that its loss has seen, three ways."""
 
     def __init__(self) -> None:
-        self.in_tensor, self.in_array, self.average = torch.zeros(()), np.zeros(1), nn.Linear(1, 1, bias=False)
+        self.in_tensor, self.in_array, self.average = (
+            torch.zeros(()),
+            np.zeros(1),
+            nn.Linear(1, 1, bias=False),
+        )
         nn.init.zeros_(self.average.weight)
 
     def state(self) -> dict[str, Any]:
@@ -354,7 +442,9 @@ class Forgetful(Plain):
 
 
 def test_a_state_that_cannot_be_put_back_is_refused(tmp_path: Path) -> None:
-    assert "state() gives 'seen' as a int, which cannot be put back in place" in refused(Forgetful(), tmp_path)
+    assert "state() gives 'seen' as a int, which cannot be put back in place" in refused(
+        Forgetful(), tmp_path
+    )
 
 
 # ---- augmentation is part of what is tried
@@ -426,7 +516,9 @@ def test_the_object_given_is_the_one_that_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_the_spec_cannot_reach_an_object_that_is_built_already(tmp_path: Path) -> None:
-    assert "the task is built already" in refused(Kept(), tmp_path, spec_of(data={"folder": str(tmp_path)}))
+    assert "the task is built already" in refused(
+        Kept(), tmp_path, spec_of(data={"folder": str(tmp_path)})
+    )
 
 
 def test_a_spec_without_a_task_is_refused_where_no_object_is_given(tmp_path: Path) -> None:
@@ -454,7 +546,10 @@ with Run(spec, Mine(width=4), folder=folder, quiet=True) as run:
 
 def test_a_task_of_a_notebook_trains_with_nothing_to_import_it_by(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="needs the extra demo")
-    cells = {"__name__": "notebook", "folder": tmp_path / "run"}  # a module that no file holds and no process can import
+    cells = {
+        "__name__": "notebook",
+        "folder": tmp_path / "run",
+    }  # a module that no file holds and no process can import
     exec(compile(NOTEBOOK, "<cell>", "exec"), cells)
     run = cells["run"]
     assert isinstance(run, Run)
@@ -470,11 +565,15 @@ class Narrow(Digits):
 """
 
 
-def test_a_subclass_of_a_built_in_task_is_checked_against_its_own_constructor(tmp_path: Path) -> None:
+def test_a_subclass_of_a_built_in_task_is_checked_against_its_own_constructor(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("sklearn", reason="needs the extra demo")
     (tmp_path / "mine.py").write_text(SUBCLASS)
     use = f"{tmp_path / 'mine.py'}:Narrow"
     with pytest.raises(SpecError, match="has no parameter 'shift'"):
         spec_file.read(use, [("task.shift", 1, "--set task.shift")])
-    spec = spec_file.read(use, [("task.width", 3, "--set task.width"), ("train.length", "2 steps", "--steps")]).spec
+    spec = spec_file.read(
+        use, [("task.width", 3, "--set task.width"), ("train.length", "2 steps", "--steps")]
+    ).spec
     assert train(None, tmp_path / "run", spec).model[0].out_channels == 3

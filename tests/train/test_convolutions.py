@@ -27,7 +27,9 @@ class Lengths(Small):
         self.many = many
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Conv1d(4, 8, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 3))
+        return nn.Sequential(
+            nn.Conv1d(4, 8, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 3)
+        )
 
     def data(self, split: str) -> Arrays:
         return Arrays(torch.randn(24, 4, 32), torch.arange(24) % 3, torch.arange(24) + 8)
@@ -40,22 +42,37 @@ class Lengths(Small):
     ("tables", "device", "words"),
     [
         ({"train": {"cudnn_benchmark": True}}, "cpu", "cuDNN computes on a GPU alone"),
-        ({"train": {"cudnn_benchmark": True}}, "cuda", "train.deterministic lets nothing be chosen by its time"),
-        ({"train": {**TIMED, "batch": 8, "ramp": ((0, 4), (16, 8))}}, "cuda", "train.ramp gives batches of several sizes"),
+        (
+            {"train": {"cudnn_benchmark": True}},
+            "cuda",
+            "train.deterministic lets nothing be chosen by its time",
+        ),
+        (
+            {"train": {**TIMED, "batch": 8, "ramp": ((0, 4), (16, 8))}},
+            "cuda",
+            "train.ramp gives batches of several sizes",
+        ),
         ({"train": TIMED}, "cuda", None),
         ({}, "cpu", None),
     ],
 )
-def test_where_it_may_not_be_it_is_off_with_its_reason(tables: dict[str, Any], device: str, words: str | None) -> None:
+def test_where_it_may_not_be_it_is_off_with_its_reason(
+    tables: dict[str, Any], device: str, words: str | None
+) -> None:
     told = environment.describe_cudnn(RunSpec(**tables), device)
     assert (words in told[0]) if words is not None else (told == [])
 
 
-def test_a_run_on_a_cpu_says_that_it_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_a_cpu_says_that_it_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Run(spec(1, train={"cudnn_benchmark": True, "device": "cpu"}), Small(), folder=tmp_path):
         assert not torch.backends.cudnn.benchmark
     said = capsys.readouterr()
-    assert "train.cudnn_benchmark does nothing here: cuDNN computes on a GPU alone" in said.out + said.err
+    assert (
+        "train.cudnn_benchmark does nothing here: cuDNN computes on a GPU alone"
+        in said.out + said.err
+    )
 
 
 @pytest.mark.parametrize("many", [True, False])
@@ -71,14 +88,20 @@ def test_batches_of_many_shapes_end_the_search_and_those_of_one_do_not(
     assert on == ([True] * 9 + [False] * 5 if many else [True] * 14)
     assert not torch.backends.cudnn.benchmark
     said = capsys.readouterr()
-    assert ("step 10: train.cudnn_benchmark is off from here on: batches had 9 shapes" in said.out + said.err) is many
+    assert (
+        "step 10: train.cudnn_benchmark is off from here on: batches had 9 shapes"
+        in said.out + said.err
+    ) is many
 
 
 class Convolutions(Small):
     """Images that a few layers of convolutions see."""
 
     def model(self) -> nn.Module:
-        layers = [nn.Sequential(nn.Conv2d(3 if not n else 64, 64, 3, padding=1), nn.ReLU()) for n in range(6)]
+        layers = [
+            nn.Sequential(nn.Conv2d(3 if not n else 64, 64, 3, padding=1), nn.ReLU())
+            for n in range(6)
+        ]
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3))
 
     def data(self, split: str) -> Arrays:
@@ -94,15 +117,20 @@ def test_the_first_step_takes_longer_and_later_ones_do_not(tmp_path: Path) -> No
     for timed in (False, True):
         took[timed] = []
         table = {"batch": 32, "cudnn_benchmark": timed, "deterministic": False}
-        with Run(spec(40, train=table), Convolutions(), folder=tmp_path / str(timed), quiet=True) as run:
+        with Run(
+            spec(40, train=table), Convolutions(), folder=tmp_path / str(timed), quiet=True
+        ) as run:
             begun_s = time.perf_counter()
             for _ in run.steps():
                 torch.cuda.synchronize()
                 took[timed].append(time.perf_counter() - begun_s)
                 begun_s = time.perf_counter()
     first, later = (
-        {timed: pick(took[timed]) for timed in took} for pick in (lambda each: each[0], lambda each: sorted(each[20:])[10])
+        {timed: pick(took[timed]) for timed in took}
+        for pick in (lambda each: each[0], lambda each: sorted(each[20:])[10])
     )
-    print(f"first step {first[False]:.4f} s, timed {first[True]:.4f} s; later {later[False]:.5f} s, timed {later[True]:.5f} s")
+    print(
+        f"first step {first[False]:.4f} s, timed {first[True]:.4f} s; later {later[False]:.5f} s, timed {later[True]:.5f} s"
+    )
     assert first[True] > first[False]
     assert later[True] < 1.1 * later[False]

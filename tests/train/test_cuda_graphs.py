@@ -44,28 +44,42 @@ class Overwritten(Small):
 
 
 def train(task: Any, folder: Path, **tables: Any) -> list[float]:
-    with Run(spec(8, observe={"every": "1 step"}, **tables), task, folder=folder, quiet=True) as run:
+    with Run(
+        spec(8, observe={"every": "1 step"}, **tables), task, folder=folder, quiet=True
+    ) as run:
         return [float(report.loss or 0.0) for report in run.steps()]
 
 
 def test_an_output_that_was_overwritten_is_told_with_what_keeps_it(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match="of CUDAGraphs that has been overwritten") as raised:
         train(Overwritten(), tmp_path / "run")
-    assert raised.value.hint == 'keep a copy of what the model gave: output.clone(); or set compile.mode = "default"'
+    assert (
+        raised.value.hint
+        == 'keep a copy of what the model gave: output.clone(); or set compile.mode = "default"'
+    )
 
 
-def test_a_cpu_has_no_cuda_graphs_and_the_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_has_no_cuda_graphs_and_the_run_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = {"what": "model", "mode": "reduce-overhead", "on_failure": "eager"}
     with Run(spec(1, compile=table, train={"device": "cpu"}), Small(), folder=tmp_path) as run:
         assert len(list(run.steps())) == 1
     said = capsys.readouterr()
-    assert 'compile.mode = "reduce-overhead" is default here, since CUDA graphs need a GPU' in said.out + said.err
+    assert (
+        'compile.mode = "reduce-overhead" is default here, since CUDA graphs need a GPU'
+        in said.out + said.err
+    )
 
 
 @pytest.mark.gpu
-def test_an_output_kept_over_a_step_is_refused_and_a_copy_of_it_has_the_numbers_of_eager_mode(tmp_path: Path) -> None:
+def test_an_output_kept_over_a_step_is_refused_and_a_copy_of_it_has_the_numbers_of_eager_mode(
+    tmp_path: Path,
+) -> None:
     eager = train(Keeps(copied=True), tmp_path / "eager")
-    assert train(Keeps(copied=True), tmp_path / "copied", compile=GRAPHS) == pytest.approx(eager, rel=1e-4)
+    assert train(Keeps(copied=True), tmp_path / "copied", compile=GRAPHS) == pytest.approx(
+        eager, rel=1e-4
+    )
     try:
         kept = train(Keeps(copied=False), tmp_path / "kept", compile=GRAPHS)
     except UserCodeError as error:

@@ -60,7 +60,12 @@ def test_an_attached_loop_names_a_damaged_line_as_a_run_does(
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loop = surefoot.attach(
-            model=model, optimizer=optimizer, data=[torch.ones(2, 2)] * 4, folder=tmp_path, every=1, save="2 steps"
+            model=model,
+            optimizer=optimizer,
+            data=[torch.ones(2, 2)] * 4,
+            folder=tmp_path,
+            every=1,
+            save="2 steps",
         )
         for _ in range(loop.first_pass, passes):
             for batch in loop.batches():
@@ -72,7 +77,9 @@ def test_an_attached_loop_names_a_damaged_line_as_a_run_does(
             SPOILED[what](lines)
             (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
             capfd.readouterr()
-    assert [event.fault for event in records(tmp_path) if isinstance(event, Fault)] == ["damaged-log"]
+    assert [event.fault for event in records(tmp_path) if isinstance(event, Fault)] == [
+        "damaged-log"
+    ]
     assert capfd.readouterr().err.count("the line is left out") == 1
 
 
@@ -82,9 +89,24 @@ def test_a_run_goes_on_in_spite_of_a_damaged_line_and_names_it(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     task, run = write_task(tmp_path), tmp_path / "run"
-    assert call(monkeypatch, "train", task, *FEW, "--set", "checkpoint.every=3 steps", "--run", str(run), "--quiet") == 0
+    assert (
+        call(
+            monkeypatch,
+            "train",
+            task,
+            *FEW,
+            "--set",
+            "checkpoint.every=3 steps",
+            "--run",
+            str(run),
+            "--quiet",
+        )
+        == 0
+    )
     whole = commits.check(manifest.step_folder(run, 8)).files
-    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)[:-1]  # a kill leaves no end
+    lines = (
+        (run / "events.jsonl").read_bytes().splitlines(keepends=True)[:-1]
+    )  # a kill leaves no end
     SPOILED[what](lines)
     (run / "events.jsonl").write_bytes(b"".join(lines))
     capfd.readouterr()
@@ -102,9 +124,11 @@ def test_a_run_goes_on_in_spite_of_a_damaged_line_and_names_it(
     assert after[-1].outcome == "finished"
     faults = [each for each in after if isinstance(each, Fault)]
     assert {each.fault for each in faults} == {"damaged-log"}
-    assert {entry.name: entry.sha256 for entry in commits.check(manifest.step_folder(run, 8)).files if entry.tensors} == {
-        entry.name: entry.sha256 for entry in whole if entry.tensors
-    }
+    assert {
+        entry.name: entry.sha256
+        for entry in commits.check(manifest.step_folder(run, 8)).files
+        if entry.tensors
+    } == {entry.name: entry.sha256 for entry in whole if entry.tensors}
     assert call(monkeypatch, "show", str(run)) == 0
     assert call(monkeypatch, "evaluate", str(run)) == 0
 

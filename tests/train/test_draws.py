@@ -16,7 +16,11 @@ from surefoot.contract.events import Started
 from surefoot.train.run import Run
 from tests.train.small import Small, records, spec
 
-DRAWS = {"torch": lambda: float(torch.rand(())), "numpy": lambda: float(np.random.rand()), "python": random.random}  # noqa: NPY002
+DRAWS = {
+    "torch": lambda: float(torch.rand(())),
+    "numpy": lambda: float(np.random.rand()),  # noqa: NPY002
+    "python": random.random,
+}
 
 
 class Careless(Small):
@@ -73,13 +77,19 @@ class Given(Small):
 
 
 OWN = {
-    "a generator of torch": (lambda: functools.partial(torch.rand, (), generator=torch.Generator()), True),
+    "a generator of torch": (
+        lambda: functools.partial(torch.rand, (), generator=torch.Generator()),
+        True,
+    ),
     "a generator of NumPy": (lambda: np.random.default_rng(0).random, True),
     "a generator of Python": (lambda: random.Random(0).random, True),
     "a counter": (lambda: itertools.count().__next__, True),
     "nothing": (lambda: lambda: 0.0, False),
-    **{f"the global stream of {name}": (lambda draw=draw: draw, False) for name, draw in DRAWS.items()},
-}  # fmt: skip
+    **{
+        f"the global stream of {name}": (lambda draw=draw: draw, False)
+        for name, draw in DRAWS.items()
+    },
+}
 
 
 @pytest.mark.parametrize("kind", OWN)
@@ -87,4 +97,7 @@ def test_a_dataset_with_a_generator_of_its_own_is_reported(kind: str, tmp_path: 
     make, is_reported = OWN[kind]
     with Run(spec(2), Given(make()), folder=tmp_path / "run", quiet=True):
         (begun,) = (event for event in records(tmp_path / "run") if isinstance(event, Started))
-    assert any("the same samples read twice have other values" in note for note in begun.notes) is is_reported
+    assert (
+        any("the same samples read twice have other values" in note for note in begun.notes)
+        is is_reported
+    )

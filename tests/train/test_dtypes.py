@@ -50,7 +50,9 @@ def observed(compute: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
-def test_products_are_observed_in_the_chosen_dtype_and_softmax_norms_and_losses_in_fp32(compute: str) -> None:
+def test_products_are_observed_in_the_chosen_dtype_and_softmax_norms_and_losses_in_fp32(
+    compute: str,
+) -> None:
     model = Mixed()
     record = observed(compute, model, torch.optim.AdamW(model.parameters()))
     operators = record.operators
@@ -60,12 +62,16 @@ def test_products_are_observed_in_the_chosen_dtype_and_softmax_norms_and_losses_
     rows = {row.name: row for row in record.parameters}
     assert rows["query.weight"].compute == compute
     assert rows["norm.weight"].compute == "fp32"
-    assert rows["embedding.weight"].compute == ("fp32" if compute == "fp32" else f"fp32, {compute}")  # looked up, and multiplied
+    assert rows["embedding.weight"].compute == (
+        "fp32" if compute == "fp32" else f"fp32, {compute}"
+    )  # looked up, and multiplied
     for name, row in rows.items():
         if name.startswith("unused"):
             assert (row.compute, row.gradient, row.reduce, row.master, row.state) == (None,) * 5
         else:
-            assert (row.storage, row.gradient, row.reduce, row.master, row.state) == ("fp32",) * 5, name
+            assert (row.storage, row.gradient, row.reduce, row.master, row.state) == (
+                "fp32",
+            ) * 5, name
 
 
 def test_what_is_wrong_is_seen_and_not_presumed() -> None:
@@ -83,7 +89,11 @@ def test_what_is_wrong_is_seen_and_not_presumed() -> None:
     assert rows["0.weight"] == ["fp32"] * 6
     assert rows["1.weight"] == ["bf16"] * 6
     assert rows["2.weight"] == ["fp32"] * 5 + ["fp16"]
-    for contract, name in (({"master": "fp32"}, "1.weight"), ({"state": "fp32"}, "1.weight"), ({"state": "bf16"}, "0.weight")):
+    for contract, name in (
+        ({"master": "fp32"}, "1.weight"),
+        ({"state": "fp32"}, "1.weight"),
+        ({"state": "bf16"}, "0.weight"),
+    ):
         with pytest.raises(NumbersError, match=name):
             check_contract(contract, record.parameters)
     check_contract({}, record.parameters)
@@ -110,7 +120,9 @@ def test_a_run_records_its_first_step_and_no_number_changes_for_it(
     roles = {each: row for row in event.parameters for each in row["names"]}
     assert [roles["0.weight"][role] for role in ALL[:5]] == ["bf16", "bf16", "bf16", "fp32", "fp32"]
     assert roles["0.weight"]["state"] == (None if name == "plain sgd" else "fp32")
-    assert sum(row["num_numbers"] for row in event.parameters) == sum(p.numel() for p in run.model.parameters())
+    assert sum(row["num_numbers"] for row in event.parameters) == sum(
+        p.numel() for p in run.model.parameters()
+    )
 
 
 def test_an_attempt_that_goes_on_looks_at_its_own_first_step(tmp_path: Path) -> None:
@@ -121,17 +133,32 @@ def test_an_attempt_that_goes_on_looks_at_its_own_first_step(tmp_path: Path) -> 
 
 
 BROKEN: dict[str, dict[str, Any]] = {
-    "master": {"weights": "bf16", "compute": "bf16", "master": "none", "contract": {"master": "fp32"}},
+    "master": {
+        "weights": "bf16",
+        "compute": "bf16",
+        "master": "none",
+        "contract": {"master": "fp32"},
+    },
     "compute": {"compute": "bf16", "contract": {"compute": "fp32"}},
-    "reduce": {"weights": "bf16", "compute": "bf16", "master": "none", "contract": {"reduce": "fp32"}},
+    "reduce": {
+        "weights": "bf16",
+        "compute": "bf16",
+        "master": "none",
+        "contract": {"reduce": "fp32"},
+    },
 }
 
 
 @pytest.mark.parametrize("role", BROKEN)
-def test_a_contract_that_is_broken_ends_the_run_before_step_2_and_names_the_parameter(role: str, tmp_path: Path) -> None:
+def test_a_contract_that_is_broken_ends_the_run_before_step_2_and_names_the_parameter(
+    role: str, tmp_path: Path
+) -> None:
     done = 0
     with (
-        pytest.raises(NumbersError, match=rf"says {role} = 'fp32', and that of 0\.weight is bf16, as observed in step 1"),
+        pytest.raises(
+            NumbersError,
+            match=rf"says {role} = 'fp32', and that of 0\.weight is bf16, as observed in step 1",
+        ),
         Run(spec(5, precision=BROKEN[role]), Small(), folder=tmp_path / "a", quiet=True) as run,
     ):
         for _ in run.steps():
@@ -142,7 +169,13 @@ def test_a_contract_that_is_broken_ends_the_run_before_step_2_and_names_the_para
 
 
 def test_a_contract_that_holds_lets_the_run_go_on(tmp_path: Path) -> None:
-    contract = {"storage": "bf16", "gradient": "bf16", "reduce": "fp32", "master": "fp32", "state": "fp32"}
+    contract = {
+        "storage": "bf16",
+        "gradient": "bf16",
+        "reduce": "fp32",
+        "master": "fp32",
+        "state": "fp32",
+    }
     how = spec(3, precision={"compute": "bf16", "weights": "bf16", "contract": contract})
     with Run(how, Small(), folder=tmp_path / "a", quiet=True) as run:
         assert len(list(run.steps())) == 3
@@ -163,9 +196,19 @@ def test_explain_shows_every_parameter_and_whether_the_contract_holds(
     assert call(monkeypatch, "explain", use, *small, "--json") == 0
     row = json.loads(capsys.readouterr().out)
     assert (row["compute"], row["breach"], row["operators"]["addmm"]) == ("bf16", None, "bf16")
-    assert [each["name"] for each in row["parameters"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert call(monkeypatch, "explain", use, *small, "--set", 'precision.contract.compute="fp32"') == 1
-    assert "contract: precision.contract says compute = 'fp32', and that of 0.weight is bf16" in capsys.readouterr().out
+    assert [each["name"] for each in row["parameters"]] == [
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]
+    assert (
+        call(monkeypatch, "explain", use, *small, "--set", 'precision.contract.compute="fp32"') == 1
+    )
+    assert (
+        "contract: precision.contract says compute = 'fp32', and that of 0.weight is bf16"
+        in capsys.readouterr().out
+    )
     assert not (tmp_path / "runs").exists()
 
 

@@ -34,11 +34,15 @@ def test_training_after_an_evaluation_is_the_same_bit_for_bit(tmp_path: Path) ->
             return super().metrics(output, batch)
 
         def augment(self, batch: Any, keys: Any) -> Any:
-            return batch[0] + 0.1 * torch.rand_like(batch[0]), batch[1]  # not from its keys: from the stream that was put back
+            return batch[0] + 0.1 * torch.rand_like(batch[0]), batch[
+                1
+            ]  # not from its keys: from the stream that was put back
 
     made = []
     for every in (1000, 2):
-        with Run(spec(12), Drawing(norm=True, dropout=0.5), folder=tmp_path / str(every), quiet=True) as run:
+        with Run(
+            spec(12), Drawing(norm=True, dropout=0.5), folder=tmp_path / str(every), quiet=True
+        ) as run:
             for report in run.steps():
                 if report.step % every == 0:
                     run.evaluate()
@@ -92,7 +96,10 @@ class Words(Small):
         return Arrays(torch.randn(SAMPLES - 1, 5, 4, generator=generator), targets)
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
-        return Loss.sum(F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), int((batch[1] != -100).sum()))
+        return Loss.sum(
+            F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"),
+            int((batch[1] != -100).sum()),
+        )
 
     def metrics(self, output: Tensor, batch: Any) -> Any:
         (term,) = self.loss(output, batch).terms
@@ -108,7 +115,9 @@ def test_the_batch_of_an_evaluation_changes_no_number_and_a_plain_loop_gives_the
     task = Words(dropout=0.5)
     model, source = task.model(), task.data("test")
     results = [
-        evaluate(model, resolve(task), source, split="test", batch=batch, device=torch.device("cpu"))
+        evaluate(
+            model, resolve(task), source, split="test", batch=batch, device=torch.device("cpu")
+        )
         for batch in (1, 3, 7, SAMPLES, 100)
     ]
     total, count = 0.0, 0
@@ -116,8 +125,13 @@ def test_the_batch_of_an_evaluation_changes_no_number_and_a_plain_loop_gives_the
     with torch.no_grad():
         for number in range(len(source)):
             inputs, targets = source.read(np.array([number]))
-            losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
-            total, count = total + float(losses.double().sum()), count + int((targets != -100).sum())
+            losses = F.cross_entropy(
+                model(inputs).flatten(0, 1), targets.flatten(), reduction="none"
+            )
+            total, count = (
+                total + float(losses.double().sum()),
+                count + int((targets != -100).sum()),
+            )
     for result in results:
         assert result.num_samples == len(source)
         assert result.loss == pytest.approx(total / count, rel=1e-6)
@@ -146,7 +160,9 @@ def test_an_evaluation_that_is_no_number_is_recorded_and_never_the_best(tmp_path
     assert math.isnan(value)
 
 
-def test_an_error_in_an_evaluation_that_the_reader_catches_changes_nothing_of_the_training(tmp_path: Path) -> None:
+def test_an_error_in_an_evaluation_that_the_reader_catches_changes_nothing_of_the_training(
+    tmp_path: Path,
+) -> None:
     made = []
     for is_tried in (False, True):
 
@@ -159,7 +175,9 @@ def test_an_error_in_an_evaluation_that_the_reader_catches_changes_nothing_of_th
                 return super().metrics(output, batch)
 
         task = Failing(norm=True, dropout=0.5)
-        with Run(spec(8, optim={"ema": 0.9}), task, folder=tmp_path / str(is_tried), quiet=True) as run:
+        with Run(
+            spec(8, optim={"ema": 0.9}), task, folder=tmp_path / str(is_tried), quiet=True
+        ) as run:
             for report in run.steps():
                 task.fails = is_tried and report.step == 4
                 if task.fails:

@@ -21,8 +21,13 @@ from surefoot.tasks.pycorpus import PyCorpus
 
 DRAW = np.random.default_rng(0)
 LABELS = np.sort(np.arange(90) % 3)  # in order, as a folder a class gives them
-TEXTS = [DRAW.integers(1, 30, size=size) + 30 * (number % 2) for number, size in enumerate(DRAW.integers(1, 40, size=60))]
-PIXELS = (DRAW.integers(0, 100, size=(90, 4, 4, 3)) + 70 * LABELS[:, None, None, None]).astype(np.uint8)
+TEXTS = [
+    DRAW.integers(1, 30, size=size) + 30 * (number % 2)
+    for number, size in enumerate(DRAW.integers(1, 40, size=60))
+]
+PIXELS = (DRAW.integers(0, 100, size=(90, 4, 4, 3)) + 70 * LABELS[:, None, None, None]).astype(
+    np.uint8
+)
 
 
 class Small:
@@ -41,12 +46,16 @@ class Small:
         return model(batch["images"].reshape(-1, 48).float() / 255)
 
     def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
-        return Loss.sum(F.cross_entropy(output, batch["labels"], reduction="sum"), count=len(output))
+        return Loss.sum(
+            F.cross_entropy(output, batch["labels"], reduction="sum"), count=len(output)
+        )
 
 
 def spec_of(steps: int = 20, batch: int = 16, split: str = "test") -> RunSpec:
     train = {"length": f"{steps} steps", "batch": batch}
-    return RunSpec(train=train, optim={"lr": 0.01}, evaluate={"split": split}, observe={"tensorboard": False})
+    return RunSpec(
+        train=train, optim={"lr": 0.01}, evaluate={"split": split}, observe={"tensorboard": False}
+    )
 
 
 def losses_of(task: Any, folder: Path, spec: RunSpec | None = None) -> list[float]:
@@ -75,13 +84,20 @@ def from_folder(folder: Path) -> Source:
 def from_parquet(folder: Path) -> Source:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    pictures = [{"bytes": path.read_bytes()} for path in sorted((from_folder(folder), folder)[1].rglob("*.png"))]
-    pq.write_table(pa.table({"image": pictures, "label": LABELS}), folder / "a.parquet", row_group_size=20)
+    pictures = [
+        {"bytes": path.read_bytes()}
+        for path in sorted((from_folder(folder), folder)[1].rglob("*.png"))
+    ]
+    pq.write_table(
+        pa.table({"image": pictures, "label": LABELS}), folder / "a.parquet", row_group_size=20
+    )
     return Table(folder / "a.parquet", images="image", labels="label")
 
 
 @pytest.mark.parametrize("make", [from_npy, from_safetensors, from_folder, from_parquet])
-def test_a_file_trains_to_the_losses_of_the_same_rows_in_memory(make: Callable[[Path], Source], tmp_path: Path) -> None:
+def test_a_file_trains_to_the_losses_of_the_same_rows_in_memory(
+    make: Callable[[Path], Source], tmp_path: Path
+) -> None:
     (tmp_path / "data").mkdir()
     expected = losses_of(Small(Arrays(images=PIXELS, labels=LABELS)), tmp_path / "memory")
     assert losses_of(Small(make(tmp_path / "data")), tmp_path / "files") == expected
@@ -101,14 +117,21 @@ class Bags:
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         is_real = torch.arange(batch["inputs"].shape[1]) < batch["lengths"][:, None]
-        return (model(batch["inputs"]) * is_real[..., None]).double().sum(1) / batch["lengths"][:, None]
+        return (model(batch["inputs"]) * is_real[..., None]).double().sum(1) / batch["lengths"][
+            :, None
+        ]
 
     def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
-        return Loss.sum(F.cross_entropy(output, batch["labels"], reduction="sum"), count=len(output))
+        return Loss.sum(
+            F.cross_entropy(output, batch["labels"], reduction="sum"), count=len(output)
+        )
 
 
 def test_the_bounds_of_texts_do_not_show_in_the_losses(tmp_path: Path) -> None:
-    few, many = losses_of(Bags((40,)), tmp_path / "few"), losses_of(Bags((8, 16, 24, 32, 40)), tmp_path / "many")
+    few, many = (
+        losses_of(Bags((40,)), tmp_path / "few"),
+        losses_of(Bags((8, 16, 24, 32, 40)), tmp_path / "many"),
+    )
     assert few == pytest.approx(many, rel=1e-6)
 
 
@@ -122,10 +145,14 @@ def packed_files(folder: Path) -> PyCorpus:
 def test_packed_documents_split_into_microbatches_train_as_the_whole_batch(tmp_path: Path) -> None:
     spec, task = spec_of(6, 12, "heldout"), packed_files(tmp_path / "src")
     whole = losses_of(task, tmp_path / "whole", spec)
-    assert losses_of(task, tmp_path / "split", spec.replace(train={"microbatch": 3})) == pytest.approx(whole, rel=1e-5)
+    assert losses_of(
+        task, tmp_path / "split", spec.replace(train={"microbatch": 3})
+    ) == pytest.approx(whole, rel=1e-5)
 
 
-def test_a_run_over_packed_documents_goes_on_with_the_losses_of_an_unbroken_one(tmp_path: Path) -> None:
+def test_a_run_over_packed_documents_goes_on_with_the_losses_of_an_unbroken_one(
+    tmp_path: Path,
+) -> None:
     spec = spec_of(8, 8, "heldout").replace(checkpoint={"every": "2 steps"})
     unbroken = losses_of(packed_files(tmp_path / "src"), tmp_path / "unbroken", spec)
     with (

@@ -39,7 +39,13 @@ FIXED = [penalty, edges, divergence, orthogonality]
 
 
 class Fixed:
-    def __init__(self, of: Callable[[nn.Module], tuple[Tensor, float]], *, marked: bool = True, counted: bool = True) -> None:
+    def __init__(
+        self,
+        of: Callable[[nn.Module], tuple[Tensor, float]],
+        *,
+        marked: bool = True,
+        counted: bool = True,
+    ) -> None:
         self.of, self.marked = of, marked
         if counted:
             self.counts = lambda batch: {"squares": len(batch["x"])}
@@ -49,7 +55,9 @@ class Fixed:
         return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
 
     def data(self, split: str) -> Arrays:
-        return Arrays(x=torch.randn(22, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+        return Arrays(
+            x=torch.randn(22, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        )
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
         return model(batch["x"]), self.of(model)
@@ -62,7 +70,9 @@ class Fixed:
 
 def train(task: Fixed, folder: Path, **train: Any) -> tuple[list[float], dict[str, Tensor]]:
     spec = RunSpec(
-        train={"length": "5 steps", "batch": 16, "threads": 1, **train}, optim={"lr": 0.05}, observe={"tensorboard": False}
+        train={"length": "5 steps", "batch": 16, "threads": 1, **train},
+        optim={"lr": 0.05},
+        observe={"tensorboard": False},
     )
     with Run(spec, task, folder=folder, quiet=True) as run:
         losses = [float(report.loss or 0.0) for report in run.steps()]
@@ -74,13 +84,22 @@ def train(task: Fixed, folder: Path, **train: Any) -> tuple[list[float], dict[st
 def test_a_fixed_term_counts_once_a_step(of: Any, microbatch: int, tmp_path: Path) -> None:
     losses, weights = train(Fixed(of), tmp_path / "whole")
     torch.testing.assert_close(
-        train(Fixed(of), tmp_path / "split", microbatch=microbatch), (losses, weights), rtol=1e-9, atol=1e-12
+        train(Fixed(of), tmp_path / "split", microbatch=microbatch),
+        (losses, weights),
+        rtol=1e-9,
+        atol=1e-12,
     )
-    plain = train(Fixed(of, marked=False, counted=False), tmp_path / "plain")  # one microbatch a step: it may be any term
+    plain = train(
+        Fixed(of, marked=False, counted=False), tmp_path / "plain"
+    )  # one microbatch a step: it may be any term
     torch.testing.assert_close(plain, (losses, weights), rtol=0, atol=0)
 
 
-def test_a_fixed_term_beside_a_count_that_is_not_known_names_the_term_that_needs_one(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="counts that are not known before the forward pass") as raised:
+def test_a_fixed_term_beside_a_count_that_is_not_known_names_the_term_that_needs_one(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        TaskError, match="counts that are not known before the forward pass"
+    ) as raised:
         train(Fixed(penalty, counted=False), tmp_path / "split", microbatch=4)
     assert "(of squares)" in str(raised.value.hint)

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import surefoot
-from surefoot.components.precision import FormatSupport, choose, compute_context, find_linear, keep_in_fp32, to_float8
+from surefoot.components.precision import (
+    FormatSupport,
+    choose,
+    compute_context,
+    find_linear,
+    keep_in_fp32,
+    to_float8,
+)
 from surefoot.contract.events import Dtypes, Started
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
@@ -45,7 +52,9 @@ class Block(nn.Module):
 
 
 def test_every_linear_layer_is_told_with_what_was_done_and_why_not() -> None:
-    model = nn.ModuleDict({"odd": nn.Linear(20, 32), "a": Block(), "b": Block(), "head": nn.Linear(32, 64)})
+    model = nn.ModuleDict(
+        {"odd": nn.Linear(20, 32), "a": Block(), "b": Block(), "head": nn.Linear(32, 64)}
+    )
     kept = keep_in_fp32(model, ["b"])
     before = {name: parameter for name, parameter in model.named_parameters()}  # noqa: C416
     done = to_float8(model, kept.values(), emulate=True)
@@ -53,13 +62,17 @@ def test_every_linear_layer_is_told_with_what_was_done_and_why_not() -> None:
     assert done.skipped == {
         "odd": "in_features 20 is not a multiple of 16",
         "a.attention.out_proj": "a NonDynamicallyQuantizableLinear may be computed elsewhere",
-        "b.query": "precision.keep", "b.value": "precision.keep", "b.attention.out_proj": "precision.keep",
+        "b.query": "precision.keep",
+        "b.value": "precision.keep",
+        "b.attention.out_proj": "precision.keep",
         "head": "the last linear layer: the loss sees what it rounds",
-    }  # fmt: skip
+    }
     assert done.notes[0] == "multiplying in float8: a.query, a.value"
     assert "not in float8: odd (in_features 20 is not a multiple of 16)" in done.notes
     assert find_linear(model, kept.values()) == done  # what was done is what is told afterwards
-    assert {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"} == {*done.layers}
+    assert {
+        name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"
+    } == {*done.layers}
     after = dict(model.named_parameters())
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)
@@ -67,7 +80,9 @@ def test_every_linear_layer_is_told_with_what_was_done_and_why_not() -> None:
 
 def test_a_converted_layer_keeps_its_hooks_its_attributes_and_its_other_places() -> None:
     shared = nn.Linear(32, 32)
-    model = nn.ModuleDict({"first": shared, "again": nn.ModuleDict({"same": shared}), "head": nn.Linear(32, 3)})
+    model = nn.ModuleDict(
+        {"first": shared, "again": nn.ModuleDict({"same": shared}), "head": nn.Linear(32, 3)}
+    )
     seen: list[str] = []
     handle = shared.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
     shared.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
@@ -86,7 +101,9 @@ def test_a_converted_layer_keeps_its_hooks_its_attributes_and_its_other_places()
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 def test_a_layer_whose_weight_something_computes_is_left_alone() -> None:
-    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32), nn.Linear(32, 3))
+    model = nn.Sequential(
+        nn.utils.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32), nn.Linear(32, 3)
+    )
     done = to_float8(model, emulate=True)
     assert done.layers == ("1",)
     assert done.skipped["0"] == "its weight is no parameter: something computes it"
@@ -105,8 +122,10 @@ def test_products_are_those_of_rounded_numbers_forward_and_backward() -> None:
     out = model[0](x)
     out.backward(upstream)
     x8, w8, g8 = (
-        rounded(x.detach(), torch.float8_e4m3fn), rounded(weight, torch.float8_e4m3fn), rounded(upstream, torch.float8_e5m2)
-    )  # fmt: skip
+        rounded(x.detach(), torch.float8_e4m3fn),
+        rounded(weight, torch.float8_e4m3fn),
+        rounded(upstream, torch.float8_e5m2),
+    )
     torch.testing.assert_close(out, x8 @ w8.T, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(x.grad, g8 @ w8, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model[0].weight.grad, g8.T @ x8, rtol=1e-5, atol=1e-5)
@@ -132,15 +151,23 @@ def test_the_loss_is_that_of_bf16_within_the_spread_of_its_seeds(tmp_path: Path)
     assert max(found["float8"]) < 1.0  # 1.1 is what knows nothing
 
 
-def test_a_run_is_recorded_resumed_to_its_bits_saved_in_plain_weights_and_evaluated(tmp_path: Path) -> None:
+def test_a_run_is_recorded_resumed_to_its_bits_saved_in_plain_weights_and_evaluated(
+    tmp_path: Path,
+) -> None:
     how = spec(STEPS, checkpoint={"every": "5 steps"}, precision=FLOAT8)
     train(tmp_path / "whole", how, Deep())
     train(tmp_path / "left", how, Deep(), leave_at=STOP)
     train(tmp_path / "left", how, Deep())
     assert bits(tmp_path / "left") == bits(tmp_path / "whole")
     started = next(each for each in records(tmp_path / "whole") if isinstance(each, Started))
-    assert started.precision == {"compute": "float8", "why": "as the spec says; emulated: its numbers, and not its speed"}
-    assert {"multiplying in float8: 2, 5", "not in float8: 0 (in_features 4 is not a multiple of 16)"} <= {*started.notes}
+    assert started.precision == {
+        "compute": "float8",
+        "why": "as the spec says; emulated: its numbers, and not its speed",
+    }
+    assert {
+        "multiplying in float8: 2, 5",
+        "not in float8: 0 (in_features 4 is not a multiple of 16)",
+    } <= {*started.notes}
     seen = next(each for each in records(tmp_path / "whole") if isinstance(each, Dtypes))
     roles = {name: row for row in seen.parameters for name in row["names"]}
     assert [roles["2.weight"][role] for role in ("storage", "compute", "gradient", "master")] == [
@@ -152,7 +179,9 @@ def test_a_run_is_recorded_resumed_to_its_bits_saved_in_plain_weights_and_evalua
     assert roles["0.weight"]["compute"] == "bf16"
     assert "e5m2 and e4m3" in seen.operators["mm"]
     model = surefoot.load(tmp_path / "whole", "last", task=Deep())
-    assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
+    assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {
+        nn.Linear
+    }
 
 
 DEEP = """
@@ -194,23 +223,36 @@ def test_what_was_saved_is_evaluated_as_the_run_did_and_in_fp32_without_rounding
 
 @pytest.mark.parametrize(
     "units",
-    [FormatSupport("cpu", "a CPU", frozenset({"bf16"})), FormatSupport("cuda", "A100", frozenset({"bf16", "tf32", "fp16"}))],
+    [
+        FormatSupport("cpu", "a CPU", frozenset({"bf16"})),
+        FormatSupport("cuda", "A100", frozenset({"bf16", "tf32", "fp16"})),
+    ],
 )
-def test_a_device_without_units_for_float8_is_refused_with_the_reason_unless_it_is_emulated(units: FormatSupport) -> None:
-    with pytest.raises(SpecError, match=rf"'float8', which {units.name} lacks: it has no units for float8") as refused:
+def test_a_device_without_units_for_float8_is_refused_with_the_reason_unless_it_is_emulated(
+    units: FormatSupport,
+) -> None:
+    with pytest.raises(
+        SpecError, match=rf"'float8', which {units.name} lacks: it has no units for float8"
+    ) as refused:
         choose("float8", units)
     assert (
         refused.value.hint
         == "GPUs have them since Ada and Hopper (2022); precision.emulate = true gives its numbers without them, slowly"
     )
     assert choose("float8", units, emulate=True)[0] == "float8"
-    assert choose("float8", FormatSupport("cuda", "H100", units.formats | {"float8"})) == ("float8", "as the spec says")
+    assert choose("float8", FormatSupport("cuda", "H100", units.formats | {"float8"})) == (
+        "float8",
+        "as the spec says",
+    )
 
 
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"compute": "bf16", "emulate": True}, r'precision\.emulate = true has no effect with precision\.compute = "bf16"'),
+        (
+            {"compute": "bf16", "emulate": True},
+            r'precision\.emulate = true has no effect with precision\.compute = "bf16"',
+        ),
         ({"compute": "float8", "weights": "bf16"}, "weights = 'bf16' with compute = 'float8'"),
         (
             {"compute": "float8", "init_scale": 2.0},
@@ -223,10 +265,18 @@ def test_what_does_not_go_together_is_refused(table: dict[str, Any], says: str) 
         RunSpec(precision=table)
 
 
-def test_a_model_of_which_nothing_can_be_converted_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"no linear layer of the model is: not in float8: 0 \(in_features 4 is not") as refused:
+def test_a_model_of_which_nothing_can_be_converted_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        SpecError, match=r"no linear layer of the model is: not in float8: 0 \(in_features 4 is not"
+    ) as refused:
         Run(spec(2, precision=FLOAT8), Small(), folder=tmp_path / "run").__enter__()
     assert "multiples of 16" in str(refused.value.hint)
     with pytest.raises(SpecError, match="has no units for float8"):
-        Run(spec(2, precision={"compute": "float8"}, train={"device": "cpu"}), Deep(), folder=tmp_path / "run").__enter__()
+        Run(
+            spec(2, precision={"compute": "float8"}, train={"device": "cpu"}),
+            Deep(),
+            folder=tmp_path / "run",
+        ).__enter__()
     assert not (tmp_path / "run").exists()

@@ -72,8 +72,14 @@ OF_A_RUN: dict[str, Callable[[Run, Iterator[Any]], object]] = {
 
 
 @pytest.mark.parametrize("what", OF_A_RUN)
-def test_a_child_of_a_run_leaves_it_to_its_parent(what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Run(spec(8, checkpoint={"every": "2 steps", "keep": 2, "background": False}), Small(), folder=tmp_path) as run:
+def test_a_child_of_a_run_leaves_it_to_its_parent(
+    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Run(
+        spec(8, checkpoint={"every": "2 steps", "keep": 2, "background": False}),
+        Small(),
+        folder=tmp_path,
+    ) as run:
         steps = run.steps()
         for report in steps:
             if report.step == 5:  # a commit would be another one, and delete that of step 4
@@ -91,7 +97,9 @@ def train_on(run: Attached) -> None:
         run.step_done(1.0)
 
 
-OF_A_LOOP: dict[str, tuple[Callable[[Attached], object], bool]] = {  # and whether the child is told that nothing is recorded
+OF_A_LOOP: dict[
+    str, tuple[Callable[[Attached], object], bool]
+] = {  # and whether the child is told that nothing is recorded
     "leaves the block": (leave, False),
     "leaves it by an error": (lambda run: leave(run, ValueError("mine")), False),
     "ends": (lambda run: atexit._run_exitfuncs(), False),
@@ -111,7 +119,13 @@ def test_a_child_of_an_attached_loop_leaves_it_to_its_parent(
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     act, is_told = OF_A_LOOP[what]
-    with surefoot.attach(model=model, optimizer=optimizer, data=list(torch.ones(6, 1)), folder=tmp_path, save="2 steps") as run:
+    with surefoot.attach(
+        model=model,
+        optimizer=optimizer,
+        data=list(torch.ones(6, 1)),
+        folder=tmp_path,
+        save="2 steps",
+    ) as run:
         for _ in run.batches():
             run.step_done(1.0)
             if run.step == 3:
@@ -120,7 +134,10 @@ def test_a_child_of_an_attached_loop_leaves_it_to_its_parent(
                 assert contents(tmp_path) == before
                 said = capfd.readouterr().err.splitlines()
                 assert len(said) == is_told, said
-                assert not is_told or "which was forked from it: here it is neither recorded nor saved" in said[0]
+                assert (
+                    not is_told
+                    or "which was forked from it: here it is neither recorded nor saved" in said[0]
+                )
                 assert is_held(tmp_path)
     assert (end_of(tmp_path).outcome, end_of(tmp_path).step) == ("finished", 6)
     assert sum(isinstance(each, events.Ended) for each in records(tmp_path)) == 1
@@ -156,8 +173,14 @@ if __name__ == "__main__":
 def test_children_end_in_whatever_way_and_the_run_is_ended_and_told_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "run")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env=environment, timeout=300
+    )
     assert (done.returncode, done.stdout) == (0, "first\n[5, 6, 1, -15]\n"), done.stderr
     assert done.stderr.count("Traceback") == done.stderr.count("ValueError: of the child") == 1
     assert done.stderr.count("run folder") == 1
@@ -169,7 +192,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_child_prints_past_the_bar_of_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_child_prints_past_the_bar_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The thread that draws the bar may hold its lock at the fork: there is nobody in the child to release it."""
     path = tmp_path / "out"
     with path.open("w+") as out:

@@ -13,12 +13,27 @@ from surefoot.contract.events import Started, Step
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import NumbersError, SpecError
 from surefoot.train.run import Run
-from tests.train.small import OPTIMIZERS, Odd, Small, assert_same, end_of, faults_of, records, spec, state_of
+from tests.train.small import (
+    OPTIMIZERS,
+    Odd,
+    Small,
+    assert_same,
+    end_of,
+    faults_of,
+    records,
+    spec,
+    state_of,
+)
 
 
 def fp16(steps: int, **tables: dict[str, Any]) -> RunSpec:
     precision = {"compute": "fp16", **tables.pop("precision", {})}
-    return spec(steps, precision=precision, observe={"every": "1 step", **tables.pop("observe", {})}, **tables)
+    return spec(
+        steps,
+        precision=precision,
+        observe={"every": "1 step", **tables.pop("observe", {})},
+        **tables,
+    )
 
 
 def scales(folder: Path) -> list[float | None]:
@@ -26,7 +41,9 @@ def scales(folder: Path) -> list[float | None]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_injected_overflow_halves_the_scale_once_and_moves_nothing_else(name: str, tmp_path: Path) -> None:
+def test_an_injected_overflow_halves_the_scale_once_and_moves_nothing_else(
+    name: str, tmp_path: Path
+) -> None:
     table = {**OPTIMIZERS[name], "lr": 0.05, "ema": 0.9}
     how = fp16(9, optim=table, precision={"init_scale": 256.0, "growth_interval": 2})
     before: dict[str, Any] = {}
@@ -41,7 +58,17 @@ def test_an_injected_overflow_halves_the_scale_once_and_moves_nothing_else(name:
                 assert run.assembly.updates[0].guarded.rates == rates
                 assert run.assembly.updates[0].guarded.applied_steps == 3
     high = 256.0
-    assert scales(tmp_path / "a") == [high, 2 * high, 2 * high, high, high, 2 * high, 2 * high, 4 * high, 4 * high]
+    assert scales(tmp_path / "a") == [
+        high,
+        2 * high,
+        2 * high,
+        high,
+        high,
+        2 * high,
+        2 * high,
+        4 * high,
+        4 * high,
+    ]
     (fault,) = faults_of(tmp_path / "a")
     assert (fault.step, fault.fault, fault.action) == (
         4,
@@ -56,7 +83,9 @@ def test_a_scale_that_begins_too_high_comes_down_by_itself(tmp_path: Path) -> No
     how = fp16(60, precision={"init_scale": 2.0**30}, stability={"max_skips": 2})
     with Run(how, Small(), folder=tmp_path / "a", quiet=True) as run:
         applied = [report.applied for report in run.steps()]
-    assert applied[:3] == [False] * 3  # even before any update, and more often in a row than max_skips
+    assert (
+        applied[:3] == [False] * 3
+    )  # even before any update, and more often in a row than max_skips
     assert all(applied[20:])
     assert scales(tmp_path / "a")[-1] == 2.0 ** (30 - applied.count(False))
 
@@ -64,7 +93,9 @@ def test_a_scale_that_begins_too_high_comes_down_by_itself(tmp_path: Path) -> No
 def test_a_scale_that_would_halve_for_ever_ends_the_run_with_the_cause(tmp_path: Path) -> None:
     how = fp16(50, precision={"min_scale": 2.0**10})
     with (
-        pytest.raises(NumbersError, match=r"precision\.min_scale is 1024: the scale would halve for ever"),
+        pytest.raises(
+            NumbersError, match=r"precision\.min_scale is 1024: the scale would halve for ever"
+        ),
         Run(how, Odd("finite loss, inf gradient", 99), folder=tmp_path / "a", quiet=True) as run,
     ):
         for _ in run.steps():
@@ -90,7 +121,11 @@ class Halves(Small):
         self.poisoned = poisoned
 
     def loss(self, output: Any, batch: Any) -> Any:
-        if output.requires_grad and self.poisoned is not None and bool((batch[2] == self.poisoned).any()):
+        if (
+            output.requires_grad
+            and self.poisoned is not None
+            and bool((batch[2] == self.poisoned).any())
+        ):
             output.register_hook(lambda gradient: gradient * torch.inf)
         return super().loss(output, batch)
 
@@ -104,11 +139,15 @@ class Halves(Small):
 
 
 @pytest.mark.parametrize("poisoned", [None, 5])
-def test_microbatches_share_one_scale_and_one_that_overflows_discards_the_step(poisoned: int | None, tmp_path: Path) -> None:
+def test_microbatches_share_one_scale_and_one_that_overflows_discards_the_step(
+    poisoned: int | None, tmp_path: Path
+) -> None:
     told = {}
     for microbatch in (None, 1):
         train = {} if microbatch is None else {"microbatch": microbatch}
-        with Run(fp16(12, train=train), Halves(poisoned), folder=tmp_path / str(microbatch), quiet=True) as run:
+        with Run(
+            fp16(12, train=train), Halves(poisoned), folder=tmp_path / str(microbatch), quiet=True
+        ) as run:
             applied = [report.applied for report in run.steps()]
         told[microbatch] = (
             applied,
@@ -116,7 +155,9 @@ def test_microbatches_share_one_scale_and_one_that_overflows_discards_the_step(p
             {k: v.clone() for k, v in run.model.state_dict().items()},
         )
     assert told[None][:2] == told[1][:2]
-    assert told[None][0].count(False) == (0 if poisoned is None else 2)  # 12 steps of 4 are two passes over 24 samples
+    assert told[None][0].count(False) == (
+        0 if poisoned is None else 2
+    )  # 12 steps of 4 are two passes over 24 samples
     for name, tensor in told[None][2].items():
         torch.testing.assert_close(tensor, told[1][2][name], rtol=2e-3, atol=2e-3)
 
@@ -141,25 +182,46 @@ def test_auto_says_what_it_took_and_why(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"computing in {found.precision} (auto: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("table", "says"), [
-    ({"compute": "bf16", "init_scale": 1024.0}, "the range of the other formats is that of fp32"),
-    ({"growth_interval": 5}, "nothing to scale"),
-    ({"compute": "fp16", "init_scale": 1000.0}, "no power of two"),
-    ({"compute": "fp16", "init_scale": 2.0, "min_scale": 4.0}, "is above init_scale = 2\nhint: use a smaller min_scale"),
-    ({"compute": "fp16", "init_scale": 0.5}, "is above init_scale = 0.5\nhint: use a larger init_scale"),
-    ({"compute": "fp17"}, "did you mean 'fp16'"),
-])  # fmt: skip
-def test_a_scale_that_makes_no_sense_is_refused_with_the_explanation(table: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (
+            {"compute": "bf16", "init_scale": 1024.0},
+            "the range of the other formats is that of fp32",
+        ),
+        ({"growth_interval": 5}, "nothing to scale"),
+        ({"compute": "fp16", "init_scale": 1000.0}, "no power of two"),
+        (
+            {"compute": "fp16", "init_scale": 2.0, "min_scale": 4.0},
+            "is above init_scale = 2\nhint: use a smaller min_scale",
+        ),
+        (
+            {"compute": "fp16", "init_scale": 0.5},
+            "is above init_scale = 0.5\nhint: use a larger init_scale",
+        ),
+        ({"compute": "fp17"}, "did you mean 'fp16'"),
+    ],
+)
+def test_a_scale_that_makes_no_sense_is_refused_with_the_explanation(
+    table: dict[str, Any], says: str
+) -> None:
     with pytest.raises(SpecError) as refused:
         RunSpec(precision=table)
     assert says in str(refused.value)
 
 
-def test_a_precision_that_the_device_lacks_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_precision_that_the_device_lacks_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     before = torch.backends.cuda.matmul.fp32_precision
     with (
         pytest.raises(SpecError, match="tf32"),
-        Run(spec(2, precision={"compute": "tf32"}, train={"device": "cpu"}), Small(), folder=tmp_path / "a", quiet=True),
+        Run(
+            spec(2, precision={"compute": "tf32"}, train={"device": "cpu"}),
+            Small(),
+            folder=tmp_path / "a",
+            quiet=True,
+        ),
     ):
         pass
     assert not (tmp_path / "a").exists()

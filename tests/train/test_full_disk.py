@@ -33,9 +33,11 @@ class Wide(Small):
 def wide(steps: int, *, evaluate: str = "1000 steps", **saving: Any) -> RunSpec:
     table = {"every": "2 steps", "background": False, **saving}
     return RunSpec(
-        train={"length": f"{steps} steps", "batch": 4, "threads": 1}, optim={"name": "adamw", "lr": 1e-4}, checkpoint=table,
+        train={"length": f"{steps} steps", "batch": 4, "threads": 1},
+        optim={"name": "adamw", "lr": 1e-4},
+        checkpoint=table,
         evaluate={"every": evaluate},
-    )  # fmt: skip
+    )
 
 
 def saved(folder: Path) -> list[int]:
@@ -51,7 +53,9 @@ def all_verify(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_with_room_for_two_commits_of_three_no_save_is_lost(background: bool, tmp_path: Path) -> None:
+def test_with_room_for_two_commits_of_three_no_save_is_lost(
+    background: bool, tmp_path: Path
+) -> None:
     with mounted(tmp_path / "disk", TWO_OF_THREE) as disk:
         run = disk / "a"
         with Run(wide(20, background=background), Wide(), folder=run, quiet=True) as opened:
@@ -69,11 +73,16 @@ def test_with_room_for_two_commits_of_three_no_save_is_lost(background: bool, tm
         assert all_verify(run)
 
 
-def test_a_run_that_was_killed_on_a_full_disk_resumes_from_its_last_save_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_on_a_full_disk_resumes_from_its_last_save_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
     with Run(wide(12), Wide(), folder=tmp_path / "whole", quiet=True) as whole:
         drive(whole)
     with mounted(tmp_path / "disk", TWO_OF_THREE) as disk:
-        with pytest.raises(ZeroDivisionError), Run(wide(12), Wide(), folder=disk / "a", quiet=True) as run:
+        with (
+            pytest.raises(ZeroDivisionError),
+            Run(wide(12), Wide(), folder=disk / "a", quiet=True) as run,
+        ):
             for report in run.steps():
                 report.step // (report.step - 9)
         assert manifest.steps(disk / "a")[-1] == 8
@@ -120,7 +129,9 @@ def test_the_only_commit_never_makes_room(tmp_path: Path) -> None:
         assert all_verify(run)
 
 
-def test_nothing_is_deleted_for_a_damaged_commit_or_where_it_would_not_be_enough(tmp_path: Path) -> None:
+def test_nothing_is_deleted_for_a_damaged_commit_or_where_it_would_not_be_enough(
+    tmp_path: Path,
+) -> None:
     with mounted(tmp_path / "disk", "size=9M") as disk:
         with Run(wide(6), Wide(), folder=disk / "a", quiet=True) as run:
             drive(run)
@@ -130,7 +141,9 @@ def test_nothing_is_deleted_for_a_damaged_commit_or_where_it_would_not_be_enough
         assert retention.find_in_the_way(run.folder, need, need // 2) == [2]
         assert retention.find_in_the_way(run.folder, 2 * need, need // 2) == [2, 4]
         assert retention.find_in_the_way(run.folder, 9 * need, 0) == []
-        assert retention.find_in_the_way(run.folder, need, 9 * need) == [2]  # a quota, or inodes: room is not what is missing
+        assert retention.find_in_the_way(run.folder, need, 9 * need) == [
+            2
+        ]  # a quota, or inodes: room is not what is missing
         assert retention.find_in_the_way(run.folder, need, 0, every=2) == []
         weights = manifest.step_folder(run.folder, 6) / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
@@ -148,12 +161,16 @@ def test_too_few_inodes_are_room_too(tmp_path: Path) -> None:
         assert all_verify(run)
 
 
-def test_an_attached_loop_trades_alike_and_is_never_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_attached_loop_trades_alike_and_is_never_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = Wide().model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     data = [torch.randn(4, 4) for _ in range(12)]
     with mounted(tmp_path / "disk", TWO_OF_THREE) as disk:
-        with surefoot.attach(model=model, optimizer=optimizer, data=data, folder=disk / "a", save="2 steps") as run:
+        with surefoot.attach(
+            model=model, optimizer=optimizer, data=data, folder=disk / "a", save="2 steps"
+        ) as run:
             for batch in run.batches():
                 loss = model(batch).square().mean()
                 loss.backward()
@@ -162,10 +179,15 @@ def test_an_attached_loop_trades_alike_and_is_never_ended(tmp_path: Path, capsys
                 run.step_done(loss)
         assert saved(disk / "a") == [2, 4, 6, 8, 10, 12]
         assert len(manifest.steps(disk / "a")) == 2
-        assert "the checkpoint of step 2 was deleted before its time; the loop continues" in capsys.readouterr().err
+        assert (
+            "the checkpoint of step 2 was deleted before its time; the loop continues"
+            in capsys.readouterr().err
+        )
 
 
-def test_ranks_that_save_together_trade_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_save_together_trade_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = write_task(tmp_path)
     changes = (
         "train.threads=1",
@@ -178,7 +200,22 @@ def test_ranks_that_save_together_trade_together(tmp_path: Path, monkeypatch: py
     )
     with mounted(tmp_path / "disk", TWO_OF_THREE) as disk:
         words = [word for change in changes for word in ("--set", change)]
-        assert call(monkeypatch, "train", task, *words, "--steps", "12", "--ranks", "2", "--run", str(disk / "a"), "--quiet") == 0
+        assert (
+            call(
+                monkeypatch,
+                "train",
+                task,
+                *words,
+                "--steps",
+                "12",
+                "--ranks",
+                "2",
+                "--run",
+                str(disk / "a"),
+                "--quiet",
+            )
+            == 0
+        )
         assert saved(disk / "a")[-1] == 12
         assert faults(disk / "a", "full-disk")
         assert faults(disk / "a", "storage") == []
@@ -189,10 +226,15 @@ def test_ranks_that_save_together_trade_together(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(("limit", "steps"), [("0.01 s", 4), ("never", 40), ("6 h", 40)])
-def test_a_run_whose_saves_are_all_refused_for_long_ends(limit: str, steps: int, tmp_path: Path) -> None:
+def test_a_run_whose_saves_are_all_refused_for_long_ends(
+    limit: str, steps: int, tmp_path: Path
+) -> None:
     with mounted(tmp_path / "disk", "size=8M") as disk:
         run, done = disk / "a", []
-        with pytest.raises(StorageError) as raised, Run(wide(40, max_unsaved=limit), Wide(), folder=run, quiet=True) as opened:
+        with (
+            pytest.raises(StorageError) as raised,
+            Run(wide(40, max_unsaved=limit), Wide(), folder=run, quiet=True) as opened,
+        ):
             for report in opened.steps():
                 done.append(report.step)
                 if report.step == 1:
@@ -200,20 +242,28 @@ def test_a_run_whose_saves_are_all_refused_for_long_ends(limit: str, steps: int,
         end = end_of(run)
         assert (end.outcome, end.exit_code) == ("failed", 5)
         assert (done[-1] <= 8) == (steps == 4)
-        is_over = "no checkpoint could be written for 10 ms, from step 2 to step" in str(raised.value)
+        is_over = "no checkpoint could be written for 10 ms, from step 2 to step" in str(
+            raised.value
+        )
         assert is_over == (steps == 4)
-        told = [fault.step for fault in faults(run, "storage") if fault.step < 40]  # the last one is tried twice
+        told = [
+            fault.step for fault in faults(run, "storage") if fault.step < 40
+        ]  # the last one is tried twice
         assert told == sorted(set(told))
         if is_over:
             assert "checkpoint.max_unsaved" in (raised.value.hint or "")
 
 
-def test_a_save_between_two_that_are_refused_begins_the_time_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_between_two_that_are_refused_begins_the_time_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     patience, full = (
         Patience(10.0),
-        StorageError.of(OSError(errno.ENOSPC, "No space left on device"), "step 2 could not be saved"),
+        StorageError.of(
+            OSError(errno.ENOSPC, "No space left on device"), "step 2 could not be saved"
+        ),
     )
     patience.refused(full, 2)
     now[0] = 9.0

@@ -21,13 +21,26 @@ from surefoot.contract.state import StepReport
 from surefoot.contract.task import Loss
 from surefoot.core.errors import NumbersError
 from surefoot.train.run import Run
-from tests.train.small import BATCH, OPTIMIZERS, SAMPLES, Odd, Small, assert_same, end_of, faults_of, spec, state_of
+from tests.train.small import (
+    BATCH,
+    OPTIMIZERS,
+    SAMPLES,
+    Odd,
+    Small,
+    assert_same,
+    end_of,
+    faults_of,
+    spec,
+    state_of,
+)
 
 
 def step_of(sample: int, seed: int = 0) -> int:
     """The step of the first epoch that consumes a sample."""
     ids = Feed(Small().data("train"), Order(SAMPLES, seed), batch=BATCH)
-    return next(number + 1 for number in range(SAMPLES // BATCH) if sample in ids.window(number).ids)
+    return next(
+        number + 1 for number in range(SAMPLES // BATCH) if sample in ids.window(number).ids
+    )
 
 
 # ---- skipped steps
@@ -40,7 +53,12 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
     poisoned = next(sample for sample in range(SAMPLES) if step_of(sample) == 3)
     table = {**OPTIMIZERS[name], "lr": 0.05, "ema": 0.9}
     before: dict[str, Tensor] = {}
-    with Run(spec(8, optim=table), Small(norm=True, poison=(poisoned,)), folder=tmp_path / "a", quiet=True) as run:
+    with Run(
+        spec(8, optim=table),
+        Small(norm=True, poison=(poisoned,)),
+        folder=tmp_path / "a",
+        quiet=True,
+    ) as run:
         for report in run.steps():
             if report.step == 2:
                 before, rates = state_of(run), run.assembly.updates[0].guarded.rates
@@ -48,7 +66,9 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
                 assert not report.applied
                 assert math.isnan(report.loss)
                 assert_same(before, state_of(run))
-                assert run.assembly.updates[0].guarded.rates == rates  # the schedule did not move either
+                assert (
+                    run.assembly.updates[0].guarded.rates == rates
+                )  # the schedule did not move either
             else:
                 assert report.applied
     faults = faults_of(tmp_path / "a")
@@ -56,7 +76,9 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
         (3, "nonfinite", "the step was skipped, nothing moved")
     ]
     assert "the loss is nan" in faults[0].detail
-    assert f"surefoot: step 3: {faults[0].detail}; {faults[0].action}\n" in capsys.readouterr().err  # also when quiet
+    assert (
+        f"surefoot: step 3: {faults[0].detail}; {faults[0].action}\n" in capsys.readouterr().err
+    )  # also when quiet
     assert end_of(tmp_path / "a").outcome == "finished"
     assert run.num_skipped == 1
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state_of(run).values())
@@ -67,12 +89,16 @@ def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(tmp_path
     poisoned = next(sample for sample in range(SAMPLES) if step_of(sample) == 3)
     task = Small(norm=True, poison=(poisoned,))
     table = {"name": "sgd", "lr": 0.05}
-    with Run(spec(6, optim=table, schedule={"name": "linear"}), task, folder=tmp_path / "a", quiet=True) as run:
+    with Run(
+        spec(6, optim=table, schedule={"name": "linear"}), task, folder=tmp_path / "a", quiet=True
+    ) as run:
         for _ in run.steps():
             pass
     torch.manual_seed(0)
     model = task.model()
-    optimizer = torch.optim.SGD(optim.build_groups(optim.find_trained(model), decay=0.01), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        optim.build_groups(optim.find_trained(model), decay=0.01), lr=0.05, momentum=0.9
+    )
     _feed, applied = run.assembly.feed, 0
     for number in range(6):
         if number == 2:
@@ -85,7 +111,9 @@ def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(tmp_path
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         applied += 1
-    for mine, other in zip(run.model.state_dict().values(), model.state_dict().values(), strict=True):
+    for mine, other in zip(
+        run.model.state_dict().values(), model.state_dict().values(), strict=True
+    ):
         torch.testing.assert_close(mine, other, rtol=2e-5, atol=1e-6)
 
 
@@ -96,7 +124,9 @@ def test_an_optimiser_whose_first_step_is_skipped_starts_as_if_it_had_not_been(n
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         table = RunSpec(optim={**OPTIMIZERS[name], "lr": 0.05}).optim
-        guarded = optim.GuardedUpdate(optim.build(table, optim.find_trained(model)).optimizers, clip=1.0)
+        guarded = optim.GuardedUpdate(
+            optim.build(table, optim.find_trained(model)).optimizers, clip=1.0
+        )
         if is_skipped:
             for parameter in guarded.parameters:
                 parameter.grad = torch.full_like(parameter, torch.nan)
@@ -104,7 +134,8 @@ def test_an_optimiser_whose_first_step_is_skipped_starts_as_if_it_had_not_been(n
         for step in range(3):
             guarded.clear_gradients()
             F.cross_entropy(
-                model(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))), torch.arange(4) % 3
+                model(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))),
+                torch.arange(4) % 3,
             ).backward()
             assert guarded.step_if_finite()[1] is True
         made.append([parameter.detach().clone() for parameter in model.parameters()])
@@ -113,10 +144,18 @@ def test_an_optimiser_whose_first_step_is_skipped_starts_as_if_it_had_not_been(n
 
 
 @pytest.mark.parametrize(
-    "how", ["inf loss, finite gradient", "nan loss, finite gradient", "finite loss, inf gradient", "one number of one gradient"]
+    "how",
+    [
+        "inf loss, finite gradient",
+        "nan loss, finite gradient",
+        "finite loss, inf gradient",
+        "one number of one gradient",
+    ],
 )
 @pytest.mark.parametrize("microbatch", [None, 2])
-def test_whatever_is_not_finite_skips_the_step(how: str, microbatch: int | None, tmp_path: Path) -> None:
+def test_whatever_is_not_finite_skips_the_step(
+    how: str, microbatch: int | None, tmp_path: Path
+) -> None:
     train = {} if microbatch is None else {"microbatch": microbatch}
     with Run(spec(8, train=train), Odd(how), folder=tmp_path / "a", quiet=True) as run:
         before = state_of(run)
@@ -132,7 +171,9 @@ def test_whatever_is_not_finite_skips_the_step(how: str, microbatch: int | None,
 def test_five_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     with (
         pytest.raises(NumbersError, match="5 steps in a row"),
-        Run(spec(50), Odd("inf loss, finite gradient", 9), folder=tmp_path / "a", quiet=True) as run,
+        Run(
+            spec(50), Odd("inf loss, finite gradient", 9), folder=tmp_path / "a", quiet=True
+        ) as run,
     ):
         for _ in run.steps():
             pass
@@ -144,7 +185,9 @@ def test_five_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 def test_four_skipped_steps_do_not(tmp_path: Path) -> None:
-    with Run(spec(12), Odd("inf loss, finite gradient", 4), folder=tmp_path / "a", quiet=True) as run:
+    with Run(
+        spec(12), Odd("inf loss, finite gradient", 4), folder=tmp_path / "a", quiet=True
+    ) as run:
         for _ in run.steps():
             pass
     assert (run.outcome, run.num_skipped) == ("finished", 4)
@@ -164,7 +207,9 @@ def test_a_run_may_ask_to_stop_at_the_first_one(tmp_path: Path) -> None:
 def test_a_loss_that_reaches_no_parameter_is_said_to_do_so(tmp_path: Path) -> None:
     class Detached(Small):
         def loss(self, output: Tensor, batch: Any) -> Loss:
-            return Loss.sum(torch.zeros((), requires_grad=True) * len(output) + 1.0 * len(output), len(output))
+            return Loss.sum(
+                torch.zeros((), requires_grad=True) * len(output) + 1.0 * len(output), len(output)
+            )
 
     with (
         pytest.raises(NumbersError, match="no parameter received a gradient"),
@@ -182,7 +227,12 @@ def test_a_record_of_steps_leaves_what_was_skipped_out_of_its_mean() -> None:
     summary = meter.take()
     assert summary is not None
     assert summary.loss == 3.0
-    assert (summary.num_steps, summary.num_applied, summary.num_samples, summary.num_items) == (3, 2, 24, 24)
+    assert (summary.num_steps, summary.num_applied, summary.num_samples, summary.num_items) == (
+        3,
+        2,
+        24,
+        24,
+    )
 
 
 def test_a_schedule_that_turns_to_nan_ends_the_run_before_the_weights_do(tmp_path: Path) -> None:
@@ -202,7 +252,10 @@ def test_a_schedule_that_turns_to_nan_ends_the_run_before_the_weights_do(tmp_pat
 
 def test_weights_that_became_infinite_are_not_committed_and_end_the_run(tmp_path: Path) -> None:
     how = spec(12, checkpoint={"every": "2 steps", "keep": 9, "background": False})
-    with pytest.raises(NumbersError, match=r"4\.bias is not finite"), Run(how, Small(), folder=tmp_path / "a", quiet=True) as run:
+    with (
+        pytest.raises(NumbersError, match=r"4\.bias is not finite"),
+        Run(how, Small(), folder=tmp_path / "a", quiet=True) as run,
+    ):
         for report in run.steps():
             if report.step == 4:
                 with torch.no_grad():
@@ -216,11 +269,20 @@ def report_of(step: int, loss: float, *, applied: bool = True) -> StepReport:
     return StepReport(step, 0.0, 1, 0.1, {"loss": (torch.tensor(loss), 1, 1.0)}, 1.0, applied)
 
 
-@pytest.mark.parametrize(("losses", "ends_at"), [
-    ([1.0] + [2e4] * 5, 6), ([1.0] + [2e4] * 4 + [1.0] + [2e4] * 4, None), ([1.0] + [9e3] * 20, None), ([0.0] + [2e4] * 5, 6),
-    ([-3.0] + [-5e4] * 5, 6), ([1e-6] + [0.5] * 20, None),
-])  # fmt: skip
-def test_a_loss_is_diverged_when_it_stays_out_of_all_proportion(losses: list[float], ends_at: int | None) -> None:
+@pytest.mark.parametrize(
+    ("losses", "ends_at"),
+    [
+        ([1.0] + [2e4] * 5, 6),
+        ([1.0] + [2e4] * 4 + [1.0] + [2e4] * 4, None),
+        ([1.0] + [9e3] * 20, None),
+        ([0.0] + [2e4] * 5, 6),
+        ([-3.0] + [-5e4] * 5, 6),
+        ([1e-6] + [0.5] * 20, None),
+    ],
+)
+def test_a_loss_is_diverged_when_it_stays_out_of_all_proportion(
+    losses: list[float], ends_at: int | None
+) -> None:
     guard = Guard(StabilityTable())
     ended = None
     for step, loss in enumerate(losses, 1):

@@ -30,10 +30,17 @@ def worked(
     """Twelve updates by one way, with gradients that are not finite at the steps `bad`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
-    table = RunSpec(optim={**OPTIMIZERS[name], "lr": 0.05, "clip": 0.0, "rates": {"3.*": 0.5}}).optim
+    table = RunSpec(
+        optim={**OPTIMIZERS[name], "lr": 0.05, "clip": 0.0, "rates": {"3.*": 0.5}}
+    ).optim
     built = optim.build(table, optim.find_trained(model))
     guarded = optim.GuardedUpdate(
-        built.optimizers, clip=clip, clip_value=clip_value, curve=curve, total_steps=12, on_device=on_device
+        built.optimizers,
+        clip=clip,
+        clip_value=clip_value,
+        curve=curve,
+        total_steps=12,
+        on_device=on_device,
     )
     assert guarded.on_device is on_device
     told = []
@@ -45,10 +52,22 @@ def worked(
             guarded.parameters[0].grad[0] = math.inf  # type: ignore[index]
         norm, applied = guarded.step_if_finite(torch.tensor(1 / 6) if on_device else 1 / 6)
         assert isinstance(applied, Tensor) is on_device
-        told.append((float(norm), bool(applied), [float(group["lr"]) for group in guarded.groups] if applied else []))
+        told.append(
+            (
+                float(norm),
+                bool(applied),
+                [float(group["lr"]) for group in guarded.groups] if applied else [],
+            )
+        )
     rates = guarded.rates
-    assert rates == [0.05 * group.get("rate", 1.0) * curve(12 - len(bad)) for group in guarded.groups]
-    return [tensor.detach().clone() for tensor in model.state_dict().values()], told, guarded.applied_steps
+    assert rates == [
+        0.05 * group.get("rate", 1.0) * curve(12 - len(bad)) for group in guarded.groups
+    ]
+    return (
+        [tensor.detach().clone() for tensor in model.state_dict().values()],
+        told,
+        guarded.applied_steps,
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "plain sgd"])
@@ -62,13 +81,17 @@ def test_deciding_on_the_device_gives_the_weights_of_deciding_on_the_host(
     assert applied == applied_too == 12 - len(bad)
     for one, other in zip(host, device, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-7)
-    for (norm, was_applied, rates), (norm_too, was_applied_too, rates_too) in zip(told, told_too, strict=True):
+    for (norm, was_applied, rates), (norm_too, was_applied_too, rates_too) in zip(
+        told, told_too, strict=True
+    ):
         assert norm == pytest.approx(norm_too, rel=1e-5, nan_ok=True)
         assert was_applied is was_applied_too
         assert rates == pytest.approx(rates_too, rel=1e-6)  # what a report shows is what was used
 
 
-def stepped(on_device: bool, task: Small, steps: int = 10) -> tuple[dict[str, Tensor], list[StepReport], optim.WeightAverage]:
+def stepped(
+    on_device: bool, task: Small, steps: int = 10
+) -> tuple[dict[str, Tensor], list[StepReport], optim.WeightAverage]:
     """A whole step loop by one way: feed, loss, guard, buffers, average."""
     torch.manual_seed(0)
     model = task.model()
@@ -76,22 +99,45 @@ def stepped(on_device: bool, task: Small, steps: int = 10) -> tuple[dict[str, Te
     resolved = resolve(task)
     # not Adam: it blows up the gradient of a bias before BatchNorm, which is rounding alone
     built = optim.build(RunSpec(optim={"name": "sgd", "lr": 0.05}).optim, optim.find_trained(model))
-    guarded = optim.GuardedUpdate(built.optimizers, clip=1.0, curve=curve, total_steps=steps, on_device=on_device)
+    guarded = optim.GuardedUpdate(
+        built.optimizers, clip=1.0, curve=curve, total_steps=steps, on_device=on_device
+    )
     average = optim.WeightAverage(list(model.parameters()), 0.9)
-    update = LiveUpdate("loss", lambda model, batch: task.loss(task.forward(model, batch), batch), guarded)
+    update = LiveUpdate(
+        "loss", lambda model, batch: task.loss(task.forward(model, batch), batch), guarded
+    )
     stepper = Stepper(
-        model=model, task=resolved, feed=feed, updates=[update], seed=0, device=torch.device("cpu"), average=average
+        model=model,
+        task=resolved,
+        feed=feed,
+        updates=[update],
+        seed=0,
+        device=torch.device("cpu"),
+        average=average,
     )
     reports = [stepper(number) for number in range(1, steps + 1)]
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, reports, average
+    return (
+        {name: tensor.detach().clone() for name, tensor in model.state_dict().items()},
+        reports,
+        average,
+    )
 
 
-@pytest.mark.parametrize("how", ["none", "inf loss, finite gradient", "nan loss, finite gradient", "finite loss, inf gradient"])
+@pytest.mark.parametrize(
+    "how",
+    ["none", "inf loss, finite gradient", "nan loss, finite gradient", "finite loss, inf gradient"],
+)
 def test_a_step_decided_on_the_device_equals_one_decided_on_the_host(how: str) -> None:
     host, told, average = stepped(False, Odd(how, 2))
     device, told_too, average_too = stepped(True, Odd(how, 2))
     for name, tensor in host.items():
-        torch.testing.assert_close(tensor, device[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            tensor,
+            device[name],
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
     assert [report.applied for report in told] == [report.applied for report in told_too]
     assert [report.applied for report in told].count(False) == (0 if how == "none" else 2)
     assert average.num_updates == average_too.num_updates == (10 if how == "none" else 8)
@@ -99,10 +145,14 @@ def test_a_step_decided_on_the_device_equals_one_decided_on_the_host(how: str) -
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     for one_report, other_report in zip(told, told_too, strict=True):
         if one_report.applied:
-            assert float(one_report.learning_rate) == pytest.approx(float(other_report.learning_rate), rel=1e-6)
+            assert float(one_report.learning_rate) == pytest.approx(
+                float(other_report.learning_rate), rel=1e-6
+            )
 
 
-def test_nothing_of_a_step_decided_on_the_device_is_read_before_the_report_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_step_decided_on_the_device_is_read_before_the_report_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(self: Tensor) -> Any:
         raise AssertionError("the host waited for the device")
 
@@ -117,4 +167,6 @@ def test_a_schedule_that_is_not_finite_is_refused_where_it_is_read_beforehand() 
     model = nn.Linear(2, 2)
     made = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     with pytest.raises(SpecError, match="after 3 updates"):
-        optim.GuardedUpdate([made], curve=lambda step: math.inf if step == 3 else 1.0, total_steps=5, on_device=True)
+        optim.GuardedUpdate(
+            [made], curve=lambda step: math.inf if step == 3 else 1.0, total_steps=5, on_device=True
+        )

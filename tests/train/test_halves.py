@@ -71,7 +71,12 @@ class Net(nn.Module):
 
 
 class Task:
-    def __init__(self, of: Parts, data: Callable[[], Any] = SOURCES["arrays"], net: Callable[[], nn.Module] = Net) -> None:
+    def __init__(
+        self,
+        of: Parts,
+        data: Callable[[], Any] = SOURCES["arrays"],
+        net: Callable[[], nn.Module] = Net,
+    ) -> None:
         self.of, self.make, self.net = of, data, net
 
     def model(self) -> nn.Module:
@@ -105,15 +110,25 @@ def mean_with_noise(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
 
 
 def with_noise(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
-    return Loss.sum((F.dropout(output[:, 0], 0.1) + 0.1 * torch.randn_like(y) - y).square().sum(), len(y))
+    return Loss.sum(
+        (F.dropout(output[:, 0], 0.1) + 0.1 * torch.randn_like(y) - y).square().sum(), len(y)
+    )
 
 
 def contrast(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
-    return Loss.sum(F.cross_entropy(output @ output.T - (y[:, None] - y).abs(), torch.arange(len(y)), reduction="sum"), len(y))
+    return Loss.sum(
+        F.cross_entropy(
+            output @ output.T - (y[:, None] - y).abs(), torch.arange(len(y)), reduction="sum"
+        ),
+        len(y),
+    )
 
 
 def penalized(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
-    return Loss.sum((output[:, 0] - y).square().sum() + sum(each.abs().sum() for each in model.parameters()), len(y))
+    return Loss.sum(
+        (output[:, 0] - y).square().sum() + sum(each.abs().sum() for each in model.parameters()),
+        len(y),
+    )
 
 
 def broadcast(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
@@ -128,7 +143,9 @@ def train(task: Task, folder: Path, **train: Any) -> list[str]:
     """Train for two steps; the notes of the start."""
     if isinstance(task.data("train"), Arrays | Rows):
         train = {"batch": 16, **train}
-    spec = RunSpec(train={"length": "2 steps", "threads": 1, **train}, observe={"tensorboard": False})
+    spec = RunSpec(
+        train={"length": "2 steps", "threads": 1, **train}, observe={"tensorboard": False}
+    )
     with Run(spec, task, folder=folder, quiet=True) as run:
         for _ in run.steps():
             pass
@@ -139,7 +156,9 @@ def train(task: Task, folder: Path, **train: Any) -> list[str]:
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("of", [mean, mean_of_some, mean_with_noise], ids=lambda of: of.__name__)
-def test_a_mean_is_refused_whatever_the_data_come_from(of: Parts, source: str, tmp_path: Path) -> None:
+def test_a_mean_is_refused_whatever_the_data_come_from(
+    of: Parts, source: str, tmp_path: Path
+) -> None:
     if source == "a DataLoader of single samples" and of is not mean:
         pytest.skip("the mean over one sample, or over none")
     with pytest.raises(TaskError, match="is a mean, not a sum"):
@@ -148,9 +167,13 @@ def test_a_mean_is_refused_whatever_the_data_come_from(of: Parts, source: str, t
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("of", [squares, with_noise], ids=lambda of: of.__name__)
-def test_a_sum_is_found_to_be_one_whatever_the_data_come_from(of: Parts, source: str, tmp_path: Path) -> None:
+def test_a_sum_is_found_to_be_one_whatever_the_data_come_from(
+    of: Parts, source: str, tmp_path: Path
+) -> None:
     if source == "a DataLoader of single samples" and of is with_noise:
-        pytest.skip("the noise of one sample is larger than its loss: that it could not be checked is reported")
+        pytest.skip(
+            "the noise of one sample is larger than its loss: that it could not be checked is reported"
+        )
     assert train(Task(of, SOURCES[source]), tmp_path / "run") == []
 
 
@@ -158,7 +181,9 @@ NO_SUMS = [contrast, penalized, broadcast, covariance]
 
 
 @pytest.mark.parametrize("of", NO_SUMS, ids=lambda of: of.__name__)
-def test_a_loss_that_is_no_sum_is_refused_where_the_run_divides_its_batches(of: Parts, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_sum_is_refused_where_the_run_divides_its_batches(
+    of: Parts, tmp_path: Path
+) -> None:
     with pytest.raises(TaskError, match="is not a sum over samples"):
         train(Task(of), tmp_path / "run", microbatch=4)
 
@@ -174,7 +199,12 @@ def test_a_loss_that_is_no_sum_is_reported_on_the_screen_where_batches_stay_whol
 
 
 def without_statistics() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Dropout(0.5), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(4, 8),
+        nn.BatchNorm1d(8, track_running_stats=False),
+        nn.Dropout(0.5),
+        nn.Linear(8, 1),
+    )
 
 
 def with_dropout() -> nn.Module:
@@ -182,7 +212,9 @@ def with_dropout() -> nn.Module:
 
 
 @pytest.mark.parametrize("net", [with_dropout, without_statistics], ids=lambda net: net.__name__)
-def test_norms_over_the_batch_and_dropout_refuse_no_microbatches(net: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_norms_over_the_batch_and_dropout_refuse_no_microbatches(
+    net: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     notes = train(Task(squares, net=net), tmp_path / "run", microbatch=4)
     assert [note for note in notes if "could not be checked" not in note] == []
     assert bool(notes) == (net is without_statistics)
@@ -198,7 +230,9 @@ def test_a_generator_that_nobody_knows_of_refuses_nothing(tmp_path: Path) -> Non
     assert "could not be checked" in note
 
 
-def test_a_batch_that_cannot_be_cut_is_reported_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_that_cannot_be_cut_is_reported_on_the_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = Iterated([{"x": samples()[0][:8], "y": samples()[1][:8], "shape": torch.ones(3)}])
     (note,) = train(Task(mean, lambda: data), tmp_path / "run")
     assert "the first batch cannot be cut in halves" in note
@@ -207,7 +241,10 @@ def test_a_batch_that_cannot_be_cut_is_reported_on_the_screen(tmp_path: Path, ca
 
 def test_a_term_that_is_the_same_for_every_batch_is_trained(tmp_path: Path) -> None:
     def bounded(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
-        return Loss(*squares(model, output, y).terms, Term("edge", model(torch.ones(2, 4)).square().sum(), 2))
+        return Loss(
+            *squares(model, output, y).terms,
+            Term("edge", model(torch.ones(2, 4)).square().sum(), 2),
+        )
 
     assert train(Task(bounded), tmp_path / "run") == []
 
@@ -217,8 +254,14 @@ CUT: dict[str, tuple[Any, Any]] = {
     # what is given, and its first half
     "a tensor": (X, X[:4]),
     "a tuple of tensors": ((X, X[:, 0]), (X[:4], X[:4, 0])),
-    "a dict with a number and names": ({"x": X, "n": 3, "names": list("abcdefgh")}, {"x": X[:4], "n": 3, "names": list("abcd")}),
-    "images of several sizes": ([list(range(8)), [X[:n] for n in range(1, 9)]], [list(range(4)), [X[:n] for n in range(1, 5)]]),
+    "a dict with a number and names": (
+        {"x": X, "n": 3, "names": list("abcdefgh")},
+        {"x": X[:4], "n": 3, "names": list("abcd")},
+    ),
+    "images of several sizes": (
+        [list(range(8)), [X[:n] for n in range(1, 9)]],
+        [list(range(4)), [X[:n] for n in range(1, 5)]],
+    ),
     "an array in a dict in a list": ([{"x": X.numpy()}, X], [{"x": X.numpy()[:4]}, X[:4]]),
     "a scalar beside it": ({"x": X, "t": torch.tensor(2.0)}, {"x": X[:4], "t": torch.tensor(2.0)}),
 }
@@ -247,21 +290,41 @@ class Graph:
 
 
 @pytest.mark.parametrize(
-    "batch", [(X, X[:5]), Graph(), [X, Graph()], "text", X[:1], torch.tensor(1.0), [[1, 2], X[:1]], [[X[0]] * 8, [1] * 8]]
+    "batch",
+    [
+        (X, X[:5]),
+        Graph(),
+        [X, Graph()],
+        "text",
+        X[:1],
+        torch.tensor(1.0),
+        [[1, 2], X[:1]],
+        [[X[0]] * 8, [1] * 8],
+    ],
 )
 def test_a_batch_whose_samples_cannot_be_told_apart_is_not_cut(batch: Any) -> None:
     assert cut_batch(batch) is None
 
 
 def test_a_batch_of_one_sample_is_doubled_and_no_other() -> None:
-    assert listed(double_batch({"x": X[:1], "name": ["a"]})) == {"x": [[0.0, 1.0, 2.0]] * 2, "name": ["a", "a"]}
+    assert listed(double_batch({"x": X[:1], "name": ["a"]})) == {
+        "x": [[0.0, 1.0, 2.0]] * 2,
+        "name": ["a", "a"],
+    }
     assert double_batch(X) is None
 
 
 JUDGED = {
-    (10.0, 4.0, 6.0): "sum", (5.0, 4.0, 6.0): "mean", (4.5, 4.0, 6.0): "mean", (7.0, 5.0, 5.0): "other", (10.05, 4.0, 6.0): "unknown",
-    (0.0, 0.0, 0.0): "unknown", (float("nan"), 1.0, 1.0): "unknown", (2.0, 5.0, -3.0): "sum", (-5.0, -4.0, -6.0): "mean",
-}  # fmt: skip
+    (10.0, 4.0, 6.0): "sum",
+    (5.0, 4.0, 6.0): "mean",
+    (4.5, 4.0, 6.0): "mean",
+    (7.0, 5.0, 5.0): "other",
+    (10.05, 4.0, 6.0): "unknown",
+    (0.0, 0.0, 0.0): "unknown",
+    (float("nan"), 1.0, 1.0): "unknown",
+    (2.0, 5.0, -3.0): "sum",
+    (-5.0, -4.0, -6.0): "mean",
+}
 
 
 @pytest.mark.parametrize("values", JUDGED)

@@ -13,7 +13,8 @@ from surefoot.contract.signature import find_unguarded_run
 from tests.train.small import TEXT, call
 
 HEAD = (
-    "import pathlib\npathlib.Path('executions').open('a').write('x')\nimport surefoot\nfrom surefoot import Run, RunSpec\n" + TEXT
+    "import pathlib\npathlib.Path('executions').open('a').write('x')\nimport surefoot\nfrom surefoot import Run, RunSpec\n"
+    + TEXT
 )
 SPEC = "SPEC = RunSpec(train={'length': '2 steps', 'batch': 4}, observe={'tensorboard': False})\n"
 TRAIN = "with Run(SPEC, Mine(), folder='r', quiet=True) as run:\n    for _ in run.steps():\n        pass\n"
@@ -48,7 +49,14 @@ def write(folder: Path, text: str, name: str = "s.py") -> Path:
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def times(folder: Path) -> int:
@@ -57,7 +65,9 @@ def times(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("how", STARTS)
-def test_a_script_that_starts_a_run_when_it_is_imported_is_found_by_its_text(how: str, tmp_path: Path) -> None:
+def test_a_script_that_starts_a_run_when_it_is_imported_is_found_by_its_text(
+    how: str, tmp_path: Path
+) -> None:
     assert find_unguarded_run(write(tmp_path, STARTS[how])) is not None
 
 
@@ -96,14 +106,18 @@ def test_a_run_that_only_the_import_shows_is_refused_when_it_starts(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "helper.py").write_text("def go(Run, *given):\n    with Run(*given, folder='new', quiet=True):\n        pass\n")
+    (tmp_path / "helper.py").write_text(
+        "def go(Run, *given):\n    with Run(*given, folder='new', quiet=True):\n        pass\n"
+    )
     write(tmp_path, start)
     assert call(monkeypatch, "train", "s.py:Mine", "--run", "other") == 2
     assert 'if __name__ == "__main__":' in capsys.readouterr().err
     assert not [path.name for path in tmp_path.iterdir() if path.name in ("new", "r", "other")]
 
 
-def test_a_script_takes_back_its_own_run_with_the_class_that_it_holds_and_runs_once(tmp_path: Path) -> None:
+def test_a_script_takes_back_its_own_run_with_the_class_that_it_holds_and_runs_once(
+    tmp_path: Path,
+) -> None:
     after = """
 from pathlib import Path
 from surefoot.train.look_back import evaluate_run, load_with_task
@@ -129,7 +143,9 @@ def test_a_module_that_python_runs_by_its_name_is_used_too(tmp_path: Path) -> No
     assert times(tmp_path) == 1
 
 
-def test_a_script_that_loads_its_own_run_at_its_top_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_loads_its_own_run_at_its_top_is_imported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     guarded = STARTS_NOTHING["a guard"]
     write(tmp_path, guarded)

@@ -72,7 +72,9 @@ SHARED = {
     "a source of views": Views,
     "batches of a list": lambda: DataLoader(cut(), batch_size=None),  # type: ignore[arg-type]
     "a dataset over arrays": lambda: DataLoader(Items(), batch_size=None, shuffle=True),
-    "a collate function that copies nothing": lambda: DataLoader(cut(), batch_size=1, collate_fn=first),  # type: ignore[arg-type]
+    "a collate function that copies nothing": lambda: DataLoader(
+        cut(), batch_size=1, collate_fn=first
+    ),  # type: ignore[arg-type]
 }
 COPIED = {
     "arrays": lambda: Arrays(*samples()),
@@ -107,8 +109,12 @@ class Writing(Small):
         return Loss.sum(F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
 
 
-def told(task: Writing, folder: Path, capfd: pytest.CaptureFixture[str], steps: int = 2) -> list[str]:
-    tables: dict[str, Any] = {"train": {"batch": 1}} if isinstance(task.made, DataLoader | Views) else {}
+def told(
+    task: Writing, folder: Path, capfd: pytest.CaptureFixture[str], steps: int = 2
+) -> list[str]:
+    tables: dict[str, Any] = (
+        {"train": {"batch": 1}} if isinstance(task.made, DataLoader | Views) else {}
+    )
     with Run(spec(steps, **tables), task, folder=folder, quiet=True) as run:
         for _ in run.steps():
             pass
@@ -127,7 +133,9 @@ def test_a_run_names_a_pass_that_changes_its_data(
     started = records(tmp_path)[0]
     assert isinstance(started, Started)
     if where == "training":
-        first = 1 if kind == "a source of views" else 2  # of an iterable the first batch is the one that the checks copied
+        first = (
+            1 if kind == "a source of views" else 2
+        )  # of an iterable the first batch is the one that the checks copied
         assert [(each.fault, each.step) for each in faults] == [("changed-data", first)]
     else:
         assert [each for each in started.notes if NOTICE in each]
@@ -143,7 +151,9 @@ def test_a_pass_that_writes_into_a_copy_is_no_fault(
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_a_pass_that_writes_nothing_is_no_fault(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_pass_that_writes_nothing_is_no_fault(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert told(Writing(SHARED[kind], "nowhere"), tmp_path, capfd) == []
 
 
@@ -167,7 +177,9 @@ class Growing(Dataset[Any]):
         return self.x[number].mul_(2.0), self.y[number]
 
 
-def test_a_dataset_that_changes_its_samples_as_it_reads_them_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_dataset_that_changes_its_samples_as_it_reads_them_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with Run(spec(2), Writing(Growing, "nowhere"), folder=tmp_path, quiet=True) as run:
         list(run.steps())
     assert "or changes its samples in place" in capfd.readouterr().err

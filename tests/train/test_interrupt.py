@@ -63,18 +63,25 @@ def test_a_step_in_which_the_interrupt_comes_is_done_first(tmp_path: Path) -> No
     ]  # it ends now, not after a last evaluation
 
 
-@pytest.mark.parametrize("where", ["in the reader's loop", "in the middle of a step", "in an evaluation"])
+@pytest.mark.parametrize(
+    "where", ["in the reader's loop", "in the middle of a step", "in an evaluation"]
+)
 def test_the_second_interrupt_stops_at_once_and_commits_nothing(where: str, tmp_path: Path) -> None:
     is_over = False
 
     class Interrupted(Small):
         def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
-            if is_over and where == ("in the middle of a step" if model.training else "in an evaluation"):
+            if is_over and where == (
+                "in the middle of a step" if model.training else "in an evaluation"
+            ):
                 signal.raise_signal(signal.SIGINT)
                 signal.raise_signal(signal.SIGINT)
             return super().forward(model, batch)
 
-    with pytest.raises(KeyboardInterrupt), Run(spec(50), Interrupted(), folder=tmp_path / "a", quiet=True) as run:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Run(spec(50), Interrupted(), folder=tmp_path / "a", quiet=True) as run,
+    ):
         for report in run.steps():
             is_over = report.step == 7
             if is_over and where == "in the reader's loop":
@@ -86,7 +93,9 @@ def test_the_second_interrupt_stops_at_once_and_commits_nothing(where: str, tmp_
     assert (end.outcome, end.step, end.exit_code) == ("interrupted", 7, 130)
     assert "at once" in end.cause
     assert manifest.steps(tmp_path / "a") == []
-    assert [event.step for event in records(tmp_path / "a") if isinstance(event, Step)][-1] == 7  # what was measured is not lost
+    assert [event.step for event in records(tmp_path / "a") if isinstance(event, Step)][
+        -1
+    ] == 7  # what was measured is not lost
 
 
 PRESS = """
@@ -99,12 +108,32 @@ main()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_without_end_leave_a_record_of_the_end(number: signal.Signals, tmp_path: Path) -> None:
-    task = write_task(tmp_path, change=("# FORWARD", "print(STEP, flush=True) if model.training else 0"))
-    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    words = ["--steps", "1000000", "--run", str(tmp_path / "a"), "--set", "observe.tensorboard=false", "--set", "train.batch=4"]
+def test_signals_without_end_leave_a_record_of_the_end(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    task = write_task(
+        tmp_path, change=("# FORWARD", "print(STEP, flush=True) if model.training else 0")
+    )
+    environment = {
+        **child_environment(threads=1),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+    words = [
+        "--steps",
+        "1000000",
+        "--run",
+        str(tmp_path / "a"),
+        "--set",
+        "observe.tensorboard=false",
+        "--set",
+        "train.batch=4",
+    ]
     with subprocess.Popen(
-        [sys.executable, "-c", PRESS, task, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", PRESS, task, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as process:
         assert process.stdout is not None
         for line in iter(process.stdout.readline, "3\n"):
@@ -117,12 +146,32 @@ def test_signals_without_end_leave_a_record_of_the_end(number: signal.Signals, t
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_at_the_command_line_ends_with_130_and_says_so(presses: int, tmp_path: Path) -> None:
     task = write_task(
-        tmp_path, change=("# FORWARD", "import time; (print(STEP, flush=True), time.sleep(0.2)) if model.training else 0")
+        tmp_path,
+        change=(
+            "# FORWARD",
+            "import time; (print(STEP, flush=True), time.sleep(0.2)) if model.training else 0",
+        ),
     )
-    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    words = ["--steps", "1000", "--run", str(tmp_path / "a"), "--set", "observe.tensorboard=false", "--set", "train.batch=4"]
+    environment = {
+        **child_environment(threads=1),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+    words = [
+        "--steps",
+        "1000",
+        "--run",
+        str(tmp_path / "a"),
+        "--set",
+        "observe.tensorboard=false",
+        "--set",
+        "train.batch=4",
+    ]
     with subprocess.Popen(
-        [sys.executable, "-c", PRESS, task, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", PRESS, task, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -160,7 +209,9 @@ def test_a_stop_does_not_hide_an_interrupt(tmp_path: Path) -> None:
     assert (run.outcome, run.exit_code) == ("interrupted", 130)
 
 
-def test_an_interrupt_in_the_middle_of_a_line_of_our_own_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_middle_of_a_line_of_our_own_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def enter_twice(self: Console, text: str) -> None:
         raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
 
@@ -194,8 +245,13 @@ def test_stop_ends_after_the_step_and_keeps_the_first_reason(tmp_path: Path) -> 
     assert (run.outcome, run.cause, run.exit_code, run.step) == ("stopped", "good enough", 0, 5)
 
 
-def test_an_exception_in_the_readers_loop_is_recorded_and_goes_on_to_the_reader(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as run:
+def test_an_exception_in_the_readers_loop_is_recorded_and_goes_on_to_the_reader(
+    tmp_path: Path,
+) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as run,
+    ):
         for report in run.steps():
             if report.step == 5:
                 1 / 0  # noqa: B018
@@ -208,8 +264,13 @@ def test_an_exception_in_the_readers_loop_is_recorded_and_goes_on_to_the_reader(
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (9, 9), ("no", 1), (None, 0)])
-def test_sys_exit_in_the_readers_loop_is_recorded_with_its_own_code(code: Any, expected: int, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit), Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as run:
+def test_sys_exit_in_the_readers_loop_is_recorded_with_its_own_code(
+    code: Any, expected: int, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(SystemExit),
+        Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as run,
+    ):
         for report in run.steps():
             if report.step == 5:
                 sys.exit(code)
@@ -226,10 +287,14 @@ def test_a_run_that_is_left_before_its_first_step_says_so(tmp_path: Path) -> Non
     assert manifest.steps(tmp_path / "a") == []
 
 
-def test_numbers_that_end_the_run_end_it_even_when_the_loop_is_left_before_they_are_read(tmp_path: Path) -> None:
+def test_numbers_that_end_the_run_end_it_even_when_the_loop_is_left_before_they_are_read(
+    tmp_path: Path,
+) -> None:
     with (
         pytest.raises(NumbersError),
-        Run(spec(50, optim={"lr": 1e9, "clip": 0.0}), Small(), folder=tmp_path / "a", quiet=True) as run,
+        Run(
+            spec(50, optim={"lr": 1e9, "clip": 0.0}), Small(), folder=tmp_path / "a", quiet=True
+        ) as run,
     ):
         for report in run.steps():
             if report.step == 9:
@@ -239,7 +304,9 @@ def test_numbers_that_end_the_run_end_it_even_when_the_loop_is_left_before_they_
     assert manifest.steps(tmp_path / "a") == []
 
 
-def test_an_exception_in_metrics_shows_the_users_frame_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+def test_an_exception_in_metrics_shows_the_users_frame_and_leaves_the_model_as_it_was(
+    tmp_path: Path,
+) -> None:
     class Broken(Small):
         is_broken = False
 
@@ -249,7 +316,10 @@ def test_an_exception_in_metrics_shows_the_users_frame_and_leaves_the_model_as_i
             return super().metrics(output, batch)
 
     task = Broken(norm=True, dropout=0.5)
-    with pytest.raises(UserCodeError) as caught, Run(spec(50), task, folder=tmp_path / "a", quiet=True) as run:
+    with (
+        pytest.raises(UserCodeError) as caught,
+        Run(spec(50), task, folder=tmp_path / "a", quiet=True) as run,
+    ):
         for report in run.steps():
             if report.step == 5:
                 task.is_broken = True
@@ -267,9 +337,13 @@ def test_an_exception_in_metrics_shows_the_users_frame_and_leaves_the_model_as_i
 
 def settings() -> tuple[Any, ...]:
     return (
-        torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory, signal.getsignal(signal.SIGINT), threading.active_count(),
-    )  # fmt: skip
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        signal.getsignal(signal.SIGINT),
+        threading.active_count(),
+    )
 
 
 @pytest.mark.parametrize("way", ["finished", "refused", "failed", "interrupted"])
@@ -330,7 +404,9 @@ def test_steps_before_the_with_block_is_told_in_words() -> None:
         next(iter(Run(spec(2), Small()).steps()))
 
 
-def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_goes_away_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", buffering=1) as stream, monkeypatch.context() as patched:
@@ -340,6 +416,8 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path, monkeypa
         patched.undo()
         with pytest.raises(BrokenPipeError):
             stream.flush()
-        with open(os.devnull, "w") as nowhere:  # what is held back goes there when the stream is closed
+        with open(
+            os.devnull, "w"
+        ) as nowhere:  # what is held back goes there when the stream is closed
             os.dup2(nowhere.fileno(), stream.fileno())
     assert run.outcome == "finished"

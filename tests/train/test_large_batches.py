@@ -43,23 +43,42 @@ def rates(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
-def test_the_rate_is_scaled_to_the_batch_where_that_is_asked_for_and_it_is_said(rule: str, factor: float, tmp_path: Path) -> None:
+def test_the_rate_is_scaled_to_the_batch_where_that_is_asked_for_and_it_is_said(
+    rule: str, factor: float, tmp_path: Path
+) -> None:
     more = {"observe": {"every": "1 step"}, "optim": {"lr": 0.01}}
     finish(tmp_path / "plain", **more)
-    finish(tmp_path / "scaled", **{**more, "optim": {"lr": 0.01, "reference_batch": 1, "scaling": rule}})
-    assert rates(tmp_path / "scaled") == pytest.approx([factor * rate for rate in rates(tmp_path / "plain")])
-    assert f"the learning rate is x {factor:g} for a batch of 4: optim.lr is for 1 ({rule})" in notes(tmp_path / "scaled")
+    finish(
+        tmp_path / "scaled",
+        **{**more, "optim": {"lr": 0.01, "reference_batch": 1, "scaling": rule}},
+    )
+    assert rates(tmp_path / "scaled") == pytest.approx(
+        [factor * rate for rate in rates(tmp_path / "plain")]
+    )
+    assert (
+        f"the learning rate is x {factor:g} for a batch of 4: optim.lr is for 1 ({rule})"
+        in notes(tmp_path / "scaled")
+    )
     assert not any("the learning rate is x" in note for note in notes(tmp_path / "plain"))
 
 
 def test_a_batch_of_more_samples_than_there_are_scales_the_rate_by_those(tmp_path: Path) -> None:
-    finish(tmp_path / "run", train={"batch": 96}, optim={"lr": 0.01, "reference_batch": 12}, observe={"every": "1 step"})
+    finish(
+        tmp_path / "run",
+        train={"batch": 96},
+        optim={"lr": 0.01, "reference_batch": 12},
+        observe={"every": "1 step"},
+    )
     assert rates(tmp_path / "run")[0] == pytest.approx(0.02)
-    assert "the learning rate is x 2 for a batch of 24: optim.lr is for 12 (linear)" in notes(tmp_path / "run")
+    assert "the learning rate is x 2 for a batch of 24: optim.lr is for 12 (linear)" in notes(
+        tmp_path / "run"
+    )
 
 
 def test_a_rule_without_a_batch_to_scale_from_is_refused() -> None:
-    with pytest.raises(SpecError, match=r'optim\.scaling = "sqrt" has no effect without optim\.reference_batch'):
+    with pytest.raises(
+        SpecError, match=r'optim\.scaling = "sqrt" has no effect without optim\.reference_batch'
+    ):
         spec(optim={"scaling": "sqrt"})
 
 
@@ -81,7 +100,11 @@ class Wide(Small):
 def test_above_8192_without_warm_up_the_start_warns(
     batch: int, schedule: dict[str, Any], optimizer: str, says: str | None, tmp_path: Path
 ) -> None:
-    tables: dict[str, Any] = {"train": {"batch": batch}, "schedule": schedule, "optim": {"name": optimizer}}
+    tables: dict[str, Any] = {
+        "train": {"batch": batch},
+        "schedule": schedule,
+        "optim": {"name": optimizer},
+    }
     with Run(spec(12, **tables), Wide(), folder=tmp_path / "run", quiet=True):
         pass
     warned = [note for note in notes(tmp_path / "run") if "without warm-up" in note]
@@ -120,31 +143,51 @@ def test_a_converted_model_trains_accumulated_as_whole(to: str, tmp_path: Path) 
         made = {"train": {"batch": 12, **train}, "optim": {"name": "sgd", "lr": 0.1}}
         return weights(finish(tmp_path / folder, Convolved(), **made))
 
-    torch.testing.assert_close(ends("split", microbatch=3, batchnorm=to), ends("whole", batchnorm=to), rtol=0, atol=1e-6)
-    assert (ends("kept split", microbatch=3) - ends("kept")).abs().max() > 1e-3, "BatchNorm itself does not"
+    torch.testing.assert_close(
+        ends("split", microbatch=3, batchnorm=to), ends("whole", batchnorm=to), rtol=0, atol=1e-6
+    )
+    assert (ends("kept split", microbatch=3) - ends("kept")).abs().max() > 1e-3, (
+        "BatchNorm itself does not"
+    )
     model = surefoot.load(tmp_path / "split", "last", task=Convolved())
     assert not any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
-    assert any("GroupNorm stands in the place of BatchNorm" in note for note in notes(tmp_path / "split"))
+    assert any(
+        "GroupNorm stands in the place of BatchNorm" in note for note in notes(tmp_path / "split")
+    )
 
 
-def test_batchnorm_under_accumulation_is_told_with_what_it_does_to_the_gradient(tmp_path: Path) -> None:
+def test_batchnorm_under_accumulation_is_told_with_what_it_does_to_the_gradient(
+    tmp_path: Path,
+) -> None:
     finish(tmp_path / "run", Convolved(), train={"batch": 12, "microbatch": 3})
     (told,) = (note for note in notes(tmp_path / "run") if note.startswith("BatchNorm sees"))
     assert "a microbatch of 3 samples, not the batch of 12" in told
     assert 'train.batchnorm = "group"' in told
     found = re.search(r"of its first 12 samples by ([\d.]+) %", told)
     assert found is not None
-    with Run(spec(train={"batch": 12, "microbatch": 3}), Convolved(), folder=tmp_path / "again", quiet=True) as run:
+    with Run(
+        spec(train={"batch": 12, "microbatch": 3}),
+        Convolved(),
+        folder=tmp_path / "again",
+        quiet=True,
+    ) as run:
         batches = [run.task.augment(batch, keys) for batch, keys in _first(run)]  # type: ignore[misc]
         whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
         one, other = _gradient(run, [whole]), _gradient(run, batches)
-    assert float(found[1]) == pytest.approx(100 * float((one - other).norm() / one.norm()), rel=1e-2)
+    assert float(found[1]) == pytest.approx(
+        100 * float((one - other).norm() / one.norm()), rel=1e-2
+    )
     assert float(found[1]) > 1
 
 
-def test_what_batchnorm_does_is_measured_by_the_first_attempt_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_batchnorm_does_is_measured_by_the_first_attempt_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tables = {"train": {"batch": 12, "microbatch": 3}}
-    with pytest.raises(KeyboardInterrupt), Run(spec(**tables), Convolved(), folder=tmp_path / "run", quiet=True) as run:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Run(spec(**tables), Convolved(), folder=tmp_path / "run", quiet=True) as run,
+    ):
         for report in run.steps():
             if report.step == 2:
                 run.save()
@@ -158,18 +201,31 @@ def _first(run: Run) -> list[tuple[Any, Any]]:
     from surefoot.components.data import Keys
 
     feed = run.assembly.feed
-    return [(feed.source.read(ids), Keys(run.spec.train.seed, 0, ids)) for ids in feed.microbatches(feed.window(0))]
+    return [
+        (feed.source.read(ids), Keys(run.spec.train.seed, 0, ids))
+        for ids in feed.microbatches(feed.window(0))
+    ]
 
 
 def _gradient(run: Run, batches: list[Any]) -> Tensor:
     run.model.zero_grad()
     for x, y in batches:
         (nn.functional.cross_entropy(run.model(x), y, reduction="sum") / 12).backward()
-    return torch.cat([parameter.grad.flatten() for parameter in run.model.parameters() if parameter.grad is not None])
+    return torch.cat(
+        [
+            parameter.grad.flatten()
+            for parameter in run.model.parameters()
+            if parameter.grad is not None
+        ]
+    )
 
 
-@pytest.mark.parametrize("tables", [{"batch": 12}, {"batch": 12, "microbatch": 3, "batchnorm": "group"}])
-def test_nothing_is_said_of_batchnorm_where_there_is_nothing_to_say(tables: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "tables", [{"batch": 12}, {"batch": 12, "microbatch": 3, "batchnorm": "group"}]
+)
+def test_nothing_is_said_of_batchnorm_where_there_is_nothing_to_say(
+    tables: dict[str, Any], tmp_path: Path
+) -> None:
     finish(tmp_path / "run", Convolved(), train=tables)
     assert not any("BatchNorm sees" in note for note in notes(tmp_path / "run"))
 
@@ -185,7 +241,9 @@ RAMP = [[0, 2], [10, 4], [60, 8]]
 GROWING = {"train": {"batch": 8, "microbatch": 2, "ramp": RAMP, "length": "4 epochs"}}
 
 
-def test_a_run_whose_batch_grows_sees_every_sample_once_an_epoch_and_its_rate_follows_only_where_asked(tmp_path: Path) -> None:
+def test_a_run_whose_batch_grows_sees_every_sample_once_an_epoch_and_its_rate_follows_only_where_asked(
+    tmp_path: Path,
+) -> None:
     more = {
         "observe": {"every": "1 step"},
         "evaluate": {"every": "1 epoch"},
@@ -194,7 +252,11 @@ def test_a_run_whose_batch_grows_sees_every_sample_once_an_epoch_and_its_rate_fo
     }
     run = finish(tmp_path / "run", **GROWING, **more)
     steps = [event for event in records(tmp_path / "run") if isinstance(event, Step)]
-    assert [event.num_samples for event in steps] == [2] * 5 + [4, 4, 4, 2] + [4] * 6 + [4, 4, 4] + [8, 4] + [8] * 3
+    assert [event.num_samples for event in steps] == [2] * 5 + [4, 4, 4, 2] + [4] * 6 + [
+        4,
+        4,
+        4,
+    ] + [8, 4] + [8] * 3
     assert run.num_samples == 4 * SAMPLES
     assert set(rates(tmp_path / "run")) == {0.01}
     evaluated = [event.step for event in records(tmp_path / "run") if isinstance(event, Evaluated)]
@@ -217,7 +279,9 @@ def test_a_ledger_of_another_ramp_does_not_hold(tmp_path: Path) -> None:
     assert not consumed.check(tmp_path / "run").holds
 
 
-def test_a_run_left_in_the_middle_of_its_ramp_goes_on_with_the_batch_that_was_due(tmp_path: Path) -> None:
+def test_a_run_left_in_the_middle_of_its_ramp_goes_on_with_the_batch_that_was_due(
+    tmp_path: Path,
+) -> None:
     how = spec(checkpoint={"every": "3 steps"}, observe={"every": "1 step"}, **GROWING)
     with pytest.raises(Left), Run(how, Small(), folder=tmp_path / "run", quiet=True) as run:
         for report in run.steps():
@@ -236,7 +300,10 @@ def test_a_run_left_in_the_middle_of_its_ramp_goes_on_with_the_batch_that_was_du
         ({"train": {"batch": 8, "ramp": [[5, 2], [9, 8]]}}, "is no ramp"),
         ({"train": {"batch": 8, "ramp": [[0, 2], [0, 8]]}}, "is no ramp"),
         ({"train": {"batch": 8, "ramp": [[0, 2], [9, 4]]}}, "at last train.batch"),
-        ({"train": {"batch": 8, "microbatch": 4, "ramp": [[0, 2], [9, 8]]}}, r"does not divide 2 of ramp; use one of \[1, 2\]"),
+        (
+            {"train": {"batch": 8, "microbatch": 4, "ramp": [[0, 2], [9, 8]]}},
+            r"does not divide 2 of ramp; use one of \[1, 2\]",
+        ),
     ],
 )
 def test_a_ramp_that_is_none_is_refused(tables: dict[str, Any], says: str) -> None:
@@ -252,11 +319,23 @@ def test_a_ramp_that_is_none_is_refused(tables: dict[str, Any], says: str) -> No
         ({"checkpoint": {"keep_every": "1 epoch"}}, "another number of steps"),
         ({"schedule": {"name": "step", "every": "1 epoch"}}, "schedule.every is '1 epoch'"),
         ({"schedule": {"name": "exponential"}}, "schedule.every is '1 epoch'"),
-        ({"schedule": {"name": "multi_step", "milestones": ["3 steps", "9 samples"]}}, "schedule.milestones is '9 samples'"),
-        ({"schedule": {"sequence": [{"name": "constant", "length": "2 epochs"}, {"name": "cosine"}]}}, "schedule.length"),
+        (
+            {"schedule": {"name": "multi_step", "milestones": ["3 steps", "9 samples"]}},
+            "schedule.milestones is '9 samples'",
+        ),
+        (
+            {
+                "schedule": {
+                    "sequence": [{"name": "constant", "length": "2 epochs"}, {"name": "cosine"}]
+                }
+            },
+            "schedule.length",
+        ),
     ],
 )
-def test_what_needs_steps_of_one_length_is_refused_with_a_ramp(tables: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_what_needs_steps_of_one_length_is_refused_with_a_ramp(
+    tables: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(SpecError, match=says):
         finish(tmp_path / "run", **GROWING, **tables)
     finish(tmp_path / "warm", **GROWING, schedule={"warmup": "1 epoch"})
@@ -265,7 +344,9 @@ def test_what_needs_steps_of_one_length_is_refused_with_a_ramp(tables: dict[str,
 # ---- noise
 
 
-def test_the_noise_of_a_run_is_that_of_its_first_microbatches_against_its_batches(tmp_path: Path) -> None:
+def test_the_noise_of_a_run_is_that_of_its_first_microbatches_against_its_batches(
+    tmp_path: Path,
+) -> None:
     how = {
         "train": {"batch": 8, "microbatch": 2},
         "optim": {"lr": 0.0, "clip": 0.01},
@@ -275,14 +356,18 @@ def test_the_noise_of_a_run_is_that_of_its_first_microbatches_against_its_batche
     by_hand, feed = GradientNoise(), run.assembly.feed
     for step in range(12):
         window = feed.window(step)
-        first, whole = (gradient_of(run.assembly, ids, window.epoch) for ids in (window.ids[:2], window.ids))
+        first, whole = (
+            gradient_of(run.assembly, ids, window.epoch) for ids in (window.ids[:2], window.ids)
+        )
         by_hand.add(float(first.square().sum()), float(whole.square().sum()), 2, 8)
     expected = by_hand.estimate()
     assert expected is not None
     steps = [event for event in records(tmp_path / "run") if isinstance(event, Step)]
     assert [event.noise.get("num_steps") for event in steps] == [None, None, 8, 12]
     assert steps[-1].noise["low"] == pytest.approx(expected.low, rel=1e-4)
-    assert steps[-1].noise["scale"] == (None if expected.scale is None else pytest.approx(expected.scale, rel=1e-4))
+    assert steps[-1].noise["scale"] == (
+        None if expected.scale is None else pytest.approx(expected.scale, rel=1e-4)
+    )
     assert run.summary["noise"]["advice"] == expected.advise(8)
     plain = finish(tmp_path / "plain", **{**how, "observe": {"every": "4 steps"}})
     assert "noise" not in plain.summary

@@ -98,18 +98,25 @@ if __name__ == "__main__":
 
 SLOW = pytest.mark.slow
 MEMBERS = (
-    pytest.param("Run", "end", "persistent", marks=SLOW), ("Run", "break", "anew"), pytest.param("Run", "error", "persistent", marks=SLOW),
-    ("attach", "break", "persistent"), pytest.param("attach", "error", "anew", marks=SLOW),
-)  # fmt: skip
+    pytest.param("Run", "end", "persistent", marks=SLOW),
+    ("Run", "break", "anew"),
+    pytest.param("Run", "error", "persistent", marks=SLOW),
+    ("attach", "break", "persistent"),
+    pytest.param("attach", "error", "anew", marks=SLOW),
+)
 
 
 @pytest.mark.quick("attach-break-persistent")
 @pytest.mark.parametrize(("way", "left", "workers"), MEMBERS)
-def test_nothing_but_a_script_s_own_output_comes_of_its_workers(way: str, left: str, workers: str, tmp_path: Path) -> None:
+def test_nothing_but_a_script_s_own_output_comes_of_its_workers(
+    way: str, left: str, workers: str, tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = [sys.executable, str(tmp_path / "script.py"), way, left, workers, str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=DEADLINE_S)
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env=environment, timeout=DEADLINE_S
+    )
     after = "left by an error" if left == "error" else "left: []"
     wanted = f"workers: True\n{after}\n[0, 1, 2, 3]\n[0, 1, 2, 3]\n4\n"
     assert (done.returncode, done.stderr) == (7, "")

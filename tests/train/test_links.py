@@ -31,7 +31,18 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sound")
     task = write_task(place)
     assert (
-        call("train", task, *FEW, "--steps", "6", "--set", "checkpoint.every=3 steps", "--run", str(place / "run"), "--quiet")
+        call(
+            "train",
+            task,
+            *FEW,
+            "--steps",
+            "6",
+            "--set",
+            "checkpoint.every=3 steps",
+            "--run",
+            str(place / "run"),
+            "--quiet",
+        )
         == 0
     )
     lines = (place / "run" / "events.jsonl").read_text().splitlines(keepends=True)
@@ -60,9 +71,19 @@ def content_of(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "name", ["ledger.bin", "run.lock", "events.jsonl", "spec.toml", "checkpoints", "checkpoints/step-000000000006"]
+    "name",
+    [
+        "ledger.bin",
+        "run.lock",
+        "events.jsonl",
+        "spec.toml",
+        "checkpoints",
+        "checkpoints/step-000000000006",
+    ],
 )
-@pytest.mark.parametrize("verb", ["resume", "show", "ledger", "report", "checkpoint prune", "checkpoint check"])
+@pytest.mark.parametrize(
+    "verb", ["resume", "show", "ledger", "report", "checkpoint prune", "checkpoint check"]
+)
 def test_no_verb_reads_or_changes_what_a_link_in_a_run_folder_points_at(
     verb: str, name: str, sound: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +96,9 @@ def test_no_verb_reads_or_changes_what_a_link_in_a_run_folder_points_at(
     assert "precious" not in told
 
 
-@pytest.mark.parametrize("name", ["ledger.bin", "run.lock", "events.jsonl", "spec.toml", "checkpoints"])
+@pytest.mark.parametrize(
+    "name", ["ledger.bin", "run.lock", "events.jsonl", "spec.toml", "checkpoints"]
+)
 def test_a_run_does_not_go_on_in_a_folder_with_a_link(
     name: str, sound: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,13 +121,19 @@ READERS: dict[str, Callable[[Path], object]] = {
     "profile/request.json": lambda run: files.read_bytes(run, "profile/request.json"),
     "checkpoints": lambda run: commits.check(manifest.step_folder(run, 6)),
     "checkpoints/step-000000000006": lambda run: commits.check(manifest.step_folder(run, 6)),
-    "checkpoints/step-000000000006/manifest.json": lambda run: commits.check(manifest.step_folder(run, 6)),
-    "checkpoints/step-000000000006/state.json": lambda run: commits.check(manifest.step_folder(run, 6)),
+    "checkpoints/step-000000000006/manifest.json": lambda run: commits.check(
+        manifest.step_folder(run, 6)
+    ),
+    "checkpoints/step-000000000006/state.json": lambda run: commits.check(
+        manifest.step_folder(run, 6)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_whatever_opens_a_file_of_a_run_refuses_a_link(name: str, sound: Path, tmp_path: Path) -> None:
+def test_whatever_opens_a_file_of_a_run_refuses_a_link(
+    name: str, sound: Path, tmp_path: Path
+) -> None:
     run, outside = copy_with_link(sound, tmp_path, name.strip())
     before = content_of(outside)
     with pytest.raises((SurefootError, OSError), match=r"link|Too many levels"):
@@ -120,7 +149,10 @@ def test_the_lock_and_the_times_of_a_link_are_not_known(sound: Path, tmp_path: P
     assert set(retention.read_times(run, [3, 6])) == {3}
 
 
-@pytest.mark.parametrize("name", ["report.html", ".report.html.draft", "shape.json", ".spec.toml.draft", "profile/facts.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["report.html", ".report.html.draft", "shape.json", ".spec.toml.draft", "profile/facts.json"],
+)
 def test_what_is_written_whole_takes_the_place_of_a_link(name: str, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(SECRET)
@@ -154,8 +186,12 @@ def test_tensorboard_does_not_write_into_a_linked_folder(tmp_path: Path, sound: 
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.parametrize("which", ["the run folder", "the folder of runs", "a name of one's own", "a link to a link"])
-def test_a_run_folder_behind_a_link_is_a_run_folder(which: str, sound: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "which", ["the run folder", "the folder of runs", "a name of one's own", "a link to a link"]
+)
+def test_a_run_folder_behind_a_link_is_a_run_folder(
+    which: str, sound: Path, tmp_path: Path
+) -> None:
     (tmp_path / "disk").mkdir()
     shutil.copytree(sound, tmp_path / "disk" / "run")
     named = tmp_path / "latest"
@@ -187,6 +223,9 @@ def test_a_save_into_linked_checkpoints_is_refused_before_a_byte_is_written(tmp_
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunFolderError, match="symbolic link"), Run(spec(2), Small(), folder=tmp_path / "run", quiet=True) as run:
+    with (
+        pytest.raises(RunFolderError, match="symbolic link"),
+        Run(spec(2), Small(), folder=tmp_path / "run", quiet=True) as run,
+    ):
         list(run.steps())
     assert not any((tmp_path / "elsewhere").iterdir())

@@ -43,7 +43,9 @@ class Augmented(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, number: int) -> Any:
-        return number + torch.rand(()).item() / 8 + random.random() / 8 + float(np.random.rand()) / 8, number  # noqa: NPY002
+        return number + torch.rand(()).item() / 8 + random.random() / 8 + float(
+            np.random.rand()  # noqa: NPY002
+        ) / 8, number
 
 
 class Own(Dataset[Any]):
@@ -71,7 +73,9 @@ class ByEpoch:
         return 3
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        order = torch.randperm(
+            SAMPLES, generator=torch.Generator().manual_seed(self.epoch)
+        ).tolist()
         return iter([order[:4], order[4:10], order[10:]])
 
 
@@ -81,23 +85,47 @@ def own_generator() -> torch.Generator:
 
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": lambda: DataLoader(NUMBERS, BATCH, shuffle=True),  # type: ignore[arg-type]
-    "shuffled by a generator": lambda: DataLoader(NUMBERS, BATCH, shuffle=True, generator=own_generator()),  # type: ignore[arg-type]
+    "shuffled by a generator": lambda: DataLoader(
+        NUMBERS, BATCH, shuffle=True, generator=own_generator()
+    ),  # type: ignore[arg-type]
     "in order": lambda: DataLoader(NUMBERS, BATCH),  # type: ignore[arg-type]
     "the last batch dropped": lambda: DataLoader(NUMBERS, BATCH, shuffle=True, drop_last=True),  # type: ignore[arg-type]
-    "with replacement": lambda: DataLoader(NUMBERS, BATCH, sampler=RandomSampler(NUMBERS, replacement=True, num_samples=SAMPLES)),  # type: ignore[arg-type]
-    "of a subset": lambda: DataLoader(NUMBERS, BATCH, sampler=SubsetRandomSampler(range(3, SAMPLES))),  # type: ignore[arg-type]
-    "weighted": lambda: DataLoader(NUMBERS, BATCH, sampler=WeightedRandomSampler([1.0] * 17 + [9.0], SAMPLES, generator=own_generator())),  # type: ignore[arg-type]
-    "a batch sampler": lambda: DataLoader(NUMBERS, batch_sampler=BatchSampler(RandomSampler(NUMBERS, generator=own_generator()), 5, False)),  # type: ignore[arg-type]
-    "distributed": lambda: DataLoader(NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, num_replicas=1, rank=0)),  # type: ignore[arg-type]
+    "with replacement": lambda: DataLoader(
+        NUMBERS, BATCH, sampler=RandomSampler(NUMBERS, replacement=True, num_samples=SAMPLES)
+    ),  # type: ignore[arg-type]
+    "of a subset": lambda: DataLoader(
+        NUMBERS, BATCH, sampler=SubsetRandomSampler(range(3, SAMPLES))
+    ),  # type: ignore[arg-type]
+    "weighted": lambda: DataLoader(
+        NUMBERS,
+        BATCH,
+        sampler=WeightedRandomSampler([1.0] * 17 + [9.0], SAMPLES, generator=own_generator()),
+    ),  # type: ignore[arg-type]
+    "a batch sampler": lambda: DataLoader(
+        NUMBERS,
+        batch_sampler=BatchSampler(RandomSampler(NUMBERS, generator=own_generator()), 5, False),
+    ),  # type: ignore[arg-type]
+    "distributed": lambda: DataLoader(
+        NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, num_replicas=1, rank=0)
+    ),  # type: ignore[arg-type]
     "by epoch": lambda: DataLoader(NUMBERS, batch_sampler=ByEpoch()),  # type: ignore[arg-type]
     "augmented": lambda: DataLoader(Augmented(), BATCH, shuffle=True),
     "augmented by workers": lambda: DataLoader(Augmented(), BATCH, shuffle=True, num_workers=2),
-    "workers and a generator": lambda: DataLoader(Augmented(), BATCH, shuffle=True, num_workers=1, generator=own_generator()),
-    "workers that stay": lambda: DataLoader(NUMBERS, BATCH, shuffle=True, num_workers=1, persistent_workers=True),  # type: ignore[arg-type]
-    "workers that stay and a generator": lambda: DataLoader(
-        NUMBERS, BATCH, shuffle=True, num_workers=1, persistent_workers=True, generator=own_generator()  # type: ignore[arg-type]
+    "workers and a generator": lambda: DataLoader(
+        Augmented(), BATCH, shuffle=True, num_workers=1, generator=own_generator()
     ),
-}  # fmt: skip
+    "workers that stay": lambda: DataLoader(
+        NUMBERS, BATCH, shuffle=True, num_workers=1, persistent_workers=True
+    ),  # type: ignore[arg-type]
+    "workers that stay and a generator": lambda: DataLoader(
+        NUMBERS,
+        BATCH,
+        shuffle=True,
+        num_workers=1,
+        persistent_workers=True,
+        generator=own_generator(),  # type: ignore[arg-type]
+    ),
+}
 
 
 class Task:
@@ -125,12 +153,16 @@ class Task:
 def spec_for(steps: int, **checkpoint: Any) -> RunSpec:
     table = {"every": "1 steps", "background": False} | checkpoint
     return RunSpec(
-        train={"length": f"{steps} steps", "threads": 1}, evaluate={"every": "1000 steps"}, checkpoint=table,
+        train={"length": f"{steps} steps", "threads": 1},
+        evaluate={"every": "1000 steps"},
+        checkpoint=table,
         observe={"tensorboard": False},
-    )  # fmt: skip
+    )
 
 
-def train(folder: Path, task: Task, steps: int, leave_at: int | None = None, **how: Any) -> list[list[float]]:
+def train(
+    folder: Path, task: Task, steps: int, leave_at: int | None = None, **how: Any
+) -> list[list[float]]:
     try:
         with Run(spec_for(steps), task, folder=folder, quiet=True, **how) as run:
             for report in run.steps():
@@ -146,12 +178,18 @@ def resumed(folder: Path, make: Callable[[], Any], steps: int, *stops: int) -> l
     seen: list[list[float]] = []
     for stop in (*stops, None):
         done = train(folder, Task(make()), steps, leave_at=stop)
-        first = next(event.first_step for event in reversed(list(events.read(folder))) if isinstance(event, events.Started))
+        first = next(
+            event.first_step
+            for event in reversed(list(events.read(folder)))
+            if isinstance(event, events.Started)
+        )
         seen[first - 1 :] = done
     return seen
 
 
-@pytest.mark.quick("workers that stay and a generator", "shuffled", "augmented by workers", "of a subset")
+@pytest.mark.quick(
+    "workers that stay and a generator", "shuffled", "augmented by workers", "of a subset"
+)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_run_trains_on_the_batches_of_an_unbroken_one(kind: str, tmp_path: Path) -> None:
     make = LOADERS[kind]
@@ -174,7 +212,10 @@ def test_each_epoch_has_an_order_of_its_own(kind: str, tmp_path: Path) -> None:
     seen = train(tmp_path / "run", Task(loader), 3 * len(loader))
     epochs = [seen[at : at + len(loader)] for at in range(0, len(seen), len(loader))]
     assert len({str(epoch) for epoch in epochs}) == 3
-    assert all(sorted(value for batch in epoch for value in batch) == [float(n) for n in range(SAMPLES)] for epoch in epochs)
+    assert all(
+        sorted(value for batch in epoch for value in batch) == [float(n) for n in range(SAMPLES)]
+        for epoch in epochs
+    )
 
 
 class Shuffling(IterableDataset[Any]):
@@ -203,9 +244,15 @@ class Changing(torch.utils.data.Sampler[int]):
 
 
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a stream with a generator of its own": (lambda: DataLoader(Shuffling(), 4), "are not those trained on"),
-    "a sampler from the system's randomness": (lambda: DataLoader(NUMBERS, BATCH, sampler=Changing()), "hold other samples"),  # type: ignore[arg-type]
-}  # fmt: skip
+    "a stream with a generator of its own": (
+        lambda: DataLoader(Shuffling(), 4),
+        "are not those trained on",
+    ),
+    "a sampler from the system's randomness": (
+        lambda: DataLoader(NUMBERS, BATCH, sampler=Changing()),
+        "hold other samples",
+    ),  # type: ignore[arg-type]
+}
 
 
 @pytest.mark.parametrize("stop", [11, 13])
@@ -228,9 +275,13 @@ def test_other_data_stop_a_resumed_run_before_it_trains_a_step(
     assert what in capfd.readouterr().err
 
 
-def test_the_end_of_an_epoch_of_a_stream_is_checked_by_the_first_batch_of_that_epoch(tmp_path: Path) -> None:
+def test_the_end_of_an_epoch_of_a_stream_is_checked_by_the_first_batch_of_that_epoch(
+    tmp_path: Path,
+) -> None:
     make = OTHERS["a stream with a generator of its own"][0]
-    train(tmp_path / "run", Task(make()), 16, leave_at=13)  # the checkpoint is after step 12, the end of the third epoch
+    train(
+        tmp_path / "run", Task(make()), 16, leave_at=13
+    )  # the checkpoint is after step 12, the end of the third epoch
     with pytest.raises(OtherDataError, match="first batch of the pass before"):
         train(tmp_path / "run", Task(make()), 16)
 
@@ -258,7 +309,9 @@ class CountingSampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
-        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.passes)).tolist())
+        return iter(
+            torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.passes)).tolist()
+        )
 
     def __len__(self) -> int:
         return SAMPLES
@@ -271,7 +324,11 @@ class OneShot:
         self.shuffle = shuffle
 
     def __iter__(self) -> Iterator[Iterator[int]]:
-        order = random.SystemRandom().sample(range(SAMPLES), SAMPLES) if self.shuffle else list(range(SAMPLES))
+        order = (
+            random.SystemRandom().sample(range(SAMPLES), SAMPLES)
+            if self.shuffle
+            else list(range(SAMPLES))
+        )
         return (iter(order[at : at + 6]) for at in range(0, SAMPLES, 6))
 
     def __len__(self) -> int:
@@ -280,7 +337,9 @@ class OneShot:
 
 @pytest.mark.quick("7", "12")
 @pytest.mark.parametrize("stop", [5, 10, 15, 7, 12])
-def test_a_sampler_that_counts_its_passes_resumes_right_or_is_refused(stop: int, tmp_path: Path) -> None:
+def test_a_sampler_that_counts_its_passes_resumes_right_or_is_refused(
+    stop: int, tmp_path: Path
+) -> None:
     def make() -> Any:
         return DataLoader(NUMBERS, BATCH, sampler=CountingSampler())  # type: ignore[arg-type]
 
@@ -310,21 +369,35 @@ def test_batches_that_are_iterators_are_known_by_their_samples(tmp_path: Path) -
         folder = tmp_path / str(shuffle)
         train(folder, Task(DataLoader(NUMBERS, batch_sampler=OneShot(shuffle))), 8, leave_at=6)  # type: ignore[arg-type]
         assert loop_ledger.check(folder).num_samples == 5 * 6  # up to the last save
-        with pytest.raises(OtherDataError, match="hold other samples") if shuffle else contextlib.nullcontext():
+        with (
+            pytest.raises(OtherDataError, match="hold other samples")
+            if shuffle
+            else contextlib.nullcontext()
+        ):
             train(folder, Task(DataLoader(NUMBERS, batch_sampler=OneShot(shuffle))), 8)  # type: ignore[arg-type]
 
 
-def test_a_fork_over_other_data_reports_it_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_fork_over_other_data_reports_it_and_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from surefoot.train.resume.start import Start
 
     train(tmp_path / "parent", Task(DataLoader(NUMBERS, BATCH, sampler=Changing())), 7)  # type: ignore[arg-type]
     task = Task(DataLoader(NUMBERS, BATCH, sampler=Changing()))  # type: ignore[arg-type]
-    with Run(spec_for(10), task, folder=tmp_path / "fork", quiet=True, start=Start(tmp_path / "parent", 7)) as run:
+    with Run(
+        spec_for(10),
+        task,
+        folder=tmp_path / "fork",
+        quiet=True,
+        start=Start(tmp_path / "parent", 7),
+    ) as run:
         for _ in run.steps():
             pass
     assert len(task.seen) == 3
     assert "hold other samples than those trained on" in capfd.readouterr().err
-    assert [event.fault for event in events.read(tmp_path / "fork") if isinstance(event, events.Fault)] == ["other-data"]
+    assert [
+        event.fault for event in events.read(tmp_path / "fork") if isinstance(event, events.Fault)
+    ] == ["other-data"]
 
 
 KEYS: dict[str, Callable[[], Any]] = {
@@ -350,4 +423,13 @@ def test_keys_that_are_no_sample_numbers_train_and_resume(kind: str, tmp_path: P
 
 
 def test_samples_one_by_one_are_trained_on(tmp_path: Path) -> None:
-    assert len(train(tmp_path / "run", Task(DataLoader([torch.tensor(1.0), torch.tensor(2.0)], batch_size=None)), 4)) == 4  # type: ignore[arg-type]
+    assert (
+        len(
+            train(
+                tmp_path / "run",
+                Task(DataLoader([torch.tensor(1.0), torch.tensor(2.0)], batch_size=None)),
+                4,
+            )
+        )
+        == 4
+    )  # type: ignore[arg-type]

@@ -17,7 +17,18 @@ from surefoot import Run, RunSpec
 from surefoot.components.data import Iterated
 from surefoot.contract import loop_ledger
 from surefoot.core.errors import DataError
-from tests.train.test_loader_resume import BATCH, LOADERS, NUMBERS, SAMPLES, Left, Task, own_generator, resumed, spec_for, train
+from tests.train.test_loader_resume import (
+    BATCH,
+    LOADERS,
+    NUMBERS,
+    SAMPLES,
+    Left,
+    Task,
+    own_generator,
+    resumed,
+    spec_for,
+    train,
+)
 
 
 class Whole(IterableDataset[float]):
@@ -64,8 +75,12 @@ class Stateful(Counting):
         self.next = held["next"]
 
 
-@pytest.mark.parametrize("make", [Counting, Stateful, lambda: Iterated(Counting()), lambda: Iterated(Stateful())])
-def test_the_checks_and_evaluations_take_no_batch_from_the_training(make: Callable[[], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [Counting, Stateful, lambda: Iterated(Counting()), lambda: Iterated(Stateful())]
+)
+def test_the_checks_and_evaluations_take_no_batch_from_the_training(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
     task = Task(make(), judged=make())
     with Run(spec_for(24), task, folder=tmp_path / "run", quiet=True) as run:
         for report in run.steps():
@@ -98,7 +113,9 @@ def test_the_state_of_an_iterable_is_saved_without_being_named(tmp_path: Path) -
     assert resumed(tmp_path / "stopped", lambda: Drawing(5), 15, 3, 6, 9) == unbroken
 
 
-def test_a_state_that_no_checkpoint_can_hold_is_replayed_and_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_state_that_no_checkpoint_can_hold_is_replayed_and_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     class Token:
         def __deepcopy__(self, memo: Any) -> Any:
             return self
@@ -137,7 +154,13 @@ def test_a_fork_of_a_run_with_a_loader_reads_on_where_it_stood(tmp_path: Path) -
     unbroken = train(tmp_path / "whole", Task(make()), 10)
     train(tmp_path / "parent", Task(make()), 7)
     task = Task(make())
-    with Run(spec_for(10), task, folder=tmp_path / "fork", quiet=True, start=Start(tmp_path / "parent", 7)) as run:
+    with Run(
+        spec_for(10),
+        task,
+        folder=tmp_path / "fork",
+        quiet=True,
+        start=Start(tmp_path / "parent", 7),
+    ) as run:
         for _ in run.steps():
             pass
     assert task.seen == unbroken[7:]
@@ -166,7 +189,12 @@ def test_an_iterable_that_ends_early_says_so_each_time() -> None:
 def test_batches_of_a_loader_are_accumulated_and_resumed_between_them(tmp_path: Path) -> None:
     def run_of(folder: Path, leave_at: int | None = None) -> tuple[list[list[float]], list[float]]:
         task = Task(LOADERS["shuffled"]())
-        spec = RunSpec(**{**spec_for(6).as_tables(), "train": {"length": "6 steps", "threads": 1, "batch": 2, "microbatch": 1}})
+        spec = RunSpec(
+            **{
+                **spec_for(6).as_tables(),
+                "train": {"length": "6 steps", "threads": 1, "batch": 2, "microbatch": 1},
+            }
+        )
         with pytest.raises(Left) if leave_at else contextlib.nullcontext():  # noqa: SIM117
             with Run(spec, task, folder=folder, quiet=True) as run:
                 for report in run.steps():
@@ -175,7 +203,18 @@ def test_batches_of_a_loader_are_accumulated_and_resumed_between_them(tmp_path: 
         return task.seen, [float(value) for value in run.model.state_dict()["weight"].flatten()]
 
     seen, weights = run_of(tmp_path / "whole")
-    assert [len(batch) for batch in seen] == [4, 4, 4, 4, 2, 4, 4, 4, 4, 2]  # five batches an epoch, two a step
+    assert [len(batch) for batch in seen] == [
+        4,
+        4,
+        4,
+        4,
+        2,
+        4,
+        4,
+        4,
+        4,
+        2,
+    ]  # five batches an epoch, two a step
     run_of(tmp_path / "left", leave_at=3)
     assert run_of(tmp_path / "left")[1] == weights
     assert loop_ledger.check(tmp_path / "left").num_samples == 2 * SAMPLES

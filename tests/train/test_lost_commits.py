@@ -34,7 +34,9 @@ def lose(run: Path, steps: list[int]) -> None:
 
 
 def faults(run: Path) -> list[Fault]:
-    return [event for event in records(run) if isinstance(event, Fault) and event.fault == "lost-commit"]
+    return [
+        event for event in records(run) if isinstance(event, Fault) and event.fault == "lost-commit"
+    ]
 
 
 @pytest.mark.parametrize("what", LOST)
@@ -76,7 +78,9 @@ def attach_a_loop(folder: Path, *, passes: int) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [torch.full((4, 3), float(number)) for number in range(5)]
-    with surefoot.attach(model=model, optimizer=optimizer, data=batches, folder=folder, save="2 steps") as run:
+    with surefoot.attach(
+        model=model, optimizer=optimizer, data=batches, folder=folder, save="2 steps"
+    ) as run:
         for _ in range(run.first_pass, passes):
             for x in run.batches():
                 loss = model(x).square().mean()
@@ -86,7 +90,9 @@ def attach_a_loop(folder: Path, *, passes: int) -> None:
                 run.step_done(loss)
 
 
-@pytest.mark.parametrize(("steps", "where"), [([10], "after step 8"), ([6, 8, 10], "from the start")])
+@pytest.mark.parametrize(
+    ("steps", "where"), [([10], "after step 8"), ([6, 8, 10], "from the start")]
+)
 def test_an_attached_loop_says_which_commit_of_its_log_is_gone(
     steps: list[int], where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,12 +117,23 @@ OWN_GENERATOR = (
         "        return D() if split == 'train' else Arrays("
     ),
 )
-NORM = ("nn.Linear(4, self.width), nn.ReLU()", "nn.Linear(4, self.width), nn.BatchNorm1d(self.width), nn.ReLU()")
+NORM = (
+    "nn.Linear(4, self.width), nn.ReLU()",
+    "nn.Linear(4, self.width), nn.BatchNorm1d(self.width), nn.ReLU()",
+)
 SPLIT = ("--set", "train.microbatch=2")
 WARNED = {
-    "data that draw from a generator of their own": (OWN_GENERATOR, (), "the same samples read twice"),
+    "data that draw from a generator of their own": (
+        OWN_GENERATOR,
+        (),
+        "the same samples read twice",
+    ),
     "norms over microbatches": (NORM, SPLIT, "BatchNorm"),
-    "a small disk": (("", ""), ("--set", "checkpoint.keep=100000000000"), "are free: saves may fail"),
+    "a small disk": (
+        ("", ""),
+        ("--set", "checkpoint.keep=100000000000"),
+        "are free: saves may fail",
+    ),
 }
 
 

@@ -35,7 +35,9 @@ class One(nn.Module):
 
 
 @pytest.mark.parametrize("with_masters", [True, False])
-def test_updates_of_a_ten_thousandth_to_a_weight_of_one_are_lost_without_a_master_and_kept_with_one(with_masters: bool) -> None:
+def test_updates_of_a_ten_thousandth_to_a_weight_of_one_are_lost_without_a_master_and_kept_with_one(
+    with_masters: bool,
+) -> None:
     model = One()
     assert store_narrow(model, with_masters=with_masters) == ["weight"]
     update = GuardedUpdate([torch.optim.SGD([master_of(model.weight)], lr=1.0, fused=True)])
@@ -64,8 +66,9 @@ def test_a_loop_of_ones_own_publishes_what_its_optimiser_moved() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     assert store_narrow(model) == ["0.weight", "0.bias"]
     assert {name: p.dtype for name, p in model.named_parameters() if p.dtype != torch.bfloat16} == {
-        "1.weight": torch.float32, "1.bias": torch.float32,
-    }  # fmt: skip
+        "1.weight": torch.float32,
+        "1.bias": torch.float32,
+    }
     optimizer = torch.optim.SGD([master_of(parameter) for parameter in model.parameters()], lr=0.5)
     with compute_context("bf16", torch.device("cpu"))():
         model(torch.ones(1, 2)).pow(2).sum().backward()
@@ -77,7 +80,9 @@ def test_a_loop_of_ones_own_publishes_what_its_optimiser_moved() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_run_with_bf16_weights_follows_the_one_with_fp32_weights(name: str, tmp_path: Path) -> None:
+def test_a_run_with_bf16_weights_follows_the_one_with_fp32_weights(
+    name: str, tmp_path: Path
+) -> None:
     losses: dict[str, list[float]] = {}
     for kind, table in (("fp32", {"compute": "bf16"}), ("bf16", BF16)):
         how = spec(12, precision=table, optim={**OPTIMIZERS[name], "lr": 0.01, "ema": 0.5})
@@ -86,12 +91,23 @@ def test_a_run_with_bf16_weights_follows_the_one_with_fp32_weights(name: str, tm
             run.evaluate()
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.03)
     stored = {name: parameter.dtype for name, parameter in run.model.named_parameters()}
-    assert {name for name, dtype in stored.items() if dtype == torch.float32} == {"1.weight", "1.bias"}  # BatchNorm
+    assert {name for name, dtype in stored.items() if dtype == torch.float32} == {
+        "1.weight",
+        "1.bias",
+    }  # BatchNorm
     for update in run.assembly.updates:
         for optimizer in update.guarded.optimizers:
-            kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+            kept = [
+                v
+                for state in optimizer.state.values()
+                for v in state.values()
+                if isinstance(v, Tensor)
+            ]
             assert {each.dtype for each in kept} <= {torch.float32}
-    assert {tensor.dtype for tensor in surefoot.load(tmp_path / "bf16", task=Small(norm=True)).parameters()} == {torch.float32}
+    assert {
+        tensor.dtype
+        for tensor in surefoot.load(tmp_path / "bf16", task=Small(norm=True)).parameters()
+    } == {torch.float32}
 
 
 HOW: dict[str, dict[str, Any]] = {
@@ -116,8 +132,15 @@ def test_a_run_that_was_left_goes_on_to_the_same_bits(name: str, tmp_path: Path)
 
 def test_saved_weights_are_evaluated_as_the_run_evaluated_them(tmp_path: Path) -> None:
     use = write_task(tmp_path)
-    for number, table in enumerate((BF16, {**BF16, "master": "none"}, {"compute": "bf16", "keep": ["2.*"]})):
-        how = RunSpec(task={"use": use}, precision=table, train={"length": "8 steps", "batch": 4}, observe={"tensorboard": False})
+    for number, table in enumerate(
+        (BF16, {**BF16, "master": "none"}, {"compute": "bf16", "keep": ["2.*"]})
+    ):
+        how = RunSpec(
+            task={"use": use},
+            precision=table,
+            train={"length": "8 steps", "batch": 4},
+            observe={"tensorboard": False},
+        )
         with Run(how, folder=tmp_path / str(number), quiet=True) as run:
             for _ in run.steps():
                 pass
@@ -145,10 +168,19 @@ def build() -> nn.ModuleDict:
     return nn.ModuleDict({"body": Seen(), "head": Seen(), "tail": nn.ModuleDict({"inner": Seen()})})
 
 
-@pytest.mark.parametrize(("patterns", "kept"), [
-    (["head.*"], {"head"}), (["head"], {"head"}), (["tail.*"], {"tail"}), (["*.linear"], {"body", "head", "tail"}), ([], set()),
-])  # fmt: skip
-def test_a_module_that_is_kept_computes_in_fp32_and_so_does_its_copy(patterns: list[str], kept: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("patterns", "kept"),
+    [
+        (["head.*"], {"head"}),
+        (["head"], {"head"}),
+        (["tail.*"], {"tail"}),
+        (["*.linear"], {"body", "head", "tail"}),
+        ([], set()),
+    ],
+)
+def test_a_module_that_is_kept_computes_in_fp32_and_so_does_its_copy(
+    patterns: list[str], kept: set[str]
+) -> None:
     model = build()
     keep_in_fp32(model, patterns)
     keep_in_fp32(model, patterns)  # twice is once
@@ -158,9 +190,14 @@ def test_a_module_that_is_kept_computes_in_fp32_and_so_does_its_copy(patterns: l
     for each in (model, both):
         with compute_context("bf16", torch.device("cpu"))():
             half = (torch.ones(2, 4) @ torch.ones(4, 4)).bfloat16()
-            outs = {name: part(half, (half, 1)) for name, part in (("body", each["body"]), ("head", each["head"]))}
+            outs = {
+                name: part(half, (half, 1))
+                for name, part in (("body", each["body"]), ("head", each["head"]))
+            }
             each["tail"]["inner"](half)  # type: ignore[index]
-        assert bool((outs["head"].float() - half.float() - each["head"].linear.bias).abs().max() < 0.1) is (each is both)  # type: ignore[union-attr]
+        assert bool(
+            (outs["head"].float() - half.float() - each["head"].linear.bias).abs().max() < 0.1
+        ) is (each is both)  # type: ignore[union-attr]
     seen = {"body": model["body"], "head": model["head"], "tail": model["tail"]["inner"]}  # type: ignore[index]
     assert {name for name, part in seen.items() if part.dtypes == [torch.float32]} == kept  # type: ignore[union-attr]
 
@@ -178,17 +215,30 @@ def test_a_pattern_that_matches_nothing_is_refused_with_near_names(tmp_path: Pat
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("table", [{"weights": "bf16"}, {"weights": "bf16", "compute": "fp16"}, {"master": "none"}])
+@pytest.mark.parametrize(
+    "table", [{"weights": "bf16"}, {"weights": "bf16", "compute": "fp16"}, {"master": "none"}]
+)
 def test_storage_that_does_not_go_together_is_refused(table: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"set (compute|weights) = 'bf16'|set precision\.weights to \"bf16\""):
+    with pytest.raises(
+        SpecError, match=r"set (compute|weights) = 'bf16'|set precision\.weights to \"bf16\""
+    ):
         RunSpec(precision=table)
 
 
-def test_a_pure_bf16_run_is_finite_and_an_update_in_the_backward_pass_knows_no_masters(tmp_path: Path) -> None:
-    with Run(spec(4, precision={**BF16, "master": "none"}), Small(), folder=tmp_path / "a", quiet=True) as run:
+def test_a_pure_bf16_run_is_finite_and_an_update_in_the_backward_pass_knows_no_masters(
+    tmp_path: Path,
+) -> None:
+    with Run(
+        spec(4, precision={**BF16, "master": "none"}), Small(), folder=tmp_path / "a", quiet=True
+    ) as run:
         assert all(math.isfinite(report.loss) for report in run.steps())
     with pytest.raises(SpecError, match="masters gather"):
-        RunSpec(precision=BF16, optim={"clip": 0.0}, stability={"nonfinite": "stop"}, memory={"update_in_backward": True})
+        RunSpec(
+            precision=BF16,
+            optim={"clip": 0.0},
+            stability={"nonfinite": "stop"},
+            memory={"update_in_backward": True},
+        )
 
 
 def saved(folder: Path, step: int) -> dict[str, Tensor]:
@@ -196,11 +246,23 @@ def saved(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_a_run_that_begins_with_the_weights_of_another_trains_from_them(weights: str, tmp_path: Path) -> None:
+def test_a_run_that_begins_with_the_weights_of_another_trains_from_them(
+    weights: str, tmp_path: Path
+) -> None:
     """Its masters are what is updated, and are rounded into the weights after each step."""
-    train(tmp_path / "first", spec(4, precision={"compute": "bf16", "weights": weights}), Small(norm=True))
+    train(
+        tmp_path / "first",
+        spec(4, precision={"compute": "bf16", "weights": weights}),
+        Small(norm=True),
+    )
     still = spec(2, precision=BF16, optim={"lr": 0.0, "ema": 0.5})
-    with Run(still, Small(norm=True), folder=tmp_path / "next", quiet=True, start=Start(tmp_path / "first", 4, True)) as run:
+    with Run(
+        still,
+        Small(norm=True),
+        folder=tmp_path / "next",
+        quiet=True,
+        start=Start(tmp_path / "first", 4, True),
+    ) as run:
         for _ in run.steps():
             pass
     expected = saved(tmp_path / "first", 4)
@@ -215,7 +277,9 @@ def test_a_loop_of_ones_own_saves_the_masters_and_goes_on_with_them(tmp_path: Pa
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         store_narrow(model)
-        return model, torch.optim.SGD([master_of(parameter) for parameter in model.parameters()], lr=1e-4)
+        return model, torch.optim.SGD(
+            [master_of(parameter) for parameter in model.parameters()], lr=1e-4
+        )
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with compute_context("bf16", torch.device("cpu"))():
@@ -239,11 +303,16 @@ def test_a_loop_of_ones_own_saves_the_masters_and_goes_on_with_them(tmp_path: Pa
     assert {tensor.dtype for tensor in saved(tmp_path, 3).values()} == {torch.float32}
 
 
-def test_a_model_with_frozen_weights_is_taken_back_in_fp32_and_evaluated_as_the_run_did(tmp_path: Path) -> None:
+def test_a_model_with_frozen_weights_is_taken_back_in_fp32_and_evaluated_as_the_run_did(
+    tmp_path: Path,
+) -> None:
     how = RunSpec(
-        task={"use": write_task(tmp_path)}, precision=BF16, optim={"freeze": ["0.*"]}, train={"length": "4 steps", "batch": 4},
+        task={"use": write_task(tmp_path)},
+        precision=BF16,
+        optim={"freeze": ["0.*"]},
+        train={"length": "4 steps", "batch": 4},
         observe={"tensorboard": False},
-    )  # fmt: skip
+    )
     with Run(how, folder=tmp_path / "run", quiet=True) as run:
         for _ in run.steps():
             pass

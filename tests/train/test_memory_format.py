@@ -46,9 +46,14 @@ class Images(Small):
 
     def model(self) -> nn.Module:
         made = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, stride=2), nn.ReLU(), nn.Flatten(),
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 6, 3, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
             nn.Linear(54, 3),
-        )  # fmt: skip
+        )
         return made.to(memory_format=LAST) if self.own else made  # type: ignore[call-overload, no-any-return]
 
     def data(self, split: str) -> Arrays:
@@ -59,10 +64,17 @@ class Images(Small):
         return batch
 
 
-def train(folder: Path, steps: int, task: Small | None = None, **tables: Any) -> tuple[list[Tensor], Run]:
+def train(
+    folder: Path, steps: int, task: Small | None = None, **tables: Any
+) -> tuple[list[Tensor], Run]:
     """The weights after 8 steps, or after fewer, with which the run is left as by Ctrl-C."""
     weights: list[Tensor] = []
-    run = Run(spec(8, **{**tables, "checkpoint": {"every": "1 step"}}), task or Images(), folder=folder, quiet=True)
+    run = Run(
+        spec(8, **{**tables, "checkpoint": {"every": "1 step"}}),
+        task or Images(),
+        folder=folder,
+        quiet=True,
+    )
     with contextlib.suppress(KeyboardInterrupt), run:
         for report in run.steps():
             weights = [each.detach().clone() for each in run.model.parameters()]
@@ -77,13 +89,17 @@ def joined(tables: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.quick("adamw", "lamb")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_filters_channels_last_train_to_the_same_weights_and_go_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_filters_channels_last_train_to_the_same_weights_and_go_on_to_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
     plain, _ = train(tmp_path / "plain", 8, **OPTIMIZERS[name])
     last, run = train(tmp_path / "last", 8, **joined(OPTIMIZERS[name]))
     for mine, theirs in zip(last, plain, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
     filters = [each for each in run.model.parameters() if each.ndim == 4]
-    assert all(each.is_contiguous(memory_format=LAST) and not each.is_contiguous() for each in filters)
+    assert all(
+        each.is_contiguous(memory_format=LAST) and not each.is_contiguous() for each in filters
+    )
     train(tmp_path / "left", 4, **joined(OPTIMIZERS[name]))
     resumed, _ = train(tmp_path / "left", 8, **joined(OPTIMIZERS[name]))
     assert not (tmp_path / "left-1").exists()  # it went on
@@ -92,7 +108,9 @@ def test_filters_channels_last_train_to_the_same_weights_and_go_on_to_the_same_b
 
 @pytest.mark.quick("adamw")
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_a_task_whose_own_model_is_channels_last_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_task_whose_own_model_is_channels_last_goes_on_to_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
     whole, _ = train(tmp_path / "whole", 8, Images(own=True), **OPTIMIZERS[name])
     train(tmp_path / "left", 4, Images(own=True), **OPTIMIZERS[name])
     resumed, _ = train(tmp_path / "left", 8, Images(own=True), **OPTIMIZERS[name])
@@ -125,11 +143,20 @@ def test_a_loop_of_ones_own_goes_on_with_filters_channels_last(how: str, tmp_pat
     checkpoint.load(tmp_path, {"model": later[0], "optimizer": later[1]})
     for number in range(3, 6):
         step(*later, number)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(later[0].parameters(), whole[0].parameters(), strict=True))
+    assert all(
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(later[0].parameters(), whole[0].parameters(), strict=True)
+    )
 
 
 def test_the_run_says_what_lies_channels_last_and_what_cannot(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"flat": nn.Conv1d(2, 2, 3), "image": nn.Conv2d(2, 2, 3), "volume": nn.ConvTranspose3d(2, 4, 3)})
+    model = nn.ModuleDict(
+        {
+            "flat": nn.Conv1d(2, 2, 3),
+            "image": nn.Conv2d(2, 2, 3),
+            "volume": nn.ConvTranspose3d(2, 4, 3),
+        }
+    )
     notes = lay_channels_last(model)
     assert notes == [
         "channels last (train.memory_format): 2 of the model's tensors",
@@ -140,7 +167,9 @@ def test_the_run_says_what_lies_channels_last_and_what_cannot(tmp_path: Path) ->
     assert "channels last (train.memory_format): 2 of the model's tensors" in run.assembly.notes
 
 
-def test_a_model_without_convolutions_is_refused_and_so_is_another_layout_for_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_a_model_without_convolutions_is_refused_and_so_is_another_layout_for_a_run_that_goes_on(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(SpecError, match="no tensor of four or five dimensions"):
         train(tmp_path / "none", 1, Small(), **joined({}))
     train(tmp_path / "run", 2)
@@ -152,5 +181,9 @@ def test_precision_and_moments_in_few_bits_go_with_it(tmp_path: Path) -> None:
     narrow = {"precision": {"compute": "bf16", "weights": "bf16"}, "optim": {"lr": 0.01}}
     plain, _ = train(tmp_path / "plain", 4, **narrow)
     last, run = train(tmp_path / "last", 4, **joined(narrow))
-    assert all(torch.allclose(mine, theirs, atol=0.02) for mine, theirs in zip(last, plain, strict=True))
-    assert all(each.is_contiguous(memory_format=LAST) for each in run.model.parameters() if each.ndim == 4)
+    assert all(
+        torch.allclose(mine, theirs, atol=0.02) for mine, theirs in zip(last, plain, strict=True)
+    )
+    assert all(
+        each.is_contiguous(memory_format=LAST) for each in run.model.parameters() if each.ndim == 4
+    )

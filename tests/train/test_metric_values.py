@@ -39,13 +39,23 @@ class Measured(Small):
 
 
 NUMBERS = {
-    "an int": 3, "a bool": True, "a float of numpy": np.float32(3), "an int of numpy": np.int64(3), "a tensor": torch.tensor(3.0),
-    "one in a list of one": torch.tensor([3]), "an array of one": np.array([[3.0]]), "nothing": None,
-}  # fmt: skip
+    "an int": 3,
+    "a bool": True,
+    "a float of numpy": np.float32(3),
+    "an int of numpy": np.int64(3),
+    "a tensor": torch.tensor(3.0),
+    "one in a list of one": torch.tensor([3]),
+    "an array of one": np.array([[3.0]]),
+    "nothing": None,
+}
 REFUSED = {
-    "a matrix": (torch.zeros(3, 3), r"a Tensor of shape \(3, 3\)"), "an array": (np.zeros(2), r"a ndarray of shape \(2,\)"),
-    "a list": ([1.0, 2.0], "a list"), "a dict": ({"a": 1.0}, "a dict"), "a text": ("0.5", "a str"), "complex": (1j, "a complex"),
-}  # fmt: skip
+    "a matrix": (torch.zeros(3, 3), r"a Tensor of shape \(3, 3\)"),
+    "an array": (np.zeros(2), r"a ndarray of shape \(2,\)"),
+    "a list": ([1.0, 2.0], "a list"),
+    "a dict": ({"a": 1.0}, "a dict"),
+    "a text": ("0.5", "a str"),
+    "complex": (1j, "a complex"),
+}
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
@@ -57,7 +67,9 @@ def test_one_number_of_any_type_is_recorded_and_read_back(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_value_that_is_no_number_is_refused_before_the_first_step(kind: str, tmp_path: Path) -> None:
+def test_a_value_that_is_no_number_is_refused_before_the_first_step(
+    kind: str, tmp_path: Path
+) -> None:
     given, words = REFUSED[kind]
     with pytest.raises(TaskError, match=f"metric 'own' of task measured gives .*{words}"):
         Run(spec(2), Measured(Given(given)), folder=tmp_path / "a", quiet=True).__enter__()
@@ -79,9 +91,12 @@ class Nameless(Small):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [(torch.tensor(0.5), "a Tensor"), ([0.5], "a list"), (None, "None"), (0.5, "a float")]
+    ("given", "words"),
+    [(torch.tensor(0.5), "a Tensor"), ([0.5], "a list"), (None, "None"), (0.5, "a float")],
 )
-def test_metrics_without_names_are_refused_with_what_was_given(given: Any, words: str, tmp_path: Path) -> None:
+def test_metrics_without_names_are_refused_with_what_was_given(
+    given: Any, words: str, tmp_path: Path
+) -> None:
     with pytest.raises(TaskError, match=f"returned {words}, not metrics by name") as caught:
         Run(spec(2), Nameless(given), folder=tmp_path / "a", quiet=True).__enter__()
     assert "return a dict" in str(caught.value.hint)

@@ -18,7 +18,13 @@ from surefoot.train.run import Run
 from tests.train.small import Small, spec
 from tests.train.test_resume import Left, train
 
-DATA = list(zip(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).split(8), torch.arange(64).split(8), strict=True))
+DATA = list(
+    zip(
+        torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).split(8),
+        torch.arange(64).split(8),
+        strict=True,
+    )
+)
 
 
 class ArcFace:
@@ -98,13 +104,27 @@ def hook_that_leaves_out() -> Made:
 
 def list_of_objects() -> Made:
     model, losses = nn.Linear(4, 8), [ArcFace(), ArcFace()]
-    return model, [each.weight for each in losses], lambda x: losses[0](model(x)) + losses[1](model(x)), losses
+    return (
+        model,
+        [each.weight for each in losses],
+        lambda x: losses[0](model(x)) + losses[1](model(x)),
+        losses,
+    )
 
 
-LOOPS = {make.__name__: make for make in (
-    loss_with_weight, lone_parameter, wrapper_that_shares, dict_in_the_model, tensors_in_the_model, hook_that_casts,
-    hook_that_leaves_out, list_of_objects,
-)}  # fmt: skip
+LOOPS = {
+    make.__name__: make
+    for make in (
+        loss_with_weight,
+        lone_parameter,
+        wrapper_that_shares,
+        dict_in_the_model,
+        tensors_in_the_model,
+        hook_that_casts,
+        hook_that_leaves_out,
+        list_of_objects,
+    )
+}
 
 
 def loop(make: Callable[[], Made], folder: Path, *, leave_at: int | None = None) -> float:
@@ -112,7 +132,9 @@ def loop(make: Callable[[], Made], folder: Path, *, leave_at: int | None = None)
     torch.manual_seed(1)
     model, more, forward, beside = make()
     optimizer = torch.optim.AdamW([*model.parameters(), *more], lr=0.05)
-    run = surefoot.attach(model=model, optimizer=optimizer, data=DATA, folder=folder, save="3 steps")
+    run = surefoot.attach(
+        model=model, optimizer=optimizer, data=DATA, folder=folder, save="3 steps"
+    )
     assert beside is None or beside is not None
     for _ in range(run.first_pass, 3):
         for x, y in run.batches():
@@ -131,7 +153,9 @@ def loop(make: Callable[[], Made], folder: Path, *, leave_at: int | None = None)
 
 @pytest.mark.quick("lone_parameter", "loss_with_weight")
 @pytest.mark.parametrize("make", LOOPS)
-def test_a_loop_that_was_left_resumes_all_that_its_optimizer_trains(make: str, tmp_path: Path) -> None:
+def test_a_loop_that_was_left_resumes_all_that_its_optimizer_trains(
+    make: str, tmp_path: Path
+) -> None:
     whole = loop(LOOPS[make], tmp_path / "whole")
     loop(LOOPS[make], tmp_path / "left", leave_at=13)
     assert loop(LOOPS[make], tmp_path / "left") == whole
@@ -143,7 +167,9 @@ def test_a_parameter_that_no_variable_leads_to_is_refused_with_its_shape(tmp_pat
         return model, torch.optim.SGD([*model.parameters(), *hidden.parameters()], lr=0.1)
 
     model, optimizer = build()
-    with pytest.raises(TaskError, match=r"2 parameters that no checkpoint would hold, of shape \[5, 8\], \[5\]") as refused:
+    with pytest.raises(
+        TaskError, match=r"2 parameters that no checkpoint would hold, of shape \[5, 8\], \[5\]"
+    ) as refused:
         surefoot.attach(model=model, optimizer=optimizer, data=DATA, folder=tmp_path / "a")
     assert "nn.ModuleList" in str(refused.value.hint)
     assert not (tmp_path / "a").exists()
@@ -156,13 +182,17 @@ def test_an_optimizer_that_saves_its_own_masters_is_taken(tmp_path: Path) -> Non
 
         def load_state_dict(self, state: Any) -> None:
             with torch.no_grad():
-                for own, saved in zip(self.param_groups[0]["params"], state.pop("masters"), strict=True):
+                for own, saved in zip(
+                    self.param_groups[0]["params"], state.pop("masters"), strict=True
+                ):
                     own.copy_(saved)
             super().load_state_dict(state)
 
     def build() -> tuple[nn.Module, Any]:
         model = net().bfloat16()
-        return model, WithMasters([each.detach().float().requires_grad_() for each in model.parameters()], lr=0.1)
+        return model, WithMasters(
+            [each.detach().float().requires_grad_() for each in model.parameters()], lr=0.1
+        )
 
     model, optimizer = build()
     surefoot.attach(model=model, optimizer=optimizer, data=DATA, folder=tmp_path / "a").close()
@@ -195,7 +225,9 @@ class Outside(Small):
         if self.how == "model":
             made.heads = (nn.Linear(3, 3),)  # type: ignore[assignment]
         elif self.how == "left out":
-            made.register_state_dict_post_hook(lambda module, state, prefix, meta: state.__delitem__("4.weight"))
+            made.register_state_dict_post_hook(
+                lambda module, state, prefix, meta: state.__delitem__("4.weight")
+            )
         elif self.how == "cast":
             made.register_state_dict_post_hook(cast_all)
         return made
@@ -247,7 +279,9 @@ def ended(folder: Path, task: Outside) -> tuple[float, dict[str, str]]:
 
 
 @pytest.mark.parametrize("how", KINDS)
-def test_a_run_resumes_and_evaluates_all_that_its_optimizer_trains(how: str, tmp_path: Path) -> None:
+def test_a_run_resumes_and_evaluates_all_that_its_optimizer_trains(
+    how: str, tmp_path: Path
+) -> None:
     loss, state = ended(tmp_path / "whole", Outside(how))
     train(tmp_path / "left", HOW, Outside(how), leave_at=8)
     assert ended(tmp_path / "left", Outside(how)) == (loss, state)
@@ -255,7 +289,9 @@ def test_a_run_resumes_and_evaluates_all_that_its_optimizer_trains(how: str, tmp
     model = surefoot.load(tmp_path / "whole", "last", task=task)
     batch = task.data("test").read(torch.arange(24).numpy())
     with torch.no_grad():
-        assert float(F.cross_entropy(task.forward(model, batch), batch[1])) == pytest.approx(loss, abs=1e-6)
+        assert float(F.cross_entropy(task.forward(model, batch), batch[1])) == pytest.approx(
+            loss, abs=1e-6
+        )
 
 
 class Hidden(Small):
@@ -263,7 +299,9 @@ class Hidden(Small):
         return torch.optim.SGD([*groups, {"params": list(nn.Linear(7, 2).parameters())}], lr=0.05)
 
 
-def test_a_run_is_refused_before_its_first_step_where_nothing_holds_what_it_trains(tmp_path: Path) -> None:
+def test_a_run_is_refused_before_its_first_step_where_nothing_holds_what_it_trains(
+    tmp_path: Path,
+) -> None:
     with (
         pytest.raises(TaskError, match=r"no checkpoint would hold, of shape \[2, 7\]"),
         Run(HOW, Hidden(), folder=tmp_path / "a"),
@@ -272,7 +310,9 @@ def test_a_run_is_refused_before_its_first_step_where_nothing_holds_what_it_trai
     assert not (tmp_path / "a").exists()
 
 
-def test_what_a_state_dict_leaves_out_on_purpose_and_nothing_trains_is_not_saved(tmp_path: Path) -> None:
+def test_what_a_state_dict_leaves_out_on_purpose_and_nothing_trains_is_not_saved(
+    tmp_path: Path,
+) -> None:
     model = net()
     model[2].requires_grad_(False)
     model.register_state_dict_post_hook(leave_out)
@@ -289,14 +329,22 @@ class Listed(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.body, self.head, layers = nn.Linear(4, 4), nn.Linear(4, 3), [nn.Linear(4, 4), nn.Linear(4, 4)]
+        self.body, self.head, layers = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 3),
+            [nn.Linear(4, 4), nn.Linear(4, 4)],
+        )
         if how == "frozen":
             for each in layers:
                 each.requires_grad_(False)
         held: dict[str, Any] = {
-            "list": layers, "frozen": layers, "dict": {"a": layers[0], "b": layers[1:]}, "tuple": (nn.Sequential(*layers),),
-            "registered": nn.ModuleList(layers), "beside": [self.body],
-        }  # fmt: skip
+            "list": layers,
+            "frozen": layers,
+            "dict": {"a": layers[0], "b": layers[1:]},
+            "tuple": (nn.Sequential(*layers),),
+            "registered": nn.ModuleList(layers),
+            "beside": [self.body],
+        }
         self.kept = held[how]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -313,10 +361,14 @@ class WithListed(Small):
 @pytest.mark.parametrize(
     ("how", "named"),
     [
-        ("list", "model.kept[0], model.kept[1]"), ("dict", "model.kept['a'], model.kept['b'][0]"), ("tuple", "model.kept[0]"),
-        ("frozen", ""), ("registered", ""), ("beside", ""),
+        ("list", "model.kept[0], model.kept[1]"),
+        ("dict", "model.kept['a'], model.kept['b'][0]"),
+        ("tuple", "model.kept[0]"),
+        ("frozen", ""),
+        ("registered", ""),
+        ("beside", ""),
     ],
-)  # fmt: skip
+)
 def test_layers_that_the_model_does_not_register_are_named_at_the_start(
     how: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,11 +26,18 @@ class Still(Small):
 
 
 @pytest.mark.parametrize("kind", ["rate of 0", "gradient of 0", "frozen by a factor"])
-def test_weights_that_have_not_moved_are_said(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_have_not_moved_are_said(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table: dict[str, Any] = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.0, "decay": 0.0}}
     if kind != "gradient of 0":
         table["schedule"] = {"name": "constant", "factor": 0.0}
-    with Run(spec(4, **table), Still() if kind == "gradient of 0" else Small(), folder=tmp_path / "a", quiet=True) as run:
+    with Run(
+        spec(4, **table),
+        Still() if kind == "gradient of 0" else Small(),
+        folder=tmp_path / "a",
+        quiet=True,
+    ) as run:
         drive(run)
     assert kinds_of(tmp_path / "a") == ["no-movement"]
     said = capsys.readouterr().err
@@ -47,7 +54,11 @@ def test_weights_that_moved_are_not_said_to_be_still(tmp_path: Path) -> None:
 
 
 def test_rhythms_may_be_shares_of_the_run(tmp_path: Path) -> None:
-    shares = {"evaluate": {"every": "25 %"}, "checkpoint": {"every": "50 %", "keep": 9}, "schedule": {"warmup": "10 %"}}
+    shares = {
+        "evaluate": {"every": "25 %"},
+        "checkpoint": {"every": "50 %", "keep": 9},
+        "schedule": {"warmup": "10 %"},
+    }
     with Run(spec(8, **shares), Small(), folder=tmp_path / "a", quiet=True) as run:
         drive(run)
     found = records(tmp_path / "a")
@@ -61,10 +72,15 @@ def test_a_share_is_no_length_of_a_run(tmp_path: Path) -> None:
 
 
 def test_a_share_of_a_run_whose_length_is_a_time_is_a_time(tmp_path: Path) -> None:
-    timed = spec(4).replace(train={"length": "2 s"}, evaluate={"every": "1 %"}, schedule={"name": "constant"})
+    timed = spec(4).replace(
+        train={"length": "2 s"}, evaluate={"every": "1 %"}, schedule={"name": "constant"}
+    )
     with Run(timed, Small(), folder=tmp_path / "a", quiet=True) as run:
         drive(run)
     assert sum(isinstance(event, Evaluated) for event in records(tmp_path / "a")) > 1
     warm = timed.replace(schedule={"name": "constant", "warmup": "5 %"})
-    with pytest.raises(SpecError, match="a schedule cannot use the time"), Run(warm, Small(), folder=tmp_path / "b", quiet=True):
+    with (
+        pytest.raises(SpecError, match="a schedule cannot use the time"),
+        Run(warm, Small(), folder=tmp_path / "b", quiet=True),
+    ):
         pass

@@ -62,9 +62,11 @@ class Task:
 ROWS = torch.randn(36, 3, generator=torch.Generator().manual_seed(0))
 DATA: dict[str, Callable[[], Any]] = {
     "a stream": Stream,
-    "a loader": lambda: DataLoader(list(ROWS), 4, shuffle=True, generator=torch.Generator().manual_seed(1)),  # type: ignore[arg-type]
+    "a loader": lambda: DataLoader(
+        list(ROWS), 4, shuffle=True, generator=torch.Generator().manual_seed(1)
+    ),  # type: ignore[arg-type]
     "arrays": lambda: Arrays(ROWS),
-}  # fmt: skip
+}
 
 
 def nothing(run: Run) -> None: ...
@@ -77,21 +79,29 @@ ACTIONS: dict[str, Callable[[Run], Any]] = {
     "digests of the state": lambda run: run.state_digests(),
     "the checks before a run": lambda run: check(run.assembly),
     "the prediction of memory": lambda run: stepping(run.assembly, run._telling, run.folder),
-}  # fmt: skip
+}
 
 
 def trained(folder: Path, data: Callable[[], Any], action: Callable[[Run], Any]) -> list[Any]:
     spec = RunSpec(
-        train={"length": "14 steps", "threads": 1, "batch": 4} if data is DATA["arrays"] else {"length": "14 steps", "threads": 1},
-        evaluate={"every": "1000 steps"}, checkpoint={"every": "never"}, observe={"tensorboard": False},
-    )  # fmt: skip
+        train={"length": "14 steps", "threads": 1, "batch": 4}
+        if data is DATA["arrays"]
+        else {"length": "14 steps", "threads": 1},
+        evaluate={"every": "1000 steps"},
+        checkpoint={"every": "never"},
+        observe={"tensorboard": False},
+    )
     found: list[Any] = []
     with Run(spec, Task(data), folder=folder, quiet=True) as run:
         for report in run.steps():
             found.append(report.loss)
             if report.step == 5:
                 modes = [module.training for module in run.model.modules()]
-                streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+                streams = (
+                    torch.get_rng_state(),
+                    random.getstate(),
+                    np.random.get_state()[1].tolist(),  # noqa: NPY002
+                )  # type: ignore[index]
                 action(run)
                 assert modes == [module.training for module in run.model.modules()]
                 assert torch.equal(streams[0], torch.get_rng_state())
@@ -103,7 +113,9 @@ def trained(folder: Path, data: Callable[[], Any], action: Callable[[Run], Any])
 
 @pytest.mark.quick("a loader")
 @pytest.mark.parametrize("kind", DATA)
-def test_what_is_done_in_the_middle_of_a_run_leaves_no_trace(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_done_in_the_middle_of_a_run_leaves_no_trace(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     plain = trained(tmp_path / "plain", DATA[kind], nothing)

@@ -41,14 +41,18 @@ class Slow:
         return logits
 
     def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
-        return Loss.sum(F.cross_entropy(output, batch["labels"], reduction="sum"), len(batch["labels"]))
+        return Loss.sum(
+            F.cross_entropy(output, batch["labels"], reduction="sum"), len(batch["labels"])
+        )
 
     def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:
         return {"accuracy": accuracy(output, batch["labels"])}
 
 
 def run_of(folder: Path, task: object, **tables: dict[str, object]) -> list[Event]:
-    spec = RunSpec(**{"train": {"length": "20 steps", "batch": 8}, "observe": {"every": "5 steps"}, **tables})
+    spec = RunSpec(
+        **{"train": {"length": "20 steps", "batch": 8}, "observe": {"every": "5 steps"}, **tables}
+    )
     with Run(spec, task, folder=folder, quiet=True) as run:
         for _ in run.steps():
             pass
@@ -65,7 +69,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_waiting_is_timed_where_the_batch_is_fetched(tmp_path: Path) -> None:
     steps = [event for event in run_of(tmp_path / "slow", Slow(DELAY_S)) if isinstance(event, Step)]
-    waiting_s, elapsed_s = sum(step.waiting_s for step in steps), sum(step.elapsed_s for step in steps)
+    waiting_s, elapsed_s = (
+        sum(step.waiting_s for step in steps),
+        sum(step.elapsed_s for step in steps),
+    )
     num_samples = sum(step.num_samples for step in steps)
     assert num_samples == 160
     assert waiting_s >= num_samples * DELAY_S  # a sleep is never shorter
@@ -79,7 +86,11 @@ def test_a_fast_source_is_not_said_to_be_waited_for(folder: Path) -> None:
 
 def test_started_says_what_where_and_with_which_versions(folder: Path) -> None:
     started = next(event for event in events.read(folder) if isinstance(event, Started))
-    assert started.spec["train"] == {"length": "20 steps", "batch": 8, "threads": torch.get_num_threads()}
+    assert started.spec["train"] == {
+        "length": "20 steps",
+        "batch": 8,
+        "threads": torch.get_num_threads(),
+    }
     assert {"python", "torch", "numpy"} <= set(started.versions)
     assert started.versions["torch"] == torch.__version__
     assert started.machine["cores"] >= 1
@@ -92,16 +103,37 @@ def test_started_says_what_where_and_with_which_versions(folder: Path) -> None:
 
 def test_every_line_is_one_versioned_record_with_units_in_its_names(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / events.FILE).read_text().splitlines()]
-    assert [row["kind"] for row in rows] == ["started", "step", "dtypes", *["step"] * 4, "evaluated", "committed", "ended"]
-    assert all(row["v"] == events.VERSION and row["generation"] == 1 and row["time_s"] > 0 for row in rows)
-    assert {"elapsed_s", "waiting_s", "samples_per_s", "peak_bytes", "gradient_norm", "loss"} <= set(rows[1])
+    assert [row["kind"] for row in rows] == [
+        "started",
+        "step",
+        "dtypes",
+        *["step"] * 4,
+        "evaluated",
+        "committed",
+        "ended",
+    ]
+    assert all(
+        row["v"] == events.VERSION and row["generation"] == 1 and row["time_s"] > 0 for row in rows
+    )
+    assert {
+        "elapsed_s",
+        "waiting_s",
+        "samples_per_s",
+        "peak_bytes",
+        "gradient_norm",
+        "loss",
+    } <= set(rows[1])
 
 
 def test_a_step_record_sums_up_its_window_with_its_counts(folder: Path) -> None:
     steps = [event for event in events.read(folder) if isinstance(event, Step)]
     assert [(step.step, step.num_steps, step.num_samples) for step in steps] == [
-        (1, 1, 8), (5, 4, 32), (10, 5, 40), (15, 5, 40), (20, 5, 40),
-    ]  # fmt: skip
+        (1, 1, 8),
+        (5, 4, 32),
+        (10, 5, 40),
+        (15, 5, 40),
+        (20, 5, 40),
+    ]
 
 
 def test_tensorboard_holds_the_numbers_of_the_events(folder: Path) -> None:
@@ -118,7 +150,12 @@ def test_tensorboard_holds_the_numbers_of_the_events(folder: Path) -> None:
 def test_ended_says_why_and_what_came_of_it(folder: Path) -> None:
     ended = list(events.read(folder))[-1]
     assert isinstance(ended, Ended)
-    assert (ended.outcome, ended.step, ended.num_samples, ended.exit_code) == ("finished", 20, 160, 0)
+    assert (ended.outcome, ended.step, ended.num_samples, ended.exit_code) == (
+        "finished",
+        20,
+        160,
+        0,
+    )
     assert ended.summary["score"] == "accuracy"
 
 
@@ -136,8 +173,14 @@ class Watched:
 def test_a_report_waits_for_nothing_until_it_is_read() -> None:
     total, norm = Watched(6.0), Watched(2.0)
     report = StepReport(
-        step=1, epoch=0.1, num_samples=3, learning_rate=0.1, totals={"loss": (total, 3, 1.0)}, norm=norm, was_applied=True,  # type: ignore[dict-item, arg-type]
-    )  # fmt: skip
+        step=1,
+        epoch=0.1,
+        num_samples=3,
+        learning_rate=0.1,
+        totals={"loss": (total, 3, 1.0)},
+        norm=norm,
+        was_applied=True,  # type: ignore[dict-item, arg-type]
+    )
     meter = Meter()
     meter.add(report)
     assert (total.num_reads, norm.num_reads) == (0, 0)
@@ -150,7 +193,9 @@ def test_a_report_waits_for_nothing_until_it_is_read() -> None:
 def test_the_mean_of_a_window_weighs_each_step_by_its_count() -> None:
     meter = Meter()
     for total, count in ((2.0, 1), (30.0, 10)):
-        meter.add(StepReport(1, 0.0, count, 0.1, {"loss": (torch.tensor(total), count, 1.0)}, 1.0, True))
+        meter.add(
+            StepReport(1, 0.0, count, 0.1, {"loss": (torch.tensor(total), count, 1.0)}, 1.0, True)
+        )
     summary = meter.take()
     assert summary is not None
     assert summary.loss == pytest.approx(32.0 / 11)
@@ -190,7 +235,9 @@ def test_the_bar_cuts_no_number_off_and_tells_of_the_steps_again_after_an_evalua
     stream = Terminal()
     console = Console(total_steps=20_000, unit="samples", stream=stream)
     meter = Meter()
-    meter.add(StepReport(9_990, 0.5, 4, 0.00123, {"loss": (torch.tensor(1.23456), 1, 1.0)}, 1.0, True))
+    meter.add(
+        StepReport(9_990, 0.5, 4, 0.00123, {"loss": (torch.tensor(1.23456), 1, 1.0)}, 1.0, True)
+    )
     summary = meter.take()
     assert summary is not None
     console.step(summary)

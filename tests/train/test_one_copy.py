@@ -39,11 +39,18 @@ with Run(spec, Wide(), folder="run", quiet=True) as run:
 
 
 @pytest.mark.slow
-def test_weights_and_moments_are_in_memory_once_when_a_run_begins_and_when_it_goes_on(tmp_path: Path) -> None:
+def test_weights_and_moments_are_in_memory_once_when_a_run_begins_and_when_it_goes_on(
+    tmp_path: Path,
+) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for step in (0, 1):
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-c", SCRIPT],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         begun, peak_bytes = map(int, done.stdout.split())

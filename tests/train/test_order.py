@@ -29,7 +29,9 @@ CHOICES: dict[str, tuple[dict[str, dict[str, Any]], ...]] = {
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs are captured, differentiated and cut as always, and run by torch's own kernels: making code takes tens of seconds."""
-    monkeypatch.setattr(compiling, "compile_regions", functools.partial(compile_regions, backend="aot_eager"))
+    monkeypatch.setattr(
+        compiling, "compile_regions", functools.partial(compile_regions, backend="aot_eager")
+    )
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -50,7 +52,9 @@ def losses(folder: Path, parts: tuple[dict[str, dict[str, Any]], ...]) -> list[f
         return [float(report.loss or 0.0) for report in run.steps()]
 
 
-def combine(folder: Path, layout: dict[str, Any], most: tuple[int, ...] = (1, 1, 1, 1)) -> dict[tuple[int, ...], list[float]]:
+def combine(
+    folder: Path, layout: dict[str, Any], most: tuple[int, ...] = (1, 1, 1, 1)
+) -> dict[tuple[int, ...], list[float]]:
     """The losses of each combination of what `most` allows."""
     found = {}
     for numbers in itertools.product(*(range(1 + each) for each in most)):
@@ -65,7 +69,9 @@ def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Pa
     found = combine(tmp_path, {})
     for numbers, mine in found.items():
         assert mine == pytest.approx(found[0, 0, 0, numbers[3]], rel=1e-5), numbers
-    assert found[0, 0, 0, 0] != pytest.approx(found[0, 0, 0, 1], rel=1e-5)  # what is compared is no constant
+    assert found[0, 0, 0, 0] != pytest.approx(
+        found[0, 0, 0, 1], rel=1e-5
+    )  # what is compared is no constant
 
 
 @pytest.mark.quick("stage 3")
@@ -74,7 +80,9 @@ def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Pa
     [
         pytest.param({"replicate": 2}, (1, 1, 1, 1), id="replicate"),
         pytest.param({"shard": 2, "stage": 1}, (1, 1, 1, 1), id="stage 1", marks=pytest.mark.slow),
-        pytest.param({"shard": 2, "stage": 2}, (1, 0, 1, 1), id="stage 2", marks=pytest.mark.slow),  # which refuse to compile
+        pytest.param(
+            {"shard": 2, "stage": 2}, (1, 0, 1, 1), id="stage 2", marks=pytest.mark.slow
+        ),  # which refuse to compile
         pytest.param({"shard": 2, "stage": 3}, (1, 0, 1, 1), id="stage 3"),
     ],
 )
@@ -82,9 +90,14 @@ def test_on_two_ranks_every_combination_has_the_losses_of_one_process(
     layout: dict[str, Any], most: tuple[int, ...], tmp_path: Path
 ) -> None:
     def job(rank: int) -> Any:
-        return [[numbers, each] for numbers, each in combine(tmp_path / "runs", layout, most).items()]
+        return [
+            [numbers, each] for numbers, each in combine(tmp_path / "runs", layout, most).items()
+        ]
 
-    plain = {update: losses(tmp_path / f"plain{update}", (CHOICES["update"][update],)) for update in (0, 1)}
+    plain = {
+        update: losses(tmp_path / f"plain{update}", (CHOICES["update"][update],))
+        for update in (0, 1)
+    }
     for found in run_ranks(2, job, tmp_path / "ranks"):
         assert isinstance(found, list), found
         for numbers, mine in found:

@@ -31,37 +31,59 @@ HEADROOM_MIB = 385
 
 def tables(memory: dict[str, Any] | None = None, **task: Any) -> dict[str, Any]:
     return {
-        "task": {"use": "tests.train.short:Greedy", **task}, "memory": memory or {},
-        "train": {"batch": 16, "length": "3 steps", "threads": 1, "device": "cpu"}, "observe": {"tensorboard": False},
-        "evaluate": {"every": "100 epochs"}, "optim": {"lr": 0.1, "ema": 0.9},
-    }  # fmt: skip
+        "task": {"use": "tests.train.short:Greedy", **task},
+        "memory": memory or {},
+        "train": {"batch": 16, "length": "3 steps", "threads": 1, "device": "cpu"},
+        "observe": {"tensorboard": False},
+        "evaluate": {"every": "100 epochs"},
+        "optim": {"lr": 0.1, "ema": 0.9},
+    }
 
 
 def run_short(given: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Run a spec with little memory; gives what its error says, or the digests of its state at the end."""
-    words = [sys.executable, "-m", "tests.train.short", json.dumps(given), str(folder), str(HEADROOM_MIB)]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.train.short",
+        json.dumps(given),
+        str(folder),
+        str(HEADROOM_MIB),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     told: dict[str, Any] = json.loads(done.stdout)
     return told
 
 
-@pytest.mark.parametrize("greedy", [pytest.param("forward_mib", marks=pytest.mark.faults), "backward_mib"])
-def test_a_step_done_again_in_halves_is_that_of_a_run_that_began_with_them(greedy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "greedy", [pytest.param("forward_mib", marks=pytest.mark.faults), "backward_mib"]
+)
+def test_a_step_done_again_in_halves_is_that_of_a_run_that_began_with_them(
+    greedy: str, tmp_path: Path
+) -> None:
     task = {greedy: 30}  # a batch of 16 takes 480 MiB
     told = run_short(tables({"on_oom": "halve"}, **task), tmp_path / "short")
     assert told["exit_code"] == 0, told
     faults = faults_of(tmp_path / "short")
     assert [(fault.step, fault.fault) for fault in faults] == [(1, "memory")]
     where = greedy.removesuffix("_mib")
-    assert f"step 1: out of memory in the {where} pass with microbatch 16: 480 MiB more were asked for" in faults[0].detail
-    assert re.search(rf"were the most before; at .*short\.py:\d+, in {where}: torch\.ones\(", faults[0].detail)
+    assert (
+        f"step 1: out of memory in the {where} pass with microbatch 16: 480 MiB more were asked for"
+        in faults[0].detail
+    )
+    assert re.search(
+        rf"were the most before; at .*short\.py:\d+, in {where}: torch\.ones\(", faults[0].detail
+    )
     assert faults[0].action == "the step is done again with microbatch 8, as are all that follow"
     began = tables(**task)
     began["train"]["microbatch"] = 8
     with Run(RunSpec(**began), folder=tmp_path / "began", quiet=True) as run:
         drive(run)
         assert told["digests"] == run.state_digests()
-    checksums = [[(row.step, row.checksum) for row in ledger.read(tmp_path / name)] for name in ("short", "began")]
+    checksums = [
+        [(row.step, row.checksum) for row in ledger.read(tmp_path / name)]
+        for name in ("short", "began")
+    ]
     assert checksums[0] == checksums[1]
     assert [step for step, _ in checksums[0]] == [1, 2, 3]
 
@@ -71,7 +93,10 @@ def test_what_has_no_half_left_ends_with_an_account_of_the_memory(tmp_path: Path
     given["train"] |= {"batch": 4, "length": "2 steps"}
     told = run_short(given, tmp_path / "run")
     assert told["exit_code"] == 7
-    assert "step 1: out of memory in the backward pass with microbatch 1: 400 MiB more were asked for" in told["message"]
+    assert (
+        "step 1: out of memory in the backward pass with microbatch 1: 400 MiB more were asked for"
+        in told["message"]
+    )
     assert "'halve', but the microbatch is one sample already" in told["message"]
     actions = [event.action for event in faults_of(tmp_path / "run")]
     assert [action.partition(",")[0].split()[-1] for action in actions] == ["2", "1"]
@@ -84,10 +109,18 @@ def test_the_error_names_the_blocks_and_what_would_bring_how_much(tmp_path: Path
     assert told["exit_code"] == 7
     largest = "blocks.0 6 MiB, blocks.2 6 MiB, blocks.1 4 MiB, blocks.3 4 MiB, norm 2 MiB"
     assert f"the blocks with the largest activations: {largest}" in told["message"]
-    assert re.search(r"holds 49\d MiB by prediction; the cheapest first: train.microbatch = 8 \(24\d MiB\)", told["hint"])
+    assert re.search(
+        r"holds 49\d MiB by prediction; the cheapest first: train.microbatch = 8 \(24\d MiB\)",
+        told["hint"],
+    )
     assert 'memory.on_oom = "halve"' in told["hint"]
     row = json.loads((tmp_path / "run" / account.FILE).read_text())
-    assert (row["step"], row["phase"], row["asked_bytes"], row["microbatch"]) == (1, "backward", 480 << 20, 16)
+    assert (row["step"], row["phase"], row["asked_bytes"], row["microbatch"]) == (
+        1,
+        "backward",
+        480 << 20,
+        16,
+    )
     assert [change["change"] for change in row["changes"]] == ["train.microbatch = 8"]
     assert row["changes"][0]["predicted_bytes"] < 0.6 * row["predicted"]["peak_bytes"]
     assert row["peak_bytes"] > 64 << 20
@@ -95,9 +128,10 @@ def test_the_error_names_the_blocks_and_what_would_bring_how_much(tmp_path: Path
 
 def test_the_changes_are_told_by_what_they_cost(tmp_path: Path) -> None:
     spec = RunSpec(
-        task={"use": "pycorpus", "layers": 4, "width": 32, "heads": 2, "length": 64}, train={"batch": 32, "device": "cpu"},
+        task={"use": "pycorpus", "layers": 4, "width": 32, "heads": 2, "length": 64},
+        train={"batch": 32, "device": "cpu"},
         evaluate={"split": "heldout"},
-    )  # fmt: skip
+    )
     assembly = assemble(spec, better="lower")
     shortage = account.look(MemoryError("Unable to allocate 2.50 GiB for an array"), assembly, 3)
     assert shortage.asked_bytes == 5 << 29
@@ -109,9 +143,12 @@ def test_the_changes_are_told_by_what_they_cost(tmp_path: Path) -> None:
 def test_an_update_that_broke_off_is_not_gone_on_from(tmp_path: Path) -> None:
     given = {**tables({"on_oom": "halve"}), "optim": {"name": "task"}}
     given["train"] |= {"batch": 4}
-    with pytest.raises(OutOfMemory, match="weights may be half updated, and the run cannot go on from here") as raised, Run(
-        RunSpec(**given), Greedy(moves=True), folder=tmp_path / "run", quiet=True
-    ) as run:  # fmt: skip
+    with (
+        pytest.raises(
+            OutOfMemory, match="weights may be half updated, and the run cannot go on from here"
+        ) as raised,
+        Run(RunSpec(**given), Greedy(moves=True), folder=tmp_path / "run", quiet=True) as run,
+    ):
         drive(run)
     assert raised.value.message.startswith("step 1: out of memory in the update")
     assert [event.kind for event in records(tmp_path / "run")] == ["started", "ended"]
@@ -119,14 +156,17 @@ def test_an_update_that_broke_off_is_not_gone_on_from(tmp_path: Path) -> None:
 
 def test_an_evaluation_that_runs_out_of_memory_says_so(tmp_path: Path) -> None:
     given = {**tables(), "train": {"batch": 4, "length": "1 step"}, "evaluate": {"batch": 32}}
-    with pytest.raises(OutOfMemory, match="evaluation after step 1: ") as raised, Run(
-        RunSpec(**given), Greedy(evaluates=True), folder=tmp_path / "run", quiet=True
-    ) as run:  # fmt: skip
+    with (
+        pytest.raises(OutOfMemory, match="evaluation after step 1: ") as raised,
+        Run(RunSpec(**given), Greedy(evaluates=True), folder=tmp_path / "run", quiet=True) as run,
+    ):
         drive(run)
     assert "evaluate.batch" in str(raised.value.hint)
 
 
-def test_what_cannot_be_done_in_halves_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_cannot_be_done_in_halves_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     class Whole(Greedy):
         def loss(self, output: Tensor, batch: Any) -> Loss:
             return Loss(*super().loss(output, batch).terms, additive=False)
@@ -138,7 +178,11 @@ def test_what_cannot_be_done_in_halves_is_refused_before_anything_is_written(tmp
         pass
     assert not (tmp_path / "run").exists()
     with pytest.raises(SpecError, match="half a batch would be a microbatch"):
-        RunSpec(memory={"on_oom": "halve", "update_in_backward": True}, optim={"clip": 0.0}, stability={"nonfinite": "stop"})
+        RunSpec(
+            memory={"on_oom": "halve", "update_in_backward": True},
+            optim={"clip": 0.0},
+            stability={"nonfinite": "stop"},
+        )
 
 
 @pytest.mark.gpu
@@ -178,13 +222,25 @@ def test_a_run_that_goes_on_keeps_the_half_that_memory_left_it(tmp_path: Path) -
     began = [event for event in records(tmp_path / "left") if isinstance(event, Started)]
     assert "microbatch 2, not 4: memory had run out with that" in began[-1].notes
     stated = spec(14, memory={"on_oom": "halve"}, train={"microbatch": 4})
-    with Run(stated, Once(None), folder=tmp_path / "fork", quiet=True, start=Start(tmp_path / "whole", 12)) as run:
+    with Run(
+        stated,
+        Once(None),
+        folder=tmp_path / "fork",
+        quiet=True,
+        start=Start(tmp_path / "whole", 12),
+    ) as run:
         assert run.assembly.feed.microbatch == 4
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_what_was_read_ahead_of_a_step_that_is_done_again_is_cut_anew(kind: str, tmp_path: Path) -> None:
+def test_what_was_read_ahead_of_a_step_that_is_done_again_is_cut_anew(
+    kind: str, tmp_path: Path
+) -> None:
     for name, loader in (("alone", {}), ("ahead", {"workers": 2, "kind": kind})):
-        train(tmp_path / name, spec(12, memory={"on_oom": "halve"}, checkpoint={"every": "3 steps"}, loader=loader), Once(4))
+        train(
+            tmp_path / name,
+            spec(12, memory={"on_oom": "halve"}, checkpoint={"every": "3 steps"}, loader=loader),
+            Once(4),
+        )
     assert bits(tmp_path / "ahead", 12) == bits(tmp_path / "alone", 12)
     assert [event.step for event in faults_of(tmp_path / "ahead")] == [4]

@@ -78,12 +78,18 @@ def start_worker() -> int:
     return int(iterator._workers[0].pid)  # type: ignore[attr-defined]
 
 
-CHILDREN = {"a process of multiprocessing": start_process("fork"), "os.fork": fork, "a worker of a DataLoader": start_worker}
+CHILDREN = {
+    "a process of multiprocessing": start_process("fork"),
+    "os.fork": fork,
+    "a worker of a DataLoader": start_worker,
+}
 
 
 @pytest.mark.parametrize("kind", CHILDREN)
 @pytest.mark.parametrize("way", ["Run", "attach"])
-def test_a_child_that_the_loop_forks_holds_nothing_of_the_run(kind: str, way: str, tmp_path: Path) -> None:
+def test_a_child_that_the_loop_forks_holds_nothing_of_the_run(
+    kind: str, way: str, tmp_path: Path
+) -> None:
     told, tell = os.pipe()
     loop = os.fork()
     if loop == 0:  # the process that is killed
@@ -95,7 +101,9 @@ def test_a_child_that_the_loop_forks_holds_nothing_of_the_run(kind: str, way: st
                     sleep()
             model = nn.Linear(1, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            attached = surefoot.attach(model=model, optimizer=optimizer, data=[torch.ones(1, 1)], folder=tmp_path / "a")
+            attached = surefoot.attach(
+                model=model, optimizer=optimizer, data=[torch.ones(1, 1)], folder=tmp_path / "a"
+            )
             attached.save()
             os.write(tell, str(CHILDREN[kind]()).encode())
             sleep()
@@ -104,7 +112,9 @@ def test_a_child_that_the_loop_forks_holds_nothing_of_the_run(kind: str, way: st
     child = int(os.read(told, 20))
     try:
         until_s = time.monotonic() + DEADLINE_S
-        while open_files(child, tmp_path) and time.monotonic() < until_s:  # it closes them as it begins
+        while (
+            open_files(child, tmp_path) and time.monotonic() < until_s
+        ):  # it closes them as it begins
             time.sleep(0.01)
         assert open_files(child, tmp_path) == []
         assert is_held(tmp_path / "a")
@@ -145,13 +155,19 @@ class Moving(Small):
         return super().loss(output, batch)
 
 
-@pytest.mark.parametrize("where", ["model", "data", "loss", "the loop", "before the run is entered"])
-def test_a_run_stays_in_the_folder_that_was_asked_for(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "where", ["model", "data", "loss", "the loop", "before the run is entered"]
+)
+def test_a_run_stays_in_the_folder_that_was_asked_for(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         monkeypatch.chdir(tmp_path)
-        run = Run(spec(6, checkpoint={"every": "2 steps"}), Moving(where), folder="runs/a", quiet=True)
+        run = Run(
+            spec(6, checkpoint={"every": "2 steps"}), Moving(where), folder="runs/a", quiet=True
+        )
         if where == "before the run is entered":
             os.chdir("elsewhere")
         with run:
@@ -165,7 +181,9 @@ def test_a_run_stays_in_the_folder_that_was_asked_for(where: str, tmp_path: Path
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_new_folder_is_made_where_the_run_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_folder_is_made_where_the_run_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with Run(spec(2), Moving("model"), quiet=True) as run:
@@ -182,7 +200,13 @@ def test_an_attached_loop_saves_and_records_in_the_folder_that_was_asked_for(
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with surefoot.attach(model=model, optimizer=optimizer, data=list(torch.ones(6, 1)), folder="runs/a", save="2 steps") as run:
+    with surefoot.attach(
+        model=model,
+        optimizer=optimizer,
+        data=list(torch.ones(6, 1)),
+        folder="runs/a",
+        save="2 steps",
+    ) as run:
         assert run.folder == Path("runs/a")
         for x in run.batches():
             loss = model(x).square().mean()
@@ -202,17 +226,36 @@ def test_the_reason_why_an_attempt_may_not_write_is_the_right_one(tmp_path: Path
     lock = RunLock(tmp_path / "a")
     lock.release()
     RunLock(tmp_path / "a").release()
-    assert lock.describe_loss() == f"{tmp_path / 'a'} was taken over by a later attempt (generation 2)"
+    assert (
+        lock.describe_loss() == f"{tmp_path / 'a'} was taken over by a later attempt (generation 2)"
+    )
     (tmp_path / "a").rename(tmp_path / "b")
     assert lock.describe_loss() == f"{tmp_path / 'a'} is gone: it was moved or deleted"
 
 
-def test_a_child_that_writes_to_an_inherited_journal_is_refused_and_spoils_nothing(tmp_path: Path) -> None:
+def test_a_child_that_writes_to_an_inherited_journal_is_refused_and_spoils_nothing(
+    tmp_path: Path,
+) -> None:
     journal = Journal(tmp_path)
     started = Started(
-        generation=1, time_s=1.0, spec_id="x", spec={}, task="t", code_digest="y", data={}, versions={}, machine={}, place={},
-        variables={}, command=(), commit=None, seed=0, num_parameters=1, total_steps=1, steps_per_epoch=None,
-    )  # fmt: skip
+        generation=1,
+        time_s=1.0,
+        spec_id="x",
+        spec={},
+        task="t",
+        code_digest="y",
+        data={},
+        versions={},
+        machine={},
+        place={},
+        variables={},
+        command=(),
+        commit=None,
+        seed=0,
+        num_parameters=1,
+        total_steps=1,
+        steps_per_epoch=None,
+    )
     journal.begin(started)
     pid = os.fork()
     if pid == 0:

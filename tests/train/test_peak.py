@@ -19,9 +19,13 @@ from tests.train.small import Small, records, spec
 MOST_ERROR = 0.03
 
 
-def test_by_step_3_the_predicted_peak_stands_beside_the_measured_one_and_no_number_moves(tmp_path: Path) -> None:
+def test_by_step_3_the_predicted_peak_stands_beside_the_measured_one_and_no_number_moves(
+    tmp_path: Path,
+) -> None:
     stated = RunSpec(
-        task={"use": "digits"}, train={"length": "4 steps", "threads": 1, "device": "cpu"}, observe={"tensorboard": False}
+        task={"use": "digits"},
+        train={"length": "4 steps", "threads": 1, "device": "cpu"},
+        observe={"tensorboard": False},
     )
     digests = {}
     for name, memory in (("plain", {}), ("told", {"predict": True})):
@@ -35,15 +39,23 @@ def test_by_step_3_the_predicted_peak_stands_beside_the_measured_one_and_no_numb
     assert told.predicted_bytes == predict(stated).peak_bytes
     assert told.error is not None
     assert abs(told.error) <= MOST_ERROR
-    assert json.loads((tmp_path / "told" / peak.FILE).read_text())["peak_bytes"] == told.predicted_bytes
+    assert (
+        json.loads((tmp_path / "told" / peak.FILE).read_text())["peak_bytes"]
+        == told.predicted_bytes
+    )
     found = past.read(tmp_path / "told")
     assert story.as_row(found)["memory"] == {
-        "step": 3, "predicted_bytes": told.predicted_bytes, "measured_bytes": told.measured_bytes, "error": told.error,
-    }  # fmt: skip
+        "step": 3,
+        "predicted_bytes": told.predicted_bytes,
+        "measured_bytes": told.measured_bytes,
+        "error": told.error,
+    }
     assert "in step 3, predicted 10.9 MiB: off by" in dict(story.tell_end(found))["of a step"]
 
 
-def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Numbers(Small):
         def loss(self, output: object, batch: object) -> object:
             assert output.sum().item() < 1e6  # type: ignore[attr-defined]
@@ -51,7 +63,10 @@ def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(tmp_path: Pa
 
     with Run(spec(3, memory={"predict": True}), Numbers(), folder=tmp_path / "run") as run:
         drive(run)
-    assert "the peak of a step is not predicted: the memory of this task cannot be known" in capsys.readouterr().err
+    assert (
+        "the peak of a step is not predicted: the memory of this task cannot be known"
+        in capsys.readouterr().err
+    )
     (told,) = [event for event in records(tmp_path / "run") if isinstance(event, Memory)]
     assert (told.predicted_bytes, told.error) == (None, None)
     assert told.measured_bytes

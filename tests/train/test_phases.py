@@ -29,7 +29,9 @@ from tests.train.small import Small, records, spec
 def test_a_delay_is_found_in_the_phase_that_it_was_put_into(where: str, tmp_path: Path) -> None:
     told = tell_planted(where, tmp_path)
     assert len(told.plant.spent_s) == NUM_STEPS // 2
-    assert min(told.own_s.values()) >= 0  # all of the delay is in its phase, and the phases add up to the wall time: see below
+    assert (
+        min(told.own_s.values()) >= 0
+    )  # all of the delay is in its phase, and the phases add up to the wall time: see below
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -50,7 +52,11 @@ class Bracket:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._of: dict[str, tuple[float, float]] = {}
         self._before_start_s = self._last_s = time.perf_counter()
-        for name in ("start", "take", "listen_to_collections"):  # the last one is called before a Run reads when it started
+        for name in (
+            "start",
+            "take",
+            "listen_to_collections",
+        ):  # the last one is called before a Run reads when it started
             patch.setattr(PhaseClock, name, self._around(name, getattr(PhaseClock, name)))
 
     def _around(self, name: str, method: Any) -> Any:
@@ -72,7 +78,9 @@ class Bracket:
 
     def holds_elapsed(self, elapsed_s: float, done_s: float) -> bool:
         """The same of the time between two readings around those, the last of them before `done_s`."""
-        return self._of["take"][0] - self._of["start"][1] <= elapsed_s <= done_s - self._before_start_s
+        return (
+            self._of["take"][0] - self._of["start"][1] <= elapsed_s <= done_s - self._before_start_s
+        )
 
 
 @pytest.fixture
@@ -89,15 +97,27 @@ class Adversarial(Small):
 
         return [
             Update("first", loss, list(model[0].parameters())),
-            Update("second", loss, list(model[4].parameters()), optimizer=torch.optim.Adagrad(model[4].parameters()), every=2),
+            Update(
+                "second",
+                loss,
+                list(model[4].parameters()),
+                optimizer=torch.optim.Adagrad(model[4].parameters()),
+                every=2,
+            ),
         ]
 
 
 KINDS: dict[str, tuple[Small, dict[str, dict[str, Any]]]] = {
     "plain": (Small(), {}),
-    "saved and evaluated": (Small(norm=True), {"checkpoint": {"every": "40 steps"}, "evaluate": {"every": "50 steps"}}),
+    "saved and evaluated": (
+        Small(norm=True),
+        {"checkpoint": {"every": "40 steps"}, "evaluate": {"every": "50 steps"}},
+    ),
     "saved at once": (Small(), {"checkpoint": {"every": "40 steps", "background": False}}),
-    "microbatches and an average": (Small(dropout=0.1), {"train": {"microbatch": 2}, "optim": {"ema": 0.9}}),
+    "microbatches and an average": (
+        Small(dropout=0.1),
+        {"train": {"microbatch": 2}, "optim": {"ema": 0.9}},
+    ),
     "several updates": (Adversarial(), {"evaluate": {"every": "50 steps"}}),
 }
 
@@ -117,21 +137,30 @@ def test_the_phases_add_up_to_the_wall_time(kind: str, tmp_path: Path, wall: Bra
     assert wall.holds_elapsed(run.summary["elapsed_s"], done_s)
     assert sum(phases.values()) <= run.summary["elapsed_s"] + 1e-6
     assert (
-        {"data", "forward", "backward", "optimiser", "logging", "checkpoint", "evaluation", "other"} <= set(phases) <= set(PHASES)
+        {"data", "forward", "backward", "optimiser", "logging", "checkpoint", "evaluation", "other"}
+        <= set(phases)
+        <= set(PHASES)
     )
     assert phases["other"] >= 0.2
     recorded = [event for event in records(tmp_path) if isinstance(event, Step)]
     assert sum(len(event.step_s) for event in recorded) == 200
     for name in PHASES:  # what is behind the last record of steps is in the whole alone
-        assert sum(event.phases.get(name, 0.0) for event in recorded) <= phases.get(name, 0.0) + 1e-9
+        assert (
+            sum(event.phases.get(name, 0.0) for event in recorded) <= phases.get(name, 0.0) + 1e-9
+        )
 
 
 def test_a_slow_step_is_told_with_its_cause_in_the_records_in_the_closing_lines_and_by_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, wall: Bracket
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    wall: Bracket,
 ) -> None:
     gc.disable()  # on a busy machine Python's own collections make other steps slow
     request.addfinalizer(gc.enable)
-    with Run(spec(60, evaluate={"every": "1000 steps"}), Small(), folder=tmp_path, quiet=True) as run:
+    with Run(
+        spec(60, evaluate={"every": "1000 steps"}), Small(), folder=tmp_path, quiet=True
+    ) as run:
         for report in run.steps():
             if report.step == 20:
                 wait(0.3)
@@ -149,13 +178,17 @@ def test_a_slow_step_is_told_with_its_cause_in_the_records_in_the_closing_lines_
     time_row = story.as_row(past.read(tmp_path))["time"]
     assert wall.holds_elapsed(time_row["total_s"] / time_row["coverage"], done_s)
     assert time_row["coverage"] <= 1 + 1e-6
-    assert time_row["total_s"] == pytest.approx(sum(each["total_s"] for each in time_row["phases"].values()))
+    assert time_row["total_s"] == pytest.approx(
+        sum(each["total_s"] for each in time_row["phases"].values())
+    )
     assert time_row["causes"]["garbage collection"] == 1
     assert sum(each["share"] for each in time_row["phases"].values()) == pytest.approx(1)
     assert time_row["step"]["p50_s"] <= time_row["step"]["p95_s"] <= time_row["step"]["max_s"]
 
 
-def test_a_killed_run_and_a_log_of_an_older_version_are_told_as_far_as_they_go(tmp_path: Path) -> None:
+def test_a_killed_run_and_a_log_of_an_older_version_are_told_as_far_as_they_go(
+    tmp_path: Path,
+) -> None:
     with Run(spec(20), Small(), folder=tmp_path, quiet=True) as run:
         for _ in run.steps():
             pass
@@ -164,7 +197,10 @@ def test_a_killed_run_and_a_log_of_an_older_version_are_told_as_far_as_they_go(t
     killed = past.read(tmp_path).phases
     assert killed is not None
     assert (killed.wall_s, killed.coverage, killed.num_steps) == (None, None, 20)
-    old = [line.partition(', "phases"')[0] + "}\n" if '"kind": "step"' in line else line for line in lines[:-1]]
+    old = [
+        line.partition(', "phases"')[0] + "}\n" if '"kind": "step"' in line else line
+        for line in lines[:-1]
+    ]
     (tmp_path / events.FILE).write_text("".join(old))
     before = past.read(tmp_path)
     assert len(before.steps) == 3
@@ -172,7 +208,9 @@ def test_a_killed_run_and_a_log_of_an_older_version_are_told_as_far_as_they_go(t
     assert story.as_row(before)["time"] is None
 
 
-def test_a_loop_of_ones_own_is_timed_by_the_phases_that_it_names(tmp_path: Path, wall: Bracket) -> None:
+def test_a_loop_of_ones_own_is_timed_by_the_phases_that_it_names(
+    tmp_path: Path, wall: Bracket
+) -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     spent_s = 0.0
@@ -183,7 +221,9 @@ def test_a_loop_of_ones_own_is_timed_by_the_phases_that_it_names(tmp_path: Path,
             spent_s += wait(0.005)
             yield torch.ones(3, 4), torch.zeros(3, dtype=torch.int64)
 
-    with surefoot.attach(model=model, optimizer=optimizer, data=slow(), folder=tmp_path / "run") as run:
+    with surefoot.attach(
+        model=model, optimizer=optimizer, data=slow(), folder=tmp_path / "run"
+    ) as run:
         for inputs, targets in run.batches():
             with run.phase("forward"):
                 named_s = wait(0.01)

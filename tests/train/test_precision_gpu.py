@@ -34,9 +34,14 @@ def test_every_format_learns_what_fp32_learns(compute: str, tmp_path: Path) -> N
     assert losses[compute] == pytest.approx(losses["fp32"], rel=2e-2)
 
 
-def test_the_scale_is_decided_on_the_device_and_an_overflow_moves_nothing_else(tmp_path: Path) -> None:
+def test_the_scale_is_decided_on_the_device_and_an_overflow_moves_nothing_else(
+    tmp_path: Path,
+) -> None:
     how = spec(
-        9, train=CUDA, precision={"compute": "fp16", "init_scale": 256.0, "growth_interval": 2}, observe={"every": "1 step"}
+        9,
+        train=CUDA,
+        precision={"compute": "fp16", "init_scale": 256.0, "growth_interval": 2},
+        observe={"every": "1 step"},
     )
     before: dict[str, Any] = {}
     with Run(how, Odd("finite loss, inf gradient"), folder=tmp_path / "a", quiet=True) as run:
@@ -50,7 +55,17 @@ def test_the_scale_is_decided_on_the_device_and_an_overflow_moves_nothing_else(t
                 before = state_of(run)
             if report.step == 4:
                 assert_same(before, state_of(run))
-    assert scales(tmp_path / "a") == [256.0, 512.0, 512.0, 256.0, 256.0, 512.0, 512.0, 1024.0, 1024.0]
+    assert scales(tmp_path / "a") == [
+        256.0,
+        512.0,
+        512.0,
+        256.0,
+        256.0,
+        512.0,
+        512.0,
+        1024.0,
+        1024.0,
+    ]
     (fault,) = faults_of(tmp_path / "a")
     assert (fault.step, fault.fault) == (4, "overflow")
 
@@ -60,7 +75,10 @@ def test_fp32_means_fp32_in_products_and_convolutions_and_tf32_does_not() -> Non
         pytest.skip("the GPU has no tf32")
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.randn(256, 256, device="cuda", generator=generator) for _ in range(2))
-    images, filters = torch.randn(8, 64, 16, 16, device="cuda", generator=generator), torch.randn(64, 64, 3, 3, device="cuda")
+    images, filters = (
+        torch.randn(8, 64, 16, 16, device="cuda", generator=generator),
+        torch.randn(64, 64, 3, 3, device="cuda"),
+    )
     off = {}
     for compute in ("fp32", "tf32"):
         put_back = set_products(compute)

@@ -17,7 +17,10 @@ from surefoot.train.resume.program import find_commit
 from surefoot.train.run import Run
 from tests.train.small import FEW, Small, call, records, spec, write_task
 
-FORWARD = ("        # FORWARD\n", "        if STEP == 3: raise ValueError('not now')\n        # FORWARD\n")
+FORWARD = (
+    "        # FORWARD\n",
+    "        if STEP == 3: raise ValueError('not now')\n        # FORWARD\n",
+)
 NET = "SCALE = 1.0\n"
 PATH_AND_IMPORT = """
 import pathlib, sys
@@ -25,15 +28,35 @@ sys.path.append(str(pathlib.Path(__file__).parent / "venv" / "site-packages"))
 import bought
 """
 PROJECTS = {
-    "a file beside the task": ("mine.py", "net.py", ("import torch\n", "import torch\nimport net\n")),
-    "a module of a package": ("mine.py", "nets/deep/sizes.py", ("import torch\n", "import torch\nfrom nets.deep import sizes\n")),
-    "imported by the loss alone": ("mine.py", "late.py", ("        # LOSS\n", "        import late\n")),
-    "imported by its name": ("mine.py", "dyn.py", ("import torch\n", "import torch, importlib\nimportlib.import_module('dyn')\n")),
-    "a file of the project, above the task's folder": (
-        "tasks/mine.py", "shared_parts.py",
-        ("import torch\n", "import torch, sys, pathlib\nsys.path.append(str(pathlib.Path(__file__).parents[1]))\nimport shared_parts\n"),
+    "a file beside the task": (
+        "mine.py",
+        "net.py",
+        ("import torch\n", "import torch\nimport net\n"),
     ),
-}  # fmt: skip
+    "a module of a package": (
+        "mine.py",
+        "nets/deep/sizes.py",
+        ("import torch\n", "import torch\nfrom nets.deep import sizes\n"),
+    ),
+    "imported by the loss alone": (
+        "mine.py",
+        "late.py",
+        ("        # LOSS\n", "        import late\n"),
+    ),
+    "imported by its name": (
+        "mine.py",
+        "dyn.py",
+        ("import torch\n", "import torch, importlib\nimportlib.import_module('dyn')\n"),
+    ),
+    "a file of the project, above the task's folder": (
+        "tasks/mine.py",
+        "shared_parts.py",
+        (
+            "import torch\n",
+            "import torch, sys, pathlib\nsys.path.append(str(pathlib.Path(__file__).parents[1]))\nimport shared_parts\n",
+        ),
+    ),
+}
 
 
 def write_project(folder: Path, where: str) -> tuple[str, Path]:
@@ -59,7 +82,10 @@ def clean(tmp_path: Path) -> Iterator[None]:
 def forget(folder: Path) -> None:
     """The modules below `folder` are imported anew, as by a fresh process."""
     for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None) or "").startswith(str(folder)) or name in ("nets", "nets.deep"):
+        if str(getattr(module, "__file__", None) or "").startswith(str(folder)) or name in (
+            "nets",
+            "nets.deep",
+        ):
             del sys.modules[name]
 
 
@@ -80,11 +106,20 @@ def test_a_module_that_changes_between_two_attempts_is_refused_by_name_unless_it
     assert "--accept-code-change" in told
     forget(tmp_path)
     assert call(monkeypatch, *words, "--accept-code-change") == 3
-    assert f"the code is not that of the attempt before: {module.relative_to(tmp_path)}" in capsys.readouterr().err
+    assert (
+        f"the code is not that of the attempt before: {module.relative_to(tmp_path)}"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
-    "what", ["a file that is not imported", "an installed package", "a log without modules", "a moved project"]
+    "what",
+    [
+        "a file that is not imported",
+        "an installed package",
+        "a log without modules",
+        "a moved project",
+    ],
 )
 def test_what_is_the_same_program_is_resumed(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -115,7 +150,9 @@ def test_what_is_the_same_program_is_resumed(
         words[1] = f"{tmp_path / 'moved' / 'mine.py'}:Mine"
         (tmp_path / "moved" / "mine.py").touch()
     forget(tmp_path)
-    assert call(monkeypatch, *words) == 3, capsys.readouterr().err  # its own fault at step 3: it was resumed
+    assert call(monkeypatch, *words) == 3, (
+        capsys.readouterr().err
+    )  # its own fault at step 3: it was resumed
     assert len([each for each in records(tmp_path / "a") if isinstance(each, Started)]) == 2
 
 
@@ -130,7 +167,9 @@ def test_attach_names_the_modules_that_changed_and_resumes(
         __import__("looped")
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with surefoot.attach(model=model, optimizer=optimizer, data=list(torch.ones(4, 1)), folder="run") as run:
+        with surefoot.attach(
+            model=model, optimizer=optimizer, data=list(torch.ones(4, 1)), folder="run"
+        ) as run:
             for batch in run.batches():
                 loss = model(batch).square().mean()
                 loss.backward()
@@ -148,7 +187,9 @@ def test_attach_names_the_modules_that_changed_and_resumes(
 
 
 @pytest.mark.parametrize("name", ["python", "torch", "numpy", "surefoot"])
-def test_another_version_than_before_is_noted_and_the_run_resumes(name: str, tmp_path: Path) -> None:
+def test_another_version_than_before_is_noted_and_the_run_resumes(
+    name: str, tmp_path: Path
+) -> None:
     with Run(spec(8), Small(), folder=tmp_path / "a", quiet=True) as run:
         next(run.steps())
     log = tmp_path / "a" / "events.jsonl"
@@ -159,13 +200,20 @@ def test_another_version_than_before_is_noted_and_the_run_resumes(name: str, tmp
         next(run.steps())
     newest = [each for each in records(tmp_path / "a") if isinstance(each, Started)][-1]
     assert newest.generation == 2
-    assert f"{name} is version {newest.versions[name]}, was 0.0.1: results may differ in the last bits" in newest.notes
+    assert (
+        f"{name} is version {newest.versions[name]}, was 0.0.1: results may differ in the last bits"
+        in newest.notes
+    )
 
 
 @pytest.mark.parametrize("where", ["a clone", "a worktree", "packed references", "a folder inside"])
-def test_the_commit_is_found_and_whether_tracked_files_differ_from_it(where: str, tmp_path: Path) -> None:
+def test_the_commit_is_found_and_whether_tracked_files_differ_from_it(
+    where: str, tmp_path: Path
+) -> None:
     def git(*words: str) -> str:
-        told = subprocess.run(["git", "-C", str(tmp_path / "p"), *words], check=True, capture_output=True, text=True)
+        told = subprocess.run(
+            ["git", "-C", str(tmp_path / "p"), *words], check=True, capture_output=True, text=True
+        )
         return told.stdout.strip()
 
     (tmp_path / "p" / "inside").mkdir(parents=True)
@@ -183,7 +231,9 @@ def test_the_commit_is_found_and_whether_tracked_files_differ_from_it(where: str
     commit = git("rev-parse", "HEAD")
     (folder / "new.txt").write_text("untracked, as runs are")
     assert find_commit(folder) == (commit, False)
-    (folder / ("net.py" if where == "a folder inside" else "inside/net.py")).write_text(NET + "x = 1\n")
+    (folder / ("net.py" if where == "a folder inside" else "inside/net.py")).write_text(
+        NET + "x = 1\n"
+    )
     assert find_commit(folder) == (commit, True)
     if where in ("a clone", "a folder inside"):
         assert find_commit(folder, asks_git=False) == (commit, None)

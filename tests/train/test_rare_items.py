@@ -78,7 +78,10 @@ class Two(Masked):
     def loss(self, output: Tensor, batch: Any) -> Loss:
         there = batch["y"] != -100
         boxes = output[there].square().sum() if there.any() else torch.zeros(())
-        return Loss(super().loss(output, batch).terms[0], Term("boxes", boxes, int(there.sum()) * 3, weight=0.5))
+        return Loss(
+            super().loss(output, batch).terms[0],
+            Term("boxes", boxes, int(there.sum()) * 3, weight=0.5),
+        )
 
     def counts(self, batch: Any) -> dict[str, int]:
         many = int((batch["y"] != -100).sum())
@@ -94,12 +97,16 @@ def spec(length: str = "2 epochs", **tables: Any) -> RunSpec:
 
 @pytest.mark.parametrize("microbatch", [None, 2])
 @pytest.mark.parametrize("kind", [Masked, Numbers, Undefined, Counted, Two])
-def test_a_step_in_which_no_item_counts_moves_nothing_and_is_recorded(kind: Any, microbatch: int | None, tmp_path: Path) -> None:
+def test_a_step_in_which_no_item_counts_moves_nothing_and_is_recorded(
+    kind: Any, microbatch: int | None, tmp_path: Path
+) -> None:
     if kind is Undefined and microbatch:
         pytest.skip("a mean of no items is not a number in half of a batch either")
     table = {} if microbatch is None else {"microbatch": microbatch}
     applied, before = [], dict[str, Tensor]()
-    with Run(spec(train=table, schedule={"name": "linear"}), kind(), folder=tmp_path / "run", quiet=True) as run:
+    with Run(
+        spec(train=table, schedule={"name": "linear"}), kind(), folder=tmp_path / "run", quiet=True
+    ) as run:
         guarded = run.assembly.updates[0].guarded
         rates = guarded.rates
         for report in run.steps():
@@ -130,14 +137,18 @@ def test_a_run_with_empty_batches_equals_one_without_them(tmp_path: Path) -> Non
 
     states = []
     for name, task in (("empty", Masked()), ("none", Without())):
-        with Run(spec(schedule={"name": "constant"}), task, folder=tmp_path / name, quiet=True) as run:
+        with Run(
+            spec(schedule={"name": "constant"}), task, folder=tmp_path / name, quiet=True
+        ) as run:
             for _ in run.steps():
                 pass
             states.append(state_of(run))
     assert_same(*states)
 
 
-def test_a_run_that_is_left_after_an_empty_step_resumes_to_the_same_bits_and_goes_on_counting(tmp_path: Path) -> None:
+def test_a_run_that_is_left_after_an_empty_step_resumes_to_the_same_bits_and_goes_on_counting(
+    tmp_path: Path,
+) -> None:
     states = []
     for name, leave in (("whole", 0), ("parts", 2)):
         for stop in (leave, 0)[not leave :]:
@@ -154,12 +165,21 @@ def test_a_run_that_is_left_after_an_empty_step_resumes_to_the_same_bits_and_goe
 def test_any_number_of_empty_steps_in_a_row_ends_no_run_and_is_printed_at_powers_of_two(
     limit: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Run(spec("4 epochs", stability=limit), Masked((1, 2, 3, 4, 5)), folder=tmp_path / "run", quiet=True) as run:
+    with Run(
+        spec("4 epochs", stability=limit),
+        Masked((1, 2, 3, 4, 5)),
+        folder=tmp_path / "run",
+        quiet=True,
+    ) as run:
         assert sum(report.applied for report in run.steps()) == 4
     printed = [line for line in capsys.readouterr().err.splitlines() if "counts 0 items;" in line]
     assert [line.split("; ")[-1] for line in printed] == [
-        "1 such step so far", "2 such steps so far", "4 such steps so far", "8 such steps so far", "16 such steps so far",
-    ]  # fmt: skip
+        "1 such step so far",
+        "2 such steps so far",
+        "4 such steps so far",
+        "8 such steps so far",
+        "16 such steps so far",
+    ]
     assert len(faults_of(tmp_path / "run")) == 20
 
 
@@ -173,18 +193,27 @@ def test_an_update_without_items_leaves_the_others_their_own(tmp_path: Path) -> 
                 Update("size", whole, second),
             ]
 
-    with Run(spec("1 epoch", optim={"ema": None}), Pair(), folder=tmp_path / "run", quiet=True) as run:
+    with Run(
+        spec("1 epoch", optim={"ema": None}), Pair(), folder=tmp_path / "run", quiet=True
+    ) as run:
         counts = []
         for report in run.steps():
             counts.append([update.guarded.applied_steps for update in run.assembly.updates])
             assert report.empty_updates == (("labels",) if report.step in EMPTY else ())
     assert counts == [[1, 1], [1, 2], [2, 3], [3, 4], [3, 5], [4, 6]]
-    assert ["update labels was skipped" in each.action for each in faults_of(tmp_path / "run")] == [True] * 2
+    assert ["update labels was skipped" in each.action for each in faults_of(tmp_path / "run")] == [
+        True
+    ] * 2
 
 
 def test_an_update_inside_the_backward_pass_is_skipped_too(tmp_path: Path) -> None:
     tables = {"memory": {"update_in_backward": True}, "stability": {"nonfinite": "stop"}}
-    with Run(spec(optim={"clip": 0.0, "ema": None}, **tables), Masked(), folder=tmp_path / "run", quiet=True) as run:
+    with Run(
+        spec(optim={"clip": 0.0, "ema": None}, **tables),
+        Masked(),
+        folder=tmp_path / "run",
+        quiet=True,
+    ) as run:
         assert [report.step for report in run.steps() if not report.applied] == [2, 5, 8, 11]
     assert run.outcome == "finished"
 
@@ -225,20 +254,28 @@ class Fixed(Masked):
 
         class State(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
-                return super().forward(x + torch.zeros(size, 1)) if len(x) == size else super().forward(x.view(size, 4))
+                return (
+                    super().forward(x + torch.zeros(size, 1))
+                    if len(x) == size
+                    else super().forward(x.view(size, 4))
+                )
 
         return State(4, 3)
 
 
 @pytest.mark.parametrize("size", [4, 3, 12, 24])
 def test_a_model_that_is_built_for_the_batch_of_the_run_trains(size: int, tmp_path: Path) -> None:
-    with Run(spec("3 steps", train={"batch": size}), Fixed(size), folder=tmp_path / "run", quiet=True) as run:
+    with Run(
+        spec("3 steps", train={"batch": size}), Fixed(size), folder=tmp_path / "run", quiet=True
+    ) as run:
         assert [report.applied for report in run.steps()] == [True] * 3
         assert run.evaluate().num_samples == SAMPLES
 
 
 def test_a_trial_that_fails_says_that_it_is_one_and_of_how_many_samples() -> None:
-    with pytest.raises(TaskError, match="a trial of update loss on 6 samples before the run failed"):
+    with pytest.raises(
+        TaskError, match="a trial of update loss on 6 samples before the run failed"
+    ):
         check(assemble(spec(train={"batch": 6}), Broken()))
 
 
@@ -265,7 +302,13 @@ class Energy(Masked):
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, model: Any, batch: Any) -> Any:
-        with torch.enable_grad() if self.grad else torch.no_grad() if not torch.is_grad_enabled() else torch.enable_grad():
+        with (
+            torch.enable_grad()
+            if self.grad
+            else torch.no_grad()
+            if not torch.is_grad_enabled()
+            else torch.enable_grad()
+        ):
             places = batch["x"].detach().requires_grad_()
             energy = model(places)
             (force,) = torch.autograd.grad(energy.sum(), places, create_graph=True)
@@ -279,7 +322,9 @@ class Unprepared(Energy):
     grad = False
 
 
-def test_a_forward_pass_that_takes_gradients_trains_and_is_evaluated_under_enable_grad(tmp_path: Path) -> None:
+def test_a_forward_pass_that_takes_gradients_trains_and_is_evaluated_under_enable_grad(
+    tmp_path: Path,
+) -> None:
     with Run(spec("1 epoch"), Energy(), folder=tmp_path / "run", quiet=True) as run:
         losses = [report.loss for report in run.steps()]
         assert run.evaluate().num_samples == SAMPLES

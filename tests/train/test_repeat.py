@@ -35,7 +35,10 @@ def test_a_run_repeats_from_its_own_spec_in_a_fresh_process_bit_for_bit(tmp_path
     kept: dict[int, dict[str, Tensor]] = {}
     task = Small(norm=True, dropout=0.5)
     how = spec(
-        20, optim={"lr": 0.02, "ema": 0.9}, schedule={"name": "cosine", "warmup": "3 steps"}, train={"microbatch": 2, "seed": 7}
+        20,
+        optim={"lr": 0.02, "ema": 0.9},
+        schedule={"name": "cosine", "warmup": "3 steps"},
+        train={"microbatch": 2, "seed": 7},
     )
     with Run(how, task, folder=tmp_path / "a", quiet=True) as run:
         for report in run.steps():
@@ -44,17 +47,28 @@ def test_a_run_repeats_from_its_own_spec_in_a_fresh_process_bit_for_bit(tmp_path
             kept[report.step] = copy.deepcopy(run.model.state_dict())
     root = str(Path(__file__).resolve().parents[2])
     environment = {**child_environment(threads=torch.get_num_threads()), "PYTHONPATH": root}
-    subprocess.run([sys.executable, "-c", AGAIN, str(tmp_path / "a" / "spec.toml")], cwd=tmp_path, env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-c", AGAIN, str(tmp_path / "a" / "spec.toml")],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+    )
     for step in (10, 15, 20):
         assert_same(kept[step], load_file(tmp_path / f"{step}.safetensors"))
 
 
-def test_the_spec_of_a_run_means_the_same_wherever_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_spec_of_a_run_means_the_same_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A relative path in a spec built in Python is relative to where it was built, and its run folder lies elsewhere."""
 
     write_task(tmp_path)
     monkeypatch.chdir(tmp_path)
-    how = RunSpec(task={"use": "mine.py:Mine"}, train={"length": "2 steps", "batch": 4}, observe={"tensorboard": False})
+    how = RunSpec(
+        task={"use": "mine.py:Mine"},
+        train={"length": "2 steps", "batch": 4},
+        observe={"tensorboard": False},
+    )
     with Run(how, folder=tmp_path / "deep" / "a", quiet=True) as run:
         for _ in run.steps():
             pass

@@ -50,7 +50,9 @@ class Rich(Small):
         if model.training:
             self.seen += torch.bincount(batch[1], minlength=3)
             self.table[0] += np.random.random() + random.random()  # noqa: NPY002 - global streams are what is tested
-        return super().forward(model, batch) * (1 + 0.01 * float(self.seen.sum() % 7) + 0.01 * float(self.table[0] % 1))
+        return super().forward(model, batch) * (
+            1 + 0.01 * float(self.seen.sum() % 7) + 0.01 * float(self.table[0] % 1)
+        )
 
     def state(self) -> Mapping[str, Any]:
         return {"seen": self.seen, "table": self.table}
@@ -102,10 +104,17 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.quick(
-    "accumulation", "optim muon", "optim adamw", "fp16 with its loss scale", "blocking saves", "a plateau schedule"
+    "accumulation",
+    "optim muon",
+    "optim adamw",
+    "fp16 with its loss scale",
+    "blocking saves",
+    "a plateau schedule",
 )
 @pytest.mark.parametrize("name", HOW)
-def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits_losses_and_ledger(name: str, tmp_path: Path) -> None:
+def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits_losses_and_ledger(
+    name: str, tmp_path: Path
+) -> None:
     tables = {key: dict(table) for key, table in HOW[name].items()}
     tables["checkpoint"] = {"every": f"{EVERY} steps", **tables.get("checkpoint", {})}
     tables["evaluate"] = {"every": "4 steps"}
@@ -126,15 +135,21 @@ def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits_losses_and_le
 OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
     "adamw in a loop": lambda groups: torch.optim.AdamW(groups, lr=0.01, foreach=False),
-    "adam of torch's fused kernel": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, fused=True),
-    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01), "radam": lambda groups: torch.optim.RAdam(groups, lr=0.01),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1), "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
-}  # fmt: skip
+    "adam of torch's fused kernel": lambda groups: torch.optim.Adam(
+        groups, lr=0.01, amsgrad=True, fused=True
+    ),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "radam": lambda groups: torch.optim.RAdam(groups, lr=0.01),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+}
 
 
 @pytest.mark.quick("adam", "adagrad")
 @pytest.mark.parametrize("name", OWN)
-def test_an_optimiser_of_the_tasks_own_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_an_optimiser_of_the_tasks_own_goes_on_with_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
     class Own(Rich):
         def optimizer(self, groups: Any) -> torch.optim.Optimizer:
             return OWN[name](groups)
@@ -157,10 +172,16 @@ class Hidden(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.mean = x.detach().mean(0) if self.mean is None else self.mean.lerp(x.detach().mean(0), 0.1)
+            self.mean = (
+                x.detach().mean(0) if self.mean is None else self.mean.lerp(x.detach().mean(0), 0.1)
+            )
             self.cache = torch.cat([self.cache[-5:], x.detach()[:1, 0]])
             self.calls += 1
-        return super().forward(x if self.mean is None else x + self.mean) + self.cache.sum() + 0.01 * (self.calls % 7)
+        return (
+            super().forward(x if self.mean is None else x + self.mean)
+            + self.cache.sum()
+            + 0.01 * (self.calls % 7)
+        )
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self.calls])
@@ -203,10 +224,17 @@ def test_what_no_state_dict_names_goes_on_with_the_same_bits(tmp_path: Path) -> 
 
 @pytest.mark.quick("optimizer", "task")
 @pytest.mark.parametrize("lost", ["optimizer", "random", "task", "scores", "guard", "scaler"])
-def test_each_part_of_the_state_is_needed_for_the_same_bits(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_of_the_state_is_needed_for_the_same_bits(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Takes one part away while going on: the end must then differ, or the part would not be worth its place."""
     precision = {"compute": "fp16", "growth_interval": 3} if lost == "scaler" else {}
-    how = spec(STEPS, checkpoint={"every": f"{EVERY} steps"}, evaluate={"every": "4 steps"}, precision=precision)
+    how = spec(
+        STEPS,
+        checkpoint={"every": f"{EVERY} steps"},
+        evaluate={"every": "4 steps"},
+        precision=precision,
+    )
     train(tmp_path / "whole", how, Rich())
     train(tmp_path / "left", how, Rich(), leave_at=STOP)
     target = {
@@ -241,7 +269,15 @@ def test_frozen_weights_are_linked_and_not_written_again(tmp_path: Path) -> None
         for step in (2, 4, 12)
     ]
     assert [entry.since for entry in entries] == [2, 2, 2]
-    assert len({(manifest.step_folder(tmp_path / "a", step) / entries[0].name).stat().st_ino for step in (2, 4, 12)}) == 1
+    assert (
+        len(
+            {
+                (manifest.step_folder(tmp_path / "a", step) / entries[0].name).stat().st_ino
+                for step in (2, 4, 12)
+            }
+        )
+        == 1
+    )
 
 
 def wide(task: Small) -> nn.Module:
@@ -252,9 +288,13 @@ def with_momentum(task: Small, groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize(("part", "other", "told"), [
-    ("model", wide, "of another shape: 0.bias"), ("optimizer", with_momentum, "go on with the task and the spec"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "other", "told"),
+    [
+        ("model", wide, "of another shape: 0.bias"),
+        ("optimizer", with_momentum, "go on with the task and the spec"),
+    ],
+)
 def test_a_state_that_does_not_fit_is_refused_in_words_and_nothing_is_set_aside(
     part: str, other: Any, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,10 +312,14 @@ def test_a_state_that_does_not_fit_is_refused_in_words_and_nothing_is_set_aside(
     train(tmp_path / "a", how, Small())
 
 
-def test_a_state_of_the_tasks_that_the_commit_does_not_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_of_the_tasks_that_the_commit_does_not_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     how = spec(STEPS, checkpoint={"every": "5 steps"})
     train(tmp_path / "a", how, Rich(), leave_at=STOP)
-    monkeypatch.setattr(Rich, "state", lambda task: {"seen": task.seen, "table": task.table, "more": torch.zeros(2)})
+    monkeypatch.setattr(
+        Rich, "state", lambda task: {"seen": task.seen, "table": task.table, "more": torch.zeros(2)}
+    )
     with pytest.raises(RunFolderError, match="names 'more', of which the commit holds nothing"):
         train(tmp_path / "a", how, Rich())
 
@@ -295,7 +339,9 @@ def test_a_length_in_time_is_that_of_all_attempts(tmp_path: Path) -> None:
         pass
 
 
-def test_a_weight_that_is_changed_while_it_is_copied_costs_that_save_and_is_told(tmp_path: Path) -> None:
+def test_a_weight_that_is_changed_while_it_is_copied_costs_that_save_and_is_told(
+    tmp_path: Path,
+) -> None:
     class Clamped(Small):
         def forward(self, model: nn.Module, batch: Any) -> Tensor:
             with torch.no_grad():
@@ -349,7 +395,9 @@ def test_what_a_kill_left_undeleted_goes_with_the_next_start(tmp_path: Path) -> 
     def kept(number: int) -> RunSpec:
         return spec(STEPS, checkpoint={"every": f"{EVERY} steps", "keep": number})
 
-    train(tmp_path, kept(9), Small(), leave_at=3 * EVERY + 1)  # as if each kill had come between a commit and its clean-up
+    train(
+        tmp_path, kept(9), Small(), leave_at=3 * EVERY + 1
+    )  # as if each kill had come between a commit and its clean-up
     assert manifest.steps(tmp_path) == [EVERY, 2 * EVERY, 3 * EVERY]
     with Run(kept(2), Small(), folder=tmp_path, quiet=True):
         assert manifest.steps(tmp_path) == [2 * EVERY, 3 * EVERY]

@@ -22,7 +22,19 @@ from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.core.place import child_environment
 from surefoot.train.run import Run
-from tests.train.small import FEW, Small, call, end_of, entries, faults_of, fill, mounted, records, spec, write_task
+from tests.train.small import (
+    FEW,
+    Small,
+    call,
+    end_of,
+    entries,
+    faults_of,
+    fill,
+    mounted,
+    records,
+    spec,
+    write_task,
+)
 
 
 def train(folder: Path | None, steps: int = 6, **tables: dict[str, object]) -> Run:
@@ -43,12 +55,18 @@ def leave_unfinished(folder: Path, steps: int = 6) -> None:
 # ---- which folder
 
 
-def test_without_a_folder_every_run_gets_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_every_run_gets_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert [train(None, 2).folder for _ in range(3)] == [Path("runs") / f"small-{number}" for number in (1, 2, 3)]
+    assert [train(None, 2).folder for _ in range(3)] == [
+        Path("runs") / f"small-{number}" for number in (1, 2, 3)
+    ]
 
 
-def test_a_finished_folder_is_left_alone_and_a_run_that_begins_anew_goes_to_a_new_one(tmp_path: Path) -> None:
+def test_a_finished_folder_is_left_alone_and_a_run_that_begins_anew_goes_to_a_new_one(
+    tmp_path: Path,
+) -> None:
     train(tmp_path / "a")
     before = (tmp_path / "a" / "events.jsonl").read_bytes()
     with Run(spec(6), Small(), folder=tmp_path / "a", fresh=True, quiet=True) as again:
@@ -81,12 +99,18 @@ def test_an_unfinished_folder_without_a_commit_is_gone_on_in_from_the_start_and_
     assert end_of(tmp_path / "a").generation == 2
 
 
-def test_a_damaged_commit_is_set_aside_and_the_run_goes_on_from_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_commit_is_set_aside_and_the_run_goes_on_from_the_one_before(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "a"
     train(folder, 12, checkpoint={"every": "4 steps"})
     whole = (manifest.step_folder(folder, 12) / "model.safetensors").read_bytes()
-    (folder / "events.jsonl").write_text("".join((folder / "events.jsonl").read_text().splitlines(keepends=True)[:-1]))
-    (manifest.step_folder(folder, 12) / "model.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    (folder / "events.jsonl").write_text(
+        "".join((folder / "events.jsonl").read_text().splitlines(keepends=True)[:-1])
+    )
+    (manifest.step_folder(folder, 12) / "model.safetensors").write_bytes(
+        whole[:-1] + bytes([whole[-1] ^ 1])
+    )
     with Run(spec(12), Small(), folder=folder, quiet=True) as run:
         assert run.step == 8
         for _ in run.steps():
@@ -104,12 +128,18 @@ def test_drafts_of_a_killed_attempt_are_cleared_away(tmp_path: Path) -> None:
     (folder / "checkpoints" / ".gone-step-000000000002").mkdir()
     (folder / "checkpoints" / "mine").mkdir()
     train(folder)
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["mine", "step-000000000006"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "mine",
+        "step-000000000006",
+    ]
 
 
 @pytest.mark.parametrize("word", ["--accept-code-change", "--fresh", None])
 def test_changed_task_code_is_refused_unless_it_is_accepted_or_the_run_begins_anew(
-    word: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    word: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     task = write_task(tmp_path, change=("# FORWARD", "if STEP == 3: raise ValueError('not now')"))
     words = ["train", task, *FEW, "--run", str(tmp_path / "a")]
@@ -127,8 +157,12 @@ def test_changed_task_code_is_refused_unless_it_is_accepted_or_the_run_begins_an
         assert "--fresh" in said
         return
     assert code == 0
-    assert end_of(tmp_path / ("a" if word == "--accept-code-change" else "a-1")).outcome == "finished"
-    assert end_of(tmp_path / "a").outcome == ("finished" if word == "--accept-code-change" else "failed")  # nothing is deleted
+    assert (
+        end_of(tmp_path / ("a" if word == "--accept-code-change" else "a-1")).outcome == "finished"
+    )
+    assert end_of(tmp_path / "a").outcome == (
+        "finished" if word == "--accept-code-change" else "failed"
+    )  # nothing is deleted
 
 
 # ---- what is refused, leaving nothing
@@ -139,10 +173,16 @@ def test_the_run_of_another_spec_is_refused(
 ) -> None:
     task, folder = write_task(tmp_path), tmp_path / "a"
     assert call(monkeypatch, "train", task, *FEW, "--run", str(folder)) == 0
-    before = {name: (folder / name).read_bytes() for name in entries(folder) if (folder / name).is_file()}
-    assert call(monkeypatch, "train", task, *FEW, "--run", str(folder), "--set", "optim.lr=0.5") == 2
+    before = {
+        name: (folder / name).read_bytes() for name in entries(folder) if (folder / name).is_file()
+    }
+    assert (
+        call(monkeypatch, "train", task, *FEW, "--run", str(folder), "--set", "optim.lr=0.5") == 2
+    )
     assert "is the run of another spec" in capsys.readouterr().err
-    assert {name: (folder / name).read_bytes() for name in entries(folder) if (folder / name).is_file()} == before
+    assert {
+        name: (folder / name).read_bytes() for name in entries(folder) if (folder / name).is_file()
+    } == before
 
 
 @pytest.mark.parametrize("what", ["a file", "a file in the way", "foreign files"])
@@ -168,9 +208,18 @@ def test_a_path_that_can_be_no_run_folder_is_refused(
 def test_a_read_only_disk_is_refused_before_the_data_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = write_task(tmp_path, change=("generator = torch.Generator()", "print('data was read'); generator = torch.Generator()"))
+    task = write_task(
+        tmp_path,
+        change=(
+            "generator = torch.Generator()",
+            "print('data was read'); generator = torch.Generator()",
+        ),
+    )
     with mounted(tmp_path / "disk", "size=4M,ro"):
-        assert call(monkeypatch, "train", task, *FEW, "--run", str(tmp_path / "disk" / "deep" / "a")) == 2
+        assert (
+            call(monkeypatch, "train", task, *FEW, "--run", str(tmp_path / "disk" / "deep" / "a"))
+            == 2
+        )
         said = capsys.readouterr()
         assert "cannot be written" in said.err
         assert "data was read" not in said.out
@@ -179,7 +228,10 @@ def test_a_read_only_disk_is_refused_before_the_data_is_read(
 
 @pytest.mark.parametrize("leaving", [0, 8 << 10])
 def test_a_full_disk_is_refused_at_the_start_and_nothing_is_left(
-    leaving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    leaving: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with mounted(tmp_path / "disk", "size=2M") as disk:
         task = write_task(tmp_path)
@@ -191,8 +243,12 @@ def test_a_full_disk_is_refused_at_the_start_and_nothing_is_left(
         assert entries(disk) == [".ballast"]
 
 
-def test_a_disk_that_fills_up_while_the_folder_is_opened_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.train.folder.LEAST_FREE_BYTES", 0)  # so that the disk itself refuses
+def test_a_disk_that_fills_up_while_the_folder_is_opened_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "surefoot.train.folder.LEAST_FREE_BYTES", 0
+    )  # so that the disk itself refuses
     with mounted(tmp_path / "disk", "size=64k") as disk:
         for leaving in (0, 4 << 10, 8 << 10):  # a page each for the lock, the spec and the log
             ballast = fill(disk, leaving=leaving)
@@ -216,7 +272,11 @@ def test_two_launchers_in_one_folder_one_trains_and_the_other_names_it(
     with Run(spec(6), Small(), folder=folder, quiet=True) as first:
         for report in first.steps():
             if report.step == 2:
-                before = {name: (folder / name).read_bytes() for name in entries(folder) if (folder / name).is_file()}
+                before = {
+                    name: (folder / name).read_bytes()
+                    for name in entries(folder)
+                    if (folder / name).is_file()
+                }
                 with pytest.raises(RunFolderError, match=f"process {os.getpid()}"):
                     train(folder)
                 assert {name: (folder / name).read_bytes() for name in before} == before
@@ -225,7 +285,9 @@ def test_two_launchers_in_one_folder_one_trains_and_the_other_names_it(
     assert len([event for event in records(folder) if isinstance(event, Started)]) == 1
 
 
-def test_launchers_without_a_folder_never_share_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_without_a_folder_never_share_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with Run(spec(2), Small(), quiet=True) as one, Run(spec(2), Small(), quiet=True) as two:
         assert one.folder != two.folder
@@ -254,27 +316,42 @@ def test_a_folder_that_another_launcher_finished_meanwhile_is_not_written_again(
 # ---- the disk fills up while the run goes on
 
 
-def test_a_disk_too_small_for_the_commits_is_told_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_small_for_the_commits_is_told_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     for free, is_told in ((usage.free, False), (2 << 20, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
-        with Run(spec(1, checkpoint={"keep": 5_000}), Small(), folder=tmp_path / str(free), quiet=True):
+        with Run(
+            spec(1, checkpoint={"keep": 5_000}), Small(), folder=tmp_path / str(free), quiet=True
+        ):
             pass
-        (started,) = (event for event in records(tmp_path / str(free)) if isinstance(event, Started))
+        (started,) = (
+            event for event in records(tmp_path / str(free)) if isinstance(event, Started)
+        )
         told = [
             note
             for note in started.notes
-            if re.match(r"5002 commits of about .* need .* MiB, and 2 MiB are free: saves may fail", note)
+            if re.match(
+                r"5002 commits of about .* need .* MiB, and 2 MiB are free: saves may fail", note
+            )
         ]
         assert len(told) == is_told, started.notes
 
 
 def test_a_disk_that_is_full_at_a_commit_costs_that_commit_and_not_the_run(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=4M") as disk:
-        with Run(spec(12, checkpoint={"every": "4 steps", "background": False}), Small(), folder=disk / "a", quiet=True) as run:
+        with Run(
+            spec(12, checkpoint={"every": "4 steps", "background": False}),
+            Small(),
+            folder=disk / "a",
+            quiet=True,
+        ) as run:
             for report in run.steps():
                 if report.step == 4:
-                    ballast = fill(disk, leaving=6 << 10)  # room for a line of the log, none for a file
+                    ballast = fill(
+                        disk, leaving=6 << 10
+                    )  # room for a line of the log, none for a file
                 if report.step == 9:
                     ballast.unlink()
         past = records(disk / "a")
@@ -316,7 +393,14 @@ def test_a_disk_that_is_full_under_the_log_ends_the_run_with_whole_lines_and_who
         lines = "from pathlib import Path\nfrom tests.train.small import fill as fill_disk\n"
         lines += f"def fill(step):\n    if step == 5: fill_disk(Path({str(disk)!r}))\n"
         path.write_text(lines + path.read_text())
-        words = ("--set", "checkpoint.every='2 steps'", "--set", "observe.every='1 step'", "--steps", "200")
+        words = (
+            "--set",
+            "checkpoint.every='2 steps'",
+            "--set",
+            "observe.every='1 step'",
+            "--steps",
+            "200",
+        )
         assert call(monkeypatch, "train", task, *FEW, *words, "--run", str(disk / "a")) == 5
         said = capsys.readouterr().err
         assert "cannot be written" in said
@@ -335,7 +419,9 @@ def test_a_line_that_only_fits_by_half_is_taken_back(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=4M") as disk:
         with (
             pytest.raises(StorageError),
-            Run(spec(4000, observe={"every": "1 step"}), Small(), folder=disk / "a", quiet=True) as run,
+            Run(
+                spec(4000, observe={"every": "1 step"}), Small(), folder=disk / "a", quiet=True
+            ) as run,
         ):
             for report in run.steps():
                 if report.step == 2:
@@ -346,11 +432,18 @@ def test_a_line_that_only_fits_by_half_is_taken_back(tmp_path: Path) -> None:
         assert run.exit_code == 5
 
 
-def test_tensorboard_on_a_full_disk_is_given_up_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_on_a_full_disk_is_given_up_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
     monkeypatch.setattr("surefoot.components.observe.tensorboard.FIRST_WRITE_S", -1.0)
     (tmp_path / "a").mkdir()
-    with Run(spec(4, observe={"every": "1 step", "tensorboard": True}), Small(), folder=tmp_path / "a", quiet=True) as run:
+    with Run(
+        spec(4, observe={"every": "1 step", "tensorboard": True}),
+        Small(),
+        folder=tmp_path / "a",
+        quiet=True,
+    ) as run:
         (tmp_path / "a" / "tensorboard").write_text("a file where the folder should be")
         for _ in run.steps():
             pass
@@ -365,7 +458,10 @@ def test_tensorboard_is_given_up_once_where_the_disk_fills_under_it(
     pytest.importorskip("tensorboard")
     monkeypatch.setattr("surefoot.components.observe.tensorboard.FIRST_WRITE_S", -1.0)
     how = spec(300, observe={"every": "1 step", "tensorboard": True})
-    with Run(how, Small(), folder=tmp_path / "a", quiet=True) as run, mounted(tmp_path / "a" / "tensorboard", "size=1M") as disk:
+    with (
+        Run(how, Small(), folder=tmp_path / "a", quiet=True) as run,
+        mounted(tmp_path / "a" / "tensorboard", "size=1M") as disk,
+    ):
         fill(disk, leaving=4096)
         for _ in run.steps():
             pass
@@ -397,7 +493,9 @@ def test_a_kill_leaves_a_log_that_readers_accept_and_the_next_attempt_mends(
 ) -> None:
     root = Path(__file__).resolve().parents[2]
     environment = {**child_environment(threads=1), "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED], cwd=tmp_path, env=environment, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     folder = tmp_path / "a"
     assert records(folder)[-1].kind == "step"
@@ -406,15 +504,24 @@ def test_a_kill_leaves_a_log_that_readers_accept_and_the_next_attempt_mends(
     with Run(spec(40, observe={"every": "1 step"}), Small(), folder=folder, quiet=True) as run:
         for _ in run.steps():
             pass
-    assert all(json.loads(line)["v"] == 1 for line in (folder / "events.jsonl").read_text().splitlines())
-    assert [event.generation for event in records(folder) if isinstance(event, Started | Ended)] == [1, 2, 2]
+    assert all(
+        json.loads(line)["v"] == 1 for line in (folder / "events.jsonl").read_text().splitlines()
+    )
+    assert [
+        event.generation for event in records(folder) if isinstance(event, Started | Ended)
+    ] == [1, 2, 2]
 
 
 # ---- weights
 
 
 def test_a_commit_that_falls_together_with_an_evaluation_carries_its_score(tmp_path: Path) -> None:
-    with Run(spec(8, checkpoint={"every": "4 steps", "keep": 5}), Small(), folder=tmp_path / "a", quiet=True) as run:
+    with Run(
+        spec(8, checkpoint={"every": "4 steps", "keep": 5}),
+        Small(),
+        folder=tmp_path / "a",
+        quiet=True,
+    ) as run:
         for report in run.steps():
             if report.step % 4 == 0:
                 run.evaluate()
@@ -444,16 +551,23 @@ def test_a_score_that_is_no_number_is_never_the_best(value: float, tmp_path: Pat
     assert "NaN" not in (manifest.step_folder(tmp_path, 1) / manifest.FILE).read_text()
 
 
-def test_a_folder_that_another_process_is_making_is_told_to_be_written_by_it(tmp_path: Path) -> None:
+def test_a_folder_that_another_process_is_making_is_told_to_be_written_by_it(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "tensorboard").mkdir()  # the log is not there yet
-    with RunLock(tmp_path), pytest.raises(RunFolderError, match=f"is being written by process {os.getpid()}"):
+    with (
+        RunLock(tmp_path),
+        pytest.raises(RunFolderError, match=f"is being written by process {os.getpid()}"),
+    ):
         train(tmp_path)
     with pytest.raises(RunFolderError, match="is not empty and holds no run"):
         train(tmp_path)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 256, 257])
-def test_what_a_power_cut_left_of_a_run_without_a_log_is_begun_again(num_bytes: int, tmp_path: Path) -> None:
+def test_what_a_power_cut_left_of_a_run_without_a_log_is_begun_again(
+    num_bytes: int, tmp_path: Path
+) -> None:
     train(tmp_path / "whole")
     left = tmp_path / "left"
     left.mkdir()
@@ -466,10 +580,14 @@ def test_what_a_power_cut_left_of_a_run_without_a_log_is_begun_again(num_bytes: 
         return
     train(left)
     assert end_of(left).outcome == "finished"
-    assert len((left / "ledger.bin").read_bytes()) == len((tmp_path / "whole" / "ledger.bin").read_bytes())
+    assert len((left / "ledger.bin").read_bytes()) == len(
+        (tmp_path / "whole" / "ledger.bin").read_bytes()
+    )
 
 
-def test_the_log_is_on_the_disk_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_is_on_the_disk_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log, sync, synced = tmp_path / "run" / "events.jsonl", os.fsync, []
 
     def noted(descriptor: int) -> None:
@@ -480,4 +598,9 @@ def test_the_log_is_on_the_disk_before_anything_is_trained(tmp_path: Path, monke
     monkeypatch.setattr(os, "fsync", noted)
     with Run(spec(6), Small(), folder=tmp_path / "run", quiet=True) as run:
         assert synced == [log.stat().st_ino, run.folder.stat().st_ino]  # the text, then its name
-        assert sorted(path.name for path in run.folder.iterdir()) == ["events.jsonl", "ledger.bin", "run.lock", "spec.toml"]
+        assert sorted(path.name for path in run.folder.iterdir()) == [
+            "events.jsonl",
+            "ledger.bin",
+            "run.lock",
+            "spec.toml",
+        ]

@@ -37,7 +37,9 @@ def fill(run: Run, value: float) -> None:
 
 @pytest.mark.parametrize("by_hand", [True, False], ids=["saved by hand", "saved by the run"])
 @pytest.mark.parametrize("first", [Run.save, Run.evaluate], ids=["saved", "the best so far"])
-def test_a_step_that_was_saved_before_is_saved_again_where_it_has_changed(first: Any, by_hand: bool, tmp_path: Path) -> None:
+def test_a_step_that_was_saved_before_is_saved_again_where_it_has_changed(
+    first: Any, by_hand: bool, tmp_path: Path
+) -> None:
     with Run(spec(3), Small(), folder=tmp_path / "a", quiet=True) as run:
         for report in run.steps():
             if report.step == 3:
@@ -49,8 +51,12 @@ def test_a_step_that_was_saved_before_is_saved_again_where_it_has_changed(first:
     assert sum(isinstance(event, Committed) for event in records(tmp_path / "a")) == 2
 
 
-def test_a_step_is_saved_once_where_nothing_has_changed_and_before_the_first_step_when_it_is_asked_for(tmp_path: Path) -> None:
-    with Run(spec(3, checkpoint={"every": "3 steps"}), Small(), folder=tmp_path / "a", quiet=True) as run:
+def test_a_step_is_saved_once_where_nothing_has_changed_and_before_the_first_step_when_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    with Run(
+        spec(3, checkpoint={"every": "3 steps"}), Small(), folder=tmp_path / "a", quiet=True
+    ) as run:
         run.save()
         for report in run.steps():
             if report.step == 3:
@@ -95,7 +101,9 @@ def test_a_fork_that_is_killed_as_it_begins_is_a_fork_or_no_run(tmp_path: Path) 
         is_fork = bool(manifest.steps(new))
         was_fork.append(is_fork)
         if not is_fork and (new / "spec.toml").exists():
-            with pytest.raises(RunFolderError, match="a fork that was broken off before its first commit"):
+            with pytest.raises(
+                RunFolderError, match="a fork that was broken off before its first commit"
+            ):
                 Run(how, Small(), folder=new, quiet=True).__enter__()
         again = Run(how, Small(), folder=new, quiet=True, start=None if is_fork else Start(old, 3))
         with again:

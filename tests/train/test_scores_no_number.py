@@ -23,14 +23,19 @@ class Scored(Small):
         self.score, self.is_training = score, False
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Mean]:
-        return {"score": self.score if self.is_training else Mean(1.0, 1.0)}  # the trial before the run gives a number
+        return {
+            "score": self.score if self.is_training else Mean(1.0, 1.0)
+        }  # the trial before the run gives a number
 
 
 @pytest.mark.parametrize("kind", SCORES)
 def test_patience_ends_a_run_whose_score_is_never_a_number(kind: str, tmp_path: Path) -> None:
     task = Scored(SCORES[kind])
     with Run(
-        spec(20, evaluate={"every": "1 step", "score": "score", "patience": 3}), task, folder=tmp_path / "a", quiet=True
+        spec(20, evaluate={"every": "1 step", "score": "score", "patience": 3}),
+        task,
+        folder=tmp_path / "a",
+        quiet=True,
     ) as run:
         task.is_training = True
         drive(run)

@@ -38,7 +38,9 @@ if __name__ == "__main__":
     file.write("written")
 """
 ENDS = {
-    "SIGTERM": ("train(send='SIGTERM')", 143), "SIGINT": ("train(send='SIGINT')", 130), "SIGHUP": ("train(send='SIGHUP')", 129),
+    "SIGTERM": ("train(send='SIGTERM')", 143),
+    "SIGINT": ("train(send='SIGINT')", 130),
+    "SIGHUP": ("train(send='SIGHUP')", 129),
     "nothing": ("train()", 0),
     "another run after it": ("train(send='SIGTERM')\ntrain('other')", 143),
     "the same run, resumed": ("train(send='SIGTERM')\ntrain()", 0),
@@ -47,10 +49,19 @@ ENDS = {
     "an exit that is raised": ("train(send='SIGTERM')\nraise SystemExit(6)", 6),
     "an exit with the run's code": ("sys.exit(train(send='SIGHUP').exit_code)", 129),
     "an error of its own": ("train(send='SIGTERM')\nraise ValueError", 1),
-    "an error in a step": ("Mine.forward = lambda *given: 1 / 0\ntrain()", 2),  # it fails before the run, as the command says
-    "an error in a later step": ("import helper\nMine.loss = helper.failing(Mine.loss)\ntrain()", 3),
-    "an error that is caught": ("Mine.forward = lambda *given: 1 / 0\ntry:\n    train()\nexcept Exception:\n    pass", 0),
-}  # fmt: skip
+    "an error in a step": (
+        "Mine.forward = lambda *given: 1 / 0\ntrain()",
+        2,
+    ),  # it fails before the run, as the command says
+    "an error in a later step": (
+        "import helper\nMine.loss = helper.failing(Mine.loss)\ntrain()",
+        3,
+    ),
+    "an error that is caught": (
+        "Mine.forward = lambda *given: 1 / 0\ntry:\n    train()\nexcept Exception:\n    pass",
+        0,
+    ),
+}
 HELPER = """
 def failing(loss):
     def with_count(self, output, batch):
@@ -64,7 +75,14 @@ def failing(loss):
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def write_script(folder: Path, text: str, name: str = "s.py") -> None:
@@ -72,9 +90,13 @@ def write_script(folder: Path, text: str, name: str = "s.py") -> None:
     (folder / name).write_text(BEGIN + "".join(f"    {line}\n" for line in text.splitlines()))
 
 
-@pytest.mark.quick("an error in a step", "an exit with 5", "SIGTERM", "nothing", "the same run, resumed")
+@pytest.mark.quick(
+    "an error in a step", "an exit with 5", "SIGTERM", "nothing", "the same run, resumed"
+)
 @pytest.mark.parametrize("how", ENDS)
-def test_a_script_ends_with_the_code_of_the_command_unless_it_decides_itself(how: str, tmp_path: Path) -> None:
+def test_a_script_ends_with_the_code_of_the_command_unless_it_decides_itself(
+    how: str, tmp_path: Path
+) -> None:
     text, code = ENDS[how]
     write_script(tmp_path, text)
     ended = python(tmp_path, "s.py")
@@ -85,26 +107,40 @@ def test_a_script_ends_with_the_code_of_the_command_unless_it_decides_itself(how
 
 
 def test_a_script_goes_on_after_an_interrupted_run_as_it_likes(tmp_path: Path) -> None:
-    write_script(tmp_path, "run = train(send='SIGTERM')\nprint(run.outcome, run.step, surefoot.load('r', 'last') is not None)")
+    write_script(
+        tmp_path,
+        "run = train(send='SIGTERM')\nprint(run.outcome, run.step, surefoot.load('r', 'last') is not None)",
+    )
     script = (tmp_path / "s.py").read_text()
     (tmp_path / "s.py").write_text(f"import surefoot\n{script}")
     ended = python(tmp_path, "s.py")
-    assert (ended.returncode, ended.stdout.splitlines()[0]) == (143, "interrupted 3 True"), ended.stderr
+    assert (ended.returncode, ended.stdout.splitlines()[0]) == (143, "interrupted 3 True"), (
+        ended.stderr
+    )
 
 
-def test_a_module_that_python_runs_by_its_name_is_a_script_and_one_inside_another_program_is_none(tmp_path: Path) -> None:
+def test_a_module_that_python_runs_by_its_name_is_a_script_and_one_inside_another_program_is_none(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()
     write_script(tmp_path, "train(send='SIGTERM')", "pkg/s.py")
     assert python(tmp_path, "-m", "pkg.s").returncode == 143
     shutil.rmtree(tmp_path / "r")
-    assert python(tmp_path, "-c", "import runpy\nrunpy.run_path('pkg/s.py', run_name='__main__')").returncode == 0
+    assert (
+        python(
+            tmp_path, "-c", "import runpy\nrunpy.run_path('pkg/s.py', run_name='__main__')"
+        ).returncode
+        == 0
+    )
 
 
 # ---- a run that is asked for again
 
 
-def test_a_finished_run_that_is_asked_for_again_trains_nothing_writes_nothing_and_has_its_weights(tmp_path: Path) -> None:
+def test_a_finished_run_that_is_asked_for_again_trains_nothing_writes_nothing_and_has_its_weights(
+    tmp_path: Path,
+) -> None:
     def run_again() -> Run:
         with Run(spec(6), Small(), folder=tmp_path / "a", quiet=True) as run:
             for _ in run.steps():
@@ -117,7 +153,12 @@ def test_a_finished_run_that_is_asked_for_again_trains_nothing_writes_nothing_an
     before = (tmp_path / "a" / "events.jsonl").read_bytes()
     for _ in range(2):
         again = run_again()
-        assert (again.outcome, again.step, again.exit_code, again.folder) == ("finished", 6, 0, first.folder)
+        assert (again.outcome, again.step, again.exit_code, again.folder) == (
+            "finished",
+            6,
+            0,
+            first.folder,
+        )
         for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
             assert torch.equal(one, other)
         assert again.summary["value"] == first.summary["value"]
@@ -128,7 +169,10 @@ def test_a_finished_run_that_is_asked_for_again_trains_nothing_writes_nothing_an
 
 @pytest.mark.parametrize("ranks", [(), ("--ranks", "2")], ids=["one process", "ranks"])
 def test_the_commands_are_done_with_a_run_that_is_finished(
-    ranks: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     task = write_task(tmp_path)
     words = ("train", task, *FEW, "--run", str(tmp_path / "a"))
@@ -148,7 +192,16 @@ def test_a_run_that_begins_with_weights_may_be_asked_for_again(
 ) -> None:
     task = write_task(tmp_path)
     assert call(monkeypatch, "train", task, *FEW, "--run", str(tmp_path / "a"), "--quiet") == 0
-    words = ("train", task, *FEW, "--weights", str(tmp_path / "a"), "--run", str(tmp_path / "b"), "--quiet")
+    words = (
+        "train",
+        task,
+        *FEW,
+        "--weights",
+        str(tmp_path / "a"),
+        "--run",
+        str(tmp_path / "b"),
+        "--quiet",
+    )
     assert call(monkeypatch, *words) == 0
     assert call(monkeypatch, *words) == 0
     assert "nothing is left to train" in capsys.readouterr().err
@@ -159,7 +212,9 @@ def test_a_run_that_begins_with_weights_may_be_asked_for_again(
     assert not (tmp_path / "b-1").exists()
 
 
-def test_a_run_that_was_stopped_is_done_and_one_whose_loop_was_left_is_resumed(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_is_done_and_one_whose_loop_was_left_is_resumed(
+    tmp_path: Path,
+) -> None:
     def train(name: str, leave_at: int, stop_at: int) -> Ended:
         with Run(spec(8), Small(), folder=tmp_path / name, quiet=True) as run:
             for report in run.steps():
@@ -174,7 +229,10 @@ def test_a_run_that_was_stopped_is_done_and_one_whose_loop_was_left_is_resumed(t
     end = train("left", leave_at=0, stop_at=0)
     assert (end.outcome, end.was_left, end.step, end.generation) == ("finished", False, 8, 2)
     assert train("stopped", leave_at=0, stop_at=3).was_left is False
-    assert (train("stopped", leave_at=0, stop_at=0).step, manifest.steps(tmp_path / "stopped")) == (3, [3])
+    assert (train("stopped", leave_at=0, stop_at=0).step, manifest.steps(tmp_path / "stopped")) == (
+        3,
+        [3],
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["left", "stopped"]
 
 
@@ -183,16 +241,23 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_over(tmp_path: Path)
         for _ in run.steps():
             pass
     shutil.rmtree(tmp_path / "a" / "checkpoints")
-    with pytest.raises(RunFolderError, match="none of its checkpoints is whole"), Run(spec(4), Small(), folder=tmp_path / "a"):
+    with (
+        pytest.raises(RunFolderError, match="none of its checkpoints is whole"),
+        Run(spec(4), Small(), folder=tmp_path / "a"),
+    ):
         pass
 
 
-def test_an_attached_loop_that_was_finished_is_not_trained_again_and_can_be_made_longer(tmp_path: Path) -> None:
+def test_an_attached_loop_that_was_finished_is_not_trained_again_and_can_be_made_longer(
+    tmp_path: Path,
+) -> None:
     def loop(epochs: int) -> int:
         torch.manual_seed(0)
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = surefoot.attach(model=model, optimizer=optimizer, data=list(torch.ones(4, 1)), folder=tmp_path / "a")
+        run = surefoot.attach(
+            model=model, optimizer=optimizer, data=list(torch.ones(4, 1)), folder=tmp_path / "a"
+        )
         for _ in range(run.first_pass, epochs):
             for batch in run.batches():
                 loss = model(batch).square().mean()
@@ -204,4 +269,8 @@ def test_an_attached_loop_that_was_finished_is_not_trained_again_and_can_be_made
 
     assert [loop(2), loop(2), loop(3)] == [8, 8, 12]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    assert [each.first_step for each in records(tmp_path / "a") if isinstance(each, Started)] == [1, 9, 9]
+    assert [each.first_step for each in records(tmp_path / "a") if isinstance(each, Started)] == [
+        1,
+        9,
+        9,
+    ]

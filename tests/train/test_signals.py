@@ -22,14 +22,21 @@ CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR2: 140, signal.SI
 
 
 @pytest.mark.parametrize("number", CODES)
-def test_a_signal_to_end_ends_after_the_step_saved_and_with_a_code_of_its_own(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_to_end_ends_after_the_step_saved_and_with_a_code_of_its_own(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     before = signal.getsignal(number)
     with Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as run:
         for report in run.steps():
             if report.step == 7:
                 signal.raise_signal(number)
     end = end_of(tmp_path / "a")
-    assert (end.outcome, end.step, end.exit_code, run.exit_code) == ("interrupted", 7, CODES[number], CODES[number])
+    assert (end.outcome, end.step, end.exit_code, run.exit_code) == (
+        "interrupted",
+        7,
+        CODES[number],
+        CODES[number],
+    )
     assert end.cause == f"ended by {number.name}"
     assert manifest.steps(tmp_path / "a") == [7]
     assert signal.getsignal(number) is before
@@ -41,7 +48,10 @@ def test_a_signal_to_end_ends_after_the_step_saved_and_with_a_code_of_its_own(nu
 def test_a_second_one_ends_at_once_and_further_ones_do_not_cut_off_what_is_written_of_it(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit) as caught, Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as run:
+    with (
+        pytest.raises(SystemExit) as caught,
+        Run(spec(50), Small(), folder=tmp_path / "a", quiet=True) as run,
+    ):
         for report in run.steps():
             if report.step == 7:
                 try:
@@ -57,9 +67,13 @@ def test_a_second_one_ends_at_once_and_further_ones_do_not_cut_off_what_is_writt
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU])
-def test_a_handler_that_the_process_has_for_a_signal_of_its_scheduler_stays(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_handler_that_the_process_has_for_a_signal_of_its_scheduler_stays(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     heard: list[int] = []
-    before = signal.signal(number, lambda number, frame: heard.append(number))  # as submitit has one
+    before = signal.signal(
+        number, lambda number, frame: heard.append(number)
+    )  # as submitit has one
     try:
         with Run(spec(12), Small(), folder=tmp_path / "a", quiet=True) as run:
             for report in run.steps():
@@ -97,11 +111,16 @@ class Terminated(Small):
 
 
 @pytest.mark.parametrize("ema", [None, 0.9])
-def test_sigterm_leaves_an_evaluation_in_the_middle_and_the_state_before_it_is_saved(ema: float | None, tmp_path: Path) -> None:
+def test_sigterm_leaves_an_evaluation_in_the_middle_and_the_state_before_it_is_saved(
+    ema: float | None, tmp_path: Path
+) -> None:
     task = Terminated()
     task.seen = []
     how = spec(50, evaluate={"batch": 4}, optim={"ema": ema} if ema else {})
-    with pytest.raises(SystemExit) as caught, Run(how, task, folder=tmp_path / "a", quiet=True) as run:
+    with (
+        pytest.raises(SystemExit) as caught,
+        Run(how, task, folder=tmp_path / "a", quiet=True) as run,
+    ):
         for report in run.steps():
             if report.step == 7:
                 task.is_begun = True
@@ -112,11 +131,15 @@ def test_sigterm_leaves_an_evaluation_in_the_middle_and_the_state_before_it_is_s
     end = end_of(tmp_path / "a")
     assert (end.outcome, end.step, end.exit_code) == ("interrupted", 7, 143)
     assert not [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
-    assert torch.equal(run.model.get_parameter("4.bias"), weights)  # the average went back where it came from
+    assert torch.equal(
+        run.model.get_parameter("4.bias"), weights
+    )  # the average went back where it came from
     assert manifest.steps(tmp_path / "a") == [7]
 
 
-def test_an_evaluation_that_sigterm_left_is_the_first_thing_that_the_next_attempt_does(tmp_path: Path) -> None:
+def test_an_evaluation_that_sigterm_left_is_the_first_thing_that_the_next_attempt_does(
+    tmp_path: Path,
+) -> None:
     def attempt(folder: str, *, is_terminated: bool) -> None:
         task = Terminated()
         task.seen = [] if is_terminated else [0, 0]  # it is sent in the second batch
@@ -131,11 +154,19 @@ def test_an_evaluation_that_sigterm_left_is_the_first_thing_that_the_next_attemp
     attempt("left", is_terminated=False)
     attempt("whole", is_terminated=False)
     evaluated = {
-        name: [(event.step, event.loss, event.best) for event in records(tmp_path / name) if isinstance(event, Evaluated)]
+        name: [
+            (event.step, event.loss, event.best)
+            for event in records(tmp_path / name)
+            if isinstance(event, Evaluated)
+        ]
         for name in ("left", "whole")
     }
     assert evaluated["left"] == evaluated["whole"] == [(7, evaluated["whole"][0][1], True)]
-    assert commits.find_step(tmp_path / "left", "best") == commits.find_step(tmp_path / "whole", "best") == 7
+    assert (
+        commits.find_step(tmp_path / "left", "best")
+        == commits.find_step(tmp_path / "whole", "best")
+        == 7
+    )
 
 
 def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -144,18 +175,41 @@ def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:
             if report.step in (4, 9):
                 signal.raise_signal(signal.SIGUSR1)
     assert end_of(tmp_path / "a").outcome == "finished"
-    assert [event.step for event in records(tmp_path / "a") if isinstance(event, Committed)] == [4, 9, 20]
+    assert [event.step for event in records(tmp_path / "a") if isinstance(event, Committed)] == [
+        4,
+        9,
+        20,
+    ]
 
 
-def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(
+    tmp_path: Path,
+) -> None:
     task = write_task(
         tmp_path,
-        change=("# FORWARD", "import time; (print(STEP, flush=True), time.sleep(0.2)) if model.training and STEP < 9 else 0"),
+        change=(
+            "# FORWARD",
+            "import time; (print(STEP, flush=True), time.sleep(0.2)) if model.training and STEP < 9 else 0",
+        ),
     )
-    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    words = ["--steps", "30", "--run", str(tmp_path / "a"), "--set", "observe.tensorboard=false", "--set", "train.batch=4"]
+    environment = {
+        **child_environment(threads=1),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+    words = [
+        "--steps",
+        "30",
+        "--run",
+        str(tmp_path / "a"),
+        "--set",
+        "observe.tensorboard=false",
+        "--set",
+        "train.batch=4",
+    ]
     command = [sys.executable, "-m", "surefoot", "train", task, *words]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         for line in iter(process.stdout.readline, "5\n"):
             assert line
@@ -183,8 +237,13 @@ runpy.run_module("surefoot", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGUSR1", 0)])
-def test_a_signal_while_the_program_is_imported_has_its_code_and_no_traceback(name: str, code: int) -> None:
-    environment = {**child_environment(threads=1), "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+def test_a_signal_while_the_program_is_imported_has_its_code_and_no_traceback(
+    name: str, code: int
+) -> None:
+    environment = {
+        **child_environment(threads=1),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
     command = [sys.executable, "-c", EARLY.replace("SIGNAL", name)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (code, "")

@@ -50,7 +50,14 @@ class Pairs(Small):
         return Loss.sum(F.cross_entropy(output, batch[1], reduction="sum"), 2 * len(batch[1]))
 
 
-def train(folder: Path, *, background: bool = True, every: str = "2 steps", length: int = 10, task: Any = None) -> Run:
+def train(
+    folder: Path,
+    *,
+    background: bool = True,
+    every: str = "2 steps",
+    length: int = 10,
+    task: Any = None,
+) -> Run:
     how = spec(length, checkpoint={"every": every, "background": background})
     with Run(how, task or Small(), folder=folder, quiet=True) as run:
         drive(run)
@@ -58,7 +65,9 @@ def train(folder: Path, *, background: bool = True, every: str = "2 steps", leng
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_why_and_show_tell_the_same_of_a_slow_disk(background: bool, slow_disk: None, tmp_path: Path) -> None:
+def test_why_and_show_tell_the_same_of_a_slow_disk(
+    background: bool, slow_disk: None, tmp_path: Path
+) -> None:
     run = train(tmp_path / "a", background=background)
     every = records(run.folder)
     shown, account = find_phases(every), find_goodput(every)
@@ -66,23 +75,33 @@ def test_why_and_show_tell_the_same_of_a_slow_disk(background: bool, slow_disk: 
     seconds = {each.name: each.total_s for each in shown.phases}
     assert account.save_s == pytest.approx(seconds["checkpoint"])
     assert account.evaluate_s == pytest.approx(seconds["evaluation"])
-    assert account.productive_s == pytest.approx(shown.total_s - seconds["checkpoint"] - seconds["evaluation"])
+    assert account.productive_s == pytest.approx(
+        shown.total_s - seconds["checkpoint"] - seconds["evaluation"]
+    )
     end = every[-1]
     assert isinstance(end, Ended)
-    assert account.total_s == pytest.approx(end.elapsed_s, rel=0.01) == account.attempts[0].elapsed_s
+    assert (
+        account.total_s == pytest.approx(end.elapsed_s, rel=0.01) == account.attempts[0].elapsed_s
+    )
     assert account.save_s / account.total_s > 0.5
     waited_s = sum(event.waited_s for event in every if isinstance(event, Committed))
-    assert waited_s == pytest.approx(account.save_s, rel=0.3)  # the rest: the log and the ledger, which are synced before
+    assert waited_s == pytest.approx(
+        account.save_s, rel=0.3
+    )  # the rest: the log and the ledger, which are synced before
 
 
-def test_the_parts_of_an_attempt_that_was_killed_are_those_of_its_records(slow_disk: None, tmp_path: Path) -> None:
+def test_the_parts_of_an_attempt_that_was_killed_are_those_of_its_records(
+    slow_disk: None, tmp_path: Path
+) -> None:
     run = train(tmp_path / "a")
     log = run.folder / events.FILE
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-3]))
     every = records(run.folder)
     shown, account = find_phases(every), find_goodput(every)
     assert shown is not None
-    assert account.save_s == pytest.approx(next(each.total_s for each in shown.phases if each.name == "checkpoint"))
+    assert account.save_s == pytest.approx(
+        next(each.total_s for each in shown.phases if each.name == "checkpoint")
+    )
     parts = [getattr(account, f"{name}_s") for name in PARTS]
     assert account.total_s == pytest.approx(sum(parts))
     assert past.read(run.folder).elapsed_s == account.attempts[-1].elapsed_s
@@ -95,7 +114,11 @@ def test_the_throughput_is_the_same_number_in_the_same_units_everywhere(
     found = past.read(run.folder)
     summary = json.loads(json.dumps(run.summary))
     assert summary["samples_per_s"] == pytest.approx(found.samples_per_s)
-    assert summary["items_per_s"] == pytest.approx(found.items_per_s) == pytest.approx(2 * summary["samples_per_s"])
+    assert (
+        summary["items_per_s"]
+        == pytest.approx(found.items_per_s)
+        == pytest.approx(2 * summary["samples_per_s"])
+    )
     said = format_throughput(found.samples_per_s, found.items_per_s, "tokens")
     assert re.fullmatch(r".* samples/s, .* tokens/s", said)
     assert dict(result_rows(summary))["throughput"] == said == found.throughput
@@ -105,24 +128,39 @@ def test_the_throughput_is_the_same_number_in_the_same_units_everywhere(
     assert said in capsys.readouterr().out
 
 
-def test_the_throughput_of_a_run_that_was_resumed_is_that_of_all_its_attempts(tmp_path: Path) -> None:
+def test_the_throughput_of_a_run_that_was_resumed_is_that_of_all_its_attempts(
+    tmp_path: Path,
+) -> None:
     how = spec(12, checkpoint={"every": "2 steps", "background": False})
-    with pytest.raises(ZeroDivisionError), Run(how, Pairs(), folder=tmp_path / "a", quiet=True) as run:
+    with (
+        pytest.raises(ZeroDivisionError),
+        Run(how, Pairs(), folder=tmp_path / "a", quiet=True) as run,
+    ):
         for report in run.steps():
             report.step // (report.step - 7)
     with Run(how, Pairs(), folder=tmp_path / "a", quiet=True) as run:
         drive(run)
     found = past.read(run.folder)
     assert found.num_attempts == 2
-    assert run.summary["items_per_s"] == pytest.approx(found.items_per_s, rel=0.05) == 2 * run.summary["samples_per_s"]
+    assert (
+        run.summary["items_per_s"]
+        == pytest.approx(found.items_per_s, rel=0.05)
+        == 2 * run.summary["samples_per_s"]
+    )
 
 
-def test_an_attached_loop_that_goes_on_counts_the_time_of_the_attempts_before(tmp_path: Path) -> None:
+def test_an_attached_loop_that_goes_on_counts_the_time_of_the_attempts_before(
+    tmp_path: Path,
+) -> None:
     model = torch.nn.Linear(4, 1)
     for passes in (1, 2):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = surefoot.attach(
-            model=model, optimizer=optimizer, data=[torch.ones(2, 4)] * 10, folder=tmp_path / "a", save="5 steps"
+            model=model,
+            optimizer=optimizer,
+            data=[torch.ones(2, 4)] * 10,
+            folder=tmp_path / "a",
+            save="5 steps",
         )
         for _ in range(run.first_pass, passes):
             for batch in run.batches():
@@ -134,7 +172,9 @@ def test_an_attached_loop_that_goes_on_counts_the_time_of_the_attempts_before(tm
     assert isinstance(end, Ended)
     assert end.num_samples == 40
     assert end.samples_per_s is not None
-    assert end.samples_per_s <= 2 / 0.01  # ten steps of this attempt took as long as ten of the one before
+    assert (
+        end.samples_per_s <= 2 / 0.01
+    )  # ten steps of this attempt took as long as ten of the one before
 
 
 # ---- a save that takes longer than its rhythm
@@ -148,7 +188,9 @@ def test_saves_of_an_attached_loop_that_take_longer_than_the_time_between_them_a
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [torch.ones(2, 4)] * (12 if save == "1 step" else 60)
-    loop = surefoot.attach(model=model, optimizer=optimizer, data=data, folder=tmp_path / "a", save=save)
+    loop = surefoot.attach(
+        model=model, optimizer=optimizer, data=data, folder=tmp_path / "a", save=save
+    )
     for batch in loop.batches():
         time.sleep(0.02 if save.endswith(" s") else 0)
         loop.step_done(model(batch).square().mean())
@@ -159,12 +201,20 @@ def test_saves_of_an_attached_loop_that_take_longer_than_the_time_between_them_a
 
 
 @pytest.mark.quick("True-1 step")
-@pytest.mark.parametrize(("background", "every"), [(False, "1 step"), (True, "1 step"), (True, "0.05 s")])
+@pytest.mark.parametrize(
+    ("background", "every"), [(False, "1 step"), (True, "1 step"), (True, "0.05 s")]
+)
 def test_saves_that_take_longer_than_the_time_between_them_are_told_once(
-    background: bool, every: str, slow_disk: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    background: bool,
+    every: str,
+    slow_disk: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     how = spec(
-        12 if every == "1 step" else 36, checkpoint={"every": every, "background": background}, evaluate={"every": "1000 steps"}
+        12 if every == "1 step" else 36,
+        checkpoint={"every": every, "background": background},
+        evaluate={"every": "1000 steps"},
     )
     with Run(how, Small(), folder=tmp_path / "a", quiet=True) as run:
         for _ in run.steps():
@@ -172,7 +222,9 @@ def test_saves_that_take_longer_than_the_time_between_them_are_told_once(
                 time.sleep(0.1)
     told = [event for event in records(run.folder) if isinstance(event, Fault)]
     assert [event.fault for event in told] == ["slow-save"]
-    assert re.search(r"the save after step [\d]+ took .*, and the next one was due after", told[0].detail)
+    assert re.search(
+        r"the save after step [\d]+ took .*, and the next one was due after", told[0].detail
+    )
     assert "checkpoint.every" in told[0].action
     assert capsys.readouterr().err.count("waits for the disk") == 1
 

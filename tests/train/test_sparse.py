@@ -38,7 +38,9 @@ class Words:
 
     def __init__(self, make: Make | None) -> None:
         if make is not None:
-            self.optimizer = lambda groups: make([{**group, "weight_decay": 0.0} for group in groups])
+            self.optimizer = lambda groups: make(
+                [{**group, "weight_decay": 0.0} for group in groups]
+            )
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -46,7 +48,10 @@ class Words:
 
     def data(self, split: str) -> Arrays:
         draw = torch.Generator().manual_seed(0)
-        return Arrays(torch.randint(0, WORDS, (24,), generator=draw), torch.randint(0, 3, (24,), generator=draw))
+        return Arrays(
+            torch.randint(0, WORDS, (24,), generator=draw),
+            torch.randint(0, 3, (24,), generator=draw),
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         output: Tensor = model(batch[0])
@@ -59,12 +64,19 @@ class Words:
 def how(clip: float = 0.0, **tables: Any) -> RunSpec:
     train = {"batch": 4, "threads": 1, **tables.pop("train", {})}
     return spec(
-        STEPS, optim={"clip": clip}, schedule={"name": "constant"}, train=train, data={"shuffle": False},
-        checkpoint={"every": "2 steps", "background": False}, **tables,
-    )  # fmt: skip
+        STEPS,
+        optim={"clip": clip},
+        schedule={"name": "constant"},
+        train=train,
+        data={"shuffle": False},
+        checkpoint={"every": "2 steps", "background": False},
+        **tables,
+    )
 
 
-def train(folder: Path, name: str | None, stated: RunSpec, leave_at: int | None = None) -> tuple[Tensor, dict[str, str]]:
+def train(
+    folder: Path, name: str | None, stated: RunSpec, leave_at: int | None = None
+) -> tuple[Tensor, dict[str, str]]:
     with Run(stated, Words(MAKERS[name] if name else None), folder=folder, quiet=True) as run:
         for report in run.steps():
             if report.step == leave_at:
@@ -93,7 +105,9 @@ def plain_loop(name: str, clip: float) -> Tensor:
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_tasks_own_optimizer_takes_sparse_gradients_as_in_a_plain_loop(name: str, clip: float, tmp_path: Path) -> None:
+def test_a_tasks_own_optimizer_takes_sparse_gradients_as_in_a_plain_loop(
+    name: str, clip: float, tmp_path: Path
+) -> None:
     expected = plain_loop(name, clip)
     whole, digests = train(tmp_path / "whole", name, how(clip))
     torch.testing.assert_close(whole, expected)
@@ -109,13 +123,17 @@ def test_a_tasks_own_optimizer_takes_sparse_gradients_as_in_a_plain_loop(name: s
 @pytest.mark.parametrize("name", MAKERS)
 def test_two_ranks_train_sparse_gradients_as_one_process(name: str, tmp_path: Path) -> None:
     expected = plain_loop(name, 0.0)
-    found = run_ranks(2, lambda rank: train(tmp_path / "run", name, how())[0].tolist(), tmp_path / "ranks")
+    found = run_ranks(
+        2, lambda rank: train(tmp_path / "run", name, how())[0].tolist(), tmp_path / "ranks"
+    )
     assert all(isinstance(each, list) for each in found), found
     assert found[0] == found[1]
     torch.testing.assert_close(torch.tensor(found[0]), expected)
 
 
-def test_a_row_that_only_another_rank_has_is_moved_by_sparse_adam_and_one_that_none_has_is_left(tmp_path: Path) -> None:
+def test_a_row_that_only_another_rank_has_is_moved_by_sparse_adam_and_one_that_none_has_is_left(
+    tmp_path: Path,
+) -> None:
     def job(rank: int) -> Any:
         return train(tmp_path / "run", "sparse adam", how(train={"batch": 2}))[0].tolist()
 
@@ -150,7 +168,10 @@ def test_the_norm_and_the_clipped_values_are_those_of_the_dense_gradient() -> No
     table, dense = nn.Embedding(5, 2, sparse=True), nn.Embedding(5, 2)
     dense.load_state_dict(table.state_dict())
     ids = torch.tensor([1, 1, 3])
-    updates = [optim.GuardedUpdate([torch.optim.SGD(each.parameters(), lr=0.1)], clip_value=0.5) for each in (table, dense)]
+    updates = [
+        optim.GuardedUpdate([torch.optim.SGD(each.parameters(), lr=0.1)], clip_value=0.5)
+        for each in (table, dense)
+    ]
     for each in (table, dense):
         each(ids).square().sum().backward()
     assert float(updates[0].norm()) == pytest.approx(float(updates[1].norm()))

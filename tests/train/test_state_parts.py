@@ -48,7 +48,9 @@ class Drawing(Rich):
 
 @pytest.mark.quick("python")
 @pytest.mark.parametrize("stream", ["torch", "numpy", "python"])
-def test_each_random_stream_is_needed_for_the_same_bits(stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_random_stream_is_needed_for_the_same_bits(
+    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     how = spec(STEPS, **SAVED)
     train(tmp_path / "whole", how, Drawing())
     train(tmp_path / "left", how, Drawing(), leave_at=STOP)
@@ -77,7 +79,9 @@ def test_the_place_of_a_plateau_and_the_count_of_an_average_are_needed(
 
 
 @pytest.mark.parametrize("count", ["num_samples", "step"])
-def test_the_counters_are_needed(count: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counters_are_needed(
+    count: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     how = spec(STEPS, **SAVED)
     train(tmp_path / "whole", how, Rich())
     train(tmp_path / "left", how, Rich(), leave_at=STOP)
@@ -102,19 +106,32 @@ class Declining(Small):
 
 @pytest.mark.quick("9")
 @pytest.mark.parametrize("leave_at", [None, 9, 15])
-def test_the_best_is_the_true_best_stays_through_a_kill_and_is_never_rotated_away(leave_at: int | None, tmp_path: Path) -> None:
-    how = spec(20, optim={"name": "sgd", "lr": 30.0, "clip": 0.0, "momentum": 0.9}, evaluate={"every": "2 steps", "score": "loss"},
-               checkpoint={"every": "1 step", "keep": 2}, stability={"diverged": 1e9})  # fmt: skip
+def test_the_best_is_the_true_best_stays_through_a_kill_and_is_never_rotated_away(
+    leave_at: int | None, tmp_path: Path
+) -> None:
+    how = spec(
+        20,
+        optim={"name": "sgd", "lr": 30.0, "clip": 0.0, "momentum": 0.9},
+        evaluate={"every": "2 steps", "score": "loss"},
+        checkpoint={"every": "1 step", "keep": 2},
+        stability={"diverged": 1e9},
+    )
     if leave_at is not None:
         train(tmp_path / "a", how, Declining(), leave_at=leave_at)
     train(tmp_path / "a", how, Declining())
-    scores = {event.step: event.loss for event in records(tmp_path / "a") if isinstance(event, Evaluated)}
+    scores = {
+        event.step: event.loss for event in records(tmp_path / "a") if isinstance(event, Evaluated)
+    }
     best = min(scores, key=lambda step: (scores[step], step))
     assert best < 18
     steps = manifest.steps(tmp_path / "a")
     assert steps == [best, 19, 20]
     assert commits.find_step(tmp_path / "a", "best") == best
-    claimed = [event.step for event in records(tmp_path / "a") if isinstance(event, Evaluated) and event.best]
+    claimed = [
+        event.step
+        for event in records(tmp_path / "a")
+        if isinstance(event, Evaluated) and event.best
+    ]
     assert claimed[-1] == best
 
 
@@ -139,7 +156,9 @@ def test_a_model_of_views_goes_on_is_forked_and_loads(tmp_path: Path) -> None:
     train(tmp_path / "a", how, Expanded())
     train(tmp_path / "whole", how, Expanded())
     assert bits(tmp_path / "a", 6) == bits(tmp_path / "whole", 6)
-    with Run(spec(8), Expanded(), folder=tmp_path / "b", quiet=True, start=Start(tmp_path / "a", 4)) as run:
+    with Run(
+        spec(8), Expanded(), folder=tmp_path / "b", quiet=True, start=Start(tmp_path / "a", 4)
+    ) as run:
         assert run.step == 4
     model = surefoot.load(tmp_path / "a", task=Expanded())
     assert model.turned.tolist() == [1 - 2j]

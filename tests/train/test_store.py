@@ -25,14 +25,29 @@ def bucket() -> Iterator[str]:
         yield url
 
 
-def test_another_machine_goes_on_from_the_store_to_the_same_bits(bucket: str, tmp_path: Path) -> None:
-    how = spec(STEPS, checkpoint={"every": "5 steps", "store": f"{bucket}/goes-on"}, evaluate={"every": "4 steps"})
-    train(tmp_path / "whole", spec(STEPS, checkpoint={"every": "5 steps"}, evaluate={"every": "4 steps"}), Small(dropout=0.2))
+def test_another_machine_goes_on_from_the_store_to_the_same_bits(
+    bucket: str, tmp_path: Path
+) -> None:
+    how = spec(
+        STEPS,
+        checkpoint={"every": "5 steps", "store": f"{bucket}/goes-on"},
+        evaluate={"every": "4 steps"},
+    )
+    train(
+        tmp_path / "whole",
+        spec(STEPS, checkpoint={"every": "5 steps"}, evaluate={"every": "4 steps"}),
+        Small(dropout=0.2),
+    )
     train(tmp_path / "left", how, Small(dropout=0.2), leave_at=STOP)
     assert max(Store(f"{bucket}/goes-on").steps()) in (10, 12)
     shutil.rmtree(tmp_path / "left")  # the machine is gone
     train(tmp_path / "other", how, Small(dropout=0.2))
-    assert next(event for event in records(tmp_path / "other") if isinstance(event, Started)).first_step > 1
+    assert (
+        next(
+            event for event in records(tmp_path / "other") if isinstance(event, Started)
+        ).first_step
+        > 1
+    )
     assert bits(tmp_path / "other") == bits(tmp_path / "whole")
     assert Store(f"{bucket}/goes-on").steps() == manifest.steps(tmp_path / "other")
 
@@ -49,7 +64,9 @@ def committed(run: Path) -> Path:
     return run
 
 
-def test_what_is_half_there_is_not_seen_and_what_is_damaged_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_half_there_is_not_seen_and_what_is_damaged_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, store = committed(tmp_path / "a"), Store(f"file://{tmp_path}/store")
     store.push(run, 8)
     put = store._system.put_file
@@ -69,7 +86,9 @@ def test_what_is_half_there_is_not_seen_and_what_is_damaged_is_not_taken(tmp_pat
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     (tmp_path / "b").mkdir()
-    step, troubles = store.pull_newest(tmp_path / "b", manifest.read(manifest.step_folder(run, 8)).spec_id)
+    step, troubles = store.pull_newest(
+        tmp_path / "b", manifest.read(manifest.step_folder(run, 8)).spec_id
+    )
     assert step == 8
     assert "model.safetensors is damaged" in troubles[0]
     assert manifest.steps(tmp_path / "b") == [8]
@@ -79,15 +98,24 @@ def test_what_is_half_there_is_not_seen_and_what_is_damaged_is_not_taken(tmp_pat
 
 def test_a_store_that_does_not_answer_costs_its_copy_and_not_the_run(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file where a folder should be")
-    how = spec(12, checkpoint={"every": "4 steps", "store": f"file://{tmp_path}/store", "background": False})
+    how = spec(
+        12,
+        checkpoint={"every": "4 steps", "store": f"file://{tmp_path}/store", "background": False},
+    )
     train(tmp_path / "a", how, Small())
     faults = faults_of(tmp_path / "a")
-    assert [(fault.step, "its copy in the store" in fault.action) for fault in faults] == [(4, True), (8, True), (12, True)]
+    assert [(fault.step, "its copy in the store" in fault.action) for fault in faults] == [
+        (4, True),
+        (8, True),
+        (12, True),
+    ]
     assert manifest.steps(tmp_path / "a") == [4, 8, 12]
 
 
 @pytest.mark.parametrize(("url", "error"), [("nosuch://x", SpecError), ("adl://x", MissingExtra)])
-def test_a_store_that_cannot_be_opened_is_refused_before_anything_is_written(url: str, error: type, tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_opened_is_refused_before_anything_is_written(
+    url: str, error: type, tmp_path: Path
+) -> None:
     with pytest.raises(error, match=r"checkpoint\.store"):
         train(tmp_path / "a", spec(4, checkpoint={"store": url}), Small())
     assert not (tmp_path / "a").exists()

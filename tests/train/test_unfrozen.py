@@ -37,7 +37,9 @@ class Frozen(Small):
         return made
 
 
-def run(folder: Path, how: RunSpec, task: Any, change: Any, leave_at: int | None = None) -> tuple[dict[str, str], Any]:
+def run(
+    folder: Path, how: RunSpec, task: Any, change: Any, leave_at: int | None = None
+) -> tuple[dict[str, str], Any]:
     with Run(how, task, folder=folder, quiet=True) as made:
         for report in made.steps():
             if report.step == AT:
@@ -62,18 +64,26 @@ def unfreeze_and_freeze(model: Any) -> None:
 
 HOW = {
     "adamw": (spec(14, checkpoint=CHECKPOINT), Frozen),
-    "sgd with momentum": (spec(14, optim={"name": "sgd", "momentum": 0.9}, checkpoint=CHECKPOINT), Frozen),
+    "sgd with momentum": (
+        spec(14, optim={"name": "sgd", "momentum": 0.9}, checkpoint=CHECKPOINT),
+        Frozen,
+    ),
     "muon": (spec(14, optim={"name": "muon"}, checkpoint=CHECKPOINT), Frozen),
     "an average": (spec(14, optim={"ema": 0.9}, checkpoint=CHECKPOINT), Frozen),
     "the task's own": (spec(14, checkpoint=CHECKPOINT), lambda: Frozen(own=True)),
-    "frozen by the spec": (spec(14, optim={"freeze": ["0.*"], "rates": {"4.*": 0.5}}, checkpoint=CHECKPOINT), lambda: Frozen(whole=True)),
+    "frozen by the spec": (
+        spec(14, optim={"freeze": ["0.*"], "rates": {"4.*": 0.5}}, checkpoint=CHECKPOINT),
+        lambda: Frozen(whole=True),
+    ),
     "in microbatches": (spec(14, train={"microbatch": 2}, checkpoint=CHECKPOINT), lambda: Small()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", [unfreeze, freeze, unfreeze_and_freeze])
 @pytest.mark.parametrize("how", HOW)
-def test_what_the_loop_unfreezes_or_freezes_is_so_after_a_kill_too(how: str, change: Any, tmp_path: Path) -> None:
+def test_what_the_loop_unfreezes_or_freezes_is_so_after_a_kill_too(
+    how: str, change: Any, tmp_path: Path
+) -> None:
     stated, make = HOW[how]
     whole, model = run(tmp_path / "whole", stated, make(), change)
     with contextlib.suppress(Left):
@@ -84,7 +94,11 @@ def test_what_the_loop_unfreezes_or_freezes_is_so_after_a_kill_too(how: str, cha
     if "ema" in stated.optim.model_fields_set:
         return  # an average goes on towards weights that are frozen
     then, last = (surefoot.load(tmp_path / "whole", step, task=make()) for step in (AT, "last"))
-    moved = {name for name, each in then.named_parameters() if not torch.equal(each, last.get_parameter(name))}
+    moved = {
+        name
+        for name, each in then.named_parameters()
+        if not torch.equal(each, last.get_parameter(name))
+    }
     assert moved == {name for name, _ in last.named_parameters()} - frozen
     assert (change is unfreeze) == (not frozen)
 
@@ -102,7 +116,11 @@ def test_an_unfrozen_layer_takes_the_steps_that_plain_pytorch_takes(tmp_path: Pa
                     seen.append(batch)
                 return super().loss(output, batch)
 
-        how = spec(10, optim={"name": "sgd", "lr": 0.1, "decay": 0.0, "clip": 0.0}, schedule={"name": "constant"})
+        how = spec(
+            10,
+            optim={"name": "sgd", "lr": 0.1, "decay": 0.0, "clip": 0.0},
+            schedule={"name": "constant"},
+        )
         weights: list[Tensor] = []
         with Run(how, Watched(), folder=tmp_path / "a", quiet=True) as made:
             seen.clear()
@@ -115,19 +133,27 @@ def test_an_unfrozen_layer_takes_the_steps_that_plain_pytorch_takes(tmp_path: Pa
         other = Watched().model()
         other.load_state_dict(copies)
         batches = seen[:10]
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=how.optim.momentum, nesterov=how.optim.nesterov)
+        optimizer = torch.optim.SGD(
+            other.parameters(), lr=0.1, momentum=how.optim.momentum, nesterov=how.optim.nesterov
+        )
         for number, batch in enumerate(batches, start=1):
             optimizer.zero_grad()
             nn.functional.cross_entropy(other(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if number == AT:
                 unfreeze(other)
-        return [(one - two).abs().max() for one, two in zip(weights, other.parameters(), strict=True)]
+        return [
+            (one - two).abs().max() for one, two in zip(weights, other.parameters(), strict=True)
+        ]
 
     assert max(map(float, plain())) < 1e-5
 
 
-IN_BACKWARD = {"memory": {"update_in_backward": True}, "optim": {"clip": 0.0}, "stability": {"nonfinite": "stop"}}
+IN_BACKWARD = {
+    "memory": {"update_in_backward": True},
+    "optim": {"clip": 0.0},
+    "stability": {"nonfinite": "stop"},
+}
 
 
 def add_module(model: Any) -> None:
@@ -146,7 +172,12 @@ def add_parameter(model: Any) -> None:
     model[0].register_parameter("scale", nn.Parameter(torch.ones(1)))
 
 
-CHANGES = [(add_module, "late.weight"), (replace_layer, "4.weight"), (replace_parameter, "0.weight"), (add_parameter, "0.scale")]
+CHANGES = [
+    (add_module, "late.weight"),
+    (replace_layer, "4.weight"),
+    (replace_parameter, "0.weight"),
+    (add_parameter, "0.scale"),
+]
 
 
 @pytest.mark.parametrize(("change", "name"), CHANGES)
@@ -157,8 +188,12 @@ def test_parameters_that_come_in_training_are_named_before_a_checkpoint_lacks_th
         run(tmp_path / "a", spec(14, checkpoint=CHECKPOINT), Small(), change)
 
 
-@pytest.mark.parametrize("tables", [IN_BACKWARD, {"precision": {"weights": "bf16", "compute": "bf16"}}])
-def test_a_layer_that_cannot_be_unfrozen_is_named_with_the_reason(tables: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "tables", [IN_BACKWARD, {"precision": {"weights": "bf16", "compute": "bf16"}}]
+)
+def test_a_layer_that_cannot_be_unfrozen_is_named_with_the_reason(
+    tables: Any, tmp_path: Path
+) -> None:
     (table,) = [key for key in ("memory", "precision") if key in tables]
     with pytest.raises(UserCodeError, match=f"0.weight, 0.bias trains from now on.*{table}[.]"):
         run(tmp_path / "a", spec(14, checkpoint=CHECKPOINT, **tables), Frozen(), unfreeze)
@@ -173,8 +208,15 @@ def looped(
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     inputs = torch.randn(12, 4)
-    loader = torch.utils.data.DataLoader(list(zip(inputs, (inputs[:, 0] > 0).long(), strict=True)), batch_size=4, shuffle=True)
-    run, done = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=folder, save="1 steps"), 0
+    loader = torch.utils.data.DataLoader(
+        list(zip(inputs, (inputs[:, 0] > 0).long(), strict=True)), batch_size=4, shuffle=True
+    )
+    run, done = (
+        surefoot.attach(
+            model=model, optimizer=optimizer, data=loader, folder=folder, save="1 steps"
+        ),
+        0,
+    )
     for number in range(run.first_pass, 3):
         for layer, trains in changes.get(number, {}).items():
             model[layer].requires_grad_(trains)
@@ -190,17 +232,27 @@ def looped(
                 return [], [], []
     run.close()
     started = [event for event in events.read(folder) if isinstance(event, events.Started)]
-    return list(model.parameters()), [each.requires_grad for each in model.parameters()], list(started[-1].notes)
+    return (
+        list(model.parameters()),
+        [each.requires_grad for each in model.parameters()],
+        list(started[-1].notes),
+    )
 
 
 @pytest.mark.parametrize("leave_at", [4, 6, 8])
 @pytest.mark.parametrize(
-    "changes", [{1: {0: True}}, {1: {0: True, 2: False}}, {1: {2: False}, 2: {0: True}}], ids=["one", "two", "both"]
+    "changes",
+    [{1: {0: True}}, {1: {0: True, 2: False}}, {1: {2: False}, 2: {0: True}}],
+    ids=["one", "two", "both"],
 )
-def test_a_loop_that_was_left_trains_what_it_trained(changes: dict[int, dict[int, bool]], leave_at: int, tmp_path: Path) -> None:
+def test_a_loop_that_was_left_trains_what_it_trained(
+    changes: dict[int, dict[int, bool]], leave_at: int, tmp_path: Path
+) -> None:
     whole, flags, _ = looped(tmp_path / "whole", leave_at=None, changes=changes)
     looped(tmp_path / "left", leave_at=leave_at, changes=changes)
     resumed, again, notes = looped(tmp_path / "left", leave_at=None, changes=changes)
     assert again == flags
     assert all(map(torch.equal, resumed, whole))
-    assert any(note.startswith("as when the checkpoint was saved, ") for note in notes) == bool(leave_at > 3)
+    assert any(note.startswith("as when the checkpoint was saved, ") for note in notes) == bool(
+        leave_at > 3
+    )

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    LambdaLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 from torch.optim.swa_utils import AveragedModel
 
 import surefoot
@@ -50,7 +57,9 @@ MADE: dict[str, Callable[[nn.Module, Any], Any]] = {
     "StepLR": lambda model, optimizer: StepLR(optimizer, 3),
     "ReduceLROnPlateau": lambda model, optimizer: ReduceLROnPlateau(optimizer),
     "SequentialLR": lambda model, optimizer: sequence(optimizer),
-    "ChainedScheduler": lambda model, optimizer: ChainedScheduler([ConstantLR(optimizer), StepLR(optimizer, 3)], optimizer),
+    "ChainedScheduler": lambda model, optimizer: ChainedScheduler(
+        [ConstantLR(optimizer), StepLR(optimizer, 3)], optimizer
+    ),
     "Wrapped": lambda model, optimizer: Wrapped(optimizer),
     "Curriculum": lambda model, optimizer: Curriculum(),
     "GradScaler": lambda model, optimizer: GradScaler("cpu"),
@@ -83,34 +92,55 @@ def test_what_a_loop_moves_and_does_not_name_is_reported_once_and_the_word_to_na
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mine = MADE[kind](model, optimizer)
     assert mine is not None
-    step(surefoot.attach(model=model, optimizer=optimizer, data=ROWS, folder=tmp_path / "a"), model, optimizer)
+    step(
+        surefoot.attach(model=model, optimizer=optimizer, data=ROWS, folder=tmp_path / "a"),
+        model,
+        optimizer,
+    )
     (line,) = reported(tmp_path / "a")
     assert f"mine ({kind})" in line
     word = "state={'mine': mine}"
     assert word in line
     assert word in " ".join(capsys.readouterr().err.split())
-    run = surefoot.attach(model=model, optimizer=optimizer, data=ROWS, folder=tmp_path / "b", **eval(f"dict({word})"))
+    run = surefoot.attach(
+        model=model, optimizer=optimizer, data=ROWS, folder=tmp_path / "b", **eval(f"dict({word})")
+    )
     step(run, model, optimizer)
     assert reported(tmp_path / "b") == []
 
 
-def test_a_second_optimizer_is_reported_and_the_model_of_one_that_is_named_is_saved(tmp_path: Path) -> None:
+def test_a_second_optimizer_is_reported_and_the_model_of_one_that_is_named_is_saved(
+    tmp_path: Path,
+) -> None:
     model, critic = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD(critic.parameters(), lr=0.1)
     scheduler = StepLR(other, 3)
-    run = surefoot.attach(model=model, optimizer=optimizer, data=ROWS, folder=tmp_path / "a", state={"scheduler": scheduler})
+    run = surefoot.attach(
+        model=model,
+        optimizer=optimizer,
+        data=ROWS,
+        folder=tmp_path / "a",
+        state={"scheduler": scheduler},
+    )
     step(run, model, optimizer)
     (line,) = reported(tmp_path / "a")
     assert "other (SGD)" in line
     assert "optimizer=[..., other]" in line
     run = surefoot.attach(
-        model=model, optimizer=[optimizer, other], data=ROWS, folder=tmp_path / "b", state={"scheduler": scheduler}
+        model=model,
+        optimizer=[optimizer, other],
+        data=ROWS,
+        folder=tmp_path / "b",
+        state={"scheduler": scheduler},
     )
     step(run, model, optimizer)
     assert reported(tmp_path / "b") == []
     started = next(event for event in records(tmp_path / "b") if isinstance(event, Started))
-    assert any("critic (Sequential)" in note and "checkpoints hold it too" in note for note in started.notes)
+    assert any(
+        "critic (Sequential)" in note and "checkpoints hold it too" in note
+        for note in started.notes
+    )
 
 
 class Script:
@@ -120,7 +150,11 @@ class Script:
         self.model = nn.Linear(4, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scheduler = LambdaLR(self.optimizer, lambda epoch: 0.9**epoch)
-        step(surefoot.attach(model=self.model, optimizer=self.optimizer, data=ROWS, folder=folder), self.model, self.optimizer)
+        step(
+            surefoot.attach(model=self.model, optimizer=self.optimizer, data=ROWS, folder=folder),
+            self.model,
+            self.optimizer,
+        )
 
 
 def test_a_scheduler_that_is_an_attribute_is_named_by_it(tmp_path: Path) -> None:
@@ -148,14 +182,21 @@ def test_a_scheduler_that_another_function_holds_or_that_is_made_later_is_report
 def test_what_holds_no_state_of_a_loop_is_not_reported(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    criterion, teacher = nn.CrossEntropyLoss(weight=torch.ones(3)), nn.Sequential(nn.Linear(4, 3)).requires_grad_(False)
+    criterion, teacher = (
+        nn.CrossEntropyLoss(weight=torch.ones(3)),
+        nn.Sequential(nn.Linear(4, 3)).requires_grad_(False),
+    )
     wrapped, part, scaler = nn.Sequential(model), model.weight, GradScaler("cpu", enabled=False)
     loader = torch.utils.data.DataLoader(torch.ones(4, 4), 2)  # type: ignore[arg-type]
     others = torch.optim.SGD([torch.ones(1)], lr=1.0)
     StepLR(others, 3)
     del others
     assert None not in (criterion, teacher, wrapped, part, scaler)
-    step(surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=tmp_path / "a"), model, optimizer)
+    step(
+        surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=tmp_path / "a"),
+        model,
+        optimizer,
+    )
     assert reported(tmp_path / "a") == []
 
 
@@ -218,12 +259,17 @@ def leave(model: nn.Sequential, optimizer: Any) -> None: ...
     ],
 )
 def test_a_loop_that_unfreezes_parameters_for_no_optimizer_is_told_once(
-    change: Callable[[nn.Sequential, Any], None], names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: Callable[[nn.Sequential, Any], None],
+    names: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    run = surefoot.attach(model=model, optimizer=optimizer, data=ROWS, folder=tmp_path / "a", every=1, save=None)
+    run = surefoot.attach(
+        model=model, optimizer=optimizer, data=ROWS, folder=tmp_path / "a", every=1, save=None
+    )
     for number, batch in enumerate(run.batches()):
         if number == 1:
             change(model, optimizer)

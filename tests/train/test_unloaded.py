@@ -52,6 +52,11 @@ def test_a_run_that_compiles_nothing_imports_no_compiler_and_one_that_comes_late
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop(unloaded.VARIABLE, None)
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout.splitlines()) == (0, said), done.stderr

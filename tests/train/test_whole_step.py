@@ -36,7 +36,9 @@ COMMON = ("adamw", "sgd", "lamb")  # the others are of a kind with one of these
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The graph is captured as always, its backward pass with it, and run by torch's own kernels: making code takes tens of seconds."""
-    monkeypatch.setattr(whole, "compile_function", functools.partial(compile_function, backend="aot_eager"))
+    monkeypatch.setattr(
+        whole, "compile_function", functools.partial(compile_function, backend="aot_eager")
+    )
     was = torch._dynamo.config.trace_autograd_ops
     torch._dynamo.reset()
     yield
@@ -48,7 +50,9 @@ def stated(what: str, steps: int = 12, **tables: Any) -> RunSpec:
     return spec(steps, compile={"what": what}, observe={"every": "1 step"}, **tables)
 
 
-def train(made: RunSpec, task: Any, folder: Path, steps: int | None = None) -> tuple[list[float], dict[str, Tensor], Run]:
+def train(
+    made: RunSpec, task: Any, folder: Path, steps: int | None = None
+) -> tuple[list[float], dict[str, Tensor], Run]:
     losses = []
     torch._dynamo.reset()
     with contextlib.suppress(Left), Run(made, task, folder=folder, quiet=True) as run:
@@ -56,7 +60,11 @@ def train(made: RunSpec, task: Any, folder: Path, steps: int | None = None) -> t
             losses.append(float(report.loss or 0.0))
             if report.step == steps:
                 raise Left("left")
-    gradients = {f"gradient of {name}": each.grad.clone() for name, each in run.model.named_parameters() if each.grad is not None}
+    gradients = {
+        f"gradient of {name}": each.grad.clone()
+        for name, each in run.model.named_parameters()
+        if each.grad is not None
+    }
     return losses, state_of(run) | gradients, run
 
 
@@ -65,8 +73,13 @@ def graphs(folder: Path) -> list[Compiled]:
 
 
 @pytest.mark.quick("adamw")
-@pytest.mark.parametrize("name", [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in TRACEABLE])
-def test_the_whole_step_gives_the_numbers_of_the_step_told_in_order(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in TRACEABLE],
+)
+def test_the_whole_step_gives_the_numbers_of_the_step_told_in_order(
+    name: str, tmp_path: Path
+) -> None:
     """Dropout, BatchNorm, clipping that bites, an average of the weights and a last batch that is smaller."""
     limit = {"clip": 0.0, "clip_value": 0.01} if name == "adam" else {"clip": 0.05}
     tables = {"optim": {**OPTIMIZERS[name], **limit, "ema": 0.9}, "train": {"batch": 7}}
@@ -122,8 +135,13 @@ def test_a_step_whose_numbers_are_not_finite_moves_nothing(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("left", "saved"), [(7, 4), pytest.param(10, 8, marks=pytest.mark.slow)]
 )  # before and after the steps that are taken in order
-def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits(left: int, saved: int, tmp_path: Path) -> None:
-    task, made = Small(dropout=0.1, norm=True), stated("step", checkpoint={"every": "4 steps", "background": False})
+def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits(
+    left: int, saved: int, tmp_path: Path
+) -> None:
+    task, made = (
+        Small(dropout=0.1, norm=True),
+        stated("step", checkpoint={"every": "4 steps", "background": False}),
+    )
     losses, expected, _ = train(made, task, tmp_path / "unbroken")
     first, _, _ = train(made, task, tmp_path / "broken", steps=left)
     rest, state, _ = train(made, task, tmp_path / "broken")
@@ -156,8 +174,13 @@ def recompile_limit() -> Iterator[int]:
         yield 1
 
 
-def test_a_run_whose_batches_have_more_sizes_than_torch_compiles_goes_on_in_order(tmp_path: Path, recompile_limit: int) -> None:
-    tables: dict[str, Any] = {"train": {"batch": 7}, "observe": {"every": "1 step"}}  # 24 samples: the last batch is smaller
+def test_a_run_whose_batches_have_more_sizes_than_torch_compiles_goes_on_in_order(
+    tmp_path: Path, recompile_limit: int
+) -> None:
+    tables: dict[str, Any] = {
+        "train": {"batch": 7},
+        "observe": {"every": "1 step"},
+    }  # 24 samples: the last batch is smaller
     told, _, _ = train(spec(12, **tables), Small(), tmp_path / "told")
     made = spec(12, compile={"what": "step", "dynamic": False}, **tables)
     losses, _, _ = train(made, Small(), tmp_path / "whole")
@@ -187,8 +210,13 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_go_with_it_is_refused_before_anything_is_written(what: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError) as refused, Run(stated("step", **REFUSED[what]), Small(), folder=tmp_path / "run", quiet=True):
+def test_what_does_not_go_with_it_is_refused_before_anything_is_written(
+    what: str, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(SpecError) as refused,
+        Run(stated("step", **REFUSED[what]), Small(), folder=tmp_path / "run", quiet=True),
+    ):
         pass
     assert 'compile.what = "step"' in refused.value.message
     assert what in f"{refused.value.message} {refused.value.hint}"
@@ -197,7 +225,7 @@ def test_what_does_not_go_with_it_is_refused_before_anything_is_written(what: st
 
 def test_a_run_says_after_how_many_steps_its_compiling_has_paid_for_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     with Run(stated("step", steps=40), Small(), folder=tmp_path / "run") as run:
         for _ in run.steps():
             pass
@@ -207,7 +235,10 @@ def test_a_run_says_after_how_many_steps_its_compiling_has_paid_for_itself(
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     draws = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 4, generator=draws), torch.randint(0, 3, (8,), generator=draws)) for _ in range(count)]
+    return [
+        (torch.randn(8, 4, generator=draws), torch.randint(0, 3, (8,), generator=draws))
+        for _ in range(count)
+    ]
 
 
 def small_model() -> nn.Module:
@@ -216,7 +247,9 @@ def small_model() -> nn.Module:
 
 
 def summed(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-    return Loss.sum(nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
+    return Loss.sum(
+        nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+    )
 
 
 def test_a_loop_of_ones_own_compiles_its_whole_step() -> None:
@@ -246,7 +279,10 @@ class Scaled(nn.Module):
     def __init__(self, dtype: torch.dtype, of_scale: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.scale = nn.Linear(4, 3, dtype=dtype), nn.Parameter(torch.tensor(1.5, dtype=of_scale))
+        self.layer, self.scale = (
+            nn.Linear(4, 3, dtype=dtype),
+            nn.Parameter(torch.tensor(1.5, dtype=of_scale)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x.to(self.layer.weight)) * self.scale
@@ -254,9 +290,16 @@ class Scaled(nn.Module):
 
 @pytest.mark.quick("dtypes0")
 @pytest.mark.parametrize(
-    "dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float32)]
+    "dtypes",
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float32),
+    ],
 )
-def test_a_parameter_without_dimensions_keeps_its_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_a_parameter_without_dimensions_keeps_its_dtype(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
     pairs = [
         (model, guarded_of(torch.optim.SGD, model, momentum=0.9, weight_decay=0.1))
         for model in (Scaled(*dtypes), Scaled(*dtypes))
@@ -265,14 +308,23 @@ def test_a_parameter_without_dimensions_keeps_its_dtype(dtypes: tuple[torch.dtyp
     for batch in batches(3):
         step(batch)
         told(*pairs[1], batch)
-    assert [each.grad is not None and each.grad.dtype for each in pairs[0][0].parameters()] == [dtypes[1], dtypes[0], dtypes[0]]
+    assert [each.grad is not None and each.grad.dtype for each in pairs[0][0].parameters()] == [
+        dtypes[1],
+        dtypes[0],
+        dtypes[0],
+    ]
     coarse = 2e-2 if torch.bfloat16 in dtypes else 1e-5
     assert_alike(pairs, rtol=coarse, atol=coarse)
 
 
-def test_an_update_that_no_graph_of_ones_own_can_hold_is_refused_with_what_keeps_it_from_it() -> None:
+def test_an_update_that_no_graph_of_ones_own_can_hold_is_refused_with_what_keeps_it_from_it() -> (
+    None
+):
     model, wide = small_model(), Scaled(torch.float64, torch.float64)
-    sgd, unfused = torch.optim.SGD(model.parameters(), fused=True), torch.optim.AdamW(model.parameters())
+    sgd, unfused = (
+        torch.optim.SGD(model.parameters(), fused=True),
+        torch.optim.AdamW(model.parameters()),
+    )
     with pytest.raises(SpecError, match="an optimiser is AdamW without fused") as refused:
         whole.compile_step(model, summed, GuardedUpdate([sgd, unfused]))
     assert "fused=True in a loop of your own" in str(refused.value.hint)
@@ -285,7 +337,9 @@ def test_an_update_that_no_graph_of_ones_own_can_hold_is_refused_with_what_keeps
 
 
 def test_a_group_without_parameters_moves_nothing() -> None:
-    pairs = [(model, guarded_of(torch.optim.AdamW, model)) for model in (small_model(), small_model())]
+    pairs = [
+        (model, guarded_of(torch.optim.AdamW, model)) for model in (small_model(), small_model())
+    ]
     model = pairs[0][0]
     groups: list[dict[str, Any]] = [{"params": []}, {"params": list(model.parameters())}]
     pairs[0] = (model, GuardedUpdate([torch.optim.AdamW(groups, lr=0.01, fused=True)], clip=0.5))
@@ -296,10 +350,14 @@ def test_a_group_without_parameters_moves_nothing() -> None:
 
 
 def guarded_of(optimizer: Any, model: nn.Module, **settings: Any) -> GuardedUpdate:
-    return GuardedUpdate([optimizer(model.parameters(), **{"lr": 0.01, "fused": True, **settings})], clip=0.5)
+    return GuardedUpdate(
+        [optimizer(model.parameters(), **{"lr": 0.01, "fused": True, **settings})], clip=0.5
+    )
 
 
-def told(model: nn.Module, update: GuardedUpdate, batch: tuple[Tensor, Tensor], loss: Any = summed) -> None:
+def told(
+    model: nn.Module, update: GuardedUpdate, batch: tuple[Tensor, Tensor], loss: Any = summed
+) -> None:
     """A step told in order."""
     update.clear_gradients()
     (term,) = loss(model, batch).terms
@@ -315,16 +373,29 @@ def assert_alike(pairs: list[tuple[nn.Module, GuardedUpdate]], **tolerance: floa
 
 
 CHANGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "weight decay and betas": (torch.optim.AdamW, {}, {"weight_decay": 0.5, "betas": (0.5, 0.9), "eps": 1e-3}),
-    "momentum": (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.2, "nesterov": True, "weight_decay": 0.3}),
+    "weight decay and betas": (
+        torch.optim.AdamW,
+        {},
+        {"weight_decay": 0.5, "betas": (0.5, 0.9), "eps": 1e-3},
+    ),
+    "momentum": (
+        torch.optim.SGD,
+        {"momentum": 0.9},
+        {"momentum": 0.2, "nesterov": True, "weight_decay": 0.3},
+    ),
     "momentum on": (torch.optim.SGD, {}, {"momentum": 0.9}),
     "momentum off": (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0}),
 }
 
 
 @pytest.mark.quick("momentum-in the groups")
-@pytest.mark.parametrize("how", ["in the groups", pytest.param("by a state", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.slow) if "decay" in what else what for what in CHANGES])
+@pytest.mark.parametrize(
+    "how", ["in the groups", pytest.param("by a state", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=pytest.mark.slow) if "decay" in what else what for what in CHANGES],
+)
 def test_settings_that_change_later_hold_from_the_next_step_on(what: str, how: str) -> None:
     kind, first, then = CHANGES[what]
     pairs = [(model, guarded_of(kind, model, **first)) for model in (small_model(), small_model())]
@@ -336,10 +407,14 @@ def test_settings_that_change_later_hold_from_the_next_step_on(what: str, how: s
             for each, guarded in pairs:
                 other = guarded_of(kind, each, **{**first, **then})
                 saved = guarded.state_dict()
-                for into, of in zip(saved["optimizers"], other.state_dict()["optimizers"], strict=True):
+                for into, of in zip(
+                    saved["optimizers"], other.state_dict()["optimizers"], strict=True
+                ):
                     into["groups"] = of["groups"]
                 guarded.load_state_dict(saved)
-        elif number >= 2 and how == "in the groups":  # each time another one: more often than torch compiles one function
+        elif (
+            number >= 2 and how == "in the groups"
+        ):  # each time another one: more often than torch compiles one function
             for _, guarded in pairs:
                 guarded.groups[0].update({**then, "weight_decay": 0.1 * number})
         told(plain, update, batch)
@@ -368,7 +443,11 @@ def test_counters_of_what_has_no_gradient_stand_still(grouped: str) -> None:
         layers = (model.used, model.seldom, model.never)
         groups = [{"params": list(each.parameters())} for each in layers]
         single = [{"params": [parameter]} for parameter in model.parameters()]
-        chosen = [{"params": list(model.parameters())}] if grouped == "all in one" else [*groups[:2], *single[4:]]
+        chosen = (
+            [{"params": list(model.parameters())}]
+            if grouped == "all in one"
+            else [*groups[:2], *single[4:]]
+        )
         pairs.append((model, GuardedUpdate([torch.optim.AdamW(chosen, lr=0.01, fused=True)])))
     (plain, update), (model, compiled) = pairs
     step = whole.compile_step(model, summed, compiled, dynamic=False)
@@ -378,7 +457,8 @@ def test_counters_of_what_has_no_gradient_stand_still(grouped: str) -> None:
         step(batch)
         assert_alike(pairs, rtol=1e-4, atol=1e-6)
     counters = {
-        name: state["step"].item() for (name, _), (_, state) in zip(model.named_parameters(), compiled.states(), strict=True)
+        name: state["step"].item()
+        for (name, _), (_, state) in zip(model.named_parameters(), compiled.states(), strict=True)
     }
     assert (counters["used.bias"], counters["seldom.bias"], counters["never.bias"]) == (8, 4, 0)
 
@@ -393,11 +473,15 @@ def test_a_model_in_float64_is_moved_in_float64() -> None:
         nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
         step((x.double(), y))
-    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        list(model.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-13
+    )
 
 
 def test_a_parameter_that_is_frozen_stays_and_may_be_thawed() -> None:
-    pairs = [(model, guarded_of(torch.optim.AdamW, model)) for model in (small_model(), small_model())]
+    pairs = [
+        (model, guarded_of(torch.optim.AdamW, model)) for model in (small_model(), small_model())
+    ]
     (plain, update), (model, compiled) = pairs
     step = whole.compile_step(model, summed, compiled)
     for number, batch in enumerate(batches(6)):
@@ -413,7 +497,9 @@ def test_a_parameter_that_is_frozen_stays_and_may_be_thawed() -> None:
 def with_masters() -> tuple[nn.Module, GuardedUpdate]:
     model = small_model()
     store_narrow(model)
-    return model, GuardedUpdate([torch.optim.AdamW([master_of(each) for each in model.parameters()], fused=True)])
+    return model, GuardedUpdate(
+        [torch.optim.AdamW([master_of(each) for each in model.parameters()], fused=True)]
+    )
 
 
 def with_a_hook(kind: str) -> tuple[nn.Module, GuardedUpdate]:
@@ -441,7 +527,9 @@ def test_what_a_graph_would_pass_over_is_refused(words: str) -> None:
         whole.compile_step(model, summed, update)
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook"])
+@pytest.mark.parametrize(
+    "kind", ["register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook"]
+)
 def test_a_hook_that_comes_later_is_told_and_the_step_goes_on_without_it(kind: str) -> None:
     model = small_model()
     step = whole.compile_step(model, summed, guarded_of(torch.optim.AdamW, model))
@@ -495,6 +583,8 @@ def test_a_loop_of_ones_own_is_told_what_cannot_be_one_graph() -> None:
         loss = summed(model, batch)
         return loss if float(loss.terms[0].total) < 1e9 else summed(model, batch)
 
-    step = whole.compile_step(model, looks, GuardedUpdate([torch.optim.SGD(model.parameters(), lr=0.1, fused=True)]))
+    step = whole.compile_step(
+        model, looks, GuardedUpdate([torch.optim.SGD(model.parameters(), lr=0.1, fused=True)])
+    )
     with pytest.raises(TaskError, match="the whole step cannot be compiled"):
         step(batches(1)[0])

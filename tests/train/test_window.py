@@ -24,24 +24,36 @@ class Many(Photos):
     """Photos of several tars."""
 
     def data(self, split: str) -> Tars:
-        return Tars(sorted(Path(self.tar).glob("*.tar")), cache=self.cache, image="png", label="cls")
+        return Tars(
+            sorted(Path(self.tar).glob("*.tar")), cache=self.cache, image="png", label="cls"
+        )
 
 
 def make(folder: Path) -> Many:
     (folder / "tars").mkdir()
     for shard in range(SHARDS):
-        numbers = range(shard * EACH, (shard + 1) * EACH - (3 if shard == 2 else 0))  # one is smaller
+        numbers = range(
+            shard * EACH, (shard + 1) * EACH - (3 if shard == 2 else 0)
+        )  # one is smaller
         parts = [
-            (f"{number:03d}.{name}", part) for number in numbers for name, part in (("png", image(colour=number)), ("cls", b"1"))
+            (f"{number:03d}.{name}", part)
+            for number in numbers
+            for name, part in (("png", image(colour=number)), ("cls", b"1"))
         ]
         write_tar(folder / "tars" / f"{shard}.tar", parts)
     return Many(str(folder / "tars"), str(folder / "cache"))
 
 
 @pytest.mark.slow
-def test_a_run_stays_in_a_few_shards_at_a_time_and_goes_on_in_the_same_order(tmp_path: Path) -> None:
+def test_a_run_stays_in_a_few_shards_at_a_time_and_goes_on_in_the_same_order(
+    tmp_path: Path,
+) -> None:
     stated, task = (
-        spec(train={"length": "2 epochs", "batch": BATCH}, data={"window": 2}, checkpoint={"every": "1 step"}),
+        spec(
+            train={"length": "2 epochs", "batch": BATCH},
+            data={"window": 2},
+            checkpoint={"every": "1 step"},
+        ),
         make(tmp_path),
     )
     read: dict[int, list[int]] = {}
@@ -53,7 +65,9 @@ def test_a_run_stays_in_a_few_shards_at_a_time_and_goes_on_in_the_same_order(tmp
     per_epoch = run.assembly.feed.steps_per_epoch or 0
     count = len(task.data("train"))
     for epoch in range(2):
-        ids = np.concatenate([read[step] for step in range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)])
+        ids = np.concatenate(
+            [read[step] for step in range(epoch * per_epoch + 1, (epoch + 1) * per_epoch + 1)]
+        )
         assert sorted(ids.tolist()) == list(range(count))
         permutation = run.assembly.feed.order.permutation(epoch)
         assert isinstance(permutation, BlockShuffle)
@@ -62,7 +76,10 @@ def test_a_run_stays_in_a_few_shards_at_a_time_and_goes_on_in_the_same_order(tmp
             assert sorted(set((ids[:size] // EACH).tolist())) == sorted(block)
             ids = ids[size:]
     assert read[1] != read[per_epoch + 1]
-    with pytest.raises(KeyboardInterrupt), Run(stated, task, folder=tmp_path / "cut", quiet=True) as run:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Run(stated, task, folder=tmp_path / "cut", quiet=True) as run,
+    ):
         for report in run.steps():
             if report.step == 7:
                 raise KeyboardInterrupt
@@ -74,7 +91,9 @@ def test_a_run_stays_in_a_few_shards_at_a_time_and_goes_on_in_the_same_order(tmp
     assert (plan.window, plan.chunk) == (2, EACH)
 
 
-def test_a_source_is_told_which_shards_come_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_is_told_which_shards_come_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[np.ndarray] = []
     monkeypatch.setattr(Tars, "expect", lambda self, chunks: told.append(chunks))
     stated = spec(train={"length": "2 epochs", "batch": BATCH}, data={"window": 2})
@@ -87,13 +106,19 @@ def test_a_source_is_told_which_shards_come_next(tmp_path: Path, monkeypatch: py
 
 
 def test_a_window_needs_shards_and_shuffling(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"data\.window is 2, and the source has no shards: 24 samples"), Run(
-        spec(data={"window": 2}), Small(), folder=tmp_path / "a"
-    ):  # fmt: skip
+    with (
+        pytest.raises(
+            SpecError, match=r"data\.window is 2, and the source has no shards: 24 samples"
+        ),
+        Run(spec(data={"window": 2}), Small(), folder=tmp_path / "a"),
+    ):
         pass
-    with pytest.raises(SpecError, match=r"data\.window = 2 has no effect with data\.shuffle = false"), Run(
-        spec(data={"window": 2, "shuffle": False}), make(tmp_path), folder=tmp_path / "b"
-    ):  # fmt: skip
+    with (
+        pytest.raises(
+            SpecError, match=r"data\.window = 2 has no effect with data\.shuffle = false"
+        ),
+        Run(spec(data={"window": 2, "shuffle": False}), make(tmp_path), folder=tmp_path / "b"),
+    ):
         pass
 
 

@@ -24,7 +24,7 @@ from surefoot.trial import (
     judge,
     read_trial,
     write_trial,
-)  # fmt: skip
+)
 
 
 def trial_of(values: dict[str, list[float | None]], measure: str = "cpu_s_per_step") -> Trial:
@@ -32,12 +32,21 @@ def trial_of(values: dict[str, list[float | None]], measure: str = "cpu_s_per_st
     outcomes = [
         Outcome(arm=arm, round=number, ended="crashed", error="exit code 1\nValueError: why | not")
         if value is None
-        else Outcome(arm=arm, round=number, ended="done", measures={measure: value}, facts={"torch": "2"})
+        else Outcome(
+            arm=arm, round=number, ended="done", measures={measure: value}, facts={"torch": "2"}
+        )
         for arm, row in values.items()
         for number, value in enumerate(row)
     ]
     rounds = max(map(len, values.values()))
-    return Trial(title="t", arms=tuple(values), rounds=rounds, seed=0, conditions={"cores": "2"}, outcomes=tuple(outcomes))
+    return Trial(
+        title="t",
+        arms=tuple(values),
+        rounds=rounds,
+        seed=0,
+        conditions={"cores": "2"},
+        outcomes=tuple(outcomes),
+    )
 
 
 def noisy(middle: float, spread: float, seed: int, count: int = 16) -> list[float | None]:
@@ -46,7 +55,12 @@ def noisy(middle: float, spread: float, seed: int, count: int = 16) -> list[floa
 
 
 def test_a_small_shift_inside_the_noise_is_reported_as_no_effect_in_words() -> None:
-    effect = find_effect(trial_of({"a": noisy(1e-3, 0.2, 1), "b": noisy(1.002e-3, 0.2, 2)}), "b", "a", "cpu_s_per_step")
+    effect = find_effect(
+        trial_of({"a": noisy(1e-3, 0.2, 1), "b": noisy(1.002e-3, 0.2, 2)}),
+        "b",
+        "a",
+        "cpu_s_per_step",
+    )
     assert effect.words.startswith("no effect of b on cpu per step: ")
     assert effect_rows([effect])[0]["verdict"] == "no effect"
 
@@ -61,7 +75,12 @@ def test_pairing_finds_a_shift_that_a_drift_of_the_machine_hides() -> None:
 
 
 def test_only_rounds_that_have_both_arms_are_compared() -> None:
-    trial = trial_of({"a": [1.0, 1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0], "b": [2.0, None, 2.0, 9.0, 2.0, 2.0, 2.0, 2.0]})
+    trial = trial_of(
+        {
+            "a": [1.0, 1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0],
+            "b": [2.0, None, 2.0, 9.0, 2.0, 2.0, 2.0, 2.0],
+        }
+    )
     effect = find_effect(trial, "b", "a", "cpu_s_per_step")
     assert effect.interval is not None
     assert (effect.interval.count, effect.interval.estimate, effect.interval.high) == (6, 2.0, 2.0)
@@ -75,12 +94,19 @@ def test_fewer_than_six_rounds_make_no_claim() -> None:
 
 def test_a_bar_holds_only_when_the_whole_interval_does() -> None:
     trial = trial_of({"a": [1.0] * 16, "b": noisy(0.5, 0.02, 3), "gone": [None] * 16})
-    bars = [Bar(arm="b", baseline="a", measure="cpu_s_per_step", most=most) for most in (0.55, 0.5, 0.45)]
+    bars = [
+        Bar(arm="b", baseline="a", measure="cpu_s_per_step", most=most)
+        for most in (0.55, 0.5, 0.45)
+    ]
     lost = Bar(arm="gone", baseline="a", measure="cpu_s_per_step", most=1.0)
     apart = Bar(arm="b", baseline="a", measure="cpu_s_per_step", most=-0.4, kind="difference")
     assert [standing for _, _, standing in judge(trial, [*bars, lost, apart])] == [
-        "holds", "undecided", "fails", "not measured", "holds",
-    ]  # fmt: skip
+        "holds",
+        "undecided",
+        "fails",
+        "not measured",
+        "holds",
+    ]
 
 
 def test_an_arm_that_the_trial_does_not_have_is_an_error() -> None:
@@ -90,17 +116,28 @@ def test_an_arm_that_the_trial_does_not_have_is_an_error() -> None:
 
 def test_a_trial_comes_back_from_json_as_the_same_value(tmp_path: Path) -> None:
     trial = trial_of({"a": noisy(1e-3, 0.1, 1), "b": [None, *noisy(2e-3, 0.1, 2, 15)]})
-    trial = replace(trial, outcomes=(*trial.outcomes, Outcome(arm="b", round=0, ended="timed out", error="late", is_warmup=True)))
+    trial = replace(
+        trial,
+        outcomes=(
+            *trial.outcomes,
+            Outcome(arm="b", round=0, ended="timed out", error="late", is_warmup=True),
+        ),
+    )
     write_trial(trial, tmp_path / "trial.json")
     assert read_trial(tmp_path / "trial.json") == trial
     assert [path.name for path in tmp_path.iterdir()] == ["trial.json"]
-    assert (tmp_path / "trial.json").read_text().count("\n") < 60  # one line an outcome, for people and for git
-    assert find_effects(read_trial(tmp_path / "trial.json"), "a", ["cpu_s_per_step"]) == find_effects(
-        trial, "a", ["cpu_s_per_step"]
-    )
+    assert (tmp_path / "trial.json").read_text().count(
+        "\n"
+    ) < 60  # one line an outcome, for people and for git
+    assert find_effects(
+        read_trial(tmp_path / "trial.json"), "a", ["cpu_s_per_step"]
+    ) == find_effects(trial, "a", ["cpu_s_per_step"])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2, "outcomes": []}', '{"version": 1, "outcomes": [{"arm": 1}]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"version": 2, "outcomes": []}', '{"version": 1, "outcomes": [{"arm": 1}]}'],
+)
 def test_what_is_no_trial_is_refused_in_words(text: str) -> None:
     with pytest.raises(BadRecordError, match="trial"):
         from_json(text)

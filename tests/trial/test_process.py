@@ -21,7 +21,9 @@ from tests.train.small import write_task
 from tests.trial.arms import code_arm, telling_arm
 
 ROOT = Path(__file__).resolve().parents[2]
-linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a child with its parent")
+linux_only = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux ends a child with its parent"
+)
 
 
 def is_running(pid: int) -> bool:
@@ -43,7 +45,12 @@ def test_an_arm_reports_its_measures_beside_what_is_seen_from_outside(tmp_path: 
     outcome = run_arm(telling_arm("a", "{'loss': 0.5}"), tmp_path / "work", number=3)
     assert (outcome.ended, outcome.arm, outcome.round, outcome.error) == ("done", "a", 3, None)
     assert outcome.measures["loss"] == 0.5
-    assert set(outcome.measures) == {"loss", "process_cpu_s", "process_wall_s", "process_peak_bytes"}
+    assert set(outcome.measures) == {
+        "loss",
+        "process_cpu_s",
+        "process_wall_s",
+        "process_peak_bytes",
+    }
     assert 0 < outcome.measures["process_cpu_s"] < 60
 
 
@@ -51,7 +58,9 @@ def test_the_memory_of_the_harness_is_not_counted_as_the_arms(tmp_path: Path) ->
     ballast = bytearray(300 << 20)
     ballast[:: 1 << 12] = b"x" * len(ballast[:: 1 << 12])  # a page is resident once it is written
     small = run_arm(code_arm("small", "pass"), tmp_path / "small").measures["process_peak_bytes"]
-    large = run_arm(code_arm("large", "len(bytearray(200 << 20).replace(b'x', b'y'))"), tmp_path / "large")
+    large = run_arm(
+        code_arm("large", "len(bytearray(200 << 20).replace(b'x', b'y'))"), tmp_path / "large"
+    )
     assert small < 100 << 20 < 200 << 20 < large.measures["process_peak_bytes"]
     del ballast
 
@@ -70,14 +79,19 @@ def test_a_crash_gives_the_tail_of_its_error_and_its_exit_code(tmp_path: Path) -
 def test_a_command_that_is_not_there_and_a_killed_one_are_crashes(tmp_path: Path) -> None:
     missing = run_arm(Arm(name="a", command=("no-such-command",)), tmp_path / "a")
     killed = run_arm(code_arm("b", "import os; os.kill(os.getpid(), 9)"), tmp_path / "b")
-    assert missing.error == "exit code 127\nno-such-command cannot be started: No such file or directory"
+    assert (
+        missing.error
+        == "exit code 127\nno-such-command cannot be started: No such file or directory"
+    )
     assert (killed.ended, killed.error) == ("crashed", "exit code -9")
     assert (missing.exit_code, killed.exit_code) == (127, -9)
 
 
 def test_a_report_that_is_missing_or_none_is_a_crash_in_words(tmp_path: Path) -> None:
     silent = run_arm(code_arm("a", "import sys; sys.argv[1]"), tmp_path / "a")
-    babbling = run_arm(code_arm("b", "import sys; open(sys.argv[1], 'w').write('[1]')"), tmp_path / "b")
+    babbling = run_arm(
+        code_arm("b", "import sys; open(sys.argv[1], 'w').write('[1]')"), tmp_path / "b"
+    )
     assert silent.error is not None
     assert babbling.error is not None
     assert silent.error.startswith("no report was written")
@@ -85,9 +99,7 @@ def test_a_report_that_is_missing_or_none_is_a_crash_in_words(tmp_path: Path) ->
 
 
 def test_a_hang_ends_at_its_time_and_takes_its_own_children_along(tmp_path: Path) -> None:
-    code = (
-        f"import os, time\nchild = os.fork()\nopen({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)"
-    )
+    code = f"import os, time\nchild = os.fork()\nopen({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)"
     outcome = run_arm(code_arm("a", code, timeout_s=1.5), tmp_path / "work")
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert outcome.ended == "timed out"
@@ -139,7 +151,9 @@ def test_every_rank_has_its_place_and_a_failing_one_ends_the_others(tmp_path: Pa
     assert one.error == "rank 1 of 2: exit code 1\nrank 1 gives up"
 
 
-def test_the_arms_environment_is_given_and_arguments_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arms_environment_is_given_and_arguments_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     measures = "{'threads': int(__import__('os').environ['OMP_NUM_THREADS']), 'mine': int(__import__('os').environ['MINE'])}"
     plain = telling_arm("a", measures)
@@ -173,17 +187,33 @@ def test_a_report_holds_finite_numbers_only(tmp_path: Path) -> None:
 
 
 def test_a_start_lasts_until_what_is_compiled_has_run() -> None:
-    firsts = {what: child.first_alike(small_spec(9, compile={"what": what})) for what in ("none", "blocks", "model", "step")}
+    firsts = {
+        what: child.first_alike(small_spec(9, compile={"what": what}))
+        for what in ("none", "blocks", "model", "step")
+    }
     assert firsts == {"none": 1, "blocks": 2, "model": 2, "step": 6}
 
 
-def test_a_spec_s_window_begins_after_its_warm_up_and_its_start_up_stands_apart(tmp_path: Path) -> None:
+def test_a_spec_s_window_begins_after_its_warm_up_and_its_start_up_stands_apart(
+    tmp_path: Path,
+) -> None:
     """The first two steps, of which a compiler would take much longer, wait half a second each."""
-    use = write_task(tmp_path, change=("# FORWARD", "import time; time.sleep(0.5 if STEP <= 2 else 0)"))
+    use = write_task(
+        tmp_path, change=("# FORWARD", "import time; time.sleep(0.5 if STEP <= 2 else 0)")
+    )
     (tmp_path / "spec.toml").write_text(spec_file.write(small_spec(60, task={"use": use})))
     began_s = time.perf_counter()
     words = ["--warmup", "3", "--steps", "5", "--started", repr(began_s)]
-    child.main([str(tmp_path / "spec.toml"), "--report", str(tmp_path / "report.json"), "--run", str(tmp_path / "run"), *words])
+    child.main(
+        [
+            str(tmp_path / "spec.toml"),
+            "--report",
+            str(tmp_path / "report.json"),
+            "--run",
+            str(tmp_path / "run"),
+            *words,
+        ]
+    )
     elapsed_s = time.perf_counter() - began_s
     measures = read_report(tmp_path / "report.json").measures
     assert measures["num_samples"] == 5 * 4

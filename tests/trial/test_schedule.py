@@ -15,7 +15,9 @@ def spinning_arm(name: str, turns: int) -> Arm:
 
 def trial_of(*arms: Arm, rounds: int, warmup_rounds: int = 0) -> Trial:
     outcomes = tuple(run_rounds(arms, rounds=rounds, warmup_rounds=warmup_rounds))
-    return Trial(title="test", arms=tuple(arm.name for arm in arms), rounds=rounds, seed=0, outcomes=outcomes)
+    return Trial(
+        title="test", arms=tuple(arm.name for arm in arms), rounds=rounds, seed=0, outcomes=outcomes
+    )
 
 
 def test_each_round_has_every_arm_and_of_any_two_each_is_first_equally_often() -> None:
@@ -29,7 +31,9 @@ def test_each_round_has_every_arm_and_of_any_two_each_is_first_equally_often() -
     assert planned == plan_rounds(names, 20, seed=3) != plan_rounds(names, 20, seed=4)
 
 
-def test_a_planted_slower_arm_is_found_with_its_sign_and_an_interval_that_excludes_no_effect() -> None:
+def test_a_planted_slower_arm_is_found_with_its_sign_and_an_interval_that_excludes_no_effect() -> (
+    None
+):
     trial = trial_of(spinning_arm("plain", 2_000_000), spinning_arm("slow", 6_000_000), rounds=6)
     effect = find_effect(trial, "slow", "plain", "process_cpu_s")
     assert effect.interval is not None
@@ -51,7 +55,11 @@ def test_equal_arms_are_reported_as_no_effect() -> None:
 
 
 def test_a_crashing_arm_has_its_row_is_given_up_after_two_and_the_others_go_on() -> None:
-    arms = telling_arm("a", "{'cost_s': 1.0}"), code_arm("bad", "raise ValueError('why')"), telling_arm("c", "{'cost_s': 2.0}")
+    arms = (
+        telling_arm("a", "{'cost_s': 1.0}"),
+        code_arm("bad", "raise ValueError('why')"),
+        telling_arm("c", "{'cost_s': 2.0}"),
+    )
     trial = trial_of(*arms, rounds=6)
     assert [sum(o.arm == name for o in trial.outcomes) for name in ("a", "bad", "c")] == [6, 2, 6]
     bad = find_effect(trial, "bad", "a", "cost_s")

@@ -90,7 +90,10 @@ class Supervised:
     def pids(self) -> dict[int, int]:
         """Those of the newest attempt; a rank that has not begun has none."""
         paths = [path for path in self._folder.glob("pid-*") if path.suffix != ".draft"]
-        rows = sorted((path.stat().st_mtime_ns, int(path.name.split("-")[1]), int(path.name.split("-")[2])) for path in paths)
+        rows = sorted(
+            (path.stat().st_mtime_ns, int(path.name.split("-")[1]), int(path.name.split("-")[2]))
+            for path in paths
+        )
         return {rank: pid for _, rank, pid in rows}
 
     def wait(self, within_s: float = 60.0) -> int:
@@ -120,37 +123,70 @@ def is_alive(pid: int) -> bool:
     Its main thread may be gone while another one, which writes, still holds the lock of the run.
     """
     try:
-        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+        states = [
+            path.read_text().rpartition(")")[2].split()[0]
+            for path in Path(f"/proc/{pid}/task").glob("*/stat")
+        ]
     except (FileNotFoundError, ProcessLookupError):
         return is_alive(pid) if Path(f"/proc/{pid}").exists() else False
     return any(state not in "ZX" for state in states)
 
 
 def _supervise(
-    job: Job, num_ranks: int, folder: Path, stall_s: float, run: Path | None, max_restarts: int, numbers: Sequence[int]
-) -> int:  # fmt: skip
+    job: Job,
+    num_ranks: int,
+    folder: Path,
+    stall_s: float,
+    run: Path | None,
+    max_restarts: int,
+    numbers: Sequence[int],
+) -> int:
     said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     speak(said, said)
 
     def start(
-        server: ForkServer, rank: int, ranks: int, meeting: socket.socket, told: RankFiles, *, local_rank: int
+        server: ForkServer,
+        rank: int,
+        ranks: int,
+        meeting: socket.socket,
+        told: RankFiles,
+        *,
+        local_rank: int,
     ) -> local.RankProcess:
         return local.RankProcess(rank, _fork(job, rank, ranks, meeting, told, folder, local_rank))  # type: ignore[arg-type]
 
     local._start = start
     return local.launch(
-        [], num_ranks, lambda text: print(text, flush=True), options.find_judge(stall_s), run=run, max_restarts=max_restarts,
+        [],
+        num_ranks,
+        lambda text: print(text, flush=True),
+        options.find_judge(stall_s),
+        run=run,
+        max_restarts=max_restarts,
         numbers=numbers,
-    )  # fmt: skip
+    )
 
 
-def _fork(job: Job, rank: int, num_ranks: int, meeting: socket.socket, told: RankFiles, folder: Path, local_rank: int) -> Forked:
+def _fork(
+    job: Job,
+    rank: int,
+    num_ranks: int,
+    meeting: socket.socket,
+    told: RankFiles,
+    folder: Path,
+    local_rank: int,
+) -> Forked:
     reads, writes = os.pipe() if rank else (None, 2)
     parent = os.getpid()
     variables = {
-        "RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": meeting.getsockname()[1], place.FLIGHT: told.flight, place.STACKS: told.stacks,
-    } | ({} if rank else {place.LISTENS: meeting.fileno()})  # fmt: skip
+        "RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_RANK": local_rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": meeting.getsockname()[1],
+        place.FLIGHT: told.flight,
+        place.STACKS: told.stacks,
+    } | ({} if rank else {place.LISTENS: meeting.fileno()})
 
     def begin() -> int:
         for name in local.HEARD:

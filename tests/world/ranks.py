@@ -25,11 +25,16 @@ class RankFailed(AssertionError):
     """What the ranks said that failed."""
 
 
-def run_ranks(num_ranks: int, job: Callable[[int], Any], folder: Path, *, within_s: float = DEADLINE_S) -> list[Any]:
+def run_ranks(
+    num_ranks: int, job: Callable[[int], Any], folder: Path, *, within_s: float = DEADLINE_S
+) -> list[Any]:
     """What `job(rank)` gives in each of so many processes; {"error": words} for one that raised. None is left after it."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8) as meeting:
-        pids = [_fork(rank, num_ranks, meeting, job, folder / f"rank-{rank}.json") for rank in range(num_ranks)]
+        pids = [
+            _fork(rank, num_ranks, meeting, job, folder / f"rank-{rank}.json")
+            for rank in range(num_ranks)
+        ]
     until_s = time.monotonic() + within_s
     left = set(pids)
     while left and time.monotonic() < until_s:
@@ -39,17 +44,26 @@ def run_ranks(num_ranks: int, job: Callable[[int], Any], folder: Path, *, within
         os.kill(pid, 9)
         os.waitpid(pid, 0)
     if left:
-        raise RankFailed(f"ranks {[pids.index(pid) for pid in sorted(left)]} were still there after {within_s} s")
+        raise RankFailed(
+            f"ranks {[pids.index(pid) for pid in sorted(left)]} were still there after {within_s} s"
+        )
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
 def together(
-    num_ranks: int, job: Callable[[Group], Any], folder: Path, *, timeout_s: float = 20.0, transport: Transport = "auto"
+    num_ranks: int,
+    job: Callable[[Group], Any],
+    folder: Path,
+    *,
+    timeout_s: float = 20.0,
+    transport: Transport = "auto",
 ) -> list[Any]:
     """The same of `job(group)`, once the ranks have joined. Raises RankFailed with what the first rank that failed raised."""
 
     def joined(rank: int) -> Any:
-        with join(place.here(), CPU, wait_s=120.0, timeout_s=timeout_s, transport=transport) as group:
+        with join(
+            place.here(), CPU, wait_s=120.0, timeout_s=timeout_s, transport=transport
+        ) as group:
             return job(group)
 
     found = run_ranks(num_ranks, joined, folder)
@@ -59,16 +73,21 @@ def together(
     return found
 
 
-def _fork(rank: int, num_ranks: int, meeting: socket.socket, job: Callable[[int], Any], result: Path) -> int:
+def _fork(
+    rank: int, num_ranks: int, meeting: socket.socket, job: Callable[[int], Any], result: Path
+) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
         torch.set_num_threads(1)
         os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(meeting.getsockname()[1]),
-        }  # fmt: skip
+        }
         if rank == 0:
             os.environ[place.LISTENS] = str(meeting.fileno())
         else:
@@ -77,7 +96,12 @@ def _fork(rank: int, num_ranks: int, meeting: socket.socket, job: Callable[[int]
             found = job(rank)
         except BaseException as error:  # noqa: BLE001 - it must not go on as the tests
             kind, trace = type(error).__name__, traceback.format_exc()
-            found = {"error": str(error), "kind": kind, "code": getattr(error, "exit_code", None), "trace": trace}
+            found = {
+                "error": str(error),
+                "kind": kind,
+                "code": getattr(error, "exit_code", None),
+                "trace": trace,
+            }
         draft = result.with_suffix(".draft")
         draft.write_text(json.dumps(found))
         draft.replace(result)

@@ -15,12 +15,15 @@ from tests.world.test_run import Sentences, spec, train
 @pytest.mark.parametrize(
     ("field", "words"),
     [
-        ("lr", "spec: rank 1 has"), ("shape", "parameters: rank 1 has"), ("data", "data: rank 1 has"),
+        ("lr", "spec: rank 1 has"),
+        ("shape", "parameters: rank 1 has"),
+        ("data", "data: rank 1 has"),
         ("judged", "data of the evaluation: rank 1 has"),
         ("metrics", "metrics: rank 1 has acc, perplexity, rank 0 has accuracy, perplexity"),
-        ("folder", "run folder: rank 1 has "), ("world", "rank 0 is one of 2, rank 1 is one of 3"),
+        ("folder", "run folder: rank 1 has "),
+        ("world", "rank 0 is one of 2, rank 1 is one of 3"),
     ],
-)  # fmt: skip
+)
 def test_a_rank_that_would_compute_something_else_is_refused_before_the_first_step(
     field: str, words: str, tmp_path: Path
 ) -> None:

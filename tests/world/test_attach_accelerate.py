@@ -17,7 +17,9 @@ from surefoot.contract import events, loop_ledger
 from tests.world.ranks import run_ranks
 from tests.world.test_attach_ranks import Net, apart, digest, joined
 
-accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed: pip install accelerate")
+accelerate = pytest.importorskip(
+    "accelerate", reason="Accelerate is not installed: pip install accelerate"
+)
 PASSES = 3
 
 
@@ -57,9 +59,13 @@ def train(rank: int, folder: Path, name: str, leave_at: int | None = None) -> di
                         os.kill(os.getpid(), signal.SIGKILL)
         run.close()
         return {
-            "losses": losses, "draw": torch.rand(2).tolist(), "rate": schedule.get_last_lr(), "model": digest(bare),
-            "moments": digest(optimizer), "count": bare.count.item(),
-        }  # fmt: skip
+            "losses": losses,
+            "draw": torch.rand(2).tolist(),
+            "rate": schedule.get_last_lr(),
+            "model": digest(bare),
+            "moments": digest(optimizer),
+            "count": bare.count.item(),
+        }
 
 
 def launch(folder: Path, name: str, leave_at: int | None = None) -> list[Any]:
@@ -69,7 +75,9 @@ def launch(folder: Path, name: str, leave_at: int | None = None) -> list[Any]:
     return found
 
 
-def test_what_accelerate_prepared_ends_with_the_bits_of_a_loop_that_was_not_killed(tmp_path: Path) -> None:
+def test_what_accelerate_prepared_ends_with_the_bits_of_a_loop_that_was_not_killed(
+    tmp_path: Path,
+) -> None:
     whole = launch(tmp_path / "whole", "a")
     assert whole[0]["losses"] != whole[1]["losses"]  # each rank has batches of its own
     with pytest.raises(FileNotFoundError):  # no rank says anything
@@ -77,7 +85,10 @@ def test_what_accelerate_prepared_ends_with_the_bits_of_a_loop_that_was_not_kill
     again = launch(tmp_path / "left", "b")
     assert apart(whole, again) == []
     run = tmp_path / "left" / "run"
-    assert [each.first_step for each in events.read(run) if isinstance(each, events.Started)] == [1, 7]
+    assert [each.first_step for each in events.read(run) if isinstance(each, events.Started)] == [
+        1,
+        7,
+    ]
     found = loop_ledger.check(run)
     assert found.holds
     assert found.promise.digests

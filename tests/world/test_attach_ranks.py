@@ -29,7 +29,9 @@ from surefoot.core.errors import SurefootError
 from tests.world.ranks import run_ranks
 
 PASSES, BATCHES = 3, 4  # a pass has as many batches on each rank
-Wrap = Callable[[nn.Module, int], Any]  # gives the model, and what is called between the backward pass and the optimizer step
+Wrap = Callable[
+    [nn.Module, int], Any
+]  # gives the model, and what is called between the backward pass and the optimizer step
 SLOW = ("DDP on three", "FSDP2 on three", "FSDP2 in copies", "FSDP2 by columns")
 
 
@@ -40,7 +42,11 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(3, 6)
         self.block = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 6))
-        self.norm, self.head, self.tied = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.norm, self.head, self.tied = (
+            nn.BatchNorm1d(6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6, bias=False),
+        )
         self.tied.weight = self.head.weight
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("count", torch.zeros(1), persistent=False)
@@ -65,7 +71,9 @@ def ddp(model: nn.Module, rank: int) -> Any:
 
 def ddp_of_fixed_buckets(model: nn.Module, rank: int) -> Any:
     """Sums of three are in the same order before and after a resume."""
-    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True), lambda: None
+    return nn.parallel.DistributedDataParallel(
+        model, broadcast_buffers=False, find_unused_parameters=True
+    ), lambda: None
 
 
 def fsdp(model: nn.Module, rank: int) -> Any:
@@ -74,7 +82,9 @@ def fsdp(model: nn.Module, rank: int) -> Any:
 
 
 def hybrid(model: nn.Module, rank: int) -> Any:
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))), lambda: None
+    return fully_shard(
+        model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    ), lambda: None
 
 
 def columns(model: nn.Module, rank: int) -> Any:
@@ -98,15 +108,25 @@ def by_hand(model: nn.Module, rank: int) -> Any:
 
 
 KINDS: dict[str, tuple[int, Wrap]] = {
-    "DDP": (2, ddp), "FSDP2": (2, fsdp), "FSDP2 on three": (3, fsdp), "FSDP2 in copies": (4, hybrid), "FSDP2 by columns": (2, columns),
-    "by hand": (2, by_hand), "DDP on three": (3, ddp_of_fixed_buckets),
-}  # fmt: skip
+    "DDP": (2, ddp),
+    "FSDP2": (2, fsdp),
+    "FSDP2 on three": (3, fsdp),
+    "FSDP2 in copies": (4, hybrid),
+    "FSDP2 by columns": (2, columns),
+    "by hand": (2, by_hand),
+    "DDP on three": (3, ddp_of_fixed_buckets),
+}
 
 
 @contextlib.contextmanager
 def joined(rank: int, size: int, folder: Path, name: str) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"store-{name}"), size), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / f"store-{name}"), size),
+        rank=rank,
+        world_size=size,
+    )
     try:
         yield
     finally:
@@ -114,9 +134,18 @@ def joined(rank: int, size: int, folder: Path, name: str) -> Any:
 
 
 def train(
-    rank: int, folder: Path, kind: str, name: str, *, leave_at: int | None = None, save: str = "3 steps", passes: int = PASSES,
-    stop: Callable[[int, int], None] = lambda rank, step: None, size: int | None = None, uneven: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    rank: int,
+    folder: Path,
+    kind: str,
+    name: str,
+    *,
+    leave_at: int | None = None,
+    save: str = "3 steps",
+    passes: int = PASSES,
+    stop: Callable[[int, int], None] = lambda rank, step: None,
+    size: int | None = None,
+    uneven: bool = False,
+) -> dict[str, Any]:
     """The loop on one rank; what it holds at its end."""
     size = size or KINDS[kind][0]
     with joined(rank, size, folder, name):
@@ -128,7 +157,13 @@ def train(
         torch.manual_seed(100 + rank)  # each rank draws a dropout of its own
         loader, losses = data_of(rank, size, uneven=uneven), []
         run = surefoot.attach(
-            model=model, optimizer=optimizer, data=loader, folder=folder / "run", every=1, save=save, state={"schedule": schedule}
+            model=model,
+            optimizer=optimizer,
+            data=loader,
+            folder=folder / "run",
+            every=1,
+            save=save,
+            state={"schedule": schedule},
         )
         for epoch in range(run.first_pass, passes):
             loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
@@ -148,9 +183,13 @@ def train(
                     os.kill(os.getpid(), signal.SIGKILL)
         run.close()
         held = {
-            "losses": losses, "draw": torch.rand(2).tolist(), "rate": schedule.get_last_lr(), "model": digest(bare),
-            "moments": digest(optimizer), "count": bare.count.item(),
-        }  # fmt: skip
+            "losses": losses,
+            "draw": torch.rand(2).tolist(),
+            "rate": schedule.get_last_lr(),
+            "model": digest(bare),
+            "moments": digest(optimizer),
+            "count": bare.count.item(),
+        }
         return {**held, "folder": str(run.folder)}
 
 
@@ -185,12 +224,17 @@ def apart(whole: list[Any], left: list[Any]) -> list[str]:
         f"rank {rank}: {key}"
         for rank, (one, other) in enumerate(zip(whole, left, strict=True))
         for key in one
-        if key != "folder" and (one[key][-len(other[key]) :] if key == "losses" else one[key]) != other[key]
+        if key != "folder"
+        and (one[key][-len(other[key]) :] if key == "losses" else one[key]) != other[key]
     ]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS])
-def test_ranks_that_were_killed_end_with_the_bits_of_ranks_that_were_not(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
+)
+def test_ranks_that_were_killed_end_with_the_bits_of_ranks_that_were_not(
+    kind: str, tmp_path: Path
+) -> None:
     whole = launch(kind, tmp_path / "whole", "a")
     kill(kind, tmp_path / "left", "a", 8)
     again = launch(kind, tmp_path / "left", "b")
@@ -199,7 +243,10 @@ def test_ranks_that_were_killed_end_with_the_bits_of_ranks_that_were_not(kind: s
     assert {each["folder"] for each in again} == {str(tmp_path / "left" / "run")}
     run = tmp_path / "left" / "run"
     assert manifest.read(manifest.step_folder(run, 12)).layout == {"world_size": KINDS[kind][0]}
-    assert [each.first_step for each in events.read(run) if isinstance(each, events.Started)] == [1, 7]
+    assert [each.first_step for each in events.read(run) if isinstance(each, events.Started)] == [
+        1,
+        7,
+    ]
     check_rows(loop_ledger.check(run), run, KINDS[kind][0])
 
 
@@ -209,18 +256,32 @@ def check_rows(found: loop_ledger.LoopConsumed, run: Path, size: int) -> None:
     assert found.num_batches == PASSES * BATCHES
     assert not found.promise.once
     for number in range(PASSES):
-        ids = [each for row in loop_ledger.consumed(loop_ledger.read(run))[0] if row.number_of_pass == number for each in row.ids]
+        ids = [
+            each
+            for row in loop_ledger.consumed(loop_ledger.read(run))[0]
+            if row.number_of_pass == number
+            for each in row.ids
+        ]
         assert sorted(ids) == list(range(3 * BATCHES * size))
 
 
 @pytest.mark.slow  # six ranks
-def test_a_resume_under_ddp_on_three_ranks_says_what_may_be_summed_otherwise(tmp_path: Path) -> None:
+def test_a_resume_under_ddp_on_three_ranks_says_what_may_be_summed_otherwise(
+    tmp_path: Path,
+) -> None:
     for name, wrap in (("a", ddp), ("b", ddp_of_fixed_buckets)):
         KINDS[name] = (3, wrap)
         launch(name, tmp_path / name, "a", passes=1)
         launch(name, tmp_path / name, "b", passes=2)
-        started = [each for each in events.read(tmp_path / name / "run") if isinstance(each, events.Started)]
-        assert ["find_unused_parameters=True" in " ".join(each.notes) for each in started] == [False, name == "a"]
+        started = [
+            each
+            for each in events.read(tmp_path / name / "run")
+            if isinstance(each, events.Started)
+        ]
+        assert ["find_unused_parameters=True" in " ".join(each.notes) for each in started] == [
+            False,
+            name == "a",
+        ]
 
 
 def test_weights_that_ranks_hold_in_shards_are_read_by_one_process(tmp_path: Path) -> None:
@@ -229,7 +290,9 @@ def test_weights_that_ranks_hold_in_shards_are_read_by_one_process(tmp_path: Pat
     checkpoint.load_into(model, tmp_path / "run", 4)
     launch("DDP", tmp_path / "ddp", "a", passes=1)
     other = Net()
-    checkpoint.load_into(other, tmp_path / "ddp" / "run", 4)  # its names are those of the model inside
+    checkpoint.load_into(
+        other, tmp_path / "ddp" / "run", 4
+    )  # its names are those of the model inside
     assert model.state_dict().keys() == other.state_dict().keys()
     assert model.first.weight.isfinite().all()
 
@@ -247,7 +310,9 @@ def test_a_loop_that_was_saved_by_other_ranks_is_refused_with_both_numbers(tmp_p
         "folder": tmp_path / "run",
     }
     schedule = torch.optim.lr_scheduler.StepLR(given["optimizer"], 3)
-    with pytest.raises(SurefootError, match="by a loop on 2 ranks, and this loop runs on one process"):
+    with pytest.raises(
+        SurefootError, match="by a loop on 2 ranks, and this loop runs on one process"
+    ):
         surefoot.attach(**given, state={"schedule": schedule})
 
 
@@ -281,20 +346,31 @@ def test_ranks_that_have_done_other_numbers_of_steps_are_told_so_by_a_save(tmp_p
         with joined(rank, 2, tmp_path, "a"):
             model = nn.Linear(3, 6)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            run = surefoot.attach(model=model, optimizer=optimizer, data=data_of(rank, 2, uneven=True), folder=tmp_path / "run")
+            run = surefoot.attach(
+                model=model,
+                optimizer=optimizer,
+                data=data_of(rank, 2, uneven=True),
+                folder=tmp_path / "run",
+            )
             for x, y in run.batches():
                 run.step_done(F.cross_entropy(model(x), y))
             run.close()
 
     found = run_ranks(2, loop, tmp_path / "a")
-    assert ["rank 1 of 2 has done 6 steps, rank 0 4" in each["error"] for each in found] == [True, True]
+    assert ["rank 1 of 2 has done 6 steps, rank 0 4" in each["error"] for each in found] == [
+        True,
+        True,
+    ]
 
 
 def test_a_save_that_the_disk_refuses_to_one_rank_is_given_up_by_all(tmp_path: Path) -> None:
     def stop(rank: int, step: int) -> None:
         if rank == 1 and step in (2, 7):
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 if step == 2 else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE,
+                (1 if step == 2 else resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+            )
 
     launch("by hand", tmp_path, "a", stop=stop)
     assert manifest.steps(tmp_path / "run") == [9, 12]
@@ -307,15 +383,24 @@ def test_a_save_that_is_due_by_time_is_due_on_all_ranks(tmp_path: Path) -> None:
     assert len([each for each in events.read(run) if isinstance(each, events.Committed)]) > 1
 
 
-@pytest.mark.parametrize("folders", [("a", "b"), ("a", "a")], ids=["each its own", "one without a group"])
-def test_ranks_that_share_nothing_are_loops_of_their_own(folders: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "folders", [("a", "b"), ("a", "a")], ids=["each its own", "one without a group"]
+)
+def test_ranks_that_share_nothing_are_loops_of_their_own(
+    folders: tuple[str, str], tmp_path: Path
+) -> None:
     is_joined = folders[0] != folders[1]
 
     def loop(rank: int) -> str:
         with joined(rank, 2, tmp_path, "store") if is_joined else contextlib.nullcontext():
             model = nn.Linear(3, 6)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            run = surefoot.attach(model=model, optimizer=optimizer, data=data_of(0, 1), folder=tmp_path / folders[rank])
+            run = surefoot.attach(
+                model=model,
+                optimizer=optimizer,
+                data=data_of(0, 1),
+                folder=tmp_path / folders[rank],
+            )
             for x, y in run.batches():
                 run.step_done(F.cross_entropy(model(x), y))
             (tmp_path / f"done-{rank}").touch()
@@ -338,4 +423,8 @@ def test_ranks_that_share_nothing_are_loops_of_their_own(folders: tuple[str, str
 
     found = run_ranks(2, wait_for_0, tmp_path / "results")
     assert found[0] == str(tmp_path / "a")
-    assert found[1] == str(tmp_path / "b") if is_joined else "init_process_group() before surefoot.attach" in found[1]
+    assert (
+        found[1] == str(tmp_path / "b")
+        if is_joined
+        else "init_process_group() before surefoot.attach" in found[1]
+    )

@@ -22,11 +22,19 @@ class Branching(nn.Module):
     def __init__(self, branches: str) -> None:
         super().__init__()
         self.branches = branches
-        self.words, self.even, self.odd, self.head = nn.Embedding(10, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.words, self.even, self.odd, self.head = (
+            nn.Embedding(10, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+        )
         self.rare = nn.Linear(6, 6, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x, is_odd = self.words(ids), os.environ["RANK"] == "1" and (self.training or self.branches != "rare")
+        x, is_odd = (
+            self.words(ids),
+            os.environ["RANK"] == "1" and (self.training or self.branches != "rare"),
+        )
         if self.branches == "either":
             x = self.odd(x) if is_odd else self.even(x)
         elif self.branches in ("odd", "rare") and is_odd:
@@ -55,12 +63,16 @@ class Routed:
         return [model.words, model.even, model.odd, model.rare, model.head]
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
-        return Loss.sum(nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
+        return Loss.sum(
+            nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+        )
 
 
 def train(folder: Path, branches: str, stage: int) -> int:
     spec = RunSpec(
-        train={"length": "6 steps", "batch": 2, "threads": 1}, layout={"shard": 2, "stage": stage}, observe={"tensorboard": False}
+        train={"length": "6 steps", "batch": 2, "threads": 1},
+        layout={"shard": 2, "stage": stage},
+        observe={"tensorboard": False},
     )
     with Run(spec, Routed(branches), folder=folder, quiet=True) as run:
         for _ in run.steps():
@@ -69,9 +81,18 @@ def train(folder: Path, branches: str, stage: int) -> int:
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("branches", "named"), [("rare", "'rare' (rare.weight)"), ("odd", "'odd' (odd.weight, odd.bias)"),
-                                                 ("either", "'even' (even.weight, even.bias)"), ("all", "")])  # fmt: skip
-def test_a_block_that_some_ranks_call_is_named_with_its_parameters(branches: str, named: str, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("branches", "named"),
+    [
+        ("rare", "'rare' (rare.weight)"),
+        ("odd", "'odd' (odd.weight, odd.bias)"),
+        ("either", "'even' (even.weight, even.bias)"),
+        ("all", ""),
+    ],
+)
+def test_a_block_that_some_ranks_call_is_named_with_its_parameters(
+    branches: str, named: str, stage: int, tmp_path: Path
+) -> None:
     found = run_ranks(2, lambda rank: train(tmp_path / "run", branches, stage), tmp_path / "ranks")
     if not named:
         assert found == [6, 6]

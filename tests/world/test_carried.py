@@ -85,9 +85,11 @@ class Carrying:
 def scored(how: str, folder: Path) -> dict[str, Any]:
     """The score after two steps, and how often this rank passed through the model for it."""
     spec = RunSpec(
-        train={"length": "2 steps", "batch": BATCH, "threads": 1}, optim={"name": "sgd", "lr": 1e-5, "momentum": 0.0},
-        evaluate={"every": "9 epochs"}, observe={"tensorboard": False},
-    )  # fmt: skip
+        train={"length": "2 steps", "batch": BATCH, "threads": 1},
+        optim={"name": "sgd", "lr": 1e-5, "momentum": 0.0},
+        evaluate={"every": "9 epochs"},
+        observe={"tensorboard": False},
+    )
     task = Carrying(how)
     with Run(spec, task, folder=folder, quiet=True) as run:
         for _ in run.steps():
@@ -97,7 +99,9 @@ def scored(how: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["attribute", "list", "buffer", "task"])
-def test_the_score_of_a_model_that_carries_state_is_that_of_one_process(how: str, tmp_path: Path) -> None:
+def test_the_score_of_a_model_that_carries_state_is_that_of_one_process(
+    how: str, tmp_path: Path
+) -> None:
     expected = scored(how, tmp_path / "one")["score"]
     for found in run_ranks(2, lambda rank: scored(how, tmp_path / "run"), tmp_path / "ranks"):
         assert "error" not in found, found

@@ -18,19 +18,32 @@ from surefoot.prove.bench.wanted import Sizes
 from surefoot.runtime.comm import Collective, Group
 from tests.world.ranks import RankFailed, together
 
-NEEDED_FOR = {"all-reduce": "all_reduce", "broadcast": "broadcast", "all-to-all": "all_to_all_single", "send": "recv"}
+NEEDED_FOR = {
+    "all-reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "all-to-all": "all_to_all_single",
+    "send": "recv",
+}
 
 
 def rows_of(found: tuple[TimedCollective, ...]) -> list[list[Any]]:
-    return [[row.collective, row.num_bytes, row.elapsed.estimate, row.elapsed.count] for row in found]
+    return [
+        [row.collective, row.num_bytes, row.elapsed.estimate, row.elapsed.count] for row in found
+    ]
 
 
-@pytest.mark.parametrize(("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (4, "auto"), (3, "gloo")])
+@pytest.mark.parametrize(
+    ("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (4, "auto"), (3, "gloo")]
+)
 def test_each_collective_does_what_its_name_says_and_every_rank_has_the_same_rows(
     num_ranks: int, transport: Transport, tmp_path: Path
 ) -> None:
     def job(group: Group) -> Any:
-        right = [Collective(name, group, size).is_right() for name in COLLECTIVES for size in (1, 100, 4096)]
+        right = [
+            Collective(name, group, size).is_right()
+            for name in COLLECTIVES
+            for size in (1, 100, 4096)
+        ]
         found = measure(group, Sizes(smallest=100, largest=5000, calls=2, warmup=1))
         return [all(right), rows_of(found), sorted(fit(found))]
 
@@ -101,7 +114,9 @@ def test_the_slowest_rank_is_what_counts_and_a_call_is_one_of_a_round(tmp_path: 
 
 def test_bandwidth_is_size_over_time_and_what_a_link_carries_of_it(tmp_path: Path) -> None:
     def job(group: Group) -> Any:
-        (row,) = measure(group, Sizes(collectives=("all-reduce",), smallest=1 << 12, largest=1 << 12, calls=2))
+        (row,) = measure(
+            group, Sizes(collectives=("all-reduce",), smallest=1 << 12, largest=1 << 12, calls=2)
+        )
         return [row.bytes_per_s, row.bus_bytes_per_s, row.num_bytes / row.elapsed.estimate]
 
     per_s, bus, expected = together(4, job, tmp_path)[0]

@@ -28,7 +28,14 @@ from tests.world.test_replicate import digest, grads
 from tests.world.test_run import Narrow, Sentences, spec, train
 
 BF16, FP16 = 2.0**-8, 2.0**-11  # a rounding, as a share of the number
-SHAPES = ((48, 40), (48,), (24, 48), (3, 8), (16, 8, 3, 3), (64, 8))  # 6, 3: too small for P and Q to be fewer
+SHAPES = (
+    (48, 40),
+    (48,),
+    (24, 48),
+    (3, 8),
+    (16, 8, 3, 3),
+    (64, 8),
+)  # 6, 3: too small for P and Q to be fewer
 
 
 def leaves(*, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -44,13 +51,18 @@ def gradients(rank: int, step: int, *, columns: int | None = None) -> list[Tenso
     for shape in SHAPES:
         matrix = torch.randn(shape, generator=draws)
         if columns is not None and len(shape) > 1:
-            tall, wide = torch.randn(shape[0], columns, generator=draws), torch.randn(columns, matrix[0].numel(), generator=draws)
+            tall, wide = (
+                torch.randn(shape[0], columns, generator=draws),
+                torch.randn(columns, matrix[0].numel(), generator=draws),
+            )
             matrix = (tall.double() @ wide.double()).view(shape)
         found.append(matrix * 10.0 ** (step % 3 - 1))
     return found
 
 
-def add_up(replicas: Replicas, parameters: list[nn.Parameter], given: list[Any], factor: float = 1.0) -> list[Any]:
+def add_up(
+    replicas: Replicas, parameters: list[nn.Parameter], given: list[Any], factor: float = 1.0
+) -> list[Any]:
     """The sums of a step over the ranks."""
     for each in parameters:
         each.grad = None
@@ -61,7 +73,9 @@ def add_up(replicas: Replicas, parameters: list[nn.Parameter], given: list[Any],
     return [None if each.grad is None else each.grad.clone() for each in parameters]
 
 
-def start(group: Group, kind: Any, rank: int = 2, *, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def start(
+    group: Group, kind: Any, rank: int = 2, *, dtype: torch.dtype = torch.float32, **more: Any
+) -> Any:
     parameters = leaves(dtype=dtype)
     return parameters, Replicas(parameters, group, compress=Compression(kind, rank), **more)
 
@@ -86,7 +100,13 @@ def test_16_bits_are_off_by_a_rounding_for_each_rank_at_most_and_take_half_the_b
             replicas.keep()
         plain.arm()
         plain.finish()
-        return [worst, replicas.num_bytes / 3, plain.num_bytes, replicas.num_buckets, digest(grads(nn.ParameterList(parameters)))]
+        return [
+            worst,
+            replicas.num_bytes / 3,
+            plain.num_bytes,
+            replicas.num_buckets,
+            digest(grads(nn.ParameterList(parameters))),
+        ]
 
     found = together(num_ranks, job, tmp_path)
     assert max(each[0] for each in found) <= 1.0
@@ -181,7 +201,13 @@ def another_factor_is_not_minded(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("plant", "num_ranks"),
-    [(None, 2), (None, 4), (without_feedback, 2), (the_rest_of_one_rank_for_all, 2), (another_factor_is_not_minded, 2)],
+    [
+        (None, 2),
+        (None, 4),
+        (without_feedback, 2),
+        (the_rest_of_one_rank_for_all, 2),
+        (another_factor_is_not_minded, 2),
+    ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_what_was_applied_and_what_was_not_sent_add_up_to_the_gradients_of_all_steps(
@@ -202,15 +228,21 @@ def test_what_was_applied_and_what_was_not_sent_add_up_to_the_gradients_of_all_s
                 replicas.keep(not skips)
                 for place, each in enumerate(found if not skips else ()):
                     applied[place] += factor * each
-                    exact[place] += factor * sum(gradients(rank, step)[place].double() for rank in range(group.size))
-            owed = {id(each.parameter): group.add(each.residual * each.unit) for each in replicas.held()}
+                    exact[place] += factor * sum(
+                        gradients(rank, step)[place].double() for rank in range(group.size)
+                    )
+            owed = {
+                id(each.parameter): group.add(each.residual * each.unit) for each in replicas.held()
+            }
         gaps, rests = [], []
         for parameter, had, wanted in zip(parameters, applied, exact, strict=True):
             rest = owed.get(id(parameter))
             if rest is None:
                 gaps.append(float((had - wanted).abs().max()))
                 continue
-            laid = torch.empty_like(parameter).as_strided((rest.numel(),), (1,)).copy_(rest.view(-1))
+            laid = (
+                torch.empty_like(parameter).as_strided((rest.numel(),), (1,)).copy_(rest.view(-1))
+            )
             missing = (wanted - had).as_strided((rest.numel(),), (1,))
             gaps.append(float((missing - laid).abs().max()))
             rests.append(float(missing.norm() / wanted.norm()))
@@ -227,7 +259,9 @@ def test_what_was_applied_and_what_was_not_sent_add_up_to_the_gradients_of_all_s
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "powersgd"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_that_is_none_on_one_rank_is_none_on_all_and_leaves_no_trace(kind: str, bad: float, tmp_path: Path) -> None:
+def test_a_number_that_is_none_on_one_rank_is_none_on_all_and_leaves_no_trace(
+    kind: str, bad: float, tmp_path: Path
+) -> None:
     def job(group: Group) -> Any:
         parameters, replicas = start(group, kind)
         seen: list[Any] = []
@@ -235,7 +269,11 @@ def test_a_number_that_is_none_on_one_rank_is_none_on_all_and_leaves_no_trace(ki
             given = gradients(group.rank, step)
             if is_bad and group.rank == 1:
                 given[0][5, 3] = bad
-            before = [digest([each.residual, each.warm, each.unit]) for each in replicas.held()] if step else []
+            before = (
+                [digest([each.residual, each.warm, each.unit]) for each in replicas.held()]
+                if step
+                else []
+            )
             found = add_up(replicas, parameters, given)
             finite = all(bool(each.isfinite().all()) for each in found if each is not None)
             assert bool(found[0].isfinite().all()) is not is_bad  # type: ignore[union-attr]
@@ -249,18 +287,29 @@ def test_a_number_that_is_none_on_one_rank_is_none_on_all_and_leaves_no_trace(ki
     assert found[0][1] == found[1][1]
 
 
-def test_a_gradient_that_no_rank_has_stays_none_and_one_that_a_rank_lacks_counts_as_nothing_there(tmp_path: Path) -> None:
+def test_a_gradient_that_no_rank_has_stays_none_and_one_that_a_rank_lacks_counts_as_nothing_there(
+    tmp_path: Path,
+) -> None:
     def job(group: Group) -> Any:
         rows = []
         for kind in ("bf16", "fp16", "powersgd"):
-            parameters, replicas = start(group, kind, dtype=torch.bfloat16)  # stored in 16 bits, too
+            parameters, replicas = start(
+                group, kind, dtype=torch.bfloat16
+            )  # stored in 16 bits, too
             for step, has in enumerate(([0, 1, 2, 3, 4, 5], [1, 2] if group.rank else [1, 3])):
-                given = [each if place in has else None for place, each in enumerate(gradients(group.rank, step))]
-                held = {id(each.parameter): digest([each.residual, each.warm]) for each in replicas.held()}
+                given = [
+                    each if place in has else None
+                    for place, each in enumerate(gradients(group.rank, step))
+                ]
+                held = {
+                    id(each.parameter): digest([each.residual, each.warm])
+                    for each in replicas.held()
+                }
                 found = add_up(replicas, parameters, given)
                 replicas.keep()
             unmoved = all(
-                (held[id(each.parameter)] == digest([each.residual, each.warm])) == (each.parameter.grad is None)
+                (held[id(each.parameter)] == digest([each.residual, each.warm]))
+                == (each.parameter.grad is None)
                 for each in replicas.held()
             )
             rows.append([[each is None for each in found], unmoved])
@@ -276,7 +325,8 @@ def test_columns_that_came_to_nothing_begin_anew(tmp_path: Path) -> None:
         parameters, replicas = start(group, "powersgd")
         for step in range(30):
             given = [
-                torch.zeros(shape) if step < 2 else each for shape, each in zip(SHAPES, gradients(0, 3, columns=1), strict=True)
+                torch.zeros(shape) if step < 2 else each
+                for shape, each in zip(SHAPES, gradients(0, 3, columns=1), strict=True)
             ]
             for each in given:
                 each[:2] = 0
@@ -311,8 +361,16 @@ class Wide(Sentences):
 
 
 def given(kind: str, **tables: Any) -> RunSpec:
-    layout = {"compress": kind, "check_every": "1 step", **({"compress_rank": 2} if kind == "powersgd" else {})}
-    more = {"train": {"length": "9 steps"}, "checkpoint": {"every": "3 steps", "keep": 9}, "evaluate": {"every": "4 steps"}}
+    layout = {
+        "compress": kind,
+        "check_every": "1 step",
+        **({"compress_rank": 2} if kind == "powersgd" else {}),
+    }
+    more = {
+        "train": {"length": "9 steps"},
+        "checkpoint": {"every": "3 steps", "keep": 9},
+        "evaluate": {"every": "4 steps"},
+    }
     return spec(layout=layout, **{**more, **tables})
 
 
@@ -332,7 +390,11 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """Runs of two ranks of every kind, by name below a folder, and what their ranks made of them."""
     folder, found = tmp_path_factory.mktemp("kinds"), {}
     for kind in ("none", "bf16", "fp16", "powersgd"):
-        found[kind] = run_ranks(2, lambda rank, kind=kind: train(folder / kind, Wide(), given(kind)), folder / f"r-{kind}")
+        found[kind] = run_ranks(
+            2,
+            lambda rank, kind=kind: train(folder / kind, Wide(), given(kind)),
+            folder / f"r-{kind}",
+        )
         assert all("losses" in each for each in found[kind]), found
     return folder, found
 
@@ -354,7 +416,9 @@ def test_masters_take_part(tmp_path: Path) -> None:
     more = {"precision": {"weights": "bf16", "compute": "bf16"}}
     for kind in ("bf16", "powersgd"):
         found = run_ranks(
-            2, lambda rank, kind=kind: train(tmp_path / kind, Narrow(), given(kind, **more)), tmp_path / f"r-{kind}"
+            2,
+            lambda rank, kind=kind: train(tmp_path / kind, Narrow(), given(kind, **more)),
+            tmp_path / f"r-{kind}",
         )
         assert all("losses" in each for each in found), found
         assert found[0]["state"] == found[1]["state"]
@@ -367,7 +431,9 @@ def test_a_run_with_powersgd_that_was_left_ends_with_the_bits_of_one_that_was_no
     folder, whole = kinds[0] / "powersgd", kinds[1]["powersgd"]
     if num_ranks != len(whole):
         folder = tmp_path / "whole"
-        whole = run_ranks(num_ranks, lambda rank: train(folder, Wide(), given("powersgd")), tmp_path / "a")
+        whole = run_ranks(
+            num_ranks, lambda rank: train(folder, Wide(), given("powersgd")), tmp_path / "a"
+        )
     for number, most in enumerate((5, None)):
         found = run_ranks(
             num_ranks,
@@ -382,12 +448,17 @@ def test_a_run_with_powersgd_that_was_left_ends_with_the_bits_of_one_that_was_no
         assert unbroken == resumed
         assert sum(name.startswith("unsent-rank-") for name in unbroken) >= num_ranks
     mine = [
-        state_of(tmp_path / "run", 9)[f"unsent-rank-{rank}.safetensors/unsent/{rank}/loss/hidden.0.weight"] for rank in (0, 1)
+        state_of(tmp_path / "run", 9)[
+            f"unsent-rank-{rank}.safetensors/unsent/{rank}/loss/hidden.0.weight"
+        ]
+        for rank in (0, 1)
     ]
     assert mine[0] != mine[1]
 
 
-def test_a_run_that_forgets_what_was_not_sent_is_seen_to(kinds: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_run_that_forgets_what_was_not_sent_is_seen_to(
+    kinds: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     whole = kinds[1]["powersgd"]
 
     def job(rank: int, most: int | None) -> Any:
@@ -400,29 +471,46 @@ def test_a_run_that_forgets_what_was_not_sent_is_seen_to(kinds: tuple[Path, dict
     assert found[0]["losses"] != whole[0]["losses"][-len(found[0]["losses"]) :]
 
 
-def test_of_another_number_of_ranks_the_sum_of_what_was_not_sent_stays_and_it_is_said(tmp_path: Path) -> None:
+def test_of_another_number_of_ranks_the_sum_of_what_was_not_sent_stays_and_it_is_said(
+    tmp_path: Path,
+) -> None:
     def job(rank: int, folder: Path) -> Any:
         with Run(given("powersgd"), Wide(), folder=folder, quiet=True) as run:
             ranks = run.assembly.engine.stepper.ranks
             if ranks is None:
                 return [list(run.assembly.told)]
-            names = {id(parameter): name for name, parameter in run.model.named_parameters(remove_duplicate=False)}
-            return [run.assembly.told, {name: each.residual.tolist() for name, each in unsent.held_by(ranks, names).items()}]
+            names = {
+                id(parameter): name
+                for name, parameter in run.model.named_parameters(remove_duplicate=False)
+            }
+            return [
+                run.assembly.told,
+                {
+                    name: each.residual.tolist()
+                    for name, each in unsent.held_by(ranks, names).items()
+                },
+            ]
 
-    run_ranks(4, lambda rank: train(tmp_path / "run", Wide(), given("powersgd"), most=5), tmp_path / "a")
+    run_ranks(
+        4, lambda rank: train(tmp_path / "run", Wide(), given("powersgd"), most=5), tmp_path / "a"
+    )
     saved = manifest.step_folder(tmp_path / "run", manifest.steps(tmp_path / "run")[-1])
     parts = [load_file(saved / f"unsent-rank-{rank}.safetensors") for rank in range(4)]
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     first, second = run_ranks(2, lambda rank: job(rank, tmp_path / "run"), tmp_path / "b")
     assert any(
-        "what 4 ranks had not yet sent of their gradients is rank 0's as a sum: 2 ranks go on" in each for each in first[0]
+        "what 4 ranks had not yet sent of their gradients is rank 0's as a sum: 2 ranks go on"
+        in each
+        for each in first[0]
     )
     for name, rows in first[1].items():
         total = sum(part[f"unsent/{rank}/{name}"] for rank, part in enumerate(parts))
         assert torch.equal(torch.tensor(rows, dtype=torch.float64), total)  # type: ignore[arg-type]
         assert torch.tensor(second[1][name]).count_nonzero() == 0
     (alone,) = run_ranks(1, lambda rank: job(rank, tmp_path / "copy"), tmp_path / "c")
-    assert any("what 4 ranks had not yet sent of their gradients is left out" in each for each in alone[0])
+    assert any(
+        "what 4 ranks had not yet sent of their gradients is left out" in each for each in alone[0]
+    )
 
 
 def test_a_save_that_one_rank_is_asked_for_is_made_by_all(tmp_path: Path) -> None:
@@ -438,7 +526,9 @@ def test_a_save_that_one_rank_is_asked_for_is_made_by_all(tmp_path: Path) -> Non
     assert manifest.steps(tmp_path / "run") == [4, 9]
 
 
-def test_a_run_that_compresses_is_another_run_and_one_rank_says_that_it_does_nothing(tmp_path: Path) -> None:
+def test_a_run_that_compresses_is_another_run_and_one_rank_says_that_it_does_nothing(
+    tmp_path: Path,
+) -> None:
     assert spec().id != given("bf16").id
     assert spec().id == spec(layout={"check_every": "1 step"}).id
 
@@ -447,10 +537,15 @@ def test_a_run_that_compresses_is_another_run_and_one_rank_says_that_it_does_not
             return run.assembly.notes
 
     (notes,) = run_ranks(1, job, tmp_path / "one")
-    assert "layout.compress = 'powersgd' changes nothing: one rank sends no gradients" in json.dumps(notes)
+    assert (
+        "layout.compress = 'powersgd' changes nothing: one rank sends no gradients"
+        in json.dumps(notes)
+    )
 
 
-def test_layouts_are_not_verified_with_compression_which_computes_something_else_on_purpose() -> None:
+def test_layouts_are_not_verified_with_compression_which_computes_something_else_on_purpose() -> (
+    None
+):
     with pytest.raises(SpecError, match="sends less than the gradients") as caught:
         as_trial(RunSpec(task={"use": "digits"}, layout={"compress": "bf16"}), [Layout(2)], 2)
     assert caught.value.hint == "verify with --set layout.compress=none"

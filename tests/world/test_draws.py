@@ -19,11 +19,16 @@ WIDTH = 6
 DRAWN: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.rand(WIDTH),
     "numpy": lambda: np.random.rand(WIDTH),  # noqa: NPY002 - as libraries do it
-    "numpy, which places": lambda: np.isin(np.arange(WIDTH), np.random.choice(WIDTH, 3, replace=False)),  # noqa: NPY002
+    "numpy, which places": lambda: np.isin(
+        np.arange(WIDTH),
+        np.random.choice(WIDTH, 3, replace=False),  # noqa: NPY002
+    ),
     "numpy, normal": lambda: np.random.randn(WIDTH + 1)[1:],  # noqa: NPY002 - an odd number: one of a pair is left
     "python": lambda: [random.random() for _ in range(WIDTH)],
     "python, whether a layer is left out": lambda: [float(random.random() < 0.5)] * WIDTH,
-    "python, which places": lambda: [float(number in random.sample(range(WIDTH), 3)) for number in range(WIDTH)],
+    "python, which places": lambda: [
+        float(number in random.sample(range(WIDTH), 3)) for number in range(WIDTH)
+    ],
 }
 
 
@@ -50,21 +55,28 @@ class Drawing:
 
     def data(self, split: str) -> Arrays:
         draw = torch.Generator().manual_seed(0)
-        return Arrays(torch.randn(24, WIDTH, generator=draw, dtype=torch.float64), torch.arange(24) % 3)
+        return Arrays(
+            torch.randn(24, WIDTH, generator=draw, dtype=torch.float64), torch.arange(24) % 3
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         output: Tensor = model(batch[0])
         return output
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
-        return Loss.sum(nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
+        return Loss.sum(
+            nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+        )
 
 
 def trained(name: str, folder: Path, steps: int = 2) -> dict[str, Any]:
     spec = RunSpec(
-        train={"length": f"{steps} steps", "batch": 8, "microbatch": 2, "threads": 1}, optim={"lr": 0.02}, evaluate={"split": "train"},
-        schedule={"name": "constant"}, observe={"tensorboard": False},
-    )  # fmt: skip
+        train={"length": f"{steps} steps", "batch": 8, "microbatch": 2, "threads": 1},
+        optim={"lr": 0.02},
+        evaluate={"split": "train"},
+        schedule={"name": "constant"},
+        observe={"tensorboard": False},
+    )
     with Run(spec, Drawing(name), folder=folder, quiet=True) as run:
         losses = [float(report.loss or 0.0) for report in run.steps()]
         return {"losses": losses, "weights": [each.tolist() for each in run.model.parameters()]}
@@ -78,9 +90,13 @@ def test_ranks_draw_what_one_process_draws_by_torch_numpy_and_python(tmp_path: P
     for found in run_ranks(2, job, tmp_path / "results"):
         assert "error" not in found, found
         for name, expected in alone.items():
-            torch.testing.assert_close(found[name]["losses"], expected["losses"], rtol=1e-9, atol=0.0, msg=name)
+            torch.testing.assert_close(
+                found[name]["losses"], expected["losses"], rtol=1e-9, atol=0.0, msg=name
+            )
             for one, other in zip(found[name]["weights"], expected["weights"], strict=True):
-                torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-6, atol=1e-8, msg=name)
+                torch.testing.assert_close(
+                    torch.tensor(one), torch.tensor(other), rtol=1e-6, atol=1e-8, msg=name
+                )
 
 
 def test_what_is_drawn_differs_from_step_to_step(tmp_path: Path) -> None:

@@ -32,13 +32,20 @@ from tests.world.test_run import spec
 from tests.world.test_shard import AVERAGED, Stacked
 
 STEPS, WAIT_S = 16, 30.0
-Plan = Mapping[int, tuple[str, int, int]]  # attempt -> what happens, at which place, after how many steps of the attempt
+Plan = Mapping[
+    int, tuple[str, int, int]
+]  # attempt -> what happens, at which place, after how many steps of the attempt
 
 
 def take_steps(run: Path, plan: Plan, die: Callable[[int], bool] = lambda step: False) -> int:
     """A rank: commits every step; `plan` has a place killed, or all wait until they are to grow."""
     saves = {"every": "1 step", "keep": STEPS}
-    given = spec(train={"length": f"{STEPS} steps"}, evaluate={"every": "9 epochs"}, checkpoint=saves, **AVERAGED)
+    given = spec(
+        train={"length": f"{STEPS} steps"},
+        evaluate={"every": "9 epochs"},
+        checkpoint=saves,
+        **AVERAGED,
+    )
     with Run(given, Stacked(), folder=run, quiet=True) as running:
         kind, where, after = plan.get(running.generation, ("", 0, 0))
         begun = running.step
@@ -70,11 +77,17 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def rows(run: Path) -> dict[int, tuple[int, Mapping[str, float]]]:
     """Samples and learning rates of each step."""
     found = events.newest(events.read(run))
-    return {each.step: (each.num_samples, each.learning_rates) for each in found if isinstance(each, events.Step)}
+    return {
+        each.step: (each.num_samples, each.learning_rates)
+        for each in found
+        if isinstance(each, events.Step)
+    }
 
 
 def sizes(run: Path) -> list[int]:
-    return [each.place["world_size"] for each in events.read(run) if isinstance(each, events.Started)]
+    return [
+        each.place["world_size"] for each in events.read(run) if isinstance(each, events.Started)
+    ]
 
 
 def check_as_alone(run: Path, golden: dict[str, torch.Tensor], alone: Path, told: object) -> None:
@@ -82,7 +95,9 @@ def check_as_alone(run: Path, golden: dict[str, torch.Tensor], alone: Path, told
     assert checked.holds, (told, checked.faults)
     assert checked.last == STEPS, told
     held = checkpoint.Commit(run, STEPS).read(checkpoint.MODEL)
-    worst = max(float((held[name].double() - each.double()).abs().max()) for name, each in golden.items())
+    worst = max(
+        float((held[name].double() - each.double()).abs().max()) for name, each in golden.items()
+    )
     assert worst < 1e-8, (told, worst)
     assert rows(run) == rows(alone), told
 
@@ -93,32 +108,52 @@ def train_alone(folder: Path) -> dict[str, torch.Tensor]:
 
 
 PLAN: Plan = {  # what each attempt shows
-    1: ("kill", 3, 3), 2: ("kill", 3, 1),  # place 3 fails twice, and is left out
-    3: ("kill", 1, 3), 4: ("kill", 1, 1),  # place 1, with two commits: one is left until place 3 is tried again
-    5: ("grow", 0, 2), 6: ("kill", 3, 1),  # 2 ranks become 3; place 3 is on trial, and left out at once
-    7: ("kill", 2, 1), 8: ("kill", 2, 1),  # 2 become 1
+    1: ("kill", 3, 3),
+    2: ("kill", 3, 1),  # place 3 fails twice, and is left out
+    3: ("kill", 1, 3),
+    4: ("kill", 1, 1),  # place 1, with two commits: one is left until place 3 is tried again
+    5: ("grow", 0, 2),
+    6: ("kill", 3, 1),  # 2 ranks become 3; place 3 is on trial, and left out at once
+    7: ("kill", 2, 1),
+    8: ("kill", 2, 1),  # 2 become 1
     9: ("grow", 0, 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
-def test_a_run_goes_from_four_ranks_to_two_to_three_to_one_and_back_to_the_numbers_of_one_process(tmp_path: Path) -> None:
+def test_a_run_goes_from_four_ranks_to_two_to_three_to_one_and_back_to_the_numbers_of_one_process(
+    tmp_path: Path,
+) -> None:
     golden = train_alone(tmp_path / "alone")
     run = tmp_path / "run"
     supervised = Supervised(
-        lambda rank: take_steps(run, PLAN), 4, tmp_path / "ranks", stall_s=60, run=run, max_restarts=3, numbers=range(1, 5)
+        lambda rank: take_steps(run, PLAN),
+        4,
+        tmp_path / "ranks",
+        stall_s=60,
+        run=run,
+        max_restarts=3,
+        numbers=range(1, 5),
     )
     assert supervised.wait(120) == 0, supervised.said
-    assert sizes(run)[:10] == [4, 4, 3, 3, 2, 3, 2, 2, 1, 2], supervised.said  # and then more, if it lasts
+    assert sizes(run)[:10] == [4, 4, 3, 3, 2, 3, 2, 2, 1, 2], (
+        supervised.said
+    )  # and then more, if it lasts
     assert supervised.left() == []
     check_as_alone(run, golden, tmp_path / "alone/run", supervised.said)
     lines = [
-        "place 3 has failed 2 times in a row and is left out until 3 more commits", "anew, after step 2\n",
-        "place 1 has failed 2 times in a row and is left out until 3 more commits", ", at places 0 and 2\n",
-        "place 3 will be tried again: all ranks save and end, to begin anew as 3", ", at places 0, 2 and 3\n",
-        "place 3 has failed again and is left out until 6 more commits", "place 2 has failed 2 times in a row",
-        "one rank begins anew", "place 1 will be tried again", "all 2 ranks begin anew",
-    ]  # fmt: skip
+        "place 3 has failed 2 times in a row and is left out until 3 more commits",
+        "anew, after step 2\n",
+        "place 1 has failed 2 times in a row and is left out until 3 more commits",
+        ", at places 0 and 2\n",
+        "place 3 will be tried again: all ranks save and end, to begin anew as 3",
+        ", at places 0, 2 and 3\n",
+        "place 3 has failed again and is left out until 6 more commits",
+        "place 2 has failed 2 times in a row",
+        "one rank begins anew",
+        "place 1 will be tried again",
+        "all 2 ranks begin anew",
+    ]
     said = supervised.said
     for line in lines:
         assert line in said, (line, supervised.said)
@@ -129,7 +164,9 @@ def test_a_run_goes_from_four_ranks_to_two_to_three_to_one_and_back_to_the_numbe
     assert ends[-1] == "the length of the run was reached"
 
 
-def test_a_place_that_crashes_is_tried_once_more_and_two_that_do_are_the_code(tmp_path: Path) -> None:
+def test_a_place_that_crashes_is_tried_once_more_and_two_that_do_are_the_code(
+    tmp_path: Path,
+) -> None:
     def job(rank: int) -> int:
         is_second = (tmp_path / f"once-{rank}").exists()
         (tmp_path / f"once-{rank}").touch()
@@ -137,10 +174,15 @@ def test_a_place_that_crashes_is_tried_once_more_and_two_that_do_are_the_code(tm
             os.kill(os.getpid(), signal.SIGSEGV)
         return LostRank.exit_code
 
-    supervised = Supervised(job, 2, tmp_path / "ranks", run=tmp_path / "run", max_restarts=3, numbers=(1, 2))
+    supervised = Supervised(
+        job, 2, tmp_path / "ranks", run=tmp_path / "run", max_restarts=3, numbers=(1, 2)
+    )
     assert supervised.wait() == 128 + signal.SIGSEGV
     assert supervised.said.count("begin anew") == 1
-    assert "error: places 0 and 1 crashed, and no commit came between: it is the code, not a place" in supervised.said
+    assert (
+        "error: places 0 and 1 crashed, and no commit came between: it is the code, not a place"
+        in supervised.said
+    )
 
 
 def test_who_was_killed_is_named_and_not_who_was_ended_for_it(tmp_path: Path) -> None:
@@ -150,7 +192,9 @@ def test_who_was_killed_is_named_and_not_who_was_ended_for_it(tmp_path: Path) ->
         time.sleep(60)
         return 0
 
-    supervised = Supervised(job, 2, tmp_path / "ranks", prepare=lambda: setattr(local, "GRACE_S", 0.2))
+    supervised = Supervised(
+        job, 2, tmp_path / "ranks", prepare=lambda: setattr(local, "GRACE_S", 0.2)
+    )
     assert supervised.wait() == 128 + signal.SIGKILL
     assert "error: rank 1 of 2 was ended by SIGKILL" in supervised.said
     assert "rank 0 of 2" not in supervised.said
@@ -158,10 +202,14 @@ def test_who_was_killed_is_named_and_not_who_was_ended_for_it(tmp_path: Path) ->
 
 def test_a_place_that_hangs_twice_is_left_out(tmp_path: Path) -> None:
     def job(rank: int) -> int:
-        return take_steps(run, dict.fromkeys((1, 2), ("stop", 1, 2)))  # where it is tried again before the end it does its part
+        return take_steps(
+            run, dict.fromkeys((1, 2), ("stop", 1, 2))
+        )  # where it is tried again before the end it does its part
 
     run = tmp_path / "run"
-    supervised = Supervised(job, 2, tmp_path / "ranks", stall_s=1.5, run=run, max_restarts=3, numbers=(1, 2))
+    supervised = Supervised(
+        job, 2, tmp_path / "ranks", stall_s=1.5, run=run, max_restarts=3, numbers=(1, 2)
+    )
     assert supervised.wait() == 0, supervised.said
     assert supervised.said.count("rank 1 of 2 has not come") == 2
     assert "place 1 has failed 2 times in a row and is left out" in supervised.said
@@ -171,7 +219,9 @@ def test_a_place_that_hangs_twice_is_left_out(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_do_the_same_are_the_code_and_a_late_one_is_its_place() -> None:
     def row(rank: int, waits_s: float | None, size: int) -> RankSnapshot:
-        return RankSnapshot(rank, Record(3, 0, 7, Kind.SUM, size, waits_s, {7: (Kind.SUM, size)}), "S")
+        return RankSnapshot(
+            rank, Record(3, 0, 7, Kind.SUM, size, waits_s, {7: (Kind.SUM, size)}), "S"
+        )
 
     blame = find_judge(1.0).blame
     assert blame([row(0, 2.0, 8), row(1, 2.0, 8), row(2, 2.0, 80)]) is None
@@ -180,7 +230,9 @@ def test_ranks_that_do_not_do_the_same_are_the_code_and_a_late_one_is_its_place(
 
 
 @pytest.mark.parametrize(("local_rank", "device"), [(0, "cuda"), (1, "cuda:1"), (7, "cuda")])
-def test_one_rank_that_is_left_keeps_the_gpu_of_its_place(local_rank: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_that_is_left_keeps_the_gpu_of_its_place(
+    local_rank: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
@@ -191,7 +243,13 @@ def test_one_rank_that_is_left_keeps_the_gpu_of_its_place(local_rank: int, devic
 
 def test_a_signal_to_a_rank_alone_and_its_supervisor_is_one_signal(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    supervised = Supervised(lambda rank: take_steps(run, {1: ("wait", 0, 3)}), 1, tmp_path / "ranks", run=run, max_restarts=3)
+    supervised = Supervised(
+        lambda rank: take_steps(run, {1: ("wait", 0, 3)}),
+        1,
+        tmp_path / "ranks",
+        run=run,
+        max_restarts=3,
+    )
     wait_until(lambda: 2 in manifest.steps(run))
     os.kill(supervised.pids[0], signal.SIGTERM)
     time.sleep(0.1)
@@ -208,7 +266,9 @@ def test_a_signal_to_a_rank_alone_and_its_supervisor_is_one_signal(tmp_path: Pat
 def test_a_command_goes_on_with_the_rank_that_is_left(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "10", "--json", "--set", 'task.fails="dies 1 early"')
     words[words.index("--ranks") + 1] = "1:2"
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 10
     assert "place 1 has failed 2 times in a row and is left out until 3 more commits" in done.stderr
@@ -223,7 +283,9 @@ def test_a_command_goes_on_with_the_rank_that_is_left(tmp_path: Path) -> None:
 def test_a_command_that_grows_prints_one_result(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "120", "--json", "--set", 'task.fails="dies 1 early"')
     words[words.index("--ranks") + 1] = "1:2"
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 120
     assert "place 1 will be tried again: all ranks save and end, to begin anew as 2" in done.stderr
@@ -251,7 +313,15 @@ def shaken(seed: int, folder: Path, golden: dict[str, torch.Tensor], alone: Path
 
         return take_steps(folder / "run", {}, die)
 
-    supervised = Supervised(job, 4, folder / "ranks", stall_s=60, run=folder / "run", max_restarts=30, numbers=range(1, 5))
+    supervised = Supervised(
+        job,
+        4,
+        folder / "ranks",
+        stall_s=60,
+        run=folder / "run",
+        max_restarts=30,
+        numbers=range(1, 5),
+    )
     assert supervised.wait(240) == 0, (told, supervised.said)
     assert supervised.left() == [], told
     assert "Traceback" not in supervised.said, (told, supervised.said)

@@ -54,7 +54,12 @@ class Noisy:
             return Arrays(torch.randn(22, 4, generator=generator), torch.arange(22) % 3)
         if self.source == "dataset":
             return Drawn()
-        return DataLoader(Drawn(), batch_size=4, shuffle=True, num_workers=int(self.source == "loader with a worker"))
+        return DataLoader(
+            Drawn(),
+            batch_size=4,
+            shuffle=True,
+            num_workers=int(self.source == "loader with a worker"),
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         noise = torch.zeros_like(batch[0]) if model.training else STREAMS[self.stream](batch[0])
@@ -70,7 +75,13 @@ class Noisy:
 
 def scores(folder: Path, task: Noisy, lr: float = 0.0, **tables: Any) -> list[str]:
     """The bits of the losses of three evaluations, with other splits and draws between them."""
-    given = spec(3, optim={"name": "sgd", "lr": lr}, train={"seed": tables.pop("seed", 0)}, evaluate={"batch": 4}, **tables)
+    given = spec(
+        3,
+        optim={"name": "sgd", "lr": lr},
+        train={"seed": tables.pop("seed", 0)},
+        evaluate={"batch": 4},
+        **tables,
+    )
     found = []
     with Run(given, task, folder=folder, quiet=True) as run:
         for _ in run.steps():
@@ -80,7 +91,8 @@ def scores(folder: Path, task: Noisy, lr: float = 0.0, **tables: Any) -> list[st
 
 
 @pytest.mark.parametrize(
-    ("stream", "source"), [*((stream, "arrays") for stream in STREAMS), ("torch", "dataset"), ("torch", "loader")]
+    ("stream", "source"),
+    [*((stream, "arrays") for stream in STREAMS), ("torch", "dataset"), ("torch", "loader")],
 )
 def test_weights_that_do_not_move_have_one_score(stream: str, source: str, tmp_path: Path) -> None:
     assert len(set(scores(tmp_path / "run", Noisy(stream, source)))) == 1
@@ -111,11 +123,17 @@ def test_two_batches_of_one_evaluation_draw_other_numbers(tmp_path: Path) -> Non
 def test_workers_of_a_run_and_evaluate_read_the_same_draws(source: str, tmp_path: Path) -> None:
     alone = scores(tmp_path / "alone", Noisy(source=source))
     if source == "loader":
-        assert scores(tmp_path / "worked", Noisy(source="loader with a worker"))[0] == scores(
-            tmp_path / "again", Noisy(source="loader with a worker")
-        )[0]  # fmt: skip
+        assert (
+            scores(tmp_path / "worked", Noisy(source="loader with a worker"))[0]
+            == scores(tmp_path / "again", Noisy(source="loader with a worker"))[0]
+        )
     else:
-        assert scores(tmp_path / "worked", Noisy(source=source), loader={"workers": 2, "kind": "process"}) == alone
+        assert (
+            scores(
+                tmp_path / "worked", Noisy(source=source), loader={"workers": 2, "kind": "process"}
+            )
+            == alone
+        )
 
 
 class Importable(Noisy):
@@ -126,7 +144,9 @@ class Importable(Noisy):
 
 
 def test_evaluate_and_predict_draw_as_the_run_did(tmp_path: Path) -> None:
-    given = spec(3, task={"use": f"{__name__}:Importable"}, evaluate={"batch": 4, "every": "3 steps"})
+    given = spec(
+        3, task={"use": f"{__name__}:Importable"}, evaluate={"batch": 4, "every": "3 steps"}
+    )
     with Run(given, folder=tmp_path / "run", quiet=True) as run:
         for _ in run.steps():
             torch.rand(3)
@@ -134,7 +154,10 @@ def test_evaluate_and_predict_draw_as_the_run_did(tmp_path: Path) -> None:
     for _ in range(2):
         (found,), _ = evaluate_run(tmp_path / "run", "last", None, None)
         assert found.loss == told
-    one, two = (predict_run(tmp_path / "run", "last", None, None, tmp_path / f"{name}.npz")[0] for name in ("one", "two"))
+    one, two = (
+        predict_run(tmp_path / "run", "last", None, None, tmp_path / f"{name}.npz")[0]
+        for name in ("one", "two")
+    )
     for name in (first := np.load(one)):
         assert np.array_equal(first[name], np.load(two)[name])
 

@@ -36,7 +36,11 @@ class Sometimes(Narrow):
 
     def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         made = super().forward(model, batch)
-        return made + model["unused"](made[:, :8]).sum() * 1e-3 if int(batch["words"].sum()) % 3 == 0 else made
+        return (
+            made + model["unused"](made[:, :8]).sum() * 1e-3
+            if int(batch["words"].sum()) % 3 == 0
+            else made
+        )
 
 
 def exactly(size: int = 4, **tables: dict[str, Any]) -> RunSpec:
@@ -64,7 +68,9 @@ def bits(folder: Path, task: Any, given: RunSpec, most: int | None = None) -> li
     try:
         with Run(given, task, folder=folder, quiet=True) as run:
             for report in run.steps():
-                told.append([float(report.loss or 0.0).hex(), float(report.gradient_norm or 0.0).hex()])
+                told.append(
+                    [float(report.loss or 0.0).hex(), float(report.gradient_norm or 0.0).hex()]
+                )
                 if run.evaluation_due:
                     told.append(float(run.evaluate().value or 0.0).hex())
                 if report.step == most:
@@ -81,8 +87,14 @@ def bits(folder: Path, task: Any, given: RunSpec, most: int | None = None) -> li
     [
         (Narrow, {}),  # microbatches of 2: 4 a step, 2 in the short last one
         (NarrowCounted, {"train": {"microbatch": 1}}),
-        pytest.param(Sometimes, {"train": {"batch": 12}}, marks=pytest.mark.slow),  # 6 microbatches, unlike numbers
-        pytest.param(Narrow, {"train": {"microbatch": None}, "precision": {"compute": "bf16"}}, marks=pytest.mark.slow),
+        pytest.param(
+            Sometimes, {"train": {"batch": 12}}, marks=pytest.mark.slow
+        ),  # 6 microbatches, unlike numbers
+        pytest.param(
+            Narrow,
+            {"train": {"microbatch": None}, "precision": {"compute": "bf16"}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_losses_norms_scores_weights_and_moments_have_the_same_bits_on_1_2_and_4_ranks(
@@ -90,7 +102,11 @@ def test_losses_norms_scores_weights_and_moments_have_the_same_bits_on_1_2_and_4
 ) -> None:
     given = exactly(**tables)
     found = [
-        run_ranks(count, lambda rank, count=count: bits(tmp_path / f"run{count}", task(), given), tmp_path / f"ranks{count}")
+        run_ranks(
+            count,
+            lambda rank, count=count: bits(tmp_path / f"run{count}", task(), given),
+            tmp_path / f"ranks{count}",
+        )
         for count in (1, 2, 4)
     ]
     assert all(isinstance(each, list) for every in found for each in every), found
@@ -98,13 +114,21 @@ def test_losses_norms_scores_weights_and_moments_have_the_same_bits_on_1_2_and_4
     assert len({digest(tmp_path / f"run{count}") for count in (1, 2, 4)}) == 1
     plain = spec(**tables)
     run_ranks(1, lambda rank: bits(tmp_path / "plain", task(), plain), tmp_path / "one")
-    assert digest(tmp_path / "plain") != digest(tmp_path / "run1")  # another order of sums does show
+    assert digest(tmp_path / "plain") != digest(
+        tmp_path / "run1"
+    )  # another order of sums does show
 
 
-def test_a_run_that_other_numbers_of_ranks_take_up_ends_with_the_bits_of_the_unbroken_one(tmp_path: Path) -> None:
+def test_a_run_that_other_numbers_of_ranks_take_up_ends_with_the_bits_of_the_unbroken_one(
+    tmp_path: Path,
+) -> None:
     given = exactly(checkpoint={"every": "1 step"})
     for turn, (count, most) in enumerate(((4, 3), (1, 6), (2, None))):
-        found = run_ranks(count, lambda rank, most=most: bits(tmp_path / "run", Narrow(), given, most), tmp_path / f"ranks{turn}")
+        found = run_ranks(
+            count,
+            lambda rank, most=most: bits(tmp_path / "run", Narrow(), given, most),
+            tmp_path / f"ranks{turn}",
+        )
         assert all(isinstance(each, list) for each in found), found
     run_ranks(1, lambda rank: bits(tmp_path / "whole", Narrow(), given), tmp_path / "one")
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
@@ -125,13 +149,30 @@ class Counting(Narrow):
     ("task", "count", "tables", "words"),
     [
         (Narrow, 3, {}, "layout.virtual_ranks is 4, and there are 3 ranks"),
-        (Narrow, 2, {"train": {"threads": None}}, "train.threads is None, and layout.virtual_ranks is 4"),
-        (Narrow, 2, {"layout": {"shard": 2, "stage": 1}}, "layout.shard is 2, and layout.virtual_ranks is 4"),
-        (Narrow, 2, {"layout": {"compress": "bf16"}}, "layout.compress is 'bf16', and layout.virtual_ranks is 4"),
+        (
+            Narrow,
+            2,
+            {"train": {"threads": None}},
+            "train.threads is None, and layout.virtual_ranks is 4",
+        ),
+        (
+            Narrow,
+            2,
+            {"layout": {"shard": 2, "stage": 1}},
+            "layout.shard is 2, and layout.virtual_ranks is 4",
+        ),
+        (
+            Narrow,
+            2,
+            {"layout": {"compress": "bf16"}},
+            "layout.compress is 'bf16', and layout.virtual_ranks is 4",
+        ),
         (Counting, 1, {}, "Dropout.seen changes in a pass"),
     ],
-)  # fmt: skip
-def test_what_would_not_have_the_same_bits_is_refused(task: Any, count: int, tables: Any, words: str, tmp_path: Path) -> None:
+)
+def test_what_would_not_have_the_same_bits_is_refused(
+    task: Any, count: int, tables: Any, words: str, tmp_path: Path
+) -> None:
     layout = {"virtual_ranks": 4, **tables.get("layout", {})}
     given = spec(**{**tables, "layout": layout})
     found = run_ranks(count, lambda rank: bits(tmp_path / "run", task(), given), tmp_path / "ranks")

@@ -22,7 +22,9 @@ from surefoot.core import place
 from tests.world.launched import is_alive
 from tests.world.test_launch import command, environment
 
-THREADED = "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+THREADED = (
+    "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+)
 STOPPED = """
 import os, signal, time
 fork, parent = os.fork, os.getpid()
@@ -44,12 +46,21 @@ def opened() -> Iterator[ForkServer]:
         yield server
 
 
-def begin(server: ForkServer, rank: int = 1) -> tuple[Forked | subprocess.Popen[bytes], socket.socket]:
+def begin(
+    server: ForkServer, rank: int = 1
+) -> tuple[Forked | subprocess.Popen[bytes], socket.socket]:
     """A rank, and the other end of a socket that it has been passed."""
     mine, theirs = socket.socketpair()
     with theirs:
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        return server.start(variables, {"SUREFOOT_LISTENS": theirs.fileno()}, speaks=False, threads=1), mine
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        }
+        return server.start(
+            variables, {"SUREFOOT_LISTENS": theirs.fileno()}, speaks=False, threads=1
+        ), mine
 
 
 def test_a_forked_rank_says_and_ends_as_one_of_its_own() -> None:
@@ -102,7 +113,9 @@ def test_a_rank_that_is_stopped_before_it_asks_to_die_with_the_process_that_fork
             assert not is_alive(rank.pid)
 
 
-def test_one_that_is_stopped_is_ended_and_ranks_begin_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_stopped_is_ended_and_ranks_begin_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(forks, "ANSWER_S", 0.5)
     with opened() as server:
         first, _ = begin(server)
@@ -119,13 +132,17 @@ def test_one_that_is_stopped_is_ended_and_ranks_begin_by_themselves(monkeypatch:
 
 
 @pytest.mark.parametrize("left", ["", "abc", "0", "99", "-1", "9" * 20])
-def test_a_variable_that_names_no_socket_counts_for_nothing(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_names_no_socket_counts_for_nothing(
+    left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(place.FORKS, left)
     assert place.take_forks() is None
     assert place.FORKS not in os.environ
 
 
-def test_where_a_thread_would_be_lost_each_rank_is_begun_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_thread_would_be_lost_each_rank_is_begun_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(THREADED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with opened() as server:
@@ -135,15 +152,27 @@ def test_where_a_thread_would_be_lost_each_rank_is_begun_by_itself(tmp_path: Pat
 
 
 def test_ranks_of_a_command_are_forked_and_go_on_when_one_is_killed(tmp_path: Path) -> None:
-    stated = ("--set", 'checkpoint.every="5 steps"', "--set", 'observe.every="1 step"', "--steps", "3000")
-    with subprocess.Popen(command(tmp_path, *stated, "--quiet"), env=environment(), stderr=subprocess.PIPE, text=True) as over:
+    stated = (
+        "--set",
+        'checkpoint.every="5 steps"',
+        "--set",
+        'observe.every="1 step"',
+        "--steps",
+        "3000",
+    )
+    with subprocess.Popen(
+        command(tmp_path, *stated, "--quiet"), env=environment(), stderr=subprocess.PIPE, text=True
+    ) as over:
         assert over.stderr is not None
         servers = set()
         for attempt in range(2):
             ranks = wait_for_ranks(over.pid, tmp_path / "run", attempt)
             servers |= {each.ppid() for each in ranks}
             assert over.pid not in servers
-            assert all("SUREFOOT_FORKS" not in line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+            assert all(
+                "SUREFOOT_FORKS" not in line
+                for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+            )
             ranks[attempt].kill()
         wait_for_ranks(over.pid, tmp_path / "run", 2)
         over.kill()  # and all of them end with it
@@ -151,18 +180,34 @@ def test_ranks_of_a_command_are_forked_and_go_on_when_one_is_killed(tmp_path: Pa
     assert len(servers) == 1
     assert said.count("begin anew, after step") == 2, said
     until_s = time.monotonic() + 10
-    while (left := [each for each in (*servers, *(rank.pid for rank in ranks)) if is_alive(each)]) and time.monotonic() < until_s:
+    while (
+        left := [each for each in (*servers, *(rank.pid for rank in ranks)) if is_alive(each)]
+    ) and time.monotonic() < until_s:
         time.sleep(0.01)
     assert left == []
 
 
-def wait_for_ranks(supervisor: int, run: Path, attempt: int, within_s: float = 60.0) -> list[psutil.Process]:
+def wait_for_ranks(
+    supervisor: int, run: Path, attempt: int, within_s: float = 60.0
+) -> list[psutil.Process]:
     """Both ranks, once that attempt has made a commit of its own."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
-        begun = [each for each in events.read(run) if isinstance(each, events.Started)] if (run / events.FILE).is_file() else []
-        if len(begun) > attempt and manifest.steps(run) and max(manifest.steps(run)) >= begun[-1].first_step:
-            found = [each for each in psutil.Process(supervisor).children(recursive=True) if each.name().startswith("surefoot:")]
+        begun = (
+            [each for each in events.read(run) if isinstance(each, events.Started)]
+            if (run / events.FILE).is_file()
+            else []
+        )
+        if (
+            len(begun) > attempt
+            and manifest.steps(run)
+            and max(manifest.steps(run)) >= begun[-1].first_step
+        ):
+            found = [
+                each
+                for each in psutil.Process(supervisor).children(recursive=True)
+                if each.name().startswith("surefoot:")
+            ]
             return sorted(found, key=psutil.Process.name)
         time.sleep(0.05)
     raise AssertionError(f"attempt {attempt} made no commit")
@@ -186,7 +231,9 @@ leave(8)
 
 def test_a_rank_that_leaves_at_once_loses_nothing(tmp_path: Path) -> None:
     words = [sys.executable, "-c", LEAVING, str(tmp_path / "held")]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.returncode, done.stderr) == (8, "")
     assert done.stdout.split("\n") == ["of a thread", "at the end", ""]
     assert (tmp_path / "held").read_text() == "of a file that is still open, and held by a cycle\n"

@@ -35,7 +35,8 @@ class Pairs:
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(1)
         return Arrays(
-            x=torch.randn(self.num_samples, 6, generator=draws, dtype=torch.float64), number=torch.arange(self.num_samples)
+            x=torch.randn(self.num_samples, 6, generator=draws, dtype=torch.float64),
+            number=torch.arange(self.num_samples),
         )
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,9 @@ class Pairs:
 
     @staticmethod
     def add_up(one: Tensor, other: Tensor, own: Tensor, *, additive: bool) -> Loss:
-        return Loss.sum(F.cross_entropy(one @ other.T / 0.1, own, reduction="sum"), len(one), additive=additive)
+        return Loss.sum(
+            F.cross_entropy(one @ other.T / 0.1, own, reduction="sum"), len(one), additive=additive
+        )
 
 
 class Counted(Pairs):
@@ -67,12 +70,17 @@ class Counted(Pairs):
 def train(task: Any, folder: Path, **train: Any) -> dict[str, Any]:
     spec = RunSpec(
         train={"length": "4 steps", "batch": 16, "threads": 1, **train},
-        optim={"lr": 0.05}, observe={"tensorboard": False}, evaluate={"split": "train"},
-    )  # fmt: skip
+        optim={"lr": 0.05},
+        observe={"tensorboard": False},
+        evaluate={"split": "train"},
+    )
     with Run(spec, task, folder=folder, quiet=True) as run:
         losses = [float(report.loss or 0.0) for report in run.steps()]
         run.evaluate()
-        return {"losses": losses, "weights": {name: each.tolist() for name, each in run.model.state_dict().items()}}
+        return {
+            "losses": losses,
+            "weights": {name: each.tolist() for name, each in run.model.state_dict().items()},
+        }
 
 
 def assert_same(found: list[Any], expected: dict[str, Any]) -> None:
@@ -80,34 +88,67 @@ def assert_same(found: list[Any], expected: dict[str, Any]) -> None:
         assert "error" not in each, each
         torch.testing.assert_close(each["losses"], expected["losses"], rtol=1e-9, atol=1e-12)
         for name, values in expected["weights"].items():
-            torch.testing.assert_close(torch.tensor(each["weights"][name]), torch.tensor(values), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                torch.tensor(each["weights"][name]), torch.tensor(values), rtol=1e-6, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("task", [Pairs("all rows"), Pairs("own rows"), Counted("own rows")], ids=["all", "own", "counted"])
-def test_a_loss_over_gathered_rows_trains_as_one_process_does(task: Pairs, num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "task",
+    [Pairs("all rows"), Pairs("own rows"), Counted("own rows")],
+    ids=["all", "own", "counted"],
+)
+def test_a_loss_over_gathered_rows_trains_as_one_process_does(
+    task: Pairs, num_ranks: int, tmp_path: Path
+) -> None:
     expected = train(task, tmp_path / "one")
-    assert_same(run_ranks(num_ranks, lambda rank: train(task, tmp_path / "ranks"), tmp_path / "results"), expected)
+    assert_same(
+        run_ranks(num_ranks, lambda rank: train(task, tmp_path / "ranks"), tmp_path / "results"),
+        expected,
+    )
 
 
 def test_a_fixed_term_counts_once_a_step_on_ranks(tmp_path: Path) -> None:
     expected = train(Fixed(penalty), tmp_path / "one")
-    assert_same(run_ranks(3, lambda rank: train(Fixed(penalty), tmp_path / "ranks"), tmp_path / "results"), expected)
-    assert_same(run_ranks(2, lambda rank: train(Fixed(penalty), tmp_path / "cut", microbatch=2), tmp_path / "more"), expected)
+    assert_same(
+        run_ranks(3, lambda rank: train(Fixed(penalty), tmp_path / "ranks"), tmp_path / "results"),
+        expected,
+    )
+    assert_same(
+        run_ranks(
+            2, lambda rank: train(Fixed(penalty), tmp_path / "cut", microbatch=2), tmp_path / "more"
+        ),
+        expected,
+    )
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "not gathered": (Pairs("own negatives"), {}, "is not additive and may not be split"),
-    "with microbatches": (Pairs("all rows"), {"microbatch": 4}, "is not additive and may not be split"),
-    "a rank without a part": (Pairs("all rows", num_samples=33), {}, "a batch of 1 does not give each of 2 ranks a part"),
-    "counted otherwise": (Counted("all rows"), {}, "counts(batch) gives 16 on all ranks for the term loss, whose loss counts 32"),
+    "with microbatches": (
+        Pairs("all rows"),
+        {"microbatch": 4},
+        "is not additive and may not be split",
+    ),
+    "a rank without a part": (
+        Pairs("all rows", num_samples=33),
+        {},
+        "a batch of 1 does not give each of 2 ranks a part",
+    ),
+    "counted otherwise": (
+        Counted("all rows"),
+        {},
+        "counts(batch) gives 16 on all ranks for the term loss, whose loss counts 32",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_ranks_cannot_gather_is_refused_on_all_of_them(what: str, tmp_path: Path) -> None:
     task, settings, words = REFUSED[what]
-    for each in run_ranks(2, lambda rank: train(task, tmp_path / "ranks", **settings), tmp_path / "results"):
+    for each in run_ranks(
+        2, lambda rank: train(task, tmp_path / "ranks", **settings), tmp_path / "results"
+    ):
         assert words in each["error"]
 
 

@@ -43,7 +43,11 @@ class Hangs(Sentences):
         self.kind, self.folder, self.calls = kind, folder, 0
 
     def plant(self, *reading: str) -> None:
-        if os.environ["RANK"] != "1" or self.calls < PLANTED - bool(reading) or (self.folder / "planted").exists():
+        if (
+            os.environ["RANK"] != "1"
+            or self.calls < PLANTED - bool(reading)
+            or (self.folder / "planted").exists()
+        ):
             return
         if bool(reading) == (self.kind in ("data", "disk")):
             (self.folder / "planted").write_text(str(time.monotonic()))
@@ -98,38 +102,67 @@ def compute(folder: Path) -> None:
 
 
 PLANTS: dict[str, Callable[[Path], Any]] = {
-    "data": lambda folder: time.sleep(1000), "computes": compute, "disk": wait_for_a_file,
+    "data": lambda folder: time.sleep(1000),
+    "computes": compute,
+    "disk": wait_for_a_file,
     "branch": lambda folder: torch.distributed.all_reduce(torch.zeros(3)),
-    "barrier": lambda folder: torch.distributed.barrier(), "dead": lambda folder: os.kill(os.getpid(), signal.SIGKILL),
+    "barrier": lambda folder: torch.distributed.barrier(),
+    "dead": lambda folder: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda folder: os.kill(os.getpid(), signal.SIGSTOP),
     "network": lambda folder: subprocess.run(["ip", "link", "set", "lo", "down"], check=True),
-}  # fmt: skip
+}
 NAMED = {  # what the verdict says of each kind
     "data": ("rank 1 of 2 has not come: rank 1 is in step ", "test_hang.py:", "in <lambda>"),
     "computes": ("rank 1 of 2 has not come: rank 1 is in step 5, microbatch ", "in compute"),
-    "disk": ("rank 1 of 2 has not come", "it waits for a disk or a file (openat of ", "part.tar), at ", "in wait_for_a_file"),
-    "uneven": ("rank 1 of 2 has not come: rank 1 is in step 5", "error: rank 1 of 2 ended with exit code 0, as if the run"),
+    "disk": (
+        "rank 1 of 2 has not come",
+        "it waits for a disk or a file (openat of ",
+        "part.tar), at ",
+        "in wait_for_a_file",
+    ),
+    "uneven": (
+        "rank 1 of 2 has not come: rank 1 is in step 5",
+        "error: rank 1 of 2 ended with exit code 0, as if the run",
+    ),
     "uneven evaluation": (
-        "the ranks do different things: rank 1 is in a maximum of 8 bytes, this rank in another, after ", "in a maximum of 40 bytes",
-        "the ranks did not call collective ", "rank 0 called a maximum of 40 bytes and is in step 5",
-        "rank 1 called a maximum of 8 bytes and is in step 5", "evaluation after step 5: the ranks do different things",
+        "the ranks do different things: rank 1 is in a maximum of 8 bytes, this rank in another, after ",
+        "in a maximum of 40 bytes",
+        "the ranks did not call collective ",
+        "rank 0 called a maximum of 40 bytes and is in step 5",
+        "rank 1 called a maximum of 8 bytes and is in step 5",
+        "evaluation after step 5: the ranks do different things",
     ),
     "branch": (
-        "rank 1 of 2 has not come", "in a collective that the task calls itself, at ", "test_hang.py:",
+        "rank 1 of 2 has not come",
+        "in a collective that the task calls itself, at ",
+        "test_hang.py:",
         "hint: all ranks are ended: every rank has to call the same collectives, in one order",
     ),
-    "barrier": ("rank 1 of 2 has not come", "in a collective that the task calls itself, at ", "test_hang.py:"),
-    "shape": ("ended by SIGABRT", "in a collective that the task calls itself, at ", "in plant_shape"),
+    "barrier": (
+        "rank 1 of 2 has not come",
+        "in a collective that the task calls itself, at ",
+        "test_hang.py:",
+    ),
+    "shape": (
+        "ended by SIGABRT",
+        "in a collective that the task calls itself, at ",
+        "in plant_shape",
+    ),
     "dead": ("rank 1 of 2 was ended by SIGKILL",),
     "stopped": ("rank 1 of 2 has not come", "it is stopped (SIGSTOP)"),
-    "network": ("all 2 ranks are in the sum of gradients of ", "the network between them is cut, or too slow"),
-}  # fmt: skip
+    "network": (
+        "all 2 ranks are in the sum of gradients of ",
+        "the network between them is cut, or too slow",
+    ),
+}
 LONGER = ("barrier", "computes", "uneven evaluation")
 
 
 def takes_steps(kind: str, folder: Path) -> int:
     """A loop which rank 1 leaves early, or in which it alone evaluates."""
-    with Run(spec(train={"length": "40 steps"}), Sentences(), folder=folder / "run", quiet=True) as run:
+    with Run(
+        spec(train={"length": "40 steps"}), Sentences(), folder=folder / "run", quiet=True
+    ) as run:
         for report in run.steps():
             if report.step == 5 and run.group.rank == 1:
                 (folder / "planted").write_text(str(time.monotonic()))
@@ -141,11 +174,17 @@ def takes_steps(kind: str, folder: Path) -> int:
 
 def own_network() -> None:
     """A network of this process's own and of those that it begins, which may be cut."""
-    if ctypes.CDLL(None).unshare(CLONE_NEWNET) or subprocess.run(["ip", "link", "set", "lo", "up"], check=False).returncode:
+    if (
+        ctypes.CDLL(None).unshare(CLONE_NEWNET)
+        or subprocess.run(["ip", "link", "set", "lo", "up"], check=False).returncode
+    ):
         os._exit(77)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in LONGER else kind for kind in NAMED])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind in LONGER else kind for kind in NAMED],
+)
 def test_what_holds_up_the_others_is_named_by_the_supervisor(kind: str, tmp_path: Path) -> None:
     """Data, uneven work, another branch, another shape, a dead rank, a stopped one, a disk, the network: planted in rank 1 of two."""
 
@@ -153,7 +192,11 @@ def test_what_holds_up_the_others_is_named_by_the_supervisor(kind: str, tmp_path
         if kind.startswith("uneven"):
             return takes_steps(kind, tmp_path)
         layout = {"transport": "gloo"} if kind == "network" else {}  # memory of one host needs none
-        train(tmp_path / "run", Hangs(kind, tmp_path), spec(train={"length": "40 steps"}, layout=layout))
+        train(
+            tmp_path / "run",
+            Hangs(kind, tmp_path),
+            spec(train={"length": "40 steps"}, layout=layout),
+        )
         return 0
 
     prepare = own_network if kind == "network" else lambda: None
@@ -172,17 +215,39 @@ def test_the_command_names_a_rank_that_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "stops.py").write_text(STOPS)
     done = subprocess.run(
         [
-            sys.executable, "-P", "-m", "surefoot", "train", str(tmp_path / "stops.py:Stops"), "--ranks", "2", "--steps", "80",
-            "--run", str(tmp_path / "run"), "--quiet", "--max-restarts", "0", "--set", "layout.stall=1.5", "--set",
+            sys.executable,
+            "-P",
+            "-m",
+            "surefoot",
+            "train",
+            str(tmp_path / "stops.py:Stops"),
+            "--ranks",
+            "2",
+            "--steps",
+            "80",
+            "--run",
+            str(tmp_path / "run"),
+            "--quiet",
+            "--max-restarts",
+            "0",
+            "--set",
+            "layout.stall=1.5",
+            "--set",
             "observe.tensorboard=false",
         ],
-        env=environment(), capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 8, done.stderr
     (line,) = [each for each in done.stderr.splitlines() if each.startswith("error: ")]
     assert "rank 1 of 2 has not come" in line
     assert "it is stopped (SIGSTOP)" in line
-    assert "rank 0 waits in the sum of gradients of " in line or "rank 0 waits in a sum of " in line, line
+    assert (
+        "rank 0 waits in the sum of gradients of " in line or "rank 0 waits in a sum of " in line
+    ), line
     assert processes_of(tmp_path) == []
 
 
@@ -206,7 +271,9 @@ class Stops(Plain):
 
 
 @pytest.mark.slow
-def test_without_a_supervisor_a_cut_network_is_named_by_the_deadline_of_what_the_ranks_do_together(tmp_path: Path) -> None:
+def test_without_a_supervisor_a_cut_network_is_named_by_the_deadline_of_what_the_ranks_do_together(
+    tmp_path: Path,
+) -> None:
     """Two ranks in networks of their own, joined by a link that is cut in a step; plain variables."""
 
     def cut() -> int:
@@ -224,10 +291,15 @@ def test_without_a_supervisor_a_cut_network_is_named_by_the_deadline_of_what_the
     assert ended_s - float((tmp_path / "planted").read_text()) < GENEROUS_S
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
     assert all(
-        "the other ranks are out of reach, after " in each and "in the sum of gradients of 2,040 bytes; " in each for each in said
+        "the other ranks are out of reach, after " in each
+        and "in the sum of gradients of 2,040 bytes; " in each
+        for each in said
     )
     assert "rank 1 of 2 says nothing: it has ended, hangs, or the network to it is cut" in said[0]
-    assert "10.0.0.1, where rank 0 is, does not answer: it has ended, or the network to it is cut" in said[1]
+    assert (
+        "10.0.0.1, where rank 0 is, does not answer: it has ended, or the network to it is cut"
+        in said[1]
+    )
 
 
 class Neighbour:
@@ -241,9 +313,7 @@ class Neighbour:
             os.write(writes, b".")
             signal.pause()
         os.read(reads, 1)
-        words = (
-            f"ip link add here type veth peer name there netns {self.pid}; ip addr add 10.0.0.1/24 dev here; ip link set here up"
-        )
+        words = f"ip link add here type veth peer name there netns {self.pid}; ip addr add 10.0.0.1/24 dev here; ip link set here up"
         inside = f"nsenter -t {self.pid} -n sh -c 'ip addr add 10.0.0.2/24 dev there; ip link set there up'"
         subprocess.run(["sh", "-ec", f"{words}; {inside}"], check=True)
         return self.pid
@@ -254,7 +324,9 @@ class Neighbour:
 
 
 def _plain_rank(rank: int, neighbour: int, folder: Path) -> int:
-    PLANTS["link"] = lambda folder: subprocess.run(["ip", "link", "set", "there", "down"], check=True)
+    PLANTS["link"] = lambda folder: subprocess.run(
+        ["ip", "link", "set", "there", "down"], check=True
+    )
 
     def job() -> int:
         said = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
@@ -262,34 +334,61 @@ def _plain_rank(rank: int, neighbour: int, folder: Path) -> int:
         if rank == 1:
             ctypes.CDLL(None).setns(os.open(f"/proc/{neighbour}/ns/net", os.O_RDONLY), CLONE_NEWNET)
         os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511",
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "29511",
             "GLOO_SOCKET_IFNAME": "there" if rank else "here",
-        }  # fmt: skip
-        train(folder / "run", Hangs("link", folder), spec(layout={"timeout": 1.0}, train={"length": "40 steps"}))
+        }
+        train(
+            folder / "run",
+            Hangs("link", folder),
+            spec(layout={"timeout": 1.0}, train={"length": "40 steps"}),
+        )
         return 0
 
     return forked(job)
 
 
 def seen(
-    rank: int, count: int, waits_s: float | None, kind: Kind = Kind.WAIT, num_bytes: int = 8, step: int = 5, state: str = "S"
+    rank: int,
+    count: int,
+    waits_s: float | None,
+    kind: Kind = Kind.WAIT,
+    num_bytes: int = 8,
+    step: int = 5,
+    state: str = "S",
 ) -> RankSnapshot:
     recent = dict.fromkeys(range(1, count), (Kind.WAIT, 8)) | {count: (kind, num_bytes)}
     return RankSnapshot(rank, Record(step, 0, count, kind, num_bytes, waits_s, recent), state)
 
 
-def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_on_the_network() -> None:
+def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_on_the_network() -> (
+    None
+):
     behind = find_hang([seen(0, 7, 9.0), seen(1, 6, None)])
     assert (behind.ranks, behind.is_unlike) == ((1,), False)
-    own = seen(1, 6, None)._replace(stack=(f"{torch.distributed.__file__}:9 in all_reduce", "/me/task.py:3 in loss"))
-    assert find_hang([seen(0, 7, 9.0), own]).is_unlike  # rank 0 has come past it, and never called it
+    own = seen(1, 6, None)._replace(
+        stack=(f"{torch.distributed.__file__}:9 in all_reduce", "/me/task.py:3 in loss")
+    )
+    assert find_hang(
+        [seen(0, 7, 9.0), own]
+    ).is_unlike  # rank 0 has come past it, and never called it
     assert not find_hang([seen(0, 7, 9.0), own._replace(state="T")]).is_unlike
-    assert not find_hang([seen(0, 7, 9.0), own, seen(2, 6, None)]).is_unlike  # it may wait for the third, which hangs
+    assert not find_hang(
+        [seen(0, 7, 9.0), own, seen(2, 6, None)]
+    ).is_unlike  # it may wait for the third, which hangs
     other = find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, Kind.GATHER), seen(2, 7, 9.0)])
     assert other.ranks == (1,)
     assert "did not call collective 7 alike" in other.words
-    assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12), seen(2, 7, 9.0)]).ranks == (1,)
-    assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12)]).ranks == (0, 1)  # it may be either
+    assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12), seen(2, 7, 9.0)]).ranks == (
+        1,
+    )
+    assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12)]).ranks == (
+        0,
+        1,
+    )  # it may be either
     later = find_hang([seen(0, 8, 9.0), seen(1, 8, 9.0), seen(2, 7, 9.0, Kind.GATHER)])
     assert later.ranks == (2,)  # what the others had called before that
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, state="T")]).ranks == (1,)
@@ -315,7 +414,9 @@ def test_a_wait_is_no_stall_while_a_rank_saves_and_lasts_longer_in_the_first_ste
     saves = RankSnapshot(1, Record(5, BUSY, 6, Kind.NONE, 0, None), "D")
     assert not is_stalled([seen(0, 7, 9.0), saves], 5.0)
     alone = RankSnapshot(1, Record(5, BUSY, 7, Kind.GATHER, 4, 9.0), "S")
-    assert is_stalled([seen(0, 7, 9.0), alone], 5.0)  # what the others take no part in does not end by itself
+    assert is_stalled(
+        [seen(0, 7, 9.0), alone], 5.0
+    )  # what the others take no part in does not end by itself
 
 
 def test_what_a_rank_does_is_read_from_outside() -> None:
@@ -325,7 +426,13 @@ def test_what_a_rank_does_is_read_from_outside() -> None:
     flight.microbatch(3)
     inside: list[Record] = []
     flight.during(Kind.GATHER, 40, lambda: inside.append(read(descriptor)))
-    assert (inside[0].step, inside[0].microbatch, inside[0].count, inside[0].kind, inside[0].num_bytes) == (
+    assert (
+        inside[0].step,
+        inside[0].microbatch,
+        inside[0].count,
+        inside[0].kind,
+        inside[0].num_bytes,
+    ) == (
         12,
         3,
         1,
@@ -354,7 +461,9 @@ def test_a_rank_that_ends_while_the_ranks_join_is_lost_to_the_others(tmp_path: P
 
     def job(rank: int) -> None:
         if rank == 1:
-            torch.distributed.init_process_group = lambda *given, **more: os._exit(0)  # it has come, and goes no further
+            torch.distributed.init_process_group = lambda *given, **more: os._exit(
+                0
+            )  # it has come, and goes no further
         with join(place.here(), torch.device("cpu"), wait_s=20.0, timeout_s=0.5):
             pass
 

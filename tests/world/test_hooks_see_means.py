@@ -25,7 +25,9 @@ class Task:
 
     def data(self, split: str) -> Arrays:
         draw = torch.Generator().manual_seed(0)
-        return Arrays(torch.randn(24, 4, generator=draw), torch.randint(0, 3, (24,), generator=draw))
+        return Arrays(
+            torch.randn(24, 4, generator=draw), torch.randint(0, 3, (24,), generator=draw)
+        )
 
     def blocks(self, model: Any) -> list[nn.Module]:
         return [model[0], model[2]]
@@ -59,10 +61,14 @@ def put(model: Any, how: str, seen: list[list[float]]) -> Any:
 
 def spec(microbatch: int | None, layout: dict[str, Any]) -> RunSpec:
     return RunSpec(
-        train={"length": f"{STEPS} steps", "batch": BATCH, "microbatch": microbatch, "threads": 1}, layout=layout, data={"shuffle": False},
-        optim={"name": "sgd", "momentum": 0.0, "lr": 0.5, "decay": 0.0, "clip": 0.0}, schedule={"name": "constant"},
-        observe={"tensorboard": False}, evaluate={"every": "99 steps"},
-    )  # fmt: skip
+        train={"length": f"{STEPS} steps", "batch": BATCH, "microbatch": microbatch, "threads": 1},
+        layout=layout,
+        data={"shuffle": False},
+        optim={"name": "sgd", "momentum": 0.0, "lr": 0.5, "decay": 0.0, "clip": 0.0},
+        schedule={"name": "constant"},
+        observe={"tensorboard": False},
+        evaluate={"every": "99 steps"},
+    )
 
 
 def train(folder: Path, how: str, stated: RunSpec, *, in_loop: bool = False) -> dict[str, Any]:
@@ -80,7 +86,10 @@ def train(folder: Path, how: str, stated: RunSpec, *, in_loop: bool = False) -> 
             if in_loop and report.step == 2 and handle is not None:
                 handle.remove()
         held: dict[str, Any] = {name: each.detach() for name, each in run.model.named_parameters()}
-        whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in held.items()}
+        whole = {
+            name: each.full_tensor() if hasattr(each, "full_tensor") else each
+            for name, each in held.items()
+        }
         return {"seen": seen, "weights": {name: each.tolist() for name, each in whole.items()}}
 
 
@@ -109,19 +118,28 @@ def plain(how: str, rank: int, num_parts: int, *, in_loop: bool = False) -> dict
         with torch.no_grad():
             for each, gradient in zip(parameters, total, strict=True):
                 each -= 0.5 * gradient
-    return {"seen": found, "weights": {name: each.tolist() for name, each in model.named_parameters()}}
+    return {
+        "seen": found,
+        "weights": {name: each.tolist() for name, each in model.named_parameters()},
+    }
 
 
 def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert len(found["seen"]) == len(expected["seen"])
-    torch.testing.assert_close(torch.tensor(found["seen"]), torch.tensor(expected["seen"]), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        torch.tensor(found["seen"]), torch.tensor(expected["seen"]), rtol=1e-4, atol=1e-6
+    )
     for name, weights in expected["weights"].items():
-        torch.testing.assert_close(torch.tensor(found["weights"][name]), torch.tensor(weights), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(found["weights"][name]), torch.tensor(weights), rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("in_loop", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_hook_on_a_rank_sees_and_changes_the_mean_gradient_of_its_microbatch(stage: int, in_loop: bool, tmp_path: Path) -> None:
+def test_a_hook_on_a_rank_sees_and_changes_the_mean_gradient_of_its_microbatch(
+    stage: int, in_loop: bool, tmp_path: Path
+) -> None:
     layout = {"shard": 2, "stage": stage} if stage else {}
 
     def job(rank: int) -> Any:
@@ -134,7 +152,9 @@ def test_a_hook_on_a_rank_sees_and_changes_the_mean_gradient_of_its_microbatch(s
 
 
 @pytest.mark.parametrize("how", ["register_hook", "module"])
-def test_a_hook_sees_the_mean_gradient_of_each_microbatch_of_one_process(how: str, tmp_path: Path) -> None:
+def test_a_hook_sees_the_mean_gradient_of_each_microbatch_of_one_process(
+    how: str, tmp_path: Path
+) -> None:
     found = train(tmp_path / "run", how, spec(2, {}))
     expected = [plain(how, part, 4) for part in range(4)]
     assert_alike({**found, "seen": found["seen"][::4]}, expected[0])

@@ -45,7 +45,9 @@ def in_pairs(rows: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_sums_are_those_of_pairs_of_ranks_to_the_bit_whatever_their_size(num_ranks: int, tmp_path: Path) -> None:
+def test_sums_are_those_of_pairs_of_ranks_to_the_bit_whatever_their_size(
+    num_ranks: int, tmp_path: Path
+) -> None:
     def job(group: Group) -> Any:
         wrong: list[str] = []
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -66,7 +68,10 @@ def test_sums_are_those_of_pairs_of_ranks_to_the_bit_whatever_their_size(num_ran
 
 def test_several_sums_on_their_way_are_waited_for_in_any_order(tmp_path: Path) -> None:
     def job(group: Group) -> Any:
-        rows = [group.allocate(count, torch.float32, CPU).copy_(drawn(group.rank, count)) for count in SIZES]
+        rows = [
+            group.allocate(count, torch.float32, CPU).copy_(drawn(group.rank, count))
+            for count in SIZES
+        ]
         waits = [group.begin_to_add(row) for row in rows]
         small = group.most([float(group.rank)])  # something else in between
         for wait in reversed(waits):
@@ -78,7 +83,9 @@ def test_several_sums_on_their_way_are_waited_for_in_any_order(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_what_is_split_and_what_is_gathered_is_each_rank_s_own(num_ranks: int, tmp_path: Path) -> None:
+def test_what_is_split_and_what_is_gathered_is_each_rank_s_own(
+    num_ranks: int, tmp_path: Path
+) -> None:
     def job(group: Group) -> Any:
         count, mine = 5, torch.arange(5.0) + 10 * group.rank
         whole = group.allocate(num_ranks * count, torch.float32, CPU).copy_(
@@ -93,9 +100,11 @@ def test_what_is_split_and_what_is_gathered_is_each_rank_s_own(num_ranks: int, t
         rows = group.gather(mine[None])
         texts = group.exchange(f"é{group.rank}") == [f"é{each}" for each in range(num_ranks)]
         return [
-            torch.equal(part, sums[group.rank * count :][:count]), torch.equal(into, everyone),
-            torch.equal(rows, everyone.view(num_ranks, 1, count)), texts,
-        ]  # fmt: skip
+            torch.equal(part, sums[group.rank * count :][:count]),
+            torch.equal(into, everyone),
+            torch.equal(rows, everyone.view(num_ranks, 1, count)),
+            texts,
+        ]
 
     assert together(num_ranks, job, tmp_path) == [[True] * 4] * num_ranks
 
@@ -113,8 +122,11 @@ def test_the_axes_of_a_mesh_do_not_hear_each_other(tmp_path: Path) -> None:
         return found
 
     assert together(4, job, tmp_path) == [
-        [1, 11, 2, 101, 6, 1111], [1, 11, 4, 1010, 6, 1111], [5, 1100, 2, 101, 6, 1111], [5, 1100, 4, 1010, 6, 1111],
-    ]  # fmt: skip
+        [1, 11, 2, 101, 6, 1111],
+        [1, 11, 4, 1010, 6, 1111],
+        [5, 1100, 2, 101, 6, 1111],
+        [5, 1100, 4, 1010, 6, 1111],
+    ]
 
 
 def test_memory_is_used_again_and_not_while_another_rank_reads_it(tmp_path: Path) -> None:
@@ -146,7 +158,9 @@ def test_a_rank_that_runs_ahead_by_more_words_than_a_socket_holds_waits(tmp_path
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_the_end_of_a_rank_is_heard_at_once_and_leaves_nothing(is_inside: bool, tmp_path: Path) -> None:
+def test_the_end_of_a_rank_is_heard_at_once_and_leaves_nothing(
+    is_inside: bool, tmp_path: Path
+) -> None:
     """It is killed before it has said a word of the sum, or once it said that its numbers are there."""
 
     def job(rank: int) -> Any:
@@ -199,9 +213,18 @@ def test_ranks_that_do_different_things_are_told_so_at_once(tmp_path: Path) -> N
         return said
 
     first, second = together(2, job, tmp_path)
-    assert "rank 1 is in a sum of 16 bytes, this rank in another, after 0.0 s in a sum of 12 bytes" in first[0]
-    assert "rank 0 is in a sum of 12 bytes, this rank in another, after 0.0 s in a sum of 16 bytes" in second[0]
-    assert "rank 1 is in a gathering of 8 bytes, this rank in another, after 0.0 s in a sum of 8 bytes" in first[1]
+    assert (
+        "rank 1 is in a sum of 16 bytes, this rank in another, after 0.0 s in a sum of 12 bytes"
+        in first[0]
+    )
+    assert (
+        "rank 0 is in a sum of 12 bytes, this rank in another, after 0.0 s in a sum of 16 bytes"
+        in second[0]
+    )
+    assert (
+        "rank 1 is in a gathering of 8 bytes, this rank in another, after 0.0 s in a sum of 8 bytes"
+        in first[1]
+    )
 
 
 def test_a_rank_that_says_nothing_is_waited_for_as_long_as_the_spec_says(tmp_path: Path) -> None:
@@ -211,17 +234,25 @@ def test_a_rank_that_says_nothing_is_waited_for_as_long_as_the_spec_says(tmp_pat
                 time.sleep(1.5)
                 return 0.0
             begun_s = time.monotonic()
-            with pytest.raises(LostRank, match=r"rank 1 says nothing, after 0\.\d s in a sum of 4 bytes"):
+            with pytest.raises(
+                LostRank, match=r"rank 1 says nothing, after 0\.\d s in a sum of 4 bytes"
+            ):
                 group.add(torch.ones(1))
             return time.monotonic() - begun_s
 
     assert 0.25 < run_ranks(2, job, tmp_path)[0] < 5
 
 
-@pytest.mark.parametrize(("transports", "is_shared"), [(("auto", "auto"), True), (("gloo", "gloo"), False)])
-def test_gloo_joins_ranks_that_want_it(transports: tuple[Transport, ...], is_shared: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transports", "is_shared"), [(("auto", "auto"), True), (("gloo", "gloo"), False)]
+)
+def test_gloo_joins_ranks_that_want_it(
+    transports: tuple[Transport, ...], is_shared: bool, tmp_path: Path
+) -> None:
     def job(rank: int) -> Any:
-        with join(place.here(), CPU, wait_s=120.0, timeout_s=20.0, transport=transports[rank]) as group:
+        with join(
+            place.here(), CPU, wait_s=120.0, timeout_s=20.0, transport=transports[rank]
+        ) as group:
             row = group.allocate(1000, torch.float32, CPU).fill_(1.0)
             group.begin_to_add(row)()
             return [group.transport, row[0].item(), group.gather(torch.ones(2)).sum().item()]
@@ -231,18 +262,30 @@ def test_gloo_joins_ranks_that_want_it(transports: tuple[Transport, ...], is_sha
 
 def test_ranks_that_want_to_be_joined_otherwise_are_all_told_so(tmp_path: Path) -> None:
     def job(rank: int) -> Any:
-        with pytest.raises(InputError) as refused, join(
-            place.here(), CPU, wait_s=120.0, timeout_s=20.0, transport="shared_memory" if rank == 1 else "gloo"
-        ):  # fmt: skip
+        with (
+            pytest.raises(InputError) as refused,
+            join(
+                place.here(),
+                CPU,
+                wait_s=120.0,
+                timeout_s=20.0,
+                transport="shared_memory" if rank == 1 else "gloo",
+            ),
+        ):
             pass
         return refused.value.message
 
-    assert run_ranks(2, job, tmp_path) == ["layout.transport: rank 1 has 'shared_memory', rank 0 has 'gloo'"] * 2
+    assert (
+        run_ranks(2, job, tmp_path)
+        == ["layout.transport: rank 1 has 'shared_memory', rank 0 has 'gloo'"] * 2
+    )
 
 
 def test_more_open_files_than_select_knows_do_not_matter(tmp_path: Path) -> None:
     def job(group: Group) -> Any:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
         held = [os.dup(0) for _ in range(1100)]
         links = memory_of(group).links
         for rank, each in links._sockets.items():  # as if they had been made later
@@ -325,7 +368,9 @@ def test_what_breaks_a_sum_is_seen(planted: str, tmp_path: Path) -> None:
             host_memory.PIECE = 1 << 60
             host_memory.add_up = lambda rows: rows[1]
         elif planted == "the order of ranks":
-            host_memory.add_up = lambda rows: reduce(lambda total, row: total.add_(row), rows[1:], rows[0])
+            host_memory.add_up = lambda rows: reduce(
+                lambda total, row: total.add_(row), rows[1:], rows[0]
+            )
         row = group.allocate(300_000, torch.float32, CPU)
         for number in range(10):
             row.copy_(drawn(group.rank + number, 300_000))
@@ -346,6 +391,10 @@ def test_the_kind_of_a_collective_is_in_the_flight_record(tmp_path: Path) -> Non
         group.add(torch.ones(4))
         group.most([1.0])
         group.gather(torch.ones(2))
-        return {kind.name: size for kind, size in group.traffic.items() if kind in (Kind.SUM, Kind.LARGEST)}
+        return {
+            kind.name: size
+            for kind, size in group.traffic.items()
+            if kind in (Kind.SUM, Kind.LARGEST)
+        }
 
     assert together(2, job, tmp_path) == [{"SUM": 16, "LARGEST": 8}] * 2

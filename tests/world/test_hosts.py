@@ -15,7 +15,18 @@ from benchmarks.distributed.hosts import ADDRESSES, Hosts, NoHosts, two_hosts
 from surefoot.contract import events, manifest
 
 PORT = "29511"
-TRAIN = (sys.executable, "-P", "-m", "surefoot", "train", "digits", "--steps", "60", "--set", 'layout.check_every="9 steps"')
+TRAIN = (
+    sys.executable,
+    "-P",
+    "-m",
+    "surefoot",
+    "train",
+    "digits",
+    "--steps",
+    "60",
+    "--set",
+    'layout.check_every="9 steps"',
+)
 JOIN = """
 import sys, torch
 from surefoot.core import place
@@ -42,11 +53,21 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip(f"no two hosts can be made here: {error}")
 
 
-def start(hosts: Hosts, rank: int, *command: str, address: str = ADDRESSES[0]) -> subprocess.Popen[str]:
-    own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": PORT}
+def start(
+    hosts: Hosts, rank: int, *command: str, address: str = ADDRESSES[0]
+) -> subprocess.Popen[str]:
+    own = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": PORT,
+    }
     environment = {**os.environ, **own, "OMP_NUM_THREADS": "1"}
     environment.pop("GLOO_SOCKET_IFNAME", None)
-    return subprocess.Popen(hosts.on(rank, *command), stdout=-1, stderr=-1, text=True, env=environment)
+    return subprocess.Popen(
+        hosts.on(rank, *command), stdout=-1, stderr=-1, text=True, env=environment
+    )
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -57,7 +78,9 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_two_hosts_train_one_run_and_agree_and_rank_0_alone_prints(hosts: Hosts, tmp_path: Path) -> None:
+def test_two_hosts_train_one_run_and_agree_and_rank_0_alone_prints(
+    hosts: Hosts, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     first = start(hosts, 0, *TRAIN, "--run", str(run))
     time.sleep(1.5)  # the other one comes late
@@ -65,9 +88,14 @@ def test_two_hosts_train_one_run_and_agree_and_rank_0_alone_prints(hosts: Hosts,
     code, _, said = end(first)
     assert (code, second[0]) == (0, 0), (said, second)
     assert "run folder" in said
-    assert [line for line in "".join(second[1:]).splitlines() if "[c10d]" not in line] == []  # but for what torch itself says
+    assert [
+        line for line in "".join(second[1:]).splitlines() if "[c10d]" not in line
+    ] == []  # but for what torch itself says
     assert manifest.steps(run)[-1] == 60
-    losses = [[each.loss for each in events.read(home) if isinstance(each, events.Step)] for home in (run, run / "ranks" / "1")]
+    losses = [
+        [each.loss for each in events.read(home) if isinstance(each, events.Step)]
+        for home in (run, run / "ranks" / "1")
+    ]
     assert losses[0] == losses[1]
 
 
@@ -101,7 +129,9 @@ def test_hosts_end_with_who_made_them_also_by_sigkill(hosts: Hosts) -> None:
         pids = maker.stdout.readline().split()
         maker.kill()
     until_s = time.monotonic() + 10
-    while left := [pid for pid in pids if Path(f"/proc/{pid}/ns/net").is_symlink() and _is_there(pid)]:
+    while left := [
+        pid for pid in pids if Path(f"/proc/{pid}/ns/net").is_symlink() and _is_there(pid)
+    ]:
         assert time.monotonic() < until_s, left
         time.sleep(0.02)
     assert len(pids) == 2

@@ -28,13 +28,23 @@ from tests.world.test_shard import AVERAGED, Stacked
 
 STEPS, FEW, LARGE_SEED = 12, 3, 10_000
 VICTIMS = ("rank 0", "rank 1", "supervisor")
-LAYOUTS: list[dict[str, Any]] = [{}, {"shard": 2, "stage": 1}, {"shard": 2, "stage": 2}, {"shard": 2, "stage": 3}]
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"shard": 2, "stage": 1},
+    {"shard": 2, "stage": 2},
+    {"shard": 2, "stage": 3},
+]
 LONGEST_S = 1.0  # after which a kill comes at the latest: so long takes a run of these
 TRIES = 6
 
 
 def take_steps(run: Path, layout: dict[str, Any], die_after: int | None = None) -> int:
-    given = spec(layout=layout, train={"length": f"{STEPS} steps"}, evaluate={"every": "9 epochs"}, **AVERAGED)
+    given = spec(
+        layout=layout,
+        train={"length": f"{STEPS} steps"},
+        evaluate={"every": "9 epochs"},
+        **AVERAGED,
+    )
     with Run(given, Stacked(), folder=run, quiet=True) as running:
         for report in running.steps():
             if report.step == die_after:
@@ -50,24 +60,36 @@ def digests(run: Path) -> dict[str, str]:
 
 def unbroken(folder: Path, layout: dict[str, Any]) -> dict[str, str]:
     if not manifest.steps(folder / "run"):
-        assert Supervised(lambda rank: take_steps(folder / "run", layout), 2, folder / "ranks", stall_s=20).wait() == 0
+        assert (
+            Supervised(
+                lambda rank: take_steps(folder / "run", layout), 2, folder / "ranks", stall_s=20
+            ).wait()
+            == 0
+        )
     return digests(folder / "run")
 
 
-def killed(seed: int, victim: str, folder: Path, layouts: Sequence[dict[str, Any]] = LAYOUTS) -> bool:
+def killed(
+    seed: int, victim: str, folder: Path, layouts: Sequence[dict[str, Any]] = LAYOUTS
+) -> bool:
     """One trial; gives whether the kill came before the end of the run."""
     draws = random.Random(f"{seed} {victim}")
     layout, after_s = draws.choice(layouts), draws.uniform(0.0, LONGEST_S)
     golden = unbroken(folder.parent / f"unbroken-{layout.get('stage', 0)}", layout)
     told = f"seed {seed}: {victim} is killed after {after_s:.3f} s, {layout}"
     job = lambda rank: take_steps(folder / "run", layout)  # noqa: E731
-    supervised = Supervised(job, 2, folder / "ranks", stall_s=20, run=folder / "run", max_restarts=3)
+    supervised = Supervised(
+        job, 2, folder / "ranks", stall_s=20, run=folder / "run", max_restarts=3
+    )
     until_s = time.monotonic() + 20
     while len(supervised.pids) < 2:
         assert time.monotonic() < until_s, told
         time.sleep(0.002)
     time.sleep(after_s)
-    if is_late := os.waitid(os.P_PID, supervised.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+    if (
+        is_late := os.waitid(os.P_PID, supervised.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        is not None
+    ):
         assert supervised.wait() == 0, (told, supervised.said)
     elif victim == "supervisor":
         os.kill(supervised.pid, signal.SIGKILL)
@@ -101,7 +123,9 @@ def campaign(victim: str, trials: int, seed: int, folder: Path) -> int:
     while fell < trials:
         tried += 1
         assert tried <= trials + TRIES + trials // 2, f"{fell} of {tried} kills came before the end"
-        fell += killed(seed + tried, victim, folder / str(tried), LAYOUTS if trials > FEW else LAYOUTS[:2])
+        fell += killed(
+            seed + tried, victim, folder / str(tried), LAYOUTS if trials > FEW else LAYOUTS[:2]
+        )
         shutil.rmtree(folder / str(tried))
     print(f"{victim}: {fell} kills of {tried} fell, seeds {seed + 1} to {seed + tried}")
     return 0
@@ -114,7 +138,10 @@ def campaigns(victims: tuple[str, ...], trials: int, seed: int, folder: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victims", "trials", "seed"),
-    [(VICTIMS, FEW, 0), *(pytest.param((victim,), 100, LARGE_SEED, marks=pytest.mark.faults) for victim in VICTIMS)],
+    [
+        (VICTIMS, FEW, 0),
+        *(pytest.param((victim,), 100, LARGE_SEED, marks=pytest.mark.faults) for victim in VICTIMS),
+    ],
     ids=lambda value: "-".join(value).replace(" ", "-") if isinstance(value, tuple) else str(value),
 )
 def test_a_kill_at_any_time_is_recovered_from_to_the_bits_of_the_unbroken_run(
@@ -134,7 +161,9 @@ def test_a_rank_that_is_killed_when_the_run_is_over_brings_no_other_run(tmp_path
             os.kill(os.getpid(), signal.SIGKILL)
         return code
 
-    supervised = Supervised(job, 2, tmp_path / "ranks", stall_s=20, run=tmp_path / "run", max_restarts=3)
+    supervised = Supervised(
+        job, 2, tmp_path / "ranks", stall_s=20, run=tmp_path / "run", max_restarts=3
+    )
     assert supervised.wait() == 0, supervised.said
     assert "the run had come to its end before: nothing is lost" in supervised.said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks", "run"]
@@ -168,13 +197,19 @@ def changed(seed: int, folder: Path, golden: dict[str, torch.Tensor], loss: floa
     assert checked.holds, (told, checked.faults)
     assert checked.last == STEPS, told
     held = checkpoint.Commit(folder / "run", STEPS).read(checkpoint.MODEL)
-    worst = max(float((held[name].double() - each.double()).abs().max()) for name, each in golden.items())
+    worst = max(
+        float((held[name].double() - each.double()).abs().max()) for name, each in golden.items()
+    )
     assert worst < 1e-8, (told, worst)
     assert abs(last_loss(folder / "run") - loss) < 1e-8, told
 
 
 def last_loss(run: Path) -> float:
-    return [each.loss for each in events.read(run) if isinstance(each, events.Step) and each.loss is not None][-1]
+    return [
+        each.loss
+        for each in events.read(run)
+        if isinstance(each, events.Step) and each.loss is not None
+    ][-1]
 
 
 def changes(seeds: range, folder: Path) -> int:
@@ -189,7 +224,11 @@ def changes(seeds: range, folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(LARGE_SEED, LARGE_SEED + 50), marks=pytest.mark.faults)], ids=len)
+@pytest.mark.parametrize(
+    "seeds",
+    [range(5), pytest.param(range(LARGE_SEED, LARGE_SEED + 50), marks=pytest.mark.faults)],
+    ids=len,
+)
 def test_a_run_goes_on_with_other_numbers_of_ranks_after_kills_to_the_numbers_of_one_process(
     seeds: range, tmp_path: Path
 ) -> None:

@@ -51,10 +51,24 @@ def command(tmp_path: Path, *more: str, ranks: int = 2) -> list[str]:
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "slow.py").write_text(SLOW)
     return [
-        sys.executable, "-P", "-m", "surefoot", "train", str(tmp_path / "slow.py:Slow"), "--ranks", str(ranks),
-        "--run", str(tmp_path / "run"), "--set", 'checkpoint.every="4 steps"', "--set", "evaluate.every=\"99 epochs\"",
-        "--set", "observe.tensorboard=false", *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "surefoot",
+        "train",
+        str(tmp_path / "slow.py:Slow"),
+        "--ranks",
+        str(ranks),
+        "--run",
+        str(tmp_path / "run"),
+        "--set",
+        'checkpoint.every="4 steps"',
+        "--set",
+        'evaluate.every="99 epochs"',
+        "--set",
+        "observe.tensorboard=false",
+        *more,
+    ]
 
 
 def environment() -> dict[str, str]:
@@ -65,7 +79,10 @@ def processes_of(tmp_path: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if str(tmp_path) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                str(tmp_path) in " ".join(process.cmdline())
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process)
         except psutil.Error:
             continue
@@ -83,7 +100,12 @@ def wait_for_step(tmp_path: Path, supervisor: subprocess.Popen[bytes]) -> None:
 
 def test_ranks_train_and_rank_0_alone_prints(tmp_path: Path) -> None:
     done = subprocess.run(
-        command(tmp_path, "--steps", "60", "--json"), env=environment(), capture_output=True, text=True, check=False, timeout=120
+        command(tmp_path, "--steps", "60", "--json"),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
@@ -98,20 +120,35 @@ def test_ranks_train_and_rank_0_alone_prints(tmp_path: Path) -> None:
         (
             "raises 1",
             3,
-            ("[rank 1] error: rank 1 of 2, step ", "ValueError: planted", "error: rank 1 of 2 ended with exit code 3"),
+            (
+                "[rank 1] error: rank 1 of 2, step ",
+                "ValueError: planted",
+                "error: rank 1 of 2 ended with exit code 3",
+            ),
         ),
         pytest.param(
             "dies 1",
             137,
-            ("error: rank 1 of 2 was ended by SIGKILL", "hint: the same command goes on after the newest commit"),
+            (
+                "error: rank 1 of 2 was ended by SIGKILL",
+                "hint: the same command goes on after the newest commit",
+            ),
             marks=pytest.mark.slow,  # as those of test_kills and test_hang, without the command
         ),
-        pytest.param("dies 0", 137, ("error: rank 0 of 2 was ended by SIGKILL",), marks=pytest.mark.slow),
+        pytest.param(
+            "dies 0", 137, ("error: rank 0 of 2 was ended by SIGKILL",), marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_rank_that_fails_ends_the_run_and_is_named(fails: str, code: int, said: tuple[str, ...], tmp_path: Path) -> None:
-    words = command(tmp_path, "--steps", "60", "--max-restarts", "0", "--set", f'task.fails="{fails}"')
-    broken = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+def test_a_rank_that_fails_ends_the_run_and_is_named(
+    fails: str, code: int, said: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = command(
+        tmp_path, "--steps", "60", "--max-restarts", "0", "--set", f'task.fails="{fails}"'
+    )
+    broken = subprocess.run(
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=120
+    )
     assert broken.returncode == code, broken.stderr
     for each in said:
         assert each in broken.stderr
@@ -122,12 +159,18 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(fails: str, code: int, said
 
 
 @pytest.mark.slow  # test_kills.py kills at any time; this one is the command
-def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unbroken_one(tmp_path: Path) -> None:
+def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unbroken_one(
+    tmp_path: Path,
+) -> None:
     """Rank 1 is killed in each attempt that takes so many steps; what each attempt brought is kept."""
     whole = command(tmp_path / "whole", "--steps", "13", "--quiet")
-    killed = command(tmp_path / "killed", "--steps", "13", "--quiet", "--set", 'task.fails="dies 1"')
+    killed = command(
+        tmp_path / "killed", "--steps", "13", "--quiet", "--set", 'task.fails="dies 1"'
+    )
     done = [
-        subprocess.run(each, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+        subprocess.run(
+            each, env=environment(), capture_output=True, text=True, check=False, timeout=120
+        )
         for each in (whole, killed)
     ]
     assert [each.returncode for each in done] == [0, 0], done[1].stderr
@@ -135,7 +178,10 @@ def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unb
     runs = [tmp_path / name / "run" for name in ("whole", "killed")]
     assert consumed.check(runs[1]).holds
     one, other = (manifest.read(manifest.step_folder(run, 13)) for run in runs)
-    digests = [{each.name: each.sha256 for each in found.files if each.name.endswith(".safetensors")} for found in (one, other)]
+    digests = [
+        {each.name: each.sha256 for each in found.files if each.name.endswith(".safetensors")}
+        for found in (one, other)
+    ]
     assert digests[0] == digests[1]
 
 
@@ -151,9 +197,13 @@ def test_attempts_without_a_commit_come_to_an_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_another_number_of_them(tmp_path: Path) -> None:
+def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_another_number_of_them(
+    tmp_path: Path,
+) -> None:
     words = command(tmp_path, "--steps", "60", "--quiet")
-    supervisor = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    supervisor = subprocess.Popen(
+        words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     wait_for_step(tmp_path, supervisor)
     supervisor.kill()
     supervisor.wait()
@@ -162,7 +212,9 @@ def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_ano
         assert time.monotonic() < until_s, "a rank outlives its supervisor"
         time.sleep(0.05)
     resumed = command(tmp_path, "--steps", "60", "--quiet", ranks=3)
-    done = subprocess.run(resumed, env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        resumed, env=environment(), capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     checked = consumed.check(tmp_path / "run")
     assert checked.holds, checked.faults
@@ -170,11 +222,16 @@ def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_ano
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(name: str, tmp_path: Path) -> None:
+def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(
+    name: str, tmp_path: Path
+) -> None:
     """As a scheduler sends it, and to the one that forks the ranks too: they would be killed with it."""
     number = getattr(signal, name)
     supervisor = subprocess.Popen(
-        command(tmp_path, "--steps", "2000"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command(tmp_path, "--steps", "2000"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     wait_for_step(tmp_path, supervisor)
     others = [each for each in processes_of(tmp_path) if each.pid != supervisor.pid]
@@ -193,23 +250,32 @@ def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(nam
 @pytest.mark.parametrize(
     ("is_well", "shell"),
     [  # a daemon starts it: the socket at which they meet would be number 0, which the ranks have on nothing
-        ('test "$RANK" = 1 || test -S /proc/self/fd/${SUREFOOT_FORKS-$SUREFOOT_LISTENS}', "exec {} <&-"),
+        (
+            'test "$RANK" = 1 || test -S /proc/self/fd/${SUREFOOT_FORKS-$SUREFOOT_LISTENS}',
+            "exec {} <&-",
+        ),
         (
             'test "$1" = -P',
             "exec {}",
         ),  # an installed `surefoot` does not look in the working folder for modules, nor do its ranks
     ],
 )
-def test_ranks_begin_as_their_command_did_wherever_it_was_started(is_well: str, shell: str, tmp_path: Path) -> None:
+def test_ranks_begin_as_their_command_did_wherever_it_was_started(
+    is_well: str, shell: str, tmp_path: Path
+) -> None:
     rank = tmp_path / "python"
-    rank.write_text(f"#!/bin/sh\n{is_well} || touch ill\ntest -z $SUREFOOT_FORKS\n")  # what does not fork them is not asked again
+    rank.write_text(
+        f"#!/bin/sh\n{is_well} || touch ill\ntest -z $SUREFOOT_FORKS\n"
+    )  # what does not fork them is not asked again
     rank.chmod(0o755)
     script = (
         f"import sys; sys.path[0], sys.executable = '/nowhere', {str(rank)!r}; from surefoot.control.launch import launch; "
         "from surefoot.control.launch.looking import Judge; sys.exit(launch([], 2, print, Judge(lambda rows: False, str)))"
     )
     words = shell.format(shlex.join([sys.executable, "-c", script]))
-    done = subprocess.run(["sh", "-c", words], env=environment(), cwd=tmp_path, check=False, timeout=240)
+    done = subprocess.run(
+        ["sh", "-c", words], env=environment(), cwd=tmp_path, check=False, timeout=240
+    )
     assert done.returncode == 0
     assert not (tmp_path / "ill").exists()
 
@@ -217,7 +283,9 @@ def test_ranks_begin_as_their_command_did_wherever_it_was_started(is_well: str, 
 @pytest.mark.slow  # imports torch in three processes
 def test_a_failure_stays_one_where_nobody_reads_of_it(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "60", "--quiet", "--set", 'task.fails="raises 1"')
-    process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     assert process.stderr is not None
     process.stderr.close()
     assert process.wait(60) == 3
@@ -226,7 +294,9 @@ def test_a_failure_stays_one_where_nobody_reads_of_it(tmp_path: Path) -> None:
 @pytest.mark.slow  # test_hang has it without the command
 def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "60", "--quiet", "--set", 'task.fails="leaves 1 early"')
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 8, done.stderr
     assert "error: rank 1 of 2 ended with exit code 0" in done.stderr
 
@@ -235,29 +305,63 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
     ("words", "variables", "said"),
     [
         (("--ranks", "0"), {}, "error: --ranks is 0"),
-        (("--ranks", "2", "--set", "layout.replicate=3"), {}, "error: layout.replicate is 3, and there are 2 ranks"),
-        (("--ranks", "1000"), {}, "error: a batch of 64 gives 1000 ranks 64 pieces to compute\nhint: use fewer ranks, or batches of 1000"),
+        (
+            ("--ranks", "2", "--set", "layout.replicate=3"),
+            {},
+            "error: layout.replicate is 3, and there are 2 ranks",
+        ),
+        (
+            ("--ranks", "1000"),
+            {},
+            "error: a batch of 64 gives 1000 ranks 64 pieces to compute\nhint: use fewer ranks, or batches of 1000",
+        ),
         ((), {"RANK": "0"}, "error: RANK is 0, and WORLD_SIZE is not set"),
         (
-            ("--ranks", "2"), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+            ("--ranks", "2"),
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
             "error: --ranks is given to a process that is a rank already",
         ),
         ((), {"RANK": "0", "WORLD_SIZE": "2"}, "error: MASTER_ADDR is not set in a world of 2"),
         pytest.param(
-            (), {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
-            "error: the variable MASTER_PORT is 'x', not a whole number\nhint: a port is a number from 1 to 65535", marks=pytest.mark.slow,
+            (),
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "error: the variable MASTER_PORT is 'x', not a whole number\nhint: a port is a number from 1 to 65535",
+            marks=pytest.mark.slow,
         ),
         (
-            (), {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"},
+            (),
+            {
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "nowhere.invalid",
+                "MASTER_PORT": "29500",
+            },
             "error: the ranks are to meet at nowhere.invalid, which is no host that is known here",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_launched_is_told_before_any_work(
     words: tuple[str, ...], variables: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    full = [sys.executable, "-P", "-m", "surefoot", "train", "digits", "--run", str(tmp_path / "run"), *words]
-    done = subprocess.run(full, env={**environment(), **variables}, capture_output=True, text=True, check=False, timeout=60)
+    full = [
+        sys.executable,
+        "-P",
+        "-m",
+        "surefoot",
+        "train",
+        "digits",
+        "--run",
+        str(tmp_path / "run"),
+        *words,
+    ]
+    done = subprocess.run(
+        full,
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -292,22 +396,47 @@ def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> 
         }
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", LEAVES], env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+                [sys.executable, "-c", LEAVES],
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for rank in (0, 1)
-        ]  # fmt: skip
+        ]
         said = [each.communicate(timeout=60)[0] for each in ranks]
     assert [each.returncode for each in ranks] == [0, 0]
     assert not any("pt_gloo_runloop" in each for each in said), said
 
 
 def test_more_ranks_than_files_may_be_open_for_are_refused_in_words(tmp_path: Path) -> None:
-    train = [sys.executable, "-P", "-m", "surefoot", "train", "digits", "--ranks", "40", "--steps", "60", "--quiet"]
+    train = [
+        sys.executable,
+        "-P",
+        "-m",
+        "surefoot",
+        "train",
+        "digits",
+        "--ranks",
+        "40",
+        "--steps",
+        "60",
+        "--quiet",
+    ]
     words = f"ulimit -n 48; exec {shlex.join([*train, '--run', str(tmp_path / 'run')])}"
-    done = subprocess.run(["sh", "-c", words], env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        ["sh", "-c", words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 2, done.stderr
-    assert "--ranks is 40, and this process may not open the files that it holds for each rank" in done.stderr
+    assert (
+        "--ranks is 40, and this process may not open the files that it holds for each rank"
+        in done.stderr
+    )
     assert "ulimit -n" in done.stderr
     assert "Traceback" not in done.stderr
     assert processes_of(tmp_path) == []

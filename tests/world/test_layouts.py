@@ -92,23 +92,41 @@ class Noisy(Base):
 """
 
 
-def verify(spec: str, *layouts: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-P", "-m", "surefoot", "verify", spec, *(word for each in layouts for word in ("--layouts", each))]
+def verify(
+    spec: str, *layouts: str, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "surefoot",
+        "verify",
+        spec,
+        *(word for each in layouts for word in ("--layouts", each)),
+    ]
     if folder is not None:
         (folder / "tasks.py").write_text(TASKS)
-        (folder / "spec.toml").write_text(f'[task]\nuse = "{folder}/tasks.py:{spec}"\n[train]\nlength = "4 steps"\nbatch = 16\n')
+        (folder / "spec.toml").write_text(
+            f'[task]\nuse = "{folder}/tasks.py:{spec}"\n[train]\nlength = "4 steps"\nbatch = 16\n'
+        )
         words[5] = str(folder / "spec.toml")
     words += ["--steps", "1", "--json"]
-    return subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=300
+    )
 
 
-def test_ranks_compute_what_one_process_does_and_a_layout_that_is_named_twice_is_tried_once() -> None:
+def test_ranks_compute_what_one_process_does_and_a_layout_that_is_named_twice_is_tried_once() -> (
+    None
+):
     done = verify("digits", "1; replicate=2; replicate=2,shard=1")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [(row["layout"], row["precision"], row["holds"]) for row in found["rows"]] == [
-        (f"1,microbatch={found['microbatch']}", "float64", True), ("replicate=2", "float64", True), ("replicate=2", "fp32", True),
-    ]  # fmt: skip
+        (f"1,microbatch={found['microbatch']}", "float64", True),
+        ("replicate=2", "float64", True),
+        ("replicate=2", "fp32", True),
+    ]
     assert all(row["count"] > 10 and row["off"] <= row["allowed"] for row in found["rows"])
 
 
@@ -122,27 +140,42 @@ def test_a_rank_that_computes_a_millionth_more_is_found(tmp_path: Path) -> None:
     assert wide["off"] > 1e-8
     # AdamW divides a gradient by its own size: where its terms cancel, a weight moves by much more than a millionth of a step
     assert wide["worst"].startswith("weight/1/")
-    assert narrow["worst"].startswith("gradient/1/")  # of the same step, which is what is compared in fp32
+    assert narrow["worst"].startswith(
+        "gradient/1/"
+    )  # of the same step, which is what is compared in fp32
     assert narrow["off"] < 1e-5
 
 
 @pytest.mark.slow
-def test_a_model_that_computes_in_fp32_is_held_to_the_bound_of_fp32_and_its_line_is_named(tmp_path: Path) -> None:
+def test_a_model_that_computes_in_fp32_is_held_to_the_bound_of_fp32_and_its_line_is_named(
+    tmp_path: Path,
+) -> None:
     done = verify("Logits", "1", "replicate=2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    wide = next(row for row in found["rows"] if (row["layout"], row["precision"]) == ("replicate=2", "float64"))
+    wide = next(
+        row
+        for row in found["rows"]
+        if (row["layout"], row["precision"]) == ("replicate=2", "float64")
+    )
     assert wide["allowed"] == 16 * 2.0**-24
     assert [(each["operator"], each["dtype"], each["module"]) for each in found["narrow"]] == [
-        ("_to_copy", "float32", "1"), ("_to_copy", "float32", "")
-    ]  # fmt: skip
+        ("_to_copy", "float32", "1"),
+        ("_to_copy", "float32", ""),
+    ]
     assert f"{tmp_path}/tasks.py:" in found["notes"][0]
 
 
 @pytest.mark.parametrize(
-    "task", ["Contrastive", *(pytest.param(each, marks=pytest.mark.slow) for each in ("Hardest", "Penalty"))]
+    "task",
+    [
+        "Contrastive",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("Hardest", "Penalty")),
+    ],
 )
-def test_a_loss_that_depends_on_how_its_batch_is_cut_is_refused_before_a_layout_is_tried(task: str, tmp_path: Path) -> None:
+def test_a_loss_that_depends_on_how_its_batch_is_cut_is_refused_before_a_layout_is_tried(
+    task: str, tmp_path: Path
+) -> None:
     done = verify(task, "replicate=2", folder=tmp_path)
     assert done.returncode == 2, done.stderr + done.stdout
     assert "is not a sum over samples" in done.stderr
@@ -150,7 +183,9 @@ def test_a_loss_that_depends_on_how_its_batch_is_cut_is_refused_before_a_layout_
 
 
 @pytest.mark.slow
-def test_a_loss_that_cannot_be_told_from_a_sum_before_does_not_compute_the_same(tmp_path: Path) -> None:
+def test_a_loss_that_cannot_be_told_from_a_sum_before_does_not_compute_the_same(
+    tmp_path: Path,
+) -> None:
     done = verify("Whitened", "replicate=2", folder=tmp_path)
     assert done.returncode == 1, done.stderr + done.stdout
     found = json.loads(done.stdout)
@@ -165,9 +200,13 @@ def test_a_loss_that_cannot_be_told_from_a_sum_before_does_not_compute_the_same(
         ("Bytes", "not compared in float64, since the task keeps numbers in fewer bits", {"fp32"}),
         ("Halves", "to bfloat16", {"float64", "fp32"}),
         ("Norms", "compared with BatchNorm and dropout as in evaluation", {"float64", "fp32"}),
-        ("Noisy", "not compared with the whole batch, since the task draws numbers: randn_like", {"float64", "fp32"}),
+        (
+            "Noisy",
+            "not compared with the whole batch, since the task draws numbers: randn_like",
+            {"float64", "fp32"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_task_does_on_purpose_is_told_and_blamed_on_no_layout(
     task: str, note: str, precisions: set[str], tmp_path: Path
 ) -> None:

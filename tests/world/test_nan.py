@@ -58,11 +58,19 @@ class Spoiled(Stacked):
 
     def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
         made = super().loss(output, batch)
-        return Loss.sum(made.terms[0].total + math.nan, made.terms[0].count) if self.is_now("loss") else made
+        return (
+            Loss.sum(made.terms[0].total + math.nan, made.terms[0].count)
+            if self.is_now("loss")
+            else made
+        )
 
     def spoil_state(self, kept: Any) -> None:
         """The square of a gradient that the optimiser keeps of the first tensor of which this rank has some."""
-        if self.kind == "state" and self.run.step == self.at - 1 and place.here().rank == self.guilty:
+        if (
+            self.kind == "state"
+            and self.run.step == self.at - 1
+            and place.here().rank == self.guilty
+        ):
             rows = [state["exp_avg_sq"] for _, state in kept if state["exp_avg_sq"].numel()]
             rows[0].view(-1)[0] = math.nan
 
@@ -97,25 +105,45 @@ def trial(seed: int, folder: Path) -> None:
     draws = random.Random(seed)
     kind, layout = (*COMPUTED, *HELD)[seed % 5], LAYOUTS[seed // 5 % 4]
     num_ranks = 2 if layout else draws.choice((2, 3))
-    guilty, at, check = draws.randrange(num_ranks), draws.randrange(2, STEPS), draws.choice(("2 steps", "100 steps"))
-    if kind == "state":  # between two saves: rank 0's own would see it before all ranks do, and end with that
+    guilty, at, check = (
+        draws.randrange(num_ranks),
+        draws.randrange(2, STEPS),
+        draws.choice(("2 steps", "100 steps")),
+    )
+    if (
+        kind == "state"
+    ):  # between two saves: rank 0's own would see it before all ranks do, and end with that
         at = (at - 2) // 3 * 3 + 2
     told = f"seed {seed}: {kind} on rank {guilty} of {num_ranks} in step {at}, {layout}, held side by side every {check}"
-    job = lambda rank: followed(folder / "run", Spoiled(kind, guilty, at), {"check_every": check, **layout})  # noqa: E731
+    job = lambda rank: followed(  # noqa: E731
+        folder / "run", Spoiled(kind, guilty, at), {"check_every": check, **layout}
+    )
     found = run_ranks(num_ranks, job, folder / "ranks")
     assert all("decided" in each for each in found), (told, found)
-    assert all(each["decided"] == found[0]["decided"] and each["digest"] == found[0]["digest"] for each in found), (told, found)
+    assert all(
+        each["decided"] == found[0]["decided"] and each["digest"] == found[0]["digest"]
+        for each in found
+    ), (told, found)
     if kind in COMPUTED:
-        assert [number for number, row in enumerate(found[0]["decided"], 1) if not row[0]] == [at], (told, found)
+        assert [number for number, row in enumerate(found[0]["decided"], 1) if not row[0]] == [
+            at
+        ], (told, found)
         assert len(found[0]["decided"]) == STEPS, (told, found)
     else:
         said = [each["error"] or "" for each in found]
-        assert all("not finite" in each or "are not those of" in each for each in said), (told, found)
+        assert all("not finite" in each or "are not those of" in each for each in said), (
+            told,
+            found,
+        )
     committed = manifest.steps(folder / "run")
-    assert committed or at <= 4, told  # that of step 3 is copied beside step 4, with what was spoiled before it
+    assert committed or at <= 4, (
+        told
+    )  # that of step 3 is copied beside step 4, with what was spoiled before it
     for step in committed:
         held = checkpoint.Commit(folder / "run", step).read("")
-        assert all(torch.isfinite(each).all() for each in held.values() if each.is_floating_point()), (told, step)
+        assert all(
+            torch.isfinite(each).all() for each in held.values() if each.is_floating_point()
+        ), (told, step)
 
 
 def trials(seeds: range, folder: Path) -> int:
@@ -128,8 +156,12 @@ def trials(seeds: range, folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(FEW), pytest.param(range(LARGE_SEED, LARGE_SEED + MANY), marks=pytest.mark.faults)], ids=len
+    "seeds",
+    [range(FEW), pytest.param(range(LARGE_SEED, LARGE_SEED + MANY), marks=pytest.mark.faults)],
+    ids=len,
 )
-def test_what_is_no_number_on_one_rank_is_answered_by_all_alike_and_never_committed(seeds: range, tmp_path: Path) -> None:
+def test_what_is_no_number_on_one_rank_is_answered_by_all_alike_and_never_committed(
+    seeds: range, tmp_path: Path
+) -> None:
     pid = forked(lambda: trials(seeds, tmp_path))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -13,7 +13,9 @@ import pytest
 from tests.conftest import ROOT
 
 LAYERS, WIDTH = 32, 1024
-ROWS_BYTES = 3 * 4 * LAYERS * WIDTH * WIDTH // 2  # of one of two ranks: weights and two moments, 201 MB
+ROWS_BYTES = (
+    3 * 4 * LAYERS * WIDTH * WIDTH // 2
+)  # of one of two ranks: weights and two moments, 201 MB
 SCRIPT = """
 import os, sys
 import torch
@@ -65,10 +67,19 @@ def test_a_rank_begins_and_goes_on_with_its_own_rows_in_memory_and_no_more(tmp_p
 
 def _begin(script: str, rank: int, port: int, warm: str, folder: Path) -> subprocess.Popen[str]:
     variables = {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(
-        [sys.executable, "-c", script, warm, "run"], cwd=folder, env={**os.environ, **variables}, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", script, warm, "run"],
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -57,7 +57,11 @@ class PerWord:
     better = "higher"
 
     def __init__(self, words: Tensor) -> None:
-        self.counts, self.last, self.names = torch.bincount(words.flatten(), minlength=16), None, "words"
+        self.counts, self.last, self.names = (
+            torch.bincount(words.flatten(), minlength=16),
+            None,
+            "words",
+        )
 
     def merge(self, other: PerWord) -> PerWord:
         made = PerWord(torch.zeros(0, dtype=torch.long))
@@ -96,17 +100,24 @@ class Own(Sentences):
             return {"hoarding": Hoarding(longest)}
         total, count = output.square().sum(), output.numel()
         return {
-            "longest": Longest(longest), "root": Root(total, count), "weighted": Weighted(total, count, scale=3.0), "words": PerWord(words),
-        }  # fmt: skip
+            "longest": Longest(longest),
+            "root": Root(total, count),
+            "weighted": Weighted(total, count, scale=3.0),
+            "words": PerWord(words),
+        }
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_ranks_share_an_evaluation_with_metrics_of_one_s_own_or_say_that_they_do_not(shared: bool, tmp_path: Path) -> None:
+def test_ranks_share_an_evaluation_with_metrics_of_one_s_own_or_say_that_they_do_not(
+    shared: bool, tmp_path: Path
+) -> None:
     def job(folder: Path) -> Any:
         with Run(spec(), task := Own(shared), folder=folder, quiet=True) as run:
             before = task.num_calls
             found = run.evaluate("test")
-            told = [note for note in run.assembly.told if "every rank evaluates all samples" in note]
+            told = [
+                note for note in run.assembly.told if "every rank evaluates all samples" in note
+            ]
             return [found.metrics, found.num_samples], task.num_calls - before, told
 
     whole, num_calls, told = job(tmp_path / "one")
@@ -124,9 +135,13 @@ def test_ranks_share_an_evaluation_with_metrics_of_one_s_own_or_say_that_they_do
 
 
 @pytest.mark.parametrize(("metric", "shares"), [(Mean(1.0, 2), True), (Longest(3), False)])
-def test_a_rank_without_a_batch_rebuilds_the_metrics_of_surefoot_alone(metric: Any, shares: bool, tmp_path: Path) -> None:
+def test_a_rank_without_a_batch_rebuilds_the_metrics_of_surefoot_alone(
+    metric: Any, shares: bool, tmp_path: Path
+) -> None:
     def job(group: Group) -> Any:
-        parts = partial.gather([] if group.rank else [partial.BatchResult(4, (), {"mine": metric})], group)
+        parts = partial.gather(
+            [] if group.rank else [partial.BatchResult(4, (), {"mine": metric})], group
+        )
         return None if parts is None else [each.metrics["mine"].value() for each in parts]
 
     assert together(2, job, tmp_path) == [[0.5] if shares else None] * 2

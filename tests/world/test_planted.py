@@ -31,7 +31,11 @@ def means_of_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_of_one_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Totals, "add", lambda self, update, mine, extra=(): (dict(mine), [float(each) for each in extra]))
+    patch.setattr(
+        Totals,
+        "add",
+        lambda self, update, mine, extra=(): (dict(mine), [float(each) for each in extra]),
+    )
 
 
 def only_the_last_pass(patch: pytest.MonkeyPatch) -> None:
@@ -81,7 +85,11 @@ def samples_that_overlap(patch: pytest.MonkeyPatch) -> None:
 
 def a_guard_of_one_rank(patch: pytest.MonkeyPatch) -> None:
     """Loss and gradient are summed, and each rank looks at numbers of its own."""
-    patch.setattr(Totals, "add", lambda self, update, mine, extra=(): (dict(mine), [float(each) for each in extra]))
+    patch.setattr(
+        Totals,
+        "add",
+        lambda self, update, mine, extra=(): (dict(mine), [float(each) for each in extra]),
+    )
     patch.setattr(Group, "begin_to_add", lambda self, tensor: lambda: None)
 
 
@@ -89,11 +97,17 @@ def a_guard_of_one_rank(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        means_of_ranks, counts_of_one_rank, only_the_last_pass, a_bucket_is_not_sent, statistics_of_one_rank,
-        draws_by_the_rank_s_own_count, samples_that_overlap, a_guard_of_one_rank,
+        means_of_ranks,
+        counts_of_one_rank,
+        only_the_last_pass,
+        a_bucket_is_not_sent,
+        statistics_of_one_rank,
+        draws_by_the_rank_s_own_count,
+        samples_that_overlap,
+        a_guard_of_one_rank,
     ],
     ids=lambda plant: plant.__name__,
-)  # fmt: skip
+)
 def test_a_planted_fault_shows_in_the_numbers(plant: Plant, tmp_path: Path) -> None:
     alone = train(tmp_path / "alone")
 

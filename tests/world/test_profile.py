@@ -63,10 +63,18 @@ def profiled(folder: Path, *, at_the_end: bool) -> None:
     if at_the_end:
         Replicas._take = lambda self, parameter: None  # type: ignore[method-assign]
     spec = RunSpec(
-        train={"length": "8 steps", "batch": 8, "threads": 1}, optim={"name": "sgd", "lr": 0.001}, observe={"tensorboard": False},
-        layout={"bucket": "16KiB", "first_bucket": "128B"}, evaluate={"every": "100 steps"},
-    )  # fmt: skip
-    record(Run(spec, Layers(), folder=folder, quiet=True), Window(wait=1, warmup=1, active=3), [], lambda text: None)
+        train={"length": "8 steps", "batch": 8, "threads": 1},
+        optim={"name": "sgd", "lr": 0.001},
+        observe={"tensorboard": False},
+        layout={"bucket": "16KiB", "first_bucket": "128B"},
+        evaluate={"every": "100 steps"},
+    )
+    record(
+        Run(spec, Layers(), folder=folder, quiet=True),
+        Window(wait=1, warmup=1, active=3),
+        [],
+        lambda text: None,
+    )
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])
@@ -90,7 +98,10 @@ def test_what_is_sent_beside_the_backward_pass_is_overlapped_and_what_is_sent_af
             assert share(buckets[:2]) < 0.1 if at_the_end else share(buckets[:2]) > 0.1
 
 
-SIZES = [f"a sum of {4 * (numbers + tensors)} bytes" for numbers, tensors in ((64 + 1, 2), (64 * 64 + 64, 2), (64 * 64 + 64, 2))]
+SIZES = [
+    f"a sum of {4 * (numbers + tensors)} bytes"
+    for numbers, tensors in ((64 + 1, 2), (64 * 64 + 64, 2), (64 * 64 + 64, 2))
+]
 
 
 def share(found: list[CollectiveStats]) -> float:
@@ -108,12 +119,19 @@ PASS = at(10, 60, "autograd::engine::evaluate_function: AddmmBackward0", OPERATO
 def test_of_gloo_what_the_host_waits_for_is_exposed() -> None:
     trace = Trace(
         [
-            STEP, PASS, at(20, 22, "ranks: a sum of 8 bytes", RANGE), at(20, 21, "c10d::allreduce_", OPERATOR),
-            at(24, 70, "gloo:all_reduce", RANGE, 2), at(60, 75, "ranks: the sum of gradients of 8 bytes", RANGE),
-            at(80, 90, "ranks: a maximum of 4 bytes", RANGE), at(81, 82, "c10d::allreduce_", OPERATOR),
+            STEP,
+            PASS,
+            at(20, 22, "ranks: a sum of 8 bytes", RANGE),
+            at(20, 21, "c10d::allreduce_", OPERATOR),
+            at(24, 70, "gloo:all_reduce", RANGE, 2),
+            at(60, 75, "ranks: the sum of gradients of 8 bytes", RANGE),
+            at(80, 90, "ranks: a maximum of 4 bytes", RANGE),
+            at(81, 82, "c10d::allreduce_", OPERATOR),
             at(83, 89, "gloo:all_reduce", RANGE, 3),
-        ], [], 0,
-    )  # fmt: skip
+        ],
+        [],
+        0,
+    )
     first, second = find_collectives(trace) or []
     assert (first.name, first.begins_s, first.ends_s) == ("a sum of 8 bytes", 24e-6, 70e-6)
     assert (first.overlapped_s, first.exposed_s) == pytest.approx((36e-6, 10e-6))
@@ -125,16 +143,27 @@ def test_of_gloo_what_the_host_waits_for_is_exposed() -> None:
 def test_of_a_device_what_no_kernel_runs_beside_is_exposed() -> None:
     trace = Trace(
         [
-            STEP, PASS, at(20, 21, "c10d::allreduce_", OPERATOR), at(15, 50, "gemm", "kernel", 7),
-            at(40, 80, "ncclDevKernel_AllReduce_Sum_f32", "kernel", 8), at(60, 65, "multi_tensor", "kernel", 7),
-        ], [], 0,
-    )  # fmt: skip
+            STEP,
+            PASS,
+            at(20, 21, "c10d::allreduce_", OPERATOR),
+            at(15, 50, "gemm", "kernel", 7),
+            at(40, 80, "ncclDevKernel_AllReduce_Sum_f32", "kernel", 8),
+            at(60, 65, "multi_tensor", "kernel", 7),
+        ],
+        [],
+        0,
+    )
     (found,) = find_collectives(trace) or []
     assert (found.overlapped_s, found.exposed_s) == pytest.approx((15e-6, 25e-6))
     assert found.name.startswith("nccl")
 
 
 def test_a_trace_that_does_not_tell_what_was_waited_for_has_no_shares() -> None:
-    rows = [STEP, PASS, at(20, 21, "c10d::allreduce_", OPERATOR), at(24, 70, "gloo:all_reduce", RANGE, 2)]
+    rows = [
+        STEP,
+        PASS,
+        at(20, 21, "c10d::allreduce_", OPERATOR),
+        at(24, 70, "gloo:all_reduce", RANGE, 2),
+    ]
     assert find_collectives(Trace(rows, [], 0)) is None
     assert find_collectives(Trace([STEP, PASS], [], 0)) is None

@@ -19,7 +19,10 @@ from tests.world.test_run import spec
 from tests.world.test_shard import Stacked
 
 STEPS, BATCH = 6, 4
-EMPTY, ON_ONE = 3, {2: slice(0, 2), 5: slice(2, 4)}  # a step that has no item, and those of which one rank has none
+EMPTY, ON_ONE = (
+    3,
+    {2: slice(0, 2), 5: slice(2, 4)},
+)  # a step that has no item, and those of which one rank has none
 
 
 class Masked(Stacked):
@@ -34,7 +37,10 @@ class Masked(Stacked):
         if self.is_constant and not there.any():
             return Loss.sum(torch.zeros((), dtype=output.dtype), 0)
         labels = torch.where(there, batch["words"].flatten(), -100)
-        return Loss.sum(F.cross_entropy(output, labels, ignore_index=-100, reduction="sum"), count=int(there.sum()))
+        return Loss.sum(
+            F.cross_entropy(output, labels, ignore_index=-100, reduction="sum"),
+            count=int(there.sum()),
+        )
 
     def data(self, split: str) -> Any:
         whole = super().data(split)
@@ -73,9 +79,11 @@ class Constant(Masked):
 
 def followed(folder: Path, task: Any, layout: dict[str, Any]) -> dict[str, Any]:
     given = spec(
-        layout=layout, train={"length": f"{STEPS} steps", "batch": BATCH, "microbatch": 2}, data={"shuffle": False},
+        layout=layout,
+        train={"length": f"{STEPS} steps", "batch": BATCH, "microbatch": 2},
+        data={"shuffle": False},
         evaluate={"every": "9 epochs"},
-    )  # fmt: skip
+    )
     with Run(given, task, folder=folder, quiet=True) as run:
         rows = [[report.applied, report.loss] for report in run.steps()]
     return {"rows": rows, "skipped": run.num_skipped, "outcome": run.outcome}
@@ -83,22 +91,35 @@ def followed(folder: Path, task: Any, layout: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [*((Masked, layout) for layout in ({}, *({"shard": 2, "stage": stage} for stage in (1, 2, 3)))), (Constant, {}),
-     (Constant, {"shard": 2, "stage": 1})],
-)  # fmt: skip
+    [
+        *(
+            (Masked, layout)
+            for layout in ({}, *({"shard": 2, "stage": stage} for stage in (1, 2, 3)))
+        ),
+        (Constant, {}),
+        (Constant, {"shard": 2, "stage": 1}),
+    ],
+)
 def test_ranks_skip_what_has_no_item_on_any_of_them_and_train_on_what_one_has(
     kind: Any, layout: dict[str, Any], tmp_path: Path
 ) -> None:
     alone = followed(tmp_path / "alone", Masked(), {})
-    found = run_ranks(2, lambda rank: followed(tmp_path / "run", kind(), layout), tmp_path / "ranks")
+    found = run_ranks(
+        2, lambda rank: followed(tmp_path / "run", kind(), layout), tmp_path / "ranks"
+    )
     assert all("rows" in each for each in found), found
     for each in found:
-        assert [row[0] for row in each["rows"]] == [number != EMPTY for number in range(1, STEPS + 1)]
+        assert [row[0] for row in each["rows"]] == [
+            number != EMPTY for number in range(1, STEPS + 1)
+        ]
         assert each["skipped"] == 1
         assert each["outcome"] == "finished"
         for (_, loss), (_, expected) in zip(each["rows"], alone["rows"], strict=True):
             assert loss == expected or abs(loss - expected) < 1e-9
     faults = faults_of(tmp_path / "run")
     assert [(each.step, each.fault) for each in faults] == [(EMPTY, "no-items")]
-    mine, theirs = (checkpoint.Commit(tmp_path / name, STEPS).read(checkpoint.MODEL) for name in ("alone", "run"))
+    mine, theirs = (
+        checkpoint.Commit(tmp_path / name, STEPS).read(checkpoint.MODEL)
+        for name in ("alone", "run")
+    )
     assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-9) for name in mine)

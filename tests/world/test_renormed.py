@@ -34,7 +34,10 @@ class Renormed:
 
     def data(self, split: str) -> Arrays:
         draw = torch.Generator().manual_seed(0)
-        return Arrays(torch.randint(0, 20, (32, 1), generator=draw), torch.randint(0, 3, (32,), generator=draw))
+        return Arrays(
+            torch.randint(0, 20, (32, 1), generator=draw),
+            torch.randint(0, 3, (32,), generator=draw),
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         output: Tensor = model(batch[0])
@@ -46,9 +49,13 @@ class Renormed:
 
 def train(folder: Path, kind: str, num_ranks: int, **layout: Any) -> Any:
     spec = RunSpec(
-        optim={"lr": 0.05}, train={"length": "12 steps", "batch": 8, "threads": 1}, evaluate={"every": "5 steps"},
-        checkpoint={"every": "never"}, observe={"tensorboard": False}, layout={"check_every": "1 step", **layout},
-    )  # fmt: skip
+        optim={"lr": 0.05},
+        train={"length": "12 steps", "batch": 8, "threads": 1},
+        evaluate={"every": "5 steps"},
+        checkpoint={"every": "never"},
+        observe={"tensorboard": False},
+        layout={"check_every": "1 step", **layout},
+    )
 
     def job(rank: int) -> Any:
         with Run(spec, Renormed(kind), folder=folder, quiet=True) as run:
@@ -64,7 +71,9 @@ def train(folder: Path, kind: str, num_ranks: int, **layout: Any) -> Any:
 
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("layout", [{}, {"shard": 2, "stage": 1}], ids=["replicas", "stage 1"])
-def test_two_ranks_train_what_one_process_does(kind: str, layout: dict[str, Any], tmp_path: Path) -> None:
+def test_two_ranks_train_what_one_process_does(
+    kind: str, layout: dict[str, Any], tmp_path: Path
+) -> None:
     (one,), two = train(tmp_path / "one", kind, 1), train(tmp_path / "two", kind, 2, **layout)
     for weights in two:
         for mine, other in zip(weights, one, strict=True):
@@ -73,7 +82,9 @@ def test_two_ranks_train_what_one_process_does(kind: str, layout: dict[str, Any]
 
 def test_a_stage_that_gathers_weights_for_a_pass_refuses_and_says_why(tmp_path: Path) -> None:
     spec = RunSpec(
-        train={"length": "2 steps", "batch": 8, "threads": 1}, layout={"shard": 2, "stage": 2}, observe={"tensorboard": False}
+        train={"length": "2 steps", "batch": 8, "threads": 1},
+        layout={"shard": 2, "stage": 2},
+        observe={"tensorboard": False},
     )
 
     def job(rank: int) -> Any:

@@ -22,12 +22,16 @@ from tests.world.ranks import RankFailed, together
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    ).double()
 
 
 def make_batches() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(12, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (12,), generator=generator)
+    return torch.randn(12, 6, generator=generator, dtype=torch.float64), torch.randint(
+        0, 3, (12,), generator=generator
+    )
 
 
 def loss_of(model: nn.Module, rows: slice) -> Tensor:
@@ -36,7 +40,9 @@ def loss_of(model: nn.Module, rows: slice) -> Tensor:
 
 
 def digest(tensors: list[Tensor]) -> str:
-    return hashlib.sha256(b"".join(each.detach().contiguous().numpy().tobytes() for each in tensors)).hexdigest()
+    return hashlib.sha256(
+        b"".join(each.detach().contiguous().numpy().tobytes() for each in tensors)
+    ).hexdigest()
 
 
 def grads(model: nn.Module) -> list[Tensor]:
@@ -60,31 +66,55 @@ def test_the_gradient_is_that_of_all_samples_with_the_same_bits_on_every_rank(
         replicas.finish()
         alone = make_model()
         loss_of(alone, slice(0, 12)).backward()
-        worst = max(float((one - two).abs().max()) for one, two in zip(grads(model), grads(alone), strict=True))
-        return [worst, digest(grads(model)), replicas.num_collectives, replicas.num_buckets, replicas.num_bytes]
+        worst = max(
+            float((one - two).abs().max())
+            for one, two in zip(grads(model), grads(alone), strict=True)
+        )
+        return [
+            worst,
+            digest(grads(model)),
+            replicas.num_collectives,
+            replicas.num_buckets,
+            replicas.num_bytes,
+        ]
 
     found = together(num_ranks, job, tmp_path)
     assert max(each[0] for each in found) < 1e-12
     assert len({each[1] for each in found}) == 1
-    assert all(each[2] == each[3] for each in found)  # one sum for each bucket, however many passes were added up
+    assert all(
+        each[2] == each[3] for each in found
+    )  # one sum for each bucket, however many passes were added up
     assert (found[0][3] == 1) == (bucket_bytes > 1 << 20)
     num_numbers = sum(each.numel() + 1 for each in make_model().parameters())
     assert found[0][4] == 8 * num_numbers
 
 
 def test_the_first_bucket_has_a_size_of_its_own(tmp_path: Path) -> None:
-    parameters = [nn.Parameter(torch.zeros(size)) for size in (100, 50, 10, 5, 5)]  # the last one's gradient comes first
-    for bucket, first, expected in ((200, 40, [40, 240, 400]), (200, 200, [280, 400]), (40, 200, [40, 40, 200, 400])):
-        assert Replicas(parameters, Group(), bucket_bytes=bucket, first_bytes=first).bucket_sizes == expected
+    parameters = [
+        nn.Parameter(torch.zeros(size)) for size in (100, 50, 10, 5, 5)
+    ]  # the last one's gradient comes first
+    for bucket, first, expected in (
+        (200, 40, [40, 240, 400]),
+        (200, 200, [280, 400]),
+        (40, 200, [40, 40, 200, 400]),
+    ):
+        assert (
+            Replicas(parameters, Group(), bucket_bytes=bucket, first_bytes=first).bucket_sizes
+            == expected
+        )
 
 
-def test_the_gradients_of_a_step_are_on_their_way_while_most_of_it_is_still_to_be_computed(tmp_path: Path) -> None:
+def test_the_gradients_of_a_step_are_on_their_way_while_most_of_it_is_still_to_be_computed(
+    tmp_path: Path,
+) -> None:
     """Biases are a group of the optimiser's, and come from every layer: sent first, as the groups stand, they would hold up the rest."""
     (tmp_path / "mine.py").write_text(TEXT)
     spec = RunSpec(
-        task={"use": f"{tmp_path}/mine.py:Mine"}, train={"batch": 8, "length": "2 steps"}, optim={"decay": 0.1},
+        task={"use": f"{tmp_path}/mine.py:Mine"},
+        train={"batch": 8, "length": "2 steps"},
+        optim={"decay": 0.1},
         layout={"bucket": "48 B", "first_bucket": "48 B"},
-    )  # fmt: skip
+    )
 
     def job(group: Group) -> Any:
         seen, begin = [], Group.begin_to_add
@@ -118,7 +148,12 @@ def test_a_parameter_that_some_ranks_do_not_use_counts_as_nothing_there_and_one_
             replicas.arm()
             (used.sum() * 2 + (sometimes.sum() * 5 if group.rank == 1 else 0.0)).backward()
             replicas.finish()
-        return [used.grad.tolist(), sometimes.grad.tolist(), never.grad is None, frozen.grad is None]  # type: ignore[union-attr]
+        return [
+            used.grad.tolist(),
+            sometimes.grad.tolist(),
+            never.grad is None,
+            frozen.grad is None,
+        ]  # type: ignore[union-attr]
 
     assert together(3, job, tmp_path) == [[[6.0] * 3, [5.0] * 3, True, True]] * 3
 
@@ -148,7 +183,9 @@ def test_what_is_stored_in_16_bits_is_summed_in_32(tmp_path: Path) -> None:
         weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         replicas = Replicas([weight], group)
         replicas.arm()
-        (weight * (256.0 if group.rank == 0 else 0.75)).sum().backward()  # three of them are lost one by one, in bf16
+        (
+            weight * (256.0 if group.rank == 0 else 0.75)
+        ).sum().backward()  # three of them are lost one by one, in bf16
         replicas.finish()
         assert weight.grad is not None
         return [str(weight.grad.dtype), weight.grad.float().tolist()]
@@ -161,7 +198,9 @@ def test_gradients_of_every_layout_are_summed(kind: str, tmp_path: Path) -> None
     def make() -> tuple[list[nn.Parameter], Any]:
         torch.manual_seed(3)
         if kind == "channels last":
-            weight = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+            weight = nn.Parameter(
+                torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+            )
             return [weight], lambda rank: (weight * (rank + 1)).square().sum()
         if kind == "complex":
             weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
@@ -185,7 +224,10 @@ def test_gradients_of_every_layout_are_summed(kind: str, tmp_path: Path) -> None
         (alone,), every = make()
         sum(every(rank) for rank in range(group.size)).backward()
         expected = alone.grad.to_dense() if alone.grad.is_sparse else alone.grad  # type: ignore[union-attr]
-        return [bool(torch.allclose(weight.grad, expected)), weight.grad.stride() == weight.stride()]
+        return [
+            bool(torch.allclose(weight.grad, expected)),
+            weight.grad.stride() == weight.stride(),
+        ]
 
     assert together(2, job, tmp_path) == [[True, True]] * 2
 
@@ -195,10 +237,18 @@ def test_gradients_of_every_layout_are_summed(kind: str, tmp_path: Path) -> None
 def test_running_statistics_are_those_of_one_process_that_saw_all_microbatches(
     momentum: float | None, shares: tuple[int, ...], tmp_path: Path
 ) -> None:
-    parts = torch.randn(3 * sum(shares), 5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 3 + 1
+    parts = (
+        torch.randn(
+            3 * sum(shares), 5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+        )
+        * 3
+        + 1
+    )
 
     def make() -> nn.Module:
-        return nn.Sequential(nn.BatchNorm1d(4, momentum=momentum), nn.BatchNorm1d(4)).double().train()
+        return (
+            nn.Sequential(nn.BatchNorm1d(4, momentum=momentum), nn.BatchNorm1d(4)).double().train()
+        )
 
     def job(group: Group) -> Any:
         model, alone = make(), make()
@@ -249,22 +299,32 @@ def test_texts_tensors_and_facts_go_round(tmp_path: Path) -> None:
     def job(group: Group) -> Any:
         texts = group.exchange("ä" * group.rank)
         tensors = [
-            torch.full((2, 3), group.rank, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+            torch.full((2, 3), group.rank, dtype=dtype)
+            for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)
         ]
-        tensors += [torch.full((4, 2), float(group.rank)).t(), torch.tensor(group.rank), torch.empty(0)]
+        tensors += [
+            torch.full((4, 2), float(group.rank)).t(),
+            torch.tensor(group.rank),
+            torch.empty(0),
+        ]
         group.copy_from_first(tensors)
         apart = group.check_equal({"spec": "a" if group.rank != 2 else "b", "data": "d"})
         most = group.most([group.rank, -group.rank])
         return [texts, all(float(each.float().abs().sum()) == 0 for each in tensors), apart, most]
 
-    assert together(3, job, tmp_path) == [[["", "ä", "ää"], True, [["spec", 2, "b", "a"]], [2.0, 0.0]]] * 3
+    assert (
+        together(3, job, tmp_path)
+        == [[["", "ä", "ää"], True, [["spec", 2, "b", "a"]], [2.0, 0.0]]] * 3
+    )
 
 
 def test_what_fails_on_one_rank_ends_the_others_too(tmp_path: Path) -> None:
     def job(group: Group) -> Any:
         return group.settle(lambda: 1 // (0 if group.rank == 1 else 1))
 
-    with pytest.raises(RankFailed, match=r"rank 0: rank 1 of 2 did not begin: ZeroDivisionError: .*"):
+    with pytest.raises(
+        RankFailed, match=r"rank 0: rank 1 of 2 did not begin: ZeroDivisionError: .*"
+    ):
         together(2, job, tmp_path)
 
 
@@ -274,7 +334,13 @@ def test_what_fails_on_one_rank_ends_the_others_too(tmp_path: Path) -> None:
 def test_a_joint_batch_norm_computes_what_one_process_does_that_sees_all_samples(
     shares: tuple[int, ...], momentum: float | None, affine: bool, tmp_path: Path
 ) -> None:
-    inputs = torch.randn(2, sum(shares), 3, 4, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * 2 + 3
+    inputs = (
+        torch.randn(
+            2, sum(shares), 3, 4, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+        )
+        * 2
+        + 3
+    )
 
     def make() -> nn.Module:
         torch.manual_seed(6)
@@ -288,16 +354,24 @@ def test_a_joint_batch_norm_computes_what_one_process_does_that_sees_all_samples
         first = sum(shares[: group.rank])
         worst = 0.0
         for whole in inputs:
-            mine, every = (part.clone().requires_grad_() for part in (whole[first : first + shares[group.rank]], whole))
+            mine, every = (
+                part.clone().requires_grad_()
+                for part in (whole[first : first + shares[group.rank]], whole)
+            )
             out, expected = model(mine), alone(every)
             (out**3).sum().backward()
             (expected**3).sum().backward()
             rows = slice(first, first + shares[group.rank])
-            worst = max(worst, float((out - expected[rows]).abs().max()), float((mine.grad - every.grad[rows]).abs().max()))  # type: ignore[index, operator]
+            worst = max(
+                worst,
+                float((out - expected[rows]).abs().max()),
+                float((mine.grad - every.grad[rows]).abs().max()),
+            )  # type: ignore[index, operator]
         for one, two in zip(model.parameters(), alone.parameters(), strict=True):
             worst = max(worst, float((group.add(one.grad.clone()) - two.grad).abs().max()))  # type: ignore[union-attr]
         buffers = max(
-            float((one.double() - two.double()).abs().max()) for one, two in zip(model.buffers(), alone.buffers(), strict=True)
+            float((one.double() - two.double()).abs().max())
+            for one, two in zip(model.buffers(), alone.buffers(), strict=True)
         )
         return [worst, buffers, list(model.state_dict()) == list(alone.state_dict())]
 
@@ -309,7 +383,10 @@ def test_a_joint_batch_norm_computes_what_one_process_does_that_sees_all_samples
 
 def test_what_ranks_tell_each_other_may_name_files_whose_names_are_no_text(tmp_path: Path) -> None:
     def job(group: Group) -> Any:
-        return [each == f"{rank}: caf\udce9" for rank, each in enumerate(group.exchange(f"{group.rank}: caf\udce9"))]
+        return [
+            each == f"{rank}: caf\udce9"
+            for rank, each in enumerate(group.exchange(f"{group.rank}: caf\udce9"))
+        ]
 
     assert together(2, job, tmp_path) == [[True, True]] * 2
 
@@ -345,12 +422,16 @@ def test_a_second_backward_pass_after_arm_is_refused_where_gradients_are_on_thei
         return ["nothing was refused", ""]
 
     for message, hint in together(2, job, tmp_path):
-        assert "a second backward pass after arm()" in message or "arm() was called twice" in message
+        assert (
+            "a second backward pass after arm()" in message or "arm() was called twice" in message
+        )
         assert "before the last backward pass" in hint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_grows_before_its_bucket_is_sent_is_summed_whole(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_gradient_that_grows_before_its_bucket_is_sent_is_summed_whole(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     def job(group: Group) -> Any:
         first, second = (nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(2))
         replicas = Replicas([first, second], group)

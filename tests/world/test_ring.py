@@ -15,7 +15,17 @@ from surefoot.runtime.comm import Group
 from tests.world.ranks import together
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "ring_all_reduce.py"
-SIZES = (1, 2, 3, 4, 5, 7, 12, 1000, 1001)  # among them fewer numbers than ranks, and sizes that no number of ranks divides
+SIZES = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    12,
+    1000,
+    1001,
+)  # among them fewer numbers than ranks, and sizes that no number of ranks divides
 
 
 def load() -> ModuleType:
@@ -28,13 +38,17 @@ def load() -> ModuleType:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_the_ring_gives_the_sums_of_the_built_in_for_the_bytes_it_says(num_ranks: int, tmp_path: Path) -> None:
+def test_the_ring_gives_the_sums_of_the_built_in_for_the_bytes_it_says(
+    num_ranks: int, tmp_path: Path
+) -> None:
     ring = load()
 
     def job(group: Group) -> Any:
         rows = []
         for size in SIZES:
-            mine = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank))
+            mine = torch.randn(
+                size, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank)
+            )
             whole = torch.arange(size, dtype=torch.float64) * (
                 group.rank + 1
             )  # whole numbers: no order of summation changes a bit
@@ -43,7 +57,14 @@ def test_the_ring_gives_the_sums_of_the_built_in_for_the_bytes_it_says(num_ranks
             ring.ring_all_reduce(whole)
             dist.all_reduce(built_in)
             dist.all_reduce(whole_built_in)
-            rows.append([sent, by_hand.tolist(), float((by_hand - built_in).abs().max()), torch.equal(whole, whole_built_in)])
+            rows.append(
+                [
+                    sent,
+                    by_hand.tolist(),
+                    float((by_hand - built_in).abs().max()),
+                    torch.equal(whole, whole_built_in),
+                ]
+            )
         return rows
 
     found = together(num_ranks, job, tmp_path)
@@ -53,7 +74,11 @@ def test_the_ring_gives_the_sums_of_the_built_in_for_the_bytes_it_says(num_ranks
         assert max(row[2] for row in rows) < 1e-14 * num_ranks
         assert all(row[1] == rows[0][1] for row in rows)  # the same bits on every rank
         exact = 2 * (num_ranks - 1) / num_ranks * 8 * size
-        assert sum(row[0] for row in rows) == 2 * (num_ranks - 1) * 8 * size  # on average over ranks exact, whatever the size
-        assert all(abs(row[0] - exact) < 2 * 8 for row in rows)  # and a rank is off by less than two numbers
+        assert (
+            sum(row[0] for row in rows) == 2 * (num_ranks - 1) * 8 * size
+        )  # on average over ranks exact, whatever the size
+        assert all(
+            abs(row[0] - exact) < 2 * 8 for row in rows
+        )  # and a rank is off by less than two numbers
         if size % num_ranks == 0:
             assert [row[0] for row in rows] == [exact] * num_ranks

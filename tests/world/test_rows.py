@@ -20,16 +20,26 @@ from tests.world.test_shard import LAYOUTS, Stacked, final_weights, followed, wo
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("lamb", "stage 1 on 3"), ("lars", "stage 3 on 2"), pytest.param("lamb", "stage 2 on 2", marks=pytest.mark.slow)],
+    [
+        ("lamb", "stage 1 on 3"),
+        ("lars", "stage 3 on 2"),
+        pytest.param("lamb", "stage 2 on 2", marks=pytest.mark.slow),
+    ],
 )
-def test_rules_that_look_at_whole_layers_are_told_their_norms(name: str, layout: str, tmp_path: Path) -> None:
+def test_rules_that_look_at_whole_layers_are_told_their_norms(
+    name: str, layout: str, tmp_path: Path
+) -> None:
     num_ranks, axes = LAYOUTS[layout]
     tables: Any = {
         "optim": {"name": name, "lr": 0.5 if name == "lars" else 0.02, "decay": 0.1},
         "train": {"length": "5 steps"},
     }
     alone = followed(tmp_path / "alone", spec(**tables))
-    found = run_ranks(num_ranks, lambda rank: followed(tmp_path / "run", spec(layout=axes, **tables)), tmp_path / "ranks")
+    found = run_ranks(
+        num_ranks,
+        lambda rank: followed(tmp_path / "run", spec(layout=axes, **tables)),
+        tmp_path / "ranks",
+    )
     assert all("losses" in each for each in found), found
     assert max(apart(alone, each) for each in found) < 1e-10
     assert worst(final_weights(tmp_path / "run", 5), final_weights(tmp_path / "alone", 5)) < 1e-10
@@ -54,13 +64,24 @@ def test_weights_gathered_in_bf16_are_summed_and_moved_in_fp32(stage: int, tmp_p
         with Run(given, Narrow(), folder=tmp_path / f"{weights}-{len(layout)}", quiet=True) as run:
             losses = [report.loss for report in run.steps()]
             ranks, record = run.assembly.engine.stepper.ranks, run.assembly.engine.stepper.record
-            sent = 0 if ranks is None or ranks.sharded is None else ranks.sharded.group.traffic[Kind.GATHER]
+            sent = (
+                0
+                if ranks is None or ranks.sharded is None
+                else ranks.sharded.group.traffic[Kind.GATHER]
+            )
         assert record is not None
-        seen = {each.name: [each.storage, each.compute, each.gradient, each.reduce, each.master] for each in record.parameters}
+        seen = {
+            each.name: [each.storage, each.compute, each.gradient, each.reduce, each.master]
+            for each in record.parameters
+        }
         return {"losses": losses, "sent": sent, "seen": seen}
 
     def on_two(weights: str) -> Any:
-        return run_ranks(2, lambda rank: job(rank, weights, {"shard": 2, "stage": stage}), tmp_path / f"ranks-{weights}")
+        return run_ranks(
+            2,
+            lambda rank: job(rank, weights, {"shard": 2, "stage": stage}),
+            tmp_path / f"ranks-{weights}",
+        )
 
     narrow, wide, alone = on_two("bf16"), on_two("fp32"), job(0, "bf16", {})
     assert all("losses" in each for each in (*narrow, *wide)), (narrow, wide)
@@ -92,9 +113,12 @@ class Small64:
 def test_64_small_gradients_in_bf16_are_summed_without_loss(tmp_path: Path) -> None:
     def job(rank: int) -> Any:
         given = spec(
-            layout={"shard": 2, "stage": 2}, precision={"compute": "bf16", "weights": "bf16"}, optim={"clip": 0.0, "name": "sgd"},
-            train={"length": "1 steps", "batch": 64, "microbatch": 1}, checkpoint={"every": "never"},
-        )  # fmt: skip
+            layout={"shard": 2, "stage": 2},
+            precision={"compute": "bf16", "weights": "bf16"},
+            optim={"clip": 0.0, "name": "sgd"},
+            train={"length": "1 steps", "batch": 64, "microbatch": 1},
+            checkpoint={"every": "never"},
+        )
         with Run(given, Small64(), folder=tmp_path / "run", quiet=True) as run:
             return [report.gradient_norm for report in run.steps()]
 

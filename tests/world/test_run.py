@@ -34,10 +34,17 @@ class Sentences:
 
     def model(self) -> nn.Module:
         torch.manual_seed(5)
-        model = nn.ModuleDict({
-            "table": nn.Embedding(11, 8), "norm": nn.BatchNorm1d(8), "hidden": nn.Linear(8, 8), "drop": nn.Dropout(0.3),
-            "head": nn.Linear(8, 11, bias=False), "unused": nn.Linear(8, 8), "frozen": nn.Linear(8, 8),
-        })  # fmt: skip
+        model = nn.ModuleDict(
+            {
+                "table": nn.Embedding(11, 8),
+                "norm": nn.BatchNorm1d(8),
+                "hidden": nn.Linear(8, 8),
+                "drop": nn.Dropout(0.3),
+                "head": nn.Linear(8, 11, bias=False),
+                "unused": nn.Linear(8, 8),
+                "frozen": nn.Linear(8, 8),
+            }
+        )
         if self.differs_in == "shape":
             model["more"] = nn.Linear(2, 2)
         model["head"].weight = model["table"].weight  # type: ignore[index]
@@ -54,7 +61,9 @@ class Sentences:
         return Arrays(words=torch.from_numpy(words[::-1].copy() if is_other else words))
 
     def augment(self, batch: dict[str, Tensor], keys: Keys) -> dict[str, Tensor]:
-        swapped = torch.where(keys.uniform()[:, 0:1] < 0.5, batch["words"], batch["words"].clamp(max=9))
+        swapped = torch.where(
+            keys.uniform()[:, 0:1] < 0.5, batch["words"], batch["words"].clamp(max=9)
+        )
         return {"words": swapped}
 
     def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -76,7 +85,9 @@ class Sentences:
         words = batch["words"].flatten()
         nats = F.cross_entropy(output, words, reduction="none")
         return {
-            "acc" if self.differs_in == "metrics" else "accuracy": accuracy(output, torch.where(words != 0, words, -100)),
+            "acc" if self.differs_in == "metrics" else "accuracy": accuracy(
+                output, torch.where(words != 0, words, -100)
+            ),
             "perplexity": perplexity((nats * (words != 0)).sum(), (words != 0).sum()),
         }
 
@@ -87,19 +98,31 @@ class Counted(Sentences):
     split_loss = True
 
     def counts(self, batch: dict[str, Tensor]) -> dict[str, float]:
-        return {"nats": float((batch["words"] != 0).sum()), "size": float(batch["words"].numel() * 11)}
+        return {
+            "nats": float((batch["words"] != 0).sum()),
+            "size": float(batch["words"].numel() * 11),
+        }
 
 
 def spec(**tables: dict[str, Any]) -> RunSpec:
     stated: dict[str, dict[str, Any]] = {
-        "train": {"length": "13 steps", "batch": 8, "microbatch": 2, "threads": 1}, "optim": {"name": "adamw", "lr": 0.01, "clip": 0.5},
-        "evaluate": {"every": "5 steps", "batch": 4}, "checkpoint": {"every": "3 steps", "keep": 2},
+        "train": {"length": "13 steps", "batch": 8, "microbatch": 2, "threads": 1},
+        "optim": {"name": "adamw", "lr": 0.01, "clip": 0.5},
+        "evaluate": {"every": "5 steps", "batch": 4},
+        "checkpoint": {"every": "3 steps", "keep": 2},
         "observe": {"tensorboard": False, "every": "1 step"},
-    }  # fmt: skip
-    return RunSpec(**{name: {**stated.get(name, {}), **tables.get(name, {})} for name in stated.keys() | tables.keys()})
+    }
+    return RunSpec(
+        **{
+            name: {**stated.get(name, {}), **tables.get(name, {})}
+            for name in stated.keys() | tables.keys()
+        }
+    )
 
 
-def train(folder: Path, task: Any = None, given: RunSpec | None = None, most: int | None = None) -> Any:
+def train(
+    folder: Path, task: Any = None, given: RunSpec | None = None, most: int | None = None
+) -> Any:
     """What a rank makes of a run: losses, norms, scores, weights, and what it read."""
     losses, norms = list[Any](), list[Any]()
     with Run(given or spec(), task or Sentences(), folder=folder, quiet=True) as run:
@@ -111,13 +134,20 @@ def train(folder: Path, task: Any = None, given: RunSpec | None = None, most: in
             if most is not None and report.step == most:
                 raise KeyboardInterrupt
         found = run.evaluate("test") if given is None else None
-        state = {name: each.double().flatten().tolist() for name, each in run.model.state_dict().items()}
+        state = {
+            name: each.double().flatten().tolist() for name, each in run.model.state_dict().items()
+        }
         num_samples, step = run.num_samples, run.step
     return {
-        "losses": losses, "norms": norms, "state": state, "num_samples": num_samples, "step": step, "exit_code": run.exit_code,
+        "losses": losses,
+        "norms": norms,
+        "state": state,
+        "num_samples": num_samples,
+        "step": step,
+        "exit_code": run.exit_code,
         "cause": run.cause,
         "evaluation": None if found is None else [found.loss, found.metrics, found.num_samples],
-    }  # fmt: skip
+    }
 
 
 def apart(one: Any, other: Any) -> float:
@@ -133,7 +163,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_so_many_ranks_train_to_the_numbers_of_one_process(num_ranks: int, alone: Any, tmp_path: Path) -> None:
+def test_so_many_ranks_train_to_the_numbers_of_one_process(
+    num_ranks: int, alone: Any, tmp_path: Path
+) -> None:
     """Texts of unlike length, a short last batch, padding, clipping, accumulation, dropout, BatchNorm, tied, frozen, unused weights."""
     found = run_ranks(num_ranks, lambda rank: train(tmp_path / "run"), tmp_path / "ranks")
     assert all("losses" in each for each in found), found
@@ -145,11 +177,15 @@ def test_so_many_ranks_train_to_the_numbers_of_one_process(num_ranks: int, alone
     checked = consumed.check(tmp_path / "run")
     assert checked.holds, checked.faults
     assert manifest.steps(tmp_path / "run")[-1] == 13
-    assert sorted(path.name for path in (tmp_path / "run" / "ranks").iterdir()) == [str(rank) for rank in range(1, num_ranks)]
+    assert sorted(path.name for path in (tmp_path / "run" / "ranks").iterdir()) == [
+        str(rank) for rank in range(1, num_ranks)
+    ]
     assert not (tmp_path / "run" / "ranks" / "1" / "checkpoints").exists()
 
 
-def test_several_terms_with_counts_that_are_known_before_are_each_divided_by_their_own(tmp_path: Path) -> None:
+def test_several_terms_with_counts_that_are_known_before_are_each_divided_by_their_own(
+    tmp_path: Path,
+) -> None:
     whole = train(tmp_path / "one", Counted())
     found = run_ranks(3, lambda rank: train(tmp_path / "run", Counted()), tmp_path / "ranks")
     assert all("losses" in each for each in found), found
@@ -174,18 +210,29 @@ def test_evaluation_has_the_same_bits_for_any_number_of_ranks(alone: Any, tmp_pa
     whole = evaluate(tmp_path / "one")
     assert whole[2] == NUM_SAMPLES
     for num_ranks in (2, 3):
-        found = run_ranks(num_ranks, lambda rank, n=num_ranks: evaluate(tmp_path / f"run-{n}"), tmp_path / f"ranks-{num_ranks}")
+        found = run_ranks(
+            num_ranks,
+            lambda rank, n=num_ranks: evaluate(tmp_path / f"run-{n}"),
+            tmp_path / f"ranks-{num_ranks}",
+        )
         assert found == [whole] * num_ranks
 
 
-def test_a_run_goes_on_with_other_numbers_of_ranks_and_each_sample_is_read_once(alone: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_numbers_of_ranks_and_each_sample_is_read_once(
+    alone: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     for number, (num_ranks, until) in enumerate(((3, 4), (1, 6), (2, 9), (4, None))):
-        found = run_ranks(num_ranks, lambda rank, until=until: train(folder, most=until), tmp_path / f"{number}")
+        found = run_ranks(
+            num_ranks, lambda rank, until=until: train(folder, most=until), tmp_path / f"{number}"
+        )
         assert all(("losses" in each) == (until is None) for each in found), found
     assert all(each["step"] == 13 for each in found)
     kept = alone["state"]
-    worst = max(float(np.abs(np.subtract(kept[name], found[0]["state"][name])).max(initial=0.0)) for name in kept)
+    worst = max(
+        float(np.abs(np.subtract(kept[name], found[0]["state"][name])).max(initial=0.0))
+        for name in kept
+    )
     assert worst < 1e-8
     checked = consumed.check(folder)
     assert checked.holds, checked.faults
@@ -201,7 +248,11 @@ class Pair:
         return nn.ModuleDict({"maker": maker, "critic": nn.Linear(4, 1)}).double()
 
     def data(self, split: str) -> Any:
-        return Arrays(noise=torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+        return Arrays(
+            noise=torch.randn(
+                NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+            )
+        )
 
     def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         made: Tensor = model["maker"](batch["noise"])
@@ -209,21 +260,31 @@ class Pair:
 
     def updates(self, model: Any) -> list[Update]:
         def critic(model: Any, batch: dict[str, Tensor]) -> Loss:
-            return Loss.sum(F.softplus(model["critic"](self.forward(model, batch).detach())).sum(), len(batch["noise"]))
+            return Loss.sum(
+                F.softplus(model["critic"](self.forward(model, batch).detach())).sum(),
+                len(batch["noise"]),
+            )
 
         def maker(model: Any, batch: dict[str, Tensor]) -> Loss:
-            return Loss.sum(F.softplus(-model["critic"](self.forward(model, batch))).sum(), len(batch["noise"]))
+            return Loss.sum(
+                F.softplus(-model["critic"](self.forward(model, batch))).sum(), len(batch["noise"])
+            )
 
         return [
-            Update("critic", critic, model["critic"].parameters()), Update("maker", maker, model["maker"].parameters(), every=2)
-        ]  # fmt: skip
+            Update("critic", critic, model["critic"].parameters()),
+            Update("maker", maker, model["maker"].parameters(), every=2),
+        ]
 
     def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:
         return {"size": Mean(output.square().sum(), len(output))}
 
 
-def test_several_updates_of_a_step_move_running_statistics_as_on_one_process(tmp_path: Path) -> None:
-    (alone,) = run_ranks(1, lambda rank: train(tmp_path / "alone", Pair(), spec()), tmp_path / "one")
+def test_several_updates_of_a_step_move_running_statistics_as_on_one_process(
+    tmp_path: Path,
+) -> None:
+    (alone,) = run_ranks(
+        1, lambda rank: train(tmp_path / "alone", Pair(), spec()), tmp_path / "one"
+    )
     found = run_ranks(3, lambda rank: train(tmp_path / "run", Pair(), spec()), tmp_path / "ranks")
     assert all("error" not in each for each in (alone, *found)), found
     for name, kept in alone["state"].items():
@@ -247,10 +308,14 @@ class StartsApart(Narrow):
 def test_weights_with_masters_are_trained_by_the_gradients_of_all_ranks(tmp_path: Path) -> None:
     """The gradient goes to the master: that of the parameter itself is gone before it could be summed."""
     given = spec(precision={"weights": "bf16", "compute": "bf16"}, layout={"check_every": "1 step"})
-    (alone,) = run_ranks(1, lambda rank: train(tmp_path / "alone", Narrow(), given), tmp_path / "one")
+    (alone,) = run_ranks(
+        1, lambda rank: train(tmp_path / "alone", Narrow(), given), tmp_path / "one"
+    )
     for task in (Narrow, StartsApart):
         found = run_ranks(
-            2, lambda rank, task=task: train(tmp_path / task.__name__, task(), given), tmp_path / f"ranks-{task.__name__}"
+            2,
+            lambda rank, task=task: train(tmp_path / task.__name__, task(), given),
+            tmp_path / f"ranks-{task.__name__}",
         )
         assert all("error" not in each for each in found), found
         assert found[0]["state"] == found[1]["state"]
@@ -259,7 +324,9 @@ def test_weights_with_masters_are_trained_by_the_gradients_of_all_ranks(tmp_path
 
 def test_averages_begin_with_the_weights_that_all_ranks_begin_with(tmp_path: Path) -> None:
     def job(rank: int) -> Any:
-        with Run(spec(optim={"ema": 0.9}), StartsApart(), folder=tmp_path / "run", quiet=True) as run:
+        with Run(
+            spec(optim={"ema": 0.9}), StartsApart(), folder=tmp_path / "run", quiet=True
+        ) as run:
             average = run.assembly.engine.average
             assert average is not None
             return [each.tolist() for each in average.averages]
@@ -271,7 +338,9 @@ def test_averages_begin_with_the_weights_that_all_ranks_begin_with(tmp_path: Pat
 
 def test_masters_on_the_host_are_refused(tmp_path: Path) -> None:
     (first, _) = run_ranks(
-        2, lambda rank: train(tmp_path / "run", None, spec(memory={"offload": "optimizer"})), tmp_path / "ranks"
+        2,
+        lambda rank: train(tmp_path / "run", None, spec(memory={"offload": "optimizer"})),
+        tmp_path / "ranks",
     )
     assert "memory.offload is 'optimizer', and there are several ranks" in first["error"]
 
@@ -315,10 +384,15 @@ def test_ranks_that_end_for_unlike_reasons_end_alike(tmp_path: Path) -> None:
                 run.evaluate()
         return [run.step, run.outcome, run.exit_code]
 
-    assert run_ranks(2, job, tmp_path / "ranks", within_s=20) == [[3, "interrupted", EXIT_TERMINATED]] * 2
+    assert (
+        run_ranks(2, job, tmp_path / "ranks", within_s=20)
+        == [[3, "interrupted", EXIT_TERMINATED]] * 2
+    )
 
 
-def test_numbers_of_numpy_count_on_several_ranks_as_on_one_and_scores_of_32_bits_have_the_same_bits(tmp_path: Path) -> None:
+def test_numbers_of_numpy_count_on_several_ranks_as_on_one_and_scores_of_32_bits_have_the_same_bits(
+    tmp_path: Path,
+) -> None:
     class Unlike(Sentences):
         def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
             made = super().loss(output, batch).terms[0]
@@ -332,7 +406,9 @@ def test_numbers_of_numpy_count_on_several_ranks_as_on_one_and_scores_of_32_bits
             }
 
     def job(rank: int) -> Any:
-        with Run(spec(), Unlike(), folder=tmp_path / f"{place.here().world_size}", quiet=True) as run:
+        with Run(
+            spec(), Unlike(), folder=tmp_path / f"{place.here().world_size}", quiet=True
+        ) as run:
             next(run.steps())  # its weights are those of one process but for the order of a sum
             for number, each in enumerate(run.model.state_dict().values()):
                 each.fill_(number % 7 / 7)
@@ -351,7 +427,11 @@ def test_a_number_that_is_none_in_one_rank_s_data_skips_the_step_on_all(tmp_path
             return output * torch.where(bad, torch.nan, 1.0)
 
     whole = train(tmp_path / "one", Poisoned(), spec(stability={"max_skips": 20}))
-    found = run_ranks(2, lambda rank: train(tmp_path / "run", Poisoned(), spec(stability={"max_skips": 20})), tmp_path / "ranks")
+    found = run_ranks(
+        2,
+        lambda rank: train(tmp_path / "run", Poisoned(), spec(stability={"max_skips": 20})),
+        tmp_path / "ranks",
+    )
     assert found[0]["state"] == found[1]["state"]
     assert all(np.isfinite(each).all() for each in found[0]["state"].values())
     skipped = [not np.isfinite(each) for each in found[0]["losses"]]
@@ -363,7 +443,10 @@ def test_a_number_that_is_none_in_one_rank_s_data_skips_the_step_on_all(tmp_path
     ("tables", "words"),
     [
         ({"layout": {"replicate": 3}}, "layout.replicate is 3, and there are 2 ranks"),
-        ({"train": {"batch": 8, "microbatch": 8}}, "a batch of 8 in microbatches of 8 gives 2 ranks 1 piece"),
+        (
+            {"train": {"batch": 8, "microbatch": 8}},
+            "a batch of 8 in microbatches of 8 gives 2 ranks 1 piece",
+        ),
         ({"memory": {"on_oom": "halve"}}, "memory.on_oom is 'halve', and there are several ranks"),
         ({"data": {"on_bad": "skip"}}, "data.on_bad is 'skip', and there are several ranks"),
         ({"observe": {"noise": True}}, "observe.noise is True, and there are several ranks"),
@@ -371,13 +454,19 @@ def test_a_number_that_is_none_in_one_rank_s_data_skips_the_step_on_all(tmp_path
         ({"compile": {"what": "step"}}, "compile.what is 'step', and there are several ranks"),
     ],
 )
-def test_what_several_ranks_cannot_do_is_refused_in_words(tables: Any, words: str, tmp_path: Path) -> None:
-    found = run_ranks(2, lambda rank: train(tmp_path / "run", None, spec(**tables)), tmp_path / "ranks")
+def test_what_several_ranks_cannot_do_is_refused_in_words(
+    tables: Any, words: str, tmp_path: Path
+) -> None:
+    found = run_ranks(
+        2, lambda rank: train(tmp_path / "run", None, spec(**tables)), tmp_path / "ranks"
+    )
     assert all(words in each["error"] and each["code"] == 2 for each in found), found
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_of_the_task_on_one_rank_is_told_with_its_place_and_ends_the_others(tmp_path: Path) -> None:
+def test_an_error_of_the_task_on_one_rank_is_told_with_its_place_and_ends_the_others(
+    tmp_path: Path,
+) -> None:
     class Failing(Sentences):
         rank = 0
 
@@ -402,7 +491,9 @@ def test_an_error_of_the_task_on_one_rank_is_told_with_its_place_and_ends_the_ot
     assert first["code"] == 8
 
 
-def test_a_run_with_a_joint_batch_norm_has_the_numbers_of_whole_batches_on_one_process(tmp_path: Path) -> None:
+def test_a_run_with_a_joint_batch_norm_has_the_numbers_of_whole_batches_on_one_process(
+    tmp_path: Path,
+) -> None:
     class Awake(Sentences):
         def model(self) -> nn.Module:
             model = super().model()
@@ -413,17 +504,34 @@ def test_a_run_with_a_joint_batch_norm_has_the_numbers_of_whole_batches_on_one_p
         return spec(train={"microbatch": None, "batchnorm": batchnorm}, data={"last_batch": "drop"})
 
     whole = train(tmp_path / "one", Awake(), given("keep"))
-    found = run_ranks(2, lambda rank: train(tmp_path / "run", Awake(), given("sync")), tmp_path / "ranks")
+    found = run_ranks(
+        2, lambda rank: train(tmp_path / "run", Awake(), given("sync")), tmp_path / "ranks"
+    )
     assert all("losses" in each for each in found), found
     assert max(apart(whole, each) for each in found) < 1e-10
-    refused = run_ranks(3, lambda rank: train(tmp_path / "other", None, spec(train={"batchnorm": "sync"})), tmp_path / "refused")
-    assert all('train.batchnorm is "sync", and a batch of' in each["error"] for each in refused), refused
+    refused = run_ranks(
+        3,
+        lambda rank: train(tmp_path / "other", None, spec(train={"batchnorm": "sync"})),
+        tmp_path / "refused",
+    )
+    assert all('train.batchnorm is "sync", and a batch of' in each["error"] for each in refused), (
+        refused
+    )
 
 
-@pytest.mark.parametrize(("num_ranks", "words"), [(2, "are not those of rank 0"), (3, "are not those of most ranks")])
-def test_a_bit_that_flips_on_one_replica_is_named_within_the_interval(num_ranks: int, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "words"), [(2, "are not those of rank 0"), (3, "are not those of most ranks")]
+)
+def test_a_bit_that_flips_on_one_replica_is_named_within_the_interval(
+    num_ranks: int, words: str, tmp_path: Path
+) -> None:
     def job(rank: int) -> Any:
-        with Run(spec(layout={"check_every": "3 steps"}), Sentences(), folder=tmp_path / "run", quiet=True) as run:
+        with Run(
+            spec(layout={"check_every": "3 steps"}),
+            Sentences(),
+            folder=tmp_path / "run",
+            quiet=True,
+        ) as run:
             for report in run.steps():
                 if report.step == 7 and rank == 1:
                     weight = run.model["hidden"].weight  # type: ignore[index]
@@ -447,7 +555,10 @@ def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) 
                 os.kill(os.getpid(), signal.SIGTERM)
             return found
 
-        with pytest.MonkeyPatch.context() as patch, Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run,
+        ):
             patch.setattr(Group, "most", interrupted)
             for _ in run.steps():
                 pass
@@ -467,9 +578,15 @@ class Remembering(Sentences):
 
 
 @pytest.mark.parametrize("names", [("baseline",), ("baseline", "an environment"), ()])
-def test_the_state_of_a_task_that_each_rank_has_for_itself_is_named_at_the_start(names: tuple[str, ...], tmp_path: Path) -> None:
-    run_ranks(2, lambda rank: train(tmp_path / "run", Remembering(*names), most=1), tmp_path / "ranks")
-    started = next(event for event in events.read(tmp_path / "run") if isinstance(event, events.Started))
+def test_the_state_of_a_task_that_each_rank_has_for_itself_is_named_at_the_start(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    run_ranks(
+        2, lambda rank: train(tmp_path / "run", Remembering(*names), most=1), tmp_path / "ranks"
+    )
+    started = next(
+        event for event in events.read(tmp_path / "run") if isinstance(event, events.Started)
+    )
     said = [note for note in started.notes if "a copy of its own" in note]
     assert len(said) == bool(names)
     assert all(repr(name) in said[0] for name in names)

@@ -41,7 +41,11 @@ def on_a_disk_of_its_own(run: Path) -> Callable[[int], Any]:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(
-                    together, "Chosen", lambda folder, is_again, done: Chosen(run.with_name("own"), is_again, done=done)
+                    together,
+                    "Chosen",
+                    lambda folder, is_again, done: Chosen(
+                        run.with_name("own"), is_again, done=done
+                    ),
                 )
             return train(run)
 
@@ -59,10 +63,26 @@ def drop_all(run: Path) -> None:
 @pytest.mark.parametrize(
     ("of_rank", "spoil", "words"),
     [
-        (1, drop_newest, "goes on after step 6, and rank 1 of 2 on {host} has no such commit in {own}: its newest is of step 5"),
-        (1, drop_all, "goes on after step 6, and rank 1 of 2 on {host} has no such commit in {own}"),
-        (0, drop_newest, "goes on after step 5, and rank 1 of 2 on {host} has a newer commit in {own}, of step 6"),
-        (0, drop_all, "begins from the start, and rank 1 of 2 on {host} has a newer commit in {own}, of step 6"),
+        (
+            1,
+            drop_newest,
+            "goes on after step 6, and rank 1 of 2 on {host} has no such commit in {own}: its newest is of step 5",
+        ),
+        (
+            1,
+            drop_all,
+            "goes on after step 6, and rank 1 of 2 on {host} has no such commit in {own}",
+        ),
+        (
+            0,
+            drop_newest,
+            "goes on after step 5, and rank 1 of 2 on {host} has a newer commit in {own}, of step 6",
+        ),
+        (
+            0,
+            drop_all,
+            "begins from the start, and rank 1 of 2 on {host} has a newer commit in {own}, of step 6",
+        ),
     ],
 )
 def test_a_rank_whose_disk_has_other_commits_is_named_with_its_host_on_all_ranks(
@@ -77,14 +97,18 @@ def test_a_rank_whose_disk_has_other_commits_is_named_with_its_host_on_all_ranks
 
 
 def test_a_rank_with_a_whole_commit_of_another_run_is_named(left: Path, tmp_path: Path) -> None:
-    run_ranks(2, lambda rank: train(tmp_path / "own", given=None, most=7), tmp_path / "other")  # the same spec, begun anew
+    run_ranks(
+        2, lambda rank: train(tmp_path / "own", given=None, most=7), tmp_path / "other"
+    )  # the same spec, begun anew
     shutil.copytree(left, tmp_path / "run")
     found = run_ranks(2, on_a_disk_of_its_own(tmp_path / "run"), tmp_path / "ranks")
     told = f"rank 1 of 2 on {_host()} has another commit of that step in {tmp_path / 'own'}"
     assert all(each["kind"] == "RunFolderError" and told in each["error"] for each in found), found
 
 
-def test_a_copy_of_the_same_bytes_goes_on_and_one_that_is_damaged_ends_all_ranks(left: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_same_bytes_goes_on_and_one_that_is_damaged_ends_all_ranks(
+    left: Path, tmp_path: Path
+) -> None:
     for name in ("run", "own"):
         shutil.copytree(left, tmp_path / name)
     file = manifest.step_folder(tmp_path / "own", 6) / "optimizer.safetensors"
@@ -101,15 +125,17 @@ def test_a_copy_of_the_same_bytes_goes_on_and_one_that_is_damaged_ends_all_ranks
 
 PLACES = {
     "weights/": lambda run: next(iter(run.model.parameters())),
-    "state/optimizer/": lambda run: next(each for each in run.assembly.updates[0].guarded.optimizers[0].state.values())[
-        "exp_avg_sq"
-    ],
+    "state/optimizer/": lambda run: next(
+        each for each in run.assembly.updates[0].guarded.optimizers[0].state.values()
+    )["exp_avg_sq"],
     "buffers/": lambda run: next(iter(run.model.buffers())),
 }
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_bit_that_flips_while_a_rank_loads_is_named_before_step_1(name: str, left: Path, tmp_path: Path) -> None:
+def test_a_bit_that_flips_while_a_rank_loads_is_named_before_step_1(
+    name: str, left: Path, tmp_path: Path
+) -> None:
     shutil.copytree(left, tmp_path / "run")
 
     def job(rank: int) -> Any:
@@ -133,7 +159,12 @@ def test_a_bit_that_flips_while_a_rank_loads_is_named_before_step_1(name: str, l
 
 
 def test_copies_of_a_split_state_are_held_against_each_other_too(tmp_path: Path) -> None:
-    given = spec(layout={"shard": 2, "stage": 1}, train={"length": "2 steps"}, evaluate={"every": "9 epochs"}, **AVERAGED)
+    given = spec(
+        layout={"shard": 2, "stage": 1},
+        train={"length": "2 steps"},
+        evaluate={"every": "9 epochs"},
+        **AVERAGED,
+    )
 
     def begun(rank: int) -> Any:
         with Run(given, Stacked(), folder=tmp_path / "run", quiet=True) as run:
@@ -151,12 +182,20 @@ def test_copies_of_a_split_state_are_held_against_each_other_too(tmp_path: Path)
             made = restore(self, *more, **named)
             if rank == 3:
                 moments = self._assembly.updates[0].guarded.optimizers[0].state.values()
-                next(each["exp_avg"] for each in moments if each["exp_avg"].numel()).flatten()[0] += 1
+                next(each["exp_avg"] for each in moments if each["exp_avg"].numel()).flatten()[
+                    0
+                ] += 1
             return made
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LiveState, "restore", spoiled)
-            with Run(longer, Stacked(), folder=tmp_path / "new", quiet=True, start=Start(tmp_path / "run", 2)):
+            with Run(
+                longer,
+                Stacked(),
+                folder=tmp_path / "new",
+                quiet=True,
+                start=Start(tmp_path / "run", 2),
+            ):
                 raise AssertionError("it began")
 
     found = run_ranks(4, job, tmp_path / "ranks")
@@ -164,7 +203,9 @@ def test_copies_of_a_split_state_are_held_against_each_other_too(tmp_path: Path)
     assert all(each["kind"] == "NumbersError" and told in each["error"] for each in found), found
 
 
-def test_a_run_that_began_with_weights_and_was_killed_before_its_first_step_goes_on_alike(left: Path, tmp_path: Path) -> None:
+def test_a_run_that_began_with_weights_and_was_killed_before_its_first_step_goes_on_alike(
+    left: Path, tmp_path: Path
+) -> None:
     """Its only commit is that of step 0: all ranks load it."""
 
     def begin(rank: int) -> Any:

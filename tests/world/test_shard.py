@@ -30,11 +30,14 @@ from tests.world.ranks import run_ranks
 from tests.world.test_run import Sentences, apart, spec, train
 
 LAYOUTS = {
-    "stage 1 on 2": (2, {"shard": 2, "stage": 1}), "stage 1 on 3": (3, {"shard": 3, "stage": 1}),
-    "stage 2 on 2": (2, {"shard": 2, "stage": 2}), "stage 3 on 3": (3, {"shard": 3, "stage": 3}),
-    "stage 3 on 2": (2, {"shard": 2}), "stage 1 on 2 x 2": (4, {"shard": 2, "stage": 1, "replicate": 2}),
+    "stage 1 on 2": (2, {"shard": 2, "stage": 1}),
+    "stage 1 on 3": (3, {"shard": 3, "stage": 1}),
+    "stage 2 on 2": (2, {"shard": 2, "stage": 2}),
+    "stage 3 on 3": (3, {"shard": 3, "stage": 3}),
+    "stage 3 on 2": (2, {"shard": 2}),
+    "stage 1 on 2 x 2": (4, {"shard": 2, "stage": 1, "replicate": 2}),
     "stage 3 on 2 x 2": (4, {"shard": 2, "stage": 3}),
-}  # fmt: skip
+}
 
 
 MAIN = ("stage 1 on 3", "stage 2 on 2", "stage 3 on 2 x 2")  # the others are slow tests
@@ -117,7 +120,14 @@ def followed(folder: Path, given: RunSpec, most: int | None = None) -> dict[str,
             if most is not None and report.step == most:
                 raise KeyboardInterrupt
         steps, samples = run.step, run.num_samples
-    return {"losses": losses, "norms": norms, "score": score, "step": steps, "num_samples": samples, "state": {}}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "score": score,
+        "step": steps,
+        "num_samples": samples,
+        "state": {},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +136,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return {**followed(folder, spec(**AVERAGED)), "weights": final_weights(folder, 13)}
 
 
-@pytest.mark.parametrize("name", [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
-def test_ranks_that_hold_a_part_train_to_the_numbers_of_one_process(name: str, alone: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+)
+def test_ranks_that_hold_a_part_train_to_the_numbers_of_one_process(
+    name: str, alone: Any, tmp_path: Path
+) -> None:
     """Texts of unlike length, a short last batch, ranks without one, clipping, dropout, BatchNorm, averages, tied, frozen, unused."""
     num_ranks, layout = LAYOUTS[name]
-    found = run_ranks(num_ranks, lambda rank: followed(tmp_path / "run", sharded(layout)), tmp_path / "ranks")
+    found = run_ranks(
+        num_ranks, lambda rank: followed(tmp_path / "run", sharded(layout)), tmp_path / "ranks"
+    )
     assert all("losses" in each for each in found), found
     assert max(apart(alone, each) for each in found) < 1e-10
     assert all(each == found[0] for each in found)
@@ -149,8 +166,14 @@ def test_each_rank_links_what_has_not_changed_of_its_part(tmp_path: Path) -> Non
     newest = max(manifest.steps(tmp_path / "run"))
     assert 1 not in manifest.steps(tmp_path / "run")
     folder = manifest.step_folder(tmp_path / "run", newest)
-    files = {each.name: (folder / each.name).stat() for each in manifest.read(folder).files if each.name.endswith(".safetensors")}
-    frozen = [each.name for each in manifest.read(folder).files if "frozen.weight" in (each.tensors or {})]
+    files = {
+        each.name: (folder / each.name).stat()
+        for each in manifest.read(folder).files
+        if each.name.endswith(".safetensors")
+    }
+    frozen = [
+        each.name for each in manifest.read(folder).files if "frozen.weight" in (each.tensors or {})
+    ]
     assert len(frozen) == 2  # a file of each rank
     written = {name: status.st_mtime_ns for name, status in files.items()}
     moved = [stamp for name, stamp in written.items() if name not in frozen]
@@ -158,7 +181,10 @@ def test_each_rank_links_what_has_not_changed_of_its_part(tmp_path: Path) -> Non
     assert commits.check(folder).step == newest
     weights = final_weights(tmp_path / "run", newest)
     assert (
-        worst({"frozen.weight": weights["frozen.weight"]}, {"frozen.weight": Stacked().model().state_dict()["frozen.weight"]})
+        worst(
+            {"frozen.weight": weights["frozen.weight"]},
+            {"frozen.weight": Stacked().model().state_dict()["frozen.weight"]},
+        )
         == 0.0
     )
 
@@ -166,16 +192,25 @@ def test_each_rank_links_what_has_not_changed_of_its_part(tmp_path: Path) -> Non
 def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Path) -> None:
     """Optimiser and averages too: the same run is left and taken up by other ranks, and ends with the weights of one process."""
     order: list[tuple[int, dict[str, Any]]] = [
-        (2, {"shard": 2, "stage": 3}), (1, {}), (3, {"shard": 3, "stage": 1}), (4, {"shard": 2, "stage": 2}), (2, {"shard": 2, "stage": 1}),
-        (2, {}), (3, {"shard": 3, "stage": 3}),
-    ]  # fmt: skip
+        (2, {"shard": 2, "stage": 3}),
+        (1, {}),
+        (3, {"shard": 3, "stage": 1}),
+        (4, {"shard": 2, "stage": 2}),
+        (2, {"shard": 2, "stage": 1}),
+        (2, {}),
+        (3, {"shard": 3, "stage": 3}),
+    ]
     averaged = {**AVERAGED, "checkpoint": {"every": "1 step", "keep": 9}}
     folder = tmp_path / "run"
     losses: list[Any] = []
     for turn, (num_ranks, layout) in enumerate(order):
         most = 2 * turn + 2 if turn + 1 < len(order) else None
         given = spec(layout={"replicate": None, **layout}, **averaged)
-        found = run_ranks(num_ranks, lambda rank, given=given, most=most: _left(folder, given, most), tmp_path / f"ranks{turn}")
+        found = run_ranks(
+            num_ranks,
+            lambda rank, given=given, most=most: _left(folder, given, most),
+            tmp_path / f"ranks{turn}",
+        )
         assert all("losses" in each for each in found), (turn, found)
         assert all(each["losses"] == found[0]["losses"] for each in found)
         losses += found[0]["losses"]
@@ -183,13 +218,20 @@ def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Pa
     unbroken = followed(whole, spec(**averaged))
     assert float(np.abs(np.subtract(losses, unbroken["losses"])).max()) < 1e-10
     for file in (checkpoint.MODEL, "weights.safetensors", "optimizer.safetensors"):
-        mine, theirs = checkpoint.Commit(folder, 13).read(file), checkpoint.Commit(whole, 13).read(file)
+        mine, theirs = (
+            checkpoint.Commit(folder, 13).read(file),
+            checkpoint.Commit(whole, 13).read(file),
+        )
         assert worst(mine, theirs) < 1e-10
     assert consumed.check(folder).holds
     pair = [checkpoint.Commit(each, 13).folder for each in (folder, whole)]
     assert (pair[0] / "optimizer.rank-00002.safetensors").exists()
-    found, _ = difference.compare(*pair)  # as one tensor each, though the rows of one commit are in three files
-    unlike = [each for each in found if each.file.endswith(".safetensors") and "random" not in each.name]
+    found, _ = difference.compare(
+        *pair
+    )  # as one tensor each, though the rows of one commit are in three files
+    unlike = [
+        each for each in found if each.file.endswith(".safetensors") and "random" not in each.name
+    ]
     assert 0 < len(unlike) < 99
     assert all(each.max_abs is not None and each.max_abs < 1e-10 for each in unlike), unlike
 
@@ -208,7 +250,9 @@ def _left(folder: Path, given: RunSpec, most: int | None) -> Any:
     return {"losses": losses}
 
 
-def test_a_commit_of_which_a_rank_s_part_is_damaged_is_set_aside_and_the_one_before_it_taken(tmp_path: Path) -> None:
+def test_a_commit_of_which_a_rank_s_part_is_damaged_is_set_aside_and_the_one_before_it_taken(
+    tmp_path: Path,
+) -> None:
     folder, given = tmp_path / "run", sharded({"shard": 2, "stage": 1})
     run_ranks(2, lambda rank: _left(folder, given, 7), tmp_path / "first")
     newest = manifest.steps(folder)[-1]
@@ -228,21 +272,34 @@ def test_a_commit_of_which_a_rank_s_part_is_damaged_is_set_aside_and_the_one_bef
     ("change", "words"),
     [
         (lambda piece: piece.update(offset=[0, 0]), "overlap or leave a gap"),
-        (lambda piece: piece.update(whole=[piece["whole"][0] + 1, piece["whole"][1]]), "the parts of .* differ"),
+        (
+            lambda piece: piece.update(whole=[piece["whole"][0] + 1, piece["whole"][1]]),
+            "the parts of .* differ",
+        ),
         (None, "rows of .* are missing"),
     ],
 )
-def test_a_manifest_whose_parts_are_no_whole_is_refused(change: Any, words: str, tmp_path: Path) -> None:
+def test_a_manifest_whose_parts_are_no_whole_is_refused(
+    change: Any, words: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    run_ranks(2, lambda rank: _left(folder, sharded({"shard": 2, "stage": 1}), 1), tmp_path / "ranks")
+    run_ranks(
+        2, lambda rank: _left(folder, sharded({"shard": 2, "stage": 1}), 1), tmp_path / "ranks"
+    )
     place = manifest.step_folder(folder, 1)
     row = json.loads((place / manifest.FILE).read_text())
     file = next(each for each in row["files"] if each["name"] == "weights.rank-00001.safetensors")
-    name = max(file["tensors"], key=lambda name: file["tensors"][name]["start"])  # the last one: no gap in the file without it
+    name = max(
+        file["tensors"], key=lambda name: file["tensors"][name]["start"]
+    )  # the last one: no gap in the file without it
     if change is None:
         file["tensors"].pop(name)
     else:
-        name = next(name for name, piece in file["tensors"].items() if piece["offset"][0] and len(piece["whole"]) == 2)
+        name = next(
+            name
+            for name, piece in file["tensors"].items()
+            if piece["offset"][0] and len(piece["whole"]) == 2
+        )
         change(file["tensors"][name])
     row.pop("sha256")
     row["sha256"] = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
@@ -255,12 +312,16 @@ def test_a_manifest_whose_parts_are_no_whole_is_refused(change: Any, words: str,
 def test_rows_are_cut_by_bytes_and_every_row_is_somebody_s(num_ranks: int) -> None:
     rng = np.random.default_rng(num_ranks)
     for _ in range(50):
-        tensors = [(int(rows), int(width)) for rows, width in zip(rng.integers(0, 40, 6), rng.integers(1, 90, 6), strict=True)]
+        tensors = [
+            (int(rows), int(width))
+            for rows, width in zip(rng.integers(0, 40, 6), rng.integers(1, 90, 6), strict=True)
+        ]
         cuts = cut_rows(tensors, num_ranks)
         for (rows, _), mine in zip(tensors, cuts, strict=True):
             assert list(itertools.chain.from_iterable(mine)) == list(range(rows))
         sizes = [
-            sum(len(mine[rank]) * width for (_, width), mine in zip(tensors, cuts, strict=True)) for rank in range(num_ranks)
+            sum(len(mine[rank]) * width for (_, width), mine in zip(tensors, cuts, strict=True))
+            for rank in range(num_ranks)
         ]
         widest = max(width for _, width in tensors)
         assert max(sizes) - min(sizes) <= 2 * widest
@@ -268,12 +329,16 @@ def test_rows_are_cut_by_bytes_and_every_row_is_somebody_s(num_ranks: int) -> No
 
 
 @pytest.mark.parametrize(("stage", "gathers"), [(1, 1), (2, 1), (3, 2)])
-def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(stage: int, gathers: int, tmp_path: Path) -> None:
+def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
+    stage: int, gathers: int, tmp_path: Path
+) -> None:
     """A sum in parts of all gradients, and weights gathered once, or twice those that are let go between the passes."""
 
     def job(rank: int, microbatch: int) -> Any:
         given = sharded(
-            {"shard": 2, "stage": stage}, train={"microbatch": microbatch, "length": "5 steps"}, checkpoint={"every": "never"}
+            {"shard": 2, "stage": stage},
+            train={"microbatch": microbatch, "length": "5 steps"},
+            checkpoint={"every": "never"},
         )
         with Run(given, Stacked(), folder=tmp_path / f"run{microbatch}", quiet=True) as run:
             steps = run.steps()
@@ -285,15 +350,27 @@ def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
             before = dict(traffic)
             next(steps)
             sent = [traffic[kind] - before.get(kind, 0) for kind in (Kind.SCATTER, Kind.GATHER)]
-            held = {name: master_of(each) for name, each in run.model.named_parameters() if each.requires_grad}
+            held = {
+                name: master_of(each)
+                for name, each in run.model.named_parameters()
+                if each.requires_grad
+            }
             numbers = [each.numel() for each in held.values()]
             state = sum(
-                value.numel() for update in run.assembly.updates for _, kept in update.guarded.states() for value in kept.values()
+                value.numel()
+                for update in run.assembly.updates
+                for _, kept in update.guarded.states()
+                for value in kept.values()
             )
             run.stop("seen")
             for _ in steps:
                 pass
-        return [*sent, sum(numbers), state, [None if (part := part_of(each)) is None else part.start for each in held.values()]]
+        return [
+            *sent,
+            sum(numbers),
+            state,
+            [None if (part := part_of(each)) is None else part.start for each in held.values()],
+        ]
 
     found = run_ranks(2, lambda rank: job(rank, 4), tmp_path / "ranks")
     assert all(isinstance(each, list) for each in found), found
@@ -303,8 +380,14 @@ def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
     used = 8 * (trained - sum(each.numel() for each in model.unused.parameters()))
     every = 8 * (trained if stage == 1 else sum(each.numel() for each in model.parameters()))
     for scattered, gathered, *_ in found:
-        assert (8 * trained if stage == 1 else used) <= scattered <= 1.35 * 8 * trained  # rows of 1, 5 and 11 are filled up
-        assert every + (gathers - 1) * in_blocks <= gathered <= 1.35 * (every + (gathers - 1) * in_blocks)
+        assert (
+            (8 * trained if stage == 1 else used) <= scattered <= 1.35 * 8 * trained
+        )  # rows of 1, 5 and 11 are filled up
+        assert (
+            every + (gathers - 1) * in_blocks
+            <= gathered
+            <= 1.35 * (every + (gathers - 1) * in_blocks)
+        )
     assert found[0][2] + found[1][2] == trained  # each number is moved by one rank
     assert (
         2 * trained <= found[0][3] + found[1][3] <= 2 * trained + 2 * 40
@@ -317,11 +400,17 @@ def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
 
 def test_a_bit_that_flips_in_one_copy_of_a_split_model_is_named(tmp_path: Path) -> None:
     def job(rank: int) -> Any:
-        given = spec(layout={"shard": 2, "stage": 2, "check_every": "2 steps"}, checkpoint={"every": "never"})
+        given = spec(
+            layout={"shard": 2, "stage": 2, "check_every": "2 steps"}, checkpoint={"every": "never"}
+        )
         with Run(given, Stacked(), folder=tmp_path / "run", quiet=True) as run:
             for report in run.steps():
                 if rank == 3 and report.step == 3:
-                    held = master_of(run.model.get_parameter("table.weight")).detach().view(torch.int64)
+                    held = (
+                        master_of(run.model.get_parameter("table.weight"))
+                        .detach()
+                        .view(torch.int64)
+                    )
                     held.view(-1)[7] ^= 1
         return None
 
@@ -386,21 +475,55 @@ class ChannelsLast(Stacked):
     ("task", "layout", "tables", "words"),
     [
         (Stacked, {"shard": 3}, {}, "layout.shard is 3, and there are 2 ranks"),
-        (Stacked, {"shard": 2, "replicate": 2}, {}, "layout.replicate is 2 times a layout.shard of 2, and there are 2 ranks"),
-        (Stacked, {"shard": 2, "stage": 1}, {"optim": {"name": "muon"}}, "optim.name is 'muon', and layout.shard is 2"),
-        (Stacked, {"shard": 2}, {"optim": {"name": "muon"}}, "optim.name is 'muon', and layout.shard is 2"),
         (
-            Stacked, {"shard": 2, "stage": 1}, {"precision": {"weights": "bf16", "compute": "bf16"}},
+            Stacked,
+            {"shard": 2, "replicate": 2},
+            {},
+            "layout.replicate is 2 times a layout.shard of 2, and there are 2 ranks",
+        ),
+        (
+            Stacked,
+            {"shard": 2, "stage": 1},
+            {"optim": {"name": "muon"}},
+            "optim.name is 'muon', and layout.shard is 2",
+        ),
+        (
+            Stacked,
+            {"shard": 2},
+            {"optim": {"name": "muon"}},
+            "optim.name is 'muon', and layout.shard is 2",
+        ),
+        (
+            Stacked,
+            {"shard": 2, "stage": 1},
+            {"precision": {"weights": "bf16", "compute": "bf16"}},
             "precision.weights is 'bf16', and layout",
         ),
         (
-            Stacked, {"shard": 2}, {"precision": {"weights": "bf16", "compute": "bf16", "keep": ["head"]}},
+            Stacked,
+            {"shard": 2},
+            {"precision": {"weights": "bf16", "compute": "bf16", "keep": ["head"]}},
             "precision.keep is ('head',), and layout",
         ),
-        (Half, {"shard": 2}, {"precision": {"weights": "bf16", "compute": "bf16"}}, "and frozen.weight is frozen"),
-        (Stacked, {"shard": 2}, {"compile": {"what": "model"}}, "compile.what is 'model', and layout.shard is 2"),
+        (
+            Half,
+            {"shard": 2},
+            {"precision": {"weights": "bf16", "compute": "bf16"}},
+            "and frozen.weight is frozen",
+        ),
+        (
+            Stacked,
+            {"shard": 2},
+            {"compile": {"what": "model"}},
+            "compile.what is 'model', and layout.shard is 2",
+        ),
         (Alone, {"shard": 2, "stage": 3}, {}, "gathers the weights of a block at a time"),
-        (Scalar, {"shard": 2, "stage": 1}, {}, "splits parameters by rows, and offset has no dimension"),
+        (
+            Scalar,
+            {"shard": 2, "stage": 1},
+            {},
+            "splits parameters by rows, and offset has no dimension",
+        ),
         (TiedBlocks, {"shard": 2}, {}, "is tied to a parameter of another unit"),
         (Empty, {"shard": 2, "stage": 2}, {}, "nothing is empty: [0, 3]"),
         (ChannelsLast, {"shard": 2}, {}, "filters.weight lies in memory in another order"),
@@ -408,7 +531,7 @@ class ChannelsLast(Stacked):
         (Sentences, {"shard": 2, "stage": 2}, {}, "calls parts of a ModuleDict"),
         (Parts, {"shard": 2, "stage": 3}, {}, "gather weights where the model is called"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_split_is_refused_before_anything_is_written(
     task: Any, layout: Any, tables: Any, words: str, tmp_path: Path
 ) -> None:
@@ -430,7 +553,9 @@ class Slashed(Stacked):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_moments_of_a_parameter_with_a_slash_in_its_name_are_written_in_parts_too(stage: int, tmp_path: Path) -> None:
+def test_moments_of_a_parameter_with_a_slash_in_its_name_are_written_in_parts_too(
+    stage: int, tmp_path: Path
+) -> None:
     """Without it rank 0's rows of them stood in the commit as if they were all."""
     buckets = {"first_bucket": "8 B", "bucket": "8 B"} if stage == 1 else {}
     given = spec(layout={"shard": 2, "stage": stage, **buckets}, train={"length": "2 steps"})
@@ -441,13 +566,25 @@ def test_moments_of_a_parameter_with_a_slash_in_its_name_are_written_in_parts_to
 
     assert run_ranks(2, job, tmp_path / "ranks") == [2, 2]
     held = checkpoint.Commit(tmp_path / "run", 2).read("optimizer.safetensors")
-    assert {tuple(each.shape) for name, each in held.items() if "/a/b/" in name or ".a/b/" in name} >= {(4, 8)}
+    assert {
+        tuple(each.shape) for name, each in held.items() if "/a/b/" in name or ".a/b/" in name
+    } >= {(4, 8)}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_that_hold_a_part_begin_with_the_weights_of_a_commit(stage: int, tmp_path: Path) -> None:
-    run_ranks(2, lambda rank: _left(tmp_path / "run", sharded({"shard": 2, "stage": 1}), 1), tmp_path / "first")
-    given = spec(layout={"shard": 2, "stage": stage}, train={"length": "1 step"}, optim={"name": "sgd", "lr": 0.0, "clip": 0.0})
+def test_ranks_that_hold_a_part_begin_with_the_weights_of_a_commit(
+    stage: int, tmp_path: Path
+) -> None:
+    run_ranks(
+        2,
+        lambda rank: _left(tmp_path / "run", sharded({"shard": 2, "stage": 1}), 1),
+        tmp_path / "first",
+    )
+    given = spec(
+        layout={"shard": 2, "stage": stage},
+        train={"length": "1 step"},
+        optim={"name": "sgd", "lr": 0.0, "clip": 0.0},
+    )
 
     def job(rank: int) -> Any:
         start = Start(tmp_path / "run", 1, weights_only=True)
@@ -457,14 +594,25 @@ def test_ranks_that_hold_a_part_begin_with_the_weights_of_a_commit(stage: int, t
     found = run_ranks(2, job, tmp_path / "second")
     assert found == [1, 1], found
     before, after = final_weights(tmp_path / "run", 1), final_weights(tmp_path / "new", 1)
-    assert worst({name: before[name] for name in before if "norm.r" not in name and "num_b" not in name},
-                 {name: after[name] for name in before if "norm.r" not in name and "num_b" not in name}) == 0  # fmt: skip
+    assert (
+        worst(
+            {name: before[name] for name in before if "norm.r" not in name and "num_b" not in name},
+            {name: after[name] for name in before if "norm.r" not in name and "num_b" not in name},
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize("refused", [0, 1])
-def test_a_save_that_the_disk_refuses_to_one_rank_before_its_part_is_given_up_by_all(refused: int, tmp_path: Path) -> None:
+def test_a_save_that_the_disk_refuses_to_one_rank_before_its_part_is_given_up_by_all(
+    refused: int, tmp_path: Path
+) -> None:
     def job(rank: int) -> Any:
-        given = sharded({"shard": 2, "stage": 1, "timeout": 10.0}, train={"length": "5 steps"}, checkpoint={"every": "1 step"})
+        given = sharded(
+            {"shard": 2, "stage": 1, "timeout": 10.0},
+            train={"length": "5 steps"},
+            checkpoint={"every": "1 step"},
+        )
         with Run(given, Stacked(), folder=tmp_path / "run", quiet=True) as run:
             sync = run._telling.journal.sync
 
@@ -482,5 +630,7 @@ def test_a_save_that_the_disk_refuses_to_one_rank_before_its_part_is_given_up_by
 
 
 def test_a_layout_that_the_ranks_do_not_make_up_is_refused_before_they_are_started() -> None:
-    with pytest.raises(SpecError, match=r"layout.replicate is 3 times a layout.shard of 2, and there are 4 ranks"):
+    with pytest.raises(
+        SpecError, match=r"layout.replicate is 3 times a layout.shard of 2, and there are 4 ranks"
+    ):
         launch_ranks(4, RunSpec(layout={"shard": 2, "replicate": 3}), None, None)  # type: ignore[arg-type]

@@ -57,19 +57,27 @@ class Centers(nn.Module):
         self.centers = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
 
     def forward(self, made: Tensor, labels: Tensor) -> Tensor:
-        return (made - self.centers[labels]).square().sum() + F.cross_entropy(made, labels, reduction="sum")
+        return (made - self.centers[labels]).square().sum() + F.cross_entropy(
+            made, labels, reduction="sum"
+        )
 
 
 def samples(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (8,), generator=generator)
+    return torch.randn(8, 6, generator=generator, dtype=torch.float64), torch.randint(
+        0, 3, (8,), generator=generator
+    )
 
 
-def passes(model: nn.Module, loss: nn.Module, step: int, rank: int, size: int) -> list[Callable[[], None]]:
+def passes(
+    model: nn.Module, loss: nn.Module, step: int, rank: int, size: int
+) -> list[Callable[[], None]]:
     """The two microbatches of a rank in a step, each to be passed through."""
     inputs, labels = samples(step)
     most = 8 // size // 2
-    rows = [slice(first, first + most) for first in range(rank * 2 * most, (rank + 1) * 2 * most, most)]
+    rows = [
+        slice(first, first + most) for first in range(rank * 2 * most, (rank + 1) * 2 * most, most)
+    ]
 
     def one(each: slice) -> None:
         loss(model(inputs[each]), labels[each]).backward()
@@ -87,7 +95,9 @@ def sum_passes(synced: Any, each_pass: list[Callable[[], None]]) -> None:
     synced.finish()
 
 
-def alone(params: Any, model: nn.Module, loss: nn.Module, *, clips: bool = False) -> tuple[list[Tensor], list[Any], list[float]]:
+def alone(
+    params: Any, model: nn.Module, loss: nn.Module, *, clips: bool = False
+) -> tuple[list[Tensor], list[Any], list[float]]:
     """Weights after the steps of one process, the gradients of the last one and the norm of each."""
     parameters = [*model.parameters(), *loss.parameters()]
     optimizer, norms = torch.optim.AdamW(params, lr=0.05), []
@@ -102,7 +112,10 @@ def alone(params: Any, model: nn.Module, loss: nn.Module, *, clips: bool = False
 
 def apart(one: list[Any], other: list[Any]) -> float:
     """The largest difference."""
-    return max(float((first.detach() - second).abs().max()) for first, second in zip(one, other, strict=True))
+    return max(
+        float((first.detach() - second).abs().max())
+        for first, second in zip(one, other, strict=True)
+    )
 
 
 def in_halves(group: Group) -> Mesh:
@@ -111,7 +124,9 @@ def in_halves(group: Group) -> Mesh:
 
 FORMS: dict[str, Callable[[nn.Module, nn.Module], Any]] = {
     "module": lambda model, loss: nn.ModuleList([model, loss]),
-    "parameters": lambda model, loss: (each for part in (model, loss) for each in part.parameters()),
+    "parameters": lambda model, loss: (
+        each for part in (model, loss) for each in part.parameters()
+    ),
     "names": lambda model, loss: [*model.named_parameters(), *loss.named_parameters()],
     "groups": lambda model, loss: [
         {"params": model.named_parameters(), "lr": 0.01},
@@ -146,17 +161,29 @@ def test_state_is_split_of_whatever_an_optimizer_of_torch_takes(form: str, tmp_p
         weights, gradients, _ = alone(params.parameters() if form == "module" else params, *other)
         masters = [master_of(each) for each in parameters]
         whole = [
-            gather_rows(sharded.group, each.grad, part) for each in masters if (part := part_of(each)) and each.grad is not None
+            gather_rows(sharded.group, each.grad, part)
+            for each in masters
+            if (part := part_of(each)) and each.grad is not None
         ]
         kept = sum(each["exp_avg"].numel() for each in optimizer.state.values())
         names = [name for each in optimizer.param_groups for name in each.get("param_names", [])]
-        return [apart(parameters, weights), apart(whole, gradients), kept, sum(each.numel() for each in parameters), names]
+        return [
+            apart(parameters, weights),
+            apart(whole, gradients),
+            kept,
+            sum(each.numel() for each in parameters),
+            names,
+        ]
 
     found = together(2, job, tmp_path)
     assert max(max(each[:2]) for each in found) < 1e-12
     assert found[0][2] + found[1][2] == found[0][3]
     assert max(each[2] for each in found) < 0.7 * found[0][3]
-    assert found[0][4] == (["0.weight", "0.bias", "2.weight", "2.bias", "centers"] if form in ("names", "groups") else [])
+    assert found[0][4] == (
+        ["0.weight", "0.bias", "2.weight", "2.bias", "centers"]
+        if form in ("names", "groups")
+        else []
+    )
 
 
 WEIGHT = nn.Parameter(torch.ones(2, 2))
@@ -171,7 +198,10 @@ WEIGHT = nn.Parameter(torch.ones(2, 2))
         ([WEIGHT, {"params": [WEIGHT]}], "groups and parameters side by side"),
         ([{"lr": 0.1}], r"a group with the entries \['lr'\] are NoneType"),
         ([{"params": {WEIGHT}}], "are a set, which each rank may read in another order"),
-        ([("weight", WEIGHT), nn.Parameter(torch.ones(2))], "some parameters of a group have a name"),
+        (
+            [("weight", WEIGHT), nn.Parameter(torch.ones(2))],
+            "some parameters of a group have a name",
+        ),
         ([{"params": [WEIGHT]}, {"params": WEIGHT}], "parameter 1.0 is in group 0, too"),
         ([WEIGHT, "weight"], "str 'weight' is among them"),
         ([("doubled", WEIGHT * 2)], "doubled is no leaf"),
@@ -186,12 +216,18 @@ def test_what_no_optimizer_takes_is_not_split(given: Any, words: str) -> None:
 def test_a_parameter_whose_state_is_not_split_is_not_summed() -> None:
     model, loss = nn.Linear(2, 2), nn.Linear(2, 3)
     sharded = ShardedState(model.parameters(), SOLO)
-    with pytest.raises(TaskError, match=r"shape \[3, 2\] is to be trained, and ShardedState was not given it"):
+    with pytest.raises(
+        TaskError, match=r"shape \[3, 2\] is to be trained, and ShardedState was not given it"
+    ):
         sharded.synced([*model.parameters(), *loss.parameters()])
 
 
-@pytest.mark.parametrize(("stage", "num_ranks"), [(2, 2), (3, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
-def test_a_parameter_that_stays_whole_trains_to_the_numbers_of_one_process(stage: int, num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "num_ranks"), [(2, 2), (3, 2), pytest.param(3, 4, marks=pytest.mark.slow)]
+)
+def test_a_parameter_that_stays_whole_trains_to_the_numbers_of_one_process(
+    stage: int, num_ranks: int, tmp_path: Path
+) -> None:
     """A scalar, which cannot be split, what two units hold, and all of a unit; each rank has all of them, with the same bits."""
 
     def job(group: Group) -> Any:
@@ -211,8 +247,13 @@ def test_a_parameter_that_stays_whole_trains_to_the_numbers_of_one_process(stage
             sharded.publish()
             sharded.end()
         weights, gradients, _ = alone((other := Scaled()).parameters(), other, loss)
-        whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in parameters]
-        found = [each.grad.full_tensor() if hasattr(each, "full_tensor") else each.grad for each in parameters]  # type: ignore[union-attr]
+        whole = [
+            each.full_tensor() if hasattr(each, "full_tensor") else each for each in parameters
+        ]
+        found = [
+            each.grad.full_tensor() if hasattr(each, "full_tensor") else each.grad
+            for each in parameters
+        ]  # type: ignore[union-attr]
         split = [name for name, each in model.named_parameters() if hasattr(each, "full_tensor")]
         bits = [each.tolist() for each in (model.scale, model.shift, model.last.weight)]
         synced.close()
@@ -220,18 +261,24 @@ def test_a_parameter_that_stays_whole_trains_to_the_numbers_of_one_process(stage
 
     found = together(num_ranks, job, tmp_path)
     assert max(max(each[:2]) for each in found) < 1e-12
-    assert [each[2:4] for each in found] == [[["first.weight", "first.bias"], 2 * STEPS]] * num_ranks
+    assert [each[2:4] for each in found] == [
+        [["first.weight", "first.bias"], 2 * STEPS]
+    ] * num_ranks
     assert all(each[4] == found[0][4] for each in found)
 
 
 def test_a_parameter_that_is_not_the_model_s_cannot_stay_whole() -> None:
-    with pytest.raises(SpecError, match=r"replicated has a parameter that Linear does not have: of shape \[2, 2\]"):
+    with pytest.raises(
+        SpecError, match=r"replicated has a parameter that Linear does not have: of shape \[2, 2\]"
+    ):
         FullySharded(nn.Linear(2, 2), SOLO, {}, stage=2, replicated=[WEIGHT])
 
 
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_torch_clips_the_gradients_that_stand_at_the_parameters(stage: int, begins: bool, tmp_path: Path) -> None:
+def test_torch_clips_the_gradients_that_stand_at_the_parameters(
+    stage: int, begins: bool, tmp_path: Path
+) -> None:
     """After `finish()`, each once, though the optimizer clears those of the rows alone."""
 
     def make() -> nn.Module:
@@ -240,7 +287,9 @@ def test_torch_clips_the_gradients_that_stand_at_the_parameters(stage: int, begi
 
     def job(group: Group) -> Any:
         model, loss = make(), nn.CrossEntropyLoss(reduction="sum")
-        sharded = FullySharded(model, in_halves(group), {"0": model.get_submodule("0")}, stage=stage)
+        sharded = FullySharded(
+            model, in_halves(group), {"0": model.get_submodule("0")}, stage=stage
+        )
         parameters, norms = [*model.parameters()], list[float]()
         optimizer = torch.optim.AdamW([master_of(each) for each in parameters], lr=0.05)
         synced = sharded.synced(parameters)
@@ -256,12 +305,17 @@ def test_torch_clips_the_gradients_that_stand_at_the_parameters(stage: int, begi
             optimizer.step()
             sharded.publish()
             sharded.end()
-        weights, gradients, expected = alone((other := make()).parameters(), other, loss, clips=True)
+        weights, gradients, expected = alone(
+            (other := make()).parameters(), other, loss, clips=True
+        )
         return [
             apart([each.full_tensor() for each in parameters], weights),  # type: ignore[attr-defined]
             apart([each.grad.full_tensor() for each in parameters], gradients),  # type: ignore[union-attr]
             max(abs(one - two) for one, two in zip(norms, expected, strict=True)),
-            all(each.grad.to_local().data_ptr() == master_of(each).grad.data_ptr() for each in parameters),  # type: ignore[union-attr]
+            all(
+                each.grad.to_local().data_ptr() == master_of(each).grad.data_ptr()
+                for each in parameters
+            ),  # type: ignore[union-attr]
         ]
 
     found = together(2, job, tmp_path)
@@ -269,7 +323,9 @@ def test_torch_clips_the_gradients_that_stand_at_the_parameters(stage: int, begi
     assert all(each[3] for each in found)  # they take no memory of their own
 
 
-def test_a_step_that_begins_lets_the_gradients_at_the_parameters_go_with_those_of_the_rows() -> None:
+def test_a_step_that_begins_lets_the_gradients_at_the_parameters_go_with_those_of_the_rows() -> (
+    None
+):
     """They share memory: as long as one is held, the forward pass has none of it."""
     parameter = nn.Parameter(torch.ones(4, 2))
     master = serve_part(parameter, parameter[:2], 0, ShardedState([WEIGHT], SOLO))

@@ -32,7 +32,12 @@ class Slowed:
     """Rows of 6 words, of which rank 1 gets as many as `words`; its passes, its data and its loop take so much longer, from a step on."""
 
     def __init__(self, pass_s: float = 0.0, data_s: float = 0.0, words: int = 4) -> None:
-        self._is_slow, self._pass_s, self._data_s, self._words = place.here().rank == 1, pass_s, data_s, words
+        self._is_slow, self._pass_s, self._data_s, self._words = (
+            place.here().rank == 1,
+            pass_s,
+            data_s,
+            words,
+        )
         self._num_passes = self._num_reads = 0
 
     def model(self) -> nn.Module:
@@ -42,7 +47,9 @@ class Slowed:
     def data(self, split: str) -> Any:
         rows = torch.zeros(32, 6)
         rows[:, :4] = 1.0
-        rows[np.arange(32) % 8 >= 4, 4 : self._words] = 1.0  # the second half of each batch is that of rank 1
+        rows[np.arange(32) % 8 >= 4, 4 : self._words] = (
+            1.0  # the second half of each batch is that of rank 1
+        )
         return Late(self, rows=rows) if split == "train" else Arrays(rows=rows)
 
     def wait_for_data(self) -> None:
@@ -75,17 +82,29 @@ class Late(Arrays):
 
 def spec(**tables: dict[str, Any]) -> RunSpec:
     stated: dict[str, dict[str, Any]] = {
-        "train": {"length": f"{NUM_STEPS} steps", "batch": 8, "threads": 1}, "optim": {"name": "sgd", "lr": 0.001},
-        "data": {"shuffle": False}, "evaluate": {"every": "1000 steps"}, "checkpoint": {"every": "1000 steps"},
+        "train": {"length": f"{NUM_STEPS} steps", "batch": 8, "threads": 1},
+        "optim": {"name": "sgd", "lr": 0.001},
+        "data": {"shuffle": False},
+        "evaluate": {"every": "1000 steps"},
+        "checkpoint": {"every": "1000 steps"},
         "observe": {"tensorboard": False, "every": "8 steps"},
-    }  # fmt: skip
-    return RunSpec(**{name: {**stated.get(name, {}), **tables.get(name, {})} for name in stated.keys() | tables.keys()})
+    }
+    return RunSpec(
+        **{
+            name: {**stated.get(name, {}), **tables.get(name, {})}
+            for name in stated.keys() | tables.keys()
+        }
+    )
 
 
-def train(folder: Path, make: Callable[[], Slowed], after_step_s: float, num_steps: int) -> list[float]:
+def train(
+    folder: Path, make: Callable[[], Slowed], after_step_s: float, num_steps: int
+) -> list[float]:
     """The losses of each step, until a fault is recorded; rank 1 sleeps after each of its steps from `SLOW_FROM` on."""
     losses = []
-    with Run(spec(train={"length": f"{num_steps} steps"}), make(), folder=folder, quiet=True) as run:
+    with Run(
+        spec(train={"length": f"{num_steps} steps"}), make(), folder=folder, quiet=True
+    ) as run:
         for report in run.steps():
             losses.append(report.loss)
             time.sleep(after_step_s * (run.group.rank == 1 and report.step > SLOW_FROM))
@@ -100,7 +119,11 @@ def train(folder: Path, make: Callable[[], Slowed], after_step_s: float, num_ste
 
 def communicating_s(home: Path) -> float:
     """What a rank waited for the others in a step, the median of the records while rank 1 was slowed."""
-    slowed = [each for each in events.read(home) if isinstance(each, events.Step) and each.step > SLOW_FROM]
+    slowed = [
+        each
+        for each in events.read(home)
+        if isinstance(each, events.Step) and each.step > SLOW_FROM
+    ]
     return median(each.phases["communication"] / each.num_steps for each in slowed)
 
 
@@ -120,7 +143,11 @@ def test_a_rank_that_is_slowed_is_named_with_its_reason(
 ) -> None:
     """Within 20 steps, as tests/core/test_stragglers.py holds it to, where no other process slows the ranks by as much: else later."""
     most = NUM_STEPS if words is None else 12 * NUM_STEPS
-    found = run_ranks(2, lambda rank: train(tmp_path / "run", lambda: Slowed(**made), after_step_s, most), tmp_path / "ranks")
+    found = run_ranks(
+        2,
+        lambda rank: train(tmp_path / "run", lambda: Slowed(**made), after_step_s, most),
+        tmp_path / "ranks",
+    )
     assert found[0] == found[1]
     records = list(events.read(tmp_path / "run"))
     faults = [each for each in records if isinstance(each, events.Fault)]
@@ -131,13 +158,25 @@ def test_a_rank_that_is_slowed_is_named_with_its_reason(
         assert fault.fault == "straggler"
         assert fault.detail.startswith("rank 1 is waited for in ")
         assert words in fault.detail
-    waits_s = [communicating_s(home) for home in (tmp_path / "run", tmp_path / "run" / "ranks" / "1")]
-    assert words is None or waits_s[0] - waits_s[1] > 0.15 * PASS_S  # told apart from the backward pass, which it follows
+    waits_s = [
+        communicating_s(home) for home in (tmp_path / "run", tmp_path / "run" / "ranks" / "1")
+    ]
+    assert (
+        words is None or waits_s[0] - waits_s[1] > 0.15 * PASS_S
+    )  # told apart from the backward pass, which it follows
     rows = [each.ranks for each in records if isinstance(each, events.Step)]
-    assert sum(sum(row["last"]) for row in rows if row) == len(found[0]) - 1  # of the last step nobody hears
-    assert not any(each.ranks for each in events.read(tmp_path / "run" / "ranks" / "1") if isinstance(each, events.Step))
+    assert (
+        sum(sum(row["last"]) for row in rows if row) == len(found[0]) - 1
+    )  # of the last step nobody hears
+    assert not any(
+        each.ranks
+        for each in events.read(tmp_path / "run" / "ranks" / "1")
+        if isinstance(each, events.Step)
+    )
     assert set(rows[-1]) == {"last", "waited_s", *Pace._fields}
-    late = median(row["waited_s"][1] / sum(row["last"]) for row in rows[1:] if row and sum(row["last"]))
+    late = median(
+        row["waited_s"][1] / sum(row["last"]) for row in rows[1:] if row and sum(row["last"])
+    )
     assert late < 0.1 * PASS_S if words is None else 0.15 * PASS_S < late < PASS_S
 
 
@@ -153,7 +192,9 @@ class Timer:
         return (later.at_s - self.at_s) * 1e3
 
 
-def test_of_a_device_the_passes_are_timed_by_its_own_events_and_what_the_host_waits_there_is_not() -> None:
+def test_of_a_device_the_passes_are_timed_by_its_own_events_and_what_the_host_waits_there_is_not() -> (
+    None
+):
     paces = Paces(Group(0, 2, torch.device("cuda")), Timer)
     for _ in range(2):
         paces.begin()

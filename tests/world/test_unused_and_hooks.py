@@ -25,7 +25,12 @@ class Branching(nn.Module):
 
     def __init__(self, hooked: bool) -> None:
         super().__init__()
-        self.words, self.rare, self.never, self.head = nn.Embedding(10, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.words, self.rare, self.never, self.head = (
+            nn.Embedding(10, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+        )
         if hooked:
             rows = (torch.arange(10) > 4).float()[:, None]
             self.words.weight.register_hook(lambda gradient: gradient * rows)
@@ -48,7 +53,9 @@ class Routed:
 
     def data(self, split: str) -> Arrays:
         draw = torch.Generator().manual_seed(0)
-        return Arrays(torch.randint(0, 10, (64,), generator=draw), torch.randint(0, 3, (64,), generator=draw))
+        return Arrays(
+            torch.randint(0, 10, (64,), generator=draw), torch.randint(0, 3, (64,), generator=draw)
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         output: Tensor = model(batch[0])
@@ -58,26 +65,35 @@ class Routed:
         return [model.words, model.head]
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
-        return Loss.sum(nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
+        return Loss.sum(
+            nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+        )
 
 
 def trained(folder: Path, layout: dict[str, Any], hooked: bool) -> dict[str, Any]:
     """The weights after the run, whole."""
     how = RunSpec(
-        train={"length": f"{STEPS} steps", "batch": 4, "microbatch": 2, "threads": 1}, optim={"lr": 0.02, "decay": 0.1},
-        layout=layout, observe={"tensorboard": False},
-    )  # fmt: skip
+        train={"length": f"{STEPS} steps", "batch": 4, "microbatch": 2, "threads": 1},
+        optim={"lr": 0.02, "decay": 0.1},
+        layout=layout,
+        observe={"tensorboard": False},
+    )
     with Run(how, Routed(hooked), folder=folder, quiet=True) as run:
         for _ in run.steps():
             pass
         held: dict[str, Any] = {name: each.detach() for name, each in run.model.named_parameters()}
-        whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in held.items()}
+        whole = {
+            name: each.full_tensor() if hasattr(each, "full_tensor") else each
+            for name, each in held.items()
+        }
         return {name: each.tolist() for name, each in whole.items()}
 
 
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_unused_parameters_and_hooks_on_gradients_train_as_in_one_process(stage: int, hooked: bool, tmp_path: Path) -> None:
+def test_unused_parameters_and_hooks_on_gradients_train_as_in_one_process(
+    stage: int, hooked: bool, tmp_path: Path
+) -> None:
     alone = trained(tmp_path / "alone", {}, hooked)
     layout = {"shard": 2, "stage": stage} if stage else {}
     found = run_ranks(2, lambda rank: trained(tmp_path / "run", layout, hooked), tmp_path / "ranks")

@@ -56,9 +56,12 @@ def _fork(rank: int, job: Callable[[int], Any], meeting: socket.socket, folder: 
         said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         speak(said, said)
         os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(meeting.getsockname()[1]),
-        }  # fmt: skip
+        }
         if rank:
             meeting.close()
         else:
@@ -78,19 +81,33 @@ def find_watchers(parents: set[int]) -> list[int]:
             words = path.read_bytes().rstrip(b"\0").split(b"\0")
         except OSError:
             continue
-        if b"surefoot.cli.watch" in words and json.loads(words[-1])["parent"] in parents and is_alive(int(path.parent.name)):
+        if (
+            b"surefoot.cli.watch" in words
+            and json.loads(words[-1])["parent"] in parents
+            and is_alive(int(path.parent.name))
+        ):
             found.append(int(path.parent.name))
     return found
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in LONGER else ()) for kind in (*LONGER, "data", "branch", "stopped")]
-)  # fmt: skip
-def test_what_holds_up_the_others_is_named_where_no_supervisor_looks_on(kind: str, tmp_path: Path) -> None:
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in LONGER else ())
+        for kind in (*LONGER, "data", "branch", "stopped")
+    ],
+)
+def test_what_holds_up_the_others_is_named_where_no_supervisor_looks_on(
+    kind: str, tmp_path: Path
+) -> None:
     """Data, uneven work, another branch, a barrier, a disk, a stopped rank: the words are those of the supervisor."""
 
     def job(rank: int) -> None:
-        train(tmp_path / "run", Hangs(kind, tmp_path), spec(train={"length": "40 steps"}, layout={"stall": STALL_S}))
+        train(
+            tmp_path / "run",
+            Hangs(kind, tmp_path),
+            spec(train={"length": "40 steps"}, layout={"stall": STALL_S}),
+        )
 
     codes, said = run_plain_ranks(job, tmp_path / "ranks")
     assert codes == [8, -signal.SIGKILL if kind == "stopped" else 8], said
@@ -131,11 +148,15 @@ class Saves(Sentences):
 
 
 @pytest.mark.slow
-def test_a_rank_that_saves_may_take_its_time_up_to_the_deadline_of_what_ranks_do_together(tmp_path: Path) -> None:
+def test_a_rank_that_saves_may_take_its_time_up_to_the_deadline_of_what_ranks_do_together(
+    tmp_path: Path,
+) -> None:
     def job(takes_s: float, timeout_s: float, name: str) -> Callable[[int], None]:
         def train_slowly(rank: int) -> None:
             given = spec(
-                train={"length": "20 steps"}, evaluate={"every": "99 epochs"}, layout={"stall": 1.0, "timeout": timeout_s}
+                train={"length": "20 steps"},
+                evaluate={"every": "99 epochs"},
+                layout={"stall": 1.0, "timeout": timeout_s},
             )
             train(tmp_path / name, Saves(takes_s), given)
 
@@ -151,7 +172,11 @@ def test_a_rank_that_saves_may_take_its_time_up_to_the_deadline_of_what_ranks_do
 
 def test_a_run_that_ends_leaves_no_watch_behind(tmp_path: Path) -> None:
     def job(rank: int) -> None:
-        train(tmp_path / "run", Waits(tmp_path), spec(train={"length": "6 steps"}, layout={"stall": LATE_S}))
+        train(
+            tmp_path / "run",
+            Waits(tmp_path),
+            spec(train={"length": "6 steps"}, layout={"stall": LATE_S}),
+        )
         assert find_watchers({os.getpid()}) == []
 
     codes, said = run_plain_ranks(job, tmp_path / "ranks")
@@ -171,7 +196,10 @@ class Waits(Sentences):
         self.calls += torch.is_grad_enabled()
         if place.here().rank == 1 and torch.is_grad_enabled() and self.calls == PLANTED:
             until_s = time.monotonic() + GENEROUS_S
-            while not find_watchers({int((self.folder / "pid-0").read_text())}) and time.monotonic() < until_s:
+            while (
+                not find_watchers({int((self.folder / "pid-0").read_text())})
+                and time.monotonic() < until_s
+            ):
                 time.sleep(0.05)
             (self.folder / "watched").touch()
         return super().loss(output, batch)
@@ -179,10 +207,14 @@ class Waits(Sentences):
 
 def test_ranks_of_several_hosts_say_why_they_are_not_watched(tmp_path: Path) -> None:
     def job(group: Group) -> str:
-        with watched(group, place.Place(rank=group.rank, world_size=2, host=f"node-{group.rank}"), 1.0) as why:
+        with watched(
+            group, place.Place(rank=group.rank, world_size=2, host=f"node-{group.rank}"), 1.0
+        ) as why:
             return why
 
-    assert with_group(2, job, tmp_path) == 2 * ["the ranks are on 2 hosts, and only those of one host can be watched"]
+    assert with_group(2, job, tmp_path) == 2 * [
+        "the ranks are on 2 hosts, and only those of one host can be watched"
+    ]
 
 
 HANGS = '''
@@ -240,7 +272,13 @@ class Reads:
     ("kind", "restarts", "line", "name"),
     [
         ("data", 1, "time.sleep(1000)", "read"),
-        pytest.param("branch", 0, "torch.distributed.all_reduce(torch.zeros(3))", "loss", marks=pytest.mark.slow),
+        pytest.param(
+            "branch",
+            0,
+            "torch.distributed.all_reduce(torch.zeros(3))",
+            "loss",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_torchrun_hears_of_a_hang_by_an_exit_code_and_its_restart_goes_on(
@@ -249,15 +287,47 @@ def test_torchrun_hears_of_a_hang_by_an_exit_code_and_its_restart_goes_on(
     (tmp_path / "hangs.py").write_text(HANGS)
     done = subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts),
-            "-m", "--", "surefoot", "train", str(tmp_path / "hangs.py:Hangs"), "--run", str(tmp_path / "run"), "--steps", "80",
-            "--set", f'task.kind="{kind}"', "--set", f'task.mark="{tmp_path / "mark"}"', "--set", "layout.stall=3",
-            "--set", 'checkpoint.every="4 steps"', "--set", "observe.tensorboard=false", "--set", 'evaluate.every="99 epochs"', "--quiet",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--max-restarts",
+            str(restarts),
+            "-m",
+            "--",
+            "surefoot",
+            "train",
+            str(tmp_path / "hangs.py:Hangs"),
+            "--run",
+            str(tmp_path / "run"),
+            "--steps",
+            "80",
+            "--set",
+            f'task.kind="{kind}"',
+            "--set",
+            f'task.mark="{tmp_path / "mark"}"',
+            "--set",
+            "layout.stall=3",
+            "--set",
+            'checkpoint.every="4 steps"',
+            "--set",
+            "observe.tensorboard=false",
+            "--set",
+            'evaluate.every="99 epochs"',
+            "--quiet",
         ],
-        env=environment(), capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     said = done.stderr
-    (error,) = [each for each in said.splitlines() if "rank 1 of 2 has not come: rank 1 is in step " in each]
+    (error,) = [
+        each for each in said.splitlines() if "rank 1 of 2 has not come: rank 1 is in step " in each
+    ]
     assert error.startswith("error: ")
     number = [each.strip() for each in HANGS.splitlines()].index(line) + 1
     assert error.endswith(f"hangs.py:{number} in {name}")
@@ -268,7 +338,10 @@ def test_torchrun_hears_of_a_hang_by_an_exit_code_and_its_restart_goes_on(
         assert re.search(r"exitcode +: 8 ", said), said
         return
     assert done.returncode == 0, said
-    assert "torchrun --max-restarts N starts them again: with --run they resume from the newest commit" in said
+    assert (
+        "torchrun --max-restarts N starts them again: with --run they resume from the newest commit"
+        in said
+    )
     started = [each for each in events.read(tmp_path / "run") if isinstance(each, events.Started)]
     assert len(started) == 2
     assert started[1].first_step > 1

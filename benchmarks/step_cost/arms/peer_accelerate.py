@@ -12,7 +12,9 @@ from benchmarks.step_cost.watch import Watch, main
 def train(workload: Workload, watch: Watch, folder: str) -> None:
     accelerator = Accelerator(cpu=True)
     plain, batches = workload.model(), workload.batches()
-    model, optimizer = accelerator.prepare(plain, AdamW(plain.parameters(), lr=LEARNING_RATE, fused=True))
+    model, optimizer = accelerator.prepare(
+        plain, AdamW(plain.parameters(), lr=LEARNING_RATE, fused=True)
+    )
     losses = []
     for step in range(watch.total):
         inputs, targets = batches[step % len(batches)]

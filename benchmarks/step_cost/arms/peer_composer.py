@@ -45,9 +45,17 @@ def train(workload: Workload, watch: Watch, folder: str) -> None:
     clipping = GradientClipping(clipping_type="norm", clipping_threshold=CLIP)
     loader = DataLoader(Endless(workload), batch_size=None)
     Trainer(
-        model=model, optimizers=optimizer, train_dataloader=loader, max_duration=f"{watch.total}ba", algorithms=[clipping],
-        callbacks=[Ticking(watch)], device="cpu", progress_bar=False, log_to_console=False, device_train_microbatch_size=workload.batch,
-    ).fit()  # fmt: skip
+        model=model,
+        optimizers=optimizer,
+        train_dataloader=loader,
+        max_duration=f"{watch.total}ba",
+        algorithms=[clipping],
+        callbacks=[Ticking(watch)],
+        device="cpu",
+        progress_bar=False,
+        log_to_console=False,
+        device_train_microbatch_size=workload.batch,
+    ).fit()
 
 
 if __name__ == "__main__":

@@ -45,18 +45,36 @@ class Ticking(TrainerCallback):
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         self.watch.tick(model.model, 0.0)
 
 
 def train(workload: Workload, watch: Watch, folder: str) -> None:
     arguments = TrainingArguments(
-        output_dir=folder, max_steps=watch.total, per_device_train_batch_size=workload.batch, learning_rate=LEARNING_RATE,
-        weight_decay=0.01, lr_scheduler_type="constant", optim="adamw_torch_fused", max_grad_norm=CLIP, logging_steps=READ_EVERY,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, log_level="error",
-    )  # fmt: skip
+        output_dir=folder,
+        max_steps=watch.total,
+        per_device_train_batch_size=workload.batch,
+        learning_rate=LEARNING_RATE,
+        weight_decay=0.01,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        max_grad_norm=CLIP,
+        logging_steps=READ_EVERY,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        log_level="error",
+    )
     model = WithLoss(workload.model())
-    Prebuilt(model=model, args=arguments, train_dataset=Named(Endless(workload)), callbacks=[Ticking(watch)]).train()
+    Prebuilt(
+        model=model,
+        args=arguments,
+        train_dataset=Named(Endless(workload)),
+        callbacks=[Ticking(watch)],
+    ).train()
 
 
 if __name__ == "__main__":

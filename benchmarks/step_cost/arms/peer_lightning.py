@@ -37,7 +37,9 @@ class Ticking(lightning.Callback):
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.watch.tick(pl_module.model, outputs["loss"])
 
 
@@ -45,9 +47,17 @@ def train(workload: Workload, watch: Watch, folder: str) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_steps=watch.total, gradient_clip_val=CLIP, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, callbacks=[Ticking(watch)], default_root_dir=folder,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        max_steps=watch.total,
+        gradient_clip_val=CLIP,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[Ticking(watch)],
+        default_root_dir=folder,
+    )
     trainer.fit(Module(workload), DataLoader(Endless(workload), batch_size=None))
 
 

@@ -36,7 +36,10 @@ class Costed:
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         targets = batch[1]
-        return Loss.sum(F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel())
+        return Loss.sum(
+            F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum"),
+            targets.numel(),
+        )
 
     def parameter_groups(self, model: nn.Module) -> Sequence[dict[str, Any]]:
         return [{"params": list(model.parameters())}]
@@ -44,12 +47,24 @@ class Costed:
 
 def train(workload: Workload, watch: Watch, folder: str) -> None:
     spec = RunSpec(
-        task={"use": "benchmarks.step_cost.arms.surefoot_run:Costed", "workload": workload.name, "batches": workload.num_batches},
-        data={"shuffle": not watch.compares},  # shuffled, as by default, but where batches must be those of the other arms
-        optim={"lr": LEARNING_RATE}, schedule={"name": "constant"},
-        train={"length": f"{watch.total} steps", "batch": workload.batch, "seed": SEED, "threads": 1},
+        task={
+            "use": "benchmarks.step_cost.arms.surefoot_run:Costed",
+            "workload": workload.name,
+            "batches": workload.num_batches,
+        },
+        data={
+            "shuffle": not watch.compares
+        },  # shuffled, as by default, but where batches must be those of the other arms
+        optim={"lr": LEARNING_RATE},
+        schedule={"name": "constant"},
+        train={
+            "length": f"{watch.total} steps",
+            "batch": workload.batch,
+            "seed": SEED,
+            "threads": 1,
+        },
         observe={"tensorboard": False},
-    )  # fmt: skip
+    )
     watch.read_loss = lambda report: report.loss
     with Run(spec, folder=folder) as run:
         for report in islice(run.steps(), watch.total):

@@ -12,7 +12,10 @@ from surefoot.cli.options import JsonOption, TracebackOption
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="two run folders or more, or folders of runs")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="two run folders or more, or folders of runs"),
+    ],
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
@@ -25,7 +28,10 @@ def compare(
     from surefoot.core.errors import InputError
 
     if len(runs) < 2:
-        raise InputError(f"{runs[0]} is one run, and a comparison needs two", hint="surefoot runs lists the runs below a folder")
+        raise InputError(
+            f"{runs[0]} is one run, and a comparison needs two",
+            hint="surefoot runs lists the runs below a folder",
+        )
     if any(map(past.holds_runs, runs)):
         from surefoot.cli.look import sides
 

@@ -22,9 +22,13 @@ MOST_SHOWN = 10
 
 def ledger(
     run: RunArgument,
-    sample: Annotated[int | None, typer.Option("--sample", metavar="ID", help="tell where this sample was consumed, from 0")] = None,
-    json: JsonOption = False, traceback: TracebackOption = False,
-) -> int:  # fmt: skip
+    sample: Annotated[
+        int | None,
+        typer.Option("--sample", metavar="ID", help="tell where this sample was consumed, from 0"),
+    ] = None,
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> int:
     """Hold what a run consumed against the plan.
 
     Every sample exactly once an epoch, in order, over any number of kills; ends with 1 where that does not hold.
@@ -38,19 +42,33 @@ def ledger(
     from surefoot.contract.ledger import FILE
 
     if not (run / FILE).exists():
-        next(events.read(run, events.Started), None)  # raises the error for a folder that is not a run
+        next(
+            events.read(run, events.Started), None
+        )  # raises the error for a folder that is not a run
     found = consumed.check(run)
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else consumed.find_sample(run, sample)
     if json:
-        options.print_json({
-            "run": str(run), "ok": found.holds, "plan": vars(found.plan), "after": found.after, "last": found.last,
-            "attempts": list(found.attempts), "num_rows": found.num_rows, "num_overruled": found.num_overruled,
-            "num_samples": found.num_samples, "epochs": found.epochs, "torn_bytes": found.torn_bytes,
-            "faults": [each._asdict() for each in found.faults],
-            "sample": None if uses is None else {"id": sample, "uses": [each._asdict() for each in uses]},
-        })  # fmt: skip
+        options.print_json(
+            {
+                "run": str(run),
+                "ok": found.holds,
+                "plan": vars(found.plan),
+                "after": found.after,
+                "last": found.last,
+                "attempts": list(found.attempts),
+                "num_rows": found.num_rows,
+                "num_overruled": found.num_overruled,
+                "num_samples": found.num_samples,
+                "epochs": found.epochs,
+                "torn_bytes": found.torn_bytes,
+                "faults": [each._asdict() for each in found.faults],
+                "sample": None
+                if uses is None
+                else {"id": sample, "uses": [each._asdict() for each in uses]},
+            }
+        )
         return int(not found.holds)
     _tell(found)
     if uses is not None:
@@ -92,19 +110,36 @@ def _tell(found: Consumed) -> None:
     order += f", {plan.window:,} runs of {plan.chunk:,} at a time" if plan.window else ""
     short = ", the short last one left out" if plan.drop_last else ""
     grows = ", ".join(f"{batch:,} from sample {samples:,} on" for samples, batch in plan.ramp)
-    steps = f"steps {found.after + 1:,} to {found.last:,}" if found.last > found.after else "no step"
-    pairs = [("plan", f"{plan.samples:,} samples, {order}, in batches of {grows or f'{plan.batch:,}'}{short}"),
-             ("consumed", f"{steps}: {found.num_samples:,} samples, {format_number(found.epochs)} epochs"),
-             ("attempts", f"{len(found.attempts):,}; {found.num_overruled:,} steps were done again")]  # fmt: skip
+    steps = (
+        f"steps {found.after + 1:,} to {found.last:,}" if found.last > found.after else "no step"
+    )
+    pairs = [
+        (
+            "plan",
+            f"{plan.samples:,} samples, {order}, in batches of {grows or f'{plan.batch:,}'}{short}",
+        ),
+        (
+            "consumed",
+            f"{steps}: {found.num_samples:,} samples, {format_number(found.epochs)} epochs",
+        ),
+        ("attempts", f"{len(found.attempts):,}; {found.num_overruled:,} steps were done again"),
+    ]
     if found.after:
         pairs.append(
-            ("before", f"the first {found.after:,} steps were consumed by another plan, in the run that this one is a fork of")
+            (
+                "before",
+                f"the first {found.after:,} steps were consumed by another plan, in the run that this one is a fork of",
+            )
         )
     if found.torn_bytes:
-        pairs.append(("torn", "half a row at the end, as a kill leaves it; the next attempt takes it away"))
+        pairs.append(
+            ("torn", "half a row at the end, as a kill leaves it; the next attempt takes it away")
+        )
     print_pairs(pairs)
     if found.holds:
-        print_text("exactly once: every step consumed what the plan says, nothing twice, lost or out of order")
+        print_text(
+            "exactly once: every step consumed what the plan says, nothing twice, lost or out of order"
+        )
         return
     _tell_faults(found.faults)
 
@@ -131,15 +166,29 @@ def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
     _tell_unjudged(run, found.last)
     uses = None if sample is None else loop_ledger.find_sample(run, sample)
     if json:
-        fields = asdict(found) | {"faults": [each._asdict() for each in found.faults], "attempts": list(found.attempts)}
-        told = [{"step": use.step, "pass": use.number_of_pass + 1, "place": use.place + 1} for use in uses or ()]
-        options.print_json({
-            "run": str(run), "ok": found.holds, **fields, "sample": None if uses is None else {"id": sample, "uses": told},
-        })  # fmt: skip
+        fields = asdict(found) | {
+            "faults": [each._asdict() for each in found.faults],
+            "attempts": list(found.attempts),
+        }
+        told = [
+            {"step": use.step, "pass": use.number_of_pass + 1, "place": use.place + 1}
+            for use in uses or ()
+        ]
+        options.print_json(
+            {
+                "run": str(run),
+                "ok": found.holds,
+                **fields,
+                "sample": None if uses is None else {"id": sample, "uses": told},
+            }
+        )
         return int(not found.holds)
     _tell_loop(found)
     if uses is not None:
-        told_uses = ", ".join(f"step {use.step:,} (pass {use.number_of_pass + 1:,})" for use in uses) or "not yet"
+        told_uses = (
+            ", ".join(f"step {use.step:,} (pass {use.number_of_pass + 1:,})" for use in uses)
+            or "not yet"
+        )
         print(f"sample {sample:,}: {told_uses}")
     return int(not found.holds)
 
@@ -148,19 +197,33 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
     from surefoot.cli.table import print_pairs, print_text
 
     promise = found.promise
-    unknown = "known by digests alone" if promise.digests else "which samples they held is not known"
+    unknown = (
+        "known by digests alone" if promise.digests else "which samples they held is not known"
+    )
     known = f"{found.num_samples:,} samples" if found.num_samples else unknown
     of = "" if promise.samples is None else f" of {promise.samples:,}"
-    print_pairs([
-        ("consumed", f"steps 1 to {found.last:,}: {found.num_batches:,} batches, {known}, {found.num_passes:,} passes{of}"),
-        ("attempts", f"{len(found.attempts):,}; {found.num_overruled:,} batches were read again"),
-    ])  # fmt: skip
+    print_pairs(
+        [
+            (
+                "consumed",
+                f"steps 1 to {found.last:,}: {found.num_batches:,} batches, {known}, {found.num_passes:,} passes{of}",
+            ),
+            (
+                "attempts",
+                f"{len(found.attempts):,}; {found.num_overruled:,} batches were read again",
+            ),
+        ]
+    )
     if not found.holds:
         _tell_faults(found.faults)
     elif promise.once and found.num_samples:
         print("exactly once: every batch in its place, every sample once a pass")
     else:
-        print_text("every batch in its place, nothing twice or lost; whether a sample comes once a pass is left to the loader")
+        print_text(
+            "every batch in its place, nothing twice or lost; whether a sample comes once a pass is left to the loader"
+        )
     if found.num_compared and found.holds:
         what = "digest" if promise.digests else "samples"
-        print(f"{found.num_compared:,} batches that were read again after a stop had the same {what}")
+        print(
+            f"{found.num_compared:,} batches that were read again after a stop had the same {what}"
+        )

@@ -16,9 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.contract import events, manifest, runlock
-from surefoot.contract.events import Committed, Ended, Evaluated, Event, Fault, Memory, Started, Step
+from surefoot.contract.events import (
+    Committed,
+    Ended,
+    Evaluated,
+    Event,
+    Fault,
+    Memory,
+    Started,
+    Step,
+)
 from surefoot.contract.run_folder import files
-from surefoot.control.diagnose import Goodput, Health, Phases, find_goodput, find_health, find_phases
+from surefoot.control.diagnose import (
+    Goodput,
+    Health,
+    Phases,
+    find_goodput,
+    find_health,
+    find_phases,
+)
 from surefoot.core.cost.roofline import FILE, Utilisation, read_utilisation
 from surefoot.core.errors import RunFolderError
 from surefoot.core.units import UNKNOWN, format_number, format_percent, format_throughput
@@ -64,7 +80,9 @@ class Past:
     @property
     def elapsed_s(self) -> float | None:
         """Seconds of the newest attempt, to its end or last record; None if the clock went back."""
-        return self.ended.elapsed_s if self.ended is not None else self.goodput.attempts[-1].elapsed_s
+        return (
+            self.ended.elapsed_s if self.ended is not None else self.goodput.attempts[-1].elapsed_s
+        )
 
     @property
     def scored(self) -> list[Evaluated]:
@@ -108,7 +126,11 @@ class Past:
 
     @property
     def peak_bytes(self) -> int | None:
-        found = [each.peak_bytes for each in (*self.steps[-1:], self.ended) if each is not None and each.peak_bytes is not None]
+        found = [
+            each.peak_bytes
+            for each in (*self.steps[-1:], self.ended)
+            if each is not None and each.peak_bytes is not None
+        ]
         return max(found, default=None)
 
     @property
@@ -144,11 +166,21 @@ class Past:
         """Return the fields that every inspecting verb prints of a run with `--json`."""
         last, best = self.last, self.best
         return {
-            "run": str(self.folder), "task": self.started.task, "state": self.state, "spec_id": self.started.spec_id,
-            "steps": self.num_steps, "total_steps": self.started.total_steps, "score": last.score if last else None,
-            "value": value_of(last), "best_value": value_of(best), "best_step": best.step if best else None,
-            "elapsed_s": self.elapsed_s, "began_s": self.began_s, "attempts": self.num_attempts, **self.health.as_row(),
-        }  # fmt: skip
+            "run": str(self.folder),
+            "task": self.started.task,
+            "state": self.state,
+            "spec_id": self.started.spec_id,
+            "steps": self.num_steps,
+            "total_steps": self.started.total_steps,
+            "score": last.score if last else None,
+            "value": value_of(last),
+            "best_value": value_of(best),
+            "best_step": best.step if best else None,
+            "elapsed_s": self.elapsed_s,
+            "began_s": self.began_s,
+            "attempts": self.num_attempts,
+            **self.health.as_row(),
+        }
 
 
 def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
@@ -172,14 +204,20 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
     ends = [event for event in every[last_start:] if isinstance(event, Ended)]
     compared = [event for event in kept if isinstance(event, Memory)]
     return Past(
-        folder=folder, started=starts[-1], steps=tuple(event for event in kept if isinstance(event, Step)),
+        folder=folder,
+        started=starts[-1],
+        steps=tuple(event for event in kept if isinstance(event, Step)),
         evaluations=tuple(event for event in kept if isinstance(event, Evaluated)),
         commits=tuple(event for event in kept if isinstance(event, Committed)),
-        faults=tuple(event for event in kept if isinstance(event, Fault)), memory=compared[-1] if compared else None,
-        ended=ends[-1] if ends else None, goodput=find_goodput(every), phases=find_phases(every),
+        faults=tuple(event for event in kept if isinstance(event, Fault)),
+        memory=compared[-1] if compared else None,
+        ended=ends[-1] if ends else None,
+        goodput=find_goodput(every),
+        phases=find_phases(every),
         health=find_health(owner, every, stuck_after_s=stuck_after_s),
-        began_s=starts[0].time_s, last_s=every[-1].time_s,
-    )  # fmt: skip
+        began_s=starts[0].time_s,
+        last_s=every[-1].time_s,
+    )
 
 
 def read_records(folder: Path) -> tuple[list[Event], list[str]]:
@@ -206,7 +244,9 @@ def find(root: Path) -> Iterator[Path]:
             inside.clear()
             yield Path(folder)
         else:
-            inside[:] = sorted((name for name in inside if not name.startswith(".")), key=_by_number)
+            inside[:] = sorted(
+                (name for name in inside if not name.startswith(".")), key=_by_number
+            )
     yield from (Path(error.filename) for error in forbidden if isinstance(error, PermissionError))
 
 
@@ -241,7 +281,9 @@ def value_of(evaluated: Evaluated | None) -> float | None:
     """Return the value of an evaluation's score; None without an evaluation."""
     if evaluated is None:
         return None
-    return finite(evaluated.loss if evaluated.score == "loss" else evaluated.metrics.get(evaluated.score))
+    return finite(
+        evaluated.loss if evaluated.score == "loss" else evaluated.metrics.get(evaluated.score)
+    )
 
 
 def format_value(value: Any, unit: str) -> str:

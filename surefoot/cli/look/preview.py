@@ -40,7 +40,9 @@ class Scale:
     in_epochs: bool
 
     def to_steps(self, text: str) -> int:
-        return Duration.parse(text).to_steps(self.steps_per_epoch, self.batch, self.tokens_per_step, self.total_steps)
+        return Duration.parse(text).to_steps(
+            self.steps_per_epoch, self.batch, self.tokens_per_step, self.total_steps
+        )
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,15 @@ class Preview:
 
     def as_row(self) -> dict[str, Any]:
         return {
-            "lr": self.lr, "total_steps": self.scale.total_steps, "assumed": list(self.scale.assumed), "steps": list(self.steps),
-            "curves": [{"name": name, "what": self.told[name], "multipliers": values} for name, values in self.curves.items()],
-        }  # fmt: skip
+            "lr": self.lr,
+            "total_steps": self.scale.total_steps,
+            "assumed": list(self.scale.assumed),
+            "steps": list(self.steps),
+            "curves": [
+                {"name": name, "what": self.told[name], "multipliers": values}
+                for name, values in self.curves.items()
+            ],
+        }
 
 
 def names(text: str | None) -> list[str]:
@@ -71,7 +79,9 @@ def names(text: str | None) -> list[str]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise SpecError(f"--compare {name!r} is no schedule", hint=f"{hint}there are {', '.join(known)}")
+            raise SpecError(
+                f"--compare {name!r} is no schedule", hint=f"{hint}there are {', '.join(known)}"
+            )
     return found
 
 
@@ -90,10 +100,18 @@ def make(spec: RunSpec, beside: Sequence[str], steps_per_epoch: int) -> Preview:
     steps = tuple(sorted({round(index * last / (NUM_POINTS - 1)) for index in range(NUM_POINTS)}))
     total = None if Duration.parse(spec.train.length).unit == "s" else scale.total_steps
     curves = {
-        name: schedule_plan.preview(schedule_plan.build(settings, total, scale.to_steps), steps, check_every)
+        name: schedule_plan.preview(
+            schedule_plan.build(settings, total, scale.to_steps), steps, check_every
+        )
         for name, settings in chosen.items()
     }
-    return Preview(spec.optim.lr, scale, steps, curves, {name: _in_words(settings) for name, settings in chosen.items()})
+    return Preview(
+        spec.optim.lr,
+        scale,
+        steps,
+        curves,
+        {name: _in_words(settings) for name, settings in chosen.items()},
+    )
 
 
 def draw(made: Preview) -> None:
@@ -104,10 +122,15 @@ def draw(made: Preview) -> None:
     headers, rows = _table(made)
     print_table(headers, rows, right=headers, indent=2)
     print()
-    at = [(step + 1) / made.scale.steps_per_epoch if made.scale.in_epochs else step + 1 for step in made.steps]
+    at = [
+        (step + 1) / made.scale.steps_per_epoch if made.scale.in_epochs else step + 1
+        for step in made.steps
+    ]
     unit = "epoch" if made.scale.in_epochs else "step"
     many = len(made.curves) > 1
-    style = terminal_style(sys.stdout.encoding, log=many, x_title=unit, height=PANEL_ROWS if many else PLOT_ROWS)
+    style = terminal_style(
+        sys.stdout.encoding, log=many, x_title=unit, height=PANEL_ROWS if many else PLOT_ROWS
+    )
     print((side_by_side if many else overlay)(at, made.curves, style), end="\n\n")
     print_pairs(list(made.told.items()))
 
@@ -121,7 +144,12 @@ def _table(made: Preview) -> tuple[list[str], list[list[str]]]:
         epoch = [format_number(number / made.scale.steps_per_epoch)] if made.scale.in_epochs else []
         rate = [f"{made.lr * values[0]:.3g}"] if single else []
         rows.append([f"{number:,}", *epoch, *map(format_number, values), *rate])
-    return ["step", *(["epoch"] if made.scale.in_epochs else []), *made.curves, *(["rate"] if single else [])], rows
+    return [
+        "step",
+        *(["epoch"] if made.scale.in_epochs else []),
+        *made.curves,
+        *(["rate"] if single else []),
+    ], rows
 
 
 def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
@@ -129,16 +157,24 @@ def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
     tokens_per_step: float | None = None
     if length.unit == "tokens":
         tokens_per_step = length.value / UNKNOWN_LENGTH
-        assumed.append(f"{length} are drawn as {UNKNOWN_LENGTH:,} steps: only the data knows how many they are")
+        assumed.append(
+            f"{length} are drawn as {UNKNOWN_LENGTH:,} steps: only the data knows how many they are"
+        )
     if length.unit == "s":
         total = UNKNOWN_LENGTH
-        assumed.append(f"{length} are drawn as {total:,} steps: only the run will know how many they are")
+        assumed.append(
+            f"{length} are drawn as {total:,} steps: only the run will know how many they are"
+        )
     else:
         total = length.to_steps(steps_per_epoch, spec.train.batch, tokens_per_step)
     in_epochs = "epochs" in _units(spec)
     if in_epochs:
-        assumed.append(f"an epoch is drawn as {steps_per_epoch:,} steps; --steps-per-epoch says how many it has")
-    return Scale(total, steps_per_epoch, spec.train.batch, tokens_per_step, tuple(assumed), in_epochs)
+        assumed.append(
+            f"an epoch is drawn as {steps_per_epoch:,} steps; --steps-per-epoch says how many it has"
+        )
+    return Scale(
+        total, steps_per_epoch, spec.train.batch, tokens_per_step, tuple(assumed), in_epochs
+    )
 
 
 def _units(spec: RunSpec) -> set[str]:
@@ -150,7 +186,10 @@ def _durations(settings: ScheduleSettings) -> list[str]:
     if settings.sequence:
         return [text for piece in settings.sequence for text in _durations(piece)]
     stated = settings.effective()
-    single = [stated.get(key) for key in ("warmup", "length", "every", "cycle", "stable", "decay_length", "timescale")]
+    single = [
+        stated.get(key)
+        for key in ("warmup", "length", "every", "cycle", "stable", "decay_length", "timescale")
+    ]
     texts = [text for text in (*single, *(stated.get("milestones") or ())) if text is not None]
     return [text for text in texts if Duration.parse(text).value]
 
@@ -160,7 +199,13 @@ def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
     if Duration.parse(spec.evaluate.every).unit != "s":
         return max(1, scale.to_steps(spec.evaluate.every)), scale
     every = max(1, scale.total_steps // 20)
-    return every, replace(scale, assumed=(*scale.assumed, f"evaluations are drawn {every:,} steps apart: they go by the clock"))
+    return every, replace(
+        scale,
+        assumed=(
+            *scale.assumed,
+            f"evaluations are drawn {every:,} steps apart: they go by the clock",
+        ),
+    )
 
 
 def _like(own: ScheduleSettings, name: Name, scale: Scale, check_every: int) -> ScheduleSettings:
@@ -187,11 +232,22 @@ def _in_words(settings: ScheduleSettings) -> str:
     """Describe the settings that have an effect, as `every 100 steps, factor 0.1`."""
     if settings.sequence:
         return "; then ".join(f"{piece.name} ({_in_words(piece)})" for piece in settings.sequence)
-    stated = {key: value for key, value in settings.effective().items() if key != "name" and value not in (None, "0 steps")}
-    idle = ("warmup_shape", "warmup_start") if settings.warmup == "0 steps" and settings.name != "warmup" else ("warmup_start",)
+    stated = {
+        key: value
+        for key, value in settings.effective().items()
+        if key != "name" and value not in (None, "0 steps")
+    }
+    idle = (
+        ("warmup_shape", "warmup_start")
+        if settings.warmup == "0 steps" and settings.name != "warmup"
+        else ("warmup_start",)
+    )
     if settings.warmup_shape != "exponential" or len(idle) > 1:
         stated = {key: value for key, value in stated.items() if key not in idle}
-    parts = [f"{key} {' '.join(value) if isinstance(value, tuple) else value}" for key, value in stated.items()]
+    parts = [
+        f"{key} {' '.join(value) if isinstance(value, tuple) else value}"
+        for key, value in stated.items()
+    ]
     if settings.name == "plateau":
         parts.append("drawn as if no evaluation were better than the one before")
     return ", ".join(parts) or "no settings"
@@ -212,5 +268,9 @@ def check(origin: Origin) -> None:
         named = re.search(r"schedule\.(\w+)", error.message)
         where = find_place(("schedule", named.group(1)) if named else ("schedule",), origin.places)
         steps_are_real = units <= {"steps", "samples"}
-        message = error.message if steps_are_real else f"the schedule does not fit into train.length = {spec.train.length!r}"
+        message = (
+            error.message
+            if steps_are_real
+            else f"the schedule does not fit into train.length = {spec.train.length!r}"
+        )
         raise SpecError(message, hint=error.hint, where=where) from None

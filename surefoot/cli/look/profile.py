@@ -32,14 +32,31 @@ NUMBERS = ("calls", "itself", "share", "with callees", "own memory", "GFLOP", "g
 
 
 def profile(
-    given: Annotated[str, typer.Argument(metavar="SPEC|RUN", help="a spec, a run folder, or a trace to read: trace.json.gz")],
+    given: Annotated[
+        str,
+        typer.Argument(
+            metavar="SPEC|RUN", help="a spec, a run folder, or a trace to read: trace.json.gz"
+        ),
+    ],
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="so many are recorded")] = 20,
-    with_: Annotated[str, typer.Option("--with", metavar="LEVELS", help="of shapes,stacks,memory; each costs more")] = ALL,
+    with_: Annotated[
+        str,
+        typer.Option("--with", metavar="LEVELS", help="of shapes,stacks,memory; each costs more"),
+    ] = ALL,
     run: RunOption = None,
-    nvtx: Annotated[bool, typer.Option("--nvtx", help="mark the window for nsys or ncu, which record it instead")] = False,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, task: TaskOption = None, ranks: RanksOption = None,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> int | None:  # fmt: skip
+    nvtx: Annotated[
+        bool,
+        typer.Option("--nvtx", help="mark the window for nsys or ncu, which record it instead"),
+    ] = False,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    task: TaskOption = None,
+    ranks: RanksOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> int | None:
     """Record where the time and the memory of some steps go.
 
     Of a SPEC a new run is trained up to its window. A RUN that goes on is asked for its next steps; one that is over is repeated
@@ -58,10 +75,15 @@ def profile(
 
     if nvtx:
         check_gpu()
-    window, levels = Window(active=steps), check_levels([each.strip() for each in with_.split(",") if each.strip()])
+    window, levels = (
+        Window(active=steps),
+        check_levels([each.strip() for each in with_.split(",") if each.strip()]),
+    )
     if is_run:
         options.check_as_it_is(
-            {"--set": set_, "--seed": seed, "--data": data, "--run": run, "--ranks": ranks}, "profiled", "profile"
+            {"--set": set_, "--seed": seed, "--data": data, "--run": run, "--ranks": ranks},
+            "profiled",
+            "profile",
         )
         folder = _of_run(Path(given), window, levels, tell, nvtx=nvtx, task=task)
     else:
@@ -74,8 +96,16 @@ def profile(
         return None
     if place.here().rank:
         return None
-    words = ["surefoot", "profile", given, *(part for each in set_ or [] for part in ("--set", each))]
-    words += [*(["--seed", str(seed)] if seed is not None else []), *(["--data", data] if data is not None else [])]
+    words = [
+        "surefoot",
+        "profile",
+        given,
+        *(part for each in set_ or [] for part in ("--set", each)),
+    ]
+    words += [
+        *(["--seed", str(seed)] if seed is not None else []),
+        *(["--data", data] if data is not None else []),
+    ]
     _show(given, folder, [*words, "--steps", str(steps), "--nvtx"], json=json)
     return None
 
@@ -83,7 +113,9 @@ def profile(
 def _launch(given: str, changed: Any, ranks: int) -> int:
     from surefoot.contract import spec_file
 
-    return options.launch_ranks(ranks, spec_file.read(given, changed).spec, None, None, trains=False)
+    return options.launch_ranks(
+        ranks, spec_file.read(given, changed).spec, None, None, trains=False
+    )
 
 
 def _of_spec(
@@ -100,23 +132,38 @@ def _of_spec(
     from surefoot.train.record.windows import record
     from surefoot.train.run import Run
 
-    return record(Run(spec_file.read(given, changed).spec, folder=run, fresh=True, quiet=True), window, levels, tell, nvtx=nvtx)
+    return record(
+        Run(spec_file.read(given, changed).spec, folder=run, fresh=True, quiet=True),
+        window,
+        levels,
+        tell,
+        nvtx=nvtx,
+    )
 
 
 def _of_run(
-    run: Path, window: Window, levels: tuple[str, ...], tell: Callable[[str], None], *, nvtx: bool, task: str | None
-) -> Path:  # fmt: skip
+    run: Path,
+    window: Window,
+    levels: tuple[str, ...],
+    tell: Callable[[str], None],
+    *,
+    nvtx: bool,
+    task: str | None,
+) -> Path:
     from surefoot.contract import runlock
     from surefoot.core.errors import InputError
     from surefoot.train.record import windows
 
     if not runlock.is_held(run):
-        return windows.record_again(run, window, levels, tell, warn=options.warn, nvtx=nvtx, use=task)
+        return windows.record_again(
+            run, window, levels, tell, warn=options.warn, nvtx=nvtx, use=task
+        )
     if task is not None:
         raise InputError(f"{run} is running, with the task that it has", hint="leave --task out")
     if nvtx:
         raise InputError(
-            f"{run} goes on in a process that nsys and ncu did not start", hint="wait for its end, or profile its spec.toml"
+            f"{run} goes on in a process that nsys and ncu did not start",
+            hint="wait for its end, or profile its spec.toml",
         )
     return windows.ask(run, window, levels, tell)
 
@@ -132,7 +179,13 @@ def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
     commands = render(words, folder, world_size=place.here().world_size)
     if json:
         options.print_json(
-            {"given": given, "folder": str(folder), "files": list(map(str, files)), **_row(found), "commands": commands}
+            {
+                "given": given,
+                "folder": str(folder),
+                "files": list(map(str, files)),
+                **_row(found),
+                "commands": commands,
+            }
         )
         return
     _print(found)
@@ -170,16 +223,26 @@ def _print(found: TraceAnalysis) -> None:
     from surefoot.cli.table import print_pairs, print_table
     from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
 
-    whole_s = sum(each.self_device_s if each.self_device_s is not None else each.self_s for each in found.operators)
+    whole_s = sum(
+        each.self_device_s if each.self_device_s is not None else each.self_s
+        for each in found.operators
+    )
     on_device = bool(found.operators) and found.operators[0].self_device_s is not None
     rows = []
     for each in found.operators[:ROWS]:
         own_s = each.self_device_s if on_device and each.self_device_s is not None else each.self_s
-        rows.append([
-            each.name, f"{each.calls:,}", format_seconds(own_s), format_percent(own_s / whole_s if whole_s else None),
-            format_seconds(each.total_s), format_bytes(each.self_bytes),
-            format_number(None if each.flops is None else each.flops / 1e9), format_bytes(each.bytes),
-        ])  # fmt: skip
+        rows.append(
+            [
+                each.name,
+                f"{each.calls:,}",
+                format_seconds(own_s),
+                format_percent(own_s / whole_s if whole_s else None),
+                format_seconds(each.total_s),
+                format_bytes(each.self_bytes),
+                format_number(None if each.flops is None else each.flops / 1e9),
+                format_bytes(each.bytes),
+            ]
+        )
     print(f"Operators by their own time{' on the device' if on_device else ''}")
     print_table(("operator", *NUMBERS), rows, right=NUMBERS, indent=2)
     if len(found.operators) > ROWS:
@@ -195,17 +258,33 @@ def _print_collectives(found: TraceAnalysis) -> None:
     from surefoot.core.units import format_percent, format_seconds
 
     print("What the ranks did together, in a step of this one")
-    headers = ("collective", "calls", "begins", "ends", "overlapped", "exposed", "share", "before backward ends")
+    headers = (
+        "collective",
+        "calls",
+        "begins",
+        "ends",
+        "overlapped",
+        "exposed",
+        "share",
+        "before backward ends",
+    )
     rows = [
         [
-            f"{each.name}{f', {each.place}.' if each.place > 1 else ''}", f"{each.num_calls:,}", format_seconds(each.begins_s),
-            format_seconds(each.ends_s), format_seconds(each.overlapped_s), format_seconds(each.exposed_s),
-            format_percent(each.share), f"{each.num_early:,}",
+            f"{each.name}{f', {each.place}.' if each.place > 1 else ''}",
+            f"{each.num_calls:,}",
+            format_seconds(each.begins_s),
+            format_seconds(each.ends_s),
+            format_seconds(each.overlapped_s),
+            format_seconds(each.exposed_s),
+            format_percent(each.share),
+            f"{each.num_early:,}",
         ]
         for each in found.collectives or ()
-    ]  # fmt: skip
+    ]
     print_table(headers, rows, right=headers[1:], indent=2)
-    print("  seconds after the step began; overlapped: beside computing, a share of the whole; exposed: waited for")
+    print(
+        "  seconds after the step began; overlapped: beside computing, a share of the whole; exposed: waited for"
+    )
 
 
 def _pairs(found: TraceAnalysis, operators_s: float) -> list[tuple[str, str]]:
@@ -215,17 +294,40 @@ def _pairs(found: TraceAnalysis, operators_s: float) -> list[tuple[str, str]]:
     first = found.facts.get("first_step")
     text = format_seconds(found.window_s)
     if steps:
-        text += f" for {steps} steps" + (f", from step {first:,} on" if isinstance(first, int) else "")
-    pairs = [("time", text), ("operators", f"{format_percent(operators_s / found.window_s if found.window_s else None)} of it")]
+        text += f" for {steps} steps" + (
+            f", from step {first:,} on" if isinstance(first, int) else ""
+        )
+    pairs = [
+        ("time", text),
+        (
+            "operators",
+            f"{format_percent(operators_s / found.window_s if found.window_s else None)} of it",
+        ),
+    ]
     if found.facts.get("short_of_memory"):
-        pairs.append(("ended early", f"after {steps} steps: to end a longer window would take more memory than there is"))
+        pairs.append(
+            (
+                "ended early",
+                f"after {steps} steps: to end a longer window would take more memory than there is",
+            )
+        )
     if found.facts.get("num_kept"):
-        pairs.append(("left out", f"all but the first {found.facts['num_kept']} steps: the trace of all would be over 50 MB"))
+        pairs.append(
+            (
+                "left out",
+                f"all but the first {found.facts['num_kept']} steps: the trace of all would be over 50 MB",
+            )
+        )
     if found.slowdown is not None:
         pace = f"{format_seconds(paces['inside'])} a step, {format_seconds(paces['before'])} without the profiler"
         pairs.append(("its cost", f"{format_number(found.slowdown)} times as long: {pace}"))
     if found.memory is not None:
         at_s, parts = found.memory.peak
         told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-        pairs.append(("memory", f"at most {format_bytes(sum(parts.values()))}, after {format_seconds(at_s)}: {told}"))
+        pairs.append(
+            (
+                "memory",
+                f"at most {format_bytes(sum(parts.values()))}, after {format_seconds(at_s)}: {told}",
+            )
+        )
     return pairs

@@ -22,12 +22,20 @@ ONE, SEVERAL = "report.html", "compared.html"
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="a run folder; several lie side by side")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="a run folder; several lie side by side")
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="a new file", show_default="report.html in the run folder")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="a new file", show_default="report.html in the run folder"
+        ),
     ] = None,
     ladder: Annotated[
-        Path | None, typer.Option("--ladder", metavar="DIR", help="what surefoot ladder wrote, to show with the runs")
+        Path | None,
+        typer.Option(
+            "--ladder", metavar="DIR", help="what surefoot ladder wrote, to show with the runs"
+        ),
     ] = None,
     json: JsonOption = False,
     traceback: TracebackOption = False,
@@ -46,13 +54,17 @@ def report(
     found = [past.read(folder) for folder in runs]
     _check_steps(found)
     rows = ReportPage(
-        runs=[rows_of(each) for each in found], differences=_differences(found) if len(found) > 1 else None,
-        ladder=None if ladder is None else read_ladder(ladder), version=__version__,
-    )  # fmt: skip
+        runs=[rows_of(each) for each in found],
+        differences=_differences(found) if len(found) > 1 else None,
+        ladder=None if ladder is None else read_ladder(ladder),
+        version=__version__,
+    )
     text = render(rows).encode()
     write_page(file, text, is_new=out is not None)
     if json:
-        options.print_json({"file": str(file), "num_bytes": len(text), "runs": [str(each) for each in runs]})
+        options.print_json(
+            {"file": str(file), "num_bytes": len(text), "runs": [str(each) for each in runs]}
+        )
     else:
         print(f"{file}  {format_bytes(len(text))}")
 
@@ -61,7 +73,9 @@ def _check_number(runs: Sequence[Path]) -> None:
     from surefoot.core.errors import InputError
 
     if len(runs) > MAX_RUNS:
-        raise InputError(f"{len(runs)} runs are too many for one page", hint=f"give at most {MAX_RUNS}")
+        raise InputError(
+            f"{len(runs)} runs are too many for one page", hint=f"give at most {MAX_RUNS}"
+        )
 
 
 def _check_steps(found: Sequence[Past]) -> None:
@@ -101,11 +115,15 @@ def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
         try:
             with files.open_new(file.parent, draft.name) as page:
                 page.write(text)
-            os.link(draft, file)  # unlike a rename it never replaces a file that was created meanwhile
+            os.link(
+                draft, file
+            )  # unlike a rename it never replaces a file that was created meanwhile
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror}", hint="give another file with --out") from None
+        raise InputError(
+            f"{file} cannot be written: {error.strerror}", hint="give another file with --out"
+        ) from None
 
 
 def rows_of(past: Past) -> RunRows:
@@ -118,12 +136,22 @@ def rows_of(past: Past) -> RunRows:
     steps = [each for each in past.steps if each.generation == past.started.generation]
     records = [past.started, *steps, *([past.ended] if past.ended is not None else [])]
     return RunRows(
-        name=str(past.folder), headline=f"{shorten(past.started.task)}: {past.state}, {shorten(format_score(past))}",
-        unit=past.started.unit, summary=list(_summary(past)), environment=list(_environment(past)),
-        commands=list(_commands(past)), spec=_spec(past), steps=past.steps, evaluations=past.scored, commits=past.commits,
-        faults=past.faults, goodput=past.goodput, phases=past.phases,
-        memory=find_memory_use(records, shape=read_shape(past.folder)), profile=read_profile(past.folder),
-    )  # fmt: skip
+        name=str(past.folder),
+        headline=f"{shorten(past.started.task)}: {past.state}, {shorten(format_score(past))}",
+        unit=past.started.unit,
+        summary=list(_summary(past)),
+        environment=list(_environment(past)),
+        commands=list(_commands(past)),
+        spec=_spec(past),
+        steps=past.steps,
+        evaluations=past.scored,
+        commits=past.commits,
+        faults=past.faults,
+        goodput=past.goodput,
+        phases=past.phases,
+        memory=find_memory_use(records, shape=read_shape(past.folder)),
+        profile=read_profile(past.folder),
+    )
 
 
 def _summary(past: Past) -> Iterator[tuple[str, str]]:
@@ -140,7 +168,11 @@ def _environment(past: Past) -> Iterator[tuple[str, str]]:
 
     yield from story.tell_place(past)
     yield "system", str(past.started.machine.get("system", "n/a"))
-    yield "variables", ", ".join(f"{name}={value}" for name, value in past.started.variables.items()) or "none that matter"
+    yield (
+        "variables",
+        ", ".join(f"{name}={value}" for name, value in past.started.variables.items())
+        or "none that matter",
+    )
 
 
 def _commands(past: Past) -> Iterator[tuple[str, Whole]]:
@@ -175,5 +207,7 @@ def _differences(found: Sequence[Past]) -> TableRows:
     from surefoot.control.report import TableRows
 
     rows = [*side_by_side.spec_differences(found), *side_by_side.circumstance_differences(found)]
-    texts = [[key, *("-" if value is None else str(value) for value in values)] for key, values in rows]
+    texts = [
+        [key, *("-" if value is None else str(value) for value in values)] for key, values in rows
+    ]
     return TableRows(headers=["", *(str(each.folder) for each in found)], rows=texts)

@@ -19,8 +19,13 @@ HEADERS = ("run", "task", "state", "steps", "score", "time", "when")
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where to look; folders inside it are searched too")] = DEFAULT,
-    sizes: Annotated[bool, typer.Option("--sizes", help="the bytes of each run's files, too")] = False,
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="where to look; folders inside it are searched too"),
+    ] = DEFAULT,
+    sizes: Annotated[
+        bool, typer.Option("--sizes", help="the bytes of each run's files, too")
+    ] = False,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
@@ -35,7 +40,9 @@ def runs(
     from surefoot.core.units import format_bytes
 
     if not folder.is_dir() and folder != DEFAULT:
-        raise RunFolderError(f"there is no folder {folder}", hint="give the folder that holds the runs")
+        raise RunFolderError(
+            f"there is no folder {folder}", hint="give the folder that holds the runs"
+        )
     rows: list[dict[str, Any]] = []
     lines: list[tuple[str, ...]] = []
     for each in past.find(folder):
@@ -53,7 +60,9 @@ def runs(
         options.print_json({"folder": str(folder), "runs": rows})
     elif lines:
         print_table(
-            (*HEADERS, *(["size"] if sizes else [])), lines, right=("steps", "time", "size") if sizes else ("steps", "time")
+            (*HEADERS, *(["size"] if sizes else [])),
+            lines,
+            right=("steps", "time", "size") if sizes else ("steps", "time"),
         )
     else:
         print(f"no runs below {folder}; surefoot train digits begins one", file=sys.stderr)
@@ -65,6 +74,18 @@ def _line(found: Past) -> tuple[str, ...]:
     from surefoot.core.units import format_seconds
 
     total = found.started.total_steps
-    steps = f"{found.num_steps:,}" if total in (None, found.num_steps) else f"{found.num_steps:,}/{total:,}"
+    steps = (
+        f"{found.num_steps:,}"
+        if total in (None, found.num_steps)
+        else f"{found.num_steps:,}/{total:,}"
+    )
     score, spent = past.format_score(found, with_best=False), format_seconds(found.elapsed_s)
-    return (str(found.folder), found.started.task, found.state, steps, score, spent, format_time(found.began_s))
+    return (
+        str(found.folder),
+        found.started.task,
+        found.state,
+        steps,
+        score,
+        spent,
+        format_time(found.began_s),
+    )

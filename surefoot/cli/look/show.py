@@ -16,18 +16,24 @@ if TYPE_CHECKING:
 def show(
     run: RunArgument,
     health: Annotated[
-        bool, typer.Option("--health", help="only its state, with exit code 0 where it is running or complete, else 1")
+        bool,
+        typer.Option(
+            "--health",
+            help="only its state, with exit code 0 where it is running or complete, else 1",
+        ),
     ] = False,
     stuck_after: Annotated[
         str | None,
         typer.Option(
-            "--stuck-after", metavar="TIME", help="a run without a new record for this long is stuck",
+            "--stuck-after",
+            metavar="TIME",
+            help="a run without a new record for this long is stuck",
             show_default="5 min, or 5 times its longest time between two records",
         ),
     ] = None,
     json: JsonOption = False,
     traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Tell how a run went.
 
     Where it ran, its learning curve, its evaluations, what went wrong, how it ended, how to repeat it; and whether it is running.
@@ -66,5 +72,11 @@ def _line(found: Past) -> str:
     from surefoot.cli.table import without_control
 
     total = "" if found.started.total_steps is None else f" of {found.started.total_steps:,}"
-    how = found.health.words if found.ended is None or found.health.state != found.ended.outcome else found.ended.cause
-    return without_control(f"{found.folder}: {found.health.state} at step {found.num_steps:,}{total}; {how}")
+    how = (
+        found.health.words
+        if found.ended is None or found.health.state != found.ended.outcome
+        else found.ended.cause
+    )
+    return without_control(
+        f"{found.folder}: {found.health.state} at step {found.num_steps:,}{total}; {how}"
+    )

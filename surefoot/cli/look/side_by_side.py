@@ -24,17 +24,28 @@ def tell(runs: Sequence[Past]) -> None:
     spec, circumstances = spec_differences(runs), circumstance_differences(runs)
     has_specs = any(each.started.spec for each in runs)
     same = "the specs are equal" if has_specs else "no run has a spec: nothing was compared"
-    _print_rows("Spec", headers, [(key, [_text(value) for value in values]) for key, values in spec], same)
+    _print_rows(
+        "Spec", headers, [(key, [_text(value) for value in values]) for key, values in spec], same
+    )
     _print_rows("Outcome", headers, list(_outcomes(runs)), "")
     losses = losses_at_equal_steps(runs)
-    rows: list[Row] = [(f"loss at step {step:,}", [format_number(loss) for loss in values]) for step, values in losses]
+    rows: list[Row] = [
+        (f"loss at step {step:,}", [format_number(loss) for loss in values])
+        for step, values in losses
+    ]
     _print_rows("Training loss at equal steps", headers, rows, "the runs have no step in common")
     texts: list[Row] = [
-        (key, [shorten(_text(value), 15 if key in DIGESTS else 24) for value in values]) for key, values in circumstances
+        (key, [shorten(_text(value), 15 if key in DIGESTS else 24) for value in values])
+        for key, values in circumstances
     ]
     unknown = find_unrecorded(runs)
     left = f"; not recorded, and not compared: {', '.join(unknown)}" if unknown else ""
-    _print_rows("Versions and machine", headers, texts, f"what is recorded of versions, machine, code and data is equal{left}")
+    _print_rows(
+        "Versions and machine",
+        headers,
+        texts,
+        f"what is recorded of versions, machine, code and data is equal{left}",
+    )
     if texts and left:
         print(f"  {left.removeprefix('; ')}\n")
 
@@ -56,11 +67,21 @@ def _outcomes(runs: Sequence[Past]) -> Iterator[Row]:
     yield "state", [each.state for each in runs]
     yield (
         "score",
-        [UNKNOWN if (last := each.last) is None else f"{last.score} {format_metric(last.score, last)}" for each in runs],
+        [
+            UNKNOWN
+            if (last := each.last) is None
+            else f"{last.score} {format_metric(last.score, last)}"
+            for each in runs
+        ],
     )
     yield (
         "best",
-        [UNKNOWN if (best := each.best) is None else f"{format_metric(best.score, best)} at step {best.step:,}" for each in runs],
+        [
+            UNKNOWN
+            if (best := each.best) is None
+            else f"{format_metric(best.score, best)} at step {best.step:,}"
+            for each in runs
+        ],
     )
     yield "steps", [f"{each.num_steps:,}" for each in runs]
     yield "time", [format_seconds(each.elapsed_s) for each in runs]
@@ -71,12 +92,18 @@ def _outcomes(runs: Sequence[Past]) -> Iterator[Row]:
 def spec_differences(runs: Sequence[Past]) -> list[Row]:
     """Return every spec key whose values differ, defaults included; None for a key a run lacks."""
     rows = _differences([_flat(_with_defaults(each.started.spec)) for each in runs])
-    return [row for row in rows if row[0] != "train.threads"]  # the threads that a run used are in its machine.threads
+    return [
+        row for row in rows if row[0] != "train.threads"
+    ]  # the threads that a run used are in its machine.threads
 
 
 def circumstance_differences(runs: Sequence[Past]) -> list[Row]:
     """Return the entries for versions, machine, code and data that differ."""
-    return [(key, values) for key, values in _find_circumstances(runs).items() if any(value != values[0] for value in values)]
+    return [
+        (key, values)
+        for key, values in _find_circumstances(runs).items()
+        if any(value != values[0] for value in values)
+    ]
 
 
 def find_unrecorded(runs: Sequence[Past]) -> list[str]:
@@ -90,19 +117,27 @@ def _find_circumstances(runs: Sequence[Past]) -> dict[str, list[Any]]:
     return _beside(
         [
             {
-                **each.started.versions, **{f"machine.{name}": value for name, value in each.started.machine.items()},
-                "host": each.started.place.get("host"), "code": each.started.code_digest, "commit": each.started.commit,
+                **each.started.versions,
+                **{f"machine.{name}": value for name, value in each.started.machine.items()},
+                "host": each.started.place.get("host"),
+                "code": each.started.code_digest,
+                "commit": each.started.commit,
                 "uncommitted changes": each.started.is_dirty,
                 **{f"module {name}": digest for name, digest in each.started.modules.items()},
-                "data": each.started.data.get("digest"), "parameters": each.started.num_parameters,
+                "data": each.started.data.get("digest"),
+                "parameters": each.started.num_parameters,
             }
             for each in runs
         ]
-    )  # fmt: skip
+    )
 
 
 def _differences(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
-    return [(key, values) for key, values in _beside(tables).items() if any(value != values[0] for value in values)]
+    return [
+        (key, values)
+        for key, values in _beside(tables).items()
+        if any(value != values[0] for value in values)
+    ]
 
 
 def _beside(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -121,13 +156,23 @@ def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Any]:
         return stated
     tables, use = spec.model_dump(mode="python"), spec.task.use
     if use is not None and use.rpartition(":")[0].endswith(".py"):
-        use = use.rpartition("/")[2]  # the path of a task file is not compared; its code is, by digest
-    return {**tables, "task": {"use": use, **spec.task.parameters}, "schedule": spec.schedule.effective()}
+        use = use.rpartition("/")[
+            2
+        ]  # the path of a task file is not compared; its code is, by digest
+    return {
+        **tables,
+        "task": {"use": use, **spec.task.parameters},
+        "schedule": spec.schedule.effective(),
+    }
 
 
 def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
     named = {table: keys for table, keys in tables.items() if isinstance(keys, Mapping)}
-    return {f"{table}.{key}": _listed(value) for table, keys in named.items() for key, value in keys.items()}
+    return {
+        f"{table}.{key}": _listed(value)
+        for table, keys in named.items()
+        for key, value in keys.items()
+    }
 
 
 def _listed(value: Any) -> Any:
@@ -139,7 +184,10 @@ def losses_at_equal_steps(runs: Sequence[Past]) -> list[tuple[int, list[float | 
     own = [{each.step for each in run.steps} for run in runs]
     equal = sorted(set.intersection(*own))
     if len(equal) > NUM_EQUAL_STEPS:
-        equal = [equal[round(index * (len(equal) - 1) / (NUM_EQUAL_STEPS - 1))] for index in range(NUM_EQUAL_STEPS)]
+        equal = [
+            equal[round(index * (len(equal) - 1) / (NUM_EQUAL_STEPS - 1))]
+            for index in range(NUM_EQUAL_STEPS)
+        ]
     return [(step, [run.loss_at(step) for run in runs]) for step in equal]
 
 
@@ -147,11 +195,20 @@ def as_row(runs: Sequence[Past]) -> dict[str, Any]:
     """Return the comparison as one object: each list holds a value per run, in the order given."""
     return {
         "runs": [
-            {**each.as_row(), "samples_per_s": each.samples_per_s, "items_per_s": each.items_per_s, "unit": each.started.unit,
-             "peak_bytes": each.peak_bytes}
+            {
+                **each.as_row(),
+                "samples_per_s": each.samples_per_s,
+                "items_per_s": each.items_per_s,
+                "unit": each.started.unit,
+                "peak_bytes": each.peak_bytes,
+            }
             for each in runs
         ],
         "spec": [{"key": key, "values": values} for key, values in spec_differences(runs)],
-        "losses": [{"step": step, "values": values} for step, values in losses_at_equal_steps(runs)],
-        "circumstances": [{"key": key, "values": values} for key, values in circumstance_differences(runs)],
-    }  # fmt: skip
+        "losses": [
+            {"step": step, "values": values} for step, values in losses_at_equal_steps(runs)
+        ],
+        "circumstances": [
+            {"key": key, "values": values} for key, values in circumstance_differences(runs)
+        ],
+    }

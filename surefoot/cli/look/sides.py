@@ -15,7 +15,14 @@ from surefoot.cli.look.past import Past, finite, value_of
 from surefoot.cli.table import print_table, without_control
 from surefoot.core.errors import RunFolderError
 from surefoot.core.statistics import Interval, mean, mean_difference
-from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_rate, format_seconds
+from surefoot.core.units import (
+    UNKNOWN,
+    format_bytes,
+    format_number,
+    format_percent,
+    format_rate,
+    format_seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,9 @@ def read(folder: Path) -> Side:
     """
     found = tuple(past.read(path) for path in past.find(folder))
     if not found:
-        raise RunFolderError(f"{folder} holds no runs", hint="name a run, or a folder with runs in it")
+        raise RunFolderError(
+            f"{folder} holds no runs", hint="name a run, or a folder with runs in it"
+        )
     return Side(folder, found)
 
 
@@ -79,8 +88,12 @@ def compare(sides: Sequence[Side]) -> list[MeasureComparison]:
     ]
 
 
-def _compare(name: str, of: Callable[[Past], float | None], side: Side, first: Side) -> MeasureComparison:
-    mine, theirs = ([value for run in each.runs if (value := of(run)) is not None] for each in (side, first))
+def _compare(
+    name: str, of: Callable[[Past], float | None], side: Side, first: Side
+) -> MeasureComparison:
+    mine, theirs = (
+        [value for run in each.runs if (value := of(run)) is not None] for each in (side, first)
+    )
     if not mine or not theirs:
         return MeasureComparison(name, side, None, None, None)
     return MeasureComparison(name, side, mean(mine), mean(theirs), mean_difference(mine, theirs))
@@ -94,7 +107,14 @@ def tell(sides: Sequence[Side]) -> None:
     for each in compare(sides):
         show = _format(each.measure, sides)
         rows.append(
-            (each.measure, str(each.side.folder), show(each.theirs), show(each.mine), _shown(each.difference, show), each.verdict)
+            (
+                each.measure,
+                str(each.side.folder),
+                show(each.theirs),
+                show(each.mine),
+                _shown(each.difference, show),
+                each.verdict,
+            )
         )
     for run in (run for side in sides for run in side.runs if run.state != "finished"):
         print(
@@ -113,9 +133,11 @@ def _format(measure: str, sides: Sequence[Side]) -> Callable[[float | None], str
     in_percent = last is not None and last.units.get(last.score) == "%"
     score = format_percent if in_percent else format_number
     shows: dict[str, Callable[[float | None], str]] = {
-        "score": score, "samples_per_s": lambda value: format_rate(value, "samples"), "elapsed_s": _signed(format_seconds),
+        "score": score,
+        "samples_per_s": lambda value: format_rate(value, "samples"),
+        "elapsed_s": _signed(format_seconds),
         "peak_bytes": _signed(format_bytes),
-    }  # fmt: skip
+    }
     return shows.get(measure, format_number)
 
 
@@ -134,15 +156,27 @@ def _shown(difference: Interval | None, show: Callable[[float | None], str]) -> 
 def as_row(sides: Sequence[Side]) -> dict[str, Any]:
     """Return the comparison as one object."""
     return {
-        "sides": [{"side": str(side.folder), "runs": [run.as_row() for run in side.runs]} for side in sides],
+        "sides": [
+            {"side": str(side.folder), "runs": [run.as_row() for run in side.runs]}
+            for side in sides
+        ],
         "effects": [
             {
-                "measure": each.measure, "side": str(each.side.folder), "baseline": str(sides[0].folder), "mean": each.mine,
-                "baseline_mean": each.theirs, "verdict": each.verdict,
-                "difference": None if each.difference is None else
-                {"estimate": each.difference.estimate, "low": each.difference.low, "high": each.difference.high,
-                 "n": each.difference.count},
+                "measure": each.measure,
+                "side": str(each.side.folder),
+                "baseline": str(sides[0].folder),
+                "mean": each.mine,
+                "baseline_mean": each.theirs,
+                "verdict": each.verdict,
+                "difference": None
+                if each.difference is None
+                else {
+                    "estimate": each.difference.estimate,
+                    "low": each.difference.low,
+                    "high": each.difference.high,
+                    "n": each.difference.count,
+                },
             }
             for each in compare(sides)
         ],
-    }  # fmt: skip
+    }

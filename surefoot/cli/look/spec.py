@@ -8,21 +8,40 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
-from surefoot.cli.options import DataOption, JsonOption, SeedOption, SetOption, SpecArgument, StepsOption, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    SeedOption,
+    SetOption,
+    SpecArgument,
+    StepsOption,
+    TracebackOption,
+)
 
 app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Show, check or describe specs.")
 
 
 @app.command(cls=Verb)
 def show(
-    spec: SpecArgument, set_: SetOption = None, steps: StepsOption = None, seed: SeedOption = None, data: DataOption = None,
-    plot: Annotated[bool, typer.Option("--plot", help="draw the schedule of the learning rate instead")] = False,
-    compare: Annotated[str | None, typer.Option("--compare", metavar="NAMES", help="draw these beside it, as in step,cosine")] = None,
+    spec: SpecArgument,
+    set_: SetOption = None,
+    steps: StepsOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="draw the schedule of the learning rate instead")
+    ] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option("--compare", metavar="NAMES", help="draw these beside it, as in step,cosine"),
+    ] = None,
     steps_per_epoch: Annotated[
-        int, typer.Option("--steps-per-epoch", metavar="N", help="what --plot draws an epoch as", min=1)
+        int,
+        typer.Option("--steps-per-epoch", metavar="N", help="what --plot draws an epoch as", min=1),
     ] = 100,
-    json: JsonOption = False, traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> None:
     """Show every value of a spec and where it came from, and the formulas that it chooses.
 
     With --plot its schedule instead, as a table and a drawing.
@@ -47,7 +66,9 @@ def show(
         told = [{"key": each.key, "formula": each.text} for each in chosen]
         options.print_json({"id": origin.spec.id, "values": values, "formulas": told})
         return
-    print_table(("key", "value", "from"), [(key, as_toml(value), place) for key, value, place in rows])
+    print_table(
+        ("key", "value", "from"), [(key, as_toml(value), place) for key, value, place in rows]
+    )
     print()
     print_table(("key", "formula"), [(each.key, each.text) for each in chosen])
 
@@ -70,9 +91,14 @@ def schema() -> None:
 
 @app.command(cls=Verb)
 def check(
-    spec: SpecArgument, set_: SetOption = None, steps: StepsOption = None, seed: SeedOption = None, data: DataOption = None,
-    json: JsonOption = False, traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+    spec: SpecArgument,
+    set_: SetOption = None,
+    steps: StepsOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> None:
     """Check a spec without running anything, and print its id.
 
     The task's parameters are read from its source. Ends with 2 where something is wrong.
@@ -85,16 +111,27 @@ def check(
         origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
         if origin.spec.task.use is None:
             raise SpecError(
-                "the spec names no task", hint='name one as [task] use = "digits"; in Python the object will do: Run(spec, task)'
+                "the spec names no task",
+                hint='name one as [task] use = "digits"; in Python the object will do: Run(spec, task)',
             )
         preview.check(origin)
     except InputError as error:
         if json:
             place = getattr(error, "where", None)
-            options.print_json({"ok": False, "id": None, "error": error.message, "hint": error.hint, "where": place})
+            options.print_json(
+                {
+                    "ok": False,
+                    "id": None,
+                    "error": error.message,
+                    "hint": error.hint,
+                    "where": place,
+                }
+            )
         raise
     if json:
-        options.print_json({"ok": True, "id": origin.spec.id, "error": None, "hint": None, "where": None})
+        options.print_json(
+            {"ok": True, "id": origin.spec.id, "error": None, "hint": None, "where": None}
+        )
     else:
         print(f"{origin.spec.id}  ok")
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from surefoot.cli.look.past import Past, finite, format_metric, format_score
 from surefoot.cli.plot import overlay, terminal_style
-from surefoot.cli.table import format_time, print_pairs, print_table, print_text, shorten, without_control
+from surefoot.cli.table import (
+    format_time,
+    print_pairs,
+    print_table,
+    print_text,
+    shorten,
+    without_control,
+)
 from surefoot.contract.events import Started
 from surefoot.control.diagnose import Spread
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_seconds
@@ -25,7 +32,9 @@ def tell(past: Past) -> None:
     """Print the summary of a run."""
     score = format_score(past)
     print(
-        without_control(f"{past.folder}: {past.started.task}, {past.state}, {score}, began {format_time(past.began_s)}"),
+        without_control(
+            f"{past.folder}: {past.started.task}, {past.state}, {score}, began {format_time(past.began_s)}"
+        ),
         end="\n\n",
     )
     _print_part("Where it ran", tell_place(past))
@@ -51,18 +60,32 @@ def tell_place(past: Past) -> Pairs:
     cores = f"{machine.get('processor', UNKNOWN)}, {machine.get('cores', UNKNOWN)} cores"
     pairs = [
         ("spec", f"{started.spec_id}, seed {started.seed}"),
-        ("host", f"{started.place.get('host', UNKNOWN)}, {cores}, {format_bytes(finite(machine.get('memory_bytes')))}"),
-        ("device", f"{machine.get('device', UNKNOWN)}, {threads} thread{'' if threads == 1 else 's'}"),
+        (
+            "host",
+            f"{started.place.get('host', UNKNOWN)}, {cores}, {format_bytes(finite(machine.get('memory_bytes')))}",
+        ),
+        (
+            "device",
+            f"{machine.get('device', UNKNOWN)}, {threads} thread{'' if threads == 1 else 's'}",
+        ),
         ("versions", ", ".join(f"{name} {version}" for name, version in started.versions.items())),
         ("data", f"{data.get('describe', UNKNOWN)}"),
-        ("", f"{data.get('guarantee', UNKNOWN)}, digest {shorten(data.get('digest', UNKNOWN), 15)}"),
+        (
+            "",
+            f"{data.get('guarantee', UNKNOWN)}, digest {shorten(data.get('digest', UNKNOWN), 15)}",
+        ),
         ("model", f"{started.num_parameters:,} parameters"),
         ("code", _describe_code(started)),
     ]
     if past.num_attempts > 1:
         redone = sum(each.num_redone for each in past.goodput.attempts)
         told = f"{redone:,} steps done again; " if redone else ""
-        pairs.append(("attempts", f"{past.num_attempts}; {told}of each step the newest is told; surefoot why tells more"))
+        pairs.append(
+            (
+                "attempts",
+                f"{past.num_attempts}; {told}of each step the newest is told; surefoot why tells more",
+            )
+        )
     return pairs + [("note" if not index else "", note) for index, note in enumerate(started.notes)]
 
 
@@ -80,9 +103,14 @@ def _print_curve(past: Past) -> None:
     if len(points) < 2:
         return
     (first, high), (last, low) = points[0], points[-1]
-    print(f"Training loss: {format_number(high)} at step {first:,}, {format_number(low)} at step {last:,}")
+    print(
+        f"Training loss: {format_number(high)} at step {first:,}, {format_number(low)} at step {last:,}"
+    )
     style = terminal_style(sys.stdout.encoding, x_title="step", height=CURVE_ROWS)
-    print(overlay([step for step, _ in points], {"loss": [loss for _, loss in points]}, style), end="\n\n")
+    print(
+        overlay([step for step, _ in points], {"loss": [loss for _, loss in points]}, style),
+        end="\n\n",
+    )
 
 
 def _print_evaluations(past: Past) -> None:
@@ -95,11 +123,14 @@ def _print_evaluations(past: Past) -> None:
     headers = ["step", "epoch", *names, *(["split"] if splits else []), ""]
     rows = [
         [
-            f"{each.step:,}", _epoch(past, each.step), *(format_metric(name, each) for name in names),
-            *([each.split] if splits else []), "best" if each is best else "",
+            f"{each.step:,}",
+            _epoch(past, each.step),
+            *(format_metric(name, each) for name in names),
+            *([each.split] if splits else []),
+            "best" if each is best else "",
         ]
         for each in chosen
-    ]  # fmt: skip
+    ]
     what = "each split" if splits else f"the {past.evaluations[-1].split} split"
     print(f"Evaluations of {what}, {past.evaluations[-1].num_samples:,} samples")
     print_table(headers, rows, right=("step", "epoch", *names), indent=2)
@@ -119,14 +150,20 @@ def _thinned(past: Past) -> tuple[list[Any], int]:
 
 
 def _epoch(past: Past, step: int) -> str:
-    return format_number(step / past.started.steps_per_epoch) if past.started.steps_per_epoch else UNKNOWN
+    return (
+        format_number(step / past.started.steps_per_epoch)
+        if past.started.steps_per_epoch
+        else UNKNOWN
+    )
 
 
 def _print_faults(past: Past) -> None:
     if not past.faults:
         return
     print("Faults")
-    rows = [[f"{each.step:,}", each.fault, each.detail, each.action] for each in past.faults[-MAX_ROWS:]]
+    rows = [
+        [f"{each.step:,}", each.fault, each.detail, each.action] for each in past.faults[-MAX_ROWS:]
+    ]
     print_table(("step", "fault", "what", "what was done"), rows, right=("step",), indent=2)
     if len(past.faults) > MAX_ROWS:
         print(f"  {len(past.faults) - MAX_ROWS} earlier ones are left out here; --json has all")
@@ -142,16 +179,31 @@ def _print_phases(past: Past) -> None:
     if found is None:
         return
     print("Where the time went" + (", in the newest attempt" if past.num_attempts > 1 else ""))
-    rows = [[each.name, format_seconds(each.total_s), _share(each.share), *_spread(each.a_step)] for each in found.phases]
+    rows = [
+        [each.name, format_seconds(each.total_s), _share(each.share), *_spread(each.a_step)]
+        for each in found.phases
+    ]
     rows.append(["a step", "", "", *_spread(found.step)])
-    print_table(("phase", "time", "share", *SPREAD), rows, right=("time", "share", *SPREAD), indent=2)
+    print_table(
+        ("phase", "time", "share", *SPREAD), rows, right=("time", "share", *SPREAD), indent=2
+    )
     print_text("mean and further: of one step; of the phases, of the records' means", indent=2)
-    told = "" if found.coverage is None else f", {_share(found.coverage)} of the {format_seconds(found.wall_s)} of another clock"
+    told = (
+        ""
+        if found.coverage is None
+        else f", {_share(found.coverage)} of the {format_seconds(found.wall_s)} of another clock"
+    )
     print_text(f"the phases add up to {format_seconds(found.total_s)}{told}", indent=2)
     for row in found.outliers[:MAX_OUTLIERS]:
-        print_text(f"slow: step {row['step']:,} took {format_seconds(row['elapsed_s'])}: {row['cause']}", indent=2)
+        print_text(
+            f"slow: step {row['step']:,} took {format_seconds(row['elapsed_s'])}: {row['cause']}",
+            indent=2,
+        )
     if (others := sum(found.causes.values()) - MAX_OUTLIERS) > 0:
-        print_text(f"{others} other slow steps are left out here; --json counts all by their cause", indent=2)
+        print_text(
+            f"{others} other slow steps are left out here; --json counts all by their cause",
+            indent=2,
+        )
     print()
 
 
@@ -183,37 +235,54 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
     yield "model FLOPs", _utilisation(past)
     yield "peak memory", format_bytes(past.peak_bytes)
     if (found := past.memory) is not None:
-        predicted, measured = (format_bytes(finite(size)) for size in (found.predicted_bytes, found.measured_bytes))
+        predicted, measured = (
+            format_bytes(finite(size)) for size in (found.predicted_bytes, found.measured_bytes)
+        )
         yield (
             "of a step",
             f"{measured} in step {found.step:,}, predicted {predicted}: off by {format_percent(finite(found.error))}",
         )
     if (device := past.device_memory) is not None:
-        peak, gaps = (format_bytes(finite(device.get(name))) for name in ("peak_bytes", "fragmented_bytes"))
-        yield "of the device", f"at most {peak}; {gaps} reserved and unused; {device.get('num_retries', UNKNOWN)} retries"
+        peak, gaps = (
+            format_bytes(finite(device.get(name))) for name in ("peak_bytes", "fragmented_bytes")
+        )
+        yield (
+            "of the device",
+            f"at most {peak}; {gaps} reserved and unused; {device.get('num_retries', UNKNOWN)} retries",
+        )
 
 
 def _utilisation(past: Past) -> str:
     """Describe the model FLOPs utilization with its terms, once `surefoot roofline` has counted."""
     found = past.utilisation()
-    return f"{UNKNOWN} (surefoot roofline RUN counts them)" if found is None else f"MFU {found.words(past.samples_per_s)}"
+    return (
+        f"{UNKNOWN} (surefoot roofline RUN counts them)"
+        if found is None
+        else f"MFU {found.words(past.samples_per_s)}"
+    )
 
 
 def tell_again(past: Past) -> Pairs:
     """Return how to repeat the run, and where its weights are."""
     spec, parent = past.folder / "spec.toml", past.parent()
     command = (
-        f"surefoot train {shlex.quote(str(spec))}" if past.use else "n/a: the task was built in a script, so only that script can"
+        f"surefoot train {shlex.quote(str(spec))}"
+        if past.use
+        else "n/a: the task was built in a script, so only that script can"
     )
     if past.use and parent is not None:
         began = f"--from {parent.get('step')} {'--weights-only ' if parent.get('weights_only') else ''}--fork NEW"
         command = f"surefoot resume {shlex.quote(str(parent.get('folder')))} {began}, changed as its notes say"
     steps = past.weights()
-    weights = [("weights", str(past.folder / "checkpoints" / f"step-{step:012d}")) for step in steps] or [
-        ("weights", "none saved")
-    ]
+    weights = [
+        ("weights", str(past.folder / "checkpoints" / f"step-{step:012d}")) for step in steps
+    ] or [("weights", "none saved")]
     pairs = [(name if not index else "", value) for index, (name, value) in enumerate(weights)]
-    return [("repeat", command), *pairs, *([("load", f"surefoot.load({str(past.folder)!r})")] if steps and past.use else [])]
+    return [
+        ("repeat", command),
+        *pairs,
+        *([("load", f"surefoot.load({str(past.folder)!r})")] if steps and past.use else []),
+    ]
 
 
 def as_row(past: Past) -> dict[str, Any]:
@@ -221,24 +290,56 @@ def as_row(past: Past) -> dict[str, Any]:
     started, ended, best, use = past.started, past.ended, past.best, past.utilisation()
     return {
         **past.as_row(),
-        "spec": started.spec, "seed": started.seed, "machine": started.machine, "place": started.place,
-        "versions": started.versions, "data": started.data, "code_digest": started.code_digest, "commit": started.commit,
-        "modules": started.modules, "is_dirty": started.is_dirty,
-        "command": started.command, "num_parameters": started.num_parameters, "steps_per_epoch": started.steps_per_epoch,
-        "notes": started.notes, "cause": ended.cause if ended else None, "exit_code": ended.exit_code if ended else None,
-        "samples_per_s": past.samples_per_s, "items_per_s": past.items_per_s, "unit": started.unit, "peak_bytes": past.peak_bytes,
+        "spec": started.spec,
+        "seed": started.seed,
+        "machine": started.machine,
+        "place": started.place,
+        "versions": started.versions,
+        "data": started.data,
+        "code_digest": started.code_digest,
+        "commit": started.commit,
+        "modules": started.modules,
+        "is_dirty": started.is_dirty,
+        "command": started.command,
+        "num_parameters": started.num_parameters,
+        "steps_per_epoch": started.steps_per_epoch,
+        "notes": started.notes,
+        "cause": ended.cause if ended else None,
+        "exit_code": ended.exit_code if ended else None,
+        "samples_per_s": past.samples_per_s,
+        "items_per_s": past.items_per_s,
+        "unit": started.unit,
+        "peak_bytes": past.peak_bytes,
         "mfu": use.share(past.samples_per_s) if use else None,
-        "curve": [{"step": each.step, "loss": finite(each.loss), "learning_rates": each.learning_rates} for each in past.steps],
+        "curve": [
+            {"step": each.step, "loss": finite(each.loss), "learning_rates": each.learning_rates}
+            for each in past.steps
+        ],
         "evaluations": [
-            {"step": each.step, "split": each.split, "num_samples": each.num_samples, "loss": finite(each.loss),
-             "metrics": {name: finite(value) for name, value in each.metrics.items()}, "best": each is best}
+            {
+                "step": each.step,
+                "split": each.split,
+                "num_samples": each.num_samples,
+                "loss": finite(each.loss),
+                "metrics": {name: finite(value) for name, value in each.metrics.items()},
+                "best": each is best,
+            }
             for each in past.evaluations
         ],
-        "faults": [{"step": each.step, "fault": each.fault, "detail": each.detail, "action": each.action} for each in past.faults],
-        "weights": past.weights(), "goodput": past.goodput.share, "device_memory": past.device_memory,
-        "memory": None if (found := past.memory) is None else {
-            "step": found.step, "predicted_bytes": found.predicted_bytes, "measured_bytes": found.measured_bytes,
+        "faults": [
+            {"step": each.step, "fault": each.fault, "detail": each.detail, "action": each.action}
+            for each in past.faults
+        ],
+        "weights": past.weights(),
+        "goodput": past.goodput.share,
+        "device_memory": past.device_memory,
+        "memory": None
+        if (found := past.memory) is None
+        else {
+            "step": found.step,
+            "predicted_bytes": found.predicted_bytes,
+            "measured_bytes": found.measured_bytes,
             "error": finite(found.error),
         },
         "time": past.phases.as_row() if past.phases is not None else None,
-    }  # fmt: skip
+    }

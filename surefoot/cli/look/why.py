@@ -21,11 +21,20 @@ def why(
     run: RunArgument,
     limit: Annotated[
         str | None,
-        typer.Option("--limit", metavar="SIZE", help="the memory it may take, as 8GiB", show_default="all of its device"),
+        typer.Option(
+            "--limit",
+            metavar="SIZE",
+            help="the memory it may take, as 8GiB",
+            show_default="all of its device",
+        ),
     ] = None,
     measured: Annotated[
         list[Path] | None,
-        typer.Option("--measured", metavar="PATH", help="a ladder's folder, or the table of whatif --batch --csv; repeatable"),
+        typer.Option(
+            "--measured",
+            metavar="PATH",
+            help="a ladder's folder, or the table of whatif --batch --csv; repeatable",
+        ),
     ] = None,
     json: JsonOption = False,
     traceback: TracebackOption = False,
@@ -44,16 +53,25 @@ def why(
 
     limit_bytes = None if limit is None else parse_bytes(limit)
     if limit_bytes == 0:
-        raise InputError("--limit is 0 bytes", hint="give the memory that the run may take, as 8GiB")
+        raise InputError(
+            "--limit is 0 bytes", hint="give the memory that the run may take, as 8GiB"
+        )
     elsewhere = [each for path in measured or [] for each in read_measured(path)]
     records, _ = past.read_records(run)
     found = find_goodput(records)
-    memory = find_memory_use(records, limit_bytes=limit_bytes, shape=read_shape(run), measured=elsewhere)
+    memory = find_memory_use(
+        records, limit_bytes=limit_bytes, shape=read_shape(run), measured=elsewhere
+    )
     waits, advice = find_waits(records), None
     if found.median_save_s is not None and found.between_failures_s is not None:
-        advice = advise_interval(found.median_save_s, found.between_failures_s, found.median_write_s or 0.0)
+        advice = advise_interval(
+            found.median_save_s, found.between_failures_s, found.median_write_s or 0.0
+        )
     if json:
-        more = {"ranks": None if waits is None else waits.as_row(), "memory": None if memory is None else memory.as_row()}
+        more = {
+            "ranks": None if waits is None else waits.as_row(),
+            "memory": None if memory is None else memory.as_row(),
+        }
         options.print_json({**_as_row(str(run), found, advice), **more})
     else:
         _tell(found, advice)
@@ -64,10 +82,14 @@ def why(
 
 def _as_row(run: str, found: Goodput, advice: SaveAdvice | None) -> dict[str, Any]:
     return {
-        "run": run, **{name: value for name, value in asdict(found).items() if name != "attempts"}, "goodput": found.share,
-        "num_failures": found.num_failures, "between_failures_s": found.between_failures_s,
-        "attempts": [asdict(attempt) for attempt in found.attempts], "advice": None if advice is None else asdict(advice),
-    }  # fmt: skip
+        "run": run,
+        **{name: value for name, value in asdict(found).items() if name != "attempts"},
+        "goodput": found.share,
+        "num_failures": found.num_failures,
+        "between_failures_s": found.between_failures_s,
+        "attempts": [asdict(attempt) for attempt in found.attempts],
+        "advice": None if advice is None else asdict(advice),
+    }
 
 
 def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
@@ -86,7 +108,12 @@ def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
         else [name, format_seconds(value), format_percent(value / total_s if total_s > 0 else None)]
         for name, value in found.parts.items()
     ]
-    print_table(("part", "time", "share"), [*shares, ["total", format_seconds(total_s), ""]], right=("time", "share"), indent=2)
+    print_table(
+        ("part", "time", "share"),
+        [*shares, ["total", format_seconds(total_s), ""]],
+        right=("time", "share"),
+        indent=2,
+    )
     print("\nHow often to save")
     print_pairs(_advice(found, advice), whole=True)
 
@@ -97,9 +124,14 @@ def _row(attempt: Attempt) -> list[str]:
 
     again = f"{attempt.num_redone:,}" if attempt.num_redone else ""
     return [
-        str(attempt.generation), f"{attempt.first_step:,}", f"{attempt.last_step:,}", again, attempt.outcome,
-        SET_BACK if attempt.elapsed_s is None else format_seconds(attempt.elapsed_s), attempt.cause,
-    ]  # fmt: skip
+        str(attempt.generation),
+        f"{attempt.first_step:,}",
+        f"{attempt.last_step:,}",
+        again,
+        attempt.outcome,
+        SET_BACK if attempt.elapsed_s is None else format_seconds(attempt.elapsed_s),
+        attempt.cause,
+    ]
 
 
 def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
@@ -129,17 +161,36 @@ def _tell_waits(found: Waits) -> None:
     from surefoot.core.units import format_percent, format_seconds
 
     print(f"\nWho was waited for, over {found.num_steps:,} steps of the newest attempt")
-    headers = ("rank", "the last in", "share", "waited for", "data", "compute", "between", "samples", "items")
+    headers = (
+        "rank",
+        "the last in",
+        "share",
+        "waited for",
+        "data",
+        "compute",
+        "between",
+        "samples",
+        "items",
+    )
     rows = []
     for each in found.ranks:
         shares = [f"{each.num_last:,}", format_percent(each.num_last / found.num_steps)]
-        seconds = (each.waited_s / found.num_steps, each.pace.data_s, each.pace.compute_s, each.pace.other_s)
+        seconds = (
+            each.waited_s / found.num_steps,
+            each.pace.data_s,
+            each.pace.compute_s,
+            each.pace.other_s,
+        )
         work = [f"{each.pace.num_samples:,.1f}", f"{each.pace.num_items:,.1f}"]
         rows.append([str(each.rank), *shares, *map(format_seconds, seconds), *work])
     print_table(headers, rows, right=headers, indent=2)
     print("  seconds, samples and items a step; of the time, what no rank spent waiting for others")
     named = [(f"step {step:,}", words) for step, words in found.named]
-    print_pairs(named or [("named", "none: no rank was behind the others often enough to tell it from noise")], whole=True)
+    print_pairs(
+        named
+        or [("named", "none: no rank was behind the others often enough to tell it from noise")],
+        whole=True,
+    )
 
 
 def _tell_memory(found: MemoryUse | None) -> None:
@@ -147,5 +198,14 @@ def _tell_memory(found: MemoryUse | None) -> None:
     from surefoot.core.units import UNKNOWN
 
     print("\nMemory")
-    words = f"{UNKNOWN}: the peak or the memory of the device is not recorded" if found is None else found.words
-    print_pairs([("at its most", words), *((each.change, each.effect) for each in (found.remedies if found else ()))])
+    words = (
+        f"{UNKNOWN}: the peak or the memory of the device is not recorded"
+        if found is None
+        else found.words
+    )
+    print_pairs(
+        [
+            ("at its most", words),
+            *((each.change, each.effect) for each in (found.remedies if found else ())),
+        ]
+    )

@@ -41,11 +41,16 @@ def archive(
                 os.fsync(raw.fileno())
         os.link(draft, out)  # unlike a rename it never replaces a file that was created meanwhile
     except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror}", hint=hint_unwritten(error, "give another file")) from error
+        raise InputError(
+            f"{out} cannot be written: {error.strerror}",
+            hint=hint_unwritten(error, "give another file"),
+        ) from error
     finally:
         draft.unlink(missing_ok=True)
     size = out.stat().st_size
     if json:
-        options.print_json({"run": str(run), "file": str(out), "num_files": len(files), "num_bytes": size})
+        options.print_json(
+            {"run": str(run), "file": str(out), "num_files": len(files), "num_bytes": size}
+        )
     else:
         print(f"{out}  {len(files):,} files, {format_bytes(size)}")

@@ -13,9 +13,15 @@ from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.operate import transfer
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, help="List, check, compare, prune, export and import checkpoints.")
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    help="List, check, compare, prune, export and import checkpoints.",
+)
 
-CommitArgument = Annotated[str, typer.Argument(metavar="COMMIT", help="RUN, RUN:STEP, RUN:best, or the folder of a step")]
+CommitArgument = Annotated[
+    str, typer.Argument(metavar="COMMIT", help="RUN, RUN:STEP, RUN:best, or the folder of a step")
+]
 MOST_SHOWN = 40
 
 
@@ -33,8 +39,11 @@ def list_(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     if json:
         options.print_json({"run": str(run), "commits": found, "left_over": others})
         return
-    print_table(("step", "attempt", "size", "linked", "score", "age", ""), [_line(row) for row in found],
-                right=("step", "attempt", "size", "linked", "age"))  # fmt: skip
+    print_table(
+        ("step", "attempt", "size", "linked", "score", "age", ""),
+        [_line(row) for row in found],
+        right=("step", "attempt", "size", "linked", "age"),
+    )
     for name in others:
         print(without_control(f"left over: {run / 'checkpoints' / name}"), file=sys.stderr)
 
@@ -44,26 +53,42 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
 
     if "error" in row:
         return (f"{row['step']:,}", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, row["error"])
-    marks = [name for name, holds in (("best", row["best"]), ("weights alone", not row["whole_state"])) if holds]
+    marks = [
+        name
+        for name, holds in (("best", row["best"]), ("weights alone", not row["whole_state"]))
+        if holds
+    ]
     return (
-        f"{row['step']:,}", str(row["generation"]), format_bytes(row["bytes"]), format_bytes(row["linked_bytes"]) if row["linked"] else "",
-        _score(row["score"]), format_seconds(row["age_s"]), ", ".join(marks),
-    )  # fmt: skip
+        f"{row['step']:,}",
+        str(row["generation"]),
+        format_bytes(row["bytes"]),
+        format_bytes(row["linked_bytes"]) if row["linked"] else "",
+        _score(row["score"]),
+        format_seconds(row["age_s"]),
+        ", ".join(marks),
+    )
 
 
 def _score(score: dict[str, Any] | None) -> str:
     from surefoot.core.units import UNKNOWN, format_number
 
     value = None if score is None else score.get("value")
-    return f"{score['name']} {format_number(float(value))}" if score and isinstance(value, int | float) else UNKNOWN
+    return (
+        f"{score['name']} {format_number(float(value))}"
+        if score and isinstance(value, int | float)
+        else UNKNOWN
+    )
 
 
 @app.command(cls=Verb)
 def show(
     commit: CommitArgument,
-    step: Annotated[str, typer.Option("--step", metavar="STEP", help="of a RUN: best, last, or a number")] = "last",
-    json: JsonOption = False, traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+    step: Annotated[
+        str, typer.Option("--step", metavar="STEP", help="of a RUN: best, last, or a number")
+    ] = "last",
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> None:
     """Show what a commit holds.
 
     Its files, its tensors with their shapes and dtypes, and where it comes from. Nothing but the manifest is read. Of a RUN it is the
@@ -75,23 +100,55 @@ def show(
 
     folder, made, troubles = stored.find_readable(commit, step)
     for trouble in troubles:
-        print(without_control(f"warning: {trouble}; the commit before it is shown"), file=sys.stderr)
+        print(
+            without_control(f"warning: {trouble}; the commit before it is shown"), file=sys.stderr
+        )
     if json:
         files = [
-            {"name": e.name, "bytes": e.num_bytes, "sha256": e.sha256, "since": e.since, "tensors": _tensors(e)}
+            {
+                "name": e.name,
+                "bytes": e.num_bytes,
+                "sha256": e.sha256,
+                "since": e.since,
+                "tensors": _tensors(e),
+            }
             for e in made.files
         ]
-        options.print_json({**stored.row_of(folder, made), "spec_id": made.spec_id, "format": made.format, "layout": dict(made.layout),
-                            "environment": dict(made.environment), "files": files})  # fmt: skip
+        options.print_json(
+            {
+                **stored.row_of(folder, made),
+                "spec_id": made.spec_id,
+                "format": made.format,
+                "layout": dict(made.layout),
+                "environment": dict(made.environment),
+                "files": files,
+            }
+        )
         return
     parent = made.parent or {}
-    told = [("commit", str(folder)), ("step", f"{made.step:,}"), ("attempt", str(made.generation)), ("spec", made.spec_id),
-            ("size", format_bytes(made.num_bytes)), ("score", _score(None if made.score is None else dict(made.score)))]  # fmt: skip
+    told = [
+        ("commit", str(folder)),
+        ("step", f"{made.step:,}"),
+        ("attempt", str(made.generation)),
+        ("spec", made.spec_id),
+        ("size", format_bytes(made.num_bytes)),
+        ("score", _score(None if made.score is None else dict(made.score))),
+    ]
     if parent:
         told.append(("from", f"step {parent.get('step')} of {parent.get('folder')}"))
-    print_pairs([*told, ("versions", ", ".join(f"{name} {version}" for name, version in made.environment.items()))])
+    print_pairs(
+        [
+            *told,
+            (
+                "versions",
+                ", ".join(f"{name} {version}" for name, version in made.environment.items()),
+            ),
+        ]
+    )
     for entry in made.files:
-        since = f", as step {entry.since:,} wrote it" if entry.since not in (None, made.step) else ""
+        since = (
+            f", as step {entry.since:,} wrote it" if entry.since not in (None, made.step) else ""
+        )
         print(f"\n{entry.name}  {format_bytes(entry.num_bytes)}{since}")
         if entry.tensors:
             rows = [
@@ -105,17 +162,28 @@ def _tensors(entry: Any) -> dict[str, Any] | None:
     if entry.tensors is None:
         return None
     return {
-        name: {"dtype": piece.dtype, "shape": list(piece.shape), "bytes": piece.num_bytes, "sha256": piece.sha256}
+        name: {
+            "dtype": piece.dtype,
+            "shape": list(piece.shape),
+            "bytes": piece.num_bytes,
+            "sha256": piece.sha256,
+        }
         for name, piece in entry.tensors.items()
     }
 
 
 @app.command(cls=Verb)
 def check(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run folder, or one commit of it: RUN:STEP")],
-    repair: Annotated[bool, typer.Option("--repair", help="set damaged commits aside as .bad-...; nothing is deleted")] = False,
-    json: JsonOption = False, traceback: TracebackOption = False,
-) -> int:  # fmt: skip
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="a run folder, or one commit of it: RUN:STEP")
+    ],
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="set damaged commits aside as .bad-...; nothing is deleted"),
+    ] = False,
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> int:
     """Hold every byte of the commits of a run against their digests.
 
     Tells what is damaged, which commit of the log is gone, and what still loads. Ends with 1 where something is damaged or gone, even if
@@ -131,17 +199,37 @@ def check(
     found = [] if is_run else [stored.check_commit(stored.find_commit(run))]
     found += stored.check_run(Path(run)) if has_folder else []
     if not found and not lost:
-        raise RunFolderError(f"{run} holds no commit, so there is nothing to check", hint=stored.COMMIT_HINT)
+        raise RunFolderError(
+            f"{run} holds no commit, so there is nothing to check", hint=stored.COMMIT_HINT
+        )
     unread = wholeness.why_unread(Path(run)) if is_run else None
     if unread is not None:
-        print(without_control(f"warning: whether commits are gone is not known: {unread}"), file=sys.stderr)
+        print(
+            without_control(f"warning: whether commits are gone is not known: {unread}"),
+            file=sys.stderr,
+        )
     damaged = [each for each in found if not each.is_sound]
-    moved = _set_aside(Path(run), damaged, found[0].folder if found else None) if repair and damaged else {}
+    moved = (
+        _set_aside(Path(run), damaged, found[0].folder if found else None)
+        if repair and damaged
+        else {}
+    )
     goes_on = stored.newest_sound(found)
     if json:
-        rows = [{"step": each.step, "sound": each.is_sound, "damaged": list(each.damaged), "files": list(each.names),
-                 "unknown": list(each.unknown), "num_files": each.num_files, "bytes": each.num_bytes, "whole_state": each.whole_state,
-                 "set_aside": moved.get(each.step)} for each in found]  # fmt: skip
+        rows = [
+            {
+                "step": each.step,
+                "sound": each.is_sound,
+                "damaged": list(each.damaged),
+                "files": list(each.names),
+                "unknown": list(each.unknown),
+                "num_files": each.num_files,
+                "bytes": each.num_bytes,
+                "whole_state": each.whole_state,
+                "set_aside": moved.get(each.step),
+            }
+            for each in found
+        ]
         options.print_json(
             {
                 "run": run,
@@ -154,7 +242,11 @@ def check(
         )
         return int(bool(damaged or lost))
     for each in found:
-        told = f"sound   {each.num_files} files, {format_bytes(each.num_bytes)}" if each.is_sound else "DAMAGED"
+        told = (
+            f"sound   {each.num_files} files, {format_bytes(each.num_bytes)}"
+            if each.is_sound
+            else "DAMAGED"
+        )
         print(f"step {each.step:,}  {told}")
         for problem in each.damaged:
             print(without_control(f"  {problem}"))
@@ -165,7 +257,11 @@ def check(
     for missing in lost:
         print(without_control(f"step {missing.step:,}  GONE    {missing.why}"))
     if is_run:
-        print("no commit here can be gone on from" if goes_on is None else f"a run goes on after step {goes_on:,}")
+        print(
+            "no commit here can be gone on from"
+            if goes_on is None
+            else f"a run goes on after step {goes_on:,}"
+        )
     return int(bool(damaged or lost))
 
 
@@ -182,17 +278,40 @@ def _set_aside(run: Path, damaged: list[Any], first: Path | None) -> dict[int, s
 def prune(
     run: RunArgument,
     keep: Annotated[
-        int | None, typer.Option("--keep", metavar="N", help="the newest that stay", min=2, show_default="checkpoint.keep")
+        int | None,
+        typer.Option(
+            "--keep",
+            metavar="N",
+            help="the newest that stay",
+            min=2,
+            show_default="checkpoint.keep",
+        ),
     ] = None,
     keep_best: Annotated[
-        int | None, typer.Option("--keep-best", metavar="N", help="the best that stay", min=1, show_default="checkpoint.keep_best")
+        int | None,
+        typer.Option(
+            "--keep-best",
+            metavar="N",
+            help="the best that stay",
+            min=1,
+            show_default="checkpoint.keep_best",
+        ),
     ] = None,
     keep_every: Annotated[
-        str | None, typer.Option("--keep-every", metavar="D", help="multiples that stay", show_default="checkpoint.keep_every")
+        str | None,
+        typer.Option(
+            "--keep-every",
+            metavar="D",
+            help="multiples that stay",
+            show_default="checkpoint.keep_every",
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only tell what would be deleted")] = False,
-    json: JsonOption = False, traceback: TracebackOption = False,
-) -> int:  # fmt: skip
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only tell what would be deleted")
+    ] = False,
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> int:
     """Delete the commits that need not stay.
 
     By the spec's [checkpoint] or by the flags; always the newest two and the best stay, and nothing is deleted unless the newest is
@@ -210,7 +329,13 @@ def prune(
     every, every_s = (None, None) if every_text is None else stored.parse_every(every_text, run)
     most, best = keep or table.keep, keep_best or table.keep_best
     budget = None if table.budget is None else parse_bytes(table.budget)
-    rule: dict[str, Any] = {"keep": most, "every": every, "every_s": every_s, "keep_best": best, "budget_bytes": budget}
+    rule: dict[str, Any] = {
+        "keep": most,
+        "every": every,
+        "every_s": every_s,
+        "keep_best": best,
+        "budget_bytes": budget,
+    }
     doomed = retention.find_doomed(run, **rule)
     problem, gone = None, []
     if doomed and not dry_run:
@@ -240,7 +365,10 @@ def prune(
         shown = doomed if dry_run else gone
         print(f"{told}: {', '.join(f'step {step:,}' for step in shown) or 'nothing'}")
         if problem is not None:
-            print(f"nothing was deleted, since the newest commit is not sound: {problem}", file=sys.stderr)
+            print(
+                f"nothing was deleted, since the newest commit is not sound: {problem}",
+                file=sys.stderr,
+            )
     return int(problem is not None)
 
 
@@ -250,11 +378,20 @@ def _table(run: Path) -> Any:
     from surefoot.contract.spec import CheckpointTable
 
     has_spec = (run / spec_file.FILE).is_file()
-    return spec_file.read_of_run(run, checks_task=False).spec.checkpoint if has_spec else CheckpointTable()
+    return (
+        spec_file.read_of_run(run, checks_task=False).spec.checkpoint
+        if has_spec
+        else CheckpointTable()
+    )
 
 
 @app.command(cls=Verb)
-def diff(one: CommitArgument, other: CommitArgument, json: JsonOption = False, traceback: TracebackOption = False) -> int:
+def diff(
+    one: CommitArgument,
+    other: CommitArgument,
+    json: JsonOption = False,
+    traceback: TracebackOption = False,
+) -> int:
     """Tell in which tensors two commits differ, and by how much.
 
     Ends with 1 where they do. Times (clock.json) are left out: two runs that did the same steps are equal.
@@ -267,15 +404,36 @@ def diff(one: CommitArgument, other: CommitArgument, json: JsonOption = False, t
     folders = stored.find_commit(one), stored.find_commit(other)
     found, same = difference.compare(*folders)
     if not found and not same:
-        raise RunFolderError(f"neither {one} nor {other} holds a tensor, so nothing was compared", hint=stored.COMMIT_HINT)
+        raise RunFolderError(
+            f"neither {one} nor {other} holds a tensor, so nothing was compared",
+            hint=stored.COMMIT_HINT,
+        )
     if json:
-        options.print_json({"one": str(folders[0]), "other": str(folders[1]), "equal": not found, "num_equal_tensors": same,
-                            "differences": [each.as_row() for each in found]})  # fmt: skip
+        options.print_json(
+            {
+                "one": str(folders[0]),
+                "other": str(folders[1]),
+                "equal": not found,
+                "num_equal_tensors": same,
+                "differences": [each.as_row() for each in found],
+            }
+        )
         return int(bool(found))
     rows = []
     for each in found[:MOST_SHOWN]:
-        how = each.what if each.num_values is None else f"{each.num_different:,} of {each.num_values:,}"
-        rows.append((each.file, each.name, how, "" if each.num_values is None else format_number(each.max_abs)))
+        how = (
+            each.what
+            if each.num_values is None
+            else f"{each.num_different:,} of {each.num_values:,}"
+        )
+        rows.append(
+            (
+                each.file,
+                each.name,
+                how,
+                "" if each.num_values is None else format_number(each.max_abs),
+            )
+        )
     if rows:
         print_table(("file", "name", "different", "at most by"), rows, right=("at most by",))
     if len(found) > MOST_SHOWN:

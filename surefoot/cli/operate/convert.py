@@ -20,27 +20,51 @@ if TYPE_CHECKING:
 SourceArgument = Annotated[
     list[str],
     typer.Argument(
-        metavar="SOURCE", help="a folder of images by class, arrays as NAME=FILE.npy, or a SPEC whose task reads them"
+        metavar="SOURCE",
+        help="a folder of images by class, arrays as NAME=FILE.npy, or a SPEC whose task reads them",
     ),
 ]
-OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="the folder for the tars: a new one, or one to go on in")]
-ShuffleOption = Annotated[int | None, typer.Option("--shuffle", metavar="SEED", help="mix the samples, the same way for a seed")]
+OutArgument = Annotated[
+    Path,
+    typer.Argument(metavar="OUT", help="the folder for the tars: a new one, or one to go on in"),
+]
+ShuffleOption = Annotated[
+    int | None,
+    typer.Option("--shuffle", metavar="SEED", help="mix the samples, the same way for a seed"),
+]
 MOST_SHOWN = 40
 
 
 def convert(
     sources: SourceArgument,
     out: OutArgument,
-    split: Annotated[str, typer.Option("--split", metavar="NAME", help="of a SPEC: which split its task gives")] = "train",
-    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="the most bytes of a tar")] = "256 MiB",
-    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="of the tars", show_default="as OUT")] = None,
+    split: Annotated[
+        str, typer.Option("--split", metavar="NAME", help="of a SPEC: which split its task gives")
+    ] = "train",
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", metavar="SIZE", help="the most bytes of a tar")
+    ] = "256 MiB",
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="of the tars", show_default="as OUT"),
+    ] = None,
     shuffle: ShuffleOption = None,
-    as_: Annotated[list[str] | None, typer.Option("--as", metavar="PART=FORM", help="npy, cls, txt, json, safetensors")] = None,
-    follow_links: Annotated[bool, typer.Option("--follow-links", help="of a folder: read what its links lead to")] = False,
-    no_index: Annotated[bool, typer.Option("--no-index", help="write no index beside the tars")] = False,
-    set_: SetOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    as_: Annotated[
+        list[str] | None,
+        typer.Option("--as", metavar="PART=FORM", help="npy, cls, txt, json, safetensors"),
+    ] = None,
+    follow_links: Annotated[
+        bool, typer.Option("--follow-links", help="of a folder: read what its links lead to")
+    ] = False,
+    no_index: Annotated[
+        bool, typer.Option("--no-index", help="write no index beside the tars")
+    ] = False,
+    set_: SetOption = None,
+    data: DataOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
     traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write samples as tars in the layout of WebDataset.
 
     Of an image folder the bytes as they are, of arrays and of whatever a task reads each part in a form that holds it exactly. Whatever
@@ -53,23 +77,50 @@ def convert(
     from surefoot.core.signals import ending_by_signal
     from surefoot.core.units import parse_bytes
 
-    layout = ShardNaming(name=name or plain_name(out), shard_bytes=parse_bytes(shard_size), shuffle=shuffle)
-    given = _find(sources, split=split, kinds=_pairs(as_ or []), follow_links=follow_links, set_=set_, data=data)
+    layout = ShardNaming(
+        name=name or plain_name(out), shard_bytes=parse_bytes(shard_size), shuffle=shuffle
+    )
+    given = _find(
+        sources,
+        split=split,
+        kinds=_pairs(as_ or []),
+        follow_links=follow_links,
+        set_=set_,
+        data=data,
+    )
     say = options.teller("data convert", quiet=quiet or json)
-    with ending_by_signal(), progress("converting", len(given), quiet or json, unit="samples") as advance:
+    with (
+        ending_by_signal(),
+        progress("converting", len(given), quiet or json, unit="samples") as advance,
+    ):
         made = write(given, out, layout, tell=advance, say=say)
     index = None
     if not no_index:
         with progress("reading back", made.num_bytes, quiet or json) as advance:
-            index = open_index([out / each.name for each in made.shards], out, tell=to_total(advance), beside=True)
-        wrong = [one.name for one, other in zip(index.shards, made.shards, strict=True) if one.digest != other.sha256]
+            index = open_index(
+                [out / each.name for each in made.shards], out, tell=to_total(advance), beside=True
+            )
+        wrong = [
+            one.name
+            for one, other in zip(index.shards, made.shards, strict=True)
+            if one.digest != other.sha256
+        ]
         if wrong:
-            raise DataError(f"{out / wrong[0]} is not what was written", hint="is the disk sound? run the command again")
+            raise DataError(
+                f"{out / wrong[0]} is not what was written",
+                hint="is the disk sound? run the command again",
+            )
     _tell(made, given, out, None if index is None else index.place, json)
 
 
 def _find(
-    sources: list[str], *, split: str, kinds: dict[str, str], follow_links: bool, set_: list[str] | None, data: str | None
+    sources: list[str],
+    *,
+    split: str,
+    kinds: dict[str, str],
+    follow_links: bool,
+    set_: list[str] | None,
+    data: str | None,
 ) -> Given:
     """Return the source of samples that the arguments before OUT name. Raises DataError."""
     from surefoot.components.data.disk.given import Folder, Samples, of_arrays
@@ -77,9 +128,16 @@ def _find(
     from surefoot.core.errors import DataError
     from surefoot.train.assemble import load_task
 
-    is_spec = len(sources) == 1 and "=" not in sources[0] and not Path(sources[0]).expanduser().is_dir()
-    if not is_spec and (idle := [flag for flag, value in {"--set": set_, "--data": data}.items() if value]):
-        print(f"note: data convert does not use {' and '.join(idle)}: arrays and images have no spec", file=sys.stderr)
+    is_spec = (
+        len(sources) == 1 and "=" not in sources[0] and not Path(sources[0]).expanduser().is_dir()
+    )
+    if not is_spec and (
+        idle := [flag for flag, value in {"--set": set_, "--data": data}.items() if value]
+    ):
+        print(
+            f"note: data convert does not use {' and '.join(idle)}: arrays and images have no spec",
+            file=sys.stderr,
+        )
     if all("=" in word for word in sources):
         return of_arrays(_pairs(sources), kinds)
     if len(sources) > 1 or sources[0].endswith(".npy"):
@@ -87,11 +145,16 @@ def _find(
         raise DataError(f"{' '.join(sources)} is no source", hint=hint)
     if Path(sources[0]).expanduser().is_dir():
         if kinds:
-            raise DataError("--as says how arrays are written, and images are copied as they are", hint="leave --as out")
+            raise DataError(
+                "--as says how arrays are written, and images are copied as they are",
+                hint="leave --as out",
+            )
         return Folder(sources[0], follow_links=follow_links)
     spec = options.read_spec("data convert", sources[0], options.overrides(set_, data=data)).spec
     source = as_source(load_task(spec).task.data(split))
-    return Samples(source, kinds=kinds, known=f"{split} {spec.task.use} {sorted(spec.task.parameters.items())}")
+    return Samples(
+        source, kinds=kinds, known=f"{split} {spec.task.use} {sorted(spec.task.parameters.items())}"
+    )
 
 
 def _pairs(words: list[str]) -> dict[str, str]:
@@ -102,7 +165,8 @@ def _pairs(words: list[str]) -> dict[str, str]:
         name, _, value = word.partition("=")
         if not name or not value or name in found:
             raise DataError(
-                f"{word} names nothing, or what is named already", hint="write NAME=VALUE, each name once: label=y.npy"
+                f"{word} names nothing, or what is named already",
+                hint="write NAME=VALUE, each name once: label=y.npy",
             )
         found[name] = value
     return found
@@ -112,7 +176,10 @@ def _tell(made: ConvertedShards, given: Given, out: Path, index: Path | None, js
     from surefoot.cli.table import without_control
     from surefoot.core.units import format_bytes
 
-    shards = [{"name": each.name, "bytes": each.bytes, "samples": each.samples, "sha256": each.sha256} for each in made.shards]
+    shards = [
+        {"name": each.name, "bytes": each.bytes, "samples": each.samples, "sha256": each.sha256}
+        for each in made.shards
+    ]
     if json:
         told = {
             "folder": str(out),
@@ -122,13 +189,24 @@ def _tell(made: ConvertedShards, given: Given, out: Path, index: Path | None, js
             "parts": dict(given.parts),
         }
         options.print_json(
-            {**told, "beside": list(made.beside), "index": None if index is None else str(index), "shards": shards}
+            {
+                **told,
+                "beside": list(made.beside),
+                "index": None if index is None else str(index),
+                "shards": shards,
+            }
         )
         return
     print_shards(shards)
     kept = f", {made.kept:,} of which were there already" if made.kept else ""
-    print(f"\n{made.num_samples:,} samples in {len(made.shards):,} tars of {format_bytes(made.num_bytes)}{kept}")
-    print(without_control(f"beside them: {', '.join([*made.beside, 'SHA256SUMS', *([index.name] if index else [])])}"))
+    print(
+        f"\n{made.num_samples:,} samples in {len(made.shards):,} tars of {format_bytes(made.num_bytes)}{kept}"
+    )
+    print(
+        without_control(
+            f"beside them: {', '.join([*made.beside, 'SHA256SUMS', *([index.name] if index else [])])}"
+        )
+    )
     names = ", ".join(f'{name}="{extension}"' for name, extension in given.parts.items())
     if not all(map(str.isidentifier, given.parts)):
         names = f"**{dict(given.parts)}"
@@ -141,7 +219,8 @@ def print_shards(shards: Sequence[Mapping[str, Any]]) -> None:
     from surefoot.core.units import format_bytes
 
     shown = [
-        (each["name"], f"{each['samples']:,}", format_bytes(each["bytes"]), each["sha256"][:12]) for each in shards[:MOST_SHOWN]
+        (each["name"], f"{each['samples']:,}", format_bytes(each["bytes"]), each["sha256"][:12])
+        for each in shards[:MOST_SHOWN]
     ]
     print_table(("tar", "samples", "size", "sha256"), shown, right=("samples", "size"))
     if len(shards) > MOST_SHOWN:

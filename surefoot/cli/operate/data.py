@@ -19,10 +19,18 @@ from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS
 if TYPE_CHECKING:
     from surefoot.components.data.tars.audit import Audit
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Tars of samples: write, index, check, stage and time them.")
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    help="Tars of samples: write, index, check, stage and time them.",
+)
 
 TarsArgument = Annotated[
-    list[str], typer.Argument(metavar="PATH", help="tars in the layout of WebDataset, folders of them, or URLs with {000..099}")
+    list[str],
+    typer.Argument(
+        metavar="PATH",
+        help="tars in the layout of WebDataset, folders of them, or URLs with {000..099}",
+    ),
 ]
 MOST_SHOWN = 40
 app.command(cls=Verb)(convert.convert)
@@ -33,8 +41,10 @@ app.command(cls=Verb)(stage.stage)
 @app.command(cls=Verb)
 def index(
     paths: TarsArgument,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
     """Write where each sample of the tars of a folder begins, into a file beside them.
 
     Any run that reads these tars takes it; without it each user makes one in a cache, at the first run. A tar that is as it was is not
@@ -49,9 +59,19 @@ def index(
     total = sum(path.stat().st_size for path in tars) if remote is None else len(remote)
     with progress("indexing", total, quiet or json) as advance:
         tell = to_total(advance)
-        made = open_index(tars, tars[0].parent, tell=tell, beside=True) if remote is None else open_remote(remote, tell=tell)
+        made = (
+            open_index(tars, tars[0].parent, tell=tell, beside=True)
+            if remote is None
+            else open_remote(remote, tell=tell)
+        )
     shards = [
-        {"name": each.name, "bytes": each.num_bytes, "samples": each.num_samples, "sha256": each.digest} for each in made.shards
+        {
+            "name": each.name,
+            "bytes": each.num_bytes,
+            "samples": each.num_samples,
+            "sha256": each.digest,
+        }
+        for each in made.shards
     ]
     if json:
         told = {
@@ -70,8 +90,10 @@ def index(
 @app.command(cls=Verb)
 def check(
     paths: TarsArgument,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> int:  # fmt: skip
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> int:
     """Read and decode every part of every sample, and name what is bad.
 
     Ends with 1 where something is.
@@ -82,18 +104,31 @@ def check(
     found = _audit(paths, quiet or json)
     if not found.num_samples and not found.bad:
         raise DataError(
-            f"{' '.join(map(str, paths))} hold no sample, so there is nothing to check", hint="name tars with samples in them"
+            f"{' '.join(map(str, paths))} hold no sample, so there is nothing to check",
+            hint="name tars with samples in them",
         )
     if json:
         rows = [{"shard": each.shard, "key": each.key, "reason": each.reason} for each in found.bad]
-        options.print_json({"ok": not found.bad, "samples": found.num_samples, "bytes": found.num_bytes, "bad": rows})
+        options.print_json(
+            {
+                "ok": not found.bad,
+                "samples": found.num_samples,
+                "bytes": found.num_bytes,
+                "bad": rows,
+            }
+        )
         return int(bool(found.bad))
     if found.bad:
-        print_table(("tar", "member", "reason"), [(each.shard, each.key, each.reason) for each in found.bad[:MOST_SHOWN]])
+        print_table(
+            ("tar", "member", "reason"),
+            [(each.shard, each.key, each.reason) for each in found.bad[:MOST_SHOWN]],
+        )
         if len(found.bad) > MOST_SHOWN:
             print(f"and {len(found.bad) - MOST_SHOWN:,} more: --json has them all")
         print()
-    print(f"{found.num_samples:,} samples are whole, {len(found.bad):,} {'part is' if len(found.bad) == 1 else 'parts are'} bad")
+    print(
+        f"{found.num_samples:,} samples are whole, {len(found.bad):,} {'part is' if len(found.bad) == 1 else 'parts are'} bad"
+    )
     return EXIT_VERDICT_FAILS if found.bad else EXIT_OK
 
 

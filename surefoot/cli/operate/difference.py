@@ -22,10 +22,23 @@ from surefoot.core.errors import RunFolderError
 TIMES = "clock.json"  # the one file that differs between equal runs
 # NumPy dtypes for those of safetensors; dtypes that NumPy lacks are read as bits and decoded below
 DTYPES = {
-    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "I16": np.int16, "U16": np.uint16,
-    "F16": np.float16, "BF16": np.uint16, "I32": np.int32, "U32": np.uint32, "F32": np.float32, "I64": np.int64, "U64": np.uint64,
-    "F64": np.float64, "C64": np.complex64,
-}  # fmt: skip
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "F32": np.float32,
+    "I64": np.int64,
+    "U64": np.uint64,
+    "F64": np.float64,
+    "C64": np.complex64,
+}
 BLOCK = 1 << 20  # values compared at once
 
 
@@ -58,11 +71,18 @@ def compare(one: Path, other: Path) -> tuple[list[ValueDifference], int]:
     same = 0
     with commits.hashing(commits.MANY_THREADS, nice=0) as pool:
         for folder, made in zip((one, other), manifests, strict=True):
-            for entry in made.files:  # files that two manifests call equal may be damaged on the disk
+            for (
+                entry
+            ) in made.files:  # files that two manifests call equal may be damaged on the disk
                 commits.check_file(folder, entry, pool)
         for file in sorted(entries[0].keys() | entries[1].keys()):
             pair = entries[0].get(file), entries[1].get(file)
-            if pair[0] is not None and pair[1] is not None and pair[0].tensors is None and file != TIMES:
+            if (
+                pair[0] is not None
+                and pair[1] is not None
+                and pair[0].tensors is None
+                and file != TIMES
+            ):
                 found += _compare_texts((one, other), (pair[0], pair[1]))
         tensors, same = _compare_tensors((one, other), manifests, pool)
     missing = [
@@ -95,21 +115,27 @@ def _kind(file: str) -> str:
     return "model.safetensors" if whole.startswith("model-") else whole
 
 
-def _compare_tensors(folders: Pair, manifests: tuple[Manifest, Manifest], pool: Executor) -> tuple[list[ValueDifference], int]:
+def _compare_tensors(
+    folders: Pair, manifests: tuple[Manifest, Manifest], pool: Executor
+) -> tuple[list[ValueDifference], int]:
     ours, theirs = _places(manifests[0]), _places(manifests[1])
     found = []
     same = 0
     for key in sorted(ours.keys() | theirs.keys()):
         file, _, name = key.partition("\n")
         if key not in theirs or key not in ours:
-            found.append(ValueDifference(file, name, f"only in {folders[0] if key in ours else folders[1]}"))
+            found.append(
+                ValueDifference(file, name, f"only in {folders[0] if key in ours else folders[1]}")
+            )
             continue
         mine, other = ours[key], theirs[key]
         one, two = mine[0][1], other[0][1]
         if [_content(piece) for _, piece in mine] == [_content(piece) for _, piece in other]:
             same += 1
         elif one.whole != two.whole:
-            found.append(ValueDifference(file, name, f"shape {list(one.whole)} and {list(two.whole)}"))
+            found.append(
+                ValueDifference(file, name, f"shape {list(one.whole)} and {list(two.whole)}")
+            )
         elif one.dtype != two.dtype:
             found.append(ValueDifference(file, name, f"dtype {one.dtype} and {two.dtype}"))
         else:
@@ -129,18 +155,23 @@ def _content(piece: Piece) -> tuple[object, ...]:
     return piece.dtype, piece.shape, piece.whole, piece.sha256
 
 
-def read_tensor(folder: Path, entry: Entry, piece: Piece, name: str, pool: Executor) -> npt.NDArray[Any]:
+def read_tensor(
+    folder: Path, entry: Entry, piece: Piece, name: str, pool: Executor
+) -> npt.NDArray[Any]:
     """Read a stored tensor, or a part of one, as a flat array, and verify its digest.
 
     The digest is computed in the memory that receives the data. Raises RunFolderError for damage.
     """
     held = bytearray(piece.num_bytes)
     with commits.opened(folder, entry) as file:
-        spans = commits.spans(len(commits.read_header(file, folder / entry.name, entry)), {name: piece})
+        spans = commits.spans(
+            len(commits.read_header(file, folder / entry.name, entry)), {name: piece}
+        )
         found = digest.begin_read(pool, file, spans, {name: memoryview(held)}).finish()
     if found[name] != piece.sha256:
         raise RunFolderError(
-            f"{folder / entry.name} is damaged: the digest of {name} does not match", hint="surefoot checkpoint check RUN"
+            f"{folder / entry.name} is damaged: the digest of {name} does not match",
+            hint="surefoot checkpoint check RUN",
         )
     return np.frombuffer(held, dtype=DTYPES[piece.dtype])
 
@@ -171,7 +202,9 @@ def _e4m3() -> npt.NDArray[np.float64]:
     """
     bits = np.arange(256)
     exponent, mantissa = (bits >> 3) & 15, bits & 7
-    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    size = np.where(
+        exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    )
     size[(bits & 127) == 127] = np.nan
     signed: npt.NDArray[np.float64] = np.where(bits >= 128, -size, size)
     return signed
@@ -180,7 +213,9 @@ def _e4m3() -> npt.NDArray[np.float64]:
 _E4M3 = _e4m3()
 
 
-def _numbers(file: str, name: str, one: npt.NDArray[Any], other: npt.NDArray[Any], dtype: str) -> ValueDifference:
+def _numbers(
+    file: str, name: str, one: npt.NDArray[Any], other: npt.NDArray[Any], dtype: str
+) -> ValueDifference:
     different, largest = 0, None
     for start in range(0, len(one), BLOCK):
         a, b = one[start : start + BLOCK], other[start : start + BLOCK]

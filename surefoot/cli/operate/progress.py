@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(what: str, total: int | None, quiet: bool, *, unit: str = "bytes") -> Iterator[Callable[[int], None]]:
+def progress(
+    what: str, total: int | None, quiet: bool, *, unit: str = "bytes"
+) -> Iterator[Callable[[int], None]]:
     """Show a progress bar; yield a callback that advances it by bytes, or by another `unit`."""
     from rich.console import Console
     from rich.progress import (
@@ -21,9 +23,15 @@ def progress(what: str, total: int | None, quiet: bool, *, unit: str = "bytes") 
     )
 
     console = Console(stderr=True)
-    counted = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+    counted = (
+        (DownloadColumn(), TransferSpeedColumn())
+        if unit == "bytes"
+        else (MofNCompleteColumn(), TextColumn(unit))
+    )
     columns = (TextColumn(what), BarColumn(), *counted, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
+    ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 

@@ -13,19 +13,39 @@ if TYPE_CHECKING:
     from surefoot.prove.bench.reading import MeasuredReading
 
 ReadArgument = Annotated[
-    list[str], typer.Argument(metavar="PATH", help="tars, folders of them, URLs with {000..099}, or a folder of images by class")
+    list[str],
+    typer.Argument(
+        metavar="PATH",
+        help="tars, folders of them, URLs with {000..099}, or a folder of images by class",
+    ),
 ]
 
 
 def bench(
     paths: ReadArgument,
-    workers: Annotated[str, typer.Option("--workers", metavar="N,N", help="numbers of workers to try")] = "0,2,4",
-    kind: Annotated[str, typer.Option("--kind", metavar="KIND", help="of workers: thread or process")] = "thread",
-    samples: Annotated[int, typer.Option("--samples", metavar="N", help="to read in a row of the table, at the most")] = 2000,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="for a row, at the most")] = 5.0,
-    delay: Annotated[float, typer.Option("--delay", metavar="MS", help="also wait so long for each sample, as a slow disk would")] = 0.0,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+    workers: Annotated[
+        str, typer.Option("--workers", metavar="N,N", help="numbers of workers to try")
+    ] = "0,2,4",
+    kind: Annotated[
+        str, typer.Option("--kind", metavar="KIND", help="of workers: thread or process")
+    ] = "thread",
+    samples: Annotated[
+        int,
+        typer.Option("--samples", metavar="N", help="to read in a row of the table, at the most"),
+    ] = 2000,
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", help="for a row, at the most")
+    ] = 5.0,
+    delay: Annotated[
+        float,
+        typer.Option(
+            "--delay", metavar="MS", help="also wait so long for each sample, as a slow disk would"
+        ),
+    ] = 0.0,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
     """Measure how fast samples are read and decoded where they lie.
 
     In random order, from the device (cold: the system is asked to forget the files first) and from memory (warm). A worker reads and
@@ -40,7 +60,15 @@ def bench(
     if min(numbers) < 0:
         raise InputError(f"--workers {workers} is no list of numbers", hint="use --workers 0,2,4")
     tell = options.teller("data bench", quiet=quiet or json)
-    found = measure(paths, workers=numbers, samples=samples, seconds=seconds, delay_s=delay / 1000, kind=kind, tell=tell)  # type: ignore[arg-type]
+    found = measure(
+        paths,
+        workers=numbers,
+        samples=samples,
+        seconds=seconds,
+        delay_s=delay / 1000,
+        kind=kind,  # type: ignore[arg-type]
+        tell=tell,
+    )
     if json:
         options.print_json({"paths": list(paths), "delay_ms": delay, **found.as_row()})
         return
@@ -52,14 +80,26 @@ def _print(found: MeasuredReading, delay_ms: float) -> None:
     from surefoot.core.units import format_number, format_percent
 
     print(without_control(found.what))
-    print(without_control(f"on {found.device}; workers are {'threads' if found.kind == 'thread' else 'processes'}\n"))
+    print(
+        without_control(
+            f"on {found.device}; workers are {'threads' if found.kind == 'thread' else 'processes'}\n"
+        )
+    )
     rows = [
-        (str(row.workers), f"warm + {format_number(delay_ms)} ms" if row.state == "delay" else row.state, f"{row.samples:,}",
-         f"{row.samples_per_s:,.0f}", f"{row.bytes_per_s / 1e6:,.1f}", *(format_percent(round(each, 3)) for each in (row.read, row.decode)),
-         format_percent(round(row.delay, 3)) if delay_ms else "-")
+        (
+            str(row.workers),
+            f"warm + {format_number(delay_ms)} ms" if row.state == "delay" else row.state,
+            f"{row.samples:,}",
+            f"{row.samples_per_s:,.0f}",
+            f"{row.bytes_per_s / 1e6:,.1f}",
+            *(format_percent(round(each, 3)) for each in (row.read, row.decode)),
+            format_percent(round(row.delay, 3)) if delay_ms else "-",
+        )
         for row in found.rows
-    ]  # fmt: skip
+    ]
     heads = ("workers", "files are", "samples", "samples/s", "MB/s", "reading", "decoding", "delay")
     print_table(heads, rows, right=set(heads) - {"files are"})
     if not found.dropped:
-        print("\ncold may not be cold: the system was not seen to forget the files, so they may have come from memory")
+        print(
+            "\ncold may not be cold: the system was not seen to forget the files, so they may have come from memory"
+        )

@@ -60,6 +60,8 @@ def _hide(run: Path) -> Path:
     """
     run = run.resolve()
     number = 1
-    while (hidden := run.with_name(f"{GONE}{run.name}" + (f"-{number}" if number > 1 else ""))).exists():
+    while (
+        hidden := run.with_name(f"{GONE}{run.name}" + (f"-{number}" if number > 1 else ""))
+    ).exists():
         number += 1
     return hidden

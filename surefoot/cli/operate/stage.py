@@ -14,15 +14,21 @@ from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
 if TYPE_CHECKING:
     from surefoot.components.data.disk.devices import Device, Speed
 
-LocalArgument = Annotated[list[str], typer.Argument(metavar="PATH", help="tars of one folder, or that folder")]
-DestArgument = Annotated[Path, typer.Argument(metavar="DEST", help="a folder on faster storage: a local NVMe, /dev/shm")]
+LocalArgument = Annotated[
+    list[str], typer.Argument(metavar="PATH", help="tars of one folder, or that folder")
+]
+DestArgument = Annotated[
+    Path, typer.Argument(metavar="DEST", help="a folder on faster storage: a local NVMe, /dev/shm")
+]
 
 
 def stage(
     paths: LocalArgument,
     dest: DestArgument,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
     """Copy tars to faster storage, and tell how fast they are read before and after.
 
     Room is looked for first. Each copy must have the digest that the index or SHA256SUMS says, and is read back. Whatever ends it, the
@@ -38,15 +44,27 @@ def stage(
 
     if any(map(is_url, paths)):
         raise DataError(
-            f"{paths[0]} is a URL", hint='shards of URLs are cached as they are read: Remote([...], cache="/fast/disk")'
+            f"{paths[0]} is a URL",
+            hint='shards of URLs are cached as they are read: Remote([...], cache="/fast/disk")',
         )
     tars = find_tars([Path(path).expanduser() for path in paths])
-    with ending_by_signal(), progress("copying", sum(path.stat().st_size for path in tars), quiet or json) as advance:
+    with (
+        ending_by_signal(),
+        progress("copying", sum(path.stat().st_size for path in tars), quiet or json) as advance,
+    ):
         made = copy(tars, dest.expanduser(), tell=advance)
-    sides = {"before": (tars[0].parent, made.source, made.before), "after": (dest, made.dest, made.after)}
+    sides = {
+        "before": (tars[0].parent, made.source, made.before),
+        "after": (dest, made.dest, made.after),
+    }
     if json:
         speeds = {name: _row(folder, *side) for name, (folder, *side) in sides.items()}  # type: ignore[arg-type]
-        told = {"folder": str(dest), "index": str(made.index.place), "samples": len(made.index), "tars": len(made.index.shards)}
+        told = {
+            "folder": str(dest),
+            "index": str(made.index.place),
+            "samples": len(made.index),
+            "tars": len(made.index.shards),
+        }
         options.print_json(
             {
                 **told,
@@ -58,7 +76,10 @@ def stage(
             }
         )
         return
-    rows = [(name, str(folder), str(device), _speed(speed)) for name, (folder, device, speed) in sides.items()]
+    rows = [
+        (name, str(folder), str(device), _speed(speed))
+        for name, (folder, device, speed) in sides.items()
+    ]
     print_table(("", "folder", "lies on", "read in a row"), rows)
     if any(device.kind != "memory" and not speed.cold for _, device, speed in sides.values()):
         print("\nfrom memory: the system was not seen to forget the files")
@@ -68,7 +89,9 @@ def stage(
         if made.checked == len(made.index.shards)
         else f"{made.checked:,} digests were known before"
     )
-    print(f"\n{len(made.index):,} samples in {len(made.index.shards):,} tars of {format_bytes(made.num_bytes)}{kept}; {known}")
+    print(
+        f"\n{len(made.index):,} samples in {len(made.index.shards):,} tars of {format_bytes(made.num_bytes)}{kept}; {known}"
+    )
     print(without_control(f"the index is {made.index.place}"))
 
 

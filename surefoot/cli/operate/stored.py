@@ -55,18 +55,24 @@ def find_readable(named: str, step: str = "last") -> tuple[Path, Manifest, list[
 def check_folder(run: Path) -> None:
     """Raise RunFolderError for a run without a folder of checkpoints."""
     if not (run / manifest.FOLDER).is_dir():
-        raise RunFolderError(f"{run} holds no commits: there is no {run / manifest.FOLDER}", hint=COMMIT_HINT)
+        raise RunFolderError(
+            f"{run} holds no commits: there is no {run / manifest.FOLDER}", hint=COMMIT_HINT
+        )
 
 
 def step_folders(run: Path) -> list[Path]:
     """Return every folder that is named like a checkpoint, valid or not, sorted by step."""
     check_folder(run)
-    return sorted(path for path in (run / manifest.FOLDER).iterdir() if manifest.STEP_FOLDER.match(path.name))
+    return sorted(
+        path for path in (run / manifest.FOLDER).iterdir() if manifest.STEP_FOLDER.match(path.name)
+    )
 
 
 def left_overs(run: Path) -> list[str]:
     """Return the names of what kills left behind, and of checkpoints that were set aside."""
-    return sorted(path.name for path in (run / manifest.FOLDER).iterdir() if path.name.startswith(LEFT_OVERS))
+    return sorted(
+        path.name for path in (run / manifest.FOLDER).iterdir() if path.name.startswith(LEFT_OVERS)
+    )
 
 
 # ---- a list
@@ -94,10 +100,17 @@ def row_of(folder: Path, made: Manifest) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         age_s = max(0.0, time.time() - (folder / manifest.FILE).stat().st_mtime)
     return {
-        "step": made.step, "generation": made.generation, "bytes": made.num_bytes, "linked_bytes": sum(e.num_bytes for e in linked),
-        "linked": [entry.name for entry in linked], "score": None if made.score is None else dict(made.score), "age_s": age_s,
-        "whole_state": made.is_whole_state, "parent": None if made.parent is None else dict(made.parent), "folder": str(folder),
-    }  # fmt: skip
+        "step": made.step,
+        "generation": made.generation,
+        "bytes": made.num_bytes,
+        "linked_bytes": sum(e.num_bytes for e in linked),
+        "linked": [entry.name for entry in linked],
+        "score": None if made.score is None else dict(made.score),
+        "age_s": age_s,
+        "whole_state": made.is_whole_state,
+        "parent": None if made.parent is None else dict(made.parent),
+        "folder": str(folder),
+    }
 
 
 def _step_of(folder: Path) -> int:
@@ -140,9 +153,20 @@ def check_commit(folder: Path) -> CommitHealth:
     known = {manifest.FILE, *(entry.name for entry in made.files)}
     unknown = sorted(path.name for path in folder.iterdir() if path.name not in known)
     with commits.hashing() as pool:
-        told = {entry.name: problem for entry in made.files if (problem := _problem(folder, entry, pool)) is not None}
+        told = {
+            entry.name: problem
+            for entry in made.files
+            if (problem := _problem(folder, entry, pool)) is not None
+        }
     return CommitHealth(
-        folder, made.step, tuple(told.values()), tuple(unknown), len(made.files), made.num_bytes, made.is_whole_state, tuple(told)
+        folder,
+        made.step,
+        tuple(told.values()),
+        tuple(unknown),
+        len(made.files),
+        made.num_bytes,
+        made.is_whole_state,
+        tuple(told),
     )
 
 
@@ -170,7 +194,11 @@ def check_not_written(run: Path) -> Any:
         return RunLock(run) if (run / FILE).is_file() else contextlib.nullcontext()
     except RunFolderError as error:  # its hints are for training
         is_disk = isinstance(error.__cause__, OSError)
-        hint = "the disk must be writable, with some space" if is_disk else "wait until that process has ended"
+        hint = (
+            "the disk must be writable, with some space"
+            if is_disk
+            else "wait until that process has ended"
+        )
         raise RunFolderError(error.message, hint=hint) from error
 
 
@@ -184,7 +212,10 @@ def parse_every(text: str, run: Path) -> tuple[int | None, float | None]:
 
     duration = Duration.parse(text)
     if not duration.value:  # the spec refuses 0, too
-        raise InputError(f"--keep-every is {text!r}, which is nothing", hint="use at least 1 step, or leave it out")
+        raise InputError(
+            f"--keep-every is {text!r}, which is nothing",
+            hint="use at least 1 step, or leave it out",
+        )
     if duration.unit == "s":
         return None, duration.value
     if duration.unit == "steps":
@@ -192,6 +223,7 @@ def parse_every(text: str, run: Path) -> tuple[int | None, float | None]:
     steps_per_epoch = past.read(run).started.steps_per_epoch if duration.unit == "epochs" else None
     if not steps_per_epoch:
         raise InputError(
-            f"{text!r} cannot be counted in steps without the data", hint="say it in steps: --keep-every '100 steps'"
+            f"{text!r} cannot be counted in steps without the data",
+            hint="say it in steps: --keep-every '100 steps'",
         )
     return max(1, duration.to_steps(steps_per_epoch, 1, None)), None

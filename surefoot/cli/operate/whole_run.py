@@ -30,7 +30,9 @@ def list_files(run: Path) -> list[tuple[Path, os.stat_result]]:
 
 def count_bytes(run: Path) -> int:
     """Return the bytes of a run's files; a file that several checkpoints link counts once."""
-    return sum({(status.st_dev, status.st_ino): status.st_size for _, status in list_files(run)}.values())
+    return sum(
+        {(status.st_dev, status.st_ino): status.st_size for _, status in list_files(run)}.values()
+    )
 
 
 def check_is_run(run: Path) -> None:
@@ -56,7 +58,10 @@ def holding(run: Path) -> Iterator[None]:
         every = list(events.read(run))
     except RunFolderError:
         every = []  # damaged: it does not show whether the run is running, so the lock decides
-    if any(isinstance(event, events.Started) for event in every) and find_health(owner, every).state == "unknown":
+    if (
+        any(isinstance(event, events.Started) for event in every)
+        and find_health(owner, every).state == "unknown"
+    ):
         raise RunFolderError(
             f"{run} may be running on {owner.host or 'another host'}, whose processes cannot be seen from this one",
             hint="run this command there",

@@ -58,7 +58,11 @@ def check(run: Path) -> list[RunPart]:
     records = list(events.read(run, damaged=damaged))
     starts = [event for event in records if isinstance(event, Started)]
     problems = [*damaged, *([] if starts else ["it has no record of a start"])]
-    log = _part("log", f"{len(records):,} records, {len(starts):,} attempt{'s' * (len(starts) != 1)}", problems)
+    log = _part(
+        "log",
+        f"{len(records):,} records, {len(starts):,} attempt{'s' * (len(starts) != 1)}",
+        problems,
+    )
     ledger = _check_ledger(run, starts, records, is_log_whole=not damaged)
     return [_check_spec(run, starts), log, ledger, *_check_commits(run, records)]
 
@@ -84,8 +88,12 @@ def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[RunPart]:
     """Check every checkpoint that the folder holds or `records` name, by step."""
     steps = sorted({*commits.readable_steps(run), *gone.find_named(records)})
     folders = {step: commits.find_folder(run, step) for step in steps}
-    healths = {step: stored.check_commit(folder) for step, folder in folders.items() if folder is not None}
-    missing = {each.step: each for each in gone.find_gone(run, records)}  # includes checkpoints that retention deleted meanwhile
+    healths = {
+        step: stored.check_commit(folder) for step, folder in folders.items() if folder is not None
+    }
+    missing = {
+        each.step: each for each in gone.find_gone(run, records)
+    }  # includes checkpoints that retention deleted meanwhile
     for step in steps:
         if step in missing:
             yield _of_missing(missing[step])
@@ -102,7 +110,9 @@ def _of_missing(missing: gone.Gone) -> RunPart:
 
 def _of_present(step: int, health: stored.CommitHealth) -> RunPart:
     found = f"{health.num_files} files, {format_bytes(health.num_bytes)}"
-    return RunPart(f"step {step:,}", WHOLE if health.is_sound else DAMAGED, found, health.damaged, step)
+    return RunPart(
+        f"step {step:,}", WHOLE if health.is_sound else DAMAGED, found, health.damaged, step
+    )
 
 
 def _check_spec(run: Path, starts: Sequence[Started]) -> RunPart:
@@ -127,7 +137,9 @@ def _check_spec(run: Path, starts: Sequence[Started]) -> RunPart:
 # ---- the ledger
 
 
-def _check_ledger(run: Path, starts: Sequence[Started], records: Sequence[Event], *, is_log_whole: bool) -> RunPart:
+def _check_ledger(
+    run: Path, starts: Sequence[Started], records: Sequence[Event], *, is_log_whole: bool
+) -> RunPart:
     """Check the ledger as `surefoot ledger` does, and whether it belongs to this log."""
     committed = max(gone.find_named(records), default=0)
     try:
@@ -137,28 +149,44 @@ def _check_ledger(run: Path, starts: Sequence[Started], records: Sequence[Event]
     except OSError as error:
         return _part("ledger", "", [f"{run / ledgers.FILE} cannot be read: {error.strerror}"])
     if committed > last:
-        problems.append(f"it ends at step {last:,}, and the log names a commit of step {committed:,}")
+        problems.append(
+            f"it ends at step {last:,}, and the log names a commit of step {committed:,}"
+        )
     known = {event.generation for event in starts}
     if is_log_whole and (others := sorted(set(attempts) - known)):
-        problems.append(f"it holds steps of attempt {', '.join(map(str, others))}, which the log does not know")
+        problems.append(
+            f"it holds steps of attempt {', '.join(map(str, others))}, which the log does not know"
+        )
     if len(problems) > MOST_SHOWN:
         problems[MOST_SHOWN:] = [f"and {len(problems) - MOST_SHOWN:,} more"]
     return _part("ledger", found, problems)
 
 
-def _judge_ledger(run: Path, started: Started | None) -> tuple[str, int, tuple[int, ...], list[str]]:
+def _judge_ledger(
+    run: Path, started: Started | None
+) -> tuple[str, int, tuple[int, ...], list[str]]:
     """Return what the ledger holds, its last step, its attempts, and its problems."""
     if loop_ledger.is_of_a_loop(run):
         loop = loop_ledger.check(run)
         told = [f"{each.kind}: {each.told}" for each in loop.faults]
-        return f"{_steps(0, loop.last)}, {loop.num_batches:,} batches", loop.last, loop.attempts, told
+        return (
+            f"{_steps(0, loop.last)}, {loop.num_batches:,} batches",
+            loop.last,
+            loop.attempts,
+            told,
+        )
     from surefoot.components.data import consumed
 
     plan = consumed.check(run)
     told = [f"{each.kind}: {each.told}" for each in plan.faults]
     if started is not None:
         told += _find_other_plan(plan.plan, started)
-    return f"{_steps(plan.after, plan.last)}, {plan.num_samples:,} samples", plan.last, plan.attempts, told
+    return (
+        f"{_steps(plan.after, plan.last)}, {plan.num_samples:,} samples",
+        plan.last,
+        plan.attempts,
+        told,
+    )
 
 
 def _steps(after: int, last: int) -> str:

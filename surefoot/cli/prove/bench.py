@@ -11,7 +11,15 @@ import typer
 from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.left_out import name_left_out
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    QuietOption,
+    SeedOption,
+    SetOption,
+    SpecArgument,
+    TracebackOption,
+)
 from surefoot.cli.prove import comm
 from surefoot.core.errors import InputError, StorageError, UserCodeError
 
@@ -20,9 +28,18 @@ if TYPE_CHECKING:
     from surefoot.contract.spec_file import Origin
     from surefoot.prove.bench.step import Bench, TimedMode
 
-app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Time a step of a spec, or what ranks send each other.")
+app = typer.Typer(
+    cls=Verbs, no_args_is_help=True, help="Time a step of a spec, or what ranks send each other."
+)
 TIMES = ("mean_s", "sd_s", "p50_s", "p95_s", "p99_s", "cold_mean_s", "first_s")
-COLUMNS = ("n", "rounds", *TIMES, "samples_per_s", "peak_bytes", "failure")  # of the CSV, after mode and varied keys
+COLUMNS = (
+    "n",
+    "rounds",
+    *TIMES,
+    "samples_per_s",
+    "peak_bytes",
+    "failure",
+)  # of the CSV, after mode and varied keys
 
 
 app.command(cls=Verb)(comm.comm)
@@ -36,17 +53,35 @@ def bench() -> None:
 @app.command(cls=Verb)
 def step(
     spec: SpecArgument,
-    mode: Annotated[str, typer.Option("--mode", metavar="NAMES", help="what is timed, as in forward,step")] = "forward,backward,step",
+    mode: Annotated[
+        str, typer.Option("--mode", metavar="NAMES", help="what is timed, as in forward,step")
+    ] = "forward,backward,step",
     vary: Annotated[
-        list[str] | None, typer.Option("--vary", metavar="KEY=A,B", help="a value each, as in task.width=64,128; repeatable")
+        list[str] | None,
+        typer.Option(
+            "--vary", metavar="KEY=A,B", help="a value each, as in task.width=64,128; repeatable"
+        ),
     ] = None,
-    calls: Annotated[int, typer.Option("--calls", metavar="N", help="so many are timed in a round")] = 30,
+    calls: Annotated[
+        int, typer.Option("--calls", metavar="N", help="so many are timed in a round")
+    ] = 30,
     warmup: Annotated[int, typer.Option("--warmup", metavar="N", help="calls before them")] = 10,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="fresh processes of each; six or more give intervals")] = 3,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")] = None,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            "--rounds", metavar="N", help="fresh processes of each; six or more give intervals"
+        ),
+    ] = 3,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")
+    ] = None,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
     traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Time a step: forward, forward and backward, and the whole of it.
 
     Each mode and each varied value runs in fresh processes, interleaved; the device is waited for at each end of a call.
@@ -78,13 +113,21 @@ def step(
         _write_csv(csv, found)
     if json:
         options.print_json(
-            {"spec": spec, "warmup": warmup, "conditions": found.conditions, "rows": [each.as_row() for each in found.rows]}
+            {
+                "spec": spec,
+                "warmup": warmup,
+                "conditions": found.conditions,
+                "rows": [each.as_row() for each in found.rows],
+            }
         )
     else:
         _print(found)
     for each in found.rows:
         if each.failure is not None:
-            raise UserCodeError(f"{_label(each)} failed: {each.failure.splitlines()[-1]}", hint="does surefoot train run it?")
+            raise UserCodeError(
+                f"{_label(each)} failed: {each.failure.splitlines()[-1]}",
+                hint="does surefoot train run it?",
+            )
 
 
 def _label(row: TimedMode) -> str:
@@ -97,15 +140,37 @@ def _print(found: Bench) -> None:
 
     keys = list(found.rows[0].values)
     has_others = any(each.against is not None for each in found.rows)
-    headers = ["mode", *keys, "n", "mean", "sd", "p50", "p95", "p99", "no warm-up", "first", "samples/s", "peak memory"]
+    headers = [
+        "mode",
+        *keys,
+        "n",
+        "mean",
+        "sd",
+        "p50",
+        "p95",
+        "p99",
+        "no warm-up",
+        "first",
+        "samples/s",
+        "peak memory",
+    ]
     rows = [
         [
-            each.mode, *each.values.values(), f"{each.n} x {each.rounds}", *(format_seconds(getattr(each, name)) for name in TIMES),
-            format_number(each.samples_per_s), format_bytes(each.peak_bytes), *([_against(each)] if has_others else []),
+            each.mode,
+            *each.values.values(),
+            f"{each.n} x {each.rounds}",
+            *(format_seconds(getattr(each, name)) for name in TIMES),
+            format_number(each.samples_per_s),
+            format_bytes(each.peak_bytes),
+            *([_against(each)] if has_others else []),
         ]
         for each in found.rows
-    ]  # fmt: skip
-    print_table([*headers, *(["time against the first"] if has_others else [])], rows, right=headers[1 + len(keys) :])
+    ]
+    print_table(
+        [*headers, *(["time against the first"] if has_others else [])],
+        rows,
+        right=headers[1 + len(keys) :],
+    )
     threads = found.conditions.get("threads")
     print()
     print_text(
@@ -128,9 +193,13 @@ def _write_csv(path: Path, found: Bench) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             rows.writerow(["mode", *keys, *COLUMNS])
-            rows.writerows([each.mode, *each.values.values(), *_cells(each, COLUMNS)] for each in found.rows)
+            rows.writerows(
+                [each.mode, *each.values.values(), *_cells(each, COLUMNS)] for each in found.rows
+            )
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}", hint="name another file with --csv") from None
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}", hint="name another file with --csv"
+        ) from None
 
 
 def _cells(row: TimedMode, names: Sequence[str]) -> list[Any]:

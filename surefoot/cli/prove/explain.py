@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, SeedOption, SetOption, SpecArgument, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    SeedOption,
+    SetOption,
+    SpecArgument,
+    TracebackOption,
+)
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, NumbersError
 from surefoot.core.units import name_some
 
@@ -14,9 +21,13 @@ if TYPE_CHECKING:
 
 
 def explain(
-    spec: SpecArgument, set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False,
+    spec: SpecArgument,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    json: JsonOption = False,
     traceback: TracebackOption = False,
-) -> int:  # fmt: skip
+) -> int:
     """Take the first step of a spec and show what every parameter and operator was in.
 
     Observed, not presumed: storage, compute, gradient, sum of gradients, master, optimiser state. Ends with 1 where the spec's
@@ -37,7 +48,9 @@ def explain(
         seen = find_overflow(rehearsal.assembly, 1)
     assert record is not None
     overflow = None
-    if seen is not None and seen.direction == "forward":  # a forward overflow, which the loss scale cannot prevent
+    if (
+        seen is not None and seen.direction == "forward"
+    ):  # a forward overflow, which the loss scale cannot prevent
         overflow = seen.words if seen.remedy is None else f"{seen.words}; set {seen.remedy}"
     breach = None
     try:
@@ -46,10 +59,19 @@ def explain(
         breach = error.message
     if json:
         rows = [asdict(each) for each in record.parameters]
-        options.print_json({
-            "spec": spec, "compute": policy.compute, "why": policy.why, "contract": origin.spec.precision.contract, "breach": breach,
-            "overflow": overflow, "notes": notes, "parameters": rows, "operators": record.operators,
-        })  # fmt: skip
+        options.print_json(
+            {
+                "spec": spec,
+                "compute": policy.compute,
+                "why": policy.why,
+                "contract": origin.spec.precision.contract,
+                "breach": breach,
+                "overflow": overflow,
+                "notes": notes,
+                "parameters": rows,
+                "operators": record.operators,
+            }
+        )
     else:
         _print(policy, record, origin.spec.precision.contract, breach)
         if notes:
@@ -68,9 +90,13 @@ def _print(policy: Policy, record: DtypeRecord, contract: Any, breach: str | Non
     print_text(f"computing in {policy.compute}: {policy.why}")
     print()
     rows = [
-        [name_some(row["names"], 3), f"{row['num_numbers']:,}", *(row[role] or "n/a" for role in ROLES)]
+        [
+            name_some(row["names"], 3),
+            f"{row['num_numbers']:,}",
+            *(row[role] or "n/a" for role in ROLES),
+        ]
         for row in group(record.parameters)
-    ]  # fmt: skip
+    ]
     print_table(["parameters", "numbers", *ROLES], rows, right=["numbers"])
     print()
     print_table(["operator", "was given"], list(record.operators.items()))

@@ -17,16 +17,25 @@ NUM_SHOWN = 8
 
 
 def formats(
-    spec: Annotated[str | None, typer.Argument(metavar="SPEC", help="count what fp16 makes zero of its gradients")] = None,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False,
+    spec: Annotated[
+        str | None,
+        typer.Argument(metavar="SPEC", help="count what fp16 makes zero of its gradients"),
+    ] = None,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    json: JsonOption = False,
     traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show what number formats hold, found by running them: range, resolution, where each overflows and where it vanishes.
 
     With a SPEC also the share of its gradient values that fp16 makes zero, without a loss scale and at the spec's own.
     """
     if spec is None and (set_ or seed is not None or data is not None):
-        raise InputError("--set, --seed and --data change a SPEC, and none is given", hint="surefoot formats digits --seed 1")
+        raise InputError(
+            "--set, --seed and --data change a SPEC, and none is given",
+            hint="surefoot formats digits --seed 1",
+        )
     from dataclasses import asdict
 
     from surefoot.components.precision import advise_scale, find_formats, total
@@ -42,33 +51,74 @@ def formats(
         flushed = find_flushed(origin.spec, scales)
     if json:
         row = {
-            "num_values": sum(each.num_values for each in flushed), "advised_scale": advise_scale(flushed),
+            "num_values": sum(each.num_values for each in flushed),
+            "advised_scale": advise_scale(flushed),
             "shares": {f"{scale:g}": total(flushed, scale) for scale in scales},
-            "modules": [{**asdict(each), "shares": {f"{scale:g}": share for scale, share in each.shares.items()}} for each in flushed],
-        }  # fmt: skip
-        options.print_json({"formats": [asdict(each) for each in rows], "fp16": None if spec is None else row})
+            "modules": [
+                {
+                    **asdict(each),
+                    "shares": {f"{scale:g}": share for scale, share in each.shares.items()},
+                }
+                for each in flushed
+            ],
+        }
+        options.print_json(
+            {"formats": [asdict(each) for each in rows], "fp16": None if spec is None else row}
+        )
         return
     from surefoot.cli.table import print_table
 
-    names = ("bits", "significant_bits", "largest", "overflows_from", "least_normal", "least", "vanishes_up_to", "resolution")
+    names = (
+        "bits",
+        "significant_bits",
+        "largest",
+        "overflows_from",
+        "least_normal",
+        "least",
+        "vanishes_up_to",
+        "resolution",
+    )
     heads = [name.replace("_", " ") for name in names]
-    print_table(["format", *heads, "for"], [
-        [each.name, *(f"{getattr(each, name):.5g}" for name in names), each.use] for each in rows
-    ], right=heads)  # fmt: skip
+    print_table(
+        ["format", *heads, "for"],
+        [[each.name, *(f"{getattr(each, name):.5g}" for name in names), each.use] for each in rows],
+        right=heads,
+    )
     if spec is not None:
-        _print_flushed(flushed, scales, total(flushed, scales[0]), total(flushed, scales[-1]), advise_scale(flushed))
+        _print_flushed(
+            flushed,
+            scales,
+            total(flushed, scales[0]),
+            total(flushed, scales[-1]),
+            advise_scale(flushed),
+        )
 
 
-def _print_flushed(flushed: tuple[Flushed, ...], scales: tuple[float, ...], first: float, last: float, advised: float) -> None:
+def _print_flushed(
+    flushed: tuple[Flushed, ...],
+    scales: tuple[float, ...],
+    first: float,
+    last: float,
+    advised: float,
+) -> None:
     from surefoot.cli.table import print_table
     from surefoot.core.units import format_percent
 
     heads = [f"zero at scale {scale:g}" for scale in scales]
     print()
-    print_table(["gradients of", "values", "largest", *heads], [
-        [each.module, f"{each.num_values:,}", f"{each.largest:.3g}", *(format_percent(each.shares[scale]) for scale in scales)]
-        for each in flushed[:NUM_SHOWN]
-    ], right=["values", "largest", *heads])  # fmt: skip
+    print_table(
+        ["gradients of", "values", "largest", *heads],
+        [
+            [
+                each.module,
+                f"{each.num_values:,}",
+                f"{each.largest:.3g}",
+                *(format_percent(each.shares[scale]) for scale in scales),
+            ]
+            for each in flushed[:NUM_SHOWN]
+        ],
+        right=["values", "largest", *heads],
+    )
     count = sum(each.num_values for each in flushed)
     print(
         f"\nof {count:,} gradient values fp16 makes {format_percent(first)} zero at scale 1, {format_percent(last)} at {scales[-1]:g}"

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    QuietOption,
+    SeedOption,
+    SetOption,
+    SpecArgument,
+    TracebackOption,
+)
 from surefoot.core.errors import EXIT_OK, InputError, StorageError, hint_unwritten
 
 if TYPE_CHECKING:
@@ -24,16 +32,42 @@ OUT = "a new one below ladders/"
 
 def ladder(
     spec: SpecArgument,
-    rungs: Annotated[str | None, typer.Option("--rungs", metavar="A,B", help="these, in this order", show_default="all")] = None,
-    rung: Annotated[list[str] | None, typer.Option("--rung", metavar="WORDS", help=RUNG_HELP)] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="where the results go", show_default=OUT)] = None,
-    pairs: Annotated[int, typer.Option("--pairs", metavar="N", help="of runs for a rung, at most; 7 at least show a gain")] = 15,
-    samples: Annotated[int | None, typer.Option("--samples", metavar="N", help="of each run", show_default="a second's")] = None,
-    leave_one_out: Annotated[bool, typer.Option("--leave-one-out", help="then measure the best without each of its rungs")] = False,
-    skip_refused: Annotated[bool, typer.Option("--skip-refused", help="spend no runs on a rung whose numbers have failed")] = False,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    rungs: Annotated[
+        str | None,
+        typer.Option("--rungs", metavar="A,B", help="these, in this order", show_default="all"),
+    ] = None,
+    rung: Annotated[
+        list[str] | None, typer.Option("--rung", metavar="WORDS", help=RUNG_HELP)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="where the results go", show_default=OUT),
+    ] = None,
+    pairs: Annotated[
+        int,
+        typer.Option(
+            "--pairs", metavar="N", help="of runs for a rung, at most; 7 at least show a gain"
+        ),
+    ] = 15,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", metavar="N", help="of each run", show_default="a second's"),
+    ] = None,
+    leave_one_out: Annotated[
+        bool,
+        typer.Option("--leave-one-out", help="then measure the best without each of its rungs"),
+    ] = False,
+    skip_refused: Annotated[
+        bool,
+        typer.Option("--skip-refused", help="spend no runs on a rung whose numbers have failed"),
+    ] = False,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
     traceback: TracebackOption = False,
-) -> int:  # fmt: skip
+) -> int:
     """Measure what each optimisation brings here, from the plain loop up.
 
     One rung at a time, in fresh processes, interleaved with the one below it. A rung stays when its interval excludes no gain and its
@@ -45,7 +79,10 @@ def ladder(
 
     origin = options.read_spec("ladder", spec, options.overrides(set_, seed=seed, data=data))
     if origin.spec.task.use is None:
-        raise SpecError("the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "file.py:Task"')
+        raise SpecError(
+            "the spec names no task, so fresh processes cannot build it",
+            hint='name it: [task] use = "file.py:Task"',
+        )
     given = [parse_rung(text) for text in rung or []]
     names = None if rungs is None else [name.strip() for name in rungs.split(",")]
     settings = LadderSettings(pairs=pairs, samples=samples, measures_refused=not skip_refused)
@@ -53,9 +90,16 @@ def ladder(
     talks = not (quiet or json)
     with ending_by_signal():
         found = climb_ladder(
-            spec, origin.spec, settings, folder, given=given, names=names, leave_one_out=leave_one_out,
-            tell=_tell if talks else lambda text: None, decided=lambda ladder: _decided(ladder, folder, aloud=not json and not quiet),
-        )  # fmt: skip
+            spec,
+            origin.spec,
+            settings,
+            folder,
+            given=given,
+            names=names,
+            leave_one_out=leave_one_out,
+            tell=_tell if talks else lambda text: None,
+            decided=lambda ladder: _decided(ladder, folder, aloud=not json and not quiet),
+        )
     if json:
         options.print_json(as_row(found))
     else:
@@ -75,7 +119,11 @@ def _folder(out: Path | None, use: str) -> Path:
         options.check_new_folder(out, "--out")
         return out
     stem = Path(use.rpartition(":")[0]).stem or use
-    return next(path for number in itertools.count(1) if not (path := Path("ladders") / f"{stem}-{number}").exists())
+    return next(
+        path
+        for number in itertools.count(1)
+        if not (path := Path("ladders") / f"{stem}-{number}").exists()
+    )
 
 
 def _tell(text: str) -> None:
@@ -90,9 +138,11 @@ def _decided(ladder: Ladder, folder: Path, *, aloud: bool) -> None:
     from surefoot.prove.ladder import BEST, as_markdown, as_row, as_svg, as_toml
 
     texts = {
-        "ladder.json": as_text.dumps(as_row(ladder), indent=1) + "\n", "ladder.md": as_markdown(ladder), "ladder.svg": as_svg(ladder),
+        "ladder.json": as_text.dumps(as_row(ladder), indent=1) + "\n",
+        "ladder.md": as_markdown(ladder),
+        "ladder.svg": as_svg(ladder),
         BEST: as_toml(ladder),
-    }  # fmt: skip
+    }
     try:
         for name, text in texts.items():
             draft = folder / f".{name}.draft"
@@ -100,7 +150,8 @@ def _decided(ladder: Ladder, folder: Path, *, aloud: bool) -> None:
             draft.replace(folder / name)
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be written: {error.strerror}", hint=hint_unwritten(error, "name another: --out")
+            f"{folder} cannot be written: {error.strerror}",
+            hint=hint_unwritten(error, "name another: --out"),
         ) from None
     if aloud and ladder.left_out is None:
         last = ladder.results[-1]
@@ -123,8 +174,12 @@ def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
     if few:
         print_text("so few pairs show no gain, whatever it is: give --pairs 7 or more")
     last = ladder.kept[-1].total["time"] if ladder.kept else None
-    gain = f"takes {last if last is not None else UNKNOWN} of the start's {ladder.conditions['time']}"
-    print_text(f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; {ladder.num_runs} runs")
+    gain = (
+        f"takes {last if last is not None else UNKNOWN} of the start's {ladder.conditions['time']}"
+    )
+    print_text(
+        f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; {ladder.num_runs} runs"
+    )
     if num_ranks(ladder.best) > 1:
         print_text(
             f"it trains on several ranks: surefoot train {shlex.quote(str(folder / BEST))} --ranks {num_ranks(ladder.best)}"

@@ -22,22 +22,54 @@ FILE = "shape.json"
 
 
 def memory(
-    given: Annotated[str | None, typer.Argument(metavar="[SPEC]", help="a spec", show_default=False)] = None,
+    given: Annotated[
+        str | None, typer.Argument(metavar="[SPEC]", help="a spec", show_default=False)
+    ] = None,
     parameters: Annotated[
-        str | None, typer.Option("--parameters", metavar="COUNT", help="instead of a spec: so many, as 70B", show_default=False)
+        str | None,
+        typer.Option(
+            "--parameters",
+            metavar="COUNT",
+            help="instead of a spec: so many, as 70B",
+            show_default=False,
+        ),
     ] = None,
     fit: Annotated[
-        str | None, typer.Option("--fit", metavar="SIZE", help="what fits into so much, as 16GiB", show_default=False)
+        str | None,
+        typer.Option(
+            "--fit", metavar="SIZE", help="what fits into so much, as 16GiB", show_default=False
+        ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", help="what each of so many holds, by stage of sharding", show_default=False)
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            help="what each of so many holds, by stage of sharding",
+            show_default=False,
+        ),
     ] = None,
-    half: Annotated[bool, typer.Option("--half", help="with --ranks: weights and gradients in 16 bits, masters in 32")] = False,
-    measure: Annotated[bool, typer.Option("--measure", help="run three steps too, and compare")] = False,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="what is known to a new file", show_default=False)] = None,
-    set_: SetOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    half: Annotated[
+        bool,
+        typer.Option(
+            "--half", help="with --ranks: weights and gradients in 16 bits, masters in 32"
+        ),
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="run three steps too, and compare")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="what is known to a new file", show_default=False
+        ),
+    ] = None,
+    set_: SetOption = None,
+    data: DataOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
     traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Predict what a step holds at its most, without running it.
 
     Parameters, gradients, optimiser state, activations by block, temporaries: from a trace without numbers. `--fit` finds the largest
@@ -46,13 +78,27 @@ def memory(
     from surefoot.core.units import parse_bytes
 
     if (given is None) == (parameters is None):
-        what = "memory needs a spec, or --parameters" if given is None else "a spec and --parameters are two questions"
+        what = (
+            "memory needs a spec, or --parameters"
+            if given is None
+            else "a spec and --parameters are two questions"
+        )
         raise InputError(what, hint="surefoot memory digits, or surefoot memory --parameters 70B")
-    idle = [flag for flag, value in {"--measure": measure, "--set": set_, "--data": data}.items() if value]
+    idle = [
+        flag
+        for flag, value in {"--measure": measure, "--set": set_, "--data": data}.items()
+        if value
+    ]
     if idle and parameters is not None:
-        raise InputError(f"{idle[0]} belongs to a spec, and --parameters is arithmetic alone", hint="leave one of them out")
+        raise InputError(
+            f"{idle[0]} belongs to a spec, and --parameters is arithmetic alone",
+            hint="leave one of them out",
+        )
     if ranks is None and half:
-        raise InputError("--half says what ranks hold", hint="surefoot memory --parameters 175B --ranks 64 --half")
+        raise InputError(
+            "--half says what ranks hold",
+            hint="surefoot memory --parameters 175B --ranks 64 --half",
+        )
     if ranks is not None and ranks < 1:
         raise InputError(f"--ranks is {ranks}", hint="use 1 or more")
     if ranks is not None and (parameters is None or fit is not None):
@@ -69,17 +115,26 @@ def memory(
     if out is not None:
         options.check_new_file(out, "--out", FILE)
     if parameters is not None:
-        row = _from_sizes(parameters, budget) if ranks is None else _by_stage(parameters, ranks, is_half=half)
+        row = (
+            _from_sizes(parameters, budget)
+            if ranks is None
+            else _by_stage(parameters, ranks, is_half=half)
+        )
     else:
         row = _from_spec(
-            str(given), options.overrides(set_, data=data), budget, measure, options.teller("memory", quiet=quiet or json)
+            str(given),
+            options.overrides(set_, data=data),
+            budget,
+            measure,
+            options.teller("memory", quiet=quiet or json),
         )
     if out is not None:
         try:
             out.write_text(json_.dumps(row, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise StorageError(
-                f"{out} cannot be written: {error.strerror}", hint=hint_unwritten(error, "give another --out")
+                f"{out} cannot be written: {error.strerror}",
+                hint=hint_unwritten(error, "give another --out"),
             ) from None
     if json:
         options.print_json(row)
@@ -96,8 +151,18 @@ def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
         raise InputError("--parameters is 0", hint="give the number of parameters, as 70B")
     terms = training_bytes(count)
     peak = sum(terms.values())
-    fitting = {} if budget is None else {"budget_bytes": budget, "times_budget": peak / budget, "fits": peak <= budget}
-    return {"peak_bytes": peak, "interval": None, "terms": terms, "num_parameters": count, **fitting}
+    fitting = (
+        {}
+        if budget is None
+        else {"budget_bytes": budget, "times_budget": peak / budget, "fits": peak <= budget}
+    )
+    return {
+        "peak_bytes": peak,
+        "interval": None,
+        "terms": terms,
+        "num_parameters": count,
+        **fitting,
+    }
 
 
 def _by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
@@ -114,7 +179,9 @@ def _by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
     return {"num_parameters": count, "num_ranks": ranks, "is_half": is_half, "stages": stages}
 
 
-def _from_spec(given: str, overrides: list[tuple[str, Any, str]], budget: int | None, measure: bool, tell: Any) -> dict[str, Any]:
+def _from_spec(
+    given: str, overrides: list[tuple[str, Any, str]], budget: int | None, measure: bool, tell: Any
+) -> dict[str, Any]:
     from surefoot.cli.left_out import name_left_out
     from surefoot.contract import spec_file
     from surefoot.prove import memory as room
@@ -169,13 +236,17 @@ def _print(row: Mapping[str, Any]) -> None:
     if "stages" in row:
         stages = [
             (
-                f"stage {each['stage']}" if each["stage"] else "none", f"{each['num_bytes'] / 1e9:,.2f} GB", format_percent(each["saved"]),
+                f"stage {each['stage']}" if each["stage"] else "none",
+                f"{each['num_bytes'] / 1e9:,.2f} GB",
+                format_percent(each["saved"]),
                 f"{each['volumes']} times the weights",
             )
             for each in row["stages"]
-        ]  # fmt: skip
+        ]
         print_table(("sharding", "each rank", "saved", "sent a step"), stages)
-        print_text("weights, gradients and the optimiser's state (Adam); activations are not in it, and no stage divides them")
+        print_text(
+            "weights, gradients and the optimiser's state (Adam); activations are not in it, and no stage divides them"
+        )
         return
     peak = row["peak_bytes"]
     if "microbatch" in row:
@@ -188,11 +259,23 @@ def _print(row: Mapping[str, Any]) -> None:
         print_table(("what", "bytes", "share"), rows)
     if peak is not None:
         low_high = row["interval"]
-        said = "" if low_high is None else f", between {format_bytes(low_high[0])} and {format_bytes(low_high[1])}"
+        said = (
+            ""
+            if low_high is None
+            else f", between {format_bytes(low_high[0])} and {format_bytes(low_high[1])}"
+        )
         layout = row.get("layout", "1")
-        print_text(f"at its most {format_bytes(peak)}{said}{'' if layout == '1' else f', on each rank of {layout}'}")
+        print_text(
+            f"at its most {format_bytes(peak)}{said}{'' if layout == '1' else f', on each rank of {layout}'}"
+        )
     if "times_budget" in row:
         print(f"{row['times_budget']:.3g} times {format_bytes(row['budget_bytes'])}")
     if "measured_bytes" in row:
-        error = f", the prediction is off by {format_percent(row['error'])}" if row["error"] is not None else ""
-        print_text(f"measured {format_bytes(row['measured_bytes'])}{error}; resident {format_bytes(row['resident_bytes'])}")
+        error = (
+            f", the prediction is off by {format_percent(row['error'])}"
+            if row["error"] is not None
+            else ""
+        )
+        print_text(
+            f"measured {format_bytes(row['measured_bytes'])}{error}; resident {format_bytes(row['resident_bytes'])}"
+        )

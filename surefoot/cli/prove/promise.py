@@ -22,11 +22,24 @@ if TYPE_CHECKING:
 
 def prove(
     what: Annotated[str, typer.Argument(metavar="N", help="the number of a promise, or list")],
-    trials: Annotated[int | None, typer.Option("--trials", metavar="K", help="of each campaign", show_default="a few")] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", help="of the first trial; each next one has the next")] = 0,
-    case: Annotated[str | None, typer.Option("--case", metavar="CASE", help="this campaign alone", show_default="every one of it")] = None,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> int:  # fmt: skip
+    trials: Annotated[
+        int | None,
+        typer.Option("--trials", metavar="K", help="of each campaign", show_default="a few"),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", metavar="S", help="of the first trial; each next one has the next"),
+    ] = 0,
+    case: Annotated[
+        str | None,
+        typer.Option(
+            "--case", metavar="CASE", help="this campaign alone", show_default="every one of it"
+        ),
+    ] = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> int:
     """Put a promise to the test: kill runs, cut the power, and count what did not hold.
 
     Real runs, real faults, in a folder that goes afterwards; the same seed replays a trial. Ends with 0 where the promise held in
@@ -38,14 +51,23 @@ def prove(
         return _list(json)
     promise = find_promise(what)
     if (trials is not None and trials < 1) or seed < 0:
-        raise InputError(f"--trials is {trials} and --seed {seed}", hint="use 1 trial or more, and a seed of 0 or more")
+        raise InputError(
+            f"--trials is {trials} and --seed {seed}",
+            hint="use 1 trial or more, and a seed of 0 or more",
+        )
     if case is not None and case not in promise.cases:
-        raise InputError(f"promise {what} has no campaign {case!r}", hint=f"it has {', '.join(promise.cases)}")
-    outcomes = _carry_out(promise.cases if case is None else (case,), trials, seed, quiet=quiet or json)
+        raise InputError(
+            f"promise {what} has no campaign {case!r}", hint=f"it has {', '.join(promise.cases)}"
+        )
+    outcomes = _carry_out(
+        promise.cases if case is None else (case,), trials, seed, quiet=quiet or json
+    )
     holds = all(each.holds for each in outcomes)
     if json:
         rows = [{**asdict(each), "bound": each.bound} for each in outcomes]
-        options.print_json({"promise": promise.number, "name": promise.name, "holds": holds, "campaigns": rows})
+        options.print_json(
+            {"promise": promise.number, "name": promise.name, "holds": holds, "campaigns": rows}
+        )
     else:
         _print(promise, outcomes, holds=holds)
     return EXIT_OK if holds else EXIT_VERDICT_FAILS
@@ -63,7 +85,9 @@ def _list(json: bool) -> int:
     return EXIT_OK
 
 
-def _carry_out(cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: bool) -> list[CampaignOutcome]:
+def _carry_out(
+    cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: bool
+) -> list[CampaignOutcome]:
     from surefoot.prove.campaigns import CAMPAIGNS
     from surefoot.prove.campaigns.workshop import Workshop
     from surefoot.prove.outcome import carry_out
@@ -76,7 +100,13 @@ def _carry_out(cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: 
     with tempfile.TemporaryDirectory(prefix="surefoot-prove-") as folder:
         workshop = Workshop(Path(folder))
         return [
-            carry_out(campaign, workshop, trials=trials or campaign.few, seed=seed, tell=(lambda text: None) if quiet else tell)
+            carry_out(
+                campaign,
+                workshop,
+                trials=trials or campaign.few,
+                seed=seed,
+                tell=(lambda text: None) if quiet else tell,
+            )
             for campaign in chosen
         ]
 
@@ -87,10 +117,16 @@ def _print(promise: Promise, outcomes: list[CampaignOutcome], *, holds: bool) ->
 
     print(f"promise {promise.number}: {promise.name}. {promise.words}\n")
     rows = [
-        (each.case, each.title, f"{each.trials:,}", str(len(each.failures)),
-         UNKNOWN if each.bound is None else f"{min(1.0, each.bound):.2%}", format_seconds(each.elapsed_s))
+        (
+            each.case,
+            each.title,
+            f"{each.trials:,}",
+            str(len(each.failures)),
+            UNKNOWN if each.bound is None else f"{min(1.0, each.bound):.2%}",
+            format_seconds(each.elapsed_s),
+        )
         for each in outcomes
-    ]  # fmt: skip
+    ]
     counted = ("trials", "failures", "rate below (95 %)", "time")
     print_table(("case", "fault", *counted), rows, right=counted)
     lines = [""]
@@ -100,7 +136,9 @@ def _print(promise: Promise, outcomes: list[CampaignOutcome], *, holds: bool) ->
         for failure in each.failures:
             again = f"surefoot prove {promise.number} --case {each.case} --seed {failure.seed} --trials 1"
             lines.append(f"{each.case}, seed {failure.seed}: {failure.what}\n  again: {again}")
-    verdict = "it does not hold" if any(each.failures for each in outcomes) else "it cannot be shown here"
+    verdict = (
+        "it does not hold" if any(each.failures for each in outcomes) else "it cannot be shown here"
+    )
     if holds:
         verdict = f"it held in {sum(each.trials for each in outcomes):,} trials, first seed {outcomes[0].seed}"
     print("\n".join([*lines, f"verdict: {verdict}"]))

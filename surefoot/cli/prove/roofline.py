@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TaskOption, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    QuietOption,
+    SeedOption,
+    SetOption,
+    TaskOption,
+    TracebackOption,
+)
 from surefoot.core.errors import StorageError
 
 if TYPE_CHECKING:
@@ -26,13 +34,28 @@ DRAWN = 8  # operators in the plot; more would overlap
 
 def roofline(
     given: Annotated[
-        str | None, typer.Argument(metavar="[SPEC|RUN]", help="a spec, or a run folder; none: the peaks alone", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="[SPEC|RUN]",
+            help="a spec, or a run folder; none: the peaks alone",
+            show_default=False,
+        ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="so many are timed")] = 10,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="the JSON to a new file, as of a RUN to its profile/")] = None,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, task: TaskOption = None, json: JsonOption = False,
-    quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="the JSON to a new file, as of a RUN to its profile/"
+        ),
+    ] = None,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    task: TaskOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
     """Lay a step over what this machine can do.
 
     Measures the peaks of products and copies, counts FLOPs and bytes of every operator and module of a training step, and tells
@@ -49,13 +72,19 @@ def roofline(
     run = Path(given) if (Path(given) / "spec.toml").is_file() else None
     options.check_of_run(task, is_run=run is not None)
     if run:
-        options.check_as_it_is({"--set": set_, "--seed": seed, "--data": data}, "measured", "roofline")
+        options.check_as_it_is(
+            {"--set": set_, "--seed": seed, "--data": data}, "measured", "roofline"
+        )
     if out:
         options.check_new_file(out, "--out", "roofline.json")
     elif run:
         _check_folder((run / FILE).parent)
     stated = options.overrides(set_, seed=seed, data=data)
-    spec = (options.read_spec("roofline", given, stated) if run is None else spec_file.read_of_run(run, stated, task=task)).spec
+    spec = (
+        options.read_spec("roofline", given, stated)
+        if run is None
+        else spec_file.read_of_run(run, stated, task=task)
+    ).spec
     found = place(spec, steps=steps, tell=tell)
     row, unwritten = found.as_row(), dict[Path, StorageError]()
     for path in [*([out] if out else []), *([run / FILE] if run else [])]:
@@ -85,9 +114,13 @@ def _peaks_alone(*, json: bool, tell: Any) -> None:
     published = find_published(peaks.device)
     if json:
         options.print_json(
-            {"device": peaks.device, "peaks": peaks.as_row(), "one_core": one_core.as_row() if one_core else None,
-             "published": published.as_row() if published else None}
-        )  # fmt: skip
+            {
+                "device": peaks.device,
+                "peaks": peaks.as_row(),
+                "one_core": one_core.as_row() if one_core else None,
+                "published": published.as_row() if published else None,
+            }
+        )
     else:
         _print_peaks(peaks, one_core, published)
 
@@ -100,7 +133,9 @@ def _check_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder if folder.exists() else folder.parent):
             pass
     except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror}", hint="name another file with --out") from None
+        raise StorageError(
+            f"{folder} cannot be written: {error.strerror}", hint="name another file with --out"
+        ) from None
 
 
 def _write(path: Path, row: dict[str, Any], *, run: Path | None) -> None:
@@ -112,9 +147,13 @@ def _write(path: Path, row: dict[str, Any], *, run: Path | None) -> None:
     folder = path.parent if run is None else run
     try:
         files.make_folder(folder, str(path.parent.relative_to(folder)))
-        files.write_whole(folder, str(path.relative_to(folder)), json.dumps(row, allow_nan=False).encode())
+        files.write_whole(
+            folder, str(path.relative_to(folder)), json.dumps(row, allow_nan=False).encode()
+        )
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}", hint="name another file with --out") from None
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}", hint="name another file with --out"
+        ) from None
 
 
 def _print_peaks(peaks: Peaks, one_core: Peaks | None, published: Peaks | None) -> None:
@@ -122,16 +161,28 @@ def _print_peaks(peaks: Peaks, one_core: Peaks | None, published: Peaks | None) 
     from surefoot.core.cost.roofline import giga
 
     many = one_core is not None and one_core.threads != peaks.threads
-    columns = [peaks, *([one_core] if many and one_core else []), *([published] if published else [])]
+    columns = [
+        peaks,
+        *([one_core] if many and one_core else []),
+        *([published] if published else []),
+    ]
     names = [_column(each) for each in columns]
     print(f"Peaks of {peaks.device}")
     rows = [
-        [f"products in {dtype}, GFLOP/s", *(giga(each.flops_per_s.get(dtype)) for each in columns), _ridge(peaks, dtype)]
+        [
+            f"products in {dtype}, GFLOP/s",
+            *(giga(each.flops_per_s.get(dtype)) for each in columns),
+            _ridge(peaks, dtype),
+        ]
         for dtype in dict.fromkeys(name for each in columns for name in each.flops_per_s)
     ]
     rows.append(["copy, read and written, GB/s", *(giga(each.bytes_per_s) for each in columns), ""])
-    rows.append(["the same within a cache, GB/s", *(giga(each.cache_bytes_per_s) for each in columns), ""])
-    print_table(("what", *names, "ridge, FLOP/byte"), rows, right=(*names, "ridge, FLOP/byte"), indent=2)
+    rows.append(
+        ["the same within a cache, GB/s", *(giga(each.cache_bytes_per_s) for each in columns), ""]
+    )
+    print_table(
+        ("what", *names, "ridge, FLOP/byte"), rows, right=(*names, "ridge, FLOP/byte"), indent=2
+    )
     if published:
         print(f"  published: {published.source}")
 
@@ -147,7 +198,9 @@ def _ridge(peaks: Peaks, dtype: str) -> str:
     from surefoot.core.units import format_number
 
     peak = peaks.flops_per_s.get(dtype)
-    return format_number(None if peak is None or not peaks.bytes_per_s else ridge(peak, peaks.bytes_per_s))
+    return format_number(
+        None if peak is None or not peaks.bytes_per_s else ridge(peak, peaks.bytes_per_s)
+    )
 
 
 def _print(found: Placed) -> None:
@@ -168,24 +221,46 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
 
     outside_s = max(0.0, found.step_s - found.operators_s)
     pairs = [
-        ("time", f"{format_seconds(found.step_s)} for {found.num_samples} samples, the median of {found.num_steps}"),
-        ("operators", f"{format_seconds(found.operators_s)}; {format_seconds(outside_s)} outside of them: Python, and what calls them"),
-        ("model FLOPs", f"{giga(found.model_flops)} GFLOP in products, of {giga(found.flops)} in all"),
+        (
+            "time",
+            f"{format_seconds(found.step_s)} for {found.num_samples} samples, the median of {found.num_steps}",
+        ),
+        (
+            "operators",
+            f"{format_seconds(found.operators_s)}; {format_seconds(outside_s)} outside of them: Python, and what calls them",
+        ),
+        (
+            "model FLOPs",
+            f"{giga(found.model_flops)} GFLOP in products, of {giga(found.flops)} in all",
+        ),
         ("MFU", found.utilisation.words(found.samples_per_s)),
-        ("fusible", f"{format_percent(found.fusible_share)} of the operators' time: pointwise, norms, sums, copies, held back by memory"),
-    ]  # fmt: skip
+        (
+            "fusible",
+            f"{format_percent(found.fusible_share)} of the operators' time: pointwise, norms, sums, copies, held back by memory",
+        ),
+    ]
     if found.again_flops:
-        pairs.append(("recomputed", f"{giga(found.again_flops)} GFLOP more, which is no part of the model's"))
+        pairs.append(
+            ("recomputed", f"{giga(found.again_flops)} GFLOP more, which is no part of the model's")
+        )
     if found.rule_flops is not None and found.model_flops:
         share = format_percent(found.rule_flops / found.model_flops)
         pairs.append(
-            ("rule of thumb", f"6 x parameters x tokens and attention: {giga(found.rule_flops)} GFLOP, {share} of the model's")
+            (
+                "rule of thumb",
+                f"6 x parameters x tokens and attention: {giga(found.rule_flops)} GFLOP, {share} of the model's",
+            )
         )
     if found.load is not None and found.load > BUSY:
         told = f"the load was {format_number(found.load)} when this began: peaks and times are worse than on a machine that is left alone"
         pairs.append(("busy", told))
     if found.unknown:
-        pairs.append(("no formula", f"{', '.join(found.unknown)}: their bytes and time count, their FLOPs do not"))
+        pairs.append(
+            (
+                "no formula",
+                f"{', '.join(found.unknown)}: their bytes and time count, their FLOPs do not",
+            )
+        )
     return pairs
 
 
@@ -193,7 +268,11 @@ def _print_points(title: str, kind: str, found: Placed) -> None:
     """Print the points that take the most time, with their share of the operators' time."""
     from surefoot.cli.table import print_table
 
-    timed = [each for each in found.points if each.kind == kind and each.group != "view" and each.elapsed_s > 0]
+    timed = [
+        each
+        for each in found.points
+        if each.kind == kind and each.group != "view" and each.elapsed_s > 0
+    ]
     first = ("operator", "dtype") if kind == "operator" else ("module",)
     print(title)
     rows = [_cells(each, len(first) > 1, found.operators_s) for each in timed[:ROWS]]
@@ -208,10 +287,17 @@ def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
     from surefoot.core.units import UNKNOWN, format_number, format_percent, format_seconds
 
     return [
-        point.name, *([point.dtype or ""] if with_dtype else []), format_number(point.calls), format_seconds(point.elapsed_s),
-        format_percent(point.elapsed_s / total_s), giga(point.flops / point.elapsed_s), giga(point.num_bytes / point.elapsed_s),
-        format_number(point.intensity), format_percent(point.reached), point.bound or UNKNOWN,
-    ]  # fmt: skip
+        point.name,
+        *([point.dtype or ""] if with_dtype else []),
+        format_number(point.calls),
+        format_seconds(point.elapsed_s),
+        format_percent(point.elapsed_s / total_s),
+        giga(point.flops / point.elapsed_s),
+        giga(point.num_bytes / point.elapsed_s),
+        format_number(point.intensity),
+        format_percent(point.reached),
+        point.bound or UNKNOWN,
+    ]
 
 
 def _draw(found: Placed) -> None:
@@ -219,21 +305,40 @@ def _draw(found: Placed) -> None:
     from surefoot.cli.plot import overlay, terminal_style
     from surefoot.core.cost.roofline import attainable_flops_per_s
 
-    peak, bytes_per_s = found.peaks.flops_per_s.get(found.utilisation.dtype), found.peaks.bytes_per_s
-    drawn = [each for each in found.points if each.kind == "operator" and each.flops and each.intensity and each.elapsed_s][
-        :DRAWN
-    ]
+    peak, bytes_per_s = (
+        found.peaks.flops_per_s.get(found.utilisation.dtype),
+        found.peaks.bytes_per_s,
+    )
+    drawn = [
+        each
+        for each in found.points
+        if each.kind == "operator" and each.flops and each.intensity and each.elapsed_s
+    ][:DRAWN]
     if peak is None or not bytes_per_s or not drawn:
         return
     at = [math.log10(each.intensity or 1.0) for each in drawn]
-    low, high = min(*at, math.log10(peak / bytes_per_s)) - 0.5, max(*at, math.log10(peak / bytes_per_s)) + 0.5
+    low, high = (
+        min(*at, math.log10(peak / bytes_per_s)) - 0.5,
+        max(*at, math.log10(peak / bytes_per_s)) + 0.5,
+    )
     x = sorted({*at, *(low + (high - low) * part / 60 for part in range(61))})
     curves: dict[str, list[float | None]] = {
-        f"roof, {found.utilisation.dtype}": [attainable_flops_per_s(10**each, peak, bytes_per_s) / 1e9 for each in x]
+        f"roof, {found.utilisation.dtype}": [
+            attainable_flops_per_s(10**each, peak, bytes_per_s) / 1e9 for each in x
+        ]
     }
     for point, where in zip(drawn, at, strict=True):
-        curves[f"{point.name} {point.dtype}"] = [point.flops / point.elapsed_s / 1e9 if each == where else None for each in x]
+        curves[f"{point.name} {point.dtype}"] = [
+            point.flops / point.elapsed_s / 1e9 if each == where else None for each in x
+        ]
     print("GFLOP/s over the intensity")
     print(
-        overlay(x, curves, terminal_style(sys.stdout.encoding, log=True, x_title="log10 of FLOP per byte", height=12)), end="\n\n"
+        overlay(
+            x,
+            curves,
+            terminal_style(
+                sys.stdout.encoding, log=True, x_title="log10 of FLOP per byte", height=12
+            ),
+        ),
+        end="\n\n",
     )

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from surefoot.cli import options
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, SpecArgument, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    QuietOption,
+    SeedOption,
+    SetOption,
+    SpecArgument,
+    TracebackOption,
+)
 from surefoot.cli.table import print_table
 
 if TYPE_CHECKING:
@@ -16,11 +24,21 @@ if TYPE_CHECKING:
 
 def tune_loader(
     spec: SpecArgument,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="for each setting, alone and under the steps")] = 2.0,
-    most: Annotated[int | None, typer.Option("--most", metavar="N", help="workers; by default the cores, from 4 to 8")] = None,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, json: JsonOption = False, quiet: QuietOption = False,
+    seconds: Annotated[
+        float,
+        typer.Option("--seconds", metavar="S", help="for each setting, alone and under the steps"),
+    ] = 2.0,
+    most: Annotated[
+        int | None,
+        typer.Option("--most", metavar="N", help="workers; by default the cores, from 4 to 8"),
+    ] = None,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
     traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Find how many workers keep the steps from waiting for data.
 
     Measures what the steps could take, what the loader gives with 0, 1, 2, 4 workers and so on, and both together.
@@ -28,9 +46,16 @@ def tune_loader(
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.bench.loading import tune
 
-    read = options.read_spec("tune-loader", spec, options.overrides(set_, seed=seed, data=data)).spec
+    read = options.read_spec(
+        "tune-loader", spec, options.overrides(set_, seed=seed, data=data)
+    ).spec
     with ending_by_signal():
-        found = tune(read, seconds=seconds, most=most, tell=options.teller("tune-loader", quiet=quiet or json))
+        found = tune(
+            read,
+            seconds=seconds,
+            most=most,
+            tell=options.teller("tune-loader", quiet=quiet or json),
+        )
     if json:
         options.print_json({"spec": spec, **found.as_row()})
     else:
@@ -39,11 +64,25 @@ def tune_loader(
 
 def _print(found: LoaderTuning) -> None:
     print(f"the steps could take {found.demand_per_s:,.0f} samples/s")
-    headers = ("workers", "kind", "prefetch", "persistent", "pinned", "loader alone", "with the steps", "waiting", "")
-    print_table(headers, [_cells(each, found) for each in found.tried], right=set(headers) - {"kind", ""})
+    headers = (
+        "workers",
+        "kind",
+        "prefetch",
+        "persistent",
+        "pinned",
+        "loader alone",
+        "with the steps",
+        "waiting",
+        "",
+    )
+    print_table(
+        headers, [_cells(each, found) for each in found.tried], right=set(headers) - {"kind", ""}
+    )
     chosen = found.chosen
     told = (
-        {"workers": chosen.workers, "kind": f'"{chosen.kind}"', "prefetch": chosen.prefetch} if chosen.workers else {"workers": 0}
+        {"workers": chosen.workers, "kind": f'"{chosen.kind}"', "prefetch": chosen.prefetch}
+        if chosen.workers
+        else {"workers": 0}
     )
     print(f"\n{found.why}:\n\n[loader]")
     for key, value in told.items():
@@ -53,7 +92,13 @@ def _print(found: LoaderTuning) -> None:
 def _cells(each: LoaderTiming, found: LoaderTuning) -> tuple[str, ...]:
     yes = "yes" if each.workers else "-"
     return (
-        str(each.workers), each.kind if each.workers else "-", str(each.prefetch) if each.workers else "-", yes,
-        "yes" if each.pinned else "no", f"{each.supply_per_s:,.0f}/s", f"{each.samples_per_s:,.0f}/s", f"{each.waiting:.1%}",
+        str(each.workers),
+        each.kind if each.workers else "-",
+        str(each.prefetch) if each.workers else "-",
+        yes,
+        "yes" if each.pinned else "no",
+        f"{each.supply_per_s:,.0f}/s",
+        f"{each.samples_per_s:,.0f}/s",
+        f"{each.waiting:.1%}",
         "chosen" if each is found.chosen else "",
-    )  # fmt: skip
+    )

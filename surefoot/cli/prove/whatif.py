@@ -11,7 +11,15 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.left_out import name_left_out
-from surefoot.cli.options import DataOption, JsonOption, QuietOption, SeedOption, SetOption, TaskOption, TracebackOption
+from surefoot.cli.options import (
+    DataOption,
+    JsonOption,
+    QuietOption,
+    SeedOption,
+    SetOption,
+    TaskOption,
+    TracebackOption,
+)
 from surefoot.core.errors import InputError, OutOfMemory, StorageError, UserCodeError
 
 if TYPE_CHECKING:
@@ -24,40 +32,102 @@ if TYPE_CHECKING:
     from surefoot.prove.whatif.recompute import Recomputing
 
 COLUMNS = (
-    "batch", "microbatch", "num_microbatches", "peak_bytes", "samples_per_s", "items_per_s", "updates_per_epoch",
-    "communications_per_epoch", "rounds", "failure",
-)  # fmt: skip
+    "batch",
+    "microbatch",
+    "num_microbatches",
+    "peak_bytes",
+    "samples_per_s",
+    "items_per_s",
+    "updates_per_epoch",
+    "communications_per_epoch",
+    "rounds",
+    "failure",
+)
 
 
 def whatif(
-    given: Annotated[str, typer.Argument(metavar="SPEC|RUN", help="a spec, or a run folder, whose spec is taken")],
-    batch: Annotated[str | None, typer.Option("--batch", metavar="SIZES", help="measure these batches, as in 128,256")] = None,
+    given: Annotated[
+        str, typer.Argument(metavar="SPEC|RUN", help="a spec, or a run folder, whose spec is taken")
+    ],
+    batch: Annotated[
+        str | None,
+        typer.Option("--batch", metavar="SIZES", help="measure these batches, as in 128,256"),
+    ] = None,
     microbatch: Annotated[
-        str | None, typer.Option("--microbatch", metavar="SIZES", help="split into these", show_default="all of it, 1/2, 1/4, 1/8")
+        str | None,
+        typer.Option(
+            "--microbatch",
+            metavar="SIZES",
+            help="split into these",
+            show_default="all of it, 1/2, 1/4, 1/8",
+        ),
     ] = None,
     updates: Annotated[
-        int | None, typer.Option("--updates", metavar="N", help="so many are measured in a round", show_default="10")
+        int | None,
+        typer.Option(
+            "--updates", metavar="N", help="so many are measured in a round", show_default="10"
+        ),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", metavar="N", help="fresh processes of each row", show_default="3; --compile, --recompute: 7")
+        int | None,
+        typer.Option(
+            "--rounds",
+            metavar="N",
+            help="fresh processes of each row",
+            show_default="3; --compile, --recompute: 7",
+        ),
     ] = None,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="eager mode beside every way to compile that is here")] = False,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="eager mode beside every way to compile that is here")
+    ] = False,
     save_kernels: Annotated[
-        Path | None, typer.Option("--save-kernels", metavar="DIR", help="the code that compiling makes, and what it fuses")
+        Path | None,
+        typer.Option(
+            "--save-kernels", metavar="DIR", help="the code that compiling makes, and what it fuses"
+        ),
     ] = None,
-    recompute: Annotated[bool, typer.Option("--recompute", help="each way to recompute beside none, and what each block is worth")] = False,
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute", help="each way to recompute beside none, and what each block is worth"
+        ),
+    ] = False,
     fit: Annotated[
-        str | None, typer.Option("--fit", metavar="SIZE", help="the largest microbatch by measured peaks, as 2GiB, or device: a GPU's")
+        str | None,
+        typer.Option(
+            "--fit",
+            metavar="SIZE",
+            help="the largest microbatch by measured peaks, as 2GiB, or device: a GPU's",
+        ),
     ] = None,
-    noise: Annotated[bool, typer.Option("--noise", help="the gradient noise scale, and the batch that it speaks for")] = False,
-    draws: Annotated[int | None, typer.Option("--draws", metavar="N", help="batches of --noise, a power of two: 128")] = None,
+    noise: Annotated[
+        bool,
+        typer.Option("--noise", help="the gradient noise scale, and the batch that it speaks for"),
+    ] = False,
+    draws: Annotated[
+        int | None,
+        typer.Option("--draws", metavar="N", help="batches of --noise, a power of two: 128"),
+    ] = None,
     size: Annotated[
-        int | None, typer.Option("--size", metavar="N", help="samples of each of them", show_default="an eighth of train.batch")
+        int | None,
+        typer.Option(
+            "--size",
+            metavar="N",
+            help="samples of each of them",
+            show_default="an eighth of train.batch",
+        ),
     ] = None,
-    set_: SetOption = None, seed: SeedOption = None, data: DataOption = None, task: TaskOption = None, json: JsonOption = False,
-    quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    task: TaskOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
     """Measure what another batch would cost, or what compiling would bring.
 
     --batch: peak memory, throughput, updates and communications of an epoch, for each batch and microbatch, in fresh processes.
@@ -69,14 +139,22 @@ def whatif(
     """
     question = _check_question(
         {
-            "--batch": batch, "--compile": compiled, "--save-kernels": save_kernels, "--recompute": recompute, "--fit": fit,
+            "--batch": batch,
+            "--compile": compiled,
+            "--save-kernels": save_kernels,
+            "--recompute": recompute,
+            "--fit": fit,
             "--noise": noise,
         },
         {
-            ("--microbatch", "--batch"): microbatch, ("--csv", "--batch"): csv, ("--updates", "--batch"): updates,
-            ("--rounds", "--batch", "--compile", "--recompute"): rounds, ("--size", "--noise"): size, ("--draws", "--noise"): draws,
+            ("--microbatch", "--batch"): microbatch,
+            ("--csv", "--batch"): csv,
+            ("--updates", "--batch"): updates,
+            ("--rounds", "--batch", "--compile", "--recompute"): rounds,
+            ("--size", "--noise"): size,
+            ("--draws", "--noise"): draws,
         },
-    )  # fmt: skip
+    )
 
     run = Path(given) if (Path(given) / "spec.toml").is_file() else None
     options.check_of_run(task, is_run=run is not None)
@@ -105,10 +183,21 @@ def whatif(
         _compare_compiled(given, spec, rounds, tell, json=json)
     else:
         sizes = (_sizes("--batch", batch), _sizes("--microbatch", microbatch))
-        _compare_batches(given, spec, sizes, 10 if updates is None else updates, 3 if rounds is None else rounds, csv, tell, json)
+        _compare_batches(
+            given,
+            spec,
+            sizes,
+            10 if updates is None else updates,
+            3 if rounds is None else rounds,
+            csv,
+            tell,
+            json,
+        )
 
 
-def _read(command: str, given: str, run: Path | None, stated: list[tuple[str, Any, str]], task: str | None) -> RunSpec:
+def _read(
+    command: str, given: str, run: Path | None, stated: list[tuple[str, Any, str]], task: str | None
+) -> RunSpec:
     from surefoot.contract import spec_file
 
     if run is None:
@@ -133,15 +222,22 @@ def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, 
         if value is not None and not set(owners) & set(asked):
             named = ", ".join(owners[:-1]) + " and " * (len(owners) > 1) + owners[-1]
             raise InputError(
-                f"{flag} belongs to {named}, which {'is' if len(owners) == 1 else 'are'} not asked for", hint="leave it out"
+                f"{flag} belongs to {named}, which {'is' if len(owners) == 1 else 'are'} not asked for",
+                hint="leave it out",
             )
     return asked[0]
 
 
 def _compare_batches(
-    given: str, spec: RunSpec, sizes: tuple[list[int], list[int]], updates: int, rounds: int, csv: Path | None,
-    tell: Callable[[str], None], json: bool,
-) -> None:  # fmt: skip
+    given: str,
+    spec: RunSpec,
+    sizes: tuple[list[int], list[int]],
+    updates: int,
+    rounds: int,
+    csv: Path | None,
+    tell: Callable[[str], None],
+    json: bool,
+) -> None:
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.whatif.batch import find_splits, measure
 
@@ -153,47 +249,77 @@ def _compare_batches(
     if csv is not None:
         _write_csv(csv, found)
     if json:
-        options.print_json({"given": given, "conditions": found.conditions, "rows": [each.as_row() for each in found.rows]})
+        options.print_json(
+            {
+                "given": given,
+                "conditions": found.conditions,
+                "rows": [each.as_row() for each in found.rows],
+            }
+        )
     else:
         _print(found)
     failed = [each for each in found.rows if each.failure is not None]
     if len(failed) == len(found.rows):
-        raise UserCodeError(f"no row could be measured: {_error_of(failed[0])}", hint="does surefoot train run it?")
+        raise UserCodeError(
+            f"no row could be measured: {_error_of(failed[0])}", hint="does surefoot train run it?"
+        )
 
 
-def _compare_compiled(given: str, spec: RunSpec, rounds: int | None, tell: Callable[[str], None], *, json: bool) -> None:
+def _compare_compiled(
+    given: str, spec: RunSpec, rounds: int | None, tell: Callable[[str], None], *, json: bool
+) -> None:
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.whatif.compiled import ROUNDS, measure_ways
 
     with ending_by_signal():
         found = measure_ways(spec, rounds=ROUNDS if rounds is None else rounds, tell=tell)
     if json:
-        options.print_json({
-            "given": given, "conditions": found.conditions, "rounds": found.rounds, "rows": [each.as_row() for each in found.ways],
-            "left_out": found.left_out, "best": None if found.best is None else {"what": found.best.what, "mode": found.best.mode},
-        })  # fmt: skip
+        options.print_json(
+            {
+                "given": given,
+                "conditions": found.conditions,
+                "rounds": found.rounds,
+                "rows": [each.as_row() for each in found.ways],
+                "left_out": found.left_out,
+                "best": None
+                if found.best is None
+                else {"what": found.best.what, "mode": found.best.mode},
+            }
+        )
     else:
         _print_ways(found)
     if all(each.failure is not None for each in found.ways[1:]):
-        raise UserCodeError(f"nothing could be compiled: {_error_of(found.ways[1])}", hint="does surefoot train run it?")
+        raise UserCodeError(
+            f"nothing could be compiled: {_error_of(found.ways[1])}",
+            hint="does surefoot train run it?",
+        )
 
 
-def _compare_recomputing(given: str, spec: RunSpec, rounds: int | None, tell: Callable[[str], None], *, json: bool) -> None:
+def _compare_recomputing(
+    given: str, spec: RunSpec, rounds: int | None, tell: Callable[[str], None], *, json: bool
+) -> None:
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.whatif.recompute import ROUNDS, measure_recomputing
 
     with ending_by_signal():
         found = measure_recomputing(spec, rounds=ROUNDS if rounds is None else rounds, tell=tell)
     if json:
-        options.print_json({
-            "given": given, "conditions": found.conditions, "rounds": found.rounds, "blocks": [each.as_row() for each in found.blocks],
-            "rows": [each.as_row() for each in found.ways],
-        })  # fmt: skip
+        options.print_json(
+            {
+                "given": given,
+                "conditions": found.conditions,
+                "rounds": found.rounds,
+                "blocks": [each.as_row() for each in found.blocks],
+                "rows": [each.as_row() for each in found.ways],
+            }
+        )
     else:
         _print_recomputing(found)
 
 
-def _find_largest(given: str, spec: RunSpec, limit: str, tell: Callable[[str], None], *, json: bool) -> None:
+def _find_largest(
+    given: str, spec: RunSpec, limit: str, tell: Callable[[str], None], *, json: bool
+) -> None:
     from surefoot.core.signals import ending_by_signal
     from surefoot.core.units import format_bytes, parse_bytes
     from surefoot.prove.whatif.fit import MARGIN, find_limit, measure_largest
@@ -206,7 +332,10 @@ def _find_largest(given: str, spec: RunSpec, limit: str, tell: Callable[[str], N
     else:
         _print_largest(found)
     if found.microbatch is None:
-        raise OutOfMemory(f"nothing fits into {format_bytes(limit_bytes)} less {MARGIN:.0%}", hint=_way_out(given, found))
+        raise OutOfMemory(
+            f"nothing fits into {format_bytes(limit_bytes)} less {MARGIN:.0%}",
+            hint=_way_out(given, found),
+        )
 
 
 def _way_out(given: str, found: Fitted) -> str:
@@ -224,9 +353,7 @@ def _way_out(given: str, found: Fitted) -> str:
     if left <= 0:
         return f"{beside}, above that limit whatever the model is: give a larger one"
     spec = Path(given) / "spec.toml" if Path(given).is_dir() else given
-    return (
-        f"{beside}; what of the model fits into the rest: surefoot memory {shlex.quote(str(spec))} --fit '{format_bytes(left)}'"
-    )
+    return f"{beside}; what of the model fits into the rest: surefoot memory {shlex.quote(str(spec))} --fit '{format_bytes(left)}'"
 
 
 def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> None:
@@ -235,7 +362,13 @@ def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> Non
     graphs = find_kernels(spec)
     files = write_kernels(graphs, folder)
     if json:
-        options.print_json({"given": given, "files": list(map(str, files)), "graphs": [as_row(graph) for graph in graphs]})
+        options.print_json(
+            {
+                "given": given,
+                "files": list(map(str, files)),
+                "graphs": [as_row(graph) for graph in graphs],
+            }
+        )
     else:
         _print_kernels(graphs, files)
 
@@ -243,7 +376,9 @@ def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> Non
 def _sizes(flag: str, text: str | None) -> list[int]:
     words = [] if text is None else text.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise InputError(f"{flag} is {text!r}", hint=f"numbers of samples with commas between: {flag} 128,256")
+        raise InputError(
+            f"{flag} is {text!r}", hint=f"numbers of samples with commas between: {flag} 128,256"
+        )
     return [int(word) for word in words]
 
 
@@ -258,15 +393,29 @@ def _print(found: Splits) -> None:
     from surefoot.cli.table import print_table
     from surefoot.core.units import format_bytes, format_count, format_number
 
-    headers = ("batch", "microbatch", "K", "peak memory", "samples/s", "items/s", "updates an epoch", "communications")
+    headers = (
+        "batch",
+        "microbatch",
+        "K",
+        "peak memory",
+        "samples/s",
+        "items/s",
+        "updates an epoch",
+        "communications",
+    )
     rows = [
         [
-            f"{each.batch:,}", f"{each.microbatch:,}", str(each.num_microbatches), format_bytes(each.peak_bytes),
-            format_number(each.samples_per_s), format_count(each.items_per_s), format_number(each.updates_per_epoch),
+            f"{each.batch:,}",
+            f"{each.microbatch:,}",
+            str(each.num_microbatches),
+            format_bytes(each.peak_bytes),
+            format_number(each.samples_per_s),
+            format_count(each.items_per_s),
+            format_number(each.updates_per_epoch),
             format_number(each.communications_per_epoch),
         ]
         for each in found.rows
-    ]  # fmt: skip
+    ]
     print_table(headers, rows, right=headers)
     for each in found.rows:
         if each.failure is not None:
@@ -278,14 +427,29 @@ def _print_ways(found: Ways) -> None:
     from surefoot.cli.table import print_table, print_text
     from surefoot.core.units import UNKNOWN, format_bytes, format_seconds
 
-    headers = ("what", "mode", "compiling", "from its cache", "step", "of eager mode", "peak memory", "paid for after")
+    headers = (
+        "what",
+        "mode",
+        "compiling",
+        "from its cache",
+        "step",
+        "of eager mode",
+        "peak memory",
+        "paid for after",
+    )
     rows = [
         [
-            each.what, each.mode or "", format_seconds(each.compile_s), format_seconds(each.again_s), format_seconds(each.step_s),
-            UNKNOWN if each.ratio is None else str(each.ratio), format_bytes(each.peak_bytes), _break_even(each),
+            each.what,
+            each.mode or "",
+            format_seconds(each.compile_s),
+            format_seconds(each.again_s),
+            format_seconds(each.step_s),
+            UNKNOWN if each.ratio is None else str(each.ratio),
+            format_bytes(each.peak_bytes),
+            _break_even(each),
         ]
         for each in found.ways
-    ]  # fmt: skip
+    ]
     print_table(headers, rows, right=headers[2:])
     print()
     for mode, why in found.left_out.items():
@@ -301,7 +465,9 @@ def _print_ways(found: Ways) -> None:
         print_text("so few rounds show no gain, whatever it is: give --rounds 7 or more")
     else:
         print_text("best: eager mode, no gain is shown")
-    print_text(f"{found.conditions.get('processor')}, {found.conditions['device']}, torch {found.conditions.get('torch')}")
+    print_text(
+        f"{found.conditions.get('processor')}, {found.conditions['device']}, torch {found.conditions.get('torch')}"
+    )
 
 
 def _break_even(way: CompileTiming) -> str:
@@ -318,27 +484,35 @@ def _print_recomputing(found: Recomputing) -> None:
     headers = ("block", "keeps", "its inputs", "to compute again", "saved per ms")
     blocks = [
         [
-            each.name, format_bytes(each.inner_bytes), format_bytes(each.input_bytes), format_seconds(each.again_s),
+            each.name,
+            format_bytes(each.inner_bytes),
+            format_bytes(each.input_bytes),
+            format_seconds(each.again_s),
             UNKNOWN if each.bytes_per_s is None else format_bytes(each.bytes_per_s / 1000),
         ]
         for each in found.blocks
-    ]  # fmt: skip
+    ]
     print_table(headers, blocks, right=headers[1:])
     print()
     headers = ("memory.recompute", "blocks hold", "peak memory", "step", "of none")
     ways = [
         [
-            each.how, format_bytes(each.held_bytes), format_bytes(each.peak_bytes), format_seconds(each.step_s),
+            each.how,
+            format_bytes(each.held_bytes),
+            format_bytes(each.peak_bytes),
+            format_seconds(each.step_s),
             "" if each.ratio is None else str(each.ratio),
         ]
         for each in found.ways
-    ]  # fmt: skip
+    ]
     print_table(headers, ways, right=headers[1:])
     print()
     for each in found.ways:
         if each.failure is not None:
             print_text(f"{each.how}: {each.failure}")
-    print_text(f"{found.conditions.get('processor')}, {found.conditions['device']}, torch {found.conditions.get('torch')}")
+    print_text(
+        f"{found.conditions.get('processor')}, {found.conditions['device']}, torch {found.conditions.get('torch')}"
+    )
 
 
 def _print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:
@@ -359,7 +533,9 @@ def _print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:
             ]
             for each in graph.kernels
         ]
-        print_table(("kernel", "moves", "alone", "operators"), rows, right=("moves", "alone"), indent=2)
+        print_table(
+            ("kernel", "moves", "alone", "operators"), rows, right=("moves", "alone"), indent=2
+        )
     for path in files:
         print(path)
 
@@ -372,24 +548,49 @@ def _print_largest(found: Fitted) -> None:
     headers = ("microbatch", "steps", "peak memory", "of the limit", "fits")
     rows = [
         [
-            f"{each.microbatch:,}", UNKNOWN if each.num_steps is None else f"{each.num_steps:,}", format_bytes(each.peak_bytes),
-            format_percent(None if each.peak_bytes is None else each.peak_bytes / found.limit_bytes),
+            f"{each.microbatch:,}",
+            UNKNOWN if each.num_steps is None else f"{each.num_steps:,}",
+            format_bytes(each.peak_bytes),
+            format_percent(
+                None if each.peak_bytes is None else each.peak_bytes / found.limit_bytes
+            ),
             "yes" if each.fits else f"no: {each.failure}" if each.failure else "no",
         ]
         for each in found.tries
-    ]  # fmt: skip
+    ]
     print_table(headers, rows, right=headers[:4])
-    pairs = [("limit", f"{format_bytes(found.limit_bytes)}, less {MARGIN:.0%}: {format_bytes(usable(found.limit_bytes))}")]
+    pairs = [
+        (
+            "limit",
+            f"{format_bytes(found.limit_bytes)}, less {MARGIN:.0%}: {format_bytes(usable(found.limit_bytes))}",
+        )
+    ]
     if found.predicted is not None:
-        size = "none" if found.predicted.microbatch is None else f"microbatch {found.predicted.microbatch:,}"
+        size = (
+            "none"
+            if found.predicted.microbatch is None
+            else f"microbatch {found.predicted.microbatch:,}"
+        )
         of = "those of the smallest" if found.predicted.microbatch is None else "its tensors"
-        pairs.append(("predicted", f"{size}; {of} take up to {format_bytes(found.predicted.peak_bytes)}"))
+        pairs.append(
+            ("predicted", f"{size}; {of} take up to {format_bytes(found.predicted.peak_bytes)}")
+        )
     if found.microbatch is not None:
         pairs.append(
-            ("measured", f"microbatch {found.microbatch:,}; {format_bytes(found.peak_bytes)} in a run of {rows[-1][1]} steps")
+            (
+                "measured",
+                f"microbatch {found.microbatch:,}; {format_bytes(found.peak_bytes)} in a run of {rows[-1][1]} steps",
+            )
         )
         whole = f"no train.microbatch: the whole batch fits; a larger one may, too: --set train.batch={2 * found.batch}"
-        pairs.append(("the spec needs", whole if found.microbatch == found.batch else f"train.microbatch = {found.microbatch}"))
+        pairs.append(
+            (
+                "the spec needs",
+                whole
+                if found.microbatch == found.batch
+                else f"train.microbatch = {found.microbatch}",
+            )
+        )
     print()
     print_pairs(pairs)
     print(f"{found.conditions.get('processor')}, torch {found.conditions.get('torch')}")
@@ -399,18 +600,30 @@ def _print_noise(lab: NoiseLab) -> None:
     from surefoot.cli.table import print_table
     from surefoot.core.units import format_number
 
-    rows = [[f"{each.batch:,}", format_number(each.variance), str(each.pairs)] for each in lab.levels]
-    print_table(("batch", "variance of its gradient", "pairs"), rows, right=("batch", "variance of its gradient", "pairs"))
+    rows = [
+        [f"{each.batch:,}", format_number(each.variance), str(each.pairs)] for each in lab.levels
+    ]
+    print_table(
+        ("batch", "variance of its gradient", "pairs"),
+        rows,
+        right=("batch", "variance of its gradient", "pairs"),
+    )
     print(f"slope {lab.slope:.3f}: -1 where samples are independent")
     if lab.noise is None:
         print(
             "no noise scale: "
-            + ("it takes more batches, as with --draws 64" if lab.levels[0].pairs < 32 else "the gradients are 0")
+            + (
+                "it takes more batches, as with --draws 64"
+                if lab.levels[0].pairs < 32
+                else "the gradients are 0"
+            )
         )
         return
     high = "n/a" if lab.noise.high is None else f"{lab.noise.high:,.0f}"
     scale = "n/a" if lab.noise.scale is None else f"{lab.noise.scale:,.0f}"
-    print(f"noise scale {scale} samples [{lab.noise.low:,.0f}, {high}], from {lab.noise.num_steps} groups of batches")
+    print(
+        f"noise scale {scale} samples [{lab.noise.low:,.0f}, {high}], from {lab.noise.num_steps} groups of batches"
+    )
     print(lab.noise.advise(lab.batch))
 
 
@@ -423,7 +636,9 @@ def _write_csv(path: Path, found: Splits) -> None:
             rows.writerow(COLUMNS)
             rows.writerows([_cell(each.as_row()[name]) for name in COLUMNS] for each in found.rows)
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}", hint="name another file with --csv") from None
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}", hint="name another file with --csv"
+        ) from None
 
 
 def _cell(value: Any) -> Any:

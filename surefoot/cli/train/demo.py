@@ -38,8 +38,18 @@ def _climb_and_report(run: Path) -> None:
     from surefoot.cli.look.report import report
     from surefoot.cli.prove.ladder import ladder
 
-    told = f"{PAIRS} pairs of runs of {SAMPLES:,} samples; surefoot ladder digits takes more of both"
+    told = (
+        f"{PAIRS} pairs of runs of {SAMPLES:,} samples; surefoot ladder digits takes more of both"
+    )
     print(f"\na short ladder of digits: {told}", file=sys.stderr)
-    ladder("digits", rungs=RUNGS, rung=[OWN_RUNG], out=run / "ladder", pairs=PAIRS, samples=SAMPLES, skip_refused=True)
+    ladder(
+        "digits",
+        rungs=RUNGS,
+        rung=[OWN_RUNG],
+        out=run / "ladder",
+        pairs=PAIRS,
+        samples=SAMPLES,
+        skip_refused=True,
+    )
     print("\nall of it as a page, to be opened in a browser:", file=sys.stderr)
     report([run], ladder=run / "ladder")

@@ -10,7 +10,10 @@ import typer
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, TracebackOption
 
-FILES = {"my_task.py": "my_task.py.txt", "my_spec.toml": "my_spec.toml"}  # name of the written file -> name in STARTER
+FILES = {
+    "my_task.py": "my_task.py.txt",
+    "my_spec.toml": "my_spec.toml",
+}  # name of the written file -> name in STARTER
 STARTER = Path(__file__).with_name("starter")
 
 
@@ -43,7 +46,10 @@ def _write(folder: Path, paths: dict[Path, Path]) -> None:
 
     there = [path for path in paths if path.exists() or path.is_symlink()]
     if there:
-        raise InputError(f"{there[0]} is there already, and is left as it is", hint="give another folder: surefoot init FOLDER")
+        raise InputError(
+            f"{there[0]} is there already, and is left as it is",
+            hint="give another folder: surefoot init FOLDER",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as unless_whole:
@@ -53,8 +59,11 @@ def _write(folder: Path, paths: dict[Path, Path]) -> None:
                     file.write(source.read_text(encoding="utf-8"))
             unless_whole.pop_all()
     except FileExistsError:
-        raise InputError(f"{folder} is a file, not a folder", hint="give another folder: surefoot init FOLDER") from None
+        raise InputError(
+            f"{folder} is a file, not a folder", hint="give another folder: surefoot init FOLDER"
+        ) from None
     except OSError as error:
         raise InputError(
-            f"{folder} cannot be written: {error.strerror}", hint="give another folder: surefoot init FOLDER"
+            f"{folder} cannot be written: {error.strerror}",
+            hint="give another folder: surefoot init FOLDER",
         ) from error

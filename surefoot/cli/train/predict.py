@@ -21,13 +21,24 @@ from surefoot.cli.options import (
 
 
 def predict(
-    run: RunArgument, split: SplitOption = None, step: StepOption = "best",
+    run: RunArgument,
+    split: SplitOption = None,
+    step: StepOption = "best",
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help=".safetensors or .npz", show_default="RUN/predictions-SPLIT.safetensors")
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help=".safetensors or .npz",
+            show_default="RUN/predictions-SPLIT.safetensors",
+        ),
     ] = None,
-    data: DataOption = None, task: TaskOption = None,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> None:  # fmt: skip
+    data: DataOption = None,
+    task: TaskOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
     """Write the model's outputs for a split to a file.
 
     One row for each sample, in order; an array for each tensor that the task's forward gives.

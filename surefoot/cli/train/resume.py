@@ -31,16 +31,37 @@ if TYPE_CHECKING:
 def resume(
     run: RunArgument,
     from_: Annotated[
-        str | None, typer.Option("--from", metavar="STEP", help="the commit: best, last or a number", show_default="the newest")
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="STEP",
+            help="the commit: best, last or a number",
+            show_default="the newest",
+        ),
     ] = None,
-    fork: Annotated[Path | None, typer.Option("--fork", metavar="NEW", help="go on in this new folder; RUN stays as it is")] = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")] = False,
-    set_: SetOption = None, steps: StepsOption = None, data: DataOption = None, task: TaskOption = None,
-    accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
-    accept_data: Annotated[bool, typer.Option("--accept-data", help="resume although other data come than before")] = False,
-    ranks: RangeOption = None, max_restarts: RestartsOption = None,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> int:  # fmt: skip
+    fork: Annotated[
+        Path | None,
+        typer.Option("--fork", metavar="NEW", help="go on in this new folder; RUN stays as it is"),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")
+    ] = False,
+    set_: SetOption = None,
+    steps: StepsOption = None,
+    data: DataOption = None,
+    task: TaskOption = None,
+    accept_code_change: Annotated[
+        bool, typer.Option("--accept-code-change", help="go on although the task's code changed")
+    ] = False,
+    accept_data: Annotated[
+        bool, typer.Option("--accept-data", help="resume although other data come than before")
+    ] = False,
+    ranks: RangeOption = None,
+    max_restarts: RestartsOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> int:
     """Go on with a run, or begin another one where it stood.
 
     An unfinished run goes on in its folder by its own spec, as if it had never stopped. With --fork a new run begins with its state,
@@ -52,8 +73,12 @@ def resume(
     from surefoot.train.resume import changes
     from surefoot.train.run import Run
 
-    before = spec_file.read_of_run(run, task=task, checks_task=False).spec  # a moved task file is the same task
-    after = spec_file.read_of_run(run, options.overrides(set_, steps=steps, data=data), task=task).spec
+    before = spec_file.read_of_run(
+        run, task=task, checks_task=False
+    ).spec  # a moved task file is the same task
+    after = spec_file.read_of_run(
+        run, options.overrides(set_, steps=steps, data=data), task=task
+    ).spec
     if after.task.use is None:
         raise SpecError(
             f"the task of {run} was built in a script, so only that script can go on with it",
@@ -66,7 +91,10 @@ def resume(
         longer = (
             "" if ended is None or steps is not None else f" --steps {2 * max(1, ended.step)}"
         )  # without more steps nothing is left to train
-        changes.check_in_place(found, f"surefoot resume {shlex.quote(str(run))} --fork NEW{longer} with the same changes")
+        changes.check_in_place(
+            found,
+            f"surefoot resume {shlex.quote(str(run))} --fork NEW{longer} with the same changes",
+        )
         if tell_finished(run, before, json=json):
             return EXIT_OK
     elif not weights_only:
@@ -74,16 +102,23 @@ def resume(
     if fork is not None:
         _check_new(fork)
     if ranks is not None:
-        return options.launch_ranks(ranks, after, run if start is None and fork is None else None, max_restarts)
+        return options.launch_ranks(
+            ranks, after, run if start is None and fork is None else None, max_restarts
+        )
     is_named = start is None or fork is not None
     folder = fork if fork is not None else run
     return finish(
         Run(
-            after, folder=folder, fresh=not is_named, accept_code_change=accept_code_change, accept_data=accept_data, quiet=quiet,
+            after,
+            folder=folder,
+            fresh=not is_named,
+            accept_code_change=accept_code_change,
+            accept_data=accept_data,
+            quiet=quiet,
             start=start,
         ),
         json=json,
-    )  # fmt: skip
+    )
 
 
 def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -> Start | None:

@@ -35,20 +35,40 @@ if TYPE_CHECKING:
 
 
 def train(
-    spec: SpecArgument, run: RunOption = None, set_: SetOption = None, steps: StepsOption = None, seed: SeedOption = None,
+    spec: SpecArgument,
+    run: RunOption = None,
+    set_: SetOption = None,
+    steps: StepsOption = None,
+    seed: SeedOption = None,
     data: DataOption = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="begin anew in a new folder; nothing is deleted")] = False,
-    accept_code_change: Annotated[bool, typer.Option("--accept-code-change", help="go on although the task's code changed")] = False,
-    accept_data: Annotated[bool, typer.Option("--accept-data", help="resume although other data come than before")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="begin anew in a new folder; nothing is deleted")
+    ] = False,
+    accept_code_change: Annotated[
+        bool, typer.Option("--accept-code-change", help="go on although the task's code changed")
+    ] = False,
+    accept_data: Annotated[
+        bool, typer.Option("--accept-data", help="resume although other data come than before")
+    ] = False,
     weights: Annotated[
-        str | None, typer.Option("--weights", metavar="DIR", help="begin with the weights of a run or an import")
+        str | None,
+        typer.Option(
+            "--weights", metavar="DIR", help="begin with the weights of a run or an import"
+        ),
     ] = None,
     partial_weights: Annotated[
-        bool, typer.Option("--partial-weights", help="with --weights: load those that fit by name and shape, leave the others out")
+        bool,
+        typer.Option(
+            "--partial-weights",
+            help="with --weights: load those that fit by name and shape, leave the others out",
+        ),
     ] = False,
-    ranks: RangeOption = None, max_restarts: RestartsOption = None,
-    json: JsonOption = False, quiet: QuietOption = False, traceback: TracebackOption = False,
-) -> int:  # fmt: skip
+    ranks: RangeOption = None,
+    max_restarts: RestartsOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> int:
     """Train a task and print how it ended.
 
     The folder of the run holds its spec, its events and its weights; train the same --run again to go on. With --ranks it is trained by
@@ -59,12 +79,18 @@ def train(
 
     if partial_weights and weights is None:
         raise InputError(
-            "--partial-weights goes with --weights DIR, which is not given", hint="add --weights DIR, or leave it out"
+            "--partial-weights goes with --weights DIR, which is not given",
+            hint="add --weights DIR, or leave it out",
         )
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
     if run is not None and weights is not None and not fresh and _began_with(run, weights):
         weights = None  # the run goes on, or is finished
-    if run is not None and not fresh and weights is None and tell_finished(run, origin.spec, json=json):
+    if (
+        run is not None
+        and not fresh
+        and weights is None
+        and tell_finished(run, origin.spec, json=json)
+    ):
         return EXIT_OK
     if ranks is not None:
         goes_on = run is not None and not fresh and weights is None
@@ -93,7 +119,12 @@ def _start(weights: str, *, partial: bool = False) -> Start:
     from surefoot.train.resume.start import Start
 
     folder = stored.find_commit(weights, "best")
-    return Start(folder.parent.parent, int(folder.name.removeprefix("step-")), weights_only=True, partial=partial)
+    return Start(
+        folder.parent.parent,
+        int(folder.name.removeprefix("step-")),
+        weights_only=True,
+        partial=partial,
+    )
 
 
 def _began_with(run: Path, weights: str) -> bool:
@@ -104,7 +135,9 @@ def _began_with(run: Path, weights: str) -> bool:
     first = next(events.read(run, events.Started), None) if (run / events.FILE).is_file() else None
     parent = first.parent if isinstance(first, events.Started) else {}
     return (
-        parent.get("folder") == str(start.run.resolve()) and parent.get("step") == start.step and bool(parent.get("weights_only"))
+        parent.get("folder") == str(start.run.resolve())
+        and parent.get("step") == start.step
+        and bool(parent.get("weights_only"))
     )
 
 
@@ -117,9 +150,17 @@ def tell_finished(run: Path, spec: RunSpec, *, json: bool) -> bool:
     if ended is None or place.here().rank:
         return ended is not None
     longer = f"surefoot resume {shlex.quote(str(run))} --fork NEW --steps {2 * max(1, ended.step)}"
-    print(f"{run} is {ended.outcome} after step {ended.step:,} ({ended.cause}): nothing is left to train", file=sys.stderr)
-    print(f"hint: to train on from its end: {longer}; to train it anew: another --run, or train with --fresh", file=sys.stderr)
-    _print_summary(ended.summary, f"{ended.summary.get('task', run.name)}: {ended.outcome}", json=json)
+    print(
+        f"{run} is {ended.outcome} after step {ended.step:,} ({ended.cause}): nothing is left to train",
+        file=sys.stderr,
+    )
+    print(
+        f"hint: to train on from its end: {longer}; to train it anew: another --run, or train with --fresh",
+        file=sys.stderr,
+    )
+    _print_summary(
+        ended.summary, f"{ended.summary.get('task', run.name)}: {ended.outcome}", json=json
+    )
     return True
 
 
@@ -141,7 +182,9 @@ def finish(attempt: Run, *, json: bool) -> int:
 
     with attempt:
         drive(attempt)
-    if not attempt.group.is_first or (attempt.outcome == "interrupted" and flight.is_recalled(place.flight_file())):
+    if not attempt.group.is_first or (
+        attempt.outcome == "interrupted" and flight.is_recalled(place.flight_file())
+    ):
         return attempt.exit_code
     _print_summary(attempt.summary, f"{attempt.task.name}: {attempt.outcome}", json=json)
     return attempt.exit_code

@@ -4,21 +4,101 @@ Every byte is verified against its digest when a checkpoint is loaded.
 """
 
 from surefoot.components.checkpoint.background import Saved, Saver
-from surefoot.components.checkpoint.load import MODEL, Commit, identity, newest_loadable, read_weights
-from surefoot.components.checkpoint.modules import check_buffers, encode_storable, held_by, put_back_buffers, put_back_extra
-from surefoot.components.checkpoint.own import Restored, check_state, content_of, has_state, load, load_into, restore, save
-from surefoot.components.checkpoint.random import generator_state, is_generator, random_states, restore_generator, restore_random
-from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit, commit_together
+from surefoot.components.checkpoint.load import (
+    MODEL,
+    Commit,
+    identity,
+    newest_loadable,
+    read_weights,
+)
+from surefoot.components.checkpoint.modules import (
+    check_buffers,
+    encode_storable,
+    held_by,
+    put_back_buffers,
+    put_back_extra,
+)
+from surefoot.components.checkpoint.own import (
+    Restored,
+    check_state,
+    content_of,
+    has_state,
+    load,
+    load_into,
+    restore,
+    save,
+)
+from surefoot.components.checkpoint.random import (
+    generator_state,
+    is_generator,
+    random_states,
+    restore_generator,
+    restore_random,
+)
+from surefoot.components.checkpoint.save import (
+    Content,
+    Stamp,
+    clear_drafts,
+    commit,
+    commit_together,
+)
 from surefoot.components.checkpoint.store import Store
-from surefoot.components.checkpoint.tensors import as_buffer, check_storable, create, fill, find_unchanged, whole_shape
+from surefoot.components.checkpoint.tensors import (
+    as_buffer,
+    check_storable,
+    create,
+    fill,
+    find_unchanged,
+    whole_shape,
+)
 from surefoot.components.checkpoint.tree import join, name_kind, split, taken_from
 from surefoot.contract.commits import find_step, sync_folder
 from surefoot.contract.run_folder.retention import make_room, retain
 
 __all__ = [
-    "MODEL", "Commit", "Content", "Restored", "Saved", "Saver", "Stamp", "Store", "as_buffer", "check_buffers", "check_state",
-    "check_storable", "clear_drafts", "commit", "commit_together", "content_of", "create", "encode_storable", "fill",
-    "find_step", "find_unchanged", "generator_state", "has_state", "held_by", "identity", "is_generator", "join", "load", "load_into",
-    "make_room", "name_kind", "newest_loadable", "put_back_buffers", "put_back_extra", "random_states", "read_weights", "restore",
-    "restore_generator", "restore_random", "retain", "save", "split", "sync_folder", "taken_from", "whole_shape",
-]  # fmt: skip
+    "MODEL",
+    "Commit",
+    "Content",
+    "Restored",
+    "Saved",
+    "Saver",
+    "Stamp",
+    "Store",
+    "as_buffer",
+    "check_buffers",
+    "check_state",
+    "check_storable",
+    "clear_drafts",
+    "commit",
+    "commit_together",
+    "content_of",
+    "create",
+    "encode_storable",
+    "fill",
+    "find_step",
+    "find_unchanged",
+    "generator_state",
+    "has_state",
+    "held_by",
+    "identity",
+    "is_generator",
+    "join",
+    "load",
+    "load_into",
+    "make_room",
+    "name_kind",
+    "newest_loadable",
+    "put_back_buffers",
+    "put_back_extra",
+    "random_states",
+    "read_weights",
+    "restore",
+    "restore_generator",
+    "restore_random",
+    "retain",
+    "save",
+    "split",
+    "sync_folder",
+    "taken_from",
+    "whole_shape",
+]

@@ -62,7 +62,9 @@ class Saver:
             made = self._write(content, lambda: True)
         except SurefootError as error:
             return Saved(content.step, time.perf_counter() - started_s, 0.0, error=error)
-        return Saved(content.step, time.perf_counter() - started_s, time.perf_counter() - started_s, made)
+        return Saved(
+            content.step, time.perf_counter() - started_s, time.perf_counter() - started_s, made
+        )
 
     def begin(self, content: Content, moving: Mapping[str, Mapping[str, Tensor]]) -> bool:
         """Start a background save of `content` and of the tensors in `moving`, given by file.
@@ -72,8 +74,16 @@ class Saver:
         """
         self._done, self._crash, self._torn, self._waited_s = None, None, None, 0.0
         self._confirmed.clear()
-        self._staging.begin({f"{file}\n{name}": tensor for file, tensors in moving.items() for name, tensor in tensors.items()})
-        thread = threading.Thread(target=self._run, args=(content, time.perf_counter()), name="surefoot-save", daemon=True)
+        self._staging.begin(
+            {
+                f"{file}\n{name}": tensor
+                for file, tensors in moving.items()
+                for name, tensor in tensors.items()
+            }
+        )
+        thread = threading.Thread(
+            target=self._run, args=(content, time.perf_counter()), name="surefoot-save", daemon=True
+        )
         try:
             thread.start()
         # out of threads, or of memory for one: no thread would ever report that the copy is
@@ -98,7 +108,9 @@ class Saver:
             made = self._write(replace(content, tensors=files), self._is_confirmed)
             self._done = Saved(content.step, time.perf_counter() - started_s, self._waited_s, made)
         except SurefootError as error:
-            self._done = Saved(content.step, time.perf_counter() - started_s, self._waited_s, error=error)
+            self._done = Saved(
+                content.step, time.perf_counter() - started_s, self._waited_s, error=error
+            )
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
             self._crash = error
         finally:

@@ -54,7 +54,9 @@ def _joined(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
     """
     room = np.empty(2 * BUFFER_BYTES + BLOCK_BYTES, np.uint8)
     start = -room.ctypes.data % BLOCK_BYTES
-    blocks = itertools.cycle((room[start:][:BUFFER_BYTES], room[start + BUFFER_BYTES :][:BUFFER_BYTES]))
+    blocks = itertools.cycle(
+        (room[start:][:BUFFER_BYTES], room[start + BUFFER_BYTES :][:BUFFER_BYTES])
+    )
     block, filled = next(blocks), 0
     for buffer in buffers:
         values, done = np.frombuffer(buffer, np.uint8), 0

@@ -20,12 +20,25 @@ from torch import Tensor, nn
 
 from surefoot.contract.manifest import STEP_FOLDER
 from surefoot.contract.run_folder.files import apply_umask
-from surefoot.core.errors import InputError, MissingExtra, StorageError, TaskError, hint_unwritten, needing
+from surefoot.core.errors import (
+    InputError,
+    MissingExtra,
+    StorageError,
+    TaskError,
+    hint_unwritten,
+    needing,
+)
 
 TOLERANCE = 1e-5
-CACHE_HINT = "call the model without use_cache=True, since a graph returns no cache of keys and values; or "
+CACHE_HINT = (
+    "call the model without use_cache=True, since a graph returns no cache of keys and values; or "
+)
 Format = Literal["safetensors", "torch-export", "onnx"]
-ENDINGS: Mapping[str, Format] = {".safetensors": "safetensors", ".pt2": "torch-export", ".onnx": "onnx"}
+ENDINGS: Mapping[str, Format] = {
+    ".safetensors": "safetensors",
+    ".pt2": "torch-export",
+    ".onnx": "onnx",
+}
 
 
 @dataclass(frozen=True)
@@ -82,8 +95,11 @@ def capture(model: nn.Module, forward: Callable[[], Any]) -> ModelCall:
 
 @torch.no_grad()
 def export_weights(
-    model: nn.Module, build: Callable[[], nn.Module], forward: Callable[[nn.Module], Any], path: Path
-) -> Exported:  # fmt: skip
+    model: nn.Module,
+    build: Callable[[], nn.Module],
+    forward: Callable[[nn.Module], Any],
+    path: Path,
+) -> Exported:
     """Write the state dict as safetensors, a tied tensor under each name, for a strict load.
 
     A second model from `build` loads the file with `load_state_dict` and must give the same
@@ -97,7 +113,8 @@ def export_weights(
         stored = load_file(draft)
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error, "give another --to")
+            f"{path} cannot be written: {error.strerror}",
+            hint=hint_unwritten(error, "give another --to"),
         ) from error
     other = build().eval()
     try:
@@ -126,12 +143,18 @@ def _unshared(state: Mapping[str, Any]) -> dict[str, Tensor]:
             )
         place = value.untyped_storage().data_ptr()
         is_own = place not in seen and value.is_contiguous()
-        found[name] = value.detach() if is_own else value.detach().clone(memory_format=torch.contiguous_format)
+        found[name] = (
+            value.detach()
+            if is_own
+            else value.detach().clone(memory_format=torch.contiguous_format)
+        )
         seen.add(place)
     return found
 
 
-def export_graph(model: nn.Module, calls: Sequence[ModelCall], path: Path, kind: Format) -> Exported:
+def export_graph(
+    model: nn.Module, calls: Sequence[ModelCall], path: Path, kind: Format
+) -> Exported:
     """Write the model as a graph that runs without its code.
 
     `calls` are two calls with different batch sizes, the larger first. The batch size of the graph
@@ -161,14 +184,18 @@ def export_graph(model: nn.Module, calls: Sequence[ModelCall], path: Path, kind:
     raise TaskError("the model was not called")
 
 
-def _write_export(model: nn.Module, call: ModelCall, shapes: Any, draft: Path) -> Callable[[ModelCall], Any]:
+def _write_export(
+    model: nn.Module, call: ModelCall, shapes: Any, draft: Path
+) -> Callable[[ModelCall], Any]:
     made = torch.export.export(model, call.args, dict(call.kwargs), dynamic_shapes=shapes)
     torch.export.save(made, draft)
     read = torch.export.load(draft).module()
     return lambda call: read(*call.args, **call.kwargs)
 
 
-def _write_onnx(model: nn.Module, call: ModelCall, shapes: Any, draft: Path) -> Callable[[ModelCall], Any]:
+def _write_onnx(
+    model: nn.Module, call: ModelCall, shapes: Any, draft: Path
+) -> Callable[[ModelCall], Any]:
     """Write the model as ONNX; return a function that runs the file.
 
     The function uses the reference evaluator of the onnx package, which needs no other runtime.
@@ -179,8 +206,15 @@ def _write_onnx(model: nn.Module, call: ModelCall, shapes: Any, draft: Path) -> 
     with needing("onnxscript", "onnxscript", extra="onnx", needed_for="exporting to ONNX"):
         import onnxscript  # noqa: F401 - torch's exporter needs it
     torch.onnx.export(
-        model, call.args, draft, kwargs=dict(call.kwargs), dynamo=True, dynamic_shapes=shapes, external_data=False, verbose=False
-    )  # fmt: skip
+        model,
+        call.args,
+        draft,
+        kwargs=dict(call.kwargs),
+        dynamo=True,
+        dynamic_shapes=shapes,
+        external_data=False,
+        verbose=False,
+    )
     graph = onnx.load(draft)
     onnx.checker.check_model(graph)
     read = onnx.reference.ReferenceEvaluator(graph)
@@ -188,7 +222,10 @@ def _write_onnx(model: nn.Module, call: ModelCall, shapes: Any, draft: Path) -> 
 
     def run(call: ModelCall) -> Any:
         given = [leaf.numpy() for leaf in leaves((call.args, call.kwargs))]
-        return [torch.from_numpy(each.copy()) for each in read.run(None, dict(zip(names, given, strict=True)))]
+        return [
+            torch.from_numpy(each.copy())
+            for each in read.run(None, dict(zip(names, given, strict=True)))
+        ]
 
     return run
 
@@ -201,7 +238,9 @@ def _free_batch(model: nn.Module, call: ModelCall, size: int | None) -> Any:
             return {0: torch.export.Dim.AUTO} if value.ndim and value.shape[0] == size else None
         if isinstance(value, Mapping):
             return {key: free(part) for key, part in value.items()}
-        return type(value)(free(part) for part in value) if isinstance(value, list | tuple) else None
+        return (
+            type(value)(free(part) for part in value) if isinstance(value, list | tuple) else None
+        )
 
     given = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
     return {name: free(value) for name, value in given.items()}
@@ -249,11 +288,17 @@ def leaves(value: Any) -> Iterator[Tensor]:
 def check_new(path: Path) -> None:
     """Raise InputError if `path` exists, is inside a checkpoint, or has no parent folder."""
     if any(STEP_FOLDER.match(folder.name) for folder in path.resolve().parents):
-        raise InputError(f"--to {path} lies inside a commit, which is never changed", hint="give another --to")
+        raise InputError(
+            f"--to {path} lies inside a commit, which is never changed", hint="give another --to"
+        )
     if os.path.lexists(path):
-        raise InputError(f"{path} is there already, and is left as it is", hint="give a new file with --to")
+        raise InputError(
+            f"{path} is there already, and is left as it is", hint="give a new file with --to"
+        )
     if not path.parent.is_dir():
-        raise InputError(f"{path} cannot be written: {path.parent} is no folder", hint="make the folder first")
+        raise InputError(
+            f"{path} cannot be written: {path.parent} is no folder", hint="make the folder first"
+        )
 
 
 def _draft(path: Path) -> Path:

@@ -76,20 +76,45 @@ def open_foreign(path: Path) -> Foreign:
         # about the files that the child process wrote, whose names mean nothing to the user
         except RunFolderError as error:
             reason = error.message.rpartition(": ")[2]
-            raise InputError(f"{path} cannot become a checkpoint: {reason}", hint="give its weights alone, or in parts") from None
-        return Foreign(tensors, found["values"], found["left_out"], tuple(found["unbounded"]), found["is_flat"])
+            raise InputError(
+                f"{path} cannot become a checkpoint: {reason}",
+                hint="give its weights alone, or in parts",
+            ) from None
+        return Foreign(
+            tensors, found["values"], found["left_out"], tuple(found["unbounded"]), found["is_flat"]
+        )
 
 
 def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> None:
     environment = place.child_environment(threads=1)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE), environment.get("PYTHONPATH", ""))))
-    command = [sys.executable, "-P", "-m", CHILD, str(source), str(folder), str(memory_bytes), str(cpu_s)]
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(PACKAGE), environment.get("PYTHONPATH", "")))
+    )
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        CHILD,
+        str(source),
+        str(folder),
+        str(memory_bytes),
+        str(cpu_s),
+    ]
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * cpu_s, check=False
-        )  # fmt: skip
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=2 * cpu_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        raise InputError(f"{source} was not read within {2 * cpu_s} s", hint="is the disk slow, or the file hostile?") from None
+        raise InputError(
+            f"{source} was not read within {2 * cpu_s} s",
+            hint="is the disk slow, or the file hostile?",
+        ) from None
     if done.returncode == 0:
         return
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -112,9 +137,15 @@ def _size(path: Path) -> int:
             return sum(each.stat().st_size for each in path.iterdir() if each.is_file())
         status = path.stat()
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}", hint="give a file, or the folder of a checkpoint") from None
+        raise InputError(
+            f"{path} cannot be read: {error.strerror}",
+            hint="give a file, or the folder of a checkpoint",
+        ) from None
     if not stat.S_ISREG(status.st_mode):
-        raise InputError(f"{path} is neither a file nor a folder", hint="give a file, or the folder of a checkpoint")
+        raise InputError(
+            f"{path} is neither a file nor a folder",
+            hint="give a file, or the folder of a checkpoint",
+        )
     if not status.st_size:
         raise InputError(f"{path} is empty", hint="was it copied whole?")
     return status.st_size
@@ -128,7 +159,9 @@ def _check_own(path: Path) -> None:
     whole = path.resolve()
     folder = whole if whole.is_dir() else whole.parent
     stated = folder / manifest.FILE
-    if not stated.is_file() or not (manifest.STEP_FOLDER.match(folder.name) or b'"spec_id"' in stated.read_bytes()):
+    if not stated.is_file() or not (
+        manifest.STEP_FOLDER.match(folder.name) or b'"spec_id"' in stated.read_bytes()
+    ):
         return
     if whole == folder:
         commits.check(folder)
@@ -151,7 +184,11 @@ def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> d
     """
     if key is None:
         key = find_key(found)
-    lost = {name: why for name, why in found.left_out.items() if why.startswith(LOST) and _is_chosen(found, key, name)}
+    lost = {
+        name: why
+        for name, why in found.left_out.items()
+        if why.startswith(LOST) and _is_chosen(found, key, name)
+    }
     if lost:
         raise InputError(
             f"of the weights these cannot be kept: {_reasons(lost)}",
@@ -166,18 +203,29 @@ def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> d
         below = name.removeprefix(f"{key}/") if key else name
         dotted = below if found.is_flat else below.replace("/", ".")
         if dotted in chosen:
-            raise InputError(f"two tensors have the name {dotted[:100]}", hint="in the program that wrote it: rename one of them")
+            raise InputError(
+                f"two tensors have the name {dotted[:100]}",
+                hint="in the program that wrote it: rename one of them",
+            )
         chosen[dotted] = found.tensors[name]
     stripped = {name.removeprefix(strip): tensor for name, tensor in chosen.items()}
     if len(stripped) != len(chosen):
-        raise InputError(f"without {strip!r} two tensors have the same name", hint="leave --strip out")
+        raise InputError(
+            f"without {strip!r} two tensors have the same name", hint="leave --strip out"
+        )
     return stripped
 
 
 def list_others(found: Foreign, key: str) -> list[str]:
     """Return what the file holds besides the weights: names under `key`, else first path parts."""
-    every = [*found.values, *found.left_out, *(name for name in found.tensors if not _is_chosen(found, key, name))]
-    return sorted({name if _is_chosen(found, key, name) else name.partition("/")[0] for name in every})
+    every = [
+        *found.values,
+        *found.left_out,
+        *(name for name in found.tensors if not _is_chosen(found, key, name)),
+    ]
+    return sorted(
+        {name if _is_chosen(found, key, name) else name.partition("/")[0] for name in every}
+    )
 
 
 def _reasons(lost: Mapping[str, str]) -> str:
@@ -195,7 +243,10 @@ def find_key(found: Foreign) -> str:
     """
     if not found.tensors:
         but = f" that can be kept, but {_reasons(found.left_out)}" if found.left_out else ""
-        raise InputError(f"it holds no tensors{but}", hint="give a file of weights: torch.save(model.state_dict(), FILE)")
+        raise InputError(
+            f"it holds no tensors{but}",
+            hint="give a file of weights: torch.save(model.state_dict(), FILE)",
+        )
     groups = _groups(found.tensors)
     likely = [each for each in WEIGHTS_KEYS if each in _groups((*found.tensors, *found.left_out))]
     if found.is_flat or (not likely and any("/" not in name for name in found.tensors)):
@@ -217,14 +268,20 @@ def check_new(to: Path) -> None:
     """Raise RunFolderError if `to` exists and is not an empty folder, or cannot be created."""
     try:
         if (to.exists() or to.is_symlink()) and (not to.is_dir() or any(to.iterdir())):
-            raise RunFolderError(f"{to} is there already, and is left as it is", hint="give a new folder with --to")
+            raise RunFolderError(
+                f"{to} is there already, and is left as it is", hint="give a new folder with --to"
+            )
         above = next(folder for folder in (to, *to.absolute().parents) if folder.exists())
         os.rmdir(tempfile.mkdtemp(prefix=".draft-", dir=above))
     except OSError as error:
-        raise RunFolderError(f"{to} cannot be made: {error.strerror}", hint="give another folder with --to") from None
+        raise RunFolderError(
+            f"{to} cannot be made: {error.strerror}", hint="give another folder with --to"
+        ) from None
 
 
-def import_weights(path: Path, to: Path, weights: Mapping[str, Tensor], environment: Mapping[str, str]) -> Manifest:
+def import_weights(
+    path: Path, to: Path, weights: Mapping[str, Tensor], environment: Mapping[str, str]
+) -> Manifest:
     """Save foreign weights as the checkpoint of step 0 in `to`, a new folder.
 
     `parent` in the manifest records the file that the weights were read from. Raises RunFolderError
@@ -234,6 +291,13 @@ def import_weights(path: Path, to: Path, weights: Mapping[str, Tensor], environm
     parent: dict[str, Any] = {"folder": str(path.absolute()), "step": 0, "imported": True}
     if path.is_file():
         parent["sha256"] = digest.of_file(path)
-    content = Content(step=0, tensors={"model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items()}})
+    content = Content(
+        step=0,
+        tensors={
+            "model.safetensors": {name: tensor.contiguous() for name, tensor in weights.items()}
+        },
+    )
     named = hashlib.sha256("\n".join(weights).encode()).hexdigest()[:12]
-    return commit(to, content, Stamp(spec_id=f"imported-{named}", environment=environment, parent=parent))
+    return commit(
+        to, content, Stamp(spec_id=f"imported-{named}", environment=environment, parent=parent)
+    )

@@ -41,10 +41,30 @@ MAX_NAME = 1_000
 CLONE_NEWNET, CLONE_NEWUSER = 0x40000000, 0x10000000  # <linux/sched.h>
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 NEVER = (
-    "socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.startfile", "os.kill", "ctypes.",
-    "pty.", "ftplib.", "smtplib.", "urllib.", "os.chmod", "os.chown", "os.symlink", "os.link", "shutil.copy", "shutil.move",
-    "shutil.chown", "shutil.make_archive", "shutil.unpack_archive",
-)  # fmt: skip
+    "socket.",
+    "subprocess.",
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.startfile",
+    "os.kill",
+    "ctypes.",
+    "pty.",
+    "ftplib.",
+    "smtplib.",
+    "urllib.",
+    "os.chmod",
+    "os.chown",
+    "os.symlink",
+    "os.link",
+    "shutil.copy",
+    "shutil.move",
+    "shutil.chown",
+    "shutil.make_archive",
+    "shutil.unpack_archive",
+)
 CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")
 DCP_FILE = ".metadata"
 # classes in the metadata of torch.distributed.checkpoint; the unpickler makes each of them a
@@ -52,13 +72,23 @@ DCP_FILE = ".metadata"
 DCP_RECORDS = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex",
-        "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
     )
 } | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "WindowsPath"),
-}  # fmt: skip
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "WindowsPath"),
+}
 
 
 # ---- restrictions of this process
@@ -75,9 +105,10 @@ def confine(folder: Path, memory_bytes: int, cpu_s: int) -> list[str]:
     else:
         used = resource.getrusage(resource.RUSAGE_SELF)
         limits = {
-            resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime) + cpu_s, resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime) + cpu_s,
+            resource.RLIMIT_CORE: 0,
             resource.RLIMIT_FSIZE: memory_bytes,
-        }  # fmt: skip
+        }
         if (mapped := _mapped_bytes()) is not None:
             limits[resource.RLIMIT_AS] = mapped + memory_bytes
         for which, most in limits.items():
@@ -118,14 +149,18 @@ def _hook(folder: str):  # type: ignore[no-untyped-def]
             if event == "open":
                 paths = paths[:1]
             if any(not _is_below(os.fsdecode(each), folder) for each in paths):
-                raise InputError(f"reading a file of tensors asked to write {os.fsdecode(paths[0])}")
+                raise InputError(
+                    f"reading a file of tensors asked to write {os.fsdecode(paths[0])}"
+                )
 
     return refuse
 
 
 def _is_write(given: tuple[Any, ...]) -> bool:
     _, mode, flags = given
-    return (isinstance(mode, str) and bool(set(mode) & set("wax+"))) or (isinstance(flags, int) and bool(flags & WRITES))
+    return (isinstance(mode, str) and bool(set(mode) & set("wax+"))) or (
+        isinstance(flags, int) and bool(flags & WRITES)
+    )
 
 
 def _is_below(path: str, folder: str) -> bool:
@@ -158,14 +193,18 @@ def _load(source: Path) -> Any:
     A file in the zip format is memory-mapped, so that the weights are not in memory twice.
     """
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source))
+        return torch.load(
+            source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source)
+        )
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{source} holds more than tensors, numbers and text: {_first_line(error)}",
             hint="in the program that wrote it: torch.save(model.state_dict(), FILE); code in a file is never run here",
         ) from None
     except EOFError:
-        raise InputError(f"{source} ends before what it holds does", hint="was it copied whole?") from None
+        raise InputError(
+            f"{source} ends before what it holds does", hint="was it copied whole?"
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -179,23 +218,37 @@ def _read_folder(source: Path) -> dict[str, Tensor]:
     """Read the weights of a folder of safetensors, such as a Hugging Face model or a checkpoint."""
     indexes = sorted(source.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
-        raise InputError(f"{source} holds {' and '.join(path.name for path in indexes)}", hint="keep one model in a folder")
+        raise InputError(
+            f"{source} holds {' and '.join(path.name for path in indexes)}",
+            hint="keep one model in a folder",
+        )
     stated = _read_index(indexes[0]) if indexes else {}
     files = [source / name for name in sorted(set(stated.values()))]
-    files = files or sorted(source.glob("model*.safetensors")) or sorted(source.glob("*.safetensors"))
+    files = (
+        files or sorted(source.glob("model*.safetensors")) or sorted(source.glob("*.safetensors"))
+    )
     if not files:
-        raise InputError(f"{source} holds no {DCP_FILE} and no .safetensors", hint="give a file, or the folder of a checkpoint")
+        raise InputError(
+            f"{source} holds no {DCP_FILE} and no .safetensors",
+            hint="give a file, or the folder of a checkpoint",
+        )
     found: dict[str, Tensor] = {}
     held: dict[str, str] = {}
     for file in files:
         _need_file(file)
         for name, tensor in load_file(file).items():
             if name in found:
-                raise InputError(f"{held[name]} and {file.name} in {source} both hold {name[:100]}", hint="give one of the files")
+                raise InputError(
+                    f"{held[name]} and {file.name} in {source} both hold {name[:100]}",
+                    hint="give one of the files",
+                )
             found[name], held[name] = tensor, file.name
     for name, where in stated.items():
         if held.get(name) != where:
-            raise InputError(f"{source / where} lacks {name[:100]}, which the index says it holds", hint="was it copied whole?")
+            raise InputError(
+                f"{source / where} lacks {name[:100]}, which the index says it holds",
+                hint="was it copied whole?",
+            )
     return found
 
 
@@ -214,7 +267,10 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _need_file(path: Path) -> None:
     if not path.is_file():
-        raise InputError(f"{path} is missing, or no regular file", hint="half a model is no model: bring every file of it")
+        raise InputError(
+            f"{path} is missing, or no regular file",
+            hint="half a model is no model: bring every file of it",
+        )
 
 
 class _MetadataObject:
@@ -273,10 +329,24 @@ def _read_dcp(source: Path) -> dict[str, Any]:
         for name, entry in entries.items():
             path = paths.get(name) if isinstance(paths, dict) else None
             read = _assembled if "size" in entry.fields else _plain_value
-            _place(tree, path if isinstance(path, tuple) and path else (name,), read(source, entry, pieces.get(name, [])))
+            _place(
+                tree,
+                path if isinstance(path, tuple) and path else (name,),
+                read(source, entry, pieces.get(name, [])),
+            )
         return tree
-    except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError, EOFError, IndexError) as error:
-        raise InputError(f"{source / DCP_FILE} is not the metadata of a checkpoint: {_first_line(error)}") from None
+    except (
+        pickle.UnpicklingError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        EOFError,
+        IndexError,
+    ) as error:
+        raise InputError(
+            f"{source / DCP_FILE} is not the metadata of a checkpoint: {_first_line(error)}"
+        ) from None
 
 
 def _assembled(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Tensor:
@@ -287,10 +357,18 @@ def _assembled(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Tenso
         piece = _piece(source, info)
         if not isinstance(piece, Tensor):
             raise InputError(f"{source} holds a {type(piece).__name__} where a tensor should be")
-        offsets = tuple(int(each) for each in index.offset) if index.offset is not None else (0,) * len(shape)
+        offsets = (
+            tuple(int(each) for each in index.offset)
+            if index.offset is not None
+            else (0,) * len(shape)
+        )
         if whole is None:
             whole = torch.zeros(shape, dtype=piece.dtype)
-        part = whole[tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))]
+        part = whole[
+            tuple(
+                slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True)
+            )
+        ]
         if part.shape != piece.shape:
             raise InputError(f"{source}: a piece of {index.fqn} lies outside it")
         part.copy_(piece)
@@ -318,7 +396,9 @@ def _piece(source: Path, info: Any) -> Any:
     if Path(name).name != name or path.is_symlink():
         raise InputError(f"{source} names the file {name[:100]!r}, which is no plain name")
     if info.fields.get("transform_descriptors"):
-        raise InputError(f"{source} is compressed, which is not read here", hint="save it without extensions")
+        raise InputError(
+            f"{source} is compressed, which is not read here", hint="save it without extensions"
+        )
     _need_file(path)
     with path.open("rb") as file:
         if not 0 < length <= path.stat().st_size:
@@ -345,9 +425,13 @@ def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
     if isinstance(value, Mapping):
         for key, part in value.items():
             if len(str(key)) > MAX_NAME:
-                raise InputError(f"a name has {len(str(key)):,} letters, {MAX_NAME:,} are allowed: {str(key)[:100]}")
+                raise InputError(
+                    f"a name has {len(str(key)):,} letters, {MAX_NAME:,} are allowed: {str(key)[:100]}"
+                )
             yield from walk(part, (*path, str(key)))
-    elif isinstance(value, list | tuple) and not (len(value) <= MAX_ENTRIES and all(_is_plain(part) for part in value)):
+    elif isinstance(value, list | tuple) and not (
+        len(value) <= MAX_ENTRIES and all(_is_plain(part) for part in value)
+    ):
         for number, part in enumerate(value):
             yield from walk(part, (*path, str(number)))
     else:
@@ -355,7 +439,10 @@ def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
 
 
 def _two_of(name: str) -> InputError:
-    return InputError(f"two things have the name {name[:100]}", hint="in the program that wrote it: rename one of them")
+    return InputError(
+        f"two things have the name {name[:100]}",
+        hint="in the program that wrote it: rename one of them",
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -386,11 +473,20 @@ def sort(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
 
 
 def _why_not(name: str, tensor: Tensor) -> str | None:
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.dtype not in DTYPES or tensor.is_nested:
+    if (
+        tensor.layout is not torch.strided
+        or tensor.device.type != "cpu"
+        or tensor.dtype not in DTYPES
+        or tensor.is_nested
+    ):
         return f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}"
     if (excess := find_excess(tensor.shape)) is not None:
         return f"a tensor of {excess}, which a checkpoint cannot hold"
-    return "a tensor of a name that the file format keeps for itself" if name == "__metadata__" else None
+    return (
+        "a tensor of a name that the file format keeps for itself"
+        if name == "__metadata__"
+        else None
+    )
 
 
 def main() -> None:
@@ -400,15 +496,26 @@ def main() -> None:
     try:
         tensors, values, left_out = sort(read(source))
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        found = {"values": values, "left_out": left_out, "unbounded": unbounded, "is_flat": is_flat(source)}
+        found = {
+            "values": values,
+            "left_out": left_out,
+            "unbounded": unbounded,
+            "is_flat": is_flat(source),
+        }
         text = json.dumps(found, default=str).encode()
-        commit(folder, Content(step=0, tensors={"tensors.safetensors": whole}, texts={"found.json": text}), Stamp())
+        commit(
+            folder,
+            Content(step=0, tensors={"tensors.safetensors": whole}, texts={"found.json": text}),
+            Stamp(),
+        )
     except InputError as error:
         _refuse(folder, error.message, error.hint)
     except MemoryError:
         _refuse(folder, f"{source} needs more memory than its size explains", None)
     except Exception as error:  # noqa: BLE001 - a hostile file can make the reader raise anything
-        _refuse(folder, f"{source} cannot be read: {type(error).__name__}: {_first_line(error)}", None)
+        _refuse(
+            folder, f"{source} cannot be read: {type(error).__name__}: {_first_line(error)}", None
+        )
 
 
 def _refuse(folder: Path, message: str, hint: str | None) -> None:

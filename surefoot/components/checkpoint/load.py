@@ -21,9 +21,13 @@ from surefoot.contract.state import part_of
 from surefoot.core.errors import RunFolderError
 from surefoot.core.units import name_some
 
-MODEL = "model.safetensors"  # the file, whole or in parts, of the weights for evaluation and serving
+MODEL = (
+    "model.safetensors"  # the file, whole or in parts, of the weights for evaluation and serving
+)
 COMPILED = "_orig_mod."  # in the parameter names of a model that torch.compile wraps
-PART = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors")  # as Hugging Face names the parts of a file
+PART = re.compile(
+    r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors"
+)  # as Hugging Face names the parts of a file
 
 
 class Commit:
@@ -40,9 +44,14 @@ class Commit:
         These are the file itself, as each rank wrote it, or the parts into which it was split.
         """
         held = [entry.name for entry in self.manifest.files if entry.tensors is not None]
-        own = [name for name in held if file in ("", manifests.file_of(name))]  # one file, or one file per rank
+        own = [
+            name for name in held if file in ("", manifests.file_of(name))
+        ]  # one file, or one file per rank
         return own or [
-            name for name in held if (part := PART.fullmatch(manifests.file_of(name))) and f"{part.group(1)}.safetensors" == file
+            name
+            for name in held
+            if (part := PART.fullmatch(manifests.file_of(name)))
+            and f"{part.group(1)}.safetensors" == file
         ]
 
     def pieces(self, file: str) -> dict[str, Piece]:
@@ -60,7 +69,8 @@ class Commit:
         """
         if not (names := self.names(file)) and file:
             raise RunFolderError(
-                f"{self.folder} holds no tensors in {file!r}", hint=f"it holds {', '.join(self.names('')) or 'none'}"
+                f"{self.folder} holds no tensors in {file!r}",
+                hint=f"it holds {', '.join(self.names('')) or 'none'}",
             )
         found: dict[str, Tensor] = {}
 
@@ -78,11 +88,16 @@ class Commit:
         Raises RunFolderError if the file is missing, damaged, or larger than memory.
         """
         entry = self._entry(name)
-        with commits.opened(self.folder, entry) as descriptor, open(descriptor, "rb", closefd=False) as file:
+        with (
+            commits.opened(self.folder, entry) as descriptor,
+            open(descriptor, "rb", closefd=False) as file,
+        ):
             try:
                 data = file.read(entry.num_bytes)
             except MemoryError:
-                raise RunFolderError(f"{self.folder / name} has {entry.num_bytes} bytes, more than memory holds") from None
+                raise RunFolderError(
+                    f"{self.folder / name} has {entry.num_bytes} bytes, more than memory holds"
+                ) from None
         if digest.of_bytes(data) != entry.sha256:
             raise RunFolderError(f"{self.folder / name} is damaged: its digest does not match")
         return data
@@ -92,7 +107,9 @@ class Commit:
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
-            raise RunFolderError(f"{self.folder} holds no {name}", hint="it is a commit of weights alone")
+            raise RunFolderError(
+                f"{self.folder} holds no {name}", hint="it is a commit of weights alone"
+            )
         return self._entries[name]
 
 
@@ -102,12 +119,18 @@ def read_weights(commit: Commit, own: Mapping[str, Any], file: str, *, widen: bo
     A tied tensor is stored once, under any of its names.
     """
     stored = commit.pieces(file)
-    live = {name: tensor if part_of(tensor) else tensor.detach() for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    live = {
+        name: tensor if part_of(tensor) else tensor.detach()
+        for name, tensor in own.items()
+        if isinstance(tensor, Tensor)
+    }
     check_fit(commit.folder, stored, live, widen=widen)
     commit.read(file, lambda name, piece: live[name])
 
 
-def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tensor], *, widen: bool = False) -> None:
+def check_fit(
+    place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tensor], *, widen: bool = False
+) -> None:
     """Raise RunFolderError, listing all differences, unless `stored` fits the tensors of `live`.
 
     With `widen`, bf16 may be read into fp32.
@@ -116,7 +139,8 @@ def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tenso
     missing = [
         name
         for name, tensor in live.items()
-        if name not in stored and (identity(tensor) not in held or not (tensor.numel() or part_of(tensor)))
+        if name not in stored
+        and (identity(tensor) not in held or not (tensor.numel() or part_of(tensor)))
     ]
     unexpected = [name for name in stored if name not in live]
     both = [(name, piece, live[name]) for name, piece in stored.items() if name in live]
@@ -133,17 +157,24 @@ def check_fit(place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tenso
     ]
     empty = [name for name, tensor in live.items() if tensor.is_meta]
     wrong = {
-        "missing": missing, "unexpected": unexpected, "of another shape": reshaped, "of another dtype": retyped,
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": reshaped,
+        "of another dtype": retyped,
         "on the meta device, which holds no numbers": empty,
-    }  # fmt: skip
+    }
     if any(wrong.values()):
         told = "; ".join(f"{what}: {name_some(names, 8)}" for what, names in wrong.items() if names)
-        raise RunFolderError(f"the weights of {place} do not fit the model: {told}", hint=_find_way(stored, live))
+        raise RunFolderError(
+            f"the weights of {place} do not fit the model: {told}", hint=_find_way(stored, live)
+        )
 
 
 def _find_way(stored: Collection[str], live: Collection[str]) -> str:
     """Return a hint for weights that do not fit, with or without `torch.compile`."""
-    was_compiled, is_compiled = (any(COMPILED in name for name in names) for names in (stored, live))
+    was_compiled, is_compiled = (
+        any(COMPILED in name for name in names) for names in (stored, live)
+    )
     if was_compiled != is_compiled and {name.replace(COMPILED, "") for name in stored} <= {
         name.replace(COMPILED, "") for name in live
     }:
@@ -160,7 +191,9 @@ def identity(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
-def newest_loadable(run: Path, load: Callable[[Commit], None], *, at_most: int | None = None) -> tuple[int | None, list[str]]:
+def newest_loadable(
+    run: Path, load: Callable[[Commit], None], *, at_most: int | None = None
+) -> tuple[int | None, list[str]]:
     """Load the newest undamaged checkpoint, and set damaged ones aside.
 
     Returns the step (None if there is none) and a message about each damaged checkpoint.

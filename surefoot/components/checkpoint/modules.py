@@ -50,7 +50,11 @@ def held_by(module: nn.Module, stored: Collection[str] | None = None) -> ModuleT
     places: set[tuple[Any, ...]] | None = None
     state = module.state_dict(keep_vars=True)
     tensors, extra = dict[str, Tensor](), dict[str, Any]()
-    live = {} if _is_flattened(module) else {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    live = (
+        {}
+        if _is_flattened(module)
+        else {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    )
     for name, value in state.items():
         is_own = id(value) in known
         if isinstance(value, Tensor) and not is_own:  # a state dict hook may have detached it
@@ -60,11 +64,27 @@ def held_by(module: nn.Module, stored: Collection[str] | None = None) -> ModuleT
                 value, is_own = live[name], True
         (tensors if is_own else extra)[name] = value
     saved = {id(each) for each in tensors.values()}
-    left = {name: each for name, each in live.items() if isinstance(each, nn.Parameter) and id(each) not in saved}
-    left = {name: each for name, each in left.items() if (each.requires_grad if stored is None else name in stored)}
+    left = {
+        name: each
+        for name, each in live.items()
+        if isinstance(each, nn.Parameter) and id(each) not in saved
+    }
+    left = {
+        name: each
+        for name, each in left.items()
+        if (each.requires_grad if stored is None else name in stored)
+    }
     saved_places = {_place(each) for each in tensors.values()} if left else set()
-    tensors |= {name: each for name, each in left.items() if name not in state and _place(each) not in saved_places}
-    return ModuleTensors(tensors, extra, {name: buffer for name, buffer in module.named_buffers() if name not in state})
+    tensors |= {
+        name: each
+        for name, each in left.items()
+        if name not in state and _place(each) not in saved_places
+    }
+    return ModuleTensors(
+        tensors,
+        extra,
+        {name: buffer for name, buffer in module.named_buffers() if name not in state},
+    )
 
 
 def _is_flattened(module: nn.Module) -> bool:
@@ -79,7 +99,10 @@ def _is_flattened(module: nn.Module) -> bool:
 def check_shaped(name: str, tensor: Tensor) -> None:
     """Raise TaskError for a tensor of a lazy layer that has not processed a batch yet."""
     if is_lazy(tensor):
-        raise TaskError(f"{name} has no shape yet: its layer is lazy", hint="run one batch through the model first")
+        raise TaskError(
+            f"{name} has no shape yet: its layer is lazy",
+            hint="run one batch through the model first",
+        )
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -105,7 +128,9 @@ def check_buffers(module: nn.Module, names: Iterable[str]) -> None:
 
 
 @torch.no_grad()
-def put_back_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, keep_others: bool = False) -> None:
+def put_back_buffers(
+    module: nn.Module, saved: Mapping[str, Tensor], *, keep_others: bool = False
+) -> None:
     """Restore the saved non-persistent buffers of a module.
 
     Each is copied into the buffer of that name, or registered if the layer has none (as when the
@@ -117,7 +142,11 @@ def put_back_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, keep_oth
         owner = module.get_submodule(above)
         held = owner._buffers.get(leaf)
         near = held if held is not None else next(module.parameters(), value)
-        if held is not None and held.shape == value.shape and (keep_others or held.dtype == value.dtype):
+        if (
+            held is not None
+            and held.shape == value.shape
+            and (keep_others or held.dtype == value.dtype)
+        ):
             fill(name, held, value)
         elif leaf not in owner._buffers:
             owner.register_buffer(leaf, value.to(near.device), persistent=False)
@@ -209,7 +238,10 @@ def find_layouts(modules: Iterable[nn.Module]) -> Layouts:
 
 def describe_layouts(layouts: Layouts) -> list[str]:
     """Return a description of each layout, to be compared with those in a checkpoint."""
-    return [f"{', '.join(map(str, placements))} on {' x '.join(map(str, mesh.shape))} ranks" for mesh, placements in layouts]
+    return [
+        f"{', '.join(map(str, placements))} on {' x '.join(map(str, mesh.shape))} ranks"
+        for mesh, placements in layouts
+    ]
 
 
 @torch.no_grad()
@@ -229,11 +261,23 @@ def _local_rows(tensor: Any) -> Tensor:
 
     held: Any = tensor.to_local().detach()
     mesh = tensor.device_mesh
-    cut = [axis for axis, each in enumerate(tensor.placements) if type(each) is not Replicate and mesh.size(axis) > 1]
-    if len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard and tensor.placements[cut[0]].dim == 0:
+    cut = [
+        axis
+        for axis, each in enumerate(tensor.placements)
+        if type(each) is not Replicate and mesh.size(axis) > 1
+    ]
+    if (
+        len(cut) == 1
+        and type(tensor.placements[cut[0]]) is Shard
+        and tensor.placements[cut[0]].dim == 0
+    ):
         most = -(-len(tensor) // mesh.size(cut[0]))  # the sizes that torch.chunk gives
-        held.part = Part(min(len(tensor), mesh.get_local_rank(cut[0]) * most), tuple(tensor.shape), _Nobody())
-        held.is_copy = any(mesh.get_local_rank(axis) for axis in range(mesh.ndim) if axis not in cut)
+        held.part = Part(
+            min(len(tensor), mesh.get_local_rank(cut[0]) * most), tuple(tensor.shape), _Nobody()
+        )
+        held.is_copy = any(
+            mesh.get_local_rank(axis) for axis in range(mesh.ndim) if axis not in cut
+        )
     elif cut:
         held.is_own = True
     return held  # type: ignore[no-any-return]
@@ -254,7 +298,12 @@ def unsharded(tree: Any, layouts: Layouts) -> Any:
                 f"a tensor of the state is spread over ranks as {layout[1]}, which no parameter of the model is",
                 hint="keep it as the parameters are, or as a plain tensor: tensor.full_tensor()",
             )
-        return LocalShard(layouts.index(layout), value.to_local().detach(), list(value.shape), list(value.stride()))
+        return LocalShard(
+            layouts.index(layout),
+            value.to_local().detach(),
+            list(value.shape),
+            list(value.stride()),
+        )
 
     return _convert(tree, convert) if layouts else tree
 
@@ -270,7 +319,12 @@ def sharded(tree: Any, layouts: Layouts) -> Any:
             return value
         mesh, placements = layouts[value.layout]
         return DTensor.from_local(
-            value.tensor, mesh, placements, run_check=False, shape=torch.Size(value.shape), stride=tuple(value.stride)
+            value.tensor,
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(value.shape),
+            stride=tuple(value.stride),
         )
 
     return _convert(tree, convert)

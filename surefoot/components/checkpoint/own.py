@@ -22,7 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from surefoot.components.checkpoint.load import MODEL, PART, Commit, check_fit, identity, newest_loadable, read_weights
+from surefoot.components.checkpoint.load import (
+    MODEL,
+    PART,
+    Commit,
+    check_fit,
+    identity,
+    newest_loadable,
+    read_weights,
+)
 from surefoot.components.checkpoint.modules import (
     check_buffers,
     check_shaped,
@@ -67,9 +75,12 @@ class Restored:
 
 
 def save(
-    folder: str | Path, step: int, state: Mapping[str, Any], stamp: Stamp = NO_STAMP,
+    folder: str | Path,
+    step: int,
+    state: Mapping[str, Any],
+    stamp: Stamp = NO_STAMP,
     attributes: Mapping[str, Mapping[str, Any]] = NO_ATTRIBUTES,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Save `state`, and every random state, as the checkpoint of a step in `folder`.
 
     `state` maps names to modules, objects with a state_dict, tensors, arrays and numbers. The
@@ -99,7 +110,9 @@ def content_of(
     try:
         number = operator.index(step)
     except TypeError:
-        raise TaskError(f"the step is {step!r}, which is no whole number", hint="count steps from 0") from None
+        raise TaskError(
+            f"the step is {step!r}, which is no whole number", hint="count steps from 0"
+        ) from None
     live, skeleton = _gather(state, attributes)
     names = [name for held in live.values() for name in held]
     files: dict[str, dict[str, Tensor]] = {file: {} for file in live}
@@ -107,15 +120,24 @@ def content_of(
     for file, held in live.items():
         for name, tensor in held.items():
             part, kept = part_of(tensor), tensor.detach().cpu().contiguous()
-            if getattr(tensor, "is_own", False) or (part is not None and (file != MODEL or names.count(name) > 1)):
+            if getattr(tensor, "is_own", False) or (
+                part is not None and (file != MODEL or names.count(name) > 1)
+            ):
                 own[f"{file}/{name}"] = kept
             elif part is None:
                 files[file][name] = kept
             elif kept.numel() and not getattr(tensor, "is_copy", False):
                 files[file][name], parts[name] = kept, (part.start, part.whole)
-    trained = [name for module in _modules(state).values() for name, each in module.named_parameters() if each.requires_grad]
+    trained = [
+        name
+        for module in _modules(state).values()
+        for name, each in module.named_parameters()
+        if each.requires_grad
+    ]
     texts = {"state.json": json.dumps(skeleton).encode()}
-    return Content(step=number, tensors=files, texts=texts, finite=frozenset(trained), parts=parts), own
+    return Content(
+        step=number, tensors=files, texts=texts, finite=frozenset(trained), parts=parts
+    ), own
 
 
 def check_state(state: Mapping[str, Any]) -> None:
@@ -169,24 +191,38 @@ def _gather(
     reshard(modules.values())
     bad = [name for name in modules if not _is_plain(name)]
     if bad:
-        raise TaskError(f"a module is called {bad[0]!r}", hint='call it by a plain name, as "model"')
+        raise TaskError(
+            f"a module is called {bad[0]!r}", hint='call it by a plain name, as "model"'
+        )
     objects = {name: value for name, value in state.items() if name not in modules}
     kinds = {name: type(value).__name__ for name, value in objects.items() if has_state(value)}
-    values = {name: value.state_dict() if name in kinds else value for name, value in objects.items()}
+    values = {
+        name: value.state_dict() if name in kinds else value for name, value in objects.items()
+    }
     layouts = find_layouts(modules.values())
     values = unsharded(values, layouts)
     held = {name: held_by(module) for name, module in modules.items()}
-    skeleton, tensors = split({
-        "values": values, "random": random_states(), "kinds": kinds, "moved": _moved(state),
-        **({"layouts": describe_layouts(layouts)} if layouts else {}),
-        "modules": {
-            name: {"extra": each.extra, "buffers": each.buffers} | ({"attributes": attributes[name]} if attributes.get(name) else {})
-            for name, each in held.items() if each.extra or each.buffers or attributes.get(name)
-        },
-    })  # fmt: skip
+    skeleton, tensors = split(
+        {
+            "values": values,
+            "random": random_states(),
+            "kinds": kinds,
+            "moved": _moved(state),
+            **({"layouts": describe_layouts(layouts)} if layouts else {}),
+            "modules": {
+                name: {"extra": each.extra, "buffers": each.buffers}
+                | ({"attributes": attributes[name]} if attributes.get(name) else {})
+                for name, each in held.items()
+                if each.extra or each.buffers or attributes.get(name)
+            },
+        }
+    )
     for name, tensor in tensors.items():
         check_storable(name, tensor)
-    return {**{f"{name}.safetensors": _stored(each.tensors) for name, each in held.items()}, STATE: tensors}, skeleton
+    return {
+        **{f"{name}.safetensors": _stored(each.tensors) for name, each in held.items()},
+        STATE: tensors,
+    }, skeleton
 
 
 def _moved(state: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -197,14 +233,23 @@ def _moved(state: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     for name, optimizer in state.items():
         for each in _params_of(optimizer) if isinstance(optimizer, Optimizer) else ():
             check_shaped(f"a parameter of {name!r}", each)
-    names = {id(each): f"{of}.{name}" for of, module in _modules(state).items() for name, each in module.named_parameters()}
+    names = {
+        id(each): f"{of}.{name}"
+        for of, module in _modules(state).items()
+        for name, each in module.named_parameters()
+    }
     return {
         name: [
-            {"name": names.get(id(each)), "shape": list(each.shape), "dtype": DTYPES.get(each.dtype)}
+            {
+                "name": names.get(id(each)),
+                "shape": list(each.shape),
+                "dtype": DTYPES.get(each.dtype),
+            }
             for each in _params_of(optimizer)
         ]
-        for name, optimizer in state.items() if isinstance(optimizer, Optimizer)
-    }  # fmt: skip
+        for name, optimizer in state.items()
+        if isinstance(optimizer, Optimizer)
+    }
 
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -231,7 +276,9 @@ def _is_plain(name: str) -> bool:
 
 def has_state(value: Any) -> bool:
     """Return whether `value` is an instance with `state_dict` and `load_state_dict`."""
-    return not isinstance(value, type) and all(callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(
+        callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")
+    )
 
 
 def _stored(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -259,7 +306,9 @@ def _of_masters(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return with_local_rows({name: master_of(tensor) for name, tensor in held.items()})
 
 
-def _tensors(module: nn.Module, own: Collection[str] = (), stored: Collection[str] = ()) -> dict[str, Tensor]:
+def _tensors(
+    module: nn.Module, own: Collection[str] = (), stored: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Return the tensors of a module that a checkpoint with the names `stored` is read into.
 
     Tensors in `own`, which come from the file of this rank, are detached: they then do not count as
@@ -274,14 +323,21 @@ def _tensors(module: nn.Module, own: Collection[str] = (), stored: Collection[st
 
 @torch.no_grad()
 def _read_into(
-    module: nn.Module, one: Commit, file: str, own: Mapping[str, Tensor] = MappingProxyType({}), *, widen: bool = False
-) -> None:  # fmt: skip
+    module: nn.Module,
+    one: Commit,
+    file: str,
+    own: Mapping[str, Tensor] = MappingProxyType({}),
+    *,
+    widen: bool = False,
+) -> None:
     """Read the tensors of a module from `file`; copy those in `own` from `own` instead."""
     live = _tensors(module, own, {*one.pieces(file), *own})
     if not own:
         read_weights(one, live, file, widen=widen)
     elif one.names(file):
-        into = {name: tensor if part_of(tensor) else tensor.detach() for name, tensor in live.items()}
+        into = {
+            name: tensor if part_of(tensor) else tensor.detach() for name, tensor in live.items()
+        }
         one.read(file, lambda name, piece: create(name, piece) if name in own else into[name])
     for name, held in own.items():
         fill(name, live[name], held)
@@ -298,9 +354,16 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
     modules = _modules(state)
     reshard(modules.values())
     own = _RankState(one, rank)
-    absent = [name for name in modules if not (one.names(f"{name}.safetensors") or own.of(f"{name}.safetensors"))]
+    absent = [
+        name
+        for name in modules
+        if not (one.names(f"{name}.safetensors") or own.of(f"{name}.safetensors"))
+    ]
     if absent:
-        raise RunFolderError(f"{one.folder} holds no {absent[0]}.safetensors", hint="load what was saved, by the same names")
+        raise RunFolderError(
+            f"{one.folder} holds no {absent[0]}.safetensors",
+            hint="load what was saved, by the same names",
+        )
     for name, module in modules.items():
         stored = own.over(file := f"{name}.safetensors")
         check_fit(one.folder, stored, _tensors(module, own.of(file), stored))
@@ -308,7 +371,11 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
     with taken_from(one.folder):
         tree = join(one.json(own.text), {**one.read(STATE), **own.of(STATE)}, one.folder)
         _check_layouts(one.folder, tree.get("layouts", []), describe_layouts(layouts))
-        values, random, kinds = dict(sharded(tree["values"], layouts)), tree["random"], dict(tree.get("kinds", {}))
+        values, random, kinds = (
+            dict(sharded(tree["values"], layouts)),
+            tree["random"],
+            dict(tree.get("kinds", {})),
+        )
         beside = {name: dict(tree.get("modules", {}).get(name, NOTHING)) for name in modules}
         for name, module in modules.items():
             check_buffers(module, beside[name]["buffers"])
@@ -317,7 +384,10 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
     objects = {name: value for name, value in state.items() if name not in modules}
     for name, value in objects.items():
         if name not in values:
-            raise RunFolderError(f"{one.folder} holds no state of {name!r}", hint=f"it holds {', '.join(values) or 'none'}")
+            raise RunFolderError(
+                f"{one.folder} holds no state of {name!r}",
+                hint=f"it holds {', '.join(values) or 'none'}",
+            )
         with taken_from(one.folder):
             _check_object(one.folder, name, value, values[name], kinds.get(name))
     for name, value in objects.items():  # first the objects, which may refuse their state
@@ -362,15 +432,25 @@ class _RankState:
         has_own = bool(rank and one.names(file))
         self._pieces = one.pieces(file) if has_own else {}
         self._tensors = one.read(file) if has_own else {}
-        self.text = text if any(entry.name == text for entry in one.manifest.files) else "state.json"
+        self.text = (
+            text if any(entry.name == text for entry in one.manifest.files) else "state.json"
+        )
 
     def of(self, file: str) -> dict[str, Tensor]:
         """Return this rank's tensors that replace those of `file` or are added to them."""
-        return {name.removeprefix(f"{file}/"): each for name, each in self._tensors.items() if name.startswith(f"{file}/")}
+        return {
+            name.removeprefix(f"{file}/"): each
+            for name, each in self._tensors.items()
+            if name.startswith(f"{file}/")
+        }
 
     def over(self, file: str) -> dict[str, Piece]:
         """Return the tensors of `file` as this rank reads them, with the rank's replacements."""
-        own = {name.removeprefix(f"{file}/"): each for name, each in self._pieces.items() if name.startswith(f"{file}/")}
+        own = {
+            name.removeprefix(f"{file}/"): each
+            for name, each in self._pieces.items()
+            if name.startswith(f"{file}/")
+        }
         return {**self._one.pieces(file), **own}
 
 
@@ -382,13 +462,22 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
     hint = "load into what was saved, or leave it out"
     given = type(value).__name__
     if kind is not None and kind != given:
-        raise RunFolderError(f"{place} holds the state of {name!r}, which was {kind}: the loop gives {given}", hint=hint)
+        raise RunFolderError(
+            f"{place} holds the state of {name!r}, which was {kind}: the loop gives {given}",
+            hint=hint,
+        )
     if isinstance(value, Tensor):
         held = _describe(saved)
         if held != _describe(value):
-            raise RunFolderError(f"{place} holds {name!r} as {held}, and it is read into {_describe(value)}", hint=hint)
+            raise RunFolderError(
+                f"{place} holds {name!r} as {held}, and it is read into {_describe(value)}",
+                hint=hint,
+            )
     if isinstance(value, Optimizer):
-        held_sizes, sizes = ([len(group["params"]) for group in groups] for groups in (saved["param_groups"], value.param_groups))
+        held_sizes, sizes = (
+            [len(group["params"]) for group in groups]
+            for groups in (saved["param_groups"], value.param_groups)
+        )
         if held_sizes != sizes:
             if held_sizes[: len(sizes)] == sizes:
                 hint = (
@@ -396,7 +485,8 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
                     "optimizer all groups at once, also of layers that are frozen at first, which it does not move without a gradient"
                 )
             raise RunFolderError(
-                f"{place} holds the state of {name!r} for groups of {held_sizes} parameters, and it has {sizes}", hint=hint
+                f"{place} holds the state of {name!r} for groups of {held_sizes} parameters, and it has {sizes}",
+                hint=hint,
             )
 
 
@@ -409,7 +499,9 @@ def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
         for number, (then, each) in enumerate(zip(saved.get(name, ()), mine, strict=False)):
             is_same_name = None in (then["name"], each["name"]) or then["name"] == each["name"]
             if not is_same_name or (then["shape"], then["dtype"]) != (each["shape"], each["dtype"]):
-                was, is_now = (f"{of['name'] or 'one'} of {of['dtype']} {of['shape']}" for of in (then, each))
+                was, is_now = (
+                    f"{of['name'] or 'one'} of {of['dtype']} {of['shape']}" for of in (then, each)
+                )
                 raise RunFolderError(
                     f"{place} holds the state of {name!r}, whose parameter {number} was {was}: it is {is_now} now",
                     hint="give the optimiser the parameters that it had, in the same order",
@@ -417,17 +509,25 @@ def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _load_object(value: Any, saved: Any) -> None:
-    if not (isinstance(value, Optimizer) and type(value).load_state_dict is Optimizer.load_state_dict):
+    if not (
+        isinstance(value, Optimizer) and type(value).load_state_dict is Optimizer.load_state_dict
+    ):
         value.load_state_dict(saved)
         return
-    tensors = {number: {key: each for key, each in held.items() if isinstance(each, Tensor)} if isinstance(number, int) else held
-               for number, held in saved["state"].items()}  # fmt: skip
+    tensors = {
+        number: {key: each for key, each in held.items() if isinstance(each, Tensor)}
+        if isinstance(number, int)
+        else held
+        for number, held in saved["state"].items()
+    }
     value.load_state_dict({**saved, "state": tensors})
     params = _params_of(value)
     for number, held in saved["state"].items():
         if isinstance(number, int):
             loaded, moved = value.state[params[number]], params[number]
-            loaded.update({key: _uncast(each, loaded.get(key, moved), moved) for key, each in held.items()})
+            loaded.update(
+                {key: _uncast(each, loaded.get(key, moved), moved) for key, each in held.items()}
+            )
 
 
 def _uncast(saved: Any, near: Tensor, moved: Tensor) -> Any:
@@ -447,6 +547,4 @@ def _uncast(saved: Any, near: Tensor, moved: Tensor) -> Any:
 def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    return (
-        f"a tensor of {DTYPES.get(value.dtype, value.dtype)} {list(value.shape)}{' on the meta device' if value.is_meta else ''}"
-    )
+    return f"a tensor of {DTYPES.get(value.dtype, value.dtype)} {list(value.shape)}{' on the meta device' if value.is_meta else ''}"

@@ -15,7 +15,12 @@ import torch
 
 def random_states() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "numpy": np.random.get_state(),  # noqa: NPY002
+        "python": random.getstate(),
+    }
 
 
 def restore_random(saved: Mapping[str, Any]) -> None:
@@ -34,7 +39,11 @@ def is_generator(value: object) -> bool:
 
 def generator_state(generator: Any) -> Any:
     """Return a copy of the state of a generator of torch (a tensor of bytes) or of numpy (a dict)."""
-    return generator.get_state() if isinstance(generator, torch.Generator) else generator.bit_generator.state
+    return (
+        generator.get_state()
+        if isinstance(generator, torch.Generator)
+        else generator.bit_generator.state
+    )
 
 
 def restore_generator(generator: Any, state: Any) -> None:

@@ -26,7 +26,13 @@ from surefoot.contract import manifest as manifests
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.manifest import Entry, Manifest
 from surefoot.contract.run_folder import files as run_files
-from surefoot.core.errors import NumbersError, RunFolderError, StorageError, SurefootError, TaskError
+from surefoot.core.errors import (
+    NumbersError,
+    RunFolderError,
+    StorageError,
+    SurefootError,
+    TaskError,
+)
 from surefoot.runtime.comm import Group
 
 # consecutive checkpoints that may link one file; then it is written again, so that one bad block
@@ -45,7 +51,9 @@ class Content:
     tensors: Mapping[str, Mapping[str, Tensor]]
     texts: Mapping[str, bytes] = field(default_factory=dict)
     finite: frozenset[str] = frozenset()
-    parts: files.Parts = field(default_factory=dict)  # the rows of the whole, for each tensor that is a shard
+    parts: files.Parts = field(
+        default_factory=dict
+    )  # the rows of the whole, for each tensor that is a shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +69,12 @@ class Stamp:
 
 
 def commit(
-    run: Path, content: Content, stamp: Stamp, *, may_commit: Callable[[], bool] = lambda: True, link: bool = True
+    run: Path,
+    content: Content,
+    stamp: Stamp,
+    *,
+    may_commit: Callable[[], bool] = lambda: True,
+    link: bool = True,
 ) -> Manifest:
     """Save `content` as the checkpoint of a step of `run`.
 
@@ -72,7 +85,10 @@ def commit(
     and TaskError for a step that cannot be a folder name; earlier checkpoints stay unchanged.
     """
     if not 0 <= content.step < manifests.MAX_STEP:
-        raise TaskError(f"step {content.step} cannot be committed", hint=f"use a step from 0 to {manifests.MAX_STEP - 1:,}")
+        raise TaskError(
+            f"step {content.step} cannot be committed",
+            hint=f"use a step from 0 to {manifests.MAX_STEP - 1:,}",
+        )
     _check_score(stamp)
     final = manifests.step_folder(run, content.step)
     draft = final.with_name(f"{commits.DRAFT}{final.name}")
@@ -80,11 +96,15 @@ def commit(
         shutil.rmtree(draft, ignore_errors=True)
         _make_folders(run, draft)
         earlier = _newest(run, content.step) if link else None
-        made = Manifest(step=content.step, files=tuple(_write_all(draft, content, earlier)), **vars(stamp))
+        made = Manifest(
+            step=content.step, files=tuple(_write_all(draft, content, earlier)), **vars(stamp)
+        )
         _seal(run, draft, made, may_commit)
     except OSError as error:
         discard(draft)
-        raise StorageError.of(error, f"step {content.step} could not be saved in {run}: {error.strerror}") from error
+        raise StorageError.of(
+            error, f"step {content.step} could not be saved in {run}: {error.strerror}"
+        ) from error
     except BaseException:
         discard(draft)
         raise
@@ -92,7 +112,12 @@ def commit(
 
 
 def commit_together(
-    run: Path, content: Content, stamp: Stamp, group: Group, *, may_commit: Callable[[], bool] = lambda: True
+    run: Path,
+    content: Content,
+    stamp: Stamp,
+    group: Group,
+    *,
+    may_commit: Callable[[], bool] = lambda: True,
 ) -> Manifest:
     """Save one checkpoint from all ranks of `group`; file names differ from rank to rank.
 
@@ -110,11 +135,15 @@ def commit_together(
         return ""
 
     def write() -> str:
-        return json.dumps([asdict(entry) for entry in _write_all(draft, content, _newest(run, content.step))])
+        return json.dumps(
+            [asdict(entry) for entry in _write_all(draft, content, _newest(run, content.step))]
+        )
 
     def seal() -> str:
         if group.is_first:
-            entries = tuple(manifests.entry_from(row) for rows in written for row in json.loads(rows))
+            entries = tuple(
+                manifests.entry_from(row) for rows in written for row in json.loads(rows)
+            )
             made = Manifest(step=content.step, files=entries, **vars(stamp))
             _seal(run, draft, made, may_commit)
         return ""
@@ -140,19 +169,29 @@ def _by_all(group: Group, run: Path, step: int, job: Callable[[], str]) -> list[
     try:
         said = job()
     except OSError as error:
-        problem = StorageError.of(error, f"step {step} could not be saved in {run}: {error.strerror}")
+        problem = StorageError.of(
+            error, f"step {step} could not be saved in {run}: {error.strerror}"
+        )
     except SurefootError as error:
         problem = error
     row: dict[str, Any] = {"said": said}
     if problem is not None:
         is_full = isinstance(problem, StorageError) and problem.is_full
-        row = {"kind": type(problem).__name__, "words": problem.message, "hint": problem.hint, "is_full": is_full}
+        row = {
+            "kind": type(problem).__name__,
+            "words": problem.message,
+            "hint": problem.hint,
+            "is_full": is_full,
+        }
     rows = [json.loads(text) for text in group.exchange(json.dumps(row))]
     if problem is not None:
         raise problem
     for rank, each in enumerate(rows):
         if "kind" in each:
-            kind = next((kind for kind in (NumbersError, TaskError) if kind.__name__ == each["kind"]), StorageError)
+            kind = next(
+                (kind for kind in (NumbersError, TaskError) if kind.__name__ == each["kind"]),
+                StorageError,
+            )
             theirs = kind(f"rank {rank} of {group.size}: {each['words']}", hint=each["hint"])
             if isinstance(theirs, StorageError):
                 theirs.is_full = each["is_full"]
@@ -166,7 +205,10 @@ def _write_all(draft: Path, content: Content, earlier: Manifest | None) -> list[
     Raises NumbersError for a tensor that must be finite and is not.
     """
     with commits.hashing() as pool:
-        sound = {name: pool.submit(files.is_finite, tensor) for name, tensor in _that_must_be_finite(content)}
+        sound = {
+            name: pool.submit(files.is_finite, tensor)
+            for name, tensor in _that_must_be_finite(content)
+        }
         written = [_write(draft, name, content, earlier, pool) for name in content.tensors]
         entries = [entry() for entry in written]
         _raise_unless_finite(content.step, {name: found.result() for name, found in sound.items()})
@@ -185,7 +227,9 @@ def _seal(run: Path, draft: Path, made: Manifest, may_commit: Callable[[], bool]
     _write_text(draft / manifests.FILE, text)
     sync_folder(draft)
     if not may_commit():
-        raise StorageError(f"{run} is gone, or was taken over by a later attempt", hint="this attempt ends here")
+        raise StorageError(
+            f"{run} is gone, or was taken over by a later attempt", hint="this attempt ends here"
+        )
     _replace(manifests.step_folder(run, made.step), draft)
 
 
@@ -193,10 +237,16 @@ def _check_score(stamp: Stamp) -> None:
     """Raise TaskError for a score that no reader accepts; a non-finite value is written as null."""
     try:
         if stamp.score is not None:
-            manifests.check_score({key: None if manifests.is_no_number(value) else value for key, value in stamp.score.items()})
+            manifests.check_score(
+                {
+                    key: None if manifests.is_no_number(value) else value
+                    for key, value in stamp.score.items()
+                }
+            )
     except RunFolderError as error:
         raise TaskError(
-            f"a commit cannot have this score: {error.message}", hint='as {"name": "accuracy", "value": 0.5, "better": "higher"}'
+            f"a commit cannot have this score: {error.message}",
+            hint='as {"name": "accuracy", "value": 0.5, "better": "higher"}',
         ) from None
 
 
@@ -215,13 +265,20 @@ def _make_folders(run: Path, draft: Path) -> None:
 
 
 def _that_must_be_finite(content: Content) -> list[tuple[str, Tensor]]:
-    return [(name, tensor) for held in content.tensors.values() for name, tensor in held.items() if name in content.finite]
+    return [
+        (name, tensor)
+        for held in content.tensors.values()
+        for name, tensor in held.items()
+        if name in content.finite
+    ]
 
 
 def _raise_unless_finite(step: int, sound: Mapping[str, bool]) -> None:
     spoiled = [name for name, is_sound in sound.items() if not is_sound]
     if spoiled:
-        raise NumbersError(f"step {step}: {spoiled[0]} is not finite", hint="lower optim.lr, or warm up longer")
+        raise NumbersError(
+            f"step {step}: {spoiled[0]} is not finite", hint="lower optim.lr, or warm up longer"
+        )
 
 
 def _newest(run: Path, step: int) -> Manifest | None:
@@ -235,10 +292,16 @@ def _newest(run: Path, step: int) -> Manifest | None:
     return None
 
 
-def _write(draft: Path, name: str, content: Content, earlier: Manifest | None, pool: Executor) -> Callable[[], Entry]:
+def _write(
+    draft: Path, name: str, content: Content, earlier: Manifest | None, pool: Executor
+) -> Callable[[], Entry]:
     """Write a file, or link it to that of `earlier`; return a function that waits for its entry."""
     tensors, parts = content.tensors[name], content.parts
-    before = next((entry for entry in earlier.files if entry.name == name), None) if earlier is not None else None
+    before = (
+        next((entry for entry in earlier.files if entry.name == name), None)
+        if earlier is not None
+        else None
+    )
     known: dict[str, str] = {}
     if before is not None and earlier is not None and tensors:
         is_same, known = files.find_unchanged(tensors, before, pool, parts)
@@ -272,7 +335,9 @@ def _link(draft: Path, earlier: Manifest, entry: Entry) -> bool:
 def _write_text(path: Path, text: bytes) -> Entry:
     most = manifests.MAX_BYTES if path.name == manifests.FILE else manifests.MAX_TEXT_BYTES
     if len(text) > most:  # no reader would accept it
-        raise StorageError(f"{path.name} of {path.parent.name} would have {len(text):,} bytes, and {most:,} are allowed")
+        raise StorageError(
+            f"{path.name} of {path.parent.name} would have {len(text):,} bytes, and {most:,} are allowed"
+        )
     with path.open("xb") as file:
         file.write(text)
         file.flush()

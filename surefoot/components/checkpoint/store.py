@@ -40,13 +40,20 @@ class Store:
         except ImportError as error:
             if not isinstance(error.__cause__, ModuleNotFoundError):
                 raise
-            raise MissingExtra(str(error.__cause__.name), extra=EXTRA, needed_for=f"checkpoint.store = {url!r}") from None
+            raise MissingExtra(
+                str(error.__cause__.name), extra=EXTRA, needed_for=f"checkpoint.store = {url!r}"
+            ) from None
         except ValueError as error:
-            raise SpecError(f"checkpoint.store is {url!r}: {error}", hint='give a URL such as "s3://bucket/runs/mine"') from None
+            raise SpecError(
+                f"checkpoint.store is {url!r}: {error}",
+                hint='give a URL such as "s3://bucket/runs/mine"',
+            ) from None
         self.url = url
 
     def _path(self, step: int, name: str = "") -> str:
-        return "/".join(part for part in (self._root, manifests.FOLDER, f"step-{step:012d}", name) if part)
+        return "/".join(
+            part for part in (self._root, manifests.FOLDER, f"step-{step:012d}", name) if part
+        )
 
     def steps(self) -> list[int]:
         """Return the steps whose manifest is in the store, ascending.
@@ -88,7 +95,9 @@ class Store:
                 for entry in made.files:
                     self._system.get_file(self._path(step, entry.name), str(draft / entry.name))
             if made.step != step:
-                raise RunFolderError(f"{self.url}: the manifest of step {step} is that of step {made.step}")
+                raise RunFolderError(
+                    f"{self.url}: the manifest of step {step} is that of step {made.step}"
+                )
             commits.check(draft)
             for path in draft.iterdir():
                 sync_folder(path)
@@ -105,7 +114,9 @@ class Store:
         Raises RunFolderError for a damaged manifest.
         """
         with tempfile.TemporaryDirectory() as made, _told(self.url):
-            self._system.get_file(self._path(step, manifests.FILE), str(Path(made) / manifests.FILE))
+            self._system.get_file(
+                self._path(step, manifests.FILE), str(Path(made) / manifests.FILE)
+            )
             return manifests.read(Path(made))
 
     def pull_newest(self, run: Path, spec_id: str) -> tuple[int | None, list[str]]:
@@ -127,7 +138,8 @@ class Store:
                 continue
             if found != spec_id:
                 raise RunFolderError(
-                    f"{self.url} holds commits of another spec ({found}, now {spec_id})", hint="give another checkpoint.store"
+                    f"{self.url} holds commits of another spec ({found}, now {spec_id})",
+                    hint="give another checkpoint.store",
                 )
             return step, troubles
         return None, troubles
@@ -139,7 +151,9 @@ class Store:
         """
         here = manifests.steps(run)
         with _told(self.url):
-            for step in [each for each in self.steps() if here and each < here[-1] and each not in here]:
+            for step in [
+                each for each in self.steps() if here and each < here[-1] and each not in here
+            ]:
                 self._system.rm_file(self._path(step, manifests.FILE))
                 self._system.rm(self._path(step), recursive=True)
 
@@ -153,8 +167,12 @@ class _told:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, FileNotFoundError):
             raise RunFolderError(f"{self._url}: {error} is not there") from error
         if isinstance(error, Exception) and not isinstance(error, RunFolderError | StorageError):
-            raise StorageError(f"{self._url} does not answer: {type(error).__name__}: {error}"[:300]) from error
+            raise StorageError(
+                f"{self._url} does not answer: {type(error).__name__}: {error}"[:300]
+            ) from error

@@ -29,10 +29,23 @@ ALIGNMENT = 8
 BLOCK = 1 << 18  # elements checked together: they stay in the cache
 EXPONENT = np.uint16(0x7F80)  # exponent bits of bfloat16
 DTYPES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
-    torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-    torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 METADATA = "__metadata__"  # a key of the header that is not a tensor
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 Give = Callable[[str, Piece], Tensor]
@@ -45,7 +58,8 @@ def check_storable(name: str, tensor: Tensor) -> None:
     _check_name(name)
     if tensor.is_meta:
         raise TaskError(
-            f"{name} is a tensor on the meta device, which holds no numbers to save", hint='make it on a device: "cpu", "cuda"'
+            f"{name} is a tensor on the meta device, which holds no numbers to save",
+            hint='make it on a device: "cpu", "cuda"',
         )
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
         kind = "nested" if tensor.is_nested else tensor.layout
@@ -60,13 +74,17 @@ def _check_shape(name: str, tensor: Tensor) -> None:
     excess = find_excess(whole_shape(tensor))
     if excess is not None:  # no reader would accept such a checkpoint
         raise TaskError(
-            f"{name} is a tensor of {excess}, which a checkpoint cannot hold", hint="keep it in another shape: x.flatten()"
+            f"{name} is a tensor of {excess}, which a checkpoint cannot hold",
+            hint="keep it in another shape: x.flatten()",
         )
 
 
 def _check_name(name: str) -> None:
     if name == METADATA:
-        raise TaskError(f"a tensor is called {METADATA!r}, a name that every file of tensors has already", hint="rename it")
+        raise TaskError(
+            f"a tensor is called {METADATA!r}, a name that every file of tensors has already",
+            hint="rename it",
+        )
 
 
 def as_buffer(tensor: Tensor) -> memoryview:
@@ -78,7 +96,9 @@ def as_buffer(tensor: Tensor) -> memoryview:
     if flat.numel() == 1:
         # one element is contiguous with any stride, but can be viewed as bytes with stride 1 alone
         flat = flat.as_strided((1,), (1,))
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(bytearray())
+    return (
+        memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(bytearray())
+    )
 
 
 def _resolved(tensor: Tensor) -> Tensor:
@@ -101,7 +121,9 @@ def is_finite(tensor: Tensor) -> bool:
     values = flat.numpy()
     with np.errstate(all="ignore"):
         # a finite sum means finite elements, in half the time; a non-finite sum may be an overflow
-        return bool(np.isfinite(values.sum())) or all(np.isfinite(block).all() for block in _blocks(values))
+        return bool(np.isfinite(values.sum())) or all(
+            np.isfinite(block).all() for block in _blocks(values)
+        )
 
 
 def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
@@ -120,9 +142,13 @@ def lay_out(tensors: Mapping[str, Tensor], parts: Parts = WHOLE) -> tuple[bytes,
         shape = tuple(tensors[name].shape)
         first, whole = parts.get(name, (0, shape))
         piece = Piece(
-            dtype=DTYPES[tensors[name].dtype], shape=shape, start=start, sha256="", whole=whole,
+            dtype=DTYPES[tensors[name].dtype],
+            shape=shape,
+            start=start,
+            sha256="",
+            whole=whole,
             offset=(first, *(0 for _ in shape[1:])) if shape else (),
-        )  # fmt: skip
+        )
         pieces[name] = piece
         start += piece.num_bytes
     rows: dict[str, object] = {METADATA: {"format": "pt"}}
@@ -138,9 +164,15 @@ def lay_out(tensors: Mapping[str, Tensor], parts: Parts = WHOLE) -> tuple[bytes,
 
 
 def write(
-    folder: Path, name: str, tensors: Mapping[str, Tensor], *, step: int, pool: Executor, known: Mapping[str, str],
+    folder: Path,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    *,
+    step: int,
+    pool: Executor,
+    known: Mapping[str, str],
     parts: Parts = WHOLE,
-) -> Callable[[], Entry]:  # fmt: skip
+) -> Callable[[], Entry]:
     """Write and sync a file of tensors on the host; the pool's threads hash them meanwhile.
 
     Digests in `known` are not computed again. Returns a function that waits for the last digest, so
@@ -148,15 +180,25 @@ def write(
     """
     header, pieces = lay_out(tensors, parts)
     buffers = {key: as_buffer(tensors[key]) for key in pieces}
-    hashing = digest.begin(pool, {key: buffer for key, buffer in buffers.items() if key not in known})
+    hashing = digest.begin(
+        pool, {key: buffer for key, buffer in buffers.items() if key not in known}
+    )
     direct.write_new(folder / name, (memoryview(header), *buffers.values()))
     return lambda: _entry(name, header, pieces, {**known, **hashing.finish()}, step)
 
 
-def _entry(name: str, header: bytes, pieces: Mapping[str, Piece], found: Mapping[str, str], step: int) -> Entry:
+def _entry(
+    name: str, header: bytes, pieces: Mapping[str, Piece], found: Mapping[str, str], step: int
+) -> Entry:
     made = {key: Piece(**{**vars(piece), "sha256": found[key]}) for key, piece in pieces.items()}
     num_bytes = len(header) + sum(piece.num_bytes for piece in pieces.values())
-    return Entry(name=name, num_bytes=num_bytes, sha256=commits.digest_of(header, found, pieces), tensors=made, since=step)
+    return Entry(
+        name=name,
+        num_bytes=num_bytes,
+        sha256=commits.digest_of(header, found, pieces),
+        tensors=made,
+        since=step,
+    )
 
 
 def find_unchanged(
@@ -201,7 +243,11 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
         meetings = {name: _meet(tensor, pieces[name]) for name, tensor in given.items()}
         # pieces of which this rank needs no row
         found = {name: pieces[name].sha256 for name, met in meetings.items() if met is None}
-        direct = {name: met.into for name, met in meetings.items() if met and met.is_all and _is_direct(met.into, pieces[name])}
+        direct = {
+            name: met.into
+            for name, met in meetings.items()
+            if met and met.is_all and _is_direct(met.into, pieces[name])
+        }
         found |= _read(file, len(header), pieces, direct, pool)
         for name, met in meetings.items():
             if met is not None and name not in direct:
@@ -210,7 +256,9 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
                 fill(name, met.into, held if met.is_all else held[met.rows.start : met.rows.stop])
     for name, piece in pieces.items():
         if found[name] != piece.sha256:
-            raise RunFolderError(f"{folder / entry.name} is damaged: the digest of {name} does not match")
+            raise RunFolderError(
+                f"{folder / entry.name} is damaged: the digest of {name} does not match"
+            )
     if commits.digest_of(header, found, pieces) != entry.sha256:
         raise RunFolderError(f"{folder / entry.name} is damaged: its digest does not match")
     return given
@@ -239,7 +287,11 @@ def _meet(tensor: Tensor, piece: Piece) -> _Meeting | None:
 
 def whole_of(piece: Piece) -> Piece:
     """Return the whole tensor that a piece is, or is a part of."""
-    return replace(piece, shape=piece.whole, offset=(0,) * len(piece.whole)) if piece.is_part else piece
+    return (
+        replace(piece, shape=piece.whole, offset=(0,) * len(piece.whole))
+        if piece.is_part
+        else piece
+    )
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -258,7 +310,9 @@ def fill(name: str, tensor: Tensor, held: Tensor) -> None:
     for dim, (size, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
         if stride == 0 and size > 1:
             one = held.narrow(dim, 0, 1)
-            if as_buffer(one.expand_as(held).cpu().contiguous()) != as_buffer(held.cpu().contiguous()):
+            if as_buffer(one.expand_as(held).cpu().contiguous()) != as_buffer(
+                held.cpu().contiguous()
+            ):
                 raise RunFolderError(
                     f"{name} is expanded, one number for {size} along dimension {dim}, and the commit holds different ones",
                     hint="make it contiguous: tensor.clone()",
@@ -277,10 +331,14 @@ def _is_direct(tensor: Tensor, piece: Piece) -> bool:
     )
 
 
-def _read(file: int, data: int, pieces: Mapping[str, Piece], tensors: Mapping[str, Tensor], pool: Executor) -> dict[str, str]:
+def _read(
+    file: int, data: int, pieces: Mapping[str, Piece], tensors: Mapping[str, Tensor], pool: Executor
+) -> dict[str, str]:
     """Read each of `tensors` from a file whose tensors begin at byte `data`; return the digests."""
     spans = commits.spans(data, {name: pieces[name] for name in tensors})
-    into = {name: as_buffer(tensor) for name, tensor in tensors.items() if math.prod(pieces[name].shape)}
+    into = {
+        name: as_buffer(tensor) for name, tensor in tensors.items() if math.prod(pieces[name].shape)
+    }
     return digest.begin_read(pool, file, spans, into).finish()
 
 
@@ -292,4 +350,6 @@ def create(name: str, piece: Piece) -> Tensor:
     try:
         return torch.empty(piece.shape, dtype=NAMES[piece.dtype])
     except (RuntimeError, MemoryError):
-        raise RunFolderError(f"a tensor {name} of {piece.num_bytes} bytes is more than memory holds") from None
+        raise RunFolderError(
+            f"a tensor {name} of {piece.num_bytes} bytes is more than memory holds"
+        ) from None

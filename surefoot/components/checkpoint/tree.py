@@ -36,8 +36,22 @@ ODD = (
     RuntimeError,
     OverflowError,
 )  # RecursionError is a RuntimeError
-CONTAINERS = {OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict", deque: "deque", torch.Size: "size"}
-FACTORIES: dict[str, Any] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "None": None}
+CONTAINERS = {
+    OrderedDict: "OrderedDict",
+    Counter: "Counter",
+    defaultdict: "defaultdict",
+    deque: "deque",
+    torch.Size: "size",
+}
+FACTORIES: dict[str, Any] = {
+    "int": int,
+    "float": float,
+    "list": list,
+    "dict": dict,
+    "set": set,
+    "str": str,
+    "None": None,
+}
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -57,7 +71,10 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
             hint="keep state flat, each object in it once",
         )
     if isinstance(value, enum.Enum):
-        raise TaskError(f"{place} is {value!r}, a member of an Enum, which a checkpoint cannot hold", hint="give its .value")
+        raise TaskError(
+            f"{place} is {value!r}, a member of an Enum, which a checkpoint cannot hold",
+            hint="give its .value",
+        )
     if value is None or isinstance(value, bool | str):
         return value
     if type(value) is int:
@@ -72,20 +89,34 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
     if isinstance(value, Tensor):
         return {MARK: "tensor", "name": _named(value.detach(), place, tensors)}
     if isinstance(value, np.ndarray | np.generic):
-        return {MARK: "array", "name": _named(_as_tensor(value, place), place, tensors), "scalar": isinstance(value, np.generic)}
+        return {
+            MARK: "array",
+            "name": _named(_as_tensor(value, place), place, tensors),
+            "scalar": isinstance(value, np.generic),
+        }
     if isinstance(value, bytes | bytearray):
         return {
             MARK: "bytes" if isinstance(value, bytes) else "bytearray",
-            "name": _named(torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8)[: len(value)], place, tensors),
+            "name": _named(
+                torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8)[: len(value)],
+                place,
+                tensors,
+            ),
         }
     if isinstance(value, torch.dtype):
         return {MARK: "dtype", "value": str(value)}
     if type(value) in CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return _split_container(value, place, tensors, depth + 1)
     if type(value) is list:
-        return [_split(part, f"{place}/{number}", tensors, depth + 1) for number, part in enumerate(value)]
+        return [
+            _split(part, f"{place}/{number}", tensors, depth + 1)
+            for number, part in enumerate(value)
+        ]
     if type(value) is tuple:
-        items = [_split(part, f"{place}/{number}", tensors, depth + 1) for number, part in enumerate(value)]
+        items = [
+            _split(part, f"{place}/{number}", tensors, depth + 1)
+            for number, part in enumerate(value)
+        ]
         return {MARK: "tuple", "items": items}
     if type(value) is dict:
         return _split_mapping(value, place, tensors, depth + 1)
@@ -107,13 +138,20 @@ def name_kind(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     name = getattr(value, "__name__", None)
-    return f"a {type(value).__name__}" if not callable(value) or name is None else f"the function {name}"
+    return (
+        f"a {type(value).__name__}"
+        if not callable(value) or name is None
+        else f"the function {name}"
+    )
 
 
 def _split_container(value: Any, place: str, tensors: dict[str, Tensor], depth: int) -> Any:
     """Convert a container of `collections`, a namedtuple, or a torch.Size."""
     if isinstance(value, Mapping):
-        made = {MARK: CONTAINERS[type(value)], "value": _split_mapping(value, place, tensors, depth)}
+        made = {
+            MARK: CONTAINERS[type(value)],
+            "value": _split_mapping(value, place, tensors, depth),
+        }
         if isinstance(value, defaultdict):
             factory = value.default_factory
             name = next((name for name, known in FACTORIES.items() if known is factory), None)
@@ -130,7 +168,12 @@ def _split_container(value: Any, place: str, tensors: dict[str, Tensor], depth: 
     if isinstance(value, torch.Size):
         return {MARK: "size", "items": items}
     kind = type(value)
-    return {MARK: "namedtuple", "items": items, "fields": list(value._fields), "type": f"{kind.__module__}:{kind.__qualname__}"}
+    return {
+        MARK: "namedtuple",
+        "items": items,
+        "fields": list(value._fields),
+        "type": f"{kind.__module__}:{kind.__qualname__}",
+    }
 
 
 def _join_container(kind: str, value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
@@ -153,14 +196,23 @@ def _named_type(known: str, fields: tuple[str, ...]) -> Any:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    is_it = isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields
+    is_it = (
+        isinstance(found, type)
+        and issubclass(found, tuple)
+        and getattr(found, "_fields", None) == fields
+    )
     return found if is_it else namedtuple(name.rpartition(".")[2], fields)  # noqa: PYI024 - the fields are those in a file
 
 
-def _split_mapping(value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor], depth: int) -> Any:
+def _split_mapping(
+    value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor], depth: int
+) -> Any:
     if all(isinstance(key, str) and key != MARK for key in value):
         return {key: _split(part, f"{place}/{key}", tensors, depth) for key, part in value.items()}
-    pairs = [[_split(key, place, tensors, depth), _split(part, f"{place}/{key}", tensors, depth)] for key, part in value.items()]
+    pairs = [
+        [_split(key, place, tensors, depth), _split(part, f"{place}/{key}", tensors, depth)]
+        for key, part in value.items()
+    ]
     return {MARK: "dict", "items": pairs}
 
 

@@ -33,7 +33,9 @@ def _release_of(compilers: tuple[str | None, ...]) -> int:
     prints no number."""
     for command in filter(None, compilers):
         try:
-            said = subprocess.run([command, "-dumpversion"], capture_output=True, text=True, timeout=10, check=False).stdout
+            said = subprocess.run(
+                [command, "-dumpversion"], capture_output=True, text=True, timeout=10, check=False
+            ).stdout
         except (OSError, subprocess.TimeoutExpired):
             continue
         found = re.match(r"(\d+)", said)

@@ -88,30 +88,44 @@ def watch_kernels() -> Iterator[list[Graph]]:
 
 
 def _read(graph: Any, source: str, number: int) -> Graph:
-    operators = _find_operators(graph.graph.nodes, is_again=_computes_again if graph.is_backward else lambda node: False)
+    operators = _find_operators(
+        graph.graph.nodes, is_again=_computes_again if graph.is_backward else lambda node: False
+    )
     kernels: list[Kernel] = []
     counted: set[int] = set()
     for each in filter(_launches, graph.scheduler.nodes):
-        origins = {origin for part in each.get_nodes() if part.node is not None for origin in _origins(part)}
+        origins = {
+            origin
+            for part in each.get_nodes()
+            if part.node is not None
+            for origin in _origins(part)
+        }
         inside = [one for one in operators if origins & one.nodes]
         kernels.append(
             Kernel(
-                operators=tuple(one.name for one in inside), is_library=each.is_extern(), num_bytes=each.get_read_write_buffers_sizes(),
+                operators=tuple(one.name for one in inside),
+                is_library=each.is_extern(),
+                num_bytes=each.get_read_write_buffers_sizes(),
                 eager_bytes=sum(one.num_bytes for one in inside if id(one) not in counted),
             )
-        )  # fmt: skip
+        )
         counted |= set(map(id, inside))
     runs = [one for one in operators if not one.is_again]
     return Graph(
-        name=f"graph-{number}-{'backward' if graph.is_backward else 'forward'}", source=source, num_operators=len(runs),
-        eager_bytes=sum(one.num_bytes for one in runs), kernels=tuple(kernels),
-    )  # fmt: skip
+        name=f"graph-{number}-{'backward' if graph.is_backward else 'forward'}",
+        source=source,
+        num_operators=len(runs),
+        eager_bytes=sum(one.num_bytes for one in runs),
+        kernels=tuple(kernels),
+    )
 
 
 def _launches(node: Any) -> bool:
     """Return whether a node of the schedule is a launch: neither a no-op, nor one of several
     outputs of a call."""
-    return not isinstance(node, scheduler.NopKernelSchedulerNode) and not isinstance(node.node, ir.MultiOutput)
+    return not isinstance(node, scheduler.NopKernelSchedulerNode) and not isinstance(
+        node.node, ir.MultiOutput
+    )
 
 
 def _origins(part: Any) -> Collection[Node]:
@@ -148,7 +162,14 @@ def _find_operators(nodes: Collection[Node], is_again: Callable[[Node], bool]) -
     found = []
     for key, mine in parts.items():
         again = all(map(is_again, mine))
-        found.append(_Operator(names[key] + " again" * again, frozenset(mine), 0 if again else _count_bytes(mine), again))
+        found.append(
+            _Operator(
+                names[key] + " again" * again,
+                frozenset(mine),
+                0 if again else _count_bytes(mine),
+                again,
+            )
+        )
     return found
 
 
@@ -161,13 +182,23 @@ def _name(target: Any) -> str:
 def _computes(node: Node) -> bool:
     """Return whether a node computes a tensor: not an input, a view, a `getitem`, a size, or the
     epilogue of an in-place change."""
-    if node.op != "call_function" or node.target is operator.getitem or not _size_of(node.meta.get("val")):
+    if (
+        node.op != "call_function"
+        or node.target is operator.getitem
+        or not _size_of(node.meta.get("val"))
+    ):
         return False
-    return not (getattr(node.target, "is_view", False) or _name(node.target) in VIEWS or _is_epilogue(node))
+    return not (
+        getattr(node.target, "is_view", False) or _name(node.target) in VIEWS or _is_epilogue(node)
+    )
 
 
 def _is_epilogue(node: Node) -> bool:
-    return _name(node.target) == EPILOGUE and isinstance(node.args[0], Node) and node.args[0].op == "placeholder"
+    return (
+        _name(node.target) == EPILOGUE
+        and isinstance(node.args[0], Node)
+        and node.args[0].op == "placeholder"
+    )
 
 
 def _computes_again(node: Node) -> bool:
@@ -211,7 +242,11 @@ def _size_of(value: Any) -> int:
     """Return the bytes of a tensor (an expanded dimension counts once) or of a list of tensors; 0
     for any other value."""
     if isinstance(value, Tensor):
-        sizes = [_hint(size) for size, stride in zip(value.shape, value.stride(), strict=True) if _hint(stride)]
+        sizes = [
+            _hint(size)
+            for size, stride in zip(value.shape, value.stride(), strict=True)
+            if _hint(stride)
+        ]
         return math.prod(sizes) * value.dtype.itemsize
     return sum(map(_size_of, value)) if isinstance(value, list | tuple) else 0
 

@@ -32,11 +32,20 @@ def lay_channels_last(model: nn.Module) -> list[str]:
             count += 1
     if not count:
         raise SpecError(
-            'train.memory_format is "channels_last", and the model has no tensor of four or five dimensions', hint="leave it out"
+            'train.memory_format is "channels_last", and the model has no tensor of four or five dimensions',
+            hint="leave it out",
         )
-    left = [name for name, module in model.named_modules() if isinstance(module, nn.Conv1d | nn.ConvTranspose1d)]
+    left = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
+    ]
     notes = [f"channels last (train.memory_format): {count} of the model's tensors"]
     if left:
-        listed = ", ".join(left if len(left) <= NUM_NAMED else (*left[:NUM_NAMED], f"{len(left) - NUM_NAMED} more"))
-        notes.append(f"left as they are, since filters of one dimension have no such layout: {listed}")
+        listed = ", ".join(
+            left if len(left) <= NUM_NAMED else (*left[:NUM_NAMED], f"{len(left) - NUM_NAMED} more")
+        )
+        notes.append(
+            f"left as they are, since filters of one dimension have no such layout: {listed}"
+        )
     return notes

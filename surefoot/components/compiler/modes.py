@@ -18,4 +18,8 @@ def why_default(mode: str, device: str, *, deterministic: bool) -> str | None:
         return None
     if mode == "reduce-overhead":
         return WITHOUT_GRAPHS
-    return f"train.deterministic lets it choose nothing by measuring, and {WITHOUT_GRAPHS}" if deterministic else None
+    return (
+        f"train.deterministic lets it choose nothing by measuring, and {WITHOUT_GRAPHS}"
+        if deterministic
+        else None
+    )

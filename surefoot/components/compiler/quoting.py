@@ -28,14 +28,20 @@ def quote_paths() -> None:
     init = builder.__init__
 
     @functools.wraps(init)
-    def init_and_quote(self: Any, name: str, sources: str | list[str], BuildOption: Any, output_dir: str = "") -> None:
+    def init_and_quote(
+        self: Any, name: str, sources: str | list[str], BuildOption: Any, output_dir: str = ""
+    ) -> None:
         init(self, name, sources, BuildOption, output_dir)
         given = [sources] if isinstance(sources, str) else sources
         self._sources_args = _quote(self._sources_args, *given)
         self._output = _quote(self._output, self._target_file)
-        self._libraries_dirs_args = _quote(self._libraries_dirs_args, *BuildOption.get_libraries_dirs())
+        self._libraries_dirs_args = _quote(
+            self._libraries_dirs_args, *BuildOption.get_libraries_dirs()
+        )
         if getattr(BuildOption, "precompiled_header", None):
-            self._include_dirs_args = _quote(self._include_dirs_args, BuildOption.precompiled_header)
+            self._include_dirs_args = _quote(
+                self._include_dirs_args, BuildOption.precompiled_header
+            )
 
     builder.__init__ = init_and_quote
 

@@ -27,7 +27,9 @@ class CompiledRegions:
     """Result of compiling: the names of the compiled `regions` of a model, and `failed`, a dict of
     names and reasons."""
 
-    def __init__(self, regions: Mapping[str, nn.Module], on_failure: OnFailure, words: str | None = None) -> None:
+    def __init__(
+        self, regions: Mapping[str, nn.Module], on_failure: OnFailure, words: str | None = None
+    ) -> None:
         self.failed: dict[str, str] = {}
         self.was_called = False
         self.is_eager = False  # true inside eager()
@@ -78,9 +80,14 @@ class CompiledRegions:
 
 
 def compile_regions(
-    regions: nn.Module | Mapping[str, nn.Module], *, mode: Mode = "default", dynamic: bool | None = None,
-    on_failure: OnFailure = "eager", deterministic: bool = True, backend: Any = "inductor",
-) -> CompiledRegions:  # fmt: skip
+    regions: nn.Module | Mapping[str, nn.Module],
+    *,
+    mode: Mode = "default",
+    dynamic: bool | None = None,
+    on_failure: OnFailure = "eager",
+    deterministic: bool = True,
+    backend: Any = "inductor",
+) -> CompiledRegions:
     """Compile a model, or regions of it by name, at their first call (torch.compile, in place).
 
     Regions with equal code share the compiled code. Random draws stay those of eager mode, so that
@@ -106,7 +113,9 @@ def compile_regions(
     made = CompiledRegions(named, on_failure)
     for name, region in named.items():
         if region._compiled_call_impl is not None:
-            raise InputError(f"{name} is compiled already", hint="compile a model once, here or by itself")
+            raise InputError(
+                f"{name} is compiled already", hint="compile a model once, here or by itself"
+            )
         region._compiled_call_impl = _Region(
             name, region, made, _options(mode, dynamic, deterministic, backend), dynamic, backend
         )
@@ -132,9 +141,17 @@ class CompiledFunction:
 
     def take(self, function: Callable[..., Any]) -> None:
         """Compile `function` in place of the previous function, at the next call."""
-        if isinstance(function, FunctionType):  # torch counts compilations by code object, and stops after eight
+        if isinstance(
+            function, FunctionType
+        ):  # torch counts compilations by code object, and stops after eight
             code = function.__code__.replace()
-            fresh = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+            fresh = FunctionType(
+                code,
+                function.__globals__,
+                function.__name__,
+                function.__defaults__,
+                function.__closure__,
+            )
             fresh.__kwdefaults__ = function.__kwdefaults__
             function = fresh
         self._compiled = torch.compile(function, fullgraph=True, **self._options)
@@ -149,23 +166,34 @@ class CompiledFunction:
 
 
 def compile_function(
-    name: str, function: Callable[..., Any], *, mode: Mode = "default", dynamic: bool | None = None, on_failure: OnFailure = "eager",
-    deterministic: bool = True, backend: Any = "inductor", on_cpu: bool = False,
-) -> tuple[CompiledRegions, CompiledFunction]:  # fmt: skip
+    name: str,
+    function: Callable[..., Any],
+    *,
+    mode: Mode = "default",
+    dynamic: bool | None = None,
+    on_failure: OnFailure = "eager",
+    deterministic: bool = True,
+    backend: Any = "inductor",
+    on_cpu: bool = False,
+) -> tuple[CompiledRegions, CompiledFunction]:
     """Compile `function`, which may call torch.autograd.grad, as one graph at its first call.
 
     The arguments are those of `compile_regions`. With `on_cpu`, for a function whose tensors are
     all on the CPU, one C++ program calls the kernels (`cpp_wrapper`), without Python between them.
     """
     torch._dynamo.config.trace_autograd_ops = True
-    made = CompiledRegions({}, on_failure, f"{name} will be compiled as one graph when it is needed")
+    made = CompiledRegions(
+        {}, on_failure, f"{name} will be compiled as one graph when it is needed"
+    )
     options = _options(mode, dynamic, deterministic, backend)
     if options is not None:
         options["cpp_wrapper"] = on_cpu
     return made, CompiledFunction(name, function, made, options, dynamic, backend)
 
 
-def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any) -> dict[str, Any] | None:
+def _options(
+    mode: str, dynamic: bool | None, deterministic: bool, backend: Any
+) -> dict[str, Any] | None:
     """Return the options that torch.compile takes in place of `mode`; None for a backend other than
     inductor, which has no options."""
     if backend != "inductor":
@@ -174,7 +202,9 @@ def _options(mode: str, dynamic: bool | None, deterministic: bool, backend: Any)
     try:
         options = dict(inductor.list_mode_options(mode, dynamic))
     except RuntimeError:
-        raise InputError(f"compile.mode is {mode!r}", hint="use default, reduce-overhead or max-autotune") from None
+        raise InputError(
+            f"compile.mode is {mode!r}", hint="use default, reduce-overhead or max-autotune"
+        ) from None
     options["fallback_random"] = True
     quote_paths()
     if instructions.are_known(tuple(inductor.config.cpp.cxx)):
@@ -198,7 +228,9 @@ class _Region:
         backend: Any,
     ) -> None:
         self._name, self._module, self._plan = name, module, plan
-        self._compiled: Any = torch.compile(_traced(module), options=options, dynamic=dynamic, backend=backend)
+        self._compiled: Any = torch.compile(
+            _traced(module), options=options, dynamic=dynamic, backend=backend
+        )
 
     def __call__(self, *args: Any, **named: Tensor | Any) -> Any:
         self._plan.was_called = True
@@ -231,7 +263,11 @@ def _failures() -> tuple[type[Exception], ...]:
     separate, where torch has it."""
     named: Any = torch._dynamo.exc
     too_often = getattr(named, "FailOnRecompileLimitHit", None)
-    return (named.TorchDynamoException,) if too_often is None else (named.TorchDynamoException, too_often)
+    return (
+        (named.TorchDynamoException,)
+        if too_often is None
+        else (named.TorchDynamoException, too_often)
+    )
 
 
 def _in_words(error: BaseException) -> str:
@@ -239,5 +275,9 @@ def _in_words(error: BaseException) -> str:
     error names one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2])[:300]
-    frames = [line for line in lines if line.startswith('File "') and not is_of_library(line.split('"')[1])]
+    frames = [
+        line
+        for line in lines
+        if line.startswith('File "') and not is_of_library(line.split('"')[1])
+    ]
     return f"{said} ({frames[-1]})" if frames else said

@@ -62,8 +62,17 @@ class Steward:
         for each in self._take_new(BREAKS):
             if not each.user_stack:
                 continue
-            outer = each.user_stack[0]  # the frame of the compiled function; the last frame is the innermost
-            inner = next((frame for frame in reversed(each.user_stack) if not frame.filename.startswith(_OF_TORCH)), outer)
+            outer = each.user_stack[
+                0
+            ]  # the frame of the compiled function; the last frame is the innermost
+            inner = next(
+                (
+                    frame
+                    for frame in reversed(each.user_stack)
+                    if not frame.filename.startswith(_OF_TORCH)
+                ),
+                outer,
+            )
             mine = [
                 record
                 for record in records
@@ -85,24 +94,43 @@ def _kept(name: str) -> Sequence[Any]:
 
 
 def _read(record: Any, ended_early: str | None) -> Compilation:
-    function, file, line = record.co_name or "", record.co_filename or "", record.co_firstlineno or 0
+    function, file, line = (
+        record.co_name or "",
+        record.co_filename or "",
+        record.co_firstlineno or 0,
+    )
     resumed = _AFTER_A_BREAK.fullmatch(function)
     if resumed is not None:  # the code after a graph break: its first line is that of the break
         function, line = resumed.group(1), int(resumed.group(2))
-    if record.fail_reason and not ended_early:  # a break without code to compile after it, as in a loop
-        words = _in_words(record.fail_reason, record.fail_user_frame_filename or file, record.fail_user_frame_lineno or line)
+    if (
+        record.fail_reason and not ended_early
+    ):  # a break without code to compile after it, as in a loop
+        words = _in_words(
+            record.fail_reason,
+            record.fail_user_frame_filename or file,
+            record.fail_user_frame_lineno or line,
+        )
         ended_early = f"nothing of it is compiled: {words}"
     return Compilation(
-        function=function, file=file, line=line, elapsed_s=(record.duration_us or 0) / 1e6, num_operators=record.graph_op_count or 0,
-        is_backward=record.is_forward is False, why_again=record.recompile_reason, ended_early=ended_early,
-    )  # fmt: skip
+        function=function,
+        file=file,
+        line=line,
+        elapsed_s=(record.duration_us or 0) / 1e6,
+        num_operators=record.graph_op_count or 0,
+        is_backward=record.is_forward is False,
+        why_again=record.recompile_reason,
+        ended_early=ended_early,
+    )
 
 
 def _in_words(reason: str, file: str, line: int) -> str:
     """Return why a graph ends, and the user's line of code where it ends, without torch's hints and
     links."""
     lines = [part.strip() for part in reason.splitlines() if part.strip()]
-    explained = next((part.removeprefix("Explanation: ") for part in lines if part.startswith("Explanation: ")), "")
+    explained = next(
+        (part.removeprefix("Explanation: ") for part in lines if part.startswith("Explanation: ")),
+        "",
+    )
     why = f"{lines[0]}: {explained}" if explained else lines[0] if lines else "no reason given"
     why = _JUMP if why.startswith("generic_jump") else why
     return f"{why}; at {PurePath(file).name}:{line}: {linecache.getline(file, line).strip()}"

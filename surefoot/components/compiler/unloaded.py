@@ -29,7 +29,10 @@ def set_deterministic(on: bool) -> Callable[[], None]:
     Same as `torch.use_deterministic_algorithms`, without importing the compiler: the environment
     variable TORCHINDUCTOR_DETERMINISTIC carries the setting to a compiler that is imported later.
     """
-    enabled, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     put_back_variable: Callable[[], None] | None = None
     if on:
         _set(True, warn_only=True)

@@ -41,14 +41,22 @@ class BlockShuffle:
         counts = np.asarray(sizes, dtype=np.int64)
         if counts.ndim != 1 or not len(counts) or counts.min() < 1 or counts.sum() > LARGEST:
             raise DataError(
-                f"shards of {list(sizes)[:8]} samples cannot be ordered", hint=f"give 1 or more each, {LARGEST} in all"
+                f"shards of {list(sizes)[:8]} samples cannot be ordered",
+                hint=f"give 1 or more each, {LARGEST} in all",
             )
         if window < 1:
-            raise DataError(f"a window of {window} shards is none", hint="give 1 or more; more mixes better, and needs more room")
+            raise DataError(
+                f"a window of {window} shards is none",
+                hint="give 1 or more; more mixes better, and needs more room",
+            )
         self.n, self.window, self._key = int(counts.sum()), window, key
-        self.shards = Permutation(len(counts), derive(key, 1))(np.arange(len(counts)))  # in the order in which they are read
+        self.shards = Permutation(len(counts), derive(key, 1))(
+            np.arange(len(counts))
+        )  # in the order in which they are read
         self._ends = np.cumsum(counts[self.shards])
-        self._shift = (np.cumsum(counts) - counts)[self.shards] - (self._ends - counts[self.shards])  # position to sample
+        self._shift = (np.cumsum(counts) - counts)[self.shards] - (
+            self._ends - counts[self.shards]
+        )  # position to sample
         lasts = np.minimum(np.arange(window, len(counts) + window, window), len(counts)) - 1
         self._block_ends = self._ends[lasts]
         self._mixed: dict[int, Permutation] = {}
@@ -61,13 +69,20 @@ class BlockShuffle:
         for block in np.unique(blocks).tolist():
             chosen = blocks == block
             begin = int(self._block_ends[block - 1]) if block else 0
-            places[chosen] = begin + self._mix(block, int(self._block_ends[block]) - begin)(flat[chosen] - begin)
-        samples: np.ndarray = places + self._shift[np.searchsorted(self._ends, places, side="right")]
+            places[chosen] = begin + self._mix(block, int(self._block_ends[block]) - begin)(
+                flat[chosen] - begin
+            )
+        samples: np.ndarray = (
+            places + self._shift[np.searchsorted(self._ends, places, side="right")]
+        )
         return samples.reshape(positions.shape)
 
     def blocks(self) -> list[list[int]]:
         """Return the shards of each block, in order; a reader needs a whole block at once."""
-        return [self.shards[start : start + self.window].tolist() for start in range(0, len(self.shards), self.window)]
+        return [
+            self.shards[start : start + self.window].tolist()
+            for start in range(0, len(self.shards), self.window)
+        ]
 
     def look_ahead_bytes(self, num_bytes: Sequence[int]) -> tuple[int, int]:
         """Return the most bytes needed at once, without and with the next block prefetched.
@@ -145,7 +160,10 @@ def measure_mixing(samples: np.ndarray, sizes: Sequence[int]) -> Mixing:
     """
     count = len(samples)
     if count < 3 or count != sum(sizes):
-        raise DataError(f"{count} samples of {sum(sizes)} cannot be measured", hint="give the whole order, of 3 samples or more")
+        raise DataError(
+            f"{count} samples of {sum(sizes)} cannot be measured",
+            hint="give the whole order, of 3 samples or more",
+        )
     shards = np.searchsorted(np.cumsum(sizes), samples, side="right")
     distance = np.abs(samples - np.arange(count)).mean() / ((count * count - 1) / (3 * count))
     correlation = np.corrcoef(samples[:-1], samples[1:])[0, 1]

@@ -75,14 +75,26 @@ def check(run: Path) -> Consumed:
     feed = feed_of(plan)
     rows = list(ledger.read(run))
     kept, overruled = ledger.consumed(iter(rows))
-    faults = [*_damaged(run, rows), *_order(rows, after), *_lost_at_the_end(run, kept, after), *_other_samples(feed, rows)]
+    faults = [
+        *_damaged(run, rows),
+        *_order(rows, after),
+        *_lost_at_the_end(run, kept, after),
+        *_other_samples(feed, rows),
+    ]
     steps = {row.step for row in kept}
     samples = _samples(feed, steps)
     return Consumed(
-        plan=plan, after=after, last=max(steps, default=after), attempts=tuple(sorted({row.generation for row in rows} - {0})),
-        num_rows=len(rows), num_overruled=overruled, num_samples=samples, epochs=_epochs(feed, steps, samples),
-        torn_bytes=(run / ledger.FILE).stat().st_size % ledger.ROW.size, faults=tuple(sorted(faults, key=lambda each: each.step)),
-    )  # fmt: skip
+        plan=plan,
+        after=after,
+        last=max(steps, default=after),
+        attempts=tuple(sorted({row.generation for row in rows} - {0})),
+        num_rows=len(rows),
+        num_overruled=overruled,
+        num_samples=samples,
+        epochs=_epochs(feed, steps, samples),
+        torn_bytes=(run / ledger.FILE).stat().st_size % ledger.ROW.size,
+        faults=tuple(sorted(faults, key=lambda each: each.step)),
+    )
 
 
 def find_sample(run: Path, sample: int) -> list[Use]:
@@ -92,28 +104,43 @@ def find_sample(run: Path, sample: int) -> list[Use]:
     """
     plan = ledger.read_plan(run)
     if not 0 <= sample < plan.samples:
-        raise RunFolderError(f"there is no sample {sample}", hint=f"the set has {plan.samples:,}, counted from 0")
+        raise RunFolderError(
+            f"there is no sample {sample}", hint=f"the set has {plan.samples:,}, counted from 0"
+        )
     feed = feed_of(plan)
     kept = {row.step for row in ledger.consumed(ledger.read(run))[0]}
     epochs = sorted({feed.window(step - 1).epoch for step in kept})
-    found = (Use(feed.step_of(epoch, position) + 1, epoch + 1) for epoch in epochs
-             if (position := _position(feed, epoch, sample)) is not None)  # fmt: skip
+    found = (
+        Use(feed.step_of(epoch, position) + 1, epoch + 1)
+        for epoch in epochs
+        if (position := _position(feed, epoch, sample)) is not None
+    )
     return [use for use in found if use.step in kept]
 
 
 def feed_of(plan: Plan) -> Feed:
     """Return the feed with the order and the batches of a plan, without its data."""
-    order = Order(plan.samples, plan.seed, shuffle=plan.shuffle, chunk=plan.chunk, window=plan.window)
-    return Feed(cast(Source, None), order, batch=plan.batch, drop_last=plan.drop_last, ramp=plan.ramp)
+    order = Order(
+        plan.samples, plan.seed, shuffle=plan.shuffle, chunk=plan.chunk, window=plan.window
+    )
+    return Feed(
+        cast(Source, None), order, batch=plan.batch, drop_last=plan.drop_last, ramp=plan.ramp
+    )
 
 
 def plan_of(feed: Feed) -> Plan:
     """Return the plan of a feed: the settings that decide which samples each step consumes."""
     order = feed.order
     return Plan(
-        samples=order.n, seed=order.seed, shuffle=order.shuffle, batch=feed.batch, drop_last=feed.dropped > 0, ramp=feed.ramp,
-        chunk=order.chunk, window=order.window,
-    )  # fmt: skip
+        samples=order.n,
+        seed=order.seed,
+        shuffle=order.shuffle,
+        batch=feed.batch,
+        drop_last=feed.dropped > 0,
+        ramp=feed.ramp,
+        chunk=order.chunk,
+        window=order.window,
+    )
 
 
 def _position(feed: Feed, epoch: int, sample: int) -> int | None:
@@ -132,7 +159,11 @@ def _samples(feed: Feed, steps: set[int]) -> int:
 
 
 def _epochs(feed: Feed, steps: set[int], samples: int) -> float:
-    return samples / feed.order.n if feed.steps_per_epoch is None else len(steps) / feed.steps_per_epoch
+    return (
+        samples / feed.order.n
+        if feed.steps_per_epoch is None
+        else len(steps) / feed.steps_per_epoch
+    )
 
 
 def _damaged(run: Path, rows: list[Row]) -> list[LedgerFault]:
@@ -145,11 +176,21 @@ def _damaged(run: Path, rows: list[Row]) -> list[LedgerFault]:
     found, before = [], 0
     if taken_over and taken_over[-1] != _forked_after(run):
         found.append(
-            LedgerFault("damaged", taken_over[-1], f"steps up to {taken_over[-1]:,} are of no attempt, and this is no such fork")
+            LedgerFault(
+                "damaged",
+                taken_over[-1],
+                f"steps up to {taken_over[-1]:,} are of no attempt, and this is no such fork",
+            )
         )
     for row in rows:
         if row.generation < before or (newest and row.generation > newest):
-            found.append(LedgerFault("damaged", row.step, f"attempt {row.generation} is written after attempt {before}"))
+            found.append(
+                LedgerFault(
+                    "damaged",
+                    row.step,
+                    f"attempt {row.generation} is written after attempt {before}",
+                )
+            )
         else:
             before = row.generation
     return found
@@ -181,7 +222,11 @@ def _order(rows: list[Row], after: int) -> list[LedgerFault]:
             )
             found.append(LedgerFault("lost", before.step + 1, f"{gone} not there"))
         elif row.step <= after or (row.step < before.step and row.generation == before.generation):
-            found.append(LedgerFault("out of order", row.step, f"step {row.step:,} follows step {before.step:,}"))
+            found.append(
+                LedgerFault(
+                    "out of order", row.step, f"step {row.step:,} follows step {before.step:,}"
+                )
+            )
         elif row.step == before.step and row.generation == before.generation:
             found.append(LedgerFault("twice", row.step, f"step {row.step:,} is there twice"))
         before = row
@@ -193,17 +238,26 @@ def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[LedgerFault
 
     The rows of a step reach the disk before its checkpoint.
     """
-    committed, last = max(manifest.steps(run), default=0), max((row.step for row in kept), default=after)
+    committed, last = (
+        max(manifest.steps(run), default=0),
+        max((row.step for row in kept), default=after),
+    )
     if committed <= last:
         return []
     return [
-        LedgerFault("lost", last + 1, f"steps {last + 1:,} to {committed:,} are not there, and step {committed:,} was committed")
+        LedgerFault(
+            "lost",
+            last + 1,
+            f"steps {last + 1:,} to {committed:,} are not there, and step {committed:,} was committed",
+        )
     ]
 
 
 def _other_samples(feed: Feed, rows: list[Row]) -> list[LedgerFault]:
     return [
-        LedgerFault("other samples", row.step, f"step {row.step:,} did not consume what the plan says")
+        LedgerFault(
+            "other samples", row.step, f"step {row.step:,} did not consume what the plan says"
+        )
         for row in rows
         if row.step < 1 or ledger.checksum(feed.window(row.step - 1).ids) != row.checksum
     ]

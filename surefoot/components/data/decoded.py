@@ -64,21 +64,31 @@ def open_decoded(shards: Sequence[Path], cache: Path, *, decoder: str, decode: D
         return found
     digests = [of_file(shard) for shard in shards]
     if stamps != [_stamp(shard) for shard in shards]:
-        raise DataError(f"a shard in {shards[0].parent} changed while it was read", hint="wait until it is written")
+        raise DataError(
+            f"a shard in {shards[0].parent} changed while it was read",
+            hint="wait until it is written",
+        )
     known = [[shard.name, digest] for shard, digest in zip(shards, digests, strict=True)]
     folder = cache / hashlib.sha256(json.dumps([FORMAT, decoder, known]).encode()).hexdigest()[:32]
     found = _open(folder)
     if found is None:
         try:
-            _write(folder, {"format": FORMAT, "decoder": decoder, "stamps": stamps, "shards": known}, shards, decode)
+            _write(
+                folder,
+                {"format": FORMAT, "decoder": decoder, "stamps": stamps, "shards": known},
+                shards,
+                decode,
+            )
         except OSError as error:
             raise DataError(
-                f"the cache {cache} cannot be written: {error.strerror}", hint="name another with --set task.cache=DIR"
+                f"the cache {cache} cannot be written: {error.strerror}",
+                hint="name another with --set task.cache=DIR",
             ) from error
         found = _open(folder)
     if found is None:
         raise DataError(
-            f"what was decoded into {folder} does not read back", hint="is the disk sound? remove the folder and try again"
+            f"what was decoded into {folder} does not read back",
+            hint="is the disk sound? remove the folder and try again",
         )
     return found
 
@@ -87,7 +97,9 @@ def _stamp(shard: Path) -> list[Any]:
     try:
         status = shard.stat()
     except OSError as error:
-        raise DataError(f"{shard} cannot be read: {error.strerror}", hint="check that the file is there") from None
+        raise DataError(
+            f"{shard} cannot be read: {error.strerror}", hint="check that the file is there"
+        ) from None
     return [shard.name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
@@ -100,7 +112,11 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _find_by_stamps(cache: Path, decoder: str, stamps: list[list[Any]]) -> Path | None:
-    folders = [path for path in cache.iterdir() if not path.name.startswith(".")] if cache.is_dir() else []
+    folders = (
+        [path for path in cache.iterdir() if not path.name.startswith(".")]
+        if cache.is_dir()
+        else []
+    )
     for folder in sorted(folders):
         row = _read_manifest(folder)
         if row is not None and row.get("stamps") == stamps and row.get("decoder") == decoder:
@@ -119,12 +135,16 @@ def _open(folder: Path) -> Decoded | None:
                 return None
         # mode "c": torch requires writable memory, and writes never reach the file
         arrays = {
-            name: np.memmap(folder / name, dtype=entry["dtype"], mode="c", shape=tuple(entry["shape"]))
+            name: np.memmap(
+                folder / name, dtype=entry["dtype"], mode="c", shape=tuple(entry["shape"])
+            )
             for name, entry in row["arrays"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Decoded(dict(arrays), hashlib.sha256(json.dumps(row["arrays"], sort_keys=True).encode()).hexdigest())
+    return Decoded(
+        dict(arrays), hashlib.sha256(json.dumps(row["arrays"], sort_keys=True).encode()).hexdigest()
+    )
 
 
 def _write(folder: Path, row: dict[str, Any], shards: Sequence[Path], decode: Decode) -> None:
@@ -153,7 +173,13 @@ def _write_draft(draft: Path, row: dict[str, Any], shards: Sequence[Path], decod
     console = Console(stderr=True)
     files = _Files(draft)
     try:
-        for shard in track(shards, "decoding shards", console=console, transient=True, disable=not console.is_terminal):
+        for shard in track(
+            shards,
+            "decoding shards",
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        ):
             files.append(decode(shard))
         row = {**row, "arrays": files.finish()}
     finally:
@@ -177,7 +203,11 @@ class _Files:
         for name, array in arrays.items():
             if name not in self._open:
                 self._open[name] = (self._folder / name).open("wb")
-                self._entries[name] = {"dtype": array.dtype.str, "shape": [0, *array.shape[1:]], "sha256": hashlib.sha256()}
+                self._entries[name] = {
+                    "dtype": array.dtype.str,
+                    "shape": [0, *array.shape[1:]],
+                    "sha256": hashlib.sha256(),
+                }
             content = np.ascontiguousarray(array).data
             self._open[name].write(content)
             self._entries[name]["sha256"].update(content)
@@ -187,7 +217,10 @@ class _Files:
         for file in self._open.values():
             file.flush()
             os.fsync(file.fileno())
-        return {name: {**entry, "sha256": entry["sha256"].hexdigest()} for name, entry in self._entries.items()}
+        return {
+            name: {**entry, "sha256": entry["sha256"].hexdigest()}
+            for name, entry in self._entries.items()
+        }
 
     def close(self) -> None:
         for file in self._open.values():

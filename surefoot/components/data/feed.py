@@ -78,9 +78,16 @@ class Feed:
     """
 
     def __init__(
-        self, source: Source, order: Order, *, batch: int, microbatch: int | None = None, drop_last: bool = False, ramp: Ramp = (),
+        self,
+        source: Source,
+        order: Order,
+        *,
+        batch: int,
+        microbatch: int | None = None,
+        drop_last: bool = False,
+        ramp: Ramp = (),
         share: Share = WHOLE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.source, self.order, self.batch, self.ramp = source, order, batch, ramp
         self.share, self._is_cut = share, microbatch is not None
         self.microbatch = microbatch or -(-batch // share.num_pieces)
@@ -88,7 +95,9 @@ class Feed:
         self.dropped = n % batch if drop_last else 0
         self._end = n - self.dropped
         self.largest = (
-            min(max(batch, *(size for _, size in ramp)), self._end) if ramp else min(batch, self._end)
+            min(max(batch, *(size for _, size in ramp)), self._end)
+            if ramp
+            else min(batch, self._end)
         )  # samples of the largest step
         if self._end == 0:
             raise DataError(
@@ -96,7 +105,9 @@ class Feed:
                 hint=f'use a batch of {n} or less, or data.last_batch = "keep"',
             )
         self._pieces = [FeedPiece(0, 0, 0, ramp[0][1] if ramp else batch)]
-        self.steps_per_epoch = None if ramp else self.steps_for(self._end)  # it decreases with a ramp
+        self.steps_per_epoch = (
+            None if ramp else self.steps_for(self._end)
+        )  # it decreases with a ramp
         for samples, next_batch in ramp[1:]:
             step = self.steps_for(samples)
             made = FeedPiece(step, *self._place(step), next_batch)
@@ -112,7 +123,11 @@ class Feed:
         """Return the samples of the step numbered `step`, from 0."""
         epoch, start = self._place(step)
         stop = min(start + self.batch_at(step), self._end)
-        if epoch != self._epoch or start < self._block_start or stop > self._block_start + len(self._block):
+        if (
+            epoch != self._epoch
+            or start < self._block_start
+            or stop > self._block_start + len(self._block)
+        ):
             self._look_up(epoch, start)
         offset = start - self._block_start
         return SampleWindow(epoch, start, self._block[offset : offset + stop - start])
@@ -120,7 +135,9 @@ class Feed:
     def _look_up(self, epoch: int, start: int) -> None:
         order = self.order
         end = self._block_start + len(self._block)
-        goes_on = (epoch, start) == (self._epoch + 1, 0) or (epoch == self._epoch and self._block_start < start <= end)
+        goes_on = (epoch, start) == (self._epoch + 1, 0) or (
+            epoch == self._epoch and self._block_start < start <= end
+        )
         if epoch != self._epoch:
             self._permutation, self._epoch = order.permutation(epoch), epoch
             expect = getattr(self.source, "expect", None)
@@ -175,13 +192,22 @@ class Feed:
 
         The short last batch of each epoch counts with its actual size.
         """
-        piece = next(each for each in reversed(self._pieces) if each.epoch * self._end + each.start <= samples)
+        piece = next(
+            each
+            for each in reversed(self._pieces)
+            if each.epoch * self._end + each.start <= samples
+        )
         epochs, rest = divmod(samples, self._end)
         if epochs == piece.epoch:
-            return piece.step + min(self._left(piece), math.ceil((rest - piece.start) / piece.batch))
+            return piece.step + min(
+                self._left(piece), math.ceil((rest - piece.start) / piece.batch)
+            )
         whole = -(-self._end // piece.batch)
         return (
-            piece.step + self._left(piece) + (int(epochs) - piece.epoch - 1) * whole + min(whole, math.ceil(rest / piece.batch))
+            piece.step
+            + self._left(piece)
+            + (int(epochs) - piece.epoch - 1) * whole
+            + min(whole, math.ceil(rest / piece.batch))
         )
 
     def step_of(self, epoch: int, position: int) -> int:
@@ -228,7 +254,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     )
 
 
-def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda part: part) -> Batch:
+def map_tensors(
+    batch: Batch,
+    change: Callable[[Tensor], Tensor],
+    other: Callable[[Any], Any] = lambda part: part,
+) -> Batch:
     """Apply `change` to each tensor in tuples, lists and dicts of a batch, `other` to the rest."""
     if isinstance(batch, Tensor):
         return change(batch)
@@ -254,7 +284,9 @@ def size_of(batch: Batch) -> int | None:
         return int(sizes[0])
     for name in ("num_graphs", "batch_size"):
         size = getattr(batch, name, None)
-        size = size[0] if isinstance(size, tuple) and size else size  # a TensorDict can have several batch dimensions
+        size = (
+            size[0] if isinstance(size, tuple) and size else size
+        )  # a TensorDict can have several batch dimensions
         if isinstance(size, int) and size > 0:
             return size
     if isinstance(batch, Mapping | tuple | list) and len(batch):
@@ -292,7 +324,11 @@ def _sizes_of_lists(batch: Batch, fields: Sequence[Any]) -> list[int]:
 
     For a list of samples, return its length.
     """
-    if isinstance(batch, list) and len(fields) > 2 and all(_is_like(field, fields[0]) for field in fields):
+    if (
+        isinstance(batch, list)
+        and len(fields) > 2
+        and all(_is_like(field, fields[0]) for field in fields)
+    ):
         return [len(fields)]  # more similar items than inputs and labels
     if isinstance(batch, list) and all(isinstance(field, Mapping) for field in fields):
         return [len(fields)]
@@ -307,12 +343,22 @@ def _is_like(one: Any, other: Any) -> bool:
     """Return whether two parts look like the same field of two samples."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and one.shape[1:] == other.shape[1:]
-    return type(one) is type(other) and isinstance(one, tuple | list | Mapping) and len(one) == len(other)
+    return (
+        type(one) is type(other)
+        and isinstance(one, tuple | list | Mapping)
+        and len(one) == len(other)
+    )
 
 
 def count_numbers(batch: Batch) -> int:
     """Return the number of elements of all tensors in a batch."""
     if isinstance(batch, Tensor):
         return batch.numel()
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    parts = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, tuple | list)
+        else ()
+    )
     return sum(map(count_numbers, parts))

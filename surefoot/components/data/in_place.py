@@ -29,7 +29,9 @@ class Versions:
 
     def __init__(self, batch: Any) -> None:
         self._before = [
-            (each, each._version) for each in find_arrays(batch) if isinstance(each, Tensor) and not each.is_inference()
+            (each, each._version)
+            for each in find_arrays(batch)
+            if isinstance(each, Tensor) and not each.is_inference()
         ]
 
     def have_changed(self) -> bool:
@@ -75,7 +77,13 @@ def find_arrays(held: Any) -> Iterator[Tensor | np.ndarray]:
         if isinstance(each, Tensor | np.ndarray):
             yield each
         elif depth < MAX_DEPTH:
-            parts = each.values() if isinstance(each, Mapping) else each if isinstance(each, list | tuple) else _attributes(each)
+            parts = (
+                each.values()
+                if isinstance(each, Mapping)
+                else each
+                if isinstance(each, list | tuple)
+                else _attributes(each)
+            )
             waiting += [(part, depth + 1) for part in parts]
 
 
@@ -83,7 +91,8 @@ def share_memory(batch: Any, data: Any) -> bool:
     """Return whether a CPU tensor of `batch` is stored in a tensor or an array of `data`."""
     wanted = [found for each in find_arrays(batch) if (found := _bounds(each)) is not None]
     return bool(wanted) and any(
-        (held := _bounds(each)) is not None and any(begin < held[1] and held[0] < end for begin, end in wanted)
+        (held := _bounds(each)) is not None
+        and any(begin < held[1] and held[0] < end for begin, end in wanted)
         for each in find_arrays(data)
     )
 
@@ -103,6 +112,10 @@ def _bounds(each: Tensor | np.ndarray) -> tuple[int, int] | None:
         return each.ctypes.data, each.ctypes.data + each.nbytes
     try:
         storage = each.untyped_storage()
-        return (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) if each.device.type == "cpu" else None
+        return (
+            (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            if each.device.type == "cpu"
+            else None
+        )
     except (RuntimeError, NotImplementedError):  # a sparse tensor, or a class without storage
         return None

@@ -39,12 +39,21 @@ def to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) ->
     if duration.unit == "s":
         return None
     if duration.unit == "samples" and isinstance(feed.source, Iterated):
-        raise SpecError(f"{duration} cannot be counted: the source gives whole batches", hint="say it in steps or epochs")
+        raise SpecError(
+            f"{duration} cannot be counted: the source gives whole batches",
+            hint="say it in steps or epochs",
+        )
     samples = to_samples(duration, feed, tokens_per_sample)
-    return feed.steps_for(samples) if samples is not None else duration.to_steps(feed.steps_per_epoch or 1, feed.batch, None)
+    return (
+        feed.steps_for(samples)
+        if samples is not None
+        else duration.to_steps(feed.steps_per_epoch or 1, feed.batch, None)
+    )
 
 
-def to_samples(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> float | Fraction | None:
+def to_samples(
+    duration: Duration, feed: Feed, tokens_per_sample: float | None
+) -> float | Fraction | None:
     """Return a duration in samples if it is counted in samples, else None.
 
     An epoch is a number of steps, unless the batch size has a ramp.
@@ -56,7 +65,9 @@ def to_samples(duration: Duration, feed: Feed, tokens_per_sample: float | None) 
     return duration.value if duration.unit == "samples" else None
 
 
-def find_rhythm(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> Callable[[int], bool]:
+def find_rhythm(
+    duration: Duration, feed: Feed, tokens_per_sample: float | None
+) -> Callable[[int], bool]:
     """Return a function of the step that returns whether an event is due after that step.
 
     The event recurs every `duration`, which must not be a time.
@@ -72,7 +83,10 @@ def find_rhythm(duration: Duration, feed: Feed, tokens_per_sample: float | None)
 def check_ramp(spec: RunSpec, source: Source) -> None:
     """Raise SpecError for sources and settings that require a constant batch size."""
     if isinstance(source, Iterated):
-        raise SpecError(f"train.ramp is given, and the source gives whole batches: {source.describe()}", hint="leave it out")
+        raise SpecError(
+            f"train.ramp is given, and the source gives whole batches: {source.describe()}",
+            hint="leave it out",
+        )
     if spec.data.last_batch == "drop":
         raise SpecError(
             'data.last_batch is "drop", and with train.ramp another part of every epoch would be left out',

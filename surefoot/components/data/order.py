@@ -23,7 +23,10 @@ LARGEST_TABLE = 8192
 FEW = 6  # up to this many are walked one by one: numpy calls on an array would take longer
 _MASK64 = (1 << 64) - 1
 _INCREMENT, _LAST_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
-_STAGES = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_STAGES = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
 
 
 def mix(value: int) -> int:
@@ -56,7 +59,9 @@ class Permutation:
 
     def __init__(self, n: int, key: int) -> None:
         if not 1 <= n <= LARGEST:
-            raise DataError(f"a source of {n} samples cannot be ordered", hint=f"use 1 to {LARGEST} samples")
+            raise DataError(
+                f"a source of {n} samples cannot be ordered", hint=f"use 1 to {LARGEST} samples"
+            )
         self.n = n
         half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
         self._shift = np.uint64(half_bits)
@@ -74,7 +79,9 @@ class Permutation:
             return chosen
         values = self._encrypt(positions.astype(np.uint64).ravel())
         outside = np.flatnonzero(values >= self.n)
-        while len(outside) > FEW:  # cycle walking: the domain is under four times n, so few rounds are expected
+        while (
+            len(outside) > FEW
+        ):  # cycle walking: the domain is under four times n, so few rounds are expected
             walked = self._encrypt(values[outside])
             values[outside] = walked
             outside = outside[walked >= self.n]
@@ -117,15 +124,21 @@ class Keys:
     ids: np.ndarray
 
     def _bits(self, draws: int, stream: int) -> np.ndarray:
-        base = _mix_array(self.ids.astype(np.uint64) ^ np.uint64(derive(self.seed, 2, self.epoch, stream)))
-        return _mix_array(base[:, None] + np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95))
+        base = _mix_array(
+            self.ids.astype(np.uint64) ^ np.uint64(derive(self.seed, 2, self.epoch, stream))
+        )
+        return _mix_array(
+            base[:, None] + np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+        )
 
     def uniform(self, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
         """Return uniform numbers in [0, 1), float32, shape (batch, draws).
 
         Another `stream` gives independent numbers.
         """
-        return torch.from_numpy((self._bits(draws, stream) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24))
+        return torch.from_numpy(
+            (self._bits(draws, stream) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+        )
 
     def integers(self, low: int, high: int, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
         """Return integers in [low, high), int64, shape (batch, draws).

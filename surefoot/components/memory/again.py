@@ -27,7 +27,11 @@ class Buffers:
 
     def __init__(self, block: nn.Module) -> None:
         self._block, self._modules = block, list(block.modules())
-        self._slots = [(module, name) for module in self._modules for name, _ in module.named_buffers(recurse=False)]
+        self._slots = [
+            (module, name)
+            for module in self._modules
+            for name, _ in module.named_buffers(recurse=False)
+        ]
         self._moving: dict[tuple[bool, ...], list[Slot]] = {}
         self._attributes: dict[tuple[bool, ...], list[Slot]] = {}
 
@@ -59,13 +63,28 @@ class Buffers:
 
 class _Watched(AbstractContextManager[None]):
     def __init__(
-        self, buffers: Buffers, modes: tuple[bool, ...], slots: list[Slot], before: list[Tensor], attributes: AttributeSnapshot
+        self,
+        buffers: Buffers,
+        modes: tuple[bool, ...],
+        slots: list[Slot],
+        before: list[Tensor],
+        attributes: AttributeSnapshot,
     ) -> None:
-        self._buffers, self._modes, self._slots, self._before, self._attributes = buffers, modes, slots, before, attributes
+        self._buffers, self._modes, self._slots, self._before, self._attributes = (
+            buffers,
+            modes,
+            slots,
+            before,
+            attributes,
+        )
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
-            moving = [slot for slot, copy in zip(self._slots, self._before, strict=True) if _moved(copy, getattr(*slot))]
+            moving = [
+                slot
+                for slot, copy in zip(self._slots, self._before, strict=True)
+                if _moved(copy, getattr(*slot))
+            ]
             self._buffers.saw(self._modes, moving, self._attributes.find_changed())
 
 
@@ -77,7 +96,9 @@ class _AsBefore(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._now = [getattr(*slot) for slot in self._slots]
         for slot, copy in zip(self._slots, self._before, strict=True):
-            setattr(*slot, copy.clone())  # a second backward pass over the same graph starts from the same values
+            setattr(
+                *slot, copy.clone()
+            )  # a second backward pass over the same graph starts from the same values
 
     def __exit__(self, *error: object) -> None:
         for slot, tensor in zip(self._slots, self._now, strict=True):

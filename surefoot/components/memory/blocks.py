@@ -14,7 +14,9 @@ RECOMPUTED = 'memory.recompute = "full" with '  # for the hint: block names alon
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key: str = "memory.blocks") -> dict[str, nn.Module]:
+def find_blocks(
+    model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key: str = "memory.blocks"
+) -> dict[str, nn.Module]:
     """Return the blocks of `model` by name: the modules `wanted`, or without any, the modules that
     repeat.
 
@@ -38,7 +40,9 @@ def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key
             )
         return found
     names = {
-        name: module for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        name: module
+        for name, module in model.named_modules()
+        if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
     }
     every: dict[int, list[str]] = {}  # all names of a module that is used more than once
     for name, module in model.named_modules(remove_duplicate=False):
@@ -48,22 +52,43 @@ def find_blocks(model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key
         matching = {
             name: module
             for name, module in names.items()
-            if (any(fnmatchcase(one, each) for one in every[id(module)]) if isinstance(each, str) else module is each)
+            if (
+                any(fnmatchcase(one, each) for one in every[id(module)])
+                if isinstance(each, str)
+                else module is each
+            )
         }
         if not matching:
-            said = repr(each) if isinstance(each, str) else f"a {type(each).__name__} that is no part of the model"
-            raise InputError(f"{key}: {said} matches no module", hint=f"there are {', '.join(list(names)[:8]) or 'none'}, ...")
+            said = (
+                repr(each)
+                if isinstance(each, str)
+                else f"a {type(each).__name__} that is no part of the model"
+            )
+            raise InputError(
+                f"{key}: {said} matches no module",
+                hint=f"there are {', '.join(list(names)[:8]) or 'none'}, ...",
+            )
         chosen |= matching
-    return {name: module for name, module in names.items() if name in chosen and not _is_inside(name, chosen)}
+    return {
+        name: module
+        for name, module in names.items()
+        if name in chosen and not _is_inside(name, chosen)
+    }
 
 
 def _repeating(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
-    children = {name: child for name, child in module.named_children() if any(True for _ in child.children())}
+    children = {
+        name: child
+        for name, child in module.named_children()
+        if any(True for _ in child.children())
+    }
     kinds = Counter(map(type, children.values()))
     found: dict[str, nn.Module] = {}
     for name, child in children.items():
         inner = _repeating(f"{prefix}{name}.", child)
-        is_row = isinstance(child, CONTAINERS)  # a container of blocks, no block, unless its children are too small
+        is_row = isinstance(
+            child, CONTAINERS
+        )  # a container of blocks, no block, unless its children are too small
         if (
             isinstance(module, CONTAINERS)
             and kinds[type(child)] > 1

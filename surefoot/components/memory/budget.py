@@ -80,7 +80,9 @@ class Budget:
         for fate in self.fates:
             fate.again, fate.most_bytes = True, None
 
-    def measure(self, number: int, inputs: Sequence[Tensor], run: Callable[[], Any], buffers: Buffers) -> None:
+    def measure(
+        self, number: int, inputs: Sequence[Tensor], run: Callable[[], Any], buffers: Buffers
+    ) -> None:
         """Run a block `TRIALS` times and record its time and its bytes, without changing random
         streams, buffers or attributes.
 
@@ -98,15 +100,23 @@ class Budget:
                 made = run()
                 again_s = min(again_s, _now_s(inputs) - started_s)
             del made
-            inner_bytes = sum(each.nbytes() for address, each in kept.items() if address not in none_of_it)
+            inner_bytes = sum(
+                each.nbytes() for address, each in kept.items() if address not in none_of_it
+            )
             if versions != [each._version for each in inputs]:
                 raise InputError(
                     f"{self._names[number]} changes its inputs in place, so it cannot be computed again",
                     hint="leave it out with memory.blocks, or change them out of place",
                 )
-        mine = {address: size for address, size in given.items() if address not in self._own and address not in self._held}
+        mine = {
+            address: size
+            for address, size in given.items()
+            if address not in self._own and address not in self._held
+        }
         self._held |= mine.keys()
-        self._costs[number] = RecomputeCost(self._names[number], sum(mine.values()), inner_bytes, again_s)
+        self._costs[number] = RecomputeCost(
+            self._names[number], sum(mine.values()), inner_bytes, again_s
+        )
         self.fates[number].most_bytes = count_bytes(inputs)
         if len(self._costs) == len(self._names):
             self._decide()
@@ -125,7 +135,9 @@ class Budget:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)  # the compiler knows nbytes only for static sizes
+    return sum(
+        each.numel() * each.element_size() for each in tensors
+    )  # the compiler knows nbytes only for static sizes
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

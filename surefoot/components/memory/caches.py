@@ -26,8 +26,14 @@ HINT = (
 def is_of_repeated_pass(error: BaseException) -> bool:
     """Return whether a block raised `error` while its forward pass was recomputed, not in the first
     forward pass."""
-    frames = [(Path(frame.filename).name, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
-    return any(name == "unpack_hook" and file == "checkpoint.py" for file, name in frames) or ("budget.py", "measure") in frames
+    frames = [
+        (Path(frame.filename).name, frame.name)
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    return (
+        any(name == "unpack_hook" and file == "checkpoint.py" for file, name in frames)
+        or ("budget.py", "measure") in frames
+    )
 
 
 class CachesOff:
@@ -39,8 +45,15 @@ class CachesOff:
     """
 
     def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
-        around = {"", *(name[:end] for name in blocks for end in range(len(name)) if name[end] == ".")}
-        found = {name: module for name, module in model.named_modules() if name in around and is_caching(module)}
+        around = {
+            "",
+            *(name[:end] for name in blocks for end in range(len(name)) if name[end] == "."),
+        }
+        found = {
+            name: module
+            for name, module in model.named_modules()
+            if name in around and is_caching(module)
+        }
         self.modules = tuple(found)
         self._handles: list[RemovableHandle] = []
         for module in found.values():
@@ -51,8 +64,14 @@ class CachesOff:
     @property
     def notes(self) -> list[str]:
         """A line for the log that names the switches that are off; empty where there are none."""
-        named = ", ".join(f"{name}.config.use_cache" if name else "config.use_cache" for name in self.modules)
-        return [f"passes that take gradients fill no cache of keys and values, as if {named} = False"] if named else []
+        named = ", ".join(
+            f"{name}.config.use_cache" if name else "config.use_cache" for name in self.modules
+        )
+        return (
+            [f"passes that take gradients fill no cache of keys and values, as if {named} = False"]
+            if named
+            else []
+        )
 
     def remove(self) -> None:
         """Remove the hooks, so that the switches are left as they are from now on."""
@@ -86,7 +105,9 @@ def is_caching(module: nn.Module) -> bool:
 @contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
     """Set `config.use_cache` to False in all modules of `model` inside the block."""
-    configs: Mapping[int, Any] = {id(module.config): module.config for module in model.modules() if is_caching(module)}
+    configs: Mapping[int, Any] = {
+        id(module.config): module.config for module in model.modules() if is_caching(module)
+    }
     for config in configs.values():
         config.use_cache = False
     try:

@@ -22,9 +22,15 @@ FEWEST_ROWS = 64  # with fewer rows the matmul becomes inefficient
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, chunk: int | None = None,
-    ignore_index: int = -100, label_smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunk: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of `linear(hidden, weight, bias)` in nats, and the number of
     targets it sums over.
 
@@ -52,39 +58,72 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, targets, bias, chunk, label_smoothing)
     hidden_RD, targets_R = hidden.reshape(-1, weight.shape[1]), targets.reshape(-1)
-    settings = (chunk or max(FEWEST_ROWS, CHUNK_ELEMENTS // len(weight)), ignore_index, label_smoothing)
+    settings = (
+        chunk or max(FEWEST_ROWS, CHUNK_ELEMENTS // len(weight)),
+        ignore_index,
+        label_smoothing,
+    )
     total: Tensor
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (hidden, weight, bias)):
+    if torch.is_grad_enabled() and any(
+        each is not None and each.requires_grad for each in (hidden, weight, bias)
+    ):
         total = _Chunked.apply(hidden_RD, weight, bias, targets_R, settings)  # type: ignore[no-untyped-call]
     else:
-        total = _compute(hidden_RD, weight, bias, targets_R, settings, needs=(False, False, False))[0]
+        total = _compute(hidden_RD, weight, bias, targets_R, settings, needs=(False, False, False))[
+            0
+        ]
     return total, (targets_R != ignore_index).sum()
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk: int | None, label_smoothing: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    chunk: int | None,
+    label_smoothing: float,
 ) -> None:
-    if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != targets.shape:
+    if (
+        weight.ndim != 2
+        or not hidden.ndim
+        or hidden.shape[-1] != weight.shape[1]
+        or hidden.shape[:-1] != targets.shape
+    ):
         raise InputError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do not fit",
             hint="hidden is (..., D), weight (V, D), targets (...)",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise InputError(f"the bias is {tuple(bias.shape)}, the weight has {len(weight)} rows", hint="a bias is (V,)")
+        raise InputError(
+            f"the bias is {tuple(bias.shape)}, the weight has {len(weight)} rows",
+            hint="a bias is (V,)",
+        )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise InputError(f"the targets are {targets.dtype}", hint="give the numbers of the right words: torch.int64")
+        raise InputError(
+            f"the targets are {targets.dtype}",
+            hint="give the numbers of the right words: torch.int64",
+        )
     if chunk is not None and chunk < 1:
         raise InputError(f"chunk is {chunk}", hint="give a number of rows, 1 or more, or None")
     if not 0 <= label_smoothing < 1:
-        raise InputError(f"label_smoothing is {label_smoothing}", hint="use 0 or more, and less than 1")
+        raise InputError(
+            f"label_smoothing is {label_smoothing}", hint="use 0 or more, and less than 1"
+        )
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_R: Tensor, settings: tuple[int, int, float]
+        ctx: Any,
+        hidden_RD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_R: Tensor,
+        settings: tuple[int, int, float],
     ) -> Tensor:
-        total, gradients = _compute(hidden_RD, weight_VD, bias_V, targets_R, settings, needs=ctx.needs_input_grad[:3])
+        total, gradients = _compute(
+            hidden_RD, weight_VD, bias_V, targets_R, settings, needs=ctx.needs_input_grad[:3]
+        )
         ctx.save_for_backward(*gradients)
         return total
 
@@ -96,18 +135,28 @@ class _Chunked(torch.autograd.Function):
                 hint="use cross_entropy(linear(hidden, weight), targets) where a second derivative is needed",
             )
         # in the dtype of the loss: in 16 bits, the rounding of 1 / count would scale all gradients
-        made = (None if each is None else (each.to(gradient.dtype) * gradient).to(each.dtype) for each in ctx.saved_tensors)
+        made = (
+            None if each is None else (each.to(gradient.dtype) * gradient).to(each.dtype)
+            for each in ctx.saved_tensors
+        )
         return *made, None, None
 
 
 def _compute(
-    hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_R: Tensor, settings: tuple[int, int, float],
-    *, needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_R: Tensor,
+    settings: tuple[int, int, float],
+    *,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Return the summed loss, and the gradients of hidden, weight and bias that `needs` selects."""
     rows, ignored, smoothing = settings
     device = hidden_RD.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
+    dtype = (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
+    )
     exact = torch.promote_types(dtype, torch.float32)
     needs_hidden, needs_weight, needs_bias = needs
     weight = weight_VD.to(dtype)

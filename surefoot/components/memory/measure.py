@@ -26,7 +26,9 @@ class Rise:
         """Start recording, unless it has started already."""
         if self._recorder is None:
             self._put_back = place.quiet_profiler()
-            self._recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+            self._recorder = profile(
+                activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+            )
             self._recorder.start()
 
     def stop(self) -> int:
@@ -39,7 +41,9 @@ class Rise:
         events = results.events() if results is not None else ()
         changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == MEMORY]
         now = most = 0
-        for _, change in sorted(changes, key=lambda pair: pair[0]):  # a stable sort: changes at the same time keep their order
+        for _, change in sorted(
+            changes, key=lambda pair: pair[0]
+        ):  # a stable sort: changes at the same time keep their order
             now += change
             most = max(most, now)
         return most

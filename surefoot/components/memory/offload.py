@@ -37,7 +37,11 @@ class Offloaded:
 
     def _keep(self, tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         is_strided = tensor.layout == torch.strided
-        if not is_strided or tensor.nbytes < LEAST_BYTES or tensor.untyped_storage().data_ptr() in self._stays:
+        if (
+            not is_strided
+            or tensor.nbytes < LEAST_BYTES
+            or tensor.untyped_storage().data_ptr() in self._stays
+        ):
             return tensor
         held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         held.copy_(tensor.detach())

@@ -27,10 +27,23 @@ from surefoot.core.cost import shape
 
 # the expensive operators of a forward pass, by their names in torch.ops.aten
 PRODUCTS = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "mkldnn_rnn_layer", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
-SUMMED = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # index of the argument whose last dimension is the inner size
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "mkldnn_rnn_layer",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+SUMMED = {
+    "mm": 0,
+    "bmm": 0,
+    "addmm": 1,
+    "baddbmm": 1,
+}  # index of the argument whose last dimension is the inner size
 SHARE = 0.26  # of all FLOPs, which may be recomputed: Q, K and V are a quarter of a GPT block's
 
 
@@ -143,7 +156,13 @@ class _Keeping(_Mode):
             self._kept.pop(place, None)
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         if _is_kept(func, args, kwargs or {}):
             if self._products.again is None:
@@ -164,7 +183,9 @@ class _Reusing(_Mode):
         self._products, self._kept, self._count = products, kept, 0
 
     def __enter__(self) -> Self:
-        self._count = 0  # a second backward pass over the same graph finds nothing saved, and recomputes all
+        self._count = (
+            0  # a second backward pass over the same graph finds nothing saved, and recomputes all
+        )
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -173,7 +194,13 @@ class _Reusing(_Mode):
         self._kept.clear()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         output = None
         if _is_kept(func, args, kwargs or {}):
             kept = self._kept.pop(self._count, None)
@@ -183,13 +210,19 @@ class _Reusing(_Mode):
 
 
 def _work_of(name: str, args: tuple[Any, ...], output: Any) -> ProductWork:
-    parts = [each for each in ((output,) if isinstance(output, Tensor) else output) if isinstance(each, Tensor)]
+    parts = [
+        each
+        for each in ((output,) if isinstance(output, Tensor) else output)
+        if isinstance(each, Tensor)
+    ]
     num_bytes, flops = sum(each.nbytes for each in parts), math.inf
     if name in SUMMED:
         flops = shape.product_flops(parts[0].numel(), args[SUMMED[name]].shape[-1])
     elif name == "convolution":
         inputs, weight, transposed = args[0], args[1], args[6]
-        flops = shape.convolution_flops(weight.shape, inputs.numel() if transposed else parts[0].numel())
+        flops = shape.convolution_flops(
+            weight.shape, inputs.numel() if transposed else parts[0].numel()
+        )
     return ProductWork(flops, num_bytes)
 
 
@@ -204,7 +237,11 @@ def keep_products() -> Contexts:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **named: Tensor | Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_kept(operator, args, named) else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if _is_kept(operator, args, named)
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def _is_kept(operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
@@ -226,7 +263,14 @@ def _what_draws(operator: Any) -> bool | int | None:
         return None
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    return next((place for place, each in enumerate(operator._schema.arguments) if each.name == "dropout_p"), True)
+    return next(
+        (
+            place
+            for place, each in enumerate(operator._schema.arguments)
+            if each.name == "dropout_p"
+        ),
+        True,
+    )
 
 
 # torch.compile identifies the policy by this text in its cache

@@ -33,13 +33,28 @@ class Recomputed:
     `names` of those that are recomputed."""
 
     def __init__(
-        self, how: RecomputeChoice, blocks: Mapping[str, nn.Module], skipped: Mapping[str, str], budget: Budget | None, caches: CachesOff
-    ) -> None:  # fmt: skip
-        self.how, self.blocks, self.skipped, self.budget, self._caches = how, tuple(blocks), dict(skipped), budget, caches
+        self,
+        how: RecomputeChoice,
+        blocks: Mapping[str, nn.Module],
+        skipped: Mapping[str, str],
+        budget: Budget | None,
+        caches: CachesOff,
+    ) -> None:
+        self.how, self.blocks, self.skipped, self.budget, self._caches = (
+            how,
+            tuple(blocks),
+            dict(skipped),
+            budget,
+            caches,
+        )
         self.allowance = Allowance()
         self._modules = dict(blocks)
         step = how.number if how.kind == "every" else 1
-        self.fates = budget.fates if budget is not None else [Fate(number % step == 0) for number in range(len(blocks))]
+        self.fates = (
+            budget.fates
+            if budget is not None
+            else [Fate(number % step == 0) for number in range(len(blocks))]
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,7 +76,11 @@ class Recomputed:
         if not self.blocks:
             return []
         chosen = [self.words] if self.budget is None else []
-        return chosen + self._caches.notes + [f"{name} is not computed again: {reason}" for name, reason in self.skipped.items()]
+        return (
+            chosen
+            + self._caches.notes
+            + [f"{name} is not computed again: {reason}" for name, reason in self.skipped.items()]
+        )
 
     def undo(self) -> None:
         """Turn off activation checkpointing for all blocks, and remove the hooks."""
@@ -72,7 +91,9 @@ class Recomputed:
                 delattr(block, _SEAT)
 
 
-def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.Module] = ()) -> Recomputed:
+def recompute(
+    model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.Module] = ()
+) -> Recomputed:
     """Turn on activation checkpointing for the blocks of `model`: recompute their activations in
     the backward pass.
 
@@ -97,11 +118,22 @@ def recompute(model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.
     """
     parsed = RecomputeChoice.parse(how)
     found = {} if parsed.kind == "none" else find_blocks(model, blocks)
-    skipped = {name: reason for name, block in found.items() if (reason := _reason_against(block)) is not None}
+    skipped = {
+        name: reason
+        for name, block in found.items()
+        if (reason := _reason_against(block)) is not None
+    }
     taken = {name: block for name, block in found.items() if name not in skipped}
     if found and not taken:
-        raise InputError(f"no block can be computed again: {next(iter(skipped.values()))}", hint="name others with memory.blocks")
-    budget = Budget(list(taken), parsed.number, [*model.parameters(), *model.buffers()]) if parsed.kind == "budget" else None
+        raise InputError(
+            f"no block can be computed again: {next(iter(skipped.values()))}",
+            hint="name others with memory.blocks",
+        )
+    budget = (
+        Budget(list(taken), parsed.number, [*model.parameters(), *model.buffers()])
+        if parsed.kind == "budget"
+        else None
+    )
     made = Recomputed(parsed, taken, skipped, budget, CachesOff(model, taken))
     for number, block in enumerate(taken.values()):
         setattr(block, _SEAT, _Seat(number, made, Buffers(block)))
@@ -127,17 +159,27 @@ class _Seat:
     """
 
     def __init__(self, number: int, plan: Recomputed, buffers: Buffers) -> None:
-        self._number, self._plan, self._buffers, self._products = number, plan, buffers, Products(plan.allowance)
+        self._number, self._plan, self._buffers, self._products = (
+            number,
+            plan,
+            buffers,
+            Products(plan.allowance),
+        )
         self._fate = plan.fates[number]
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **named)
-        given = (*args, *named.values())  # positional, so that torch detects in-place changes of them
+        given = (
+            *args,
+            *named.values(),
+        )  # positional, so that torch detects in-place changes of them
         run = functools.partial(_call, forward, len(args), tuple(named))
         budget, selects = self._plan.budget, self._plan.how.kind == "operators"
         inputs = [] if budget is None else list(find_tensors(given))
-        if torch.compiler.is_compiling():  # a compiled graph changes buffers once, and supports only torch's contexts
+        if (
+            torch.compiler.is_compiling()
+        ):  # a compiled graph changes buffers once, and supports only torch's contexts
             if not self._fate.again and self._fate.covers(inputs):
                 return forward(*args, **named)
             if selects:
@@ -176,6 +218,11 @@ def _kind_that_forgets(kind: Any) -> type[nn.Module]:
         seat: _Seat = getattr(self, _SEAT)
         return seat.run(functools.partial(kind.forward, self), args, named)
 
-    own = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    own = {
+        "forward": forward,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
     made: type[nn.Module] = type(kind)(kind.__name__, (kind,), own)
     return made

@@ -18,12 +18,18 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 from surefoot.core.ranks.mapping import let_go, map_file
 
-LEAST_BYTES, KEPT_BYTES = 1 << 18, 16 << 20  # smaller tensors stay in memory; touched pages are released beyond the second
+LEAST_BYTES, KEPT_BYTES = (
+    1 << 18,
+    16 << 20,
+)  # smaller tensors stay in memory; touched pages are released beyond the second
 ALONE = 2  # use count of a storage that only one parameter uses: its tensor, and the queried object
 ON_DISK = "/var/tmp"  # /tmp is memory on many systems (file-hierarchy(7)), and the file has no name
 
@@ -43,8 +49,12 @@ class Spilled(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         self._hooks = [
-            register_module_parameter_registration_hook(lambda module, name, parameter: self._move(parameter)),
-            register_module_module_registration_hook(self._move_all),  # a copied block registers no parameters
+            register_module_parameter_registration_hook(
+                lambda module, name, parameter: self._move(parameter)
+            ),
+            register_module_module_registration_hook(
+                self._move_all
+            ),  # a copied block registers no parameters
         ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -56,11 +66,22 @@ class Spilled(TorchFunctionMode):
         self._let_go()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        for each in (*args, *(kwargs or {}).values()):  # functions of torch.nn.init pass tensors by keyword
-            if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and _address(each) in self._maps:
+        for each in (
+            *args,
+            *(kwargs or {}).values(),
+        ):  # functions of torch.nn.init pass tensors by keyword
+            if (
+                type(each) in (Tensor, nn.Parameter)
+                and each.device.type == "cpu"
+                and _address(each) in self._maps
+            ):
                 self._touched_bytes += each.nbytes
         if self._touched_bytes > KEPT_BYTES:
             self._let_go()
@@ -78,7 +99,11 @@ class Spilled(TorchFunctionMode):
             self._move(parameter)
 
     def _move(self, parameter: Tensor | None) -> None:
-        if type(parameter) is not nn.Parameter or parameter.device.type != "cpu" or parameter.layout != torch.strided:
+        if (
+            type(parameter) is not nn.Parameter
+            or parameter.device.type != "cpu"
+            or parameter.layout != torch.strided
+        ):
             return  # None, or a tensor subclass or device with other storage
         if self._is_full or parameter.nbytes < LEAST_BYTES or _address(parameter) in self._maps:
             return
@@ -90,7 +115,9 @@ class Spilled(TorchFunctionMode):
             return
         view = memoryview(mapped)
         flat = torch.frombuffer(view, dtype=parameter.dtype)
-        moved = flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+        moved = flat.as_strided(
+            parameter.shape, torch.empty_like(parameter, device="meta").stride()
+        )
         moved.copy_(parameter.detach())
         self._maps[flat.data_ptr()] = parameter.nbytes
         weakref.finalize(view, self._maps.pop, flat.data_ptr(), None).atexit = False
@@ -107,7 +134,11 @@ def _is_alone(parameter: Tensor) -> bool:
     where torch has no use count."""
     storage = parameter.untyped_storage()
     count: Any = getattr(torch._C, "_storage_Use_Count", None)
-    return count is not None and storage.nbytes() == parameter.nbytes and count(storage._cdata) <= ALONE
+    return (
+        count is not None
+        and storage.nbytes() == parameter.nbytes
+        and count(storage._cdata) <= ALONE
+    )
 
 
 def _map(num_bytes: int) -> Any:
@@ -115,7 +146,9 @@ def _map(num_bytes: int) -> Any:
     it."""
     try:
         with tempfile.TemporaryFile(dir=ON_DISK if os.access(ON_DISK, os.W_OK) else None) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a disk that fills up later would end the process by SIGBUS
+            os.posix_fallocate(
+                file.fileno(), 0, num_bytes
+            )  # a disk that fills up later would end the process by SIGBUS
             return map_file(file.fileno(), num_bytes)
     except (OSError, AttributeError):  # a full disk; a system without posix_fallocate
         return None

@@ -24,7 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from surefoot.components.memory import workspace
 from surefoot.components.memory.tensors import find_tensors
 
-ACTIVATIONS, GRADIENTS, TEMPORARIES, WORKSPACE = "activations", "gradients", "temporaries", "workspace"
+ACTIVATIONS, GRADIENTS, TEMPORARIES, WORKSPACE = (
+    "activations",
+    "gradients",
+    "temporaries",
+    "workspace",
+)
 OF_PART = f"{ACTIVATIONS} of "
 
 
@@ -92,7 +97,11 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._kinds[number] = TEMPORARIES
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         out, inside = workspace.of(func, args, out)
@@ -185,4 +194,9 @@ def naming(blocks: Mapping[str, nn.Module], enter: Callable[[str | None], None])
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of all storages of `tensors`, each storage once."""
-    return sum({id(storage): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}.values())
+    return sum(
+        {
+            id(storage): storage.nbytes()
+            for storage in (each.untyped_storage() for each in tensors)
+        }.values()
+    )

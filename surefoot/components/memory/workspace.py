@@ -41,7 +41,11 @@ def of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Any, int]:
         return (*out[:3], out[3].new_empty([kept], dtype=torch.uint8)), inside
     if operator is aten.mkldnn_rnn_layer_backward:
         inside = _lstm((*args[:7], args[13], args[20], *args[14:18], args[19], args[21], True))[2]
-        absent = sum(_bytes(args[place]) for place, grad in zip(range(7, 10), args[10:13], strict=True) if grad is None)
+        absent = sum(
+            _bytes(args[place])
+            for place, grad in zip(range(7, 10), args[10:13], strict=True)
+            if grad is None
+        )
         return out, inside + absent + _copies(*(grad for grad in args[10:13] if grad is not None))
     if operator in _ASKED and _is_asked(operator, args, out):
         return out, _inside(operator, args)
@@ -61,7 +65,11 @@ def _blocked(tensor: Tensor) -> int:
 
 def _is_last(tensor: Tensor) -> bool:
     """Return whether a tensor is in channels-last format, which oneDNN uses without reordering."""
-    return tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    return (
+        tensor.ndim == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def _convolution(args: tuple[Any, ...], out: Tensor) -> int:
@@ -107,16 +115,26 @@ def _arithmetic(args: tuple[Any, ...], out: Tensor) -> int:
     written through another copy.
     """
     common = functools.reduce(
-        torch.promote_types, (each.dtype for each in args[:2] if isinstance(each, Tensor) and each.ndim), out.dtype
+        torch.promote_types,
+        (each.dtype for each in args[:2] if isinstance(each, Tensor) and each.ndim),
+        out.dtype,
     )
-    copies = sum(each.numel() for each in args[:2] if isinstance(each, Tensor) and each.ndim and each.dtype != common)
+    copies = sum(
+        each.numel()
+        for each in args[:2]
+        if isinstance(each, Tensor) and each.ndim and each.dtype != common
+    )
     return (copies + (out.numel() if out.dtype != common else 0)) * common.itemsize
 
 
 def _reduction(args: tuple[Any, ...], out: Tensor) -> int:
     """Return the bytes of the fp32 copies that the mean of a 16-bit tensor makes; 0 for other
     dtypes."""
-    return (args[0].numel() + out.numel()) * 4 if args[0].element_size() < 4 and args[0].is_floating_point() else 0
+    return (
+        (args[0].numel() + out.numel()) * 4
+        if args[0].element_size() < 4 and args[0].is_floating_point()
+        else 0
+    )
 
 
 _FORMULAS: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
@@ -129,7 +147,10 @@ _FORMULAS: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten.upsample_nearest2d_backward: lambda args, out: _copies(args[0]),
     aten._safe_softmax: lambda args, out: out.numel(),
     aten.mean: _reduction,
-    **dict.fromkeys((aten.add, aten.add_, aten.sub, aten.sub_, aten.mul, aten.mul_, aten.div, aten.div_), _arithmetic),
+    **dict.fromkeys(
+        (aten.add, aten.add_, aten.sub, aten.sub_, aten.mul, aten.mul_, aten.div, aten.div_),
+        _arithmetic,
+    ),
 }
 _ASKED = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution_backward)
 
@@ -140,7 +161,11 @@ def _is_asked(operator: Any, args: tuple[Any, ...], out: Any) -> bool:
     Convolutions are measured in bf16 alone, since fp16 takes seconds on a CPU without fp16 units.
     """
     tensors = [*find_tensors(args), *find_tensors(out)]
-    dtypes = (torch.bfloat16,) if operator is aten.convolution_backward else (torch.bfloat16, torch.float16)
+    dtypes = (
+        (torch.bfloat16,)
+        if operator is aten.convolution_backward
+        else (torch.bfloat16, torch.float16)
+    )
     return tensors[0].dtype in dtypes and sum(map(_bytes, tensors)) <= MOST_ASKED_BYTES
 
 
@@ -166,7 +191,9 @@ def _inside_once(operator: Any, given: tuple[Any, ...], num_threads: int) -> int
     def ask() -> int:
         torch.set_num_threads(num_threads)  # each thread has a separate setting
         args = [
-            torch.empty_strided(each.shape, each.stride, dtype=each.dtype).zero_() if isinstance(each, _Sized) else each
+            torch.empty_strided(each.shape, each.stride, dtype=each.dtype).zero_()
+            if isinstance(each, _Sized)
+            else each
             for each in given
         ]
         rise = Rise()
@@ -199,35 +226,68 @@ def _lstm(args: tuple[Any, ...]) -> tuple[int, int, int]:
     if given.dtype not in (torch.float32, torch.bfloat16):
         return 0, 0, 0  # in another dtype, oneDNN may abort the process
     shapes = tuple(tuple(each.shape) for each in args[:7])
-    at = functools.partial(_ask_once, shapes, given.dtype, tuple(tuple(x) if isinstance(x, list) else x for x in args[7:]))
+    at = functools.partial(
+        _ask_once,
+        shapes,
+        given.dtype,
+        tuple(tuple(x) if isinstance(x, list) else x for x in args[7:]),
+    )
     steps = given.shape[0]
     if steps <= LONG:
         return at(steps)
     low, high = at(SHORT), at(LONG)
-    kept, forward, backward = (b + (b - a) * (steps - LONG) // (LONG - SHORT) for a, b in zip(low, high, strict=True))
+    kept, forward, backward = (
+        b + (b - a) * (steps - LONG) // (LONG - SHORT) for a, b in zip(low, high, strict=True)
+    )
     return kept, forward, backward
 
 
 @functools.lru_cache(maxsize=256)
-def _ask_once(shapes: tuple[Any, ...], dtype: torch.dtype, rest: tuple[Any, ...], steps: int) -> tuple[int, int, int]:
-    found: tuple[int, int, int] | None = _where_there_are_numbers(functools.partial(_ask, shapes, dtype, rest, steps))
+def _ask_once(
+    shapes: tuple[Any, ...], dtype: torch.dtype, rest: tuple[Any, ...], steps: int
+) -> tuple[int, int, int]:
+    found: tuple[int, int, int] | None = _where_there_are_numbers(
+        functools.partial(_ask, shapes, dtype, rest, steps)
+    )
     return found or (0, 0, 0)
 
 
-def _ask(shapes: tuple[Any, ...], dtype: torch.dtype, rest: tuple[Any, ...], steps: int) -> tuple[int, int, int]:
-    tensors = [torch.zeros((steps, *shape[1:]) if not number else shape, dtype=dtype) for number, shape in enumerate(shapes)]
+def _ask(
+    shapes: tuple[Any, ...], dtype: torch.dtype, rest: tuple[Any, ...], steps: int
+) -> tuple[int, int, int]:
+    tensors = [
+        torch.zeros((steps, *shape[1:]) if not number else shape, dtype=dtype)
+        for number, shape in enumerate(shapes)
+    ]
     reverse, sizes, mode, hidden, layers, biases, both, first, _ = rest
     rise = Rise()
     rise.start()
-    made = aten.mkldnn_rnn_layer(*tensors, reverse, list(sizes), mode, hidden, layers, biases, both, first, True)
+    made = aten.mkldnn_rnn_layer(
+        *tensors, reverse, list(sizes), mode, hidden, layers, biases, both, first, True
+    )
     forward = rise.stop() - sum(map(_bytes, made))
     output, hy, cy, kept = made
     grads = [torch.zeros_like(each) for each in (output, hy, cy)]
     rise = Rise()
     rise.start()
     back = aten.mkldnn_rnn_layer_backward(
-        *tensors[:5], tensors[5], tensors[6], output, hy, cy, *grads, reverse, mode, hidden, layers, biases, True, both,
-        list(sizes), first, kept,
-    )  # fmt: skip
+        *tensors[:5],
+        tensors[5],
+        tensors[6],
+        output,
+        hy,
+        cy,
+        *grads,
+        reverse,
+        mode,
+        hidden,
+        layers,
+        biases,
+        True,
+        both,
+        list(sizes),
+        first,
+        kept,
+    )
     backward = rise.stop() - sum(_bytes(each) for each in back if isinstance(each, Tensor))
     return _bytes(kept), forward, backward

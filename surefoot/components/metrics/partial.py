@@ -34,7 +34,10 @@ class Mean:
         The result is bitwise identical whether the parts are tensors or, from another rank, Python
         numbers.
         """
-        total, count = _held(self.total) + _held(other.total), _held(self.count) + _held(other.count)
+        total, count = (
+            _held(self.total) + _held(other.total),
+            _held(self.count) + _held(other.count),
+        )
         return type(self)(total, count, self.better, self.unit)
 
     def value(self) -> float | None:
@@ -75,7 +78,9 @@ def top_k(logits: Tensor, labels: Tensor, k: int) -> Mean:
     """
     _check_shapes(logits, labels)
     if not 1 <= k <= logits.shape[-1]:
-        raise TaskError(f"top-{k} of {logits.shape[-1]} classes", hint=f"use a k from 1 to {logits.shape[-1]}")
+        raise TaskError(
+            f"top-{k} of {logits.shape[-1]} classes", hint=f"use a k from 1 to {logits.shape[-1]}"
+        )
     counted = labels != -100
     chosen = logits.argmax(-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1).indices
     hits = ((chosen == labels.unsqueeze(-1)).any(-1) & counted).sum()
@@ -88,7 +93,10 @@ def _check_shapes(logits: Tensor, labels: Tensor) -> None:
     given = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
     hint = "logits are (B, C) and labels (B,), or (B, T, C) and (B, T)"
     if logits.ndim < 2 or logits.shape[-1] < 2:
-        raise TaskError(f"{given}: there are no 2 classes", hint=f"{hint}; for one logit compare it with 0 and use mean_of")
+        raise TaskError(
+            f"{given}: there are no 2 classes",
+            hint=f"{hint}; for one logit compare it with 0 and use mean_of",
+        )
     if labels.shape == (*logits.shape[:-1], 1):
         hint = f"{hint}: labels.squeeze(-1)"
     channels_first = logits.ndim > 3 and labels.shape == (logits.shape[0], *logits.shape[2:])
@@ -129,11 +137,14 @@ class FromTorchmetrics:
     """
 
     def __init__(self, metric: Any, *, better: Better | None = None) -> None:
-        with needing("torchmetrics", "torchmetrics", extra="torchmetrics", needed_for="FromTorchmetrics"):
+        with needing(
+            "torchmetrics", "torchmetrics", extra="torchmetrics", needed_for="FromTorchmetrics"
+        ):
             import torchmetrics
         if not isinstance(metric, torchmetrics.Metric):
             raise TaskError(
-                f"{type(metric).__name__} is no torchmetrics metric", hint="give torchmetrics.F1Score(...) or the like"
+                f"{type(metric).__name__} is no torchmetrics metric",
+                hint="give torchmetrics.F1Score(...) or the like",
             )
         self._metric = metric
         higher = metric.higher_is_better

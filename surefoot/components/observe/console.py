@@ -13,13 +13,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
 from surefoot.components.observe.meter import Summary
 from surefoot.core.process.forked import call_in_children
-from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_seconds, format_throughput
+from surefoot.core.units import (
+    UNKNOWN,
+    format_bytes,
+    format_number,
+    format_percent,
+    format_seconds,
+    format_throughput,
+)
 
 LINE_EVERY_S = 5.0  # least time between two plain lines
 WIDE = 100  # columns from which the elapsed time is shown too
@@ -46,10 +62,21 @@ class Console:
     plain lines elsewhere."""
 
     def __init__(
-        self, *, total_steps: int | None, unit: str, quiet: bool = False, stream: TextIO | None = None, done_steps: int = 0
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        total_steps: int | None,
+        unit: str,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        done_steps: int = 0,
+    ) -> None:
         self._stream = stream or sys.stderr
-        self._quiet, self._unit, self._total, self._done_before = quiet, unit, total_steps, done_steps
+        self._quiet, self._unit, self._total, self._done_before = (
+            quiet,
+            unit,
+            total_steps,
+            done_steps,
+        )
         self._bar: Progress | None = None
         self._row: TaskID | None = None
         self._score = ""
@@ -66,8 +93,13 @@ class Console:
             times.insert(0, TimeElapsedColumn(table_column=Column(no_wrap=True)))
         count = _Count(table_column=Column(no_wrap=True))
         self._bar = Progress(
-            count, BarColumn(bar_width=None), TextColumn("{task.description}"), *times, console=console, expand=True
-        )  # fmt: skip
+            count,
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            *times,
+            console=console,
+            expand=True,
+        )
         self._row = self._bar.add_task("starting", total=self._total, completed=self._done_before)
         self._bar.start()
         call_in_children(self, Console._leave_to_parent)
@@ -111,7 +143,9 @@ class Console:
         elif now_s - self._last_line_s > LINE_EVERY_S:
             self._last_line_s = now_s
             total = f"/{self._total:,}" if self._total else ""
-            self.say(f"step {summary.step:,}{total}  {self._describe(summary)}{self._left(summary.step)}")
+            self.say(
+                f"step {summary.step:,}{total}  {self._describe(summary)}{self._left(summary.step)}"
+            )
 
     def _room(self) -> float:
         """Return the columns left for text in the bar's line; longer text would cut off the numbers
@@ -137,13 +171,17 @@ class Console:
     def _left(self, step: int) -> str:
         if not self._total or step <= self._done_before:
             return ""
-        left_s = (time.monotonic() - self._started_s) / (step - self._done_before) * (self._total - step)
+        left_s = (
+            (time.monotonic() - self._started_s) / (step - self._done_before) * (self._total - step)
+        )
         return f"  left {format_seconds(left_s)}"
 
     def reading(self, split: str, done: int, total: int | None) -> None:
         """Show how many samples of a split are done, in a run that has no steps."""
         if self._bar is not None and self._row is not None:
-            self._bar.update(self._row, completed=done, total=total, description=f"samples of {split}")
+            self._bar.update(
+                self._row, completed=done, total=total, description=f"samples of {split}"
+            )
         else:
             self.evaluating(split, done, total)
 
@@ -154,17 +192,24 @@ class Console:
         now_s = time.monotonic()
         text = f"{split} {done:,}/{total:,} samples" if total else f"{split} {done:,} samples"
         if self._bar is not None and self._row is not None:
-            self._bar.update(self._row, description=text if len(text) <= self._room() else text.removesuffix(" samples"))
+            self._bar.update(
+                self._row,
+                description=text if len(text) <= self._room() else text.removesuffix(" samples"),
+            )
         elif now_s - self._last_line_s > LINE_EVERY_S:
             self._last_line_s = now_s
             self.say(text)
 
-    def evaluated(self, step: int, epoch: float, name: str, value: float | None, unit: str, best: bool) -> None:
+    def evaluated(
+        self, step: int, epoch: float, name: str, value: float | None, unit: str, best: bool
+    ) -> None:
         self._score = format_score(name, value, unit)
         mark = "  (best so far)" if best else ""
         self.say(f"step {step:,}  epoch {format_number(epoch)}  {self._score}{mark}")
         if self._bar is not None and self._row is not None:
-            self._bar.update(self._row, description="" if self._last is None else self._describe(self._last))
+            self._bar.update(
+                self._row, description="" if self._last is None else self._describe(self._last)
+            )
 
     def close(self) -> None:
         bar, self._bar = self._bar, None
@@ -187,7 +232,10 @@ def final_table(rows: list[tuple[str, str]], title: str, columns: int | None = N
     lines = [title]
     for name, value in rows:
         parts = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
-        lines += [f"  {label:<{width}}  {part}" for label, part in zip([name, *[""] * len(parts)], parts, strict=False)]
+        lines += [
+            f"  {label:<{width}}  {part}"
+            for label, part in zip([name, *[""] * len(parts)], parts, strict=False)
+        ]
     return "\n".join(lines)
 
 
@@ -202,16 +250,26 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             )
         )
     rows += [
-        ("steps", f"{summary['step']:,} ({format_number(summary['epochs'])} epochs, {summary['num_samples']:,} samples)"),
+        (
+            "steps",
+            f"{summary['step']:,} ({format_number(summary['epochs'])} epochs, {summary['num_samples']:,} samples)",
+        ),
         ("time", format_seconds(summary["elapsed_s"])),
         (
             "throughput",
-            format_throughput(summary.get("samples_per_s"), summary.get("items_per_s"), summary.get("items", "samples")),
+            format_throughput(
+                summary.get("samples_per_s"),
+                summary.get("items_per_s"),
+                summary.get("items", "samples"),
+            ),
         ),
         ("peak memory", format_bytes(summary.get("peak_bytes"))),
     ]
     if summary.get("phases"):
-        rows += [("time went to", phase_shares(summary["phases"])), ("a step", format_percentiles(summary["step_s"]))]
+        rows += [
+            ("time went to", phase_shares(summary["phases"])),
+            ("a step", format_percentiles(summary["step_s"])),
+        ]
     if summary.get("outliers"):
         rows.append(("slow steps", format_outliers(summary["outliers"])))
     if summary.get("num_skipped"):
@@ -225,7 +283,9 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def format_noise(row: Mapping[str, Any]) -> str:
     """Return the noise scale as text: `812 samples [600, 1100]: a batch of 64 ...`; an unknown
     value is n/a."""
-    scale, low, high = ("n/a" if row[name] is None else f"{row[name]:,.0f}" for name in ("scale", "low", "high"))
+    scale, low, high = (
+        "n/a" if row[name] is None else f"{row[name]:,.0f}" for name in ("scale", "low", "high")
+    )
     return f"{scale} samples [{low}, {high}]: {row['advice']}"
 
 
@@ -237,11 +297,16 @@ def phase_shares(phases: Mapping[str, float]) -> str:
     'forward 60 %, backward 39.9 %, the rest 0.1 %'
     """
     total = sum(phases.values())
-    shares = sorted(((seconds / total, name) for name, seconds in phases.items() if total > 0), reverse=True)
+    shares = sorted(
+        ((seconds / total, name) for name, seconds in phases.items() if total > 0), reverse=True
+    )
     told = [(share, name) for share, name in shares if share >= LEAST_SHARE]
     rest = sum(share for share, _ in shares) - sum(share for share, _ in told)
     told += [(rest, "the rest")] if len(told) < len(shares) else []
-    return ", ".join(f"{name} {format_number(round(100 * share, 1))} %" for share, name in told) or UNKNOWN
+    return (
+        ", ".join(f"{name} {format_number(round(100 * share, 1))} %" for share, name in told)
+        or UNKNOWN
+    )
 
 
 def format_percentiles(row: Mapping[str, float | None]) -> str:
@@ -255,5 +320,8 @@ def format_outliers(rows: Sequence[Mapping[str, Any]]) -> str:
     >>> format_outliers([{"step": 12, "elapsed_s": 0.5, "cause": "checkpoint"}])
     'step 12 500 ms (checkpoint)'
     """
-    told = [f"step {row['step']:,} {format_seconds(row['elapsed_s'])} ({row['cause']})" for row in rows[:MOST_OUTLIERS]]
+    told = [
+        f"step {row['step']:,} {format_seconds(row['elapsed_s'])} ({row['cause']})"
+        for row in rows[:MOST_OUTLIERS]
+    ]
     return ", ".join(told)

@@ -49,7 +49,9 @@ class Journal:
         self._held = b""
         self._lost_sync = False
         try:
-            self._descriptor = files.open_descriptor(folder, events.FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            self._descriptor = files.open_descriptor(
+                folder, events.FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT
+            )
         except OSError as error:
             raise self._refused(error) from error
         try:
@@ -59,7 +61,9 @@ class Journal:
             raise self._refused(error) from error
 
     def _refused(self, error: OSError) -> StorageError:
-        return StorageError(f"{self._path} cannot be written: {error.strerror}", hint=hint_unwritten(error))
+        return StorageError(
+            f"{self._path} cannot be written: {error.strerror}", hint=hint_unwritten(error)
+        )
 
     def _take_back_torn_line(self) -> None:
         """Cut off an incomplete last line, which a killed attempt may have left."""
@@ -97,7 +101,11 @@ class Journal:
         error = self._write_held()
         if error is not None and len(self._held) > MAX_HELD_BYTES:
             raise self._refused(error) from error
-        return None if error is None or was_held else f"{self._refused(error).message}; its lines are held until it can"
+        return (
+            None
+            if error is None or was_held
+            else f"{self._refused(error).message}; its lines are held until it can"
+        )
 
     def _write_held(self) -> OSError | None:
         """Write all buffered lines or none of them; return the error if the disk refuses them."""
@@ -105,7 +113,9 @@ class Journal:
             return None
         try:
             written = os.write(self._descriptor, self._held)
-            if written != len(self._held):  # a partial write: cut it off, so that the next record starts a new line
+            if written != len(
+                self._held
+            ):  # a partial write: cut it off, so that the next record starts a new line
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -30,8 +30,11 @@ def take_device_memory(device: torch.device) -> dict[str, int]:
     torch.cuda.reset_peak_memory_stats(device)
     allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
     return {
-        "allocated_bytes": allocated["current"], "reserved_bytes": reserved["current"],
-        "fragmented_bytes": reserved["current"] - allocated["current"], "peak_bytes": allocated["peak"],
-        "peak_reserved_bytes": reserved["peak"], "num_retries": stats["num_alloc_retries"],
+        "allocated_bytes": allocated["current"],
+        "reserved_bytes": reserved["current"],
+        "fragmented_bytes": reserved["current"] - allocated["current"],
+        "peak_bytes": allocated["peak"],
+        "peak_reserved_bytes": reserved["peak"],
+        "num_retries": stats["num_alloc_retries"],
         "total_bytes": torch.cuda.get_device_properties(device).total_memory,
-    }  # fmt: skip
+    }

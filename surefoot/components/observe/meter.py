@@ -75,7 +75,9 @@ class Meter:
             return None
         sums: dict[str, tuple[float, float, float]] = {}
         applied = [report for report in reports if report.applied]
-        for report in applied or reports:  # skipped steps are left out: their NaN would make the mean NaN
+        for report in (
+            applied or reports
+        ):  # skipped steps are left out: their NaN would make the mean NaN
             for name, (total, count, weight) in report.totals.items():
                 old = sums.get(name, (0.0, 0.0, weight))
                 sums[name] = (old[0] + float(total), old[1] + float(count), weight)
@@ -85,10 +87,21 @@ class Meter:
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         last = reports[-1]
         return Summary(
-            step=last.step, epoch=last.epoch, num_steps=len(reports), num_applied=len(applied),
+            step=last.step,
+            epoch=last.epoch,
+            num_steps=len(reports),
+            num_applied=len(applied),
             num_samples=sum(report.num_samples for report in reports),
-            num_items=sum(float(count) for report in reports for _, count, _ in list(report.totals.values())[:1]),
-            loss=sum(losses) if losses else None, terms=terms,
-            gradient_norm=last.gradient_norm, learning_rate=float(last.learning_rate), elapsed_s=elapsed_s,
-            waiting_s=sum(report.waiting_s for report in reports), loss_scale=last.loss_scale,
-        )  # fmt: skip
+            num_items=sum(
+                float(count)
+                for report in reports
+                for _, count, _ in list(report.totals.values())[:1]
+            ),
+            loss=sum(losses) if losses else None,
+            terms=terms,
+            gradient_norm=last.gradient_norm,
+            learning_rate=float(last.learning_rate),
+            elapsed_s=elapsed_s,
+            waiting_s=sum(report.waiting_s for report in reports),
+            loss_scale=last.loss_scale,
+        )

@@ -62,7 +62,10 @@ class TensorBoard:
                 self._open()
             for event in self._waiting:
                 self._add(event.time_s, scalars(event))
-            self._add(time.time(), phase_shares([event for event in self._waiting if isinstance(event, Step)]))
+            self._add(
+                time.time(),
+                phase_shares([event for event in self._waiting if isinstance(event, Step)]),
+            )
             if self._records is not None:
                 self._records.flush()
         except Exception as error:
@@ -89,16 +92,26 @@ class TensorBoard:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value, _ in rows])
+        summary = Summary(
+            value=[Summary.Value(tag=name, simple_value=value) for name, value, _ in rows]
+        )
         self._put(time_s, step=rows[0][2], summary=summary)
 
     def _put(
-        self, time_s: float, *, step: int | None = None, version: str | None = None, start: Any = None, summary: Any = None
+        self,
+        time_s: float,
+        *,
+        step: int | None = None,
+        version: str | None = None,
+        start: Any = None,
+        summary: Any = None,
     ) -> None:
         """Write one record: a version, the start of an attempt at `step`, or the scalars of `step`."""
         from tensorboard.compat.proto.event_pb2 import Event as Record
 
-        record = Record(wall_time=time_s, step=step, file_version=version, session_log=start, summary=summary)
+        record = Record(
+            wall_time=time_s, step=step, file_version=version, session_log=start, summary=summary
+        )
         self._records.write(record.SerializeToString())
 
     def close(self) -> None:
@@ -132,16 +145,24 @@ def scalars(event: Event) -> list[tuple[str, float, int]]:
     out."""
     if isinstance(event, Step):
         rows: dict[str, Any] = {
-            "train/loss": event.loss, "train/gradient_norm": event.gradient_norm, "train/samples_per_s": event.samples_per_s,
+            "train/loss": event.loss,
+            "train/gradient_norm": event.gradient_norm,
+            "train/samples_per_s": event.samples_per_s,
             **{f"train/rate/{name}": rate for name, rate in event.learning_rates.items()},
-        }  # fmt: skip
+        }
         if len(event.terms) > 1:
             rows |= {f"train/loss/{name}": value for name, value in event.terms.items()}
-        return [(name, float(value), event.step) for name, value in rows.items() if isinstance(value, int | float)]
+        return [
+            (name, float(value), event.step)
+            for name, value in rows.items()
+            if isinstance(value, int | float)
+        ]
     if isinstance(event, Evaluated):
         rows = {"loss": event.loss, **event.metrics}
         return [
-            (f"{event.split}/{name}", float(value), event.step) for name, value in rows.items() if isinstance(value, int | float)
+            (f"{event.split}/{name}", float(value), event.step)
+            for name, value in rows.items()
+            if isinstance(value, int | float)
         ]
     return []
 
@@ -153,4 +174,8 @@ def phase_shares(steps: Sequence[Step]) -> list[tuple[str, float, int]]:
     """
     sums = {name: sum(event.phases.get(name, 0.0) for event in steps) for name in PHASES}
     total = sum(sums.values())
-    return [(f"phases/{name}", seconds / total, steps[-1].step) for name, seconds in sums.items() if seconds]
+    return [
+        (f"phases/{name}", seconds / total, steps[-1].step)
+        for name, seconds in sums.items()
+        if seconds
+    ]

@@ -4,14 +4,34 @@ and LAMB, 8-bit Adam, EMA."""
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward
 from surefoot.components.optim.buffers import LiveBuffers
-from surefoot.components.optim.build import OWN_KEYS, Built, build, check_effects, make_average, table_of
-from surefoot.components.optim.groups import Named, build_groups, check_cover, check_shaped, find_sparse, find_trained, freeze
+from surefoot.components.optim.build import (
+    OWN_KEYS,
+    Built,
+    build,
+    check_effects,
+    make_average,
+    table_of,
+)
+from surefoot.components.optim.groups import (
+    Named,
+    build_groups,
+    check_cover,
+    check_shaped,
+    find_sparse,
+    find_trained,
+    freeze,
+)
 from surefoot.components.optim.in_backward import UpdateInBackward
 from surefoot.components.optim.kinds.eight_bits import Adam8bit, load_codes
 from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.components.optim.masters import find_norms, keep_on_host, publish, store_narrow
-from surefoot.components.optim.scaling import describe_scaling, scaled, warn_of_large_batch, warn_of_no_rate
+from surefoot.components.optim.scaling import (
+    describe_scaling,
+    scaled,
+    warn_of_large_batch,
+    warn_of_no_rate,
+)
 from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.state import leaf_of, master_of
 

@@ -33,13 +33,20 @@ class WeightAverage:
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], decay: float, *, ramp: bool = True, buffers: Iterable[Tensor] = ()
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Iterable[Tensor],
+        decay: float,
+        *,
+        ramp: bool = True,
+        buffers: Iterable[Tensor] = (),
+    ) -> None:
         self.decay = decay
         self.ramp = ramp
         self._num_updates: int | Tensor = 0
         self.parameters = list(parameters)
-        self.averages = [laid_by(parameter.detach().clone(), parameter) for parameter in self.parameters]
+        self.averages = [
+            laid_by(parameter.detach().clone(), parameter) for parameter in self.parameters
+        ]
         self.buffers = list(buffers)
         self.buffer_averages = [buffer.detach().clone() for buffer in self.buffers]
 
@@ -55,12 +62,16 @@ class WeightAverage:
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Average `parameters` too, starting from their current values."""
         self.parameters += parameters
-        self.averages += [laid_by(parameter.detach().clone(), parameter) for parameter in parameters]
+        self.averages += [
+            laid_by(parameter.detach().clone(), parameter) for parameter in parameters
+        ]
 
     @torch.no_grad()
     def begin_again(self) -> None:
         """Reset the averages to the current weights and buffers."""
-        for average, tensor in zip([*self.averages, *self.buffer_averages], [*self.parameters, *self.buffers], strict=True):
+        for average, tensor in zip(
+            [*self.averages, *self.buffer_averages], [*self.parameters, *self.buffers], strict=True
+        ):
             average.copy_(tensor)
 
     def by_id(self) -> dict[int, Tensor]:
@@ -79,25 +90,41 @@ class WeightAverage:
         done = self._num_updates
         if isinstance(applied, Tensor):
             ramped = (1 + done) / (10 + done + torch.zeros_like(applied, dtype=torch.float32))
-            decay = ramped.clamp(max=self.decay) if self.ramp else torch.full_like(ramped, self.decay)
+            decay = (
+                ramped.clamp(max=self.decay) if self.ramp else torch.full_like(ramped, self.decay)
+            )
             self._move((1.0 - decay) * applied)
         elif applied:
-            self._move(1.0 - (min(self.decay, (1 + done) / (10 + done)) if self.ramp else self.decay))
+            self._move(
+                1.0 - (min(self.decay, (1 + done) / (10 + done)) if self.ramp else self.decay)
+            )
         self._num_updates = done + applied
 
     def _move(self, share: float | Tensor) -> None:
         move_towards(self.averages, [parameter.detach() for parameter in self.parameters], share)
         pairs = list(zip(self.buffer_averages, self.buffers, strict=True))
-        averaged = [(average, buffer) for average, buffer in pairs if buffer.is_floating_point() or buffer.is_complex()]
+        averaged = [
+            (average, buffer)
+            for average, buffer in pairs
+            if buffer.is_floating_point() or buffer.is_complex()
+        ]
         if averaged:
-            move_towards([average for average, _ in averaged], [buffer for _, buffer in averaged], share)
+            move_towards(
+                [average for average, _ in averaged], [buffer for _, buffer in averaged], share
+            )
         for average, buffer in pairs:
             if not (buffer.is_floating_point() or buffer.is_complex()):
-                average.copy_(torch.where(share > 0, buffer, average) if isinstance(share, Tensor) else buffer)
+                average.copy_(
+                    torch.where(share > 0, buffer, average) if isinstance(share, Tensor) else buffer
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates and the averages themselves, not copied."""
-        return {"num_updates": self.num_updates, "averages": [*self.averages], "buffers": [*self.buffer_averages]}
+        return {
+            "num_updates": self.num_updates,
+            "averages": [*self.averages],
+            "buffers": [*self.buffer_averages],
+        }
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -105,7 +132,10 @@ class WeightAverage:
         parameters or buffers have other shapes."""
         held = {"averages": self.averages, "buffers": self.buffer_averages}
         for name, tensors in held.items():
-            shapes, given = [tuple(each.shape) for each in tensors], [tuple(each.shape) for each in saved[name]]
+            shapes, given = (
+                [tuple(each.shape) for each in tensors],
+                [tuple(each.shape) for each in saved[name]],
+            )
             if shapes != given:
                 kind = "parameters" if name == "averages" else "buffers"
                 raise RunFolderError(
@@ -131,7 +161,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for parameter, average in zip([*self.parameters, *self.buffers], [*self.averages, *self.buffer_averages], strict=True):
+        for parameter, average in zip(
+            [*self.parameters, *self.buffers], [*self.averages, *self.buffer_averages], strict=True
+        ):
             kept = parameter.detach().clone()
             parameter.copy_(average)
             average.copy_(kept)

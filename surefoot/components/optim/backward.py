@@ -17,7 +17,9 @@ _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 _run: Any = getattr(_engine, "run_backward", None)
 
 
-def backward(totals: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None = None) -> None:
+def backward(
+    totals: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None = None
+) -> None:
     """Accumulate the gradients of `totals` into the leaves, or only into `inputs`.
 
     Each of `totals` is multiplied by its entry of `gradients`, which has the same shape.
@@ -25,4 +27,12 @@ def backward(totals: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequ
     if _run is None or inputs is not None:
         torch.autograd.backward(list(totals), list(gradients), inputs=inputs)
         return
-    _run(tuple(totals), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _run(
+        tuple(totals),
+        tuple(gradients),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )

@@ -21,7 +21,11 @@ class LiveBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
+        self._slots = [
+            (module, name)
+            for module in model.modules()
+            for name, _ in module.named_buffers(recurse=False)
+        ]
         self._moving: list[Slot] = []  # buffers that the module replaces by another tensor
         self._held: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -49,7 +53,9 @@ class LiveBuffers:
         if self._attributes is None:
             self._attributes = AttributeSnapshot(self._model)
         elif self._attribute_slots:
-            self._attributes = AttributeSnapshot(self._model, self._attribute_slots, self._attributes.aliases)
+            self._attributes = AttributeSnapshot(
+                self._model, self._attribute_slots, self._attributes.aliases
+            )
 
     def _settle_attributes(self) -> None:
         """Determine, once after the first step, which attributes a step changes."""
@@ -61,7 +67,11 @@ class LiveBuffers:
         """Drop, after the first step, the buffers that it did not change; whether the step was
         applied does not matter."""
         every = zip(self._slots, self._held, self._copies, strict=True)
-        live = [(slot, held, copy) for slot, held, copy in every if getattr(*slot) is not held or not torch.equal(copy, held)]
+        live = [
+            (slot, held, copy)
+            for slot, held, copy in every
+            if getattr(*slot) is not held or not torch.equal(copy, held)
+        ]
         self._slots = [slot for slot, _, _ in live]
         self._copies = [copy for _, _, copy in live]
         self._hold([held for _, held, _ in live])
@@ -103,4 +113,6 @@ class LiveBuffers:
         if self._attributes is not None:
             self._attributes.put_back()
         if self._attribute_slots is None:
-            self._attributes = None  # an interrupted step does not show which attributes a complete one changes
+            self._attributes = (
+                None  # an interrupted step does not show which attributes a complete one changes
+            )

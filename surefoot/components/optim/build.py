@@ -20,11 +20,28 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import name_some
 
-ADAM_KINDS = ("embedding", "head", "norm", "vector")  # parameters that AdamW updates with optim.name = "muon"
-PLAIN_KINDS = ("embedding", "norm", "vector")  # parameters without a layer-wise rate in LARS and LAMB
+ADAM_KINDS = (
+    "embedding",
+    "head",
+    "norm",
+    "vector",
+)  # parameters that AdamW updates with optim.name = "muon"
+PLAIN_KINDS = (
+    "embedding",
+    "norm",
+    "vector",
+)  # parameters without a layer-wise rate in LARS and LAMB
 NUM_NAMED = 4  # names listed for each reason
 Groups = Sequence[dict[str, Any]]
-OWN_KEYS = ("betas", "eps", "momentum", "nesterov", "state", "trust", "fused")  # [optim] keys of surefoot's optimizers only
+OWN_KEYS = (
+    "betas",
+    "eps",
+    "momentum",
+    "nesterov",
+    "state",
+    "trust",
+    "fused",
+)  # [optim] keys of surefoot's optimizers only
 PLAIN_TABLE = OptimTable()
 GROUP_KEYS = ("no_decay", "rates")
 UPDATE_KEYS = ("name", "lr", "decay", *OWN_KEYS, *GROUP_KEYS)
@@ -38,7 +55,9 @@ class Built:
     summary: tuple[str, ...]
 
 
-def build(table: OptimTable, trained: Sequence[Named], groups: list[dict[str, Any]] | None = None) -> Built:
+def build(
+    table: OptimTable, trained: Sequence[Named], groups: list[dict[str, Any]] | None = None
+) -> Built:
     """Build the optimizers that `table` names over `trained`, in the task's `groups` where given.
 
     The update is fused where torch supports that, else foreach; with `fused = false` torch chooses.
@@ -52,7 +71,9 @@ def build(table: OptimTable, trained: Sequence[Named], groups: list[dict[str, An
             "torch.optim.SGD, Adagrad or SparseAdam",
         )
     if groups is None:
-        groups = build_groups(trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates)
+        groups = build_groups(
+            trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates
+        )
     for group in groups:
         group.setdefault("weight_decay", table.decay)
     if table.name == "muon":
@@ -69,13 +90,25 @@ def check_effects(table: OptimTable, *, has_own_groups: bool, has_own_optimizers
     """Raise SpecError for an [optim] key without effect because the task builds its parameter
     groups or optimizers itself."""
     parts = (
-        (has_own_optimizers, UPDATE_KEYS, "each update of the task has an optimizer of its own", "in that optimizer"),
-        (has_own_groups, GROUP_KEYS, "the task has parameter_groups(model) of its own", "in those groups"),
+        (
+            has_own_optimizers,
+            UPDATE_KEYS,
+            "each update of the task has an optimizer of its own",
+            "in that optimizer",
+        ),
+        (
+            has_own_groups,
+            GROUP_KEYS,
+            "the task has parameter_groups(model) of its own",
+            "in those groups",
+        ),
     )
     for applies, keys, why, where in parts:
         idle = [key for key in keys if applies and getattr(table, key) != getattr(PLAIN_TABLE, key)]
         if idle:
-            raise SpecError(f"optim.{idle[0]} has no effect: {why}", hint=f"leave it out, and set it {where}")
+            raise SpecError(
+                f"optim.{idle[0]} has no effect: {why}", hint=f"leave it out, and set it {where}"
+            )
 
 
 def table_of(table: OptimTable, trained: Sequence[Named]) -> OptimTable:
@@ -89,7 +122,9 @@ def table_of(table: OptimTable, trained: Sequence[Named]) -> OptimTable:
         return any(each.matches(pattern) for each in trained)
 
     rates = {pattern: rate for pattern, rate in table.rates.items() if speaks(pattern)}
-    return table.model_copy(update={"no_decay": tuple(filter(speaks, table.no_decay)), "rates": rates})
+    return table.model_copy(
+        update={"no_decay": tuple(filter(speaks, table.no_decay)), "rates": rates}
+    )
 
 
 def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
@@ -99,28 +134,42 @@ def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
     """
     if table.ema is None:
         return None
-    saved = {id(each) for each in model.state_dict(keep_vars=True).values()} if table.ema_buffers else set()
+    saved = (
+        {id(each) for each in model.state_dict(keep_vars=True).values()}
+        if table.ema_buffers
+        else set()
+    )
     return WeightAverage(
-        [master_of(each) for each in model.parameters() if each.requires_grad], table.ema, ramp=table.ema_ramp,
+        [master_of(each) for each in model.parameters() if each.requires_grad],
+        table.ema,
+        ramp=table.ema_ramp,
         buffers=[each for each in model.buffers() if id(each) in saved],
-    )  # fmt: skip
+    )
 
 
 def _layers(trained: Sequence[Named], groups: Groups) -> list[dict[str, Any]]:
     """Return the groups of LARS or LAMB; `adapt` is false for norms, biases and embeddings, unless
     a group of the task sets it."""
     adapted, rest = _split(trained, groups, lambda each: each.kind in PLAIN_KINDS)
-    return [{"adapt": True, **group} for group in adapted] + [{"adapt": False, **group} for group in rest]
+    return [{"adapt": True, **group} for group in adapted] + [
+        {"adapt": False, **group} for group in rest
+    ]
 
 
 def _muon(table: OptimTable, trained: Sequence[Named], groups: Groups) -> Built:
-    matrices, rest = _split(trained, groups, lambda each: each.kind in ADAM_KINDS or each.parameter.is_complex())
+    matrices, rest = _split(
+        trained, groups, lambda each: each.kind in ADAM_KINDS or each.parameter.is_complex()
+    )
     made: list[Optimizer] = []
     if matrices:
-        made.append(FlatMuon(matrices, lr=table.lr, momentum=table.momentum, nesterov=table.nesterov))
+        made.append(
+            FlatMuon(matrices, lr=table.lr, momentum=table.momentum, nesterov=table.nesterov)
+        )
     if rest:
         made.append(_one(table, rest))
-    return Built(tuple(made), tuple(line for each in made for line in _describe(type(each).__name__, each)))
+    return Built(
+        tuple(made), tuple(line for each in made for line in _describe(type(each).__name__, each))
+    )
 
 
 def _eight_bits(table: OptimTable, trained: Sequence[Named], groups: Groups) -> Built:
@@ -132,10 +181,18 @@ def _eight_bits(table: OptimTable, trained: Sequence[Named], groups: Groups) -> 
     narrow, wide = _split(trained, groups, lambda each: why_not(each.parameter) is not None)
     made: list[Optimizer] = []
     if narrow:
-        made.append(Adam8bit(narrow, table.lr, betas=table.betas, eps=table.eps, decoupled=table.name == "adamw"))
+        made.append(
+            Adam8bit(
+                narrow, table.lr, betas=table.betas, eps=table.eps, decoupled=table.name == "adamw"
+            )
+        )
     if wide:
         made.append(_one(table, wide))
-    lines = [line for each in made for line in _describe(f"{table.name}{' in 8 bits' * isinstance(each, Adam8bit)}", each)]
+    lines = [
+        line
+        for each in made
+        for line in _describe(f"{table.name}{' in 8 bits' * isinstance(each, Adam8bit)}", each)
+    ]
     reasons: dict[str | None, list[str]] = {}
     for group in wide:
         for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -153,24 +210,44 @@ def _split(
     named = {id(each.parameter): each for each in trained}
     parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:
-        members = [named[id(parameter)] for parameter in group["params"] if id(parameter) in named]  # the others are frozen
+        members = [
+            named[id(parameter)] for parameter in group["params"] if id(parameter) in named
+        ]  # the others are frozen
         for wanted, into in zip((False, True), parts, strict=True):
             chosen = [each for each in members if is_other(each) is wanted]
             if chosen:
-                into.append({**group, "params": [each.parameter for each in chosen], "names": [each.name for each in chosen]})
+                into.append(
+                    {
+                        **group,
+                        "params": [each.parameter for each in chosen],
+                        "names": [each.name for each in chosen],
+                    }
+                )
     return parts
 
 
 def _one(table: OptimTable, groups: list[dict[str, Any]]) -> Optimizer:
     if table.name == "lars":
-        return Lars(groups, table.lr, momentum=table.momentum, trust=table.trust, fused=None if table.fused else False)
+        return Lars(
+            groups,
+            table.lr,
+            momentum=table.momentum,
+            trust=table.trust,
+            fused=None if table.fused else False,
+        )
     if table.name == "lamb":
-        return Lamb(groups, table.lr, betas=table.betas, eps=table.eps, fused=None if table.fused else False)
+        return Lamb(
+            groups, table.lr, betas=table.betas, eps=table.eps, fused=None if table.fused else False
+        )
     first = groups[0]["params"][0]
-    fused = first.device.type in FUSED_DEVICES and all(torch.is_floating_point(p) for group in groups for p in group["params"])
+    fused = first.device.type in FUSED_DEVICES and all(
+        torch.is_floating_point(p) for group in groups for p in group["params"]
+    )
     how: dict[str, Any] = {} if not table.fused else {"fused": True} if fused else {"foreach": True}
     if table.name == "sgd":
-        return torch.optim.SGD(groups, lr=table.lr, momentum=table.momentum, nesterov=table.nesterov, **how)
+        return torch.optim.SGD(
+            groups, lr=table.lr, momentum=table.momentum, nesterov=table.nesterov, **how
+        )
     kind = torch.optim.Adam if table.name == "adam" else torch.optim.AdamW
     return kind(groups, lr=table.lr, betas=table.betas, eps=table.eps, **how)
 
@@ -180,5 +257,7 @@ def _describe(name: str, optimizer: Optimizer) -> tuple[str, ...]:
     for group in optimizer.param_groups:
         numbers = sum(parameter.numel() for parameter in group["params"])
         own = ", a rate of its own for each layer" if group.get("adapt") else ""
-        rows.append(f"{name}: {numbers:,} numbers, rate x {group.get('rate', 1.0):g}, decay {group['weight_decay']:g}{own}")
+        rows.append(
+            f"{name}: {numbers:,} numbers, rate x {group.get('rate', 1.0):g}, decay {group['weight_decay']:g}{own}"
+        )
     return tuple(rows)

@@ -29,12 +29,25 @@ def supports(optimizer: Optimizer) -> bool:
     """
     if type(optimizer) not in (Adam, AdamW, SGD):
         return False
-    name = "_fused_sgd_" if isinstance(optimizer, SGD) else "_fused_adamw_" if isinstance(optimizer, AdamW) else "_fused_adam_"
+    name = (
+        "_fused_sgd_"
+        if isinstance(optimizer, SGD)
+        else "_fused_adamw_"
+        if isinstance(optimizer, AdamW)
+        else "_fused_adam_"
+    )
     plain = all(
-        not group.get("amsgrad") and not group.get("maximize") and not group.get("differentiable") and not group.get("dampening")
+        not group.get("amsgrad")
+        and not group.get("maximize")
+        and not group.get("differentiable")
+        and not group.get("dampening")
         for group in optimizer.param_groups
     )
-    return plain and hasattr(torch, name) and all(group.get("fused") for group in optimizer.param_groups)
+    return (
+        plain
+        and hasattr(torch, name)
+        and all(group.get("fused") for group in optimizer.param_groups)
+    )
 
 
 def create_state(optimizer: Optimizer) -> None:
@@ -47,13 +60,17 @@ def create_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if not group["params"]:
             continue
-        shared = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)  # one counter while all step together
+        shared = torch.zeros(
+            (), dtype=torch.float32, device=group["params"][0].device
+        )  # one counter while all step together
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if isinstance(optimizer, SGD) and not group["momentum"]:
                 state.pop("momentum_buffer", None)  # without momentum the kernel accepts no buffer
             elif isinstance(optimizer, SGD) and "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["momentum_buffer"] = torch.zeros_like(
+                    parameter, memory_format=torch.preserve_format
+                )
             if state or isinstance(optimizer, SGD):
                 continue
             state["step"] = shared
@@ -64,7 +81,9 @@ def create_state(optimizer: Optimizer) -> None:
 def is_dense(tensor: Tensor) -> bool:
     """Return whether a tensor's elements fill its memory, each once: no slice with gaps, and not
     expanded."""
-    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+    return tensor.is_contiguous() or bool(
+        torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+    )
 
 
 @contextmanager
@@ -99,7 +118,9 @@ class FusedParamGroup(Protocol):
     @property
     def tensors(self) -> tuple[list[Tensor], ...] | None: ...
 
-    def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None: ...
+    def step(
+        self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None: ...
 
     def count_traced(self, applied: Tensor) -> None: ...
 
@@ -121,15 +142,33 @@ class FusedGroup:
         self._first = [] if self._is_sgd else [state["exp_avg"] for state in states]
         self._second = [] if self._is_sgd else [state["exp_avg_sq"] for state in states]
         self._buffers = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
-        self._kernel: Callable[..., None] = torch._fused_adamw_ if isinstance(optimizer, AdamW) else torch._fused_adam_
-        rows = zip(self._params, *(row for row in (self._first, self._second, self._buffers) if row), strict=True)
+        self._kernel: Callable[..., None] = (
+            torch._fused_adamw_ if isinstance(optimizer, AdamW) else torch._fused_adam_
+        )
+        rows = zip(
+            self._params,
+            *(row for row in (self._first, self._second, self._buffers) if row),
+            strict=True,
+        )
         self._strides = [parameter.stride() for parameter in self._params]
-        self._lie_alike = all(is_dense(row[0]) and all(each.stride() == row[0].stride() for each in row) for row in rows)
+        self._lie_alike = all(
+            is_dense(row[0]) and all(each.stride() == row[0].stride() for each in row)
+            for row in rows
+        )
 
     def is_current(self) -> bool:
         """Return whether the lists still hold the tensors that are in the optimizer's state."""
-        rows = (("step", self._steps), ("exp_avg", self._first), ("exp_avg_sq", self._second), ("momentum_buffer", self._buffers))
-        return all(all(map(is_, map(dict.get, self._states, repeat(name)), row)) for name, row in rows if row)
+        rows = (
+            ("step", self._steps),
+            ("exp_avg", self._first),
+            ("exp_avg_sq", self._second),
+            ("momentum_buffer", self._buffers),
+        )
+        return all(
+            all(map(is_, map(dict.get, self._states, repeat(name)), row))
+            for name, row in rows
+            if row
+        )
 
     @property
     def _momentum(self) -> list[Tensor]:
@@ -138,7 +177,9 @@ class FusedGroup:
         if not self._is_sgd or not self.group["momentum"]:
             return []
         if not self._buffers:
-            self._buffers = [torch.zeros_like(each, memory_format=torch.preserve_format) for each in self._params]
+            self._buffers = [
+                torch.zeros_like(each, memory_format=torch.preserve_format) for each in self._params
+            ]
             for state, buffer in zip(self._states, self._buffers, strict=True):
                 state["momentum_buffer"] = buffer
         return self._buffers
@@ -147,7 +188,13 @@ class FusedGroup:
     def tensors(self) -> tuple[list[Tensor], ...]:
         """All tensors that an update changes: parameters, step counters, first and second moments,
         momentum."""
-        return self._params, self._steps[:1] if self._is_shared else self._steps, self._first, self._second, self._momentum
+        return (
+            self._params,
+            self._steps[:1] if self._is_shared else self._steps,
+            self._first,
+            self._second,
+            self._momentum,
+        )
 
     def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Divide the gradients by `grad_scale` and update, unless `found_inf` is 1."""
@@ -158,18 +205,32 @@ class FusedGroup:
         if len(kept) < len(grads):
             self._step_some(kept, lr, grad_scale, found_inf)
             return
-        self._call(self._params, grads, (self._steps, self._first, self._second, self._momentum), lr, grad_scale, found_inf)  # type: ignore[arg-type]
+        self._call(
+            self._params,
+            grads,  # type: ignore[arg-type]
+            (self._steps, self._first, self._second, self._momentum),
+            lr,
+            grad_scale,
+            found_inf,
+        )
 
     def step_one(self, number: int, lr: float | Tensor, found_inf: Tensor | None) -> None:
         """Update only the parameter at index `number`, unless `found_inf` is 1."""
         self._step_some([number], lr, None, found_inf)
 
-    def _step_some(self, kept: Sequence[int], lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _step_some(
+        self,
+        kept: Sequence[int],
+        lr: float | Tensor,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         if not kept:
             return
         self._part()
         states = tuple(
-            [row[number] for number in kept] if row else [] for row in (self._steps, self._first, self._second, self._momentum)
+            [row[number] for number in kept] if row else []
+            for row in (self._steps, self._first, self._second, self._momentum)
         )
         params = [self._params[number] for number in kept]
         self._call(params, [p.grad for p in params], states, lr, grad_scale, found_inf)  # type: ignore[misc]
@@ -191,38 +252,69 @@ class FusedGroup:
         """
         if not self._is_shared:
             return
-        kept = [number for number, parameter in enumerate(self._params) if parameter.grad is not None]
+        kept = [
+            number for number, parameter in enumerate(self._params) if parameter.grad is not None
+        ]
         if 0 < len(kept) < len(self._params):
             self._part()
             for number in kept:
                 self._steps[number].add_(applied)
 
     def _call(
-        self, params: list[Tensor], grads: list[Tensor], states: tuple[list[Tensor], ...], lr: float | Tensor,
-        grad_scale: Tensor | None, found_inf: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: tuple[list[Tensor], ...],
+        lr: float | Tensor,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         steps, first, second, momentum = states
         strides = self._strides if params is self._params else [*map(Tensor.stride, params)]
         if not self._lie_alike or [*map(Tensor.stride, grads)] != strides:
-            with in_one_layout([params, grads, first, second, momentum]) as (params, grads, first, second, momentum):
-                self._call_kernel(params, grads, (steps, first, second, momentum), lr, grad_scale, found_inf)
+            with in_one_layout([params, grads, first, second, momentum]) as (
+                params,
+                grads,
+                first,
+                second,
+                momentum,
+            ):
+                self._call_kernel(
+                    params, grads, (steps, first, second, momentum), lr, grad_scale, found_inf
+                )
             return
         self._call_kernel(params, grads, states, lr, grad_scale, found_inf)
 
     def _call_kernel(
-        self, params: list[Tensor], grads: list[Tensor], states: tuple[list[Tensor], ...], lr: float | Tensor,
-        grad_scale: Tensor | None, found_inf: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: tuple[list[Tensor], ...],
+        lr: float | Tensor,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
         group, (steps, first, second, momentum) = self.group, states
-        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernels accept grad_scale in fp32 only
+        if (
+            grad_scale is not None and grad_scale.dtype == torch.float64
+        ):  # the kernels accept grad_scale in fp32 only
             scale_gradients(grads, 1.0 / grad_scale)
             grad_scale = None
         if self._is_sgd:
             torch._fused_sgd_(
-                params, grads, momentum, weight_decay=group["weight_decay"], momentum=group["momentum"], lr=lr,
-                dampening=0.0, nesterov=group["nesterov"], maximize=False, is_first_step=False,
-                grad_scale=grad_scale, found_inf=found_inf,
-            )  # fmt: skip
+                params,
+                grads,
+                momentum,
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=lr,
+                dampening=0.0,
+                nesterov=group["nesterov"],
+                maximize=False,
+                is_first_step=False,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            )
             return
         if self._is_shared:
             steps[0].add_(1)
@@ -230,9 +322,22 @@ class FusedGroup:
             torch._foreach_add_(steps, 1)
         beta1, beta2 = group["betas"]
         self._kernel(
-            params, grads, first, second, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
-            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
-        )  # fmt: skip
+            params,
+            grads,
+            first,
+            second,
+            [],
+            steps,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
         if found_inf is not None:
             counters = steps[:1] if self._is_shared else steps
             torch._foreach_sub_(counters, [found_inf] * len(counters))
@@ -253,7 +358,8 @@ def norm_of(grads: Sequence[Tensor]) -> Tensor:
         if all(grad.layout == torch.strided for grad in grads):
             raise
         raise TaskError(
-            "a gradient is sparse, and the update takes dense ones", hint="build the embedding with sparse=False"
+            "a gradient is sparse, and the update takes dense ones",
+            hint="build the embedding with sparse=False",
         ) from None
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
@@ -265,10 +371,14 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def times(tensors: Sequence[Tensor], factors: float | Sequence[Tensor]) -> list[Tensor]:
     """Return new tensors: each times `factors`, or times its scalar tensor in that sequence."""
-    return list(torch._foreach_mul(list(tensors), factors if isinstance(factors, float) else list(factors)))
+    return list(
+        torch._foreach_mul(list(tensors), factors if isinstance(factors, float) else list(factors))
+    )
 
 
-def add_products(tensors: Sequence[Tensor], others: Sequence[Tensor], factors: Sequence[Tensor], sign: int = 1) -> None:
+def add_products(
+    tensors: Sequence[Tensor], others: Sequence[Tensor], factors: Sequence[Tensor], sign: int = 1
+) -> None:
     """Add to each tensor the product of its partner in `others` and its scalar tensor, times
     `sign`, in place."""
     torch._foreach_addcmul_(list(tensors), list(others), list(factors), value=sign)
@@ -290,7 +400,9 @@ def copy_tensors(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(into), list(tensors))
 
 
-def move_towards(tensors: Sequence[Tensor], targets: Sequence[Tensor], share: float | Tensor) -> None:
+def move_towards(
+    tensors: Sequence[Tensor], targets: Sequence[Tensor], share: float | Tensor
+) -> None:
     """Move each tensor by `share` of the distance to its target, in place; the host does not wait
     for a share on the device."""
     if isinstance(share, Tensor):

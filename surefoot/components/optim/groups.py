@@ -32,13 +32,19 @@ class Named:
     is_sparse: bool = False
 
     def matches(self, *patterns: str) -> bool:
-        return any(fnmatchcase(name, pattern) for name in (self.name, *self.others) for pattern in patterns)
+        return any(
+            fnmatchcase(name, pattern) for name in (self.name, *self.others) for pattern in patterns
+        )
 
 
 def check_shaped(model: nn.Module) -> None:
     """Raise TaskError for a parameter or buffer without a shape before the first forward pass, as
     those of nn.LazyLinear."""
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    lazy = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if is_lazy(tensor)
+    ]
     if lazy:
         raise TaskError(
             f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''} of the model has no shape yet: the module is lazy",
@@ -75,7 +81,8 @@ def find_trained(model: nn.Module) -> list[Named]:
     kinds: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and any(
-            size > 1 and step == 0 for size, step in zip(parameter.shape, parameter.stride(), strict=True)
+            size > 1 and step == 0
+            for size, step in zip(parameter.shape, parameter.stride(), strict=True)
         ):
             raise TaskError(
                 f"the parameter {name} is expanded: several of its elements are one number in memory, and no optimizer can move them",
@@ -87,7 +94,10 @@ def find_trained(model: nn.Module) -> list[Named]:
             head = module
         for parameter in _own(module):
             kind = _kind(module, parameter)
-            if kinds.get(id(parameter)) not in ("embedding", "norm"):  # a tied head counts as the embedding
+            if kinds.get(id(parameter)) not in (
+                "embedding",
+                "norm",
+            ):  # a tied head counts as the embedding
                 kinds[id(parameter)] = kind
     for parameter in _own(head) if head is not None else ():
         if kinds[id(parameter)] == "matrix":
@@ -102,7 +112,11 @@ def find_trained(model: nn.Module) -> list[Named]:
 
 def find_sparse(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained weights of embeddings with sparse=True."""
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse]
+    tables = [
+        each
+        for each in model.modules()
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+    ]
     return [weight for each in tables for weight in _own(each) if weight.requires_grad]
 
 
@@ -114,7 +128,10 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
     iteration.
     """
     made = module.parametrizations.values() if is_parametrized(module) else ()  # type: ignore[operator]
-    return [*module.parameters(recurse=False), *(each for part in made for each in part.parameters())]
+    return [
+        *module.parameters(recurse=False),
+        *(each for part in made for each in part.parameters()),
+    ]
 
 
 def _kind(module: nn.Module, parameter: nn.Parameter) -> str:
@@ -126,7 +143,11 @@ def _kind(module: nn.Module, parameter: nn.Parameter) -> str:
 
 
 def build_groups(
-    trained: Sequence[Named], *, decay: float, no_decay: Sequence[str] = (), rates: Mapping[str, float] | None = None
+    trained: Sequence[Named],
+    *,
+    decay: float,
+    no_decay: Sequence[str] = (),
+    rates: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Return groups for a torch optimizer, with `params`, `names`, `weight_decay`, and `rate`, the
     learning-rate multiplier.
@@ -141,9 +162,13 @@ def build_groups(
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for each in trained:
         exempt = each.kind in ("norm", "vector", "embedding") or each.matches(*no_decay)
-        rate = next((rates[pattern] for pattern in reversed(list(rates)) if each.matches(pattern)), 1.0)
+        rate = next(
+            (rates[pattern] for pattern in reversed(list(rates)) if each.matches(pattern)), 1.0
+        )
         key = (0.0 if exempt else decay, rate)
-        group = groups.setdefault(key, {"params": [], "names": [], "weight_decay": key[0], "rate": rate})
+        group = groups.setdefault(
+            key, {"params": [], "names": [], "weight_decay": key[0], "rate": rate}
+        )
         group["params"].append(each.parameter)
         group["names"].append(each.name)
     return list(groups.values())
@@ -159,7 +184,9 @@ def check_cover(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
     twice = [name for name, key in named if seen.get(key, 0) > 1]
     never = [name for name, key in named if key not in seen]
     if twice:
-        raise TaskError(f"parameter {twice[0]} stands in two groups", hint="put each parameter into one group")
+        raise TaskError(
+            f"parameter {twice[0]} stands in two groups", hint="put each parameter into one group"
+        )
     if never:
         raise TaskError(
             f"{len(never)} trained parameters stand in no group, the first is {never[0]}",
@@ -172,4 +199,7 @@ def _refuse_idle(patterns: Sequence[str], every: Sequence[Named], key: str) -> N
     if idle:
         listed = [name for each in every for name in (each.name, *each.others)]
         shown = ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "")
-        raise SpecError(f"optim.{key}: the pattern {idle[0]!r} matches no parameter", hint=f"the parameters are {shown}")
+        raise SpecError(
+            f"optim.{key}: the pattern {idle[0]!r} matches no parameter",
+            hint=f"the parameters are {shown}",
+        )

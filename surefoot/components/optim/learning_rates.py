@@ -36,7 +36,9 @@ class LearningRates:
         count = len(self._bases) if not is_loaded or self._has_curve else 0
         multiplied = [group.get("rate", 1.0) for group in groups]
         if is_loaded and not self._has_curve:
-            multiplied[: len(self._groups)] = [1.0] * min(len(groups), len(self._groups))  # the saved lr includes the multiplier
+            multiplied[: len(self._groups)] = [1.0] * min(
+                len(groups), len(self._groups)
+            )  # the saved lr includes the multiplier
         added = [float(group["lr"]) * rate for group, rate in zip(groups, multiplied, strict=True)]
         self._bases = [*self._bases[: min(count, len(groups))], *added[count:]]
         written = self._written if not is_loaded else []
@@ -54,7 +56,11 @@ class LearningRates:
             if (rate is written[0] and type(rate) is float) or _is_same(rate, written):
                 continue
             if self._has_curve or group.get("rate", 1.0) != 1.0:
-                decided = "the curve of the update" if self._has_curve else f"its multiplier, rate = {group['rate']:g}"
+                decided = (
+                    "the curve of the update"
+                    if self._has_curve
+                    else f"its multiplier, rate = {group['rate']:g}"
+                )
                 raise SpecError(
                     f"the learning rate of parameter group {number} was set to {float(group['lr']):g}, and {decided} decides it, too",
                     hint="use one of them: a scheduler of torch goes with a GuardedUpdate without curve, over groups without rate",
@@ -64,7 +70,10 @@ class LearningRates:
 
     def write(self, rates: Sequence[float | Tensor]) -> None:
         for number, (group, rate) in enumerate(zip(self._groups, rates, strict=True)):
-            group["lr"], self._written[number] = rate, (rate, 0) if type(rate) is float else _mark(rate)
+            group["lr"], self._written[number] = (
+                rate,
+                (rate, 0) if type(rate) is float else _mark(rate),
+            )
 
     def keep(self) -> None:
         """Record the current `lr` of each group as written by this object."""

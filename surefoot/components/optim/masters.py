@@ -23,7 +23,9 @@ from surefoot.contract.state import leaf_of, master_of, part_of
 NARROW = torch.bfloat16
 
 
-def store_narrow(model: nn.Module, *, wide: Collection[nn.Module] = (), with_masters: bool = True) -> list[str]:
+def store_narrow(
+    model: nn.Module, *, wide: Collection[nn.Module] = (), with_masters: bool = True
+) -> list[str]:
     """Store the fp32 parameters of `model` in bf16, except those of norms and of the modules
     `wide`; return their names.
 
@@ -33,7 +35,7 @@ def store_narrow(model: nn.Module, *, wide: Collection[nn.Module] = (), with_mas
         id(parameter)
         for module in {*find_norms(model), *wide}
         for parameter in module.parameters(recurse=module in wide)
-    }  # fmt: skip
+    }
     narrowed = []
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or id(parameter) in left:
@@ -88,7 +90,11 @@ def publish(parameters: Iterable[Tensor]) -> None:
 
     For masters that are rows of a sharded parameter, call the `publish` of their owner.
     """
-    pairs = [(leaf, master) for leaf in map(leaf_of, parameters) if (master := master_of(leaf)) is not leaf]
+    pairs = [
+        (leaf, master)
+        for leaf in map(leaf_of, parameters)
+        if (master := master_of(leaf)) is not leaf
+    ]
     parts = [part for _, master in pairs if (part := part_of(master)) is not None]
     for owner in {id(part.owner): part.owner for part in parts}.values():
         owner.publish()

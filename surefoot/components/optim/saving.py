@@ -24,7 +24,9 @@ def has_own_form(optimizer: Optimizer) -> bool:
     return type(optimizer).state_dict is not Optimizer.state_dict
 
 
-def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, Any]:
+def state_of(
+    optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, str]
+) -> dict[str, Any]:
     """Return the state, tensors not copied; `held` are the parameters in the order of the groups,
     as the model knows them."""
     kind = type(optimizer).__name__
@@ -32,11 +34,19 @@ def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, s
         return {"type": kind, "own": optimizer.state_dict()}
     called = names_of(held, names)
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {name: dict(optimizer.state[p]) for name, p in zip(called, params, strict=True) if p in optimizer.state}
+    state = {
+        name: dict(optimizer.state[p])
+        for name, p in zip(called, params, strict=True)
+        if p in optimizer.state
+    }
     sparse = {name: keys for name, row in state.items() if (keys := _sparse_keys(row))}
     for name, keys in sparse.items():
         state[name] |= {key: state[name][key].to_dense() for key in keys}
-    made: dict[str, Any] = {"type": kind, "state": state, "groups": [_settings(group) for group in optimizer.param_groups]}
+    made: dict[str, Any] = {
+        "type": kind,
+        "state": state,
+        "groups": [_settings(group) for group in optimizer.param_groups],
+    }
     if sparse:
         made["sparse"] = sparse
     if shared := _shared(optimizer, params):
@@ -49,7 +59,11 @@ def state_of(optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, s
 def _sparse_keys(row: Mapping[str, Any]) -> list[str]:
     """Return the keys of a parameter's state that are sparse tensors, as SGD's momentum of sparse
     gradients."""
-    return [key for key, value in row.items() if isinstance(value, Tensor) and value.layout is torch.sparse_coo]
+    return [
+        key
+        for key, value in row.items()
+        if isinstance(value, Tensor) and value.layout is torch.sparse_coo
+    ]
 
 
 def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
@@ -69,14 +83,18 @@ def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
 def names_of(held: Sequence[Tensor], names: Mapping[int, str]) -> list[str]:
     """Return the name of each parameter; a parameter that the model does not have is named by its
     index."""
-    return [names.get(id(parameter), f"parameter-{number}") for number, parameter in enumerate(held)]
+    return [
+        names.get(id(parameter), f"parameter-{number}") for number, parameter in enumerate(held)
+    ]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in NOT_SAVED}
 
 
-def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tensor], names: Mapping[int, str]) -> None:
+def restore(
+    optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tensor], names: Mapping[int, str]
+) -> None:
     """Restore a saved state; where no groups were saved, the optimizer's groups are unchanged.
 
     Raises RunFolderError for the state of another optimizer type, or of other parameters.
@@ -101,7 +119,9 @@ def restore(optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tenso
     shapes = [list(parameter.shape) for parameter in held]
     if saved.get("shapes", shapes) != shapes:
         raise RunFolderError(
-            f"the saved state of {kind} is of parameters of shapes {saved['shapes']}, and it has {shapes}"[:MOST_SAID],
+            f"the saved state of {kind} is of parameters of shapes {saved['shapes']}, and it has {shapes}"[
+                :MOST_SAID
+            ],
             hint="give the optimiser the parameters that it had, in the same order",
         )
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -123,7 +143,13 @@ def _fill(state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) ->
     for key, value in saved.items():
         held = state.get(key)
         if isinstance(value, Tensor) and value is not held:
-            where = held.device if isinstance(held, Tensor) else parameter.device if value.ndim else value.device
+            where = (
+                held.device
+                if isinstance(held, Tensor)
+                else parameter.device
+                if value.ndim
+                else value.device
+            )
             value = laid_as(value.to(where), parameter)
         state[key] = value
 
@@ -137,8 +163,14 @@ def share_counters(optimizer: Optimizer) -> None:
     by many would be too high.
     """
     for group in optimizer.param_groups:
-        states = [optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state]
+        states = [
+            optimizer.state[parameter]
+            for parameter in group["params"]
+            if parameter in optimizer.state
+        ]
         steps = [state["step"] for state in states if isinstance(state.get("step"), Tensor)]
-        if len(steps) == len(group["params"]) and all(torch.equal(step, steps[0]) for step in steps):
+        if len(steps) == len(group["params"]) and all(
+            torch.equal(step, steps[0]) for step in steps
+        ):
             for state in states:
                 state["step"] = steps[0]

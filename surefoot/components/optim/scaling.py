@@ -37,18 +37,28 @@ def describe_scaling(table: OptimTable, batch: int) -> list[str]:
 def warn_of_no_rate(curve: Curve, total_steps: int | None) -> list[str]:
     """Return a warning for a learning rate that is 0 in every step of the run; nothing for any
     other."""
-    if total_steps is None or any(curve(step) for step in range(0, total_steps, max(1, total_steps // LOOKED_AT))):
+    if total_steps is None or any(
+        curve(step) for step in range(0, total_steps, max(1, total_steps // LOOKED_AT))
+    ):
         return []
-    return [f"the learning rate is 0 in each of the {total_steps:,} steps, so that nothing is trained: look at [schedule]"]
+    return [
+        f"the learning rate is 0 in each of the {total_steps:,} steps, so that nothing is trained: look at [schedule]"
+    ]
 
 
-def warn_of_large_batch(curve: Curve, batch: int, total_steps: int | None, optimizer: str) -> list[str]:
+def warn_of_large_batch(
+    curve: Curve, batch: int, total_steps: int | None, optimizer: str
+) -> list[str]:
     """Return a warning for a batch above 8,192 whose learning rate does not rise at first; nothing
     for any other."""
     total = total_steps or LOOKED_AT
     later = max(curve(step) for step in range(0, total, max(1, total // LOOKED_AT)))
     if batch <= LARGEST_PLAIN or curve(0) < later:
         return []
-    also = "" if optimizer in ("lars", "lamb") else ', and name optim.name = "lars" (for "sgd") or "lamb" (for "adamw")'
+    also = (
+        ""
+        if optimizer in ("lars", "lamb")
+        else ', and name optim.name = "lars" (for "sgd") or "lamb" (for "adamw")'
+    )
     why = f"above {LARGEST_PLAIN:,} the first steps are too large for a rate that was scaled up"
     return [f'a batch of {batch:,} without warm-up: {why}; set schedule.warmup = "5 epochs"{also}']

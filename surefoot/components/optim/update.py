@@ -27,7 +27,9 @@ from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
 Curve = Callable[[int], float]
-FusedGroups = Sequence[fused.FusedParamGroup] | None  # of one optimizer; None without a fused update
+FusedGroups = (
+    Sequence[fused.FusedParamGroup] | None
+)  # of one optimizer; None without a fused update
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
 HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # optimizers whose update can be part of a graph
@@ -48,20 +50,31 @@ class GuardedUpdate:
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], *, clip: float = 0.0, clip_value: float | None = None, curve: Curve | None = None,
-        momentum_curve: Curve | None = None, total_steps: int | None = None, on_device: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        clip: float = 0.0,
+        clip_value: float | None = None,
+        curve: Curve | None = None,
+        momentum_curve: Curve | None = None,
+        total_steps: int | None = None,
+        on_device: bool | None = None,
+    ) -> None:
         _check_limits(clip, clip_value)
         self.optimizers = list(optimizers)
         self.applied_steps = 0
-        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: norm  # replaced where ranks hold parts of the gradients
+        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: (
+            norm
+        )  # replaced where ranks hold parts of the gradients
         self._clip, self._clip_value = clip, clip_value
         self._curve, self._momentum_curve = curve or (lambda step: 1.0), momentum_curve
         self._learning_rates = LearningRates(has_curve=curve is not None)
         self._take_optimizers()
         device = self._scale.device
         asynchronous = device.type != "cpu" if on_device is None else on_device
-        self.on_device = asynchronous and all(self._fused) and total_steps is not None and momentum_curve is None
+        self.on_device = (
+            asynchronous and all(self._fused) and total_steps is not None and momentum_curve is None
+        )
         if self.on_device and total_steps is not None:
             table = [self._curve(step) for step in range(total_steps + 1)]
             wrong = [step for step, multiplier in enumerate(table) if not math.isfinite(multiplier)]
@@ -73,25 +86,36 @@ class GuardedUpdate:
     def _take_optimizers(self) -> None:
         """Read groups, parameters and states of the optimizers; the fused groups hold their tensors
         as lists."""
-        self._groups: list[dict[str, Any]] = [group for each in self.optimizers for group in each.param_groups]
+        self._groups: list[dict[str, Any]] = [
+            group for each in self.optimizers for group in each.param_groups
+        ]
         self._held = [_holders(each) for each in self.optimizers]
         self._parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
-        if self._clip_value is not None and any(parameter.is_complex() for parameter in self._parameters):
+        if self._clip_value is not None and any(
+            parameter.is_complex() for parameter in self._parameters
+        ):
             raise SpecError(
                 "clip_value limits each element of a gradient, and a trained parameter is complex",
                 hint="use optim.clip, which limits the norm, or leave clip_value out",
             )
-        self._masters = [parameter for parameter in self._parameters if leaf_of(parameter) is not parameter]
+        self._masters = [
+            parameter for parameter in self._parameters if leaf_of(parameter) is not parameter
+        ]
         for each in self.optimizers:
             each._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn that step() is never called
             if fused.supports(each):
                 fused.create_state(each)
         self._fused = [_groups_of(each) for each in self.optimizers]
-        self._taken = [_OptimizerSnapshot.of(each, of_fused) for each, of_fused in zip(self.optimizers, self._fused, strict=True)]
+        self._taken = [
+            _OptimizerSnapshot.of(each, of_fused)
+            for each, of_fused in zip(self.optimizers, self._fused, strict=True)
+        ]
         self._learning_rates.take(self._groups)
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
         is_wide = any(parameter.dtype == torch.float64 for parameter in self._parameters)
-        self._scale = torch.ones((), device=device, dtype=torch.float64 if is_wide else torch.float32)
+        self._scale = torch.ones(
+            (), device=device, dtype=torch.float64 if is_wide else torch.float32
+        )
         self._rates = [torch.zeros((), dtype=torch.float64, device=device) for _ in self._groups]
 
     def _follow_optimizers(self) -> None:
@@ -106,7 +130,9 @@ class GuardedUpdate:
             if not _is_current(optimizer, taken):
                 self._take_optimizers()
                 return
-            self._taken[number] = _OptimizerSnapshot.of(optimizer, taken.fused)  # only the update has changed its state
+            self._taken[number] = _OptimizerSnapshot.of(
+                optimizer, taken.fused
+            )  # only the update has changed its state
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -125,7 +151,8 @@ class GuardedUpdate:
         decide on the device."""
         if self.on_device and not all(_groups_of(each) for each in optimizers):
             raise SpecError(
-                f"{type(optimizers[0]).__name__} has no fused update, and the others have", hint="use one kind of optimiser"
+                f"{type(optimizers[0]).__name__} has no fused update, and the others have",
+                hint="use one kind of optimiser",
             )
         self.optimizers += optimizers
         self._take_optimizers()
@@ -142,15 +169,23 @@ class GuardedUpdate:
         self._follow_optimizers()
         if self.on_device:
             self.applied_steps = int(self._applied)
-        made = [saving.state_of(each, held, names) for each, held in zip(self.optimizers, self._held, strict=True)]
+        made = [
+            saving.state_of(each, held, names)
+            for each, held in zip(self.optimizers, self._held, strict=True)
+        ]
         return {"applied_steps": self.applied_steps, "optimizers": made}
 
     def restore(self, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
         """Restore a saved state. Raises RunFolderError for the state of other optimizers."""
         self._follow_optimizers()
         if len(saved["optimizers"]) != len(self.optimizers):
-            raise RunFolderError("the saved state is that of other optimisers", hint="go on with the spec that the run had")
-        for optimizer, held, each in zip(self.optimizers, self._held, saved["optimizers"], strict=True):
+            raise RunFolderError(
+                "the saved state is that of other optimisers",
+                hint="go on with the spec that the run had",
+            )
+        for optimizer, held, each in zip(
+            self.optimizers, self._held, saved["optimizers"], strict=True
+        ):
             saving.restore(optimizer, each, held, names)
             if fused.supports(optimizer):
                 saving.share_counters(optimizer)
@@ -168,7 +203,9 @@ class GuardedUpdate:
         self.restore(saved, {})
 
     def clear_gradients(self) -> None:
-        for parameter in self._parameters:  # parameters added since the last update have no gradient yet
+        for (
+            parameter
+        ) in self._parameters:  # parameters added since the last update have no gradient yet
             parameter.grad = None
         for parameter in self._masters:
             leaf_of(parameter).grad = None
@@ -225,14 +262,21 @@ class GuardedUpdate:
         if not grads:
             return 0.0, False
         raw = self.join_norm(fused.norm_of(grads))
-        done = self._on_device(raw, factor) if self.on_device else self._on_host(raw, float(factor), grads)
+        done = (
+            self._on_device(raw, factor)
+            if self.on_device
+            else self._on_host(raw, float(factor), grads)
+        )
         if self._masters:
             publish(self._masters)
         return done
 
     def _on_host(self, raw: Tensor, factor: float, grads: list[Tensor]) -> tuple[float, bool]:
         if factor <= 0.0:
-            raise SpecError(f"the gradients are multiplied by {factor}", hint="use a number above 0, as one over their count")
+            raise SpecError(
+                f"the gradients are multiplied by {factor}",
+                hint="use a number above 0, as one over their count",
+            )
         norm = raw.item() * factor
         if not math.isfinite(norm):
             return norm, False
@@ -271,7 +315,10 @@ class GuardedUpdate:
             for each in held or (None,):
                 if not isinstance(each, fused.FusedGroup):
                     return None
-                places |= {id(parameter): (each, place) for place, parameter in enumerate(each.group["params"])}
+                places |= {
+                    id(parameter): (each, place)
+                    for place, parameter in enumerate(each.group["params"])
+                }
         return places
 
     # ---- the update as a part of a graph
@@ -289,7 +336,8 @@ class GuardedUpdate:
                 )
         if self._momentum_curve is not None:
             raise SpecError(
-                f"{ONE_GRAPH} does not go with a schedule that moves the momentum", hint=f"use another schedule, {other}"
+                f"{ONE_GRAPH} does not go with a schedule that moves the momentum",
+                hint=f"use another schedule, {other}",
             )
         if any(each.ndim == 0 and each.dtype == torch.float64 for each in self.parameters):
             raise SpecError(  # torch treats such a state as a Python number, and loses the graph's writes
@@ -305,7 +353,12 @@ class GuardedUpdate:
     def held(self) -> list[tuple[list[Tensor], ...]]:
         """Return all tensors that an update changes, by group."""
         self._follow_optimizers()
-        return [tensors for groups in self._fused for each in groups or () if (tensors := each.tensors) is not None]
+        return [
+            tensors
+            for groups in self._fused
+            for each in groups or ()
+            if (tensors := each.tensors) is not None
+        ]
 
     def begin_traced(self) -> list[Tensor]:
         """Return the learning rate of each group for the next update."""
@@ -351,7 +404,9 @@ class GuardedUpdate:
     def _plain(self, optimizer: Optimizer, held: list[Tensor], factor: float) -> None:
         """Update an optimizer that cannot divide inside its update: scale its gradients, then
         step."""
-        grads = [fused.numbers_of(parameter.grad) for parameter in held if parameter.grad is not None]
+        grads = [
+            fused.numbers_of(parameter.grad) for parameter in held if parameter.grad is not None
+        ]
         if grads and factor != 1.0:
             fused.scale_gradients(grads, factor)
         optimizer.step()
@@ -360,7 +415,9 @@ class GuardedUpdate:
     def _on_device(self, raw: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
         norm = raw * factor
         finite = torch.isfinite(norm)
-        shrink = (self._clip / (norm + CLIP_EPS)).clamp(max=1.0) if self._clip else torch.ones_like(norm)
+        shrink = (
+            (self._clip / (norm + CLIP_EPS)).clamp(max=1.0) if self._clip else torch.ones_like(norm)
+        )
         grad_scale = torch.where(finite, 1.0 / (shrink * factor), 1.0).to(self._scale.dtype)
         found_inf = (~finite).float()
         if self._clip_value is not None:
@@ -370,8 +427,12 @@ class GuardedUpdate:
             grad_scale = torch.ones_like(grad_scale)
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
         rates = [(multiplier * base).float() for base in self._learning_rates.read()]
-        self._learning_rates.write(rates)  # for reports; the host reads them only when it reads the report
-        for each, rate in zip((each for groups in self._fused for each in groups or ()), rates, strict=True):
+        self._learning_rates.write(
+            rates
+        )  # for reports; the host reads them only when it reads the report
+        for each, rate in zip(
+            (each for groups in self._fused for each in groups or ()), rates, strict=True
+        ):
             each.step(rate, grad_scale, found_inf)
         self._applied += finite
         return norm, finite
@@ -414,7 +475,15 @@ class _OptimizerSnapshot:
         if fused.supports(optimizer):  # state tensors stay the same objects, so each is compared
             live += [entry.values() for entry in state.values()]
         live.append((_END,))
-        return cls(groups, lists, [[*each] for each in lists], state, live, [*chain.from_iterable(live)], of_fused)
+        return cls(
+            groups,
+            lists,
+            [[*each] for each in lists],
+            state,
+            live,
+            [*chain.from_iterable(live)],
+            of_fused,
+        )
 
 
 _PARAMETERS, _END = operator.itemgetter("params"), object()
@@ -441,7 +510,8 @@ def _is_current(optimizer: Optimizer, taken: _OptimizerSnapshot) -> bool:
         and [*map(len, groups)] == [*map(len, taken.parameters)]
         and all(map(operator.is_, chain(*groups), chain(*taken.parameters)))
         and all(
-            each.group is group and each.is_current() for each, group in zip(taken.fused, optimizer.param_groups, strict=True)
+            each.group is group and each.is_current()
+            for each, group in zip(taken.fused, optimizer.param_groups, strict=True)
         )
     )
 
@@ -477,7 +547,9 @@ def _check_limits(clip: float, clip_value: float | None) -> None:
     if not (_is_number(clip) and clip >= 0):
         raise SpecError(f"clip is {clip!r}", hint="use a number: 0 (off) or more")
     if clip_value is not None and not (_is_number(clip_value) and clip_value > 0):
-        raise SpecError(f"clip_value is {clip_value!r}", hint="use a number more than 0, or None (off)")
+        raise SpecError(
+            f"clip_value is {clip_value!r}", hint="use a number more than 0, or None (off)"
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -9,6 +9,15 @@ from surefoot.components.parallel.wires import Compression
 from surefoot.components.parallel.wrapped import check_unwrapped
 
 __all__ = [
-    "Compression", "FullySharded", "JoinedBuffers", "Replicas", "Sharded", "ShardedState", "SyncNorm", "Totals", "check_unwrapped",
-    "gather_rows", "join_batchnorm",
-]  # fmt: skip
+    "Compression",
+    "FullySharded",
+    "JoinedBuffers",
+    "Replicas",
+    "Sharded",
+    "ShardedState",
+    "SyncNorm",
+    "Totals",
+    "check_unwrapped",
+    "gather_rows",
+    "join_batchnorm",
+]

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from surefoot.runtime.comm import Group
 
-WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by element size
+WHOLE = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # integer dtype by element size
 
 
 class Apart(NamedTuple):
@@ -42,7 +47,9 @@ def find_apart(group: Group, tensors: Mapping[str, Tensor]) -> list[Apart]:
     """
     if group.is_alone or not tensors:
         return []
-    rows = group.gather(torch.stack([bit_sum(each).to(group.device) for each in tensors.values()])).tolist()
+    rows = group.gather(
+        torch.stack([bit_sum(each).to(group.device) for each in tensors.values()])
+    ).tolist()
     found: dict[int, Apart] = {}
     for place, name in enumerate(tensors):
         held = [row[place] for row in rows]

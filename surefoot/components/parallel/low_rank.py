@@ -64,8 +64,13 @@ class LowRank:
     uncompressed with P."""
 
     def __init__(
-        self, flat: Tensor, parameters: Sequence[Tensor], rank: int, link: CountedGroup, generator: torch.Generator
-    ) -> None:  # fmt: skip
+        self,
+        flat: Tensor,
+        parameters: Sequence[Tensor],
+        rank: int,
+        link: CountedGroup,
+        generator: torch.Generator,
+    ) -> None:
         """Split `flat`, which holds the gradients of `parameters` one after the other, and then a
         count of ranks for each.
 
@@ -114,12 +119,21 @@ class LowRank:
             other.copy_(summed)
         if not self.held:
             return None
-        bases = [torch.linalg.qr(part.view(each.matrix.shape[0], -1)).Q for each, part in zip(self.held, parts, strict=False)]
+        bases = [
+            torch.linalg.qr(part.view(each.matrix.shape[0], -1)).Q
+            for each, part in zip(self.held, parts, strict=False)
+        ]
         own = [each.matrix.t() @ base for each, base in zip(self.held, bases, strict=True)]
         right = torch.cat([each.view(-1) for each in own])
         return partial(self._expand, bases, own, right, self._link.add(right))
 
-    def _expand(self, bases: Sequence[Tensor], own: Sequence[Tensor], right: Tensor, wait: Callable[[], None]) -> None:
+    def _expand(
+        self,
+        bases: Sequence[Tensor],
+        own: Sequence[Tensor],
+        right: Tensor,
+        wait: Callable[[], None],
+    ) -> None:
         wait()
         summed = torch.split(right, [each.numel() for each in own])
         for each, base, mine, part in zip(self.held, bases, own, summed, strict=True):
@@ -136,7 +150,12 @@ class LowRank:
             moves = (self._presence[each.place] > 0) & applied
             torch.where(moves, each.rest, each.residual, out=each.residual)
             torch.where(moves, each.next, each.warm, out=each.warm)
-            torch.where(moves, torch.as_tensor(self._factor, dtype=each.unit.dtype), each.unit, out=each.unit)
+            torch.where(
+                moves,
+                torch.as_tensor(self._factor, dtype=each.unit.dtype),
+                each.unit,
+                out=each.unit,
+            )
 
 
 def matrix_shape(parameter: Tensor, rank: int) -> tuple[int, int] | None:
@@ -155,6 +174,10 @@ def matrix_shape(parameter: Tensor, rank: int) -> tuple[int, int] | None:
     return (n, m) if SAVES * (n + m) * rank <= n * m else None
 
 
-def _hold(parameter: Tensor, place: int, matrix: Tensor, rank: int, generator: torch.Generator) -> LowRankState:
+def _hold(
+    parameter: Tensor, place: int, matrix: Tensor, rank: int, generator: torch.Generator
+) -> LowRankState:
     draws = torch.randn(matrix.shape[1], rank, generator=generator, dtype=torch.float64)
-    return LowRankState(parameter, place, matrix, (draws / torch.linalg.vector_norm(draws, dim=0)).to(matrix))
+    return LowRankState(
+        parameter, place, matrix, (draws / torch.linalg.vector_norm(draws, dim=0)).to(matrix)
+    )

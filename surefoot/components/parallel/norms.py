@@ -29,8 +29,13 @@ class JoinedBuffers:
     """
 
     def __init__(
-        self, model: nn.Module, group: Group, *, joins_norms: bool = True, virtual: VirtualRanks | None = None
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        group: Group,
+        *,
+        joins_norms: bool = True,
+        virtual: VirtualRanks | None = None,
+    ) -> None:
         """Find the running statistics and the other buffers of `model`.
 
         Without `joins_norms`, running statistics take the values of rank 0 too. With `virtual`,
@@ -38,10 +43,20 @@ class JoinedBuffers:
         """
         self._group, self._virtual = group, virtual
         self._ended: list[list[Tensor]] = []  # the statistics at the end of each virtual rank
-        norms = [each for each in model.modules() if isinstance(each, _NormBase) and isinstance(each.num_batches_tracked, Tensor)]
-        alike = [each for each in norms if isinstance(each, SyncNorm)]  # these synchronize in their forward pass
+        norms = [
+            each
+            for each in model.modules()
+            if isinstance(each, _NormBase) and isinstance(each.num_batches_tracked, Tensor)
+        ]
+        alike = [
+            each for each in norms if isinstance(each, SyncNorm)
+        ]  # these synchronize in their forward pass
         self._norms = [each for each in norms if joins_norms and each not in alike]
-        known = {(id(module), name) for module in (*self._norms, *alike) for name, _ in module.named_buffers(recurse=False)}
+        known = {
+            (id(module), name)
+            for module in (*self._norms, *alike)
+            for name, _ in module.named_buffers(recurse=False)
+        }
         self._others = [
             (module, name)
             for module in model.modules()
@@ -108,10 +123,14 @@ class JoinedBuffers:
         """
         if self._joined is None or torch.isfinite(self._joined[0].sum()):
             return None
-        mine = torch.tensor([not torch.isfinite(part).all() for part in self._joined[1]], device=self._group.device)
+        mine = torch.tensor(
+            [not torch.isfinite(part).all() for part in self._joined[1]], device=self._group.device
+        )
         rows = self._group.gather(mine.to(torch.int64))  # (ranks, statistics)
         place = int(rows.sum(0).argmax())
-        name = f"{self._names[id(self._norms[place // 2])]}.{'running_var' if place % 2 else 'running_mean'}".lstrip(".")
+        name = f"{self._names[id(self._norms[place // 2])]}.{'running_var' if place % 2 else 'running_mean'}".lstrip(
+            "."
+        )
         return name, rows[:, place].nonzero().flatten().tolist()
 
     def _statistics(self) -> list[Tensor]:
@@ -153,11 +172,19 @@ class JoinedBuffers:
                     parts.append(((end.double() - kept_here * was.double()) * follows).view(-1))
             rows.append(torch.cat(parts))
         joined = virtual.in_order(torch.stack(rows))
-        sizes = [each.numel() for place in range(len(self._norms)) for each in now[3 * place : 3 * place + 2]]
+        sizes = [
+            each.numel()
+            for place in range(len(self._norms))
+            for each in now[3 * place : 3 * place + 2]
+        ]
         for place, part in enumerate(torch.split(joined, sizes)):
             where = 3 * (place // 2) + place % 2
-            stays, *_ = self._weights(self._norms[place // 2], int(before[place // 2]), 0, 0, int(total[place // 2]))
-            now[where].copy_((stays * self._before[where].double().view(-1) + part).view_as(now[where]))
+            stays, *_ = self._weights(
+                self._norms[place // 2], int(before[place // 2]), 0, 0, int(total[place // 2])
+            )
+            now[where].copy_(
+                (stays * self._before[where].double().view(-1) + part).view_as(now[where])
+            )
         for counter, was, more in zip(now[2::3], before, total, strict=True):
             counter.copy_(was + more)
 
@@ -187,7 +214,9 @@ class JoinedBuffers:
             counter.copy_(was + more)
 
     @staticmethod
-    def _weights(norm: _NormBase, before: int, mine: int, until: int, total: int) -> tuple[float, float, float]:
+    def _weights(
+        norm: _NormBase, before: int, mine: int, until: int, total: int
+    ) -> tuple[float, float, float]:
         """Return the share of the initial statistic that remains after all microbatches and after
         this rank's, and the weight of this rank's part."""
         if norm.momentum is not None:
@@ -195,7 +224,9 @@ class JoinedBuffers:
             return stays**total, stays**mine, stays ** (total - until)
         if before + total == 0:
             return 1.0, 1.0, 0.0
-        kept = before / (before + mine) if before + mine else 1.0  # a cumulative mean: each microbatch has equal weight
+        kept = (
+            before / (before + mine) if before + mine else 1.0
+        )  # a cumulative mean: each microbatch has equal weight
         return before / (before + total), kept, (before + mine) / (before + total)
 
     def _find_live(self) -> list[Slot]:

@@ -18,16 +18,26 @@ from torch import Tensor
 
 from surefoot.components.parallel.exact import InOrder
 from surefoot.components.parallel.low_rank import LowRank, LowRankState
-from surefoot.components.parallel.wires import NONE, BrainFloat, Compression, CountedGroup, Half, Plain, Wait, Wire
+from surefoot.components.parallel.wires import (
+    NONE,
+    BrainFloat,
+    Compression,
+    CountedGroup,
+    Half,
+    Plain,
+    Wait,
+    Wire,
+)
 from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
 
-BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 << 20, 1 << 20  # as in DDP: the first bucket is small, so that it is sent early
+BUCKET_BYTES, FIRST_BUCKET_BYTES = (
+    25 << 20,
+    1 << 20,
+)  # as in DDP: the first bucket is small, so that it is sent early
 
-ONE_PASS = (
-    "call arm() before the last backward pass of a step and finish() after it; of several losses, call backward() on the sum"
-)
+ONE_PASS = "call arm() before the last backward pass of a step and finish() after it; of several losses, call backward() on the sum"
 
 
 @dataclass(eq=False)
@@ -69,9 +79,16 @@ class Replicas:
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES,
-        compress: Compression = NONE, in_order: bool = False, sparse: Collection[Tensor] = (),
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Iterable[Tensor],
+        group: Group,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bytes: int = FIRST_BUCKET_BYTES,
+        compress: Compression = NONE,
+        in_order: bool = False,
+        sparse: Collection[Tensor] = (),
+    ) -> None:
         self._in_order = in_order
         self._group, self._link = group, CountedGroup(group)
         self._compress = NONE if group.is_alone else compress
@@ -80,7 +97,9 @@ class Replicas:
         self._parameters = list(map(self._holder, leaves))
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._buckets: list[Bucket] = []
-        self._place: dict[int, tuple[int, int]] = {}  # parameter id -> (bucket index, index in the bucket)
+        self._place: dict[
+            int, tuple[int, int]
+        ] = {}  # parameter id -> (bucket index, index in the bucket)
         self._sparse = [each for each in self._parameters if any(each is other for other in sparse)]
         self._rows: dict[int, Tensor] = {}  # sparse parameter id -> the rows that this rank has
         self._next = 0  # index of the next bucket to send: all ranks send in one order
@@ -111,7 +130,10 @@ class Replicas:
         if not self._buckets:
             self._lay_out()
         for bucket in self._buckets:
-            bucket.there, bucket.has = [False] * len(bucket.parameters), [1.0] * len(bucket.parameters)
+            bucket.there, bucket.has = (
+                [False] * len(bucket.parameters),
+                [1.0] * len(bucket.parameters),
+            )
             bucket.num_missing, bucket.wait = len(bucket.parameters), None
         self._next, self._is_armed = 0, True
 
@@ -157,7 +179,9 @@ class Replicas:
             grad = parameter.grad
             if grad is not None and grad.layout is torch.strided:
                 rows = torch.nonzero((has_row > 0) | grad.ne(0).flatten(1).any(1)).T
-                parameter.grad = torch.sparse_coo_tensor(rows, grad[rows[0]], grad.shape, is_coalesced=True)
+                parameter.grad = torch.sparse_coo_tensor(
+                    rows, grad[rows[0]], grad.shape, is_coalesced=True
+                )
 
     def keep(self, applied: bool | Tensor = True) -> None:
         """End the step: `applied` says whether the sums were applied. Only powersgd uses it."""
@@ -172,7 +196,12 @@ class Replicas:
             return []
         if not self._buckets:
             self._lay_out()
-        return [held for bucket in self._buckets if isinstance(bucket.wire, LowRank) for held in bucket.wire.held]
+        return [
+            held
+            for bucket in self._buckets
+            if isinstance(bucket.wire, LowRank)
+            for held in bucket.wire.held
+        ]
 
     @property
     def num_buckets(self) -> int:
@@ -181,7 +210,10 @@ class Replicas:
     @property
     def bucket_sizes(self) -> list[int]:
         """Bytes of the gradients in each bucket, in the order in which they are sent."""
-        return [sum(map(_num_bytes, pack)) for pack in pack_up(self._parameters, self._bucket_bytes, self._first_bytes)]
+        return [
+            sum(map(_num_bytes, pack))
+            for pack in pack_up(self._parameters, self._bucket_bytes, self._first_bytes)
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -202,7 +234,9 @@ class Replicas:
         return _make_bucket(parameters, self._make_wire, self._group)
 
     def _lay_out(self) -> None:
-        self._buckets = list(map(self._make, pack_up(self._parameters, self._bucket_bytes, self._first_bytes)))
+        self._buckets = list(
+            map(self._make, pack_up(self._parameters, self._bucket_bytes, self._first_bytes))
+        )
         for number, bucket in enumerate(self._buckets):
             for index, parameter in enumerate(bucket.parameters):
                 self._place[id(parameter)] = number, index
@@ -222,7 +256,9 @@ class Replicas:
         pass."""
         if not self._is_armed:
             return
-        parameter = self._holder(parameter)  # the master has the gradient by now: its hook ran first
+        parameter = self._holder(
+            parameter
+        )  # the master has the gradient by now: its hook ran first
         number, index = self._place[id(parameter)]
         bucket = self._buckets[number]
         if not bucket.there[index]:
@@ -268,8 +304,12 @@ class Replicas:
 
     @torch.no_grad()
     def _give_out(self, bucket: Bucket) -> None:
-        missing = [index for index, parameter in enumerate(bucket.parameters) if parameter.grad is None]
-        elsewhere = bucket.presence.tolist() if missing else []  # a host wait, only where a gradient is missing
+        missing = [
+            index for index, parameter in enumerate(bucket.parameters) if parameter.grad is None
+        ]
+        elsewhere = (
+            bucket.presence.tolist() if missing else []
+        )  # a host wait, only where a gradient is missing
         for index, parameter in enumerate(bucket.parameters):
             view = bucket.views[index]
             if parameter.grad is None and not elsewhere[index]:
@@ -282,7 +322,9 @@ class Replicas:
                 parameter.grad.copy_(view)
 
 
-def pack_up(parameters: Sequence[Tensor], bucket_bytes: int, first_bytes: int) -> list[list[Tensor]]:
+def pack_up(
+    parameters: Sequence[Tensor], bucket_bytes: int, first_bytes: int
+) -> list[list[Tensor]]:
     """Return the parameters of each bucket: of one dtype and device, in the order of the backward
     pass, the last parameter first."""
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -306,7 +348,11 @@ def _num_bytes(parameter: Tensor) -> int:
     return parameter.numel() * torch.empty(0, dtype=wide_of(parameter)).element_size()
 
 
-def _make_bucket(parameters: Sequence[Tensor], make_wire: Callable[[Tensor, Sequence[Tensor]], Wire], group: Group) -> Bucket:
+def _make_bucket(
+    parameters: Sequence[Tensor],
+    make_wire: Callable[[Tensor, Sequence[Tensor]], Wire],
+    group: Group,
+) -> Bucket:
     wide = wide_of(parameters[0])
     real = wide.to_real() if wide.is_complex else wide
     width = 2 if wide.is_complex else 1

@@ -29,7 +29,10 @@ class SyncNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
         if input.dim() < 2:
-            raise TaskError(f"a batch norm was given {input.dim()} dimensions", hint="give (B, C) or (B, C, ...)")
+            raise TaskError(
+                f"a batch norm was given {input.dim()} dimensions",
+                hint="give (B, C) or (B, C, ...)",
+            )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Normalize (B, C) or (B, C, ...) over the samples of all ranks; the output has the same
@@ -38,7 +41,9 @@ class SyncNorm(_BatchNorm):
             made: Tensor = super().forward(input)
             return made
         self._check_input_dim(input)
-        output, mean, variance, count = _Joined.apply(input, self.weight, self.bias, self.eps, self.group)  # type: ignore[no-untyped-call]
+        output, mean, variance, count = _Joined.apply(
+            input, self.weight, self.bias, self.eps, self.group
+        )  # type: ignore[no-untyped-call]
         self._follow(mean, variance, float(count))
         joined: Tensor = output
         return joined
@@ -46,7 +51,11 @@ class SyncNorm(_BatchNorm):
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor, count: float) -> None:
         """Update the running statistics as one process with the samples of all ranks would."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        if (
+            self.running_mean is None
+            or self.running_var is None
+            or self.num_batches_tracked is None
+        ):
             return
         self.num_batches_tracked += 1
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -78,16 +87,28 @@ class _Joined(torch.autograd.Function):
         return made.to(x.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor, *unused: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         normed, inverse, weight, total = ctx.saved_tensors
         dims, wide = [0, *range(2, grad.dim())], grad.to(normed.dtype)
         by_weight, by_bias = (wide * normed).sum(dims), wide.sum(dims)
         scale = torch.ones_like(inverse) if weight is None else weight.to(normed.dtype)
         sums = torch.cat((by_bias * scale, by_weight * scale)).to(ctx.group.device)
         of_grad, of_product = ctx.group.add(sums).to(grad.device).chunk(2)
-        passed = wide * _spread(scale, grad) - _spread(of_grad / total, grad) - normed * _spread(of_product / total, grad)
+        passed = (
+            wide * _spread(scale, grad)
+            - _spread(of_grad / total, grad)
+            - normed * _spread(of_product / total, grad)
+        )
         into = (passed * _spread(inverse, grad)).to(grad.dtype)
-        return into, None if weight is None else by_weight.to(weight.dtype), by_bias if ctx.has_bias else None, None, None
+        return (
+            into,
+            None if weight is None else by_weight.to(weight.dtype),
+            by_bias if ctx.has_bias else None,
+            None,
+            None,
+        )
 
 
 def _spread(channels: Tensor, like: Tensor) -> Tensor:
@@ -102,7 +123,8 @@ def join_batchnorm(model: nn.Module) -> list[SyncNorm]:
     """
     if isinstance(model, PLAIN):
         raise TaskError(
-            "the model is a BatchNorm itself, which cannot be replaced from inside", hint="wrap it: nn.Sequential(norm)"
+            "the model is a BatchNorm itself, which cannot be replaced from inside",
+            hint="wrap it: nn.Sequential(norm)",
         )
     made: dict[int, SyncNorm] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -121,7 +143,13 @@ def join_batchnorm(model: nn.Module) -> list[SyncNorm]:
 
 
 def _joined_like(norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> SyncNorm:
-    made = SyncNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    made = SyncNorm(
+        norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
+    )
     made.weight, made.bias = norm.weight, norm.bias
-    made.running_mean, made.running_var, made.num_batches_tracked = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    made.running_mean, made.running_var, made.num_batches_tracked = (
+        norm.running_mean,
+        norm.running_var,
+        norm.num_batches_tracked,
+    )
     return made.train(norm.training)

@@ -23,9 +23,13 @@ class Totals:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._names: dict[str, tuple[tuple[str, float], ...]] = {}  # update -> its loss terms with their weights
+        self._names: dict[
+            str, tuple[tuple[str, float], ...]
+        ] = {}  # update -> its loss terms with their weights
 
-    def add(self, update: str, mine: Mapping[str, Row], extra: Sequence[float] = ()) -> tuple[dict[str, Row], list[float]]:
+    def add(
+        self, update: str, mine: Mapping[str, Row], extra: Sequence[float] = ()
+    ) -> tuple[dict[str, Row], list[float]]:
         """Return the loss terms summed over all ranks, by name, and the sums of `extra`; a rank
         without a batch passes no terms."""
         names = self._find_names(update, mine)
@@ -33,13 +37,22 @@ class Totals:
         return self._as_found(names, self._group.add(row.to(self._group.device)).tolist())
 
     def add_in_order(
-        self, update: str, rows: Sequence[Mapping[str, Row]], extra: Sequence[float], virtual: VirtualRanks
+        self,
+        update: str,
+        rows: Sequence[Mapping[str, Row]],
+        extra: Sequence[float],
+        virtual: VirtualRanks,
     ) -> tuple[dict[str, Row], list[float]]:
         """Return the same sums as `add` for virtual ranks, one row of terms each, added in the
         order of the virtual ranks."""
         names = self._find_names(update, next((row for row in rows if row), {}))
         nothing = [0.0] * len(extra)
-        made = torch.stack([self._as_row(names, row, nothing if number else extra) for number, row in enumerate(rows)])
+        made = torch.stack(
+            [
+                self._as_row(names, row, nothing if number else extra)
+                for number, row in enumerate(rows)
+            ]
+        )
         return self._as_found(names, virtual.in_order(made.to(self._group.device)).tolist())
 
     def _as_row(self, names: Names, mine: Mapping[str, Row], extra: Sequence[float]) -> Tensor:
@@ -61,7 +74,11 @@ class Totals:
         found: dict[str, Row] = {}
         for place, (name, weight) in enumerate(names):
             total, count = summed[2 * place : 2 * place + 2]
-            found[name] = torch.tensor(total, dtype=torch.float64, device=self._group.device), count, weight
+            found[name] = (
+                torch.tensor(total, dtype=torch.float64, device=self._group.device),
+                count,
+                weight,
+            )
         return found, summed[2 * len(names) :]
 
     def add_counts(self, update: str, counts: Sequence[tuple[str, float]]) -> dict[str, float]:
@@ -69,9 +86,15 @@ class Totals:
 
         Every rank passes the same names, or none where it has no batch.
         """
-        names = self._find_names(f"{update} (counts)", {name: (torch.zeros(()), 0.0, 1.0) for name, _ in counts})
+        names = self._find_names(
+            f"{update} (counts)", {name: (torch.zeros(()), 0.0, 1.0) for name, _ in counts}
+        )
         given = dict(counts)
-        row = torch.tensor([given.get(name, 0.0) for name, _ in names], dtype=torch.float64, device=self._group.device)
+        row = torch.tensor(
+            [given.get(name, 0.0) for name, _ in names],
+            dtype=torch.float64,
+            device=self._group.device,
+        )
         return dict(zip((name for name, _ in names), self._group.add(row).tolist(), strict=True))
 
     def _find_names(self, update: str, mine: Mapping[str, Row]) -> tuple[tuple[str, float], ...]:
@@ -80,5 +103,8 @@ class Totals:
         if update not in self._names:
             text = json.dumps([(name, weight) for name, (_, _, weight) in mine.items()])
             rows = [json.loads(each) for each in self._group.exchange(text)]
-            self._names[update] = tuple((str(name), float(weight)) for name, weight in next((row for row in rows if row), ()))
+            self._names[update] = tuple(
+                (str(name), float(weight))
+                for name, weight in next((row for row in rows if row), ())
+            )
         return self._names[update]

@@ -19,7 +19,10 @@ from torch import Tensor
 from surefoot.runtime.comm import Group
 
 Wait = Callable[[], Any]  # returns the next Wait, or None
-EXPONENTS = {torch.float32: 126, torch.float64: 1022}  # largest exponent whose power of two and its inverse are normal numbers
+EXPONENTS = {
+    torch.float32: 126,
+    torch.float64: 1022,
+}  # largest exponent whose power of two and its inverse are normal numbers
 TOP = 15  # sums in fp16 stay below 2 ** 15; the largest fp16 is 65504
 
 
@@ -52,7 +55,9 @@ class CountedGroup:
         it."""
         return self._counted(tensor, self.group.begin_to_take_largest)
 
-    def _counted(self, tensor: Tensor, begin: Callable[[Tensor], Callable[[], None]]) -> Callable[[], None]:
+    def _counted(
+        self, tensor: Tensor, begin: Callable[[Tensor], Callable[[], None]]
+    ) -> Callable[[], None]:
         self.num_bytes += tensor.numel() * tensor.element_size()
         self.num_collectives += 1
         return begin(tensor)
@@ -104,7 +109,10 @@ class Half:
 
     def __init__(self, flat: Tensor, num_tail: int, link: CountedGroup) -> None:
         """Split `flat`: its last `num_tail` elements are counts of ranks, which are not scaled."""
-        self._gradients, self._tail = flat[: flat.numel() - num_tail], flat[flat.numel() - num_tail :]
+        self._gradients, self._tail = (
+            flat[: flat.numel() - num_tail],
+            flat[flat.numel() - num_tail :],
+        )
         self._flat, self._link = flat, link
 
     def begin(self) -> Wait:
@@ -121,7 +129,9 @@ class Half:
         wait()
         bits = (self._link.group.size - 1).bit_length()
         most = EXPONENTS[largest.dtype]
-        scale = torch.exp2((TOP - bits - torch.frexp(largest).exponent).clamp(-most, most).to(largest.dtype))
+        scale = torch.exp2(
+            (TOP - bits - torch.frexp(largest).exponent).clamp(-most, most).to(largest.dtype)
+        )
         wire = self._flat.to(torch.float16)
         wire[: self._gradients.numel()] = self._gradients * scale
         return partial(self._end, wire, scale, self._link.add(wire))

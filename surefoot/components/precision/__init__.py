@@ -25,7 +25,13 @@ from surefoot.components.precision.policy import (
     find_units,
     set_products,
 )
-from surefoot.components.precision.record import ROLES, DtypeRecord, ParameterDtypes, check_contract, group
+from surefoot.components.precision.record import (
+    ROLES,
+    DtypeRecord,
+    ParameterDtypes,
+    check_contract,
+    group,
+)
 from surefoot.components.precision.scaler import LossScaler
 
 __all__ = [

@@ -32,7 +32,9 @@ class Float8Layers:
         reasons: dict[str, list[str]] = {}
         for name, reason in self.skipped.items():
             reasons.setdefault(reason, []).append(name)
-        rest = [f"not in float8: {', '.join(names)} ({reason})" for reason, names in reasons.items()]
+        rest = [
+            f"not in float8: {', '.join(names)} ({reason})" for reason, names in reasons.items()
+        ]
         return [f"multiplying in float8: {', '.join(self.layers)}", *rest]
 
 
@@ -43,7 +45,9 @@ def find_linear(model: nn.Module, kept: Collection[nn.Module] = ()) -> Float8Lay
     Layers inside the modules `kept` stay in fp32.
     """
     wide = {inside for module in kept for inside in module.modules()}
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     head = list(linear)[-1:]
     why = {
         name: _why_not(module, name in head, module in wide) if name else "it is the whole model"
@@ -68,7 +72,9 @@ def _why_not(module: nn.Linear, is_head: bool, is_wide: bool) -> str | None:
     return "the last linear layer: the loss sees what it rounds" if is_head else None
 
 
-def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bool = False) -> Float8Layers:
+def to_float8(
+    model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bool = False
+) -> Float8Layers:
     """Convert the linear layers of `model` to float8 matmuls, in place.
 
     With `emulate`, and on any CPU, inputs are rounded to float8 and multiplied in fp32. Each layer
@@ -84,9 +90,13 @@ def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bo
     with torchao('precision.compute = "float8"'):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     emulates = emulate or next(model.parameters()).device.type == "cpu"
-    config = Float8LinearConfig(emulate=emulates, pad_inner_dim=not emulates)  # the batch is padded to a multiple too
+    config = Float8LinearConfig(
+        emulate=emulates, pad_inner_dim=not emulates
+    )  # the batch is padded to a multiple too
     given = {name: model.get_submodule(name) for name in found.layers}
-    convert_to_float8_training(model, module_filter_fn=lambda module, name: name in found.layers, config=config)
+    convert_to_float8_training(
+        model, module_filter_fn=lambda module, name: name in found.layers, config=config
+    )
     for name, layer in given.items():
         _become(layer, model.get_submodule(name))
         model.set_submodule(name, layer)
@@ -96,7 +106,9 @@ def to_float8(model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bo
 def _become(layer: nn.Module, converted: nn.Module) -> None:
     """Turn `layer` into the converted one, in place: its class and new attributes change, the
     object stays the same."""
-    vars(layer).update({name: value for name, value in vars(converted).items() if name not in vars(layer)})
+    vars(layer).update(
+        {name: value for name, value in vars(converted).items() if name not in vars(layer)}
+    )
     layer.__class__ = type(converted)
 
 

@@ -63,7 +63,10 @@ def _through(dtype: torch.dtype) -> Callable[[float], float]:
 
 _CASTS: dict[str, tuple[int, Callable[[float], float]]] = {
     "fp32": (32, _through(torch.float32)),
-    "tf32": (19, lambda value: float(round_to_tf32(torch.tensor(value, dtype=torch.float64).float()))),
+    "tf32": (
+        19,
+        lambda value: float(round_to_tf32(torch.tensor(value, dtype=torch.float64).float())),
+    ),
     "bf16": (16, _through(torch.bfloat16)),
     "fp16": (16, _through(torch.float16)),
     "e4m3": (8, _through(torch.float8_e4m3fn)),
@@ -80,17 +83,36 @@ def _measure(name: str, bits: int, cast: Callable[[float], float]) -> Format:
     fraction_bits = next(count for count in range(60) if cast(1.0 + 2.0 ** -(count + 1)) == 1.0)
     resolution = 2.0**-fraction_bits
     least_exponent = next(exponent for exponent in range(1, 200) if cast(2.0**-exponent) == 0.0) - 1
-    normal_exponent = next(exponent for exponent in range(1, 200) if not _keeps_all(cast, 2.0**-exponent, resolution)) - 1
+    normal_exponent = (
+        next(
+            exponent
+            for exponent in range(1, 200)
+            if not _keeps_all(cast, 2.0**-exponent, resolution)
+        )
+        - 1
+    )
     power = 2.0 ** max(exponent for exponent in range(200) if cast(2.0**exponent) == 2.0**exponent)
     step = power * resolution  # between the largest numbers
-    largest = max(value for number in range(16) if cast(value := 2.0 * power - step * (number + 1)) == value)
-    overflow = _border(lambda value: not abs(cast(value) - value) < step / 2, largest, 2.0 * power)[1]
+    largest = max(
+        value for number in range(16) if cast(value := 2.0 * power - step * (number + 1)) == value
+    )
+    overflow = _border(lambda value: not abs(cast(value) - value) < step / 2, largest, 2.0 * power)[
+        1
+    ]
     vanishing = _border(lambda value: cast(value) != 0.0, 0.0, 2.0**-least_exponent)[0]
     return Format(
-        name=name, bits=bits, significant_bits=fraction_bits + 1, largest=largest, least_normal=2.0**-normal_exponent,
-        least=2.0**-least_exponent, resolution=resolution, overflows_from=overflow, overflows_to=f"{cast(2.0 * power):g}",
-        vanishes_up_to=vanishing, use=USES[name],
-    )  # fmt: skip
+        name=name,
+        bits=bits,
+        significant_bits=fraction_bits + 1,
+        largest=largest,
+        least_normal=2.0**-normal_exponent,
+        least=2.0**-least_exponent,
+        resolution=resolution,
+        overflows_from=overflow,
+        overflows_to=f"{cast(2.0 * power):g}",
+        vanishes_up_to=vanishing,
+        use=USES[name],
+    )
 
 
 def _keeps_all(cast: Callable[[float], float], value: float, resolution: float) -> bool:

@@ -44,7 +44,11 @@ class Overflow:
     @property
     def words(self) -> str:
         way = "of its output" if self.direction == "forward" else "of the gradient that it hands on"
-        given = "" if self.largest is None else f"; the largest number that it was given is {self.largest:.3g}"
+        given = (
+            ""
+            if self.largest is None
+            else f"; the largest number that it was given is {self.largest:.3g}"
+        )
         if self.operator is not None:
             return f"{self.operator} in {self.module} overflows in {self.dtype}{given}"
         return f"{self.module} is the first module with numbers {way} that are not finite, in {self.dtype}{given}"
@@ -54,7 +58,11 @@ class Overflow:
         """The spec setting that helps; None where the dtype is not the cause."""
         if self.dtype not in ("fp16", "bf16"):
             return None
-        return 'precision.compute = "bf16"' if self.module == LOSS else f'precision.keep = ["{self.module}"]'
+        return (
+            'precision.compute = "bf16"'
+            if self.module == LOSS
+            else f'precision.keep = ["{self.module}"]'
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +84,9 @@ class Watch:
     shares.
     """
 
-    def __init__(self, model: nn.Module, *, scale: float = 1.0, scales: Iterable[float] = (1.0,)) -> None:
+    def __init__(
+        self, model: nn.Module, *, scale: float = 1.0, scales: Iterable[float] = (1.0,)
+    ) -> None:
         self._model, self._scale, self._scales = model, scale, tuple(scales)
         self._handles: list[RemovableHandle] = []
         self._last = LOSS  # the last module with a finite gradient
@@ -87,10 +97,14 @@ class Watch:
 
     def __enter__(self) -> Self:
         for name, module in self._model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._before(name or "the model")))
+            self._handles.append(
+                module.register_forward_pre_hook(self._before(name or "the model"))
+            )
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
             if not any(True for _ in module.children()):
-                self._handles.append(module.register_forward_hook(self._after(name or "the model"), with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_hook(self._after(name or "the model"), with_kwargs=True)
+                )
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(self._counting(name)))  # type: ignore[no-untyped-call]
@@ -98,8 +112,11 @@ class Watch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._operators.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
@@ -108,10 +125,16 @@ class Watch:
             operator, module, made, given = self._operators.found
             way: Literal["forward", "backward"] = "backward" if module == LOSS else "forward"
             known = self.overflow
-            if known is None or (way == "forward" and (known.direction == "backward" or known.module == module)):
+            if known is None or (
+                way == "forward" and (known.direction == "backward" or known.module == module)
+            ):
                 self.overflow = Overflow(
-                    module=module, direction=way, dtype=_name(made), largest=_largest(given), operator=operator
-                )  # fmt: skip
+                    module=module,
+                    direction=way,
+                    dtype=_name(made),
+                    largest=_largest(given),
+                    operator=operator,
+                )
 
     def _before(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, given: Any) -> None:
@@ -125,9 +148,17 @@ class Watch:
     def _after(self, name: str) -> Callable[..., None]:
         def look(module: nn.Module, given: Any, named: Any, made: Any) -> None:
             inputs, outputs = list(_floats((given, named))), list(_floats(made))
-            if self.overflow is None and not all(map(_is_finite, outputs)) and all(map(_is_finite, inputs)):
-                narrow = next((each for each in (*outputs, *inputs) if each.element_size() < 4), outputs[0])
-                self.overflow = Overflow(module=name, direction="forward", dtype=_name(narrow), largest=_largest(inputs))
+            if (
+                self.overflow is None
+                and not all(map(_is_finite, outputs))
+                and all(map(_is_finite, inputs))
+            ):
+                narrow = next(
+                    (each for each in (*outputs, *inputs) if each.element_size() < 4), outputs[0]
+                )
+                self.overflow = Overflow(
+                    module=name, direction="forward", dtype=_name(narrow), largest=_largest(inputs)
+                )
             for each in outputs:
                 if each.requires_grad:
                     each.register_hook(self._behind(name))  # type: ignore[no-untyped-call]
@@ -140,7 +171,9 @@ class Watch:
         def look(gradient: Tensor) -> None:
             if not _is_finite(gradient):
                 if self.overflow is None:
-                    self.overflow = Overflow(module=self._last, direction="backward", dtype=_name(gradient), largest=None)
+                    self.overflow = Overflow(
+                        module=self._last, direction="backward", dtype=_name(gradient), largest=None
+                    )
                 return
             self._last = name
             count(gradient)
@@ -162,10 +195,17 @@ class Watch:
         """Return a row for each module and parameter with gradients, the largest share at the first
         scale first."""
         rows = [
-            Flushed(module=name, num_values=int(row[0]), largest=row[1],
-                    shares={scale: row[number] / row[0] if row[0] else 0.0 for number, scale in enumerate(self._scales, start=2)})
+            Flushed(
+                module=name,
+                num_values=int(row[0]),
+                largest=row[1],
+                shares={
+                    scale: row[number] / row[0] if row[0] else 0.0
+                    for number, scale in enumerate(self._scales, start=2)
+                },
+            )
             for name, row in self._counts.items()
-        ]  # fmt: skip
+        ]
         return tuple(sorted(rows, key=lambda row: -row.shares[self._scales[0]]))
 
 
@@ -180,10 +220,16 @@ def advise_scale(rows: Iterable[Flushed]) -> float:
     """Return the largest power of two that keeps the largest gradient, times the scale, at 2^14 or
     below; at most 2^24."""
     largest = max((row.largest for row in rows if math.isfinite(row.largest)), default=0.0)
-    return LARGEST_SCALE if largest == 0.0 else min(LARGEST_SCALE, 2.0 ** math.floor(math.log2(HEADROOM / largest)))
+    return (
+        LARGEST_SCALE
+        if largest == 0.0
+        else min(LARGEST_SCALE, 2.0 ** math.floor(math.log2(HEADROOM / largest)))
+    )
 
 
-def count_lost(before: Mapping[str, Tensor], after: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> dict[str, float]:
+def count_lost(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], moved: Mapping[str, Tensor]
+) -> dict[str, float]:
     """Return, by parameter, the share of values that did not change though the update should have
     changed them (`moved` is not 0)."""
     found = {}
@@ -209,7 +255,13 @@ def _floats(tree: Any) -> Iterator[Tensor]:
         if tree.is_floating_point():
             yield tree
         return
-    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    parts = (
+        tree.values()
+        if isinstance(tree, Mapping)
+        else tree
+        if isinstance(tree, list | tuple)
+        else ()
+    )
     for each in parts:
         yield from _floats(each)
 

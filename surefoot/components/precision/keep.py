@@ -35,12 +35,16 @@ def keep_in_fp32(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
             near = difflib.get_close_matches(pattern.rstrip(".*"), names, n=3) or names[:8]
             raise SpecError(
                 f"precision.keep: the pattern {pattern!r} matches no module",
-                hint=f"did you mean {', '.join(near)}?" if near else "the model has no modules inside",
+                hint=f"did you mean {', '.join(near)}?"
+                if near
+                else "the model has no modules inside",
             )
         found |= matched
     for module in found.values():
         if not isinstance(module.forward, functools.partial):
-            module.forward = functools.partial(_in_fp32, module.forward)  # a partial is copied with its module
+            module.forward = functools.partial(
+                _in_fp32, module.forward
+            )  # a partial is copied with its module
     return found
 
 
@@ -71,5 +75,11 @@ def _device_of(value: Any) -> str | None:
     """Return the device type of the first tensor in `value`."""
     if isinstance(value, Tensor):
         return value.device.type
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    )
     return next((found for part in parts if (found := _device_of(part)) is not None), None)

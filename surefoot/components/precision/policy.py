@@ -58,11 +58,16 @@ def find_units(device: torch.device) -> FormatSupport:
     of the operating system."""
     if device.type != "cuda":
         flags = find_processor_flags()
-        found = {name for name, known in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)) if flags & known}
+        found = {
+            name for name, known in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)) if flags & known
+        }
         return FormatSupport("cpu", find_machine().processor, frozenset(found))
     with torch.cuda.device(device):
         capability = torch.cuda.get_device_capability()
-        bf16, tf32 = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.is_tf32_supported()
+        bf16, tf32 = (
+            torch.cuda.is_bf16_supported(including_emulation=False),
+            torch.cuda.is_tf32_supported(),
+        )
         rest = (("fp16", capability >= (7, 0)), ("float8", capability >= (8, 9)))
         found = {name for name, has in (("bf16", bf16), ("tf32", tf32), *rest) if has}
         return FormatSupport("cuda", torch.cuda.get_device_name(), frozenset(found))
@@ -83,12 +88,16 @@ def choose(wanted: str, units: FormatSupport, *, emulate: bool = False) -> tuple
         return cast("Compute", wanted), "as the spec says; emulated: its numbers, and not its speed"
     if wanted not in units.formats and wanted != "fp32":
         if units.kind == "cpu" and wanted in HALVES:
-            return cast("Compute", wanted), f"as the spec says; {units.name} has no units for {wanted}: it will not be faster"
+            return cast(
+                "Compute", wanted
+            ), f"as the spec says; {units.name} has no units for {wanted}: it will not be faster"
         reason, hint = f"{wanted} is a format of a GPU's tensor cores", "use another: fp32, bf16"
         if wanted != "tf32" or units.kind != "cpu":
             reason = f"it has no units for {wanted}"
             hint = f"GPUs have them since {SINCE.get(wanted, 'Ampere (2020)')}; {INSTEAD.get(wanted, 'auto takes the best there is')}"
-        raise SpecError(f"precision.compute is {wanted!r}, which {units.name} lacks: {reason}", hint=hint)
+        raise SpecError(
+            f"precision.compute is {wanted!r}, which {units.name} lacks: {reason}", hint=hint
+        )
     return cast("Compute", wanted), "as the spec says"
 
 
@@ -97,7 +106,10 @@ def _best(units: FormatSupport) -> tuple[Compute, str]:
         return "bf16", f"auto: {units.name} has units for bf16, whose range is that of fp32"
     if units.kind == "cuda" and "fp16" in units.formats:
         return "fp16", f"auto: {units.name} has units for fp16 and none for bf16; with a loss scale"
-    return "fp32", f"auto: {units.name} has no units for 16 bits that need no loss scale; they would not be faster"
+    return (
+        "fp32",
+        f"auto: {units.name} has no units for 16 bits that need no loss scale; they would not be faster",
+    )
 
 
 def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool = False) -> Policy:
@@ -117,7 +129,9 @@ def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool
     return Policy(compute, why, compute_context(compute, device), scaler)
 
 
-def compute_context(compute: Compute, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+def compute_context(
+    compute: Compute, device: torch.device
+) -> Callable[[], AbstractContextManager[Any]]:
     """Return a factory of contexts for the forward pass: a null context for 32 bits, autocast for
     the others (torch.amp on `device`).
 
@@ -126,8 +140,14 @@ def compute_context(compute: Compute, device: torch.device) -> Callable[[], Abst
     InputError for another name; "auto" is resolved by `choose`.
     """
     if compute not in get_args(Compute):
-        hint = "for the best of a device: choose('auto', find_units(device))[0]" if str(compute) == "auto" else None
-        raise InputError(f"the precision {compute!r} is none of {', '.join(get_args(Compute))}", hint=hint)
+        hint = (
+            "for the best of a device: choose('auto', find_units(device))[0]"
+            if str(compute) == "auto"
+            else None
+        )
+        raise InputError(
+            f"the precision {compute!r} is none of {', '.join(get_args(Compute))}", hint=hint
+        )
     if compute not in AUTOCAST:
         return nullcontext
     if device.type == "cpu":

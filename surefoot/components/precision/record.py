@@ -25,22 +25,75 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from surefoot.core.errors import NumbersError
 
 NAMES = {
-    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
-}  # fmt: skip
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
 CASTS = ("_to_copy", "to", "copy_")
 SCALES = ("mul", "clamp")  # operators before a cast to 8 bits
 # operators that move data and compute nothing
 MOVES = {
-    "detach", "alias", "clone", "t", "transpose", "permute", "expand", "view", "_unsafe_view", "reshape", "slice", "select", "unsqueeze",
-    "squeeze", "as_strided", "split", "unbind", "cat", "stack", "empty_like", "zeros_like", "ones_like", "new_zeros", "new_empty",
-    "fill_", "zero_", "slice_backward", "select_backward", "contiguous", "_reshape_alias", "split_with_sizes", "new_empty_strided",
-}  # fmt: skip
+    "detach",
+    "alias",
+    "clone",
+    "t",
+    "transpose",
+    "permute",
+    "expand",
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "as_strided",
+    "split",
+    "unbind",
+    "cat",
+    "stack",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "new_zeros",
+    "new_empty",
+    "fill_",
+    "zero_",
+    "slice_backward",
+    "select_backward",
+    "contiguous",
+    "_reshape_alias",
+    "split_with_sizes",
+    "new_empty_strided",
+}
 # operators that may overflow; others create inf on purpose, as an attention mask
 OVERFLOWING = {
-    "_to_copy", "add", "addmm", "baddbmm", "bmm", "convolution", "cumsum", "div", "exp", "linalg_vector_norm", "mean", "mm", "mul", "norm",
-    "pow", "prod", "reciprocal", "rsqrt", "square", "sub", "sum", "var",
-}  # fmt: skip
+    "_to_copy",
+    "add",
+    "addmm",
+    "baddbmm",
+    "bmm",
+    "convolution",
+    "cumsum",
+    "div",
+    "exp",
+    "linalg_vector_norm",
+    "mean",
+    "mm",
+    "mul",
+    "norm",
+    "pow",
+    "prod",
+    "reciprocal",
+    "rsqrt",
+    "square",
+    "sub",
+    "sum",
+    "var",
+}
 UPDATES = ("_fused_", "_foreach_")  # operators of an update inside the backward pass
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "linear")
 
@@ -79,7 +132,9 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tf32 = tf32
         self._named = dict(model.named_parameters())
         self._names = {_key(parameter): name for name, parameter in self._named.items()}
-        self._scaled: dict[tuple[int, torch.dtype], str | None] = {}  # outputs of SCALES -> the parameter that was scaled
+        self._scaled: dict[
+            tuple[int, torch.dtype], str | None
+        ] = {}  # outputs of SCALES -> the parameter that was scaled
         self._held: list[Tensor] = []  # casts, kept alive: the address of a freed storage is reused
         self._computed: dict[str, dict[str, None]] = {}
         self._gradients: dict[str, str] = {}
@@ -91,26 +146,37 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         if any(hasattr(parameter, "device_mesh") for parameter in self._named.values()):
             self._handles += [
-                module.register_forward_pre_hook(self._gathered_for(place)) for place, module in model.named_modules()
+                module.register_forward_pre_hook(self._gathered_for(place))
+                for place, module in model.named_modules()
             ]
         self.parameters: tuple[ParameterDtypes, ...] = ()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler to skip this mode; nothing compiles inside it
+        return (
+            False  # else torch imports its compiler to skip this mode; nothing compiles inside it
+        )
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = str(func.overloadpacket).removeprefix("aten.")
         given = [each for each in _tensors(args) if each.is_floating_point()]
         made = next(_tensors((out,)), None)
         if name in SCALES and made is not None and given:
-            self._scaled[_key(made)] = self._names.get(_key(given[0])) or self._scaled.get(_key(given[0]))
+            self._scaled[_key(made)] = self._names.get(_key(given[0])) or self._scaled.get(
+                _key(given[0])
+            )
         if name in CASTS:
             for each in given[:1]:
-                known = self._names.get(_key(each)) or (self._scaled.get(_key(each)) if _is_narrow(made) else None)
+                known = self._names.get(_key(each)) or (
+                    self._scaled.get(_key(each)) if _is_narrow(made) else None
+                )
                 if made is not None and known is not None and _key(made) != _key(each):
                     self._names[_key(made)] = known
                     self._held.append(made)
@@ -124,7 +190,9 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _told(self, name: str, given: Sequence[Tensor]) -> str:
         """Return the dtypes of an operator's inputs as text."""
-        found = dict.fromkeys(NAMES.get(each.dtype, str(each.dtype).removeprefix("torch.")) for each in given)
+        found = dict.fromkeys(
+            NAMES.get(each.dtype, str(each.dtype).removeprefix("torch.")) for each in given
+        )
         if self._tf32 and name in PRODUCTS and tuple(found) == ("fp32",):
             return "tf32"
         return " and ".join(found)
@@ -161,7 +229,10 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cleared."""
         self.leave()
         kept = {id(moved): state for moved, state in states}
-        self.parameters = tuple(self._row(name, parameter, master_of(parameter), kept) for name, parameter in self._named.items())
+        self.parameters = tuple(
+            self._row(name, parameter, master_of(parameter), kept)
+            for name, parameter in self._named.items()
+        )
 
     def leave(self) -> None:
         """Stop recording: remove the hooks, and free the tensors that were kept."""
@@ -170,17 +241,30 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handles.clear()
         self._held.clear()
 
-    def _row(self, name: str, parameter: Tensor, master: Tensor, kept: Mapping[int, Mapping[str, Any]]) -> ParameterDtypes:
+    def _row(
+        self, name: str, parameter: Tensor, master: Tensor, kept: Mapping[int, Mapping[str, Any]]
+    ) -> ParameterDtypes:
         state = kept.get(id(master))
         numbers = (
-            [] if state is None else [_name(each) for key, each in state.items() if isinstance(each, Tensor) and key != "step"]
+            []
+            if state is None
+            else [
+                _name(each)
+                for key, each in state.items()
+                if isinstance(each, Tensor) and key != "step"
+            ]
         )
         seen = None if parameter.grad is None else _name(parameter.grad)
         return ParameterDtypes(
-            name=name, numel=parameter.numel(), storage=_name(parameter), compute=_join(self._computed.get(name)),
-            gradient=self._gradients.get(name, seen), reduce=None if master.grad is None else _name(master.grad),
-            master=None if state is None else _name(master), state=_join(numbers),
-        )  # fmt: skip
+            name=name,
+            numel=parameter.numel(),
+            storage=_name(parameter),
+            compute=_join(self._computed.get(name)),
+            gradient=self._gradients.get(name, seen),
+            reduce=None if master.grad is None else _name(master.grad),
+            master=None if state is None else _name(master),
+            state=_join(numbers),
+        )
 
     @property
     def operators(self) -> dict[str, str]:
@@ -199,18 +283,33 @@ class OverflowRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where = where
-        self.found: tuple[str, str, Tensor, list[Tensor]] | None = None  # operator, module, output, inputs
+        self.found: tuple[str, str, Tensor, list[Tensor]] | None = (
+            None  # operator, module, output, inputs
+        )
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = str(func.overloadpacket).removeprefix("aten.")
         if self.found is None and name in OVERFLOWING:
-            made = [each for each in _tensors((out,)) if each.is_floating_point() and each.element_size() == 2]
+            made = [
+                each
+                for each in _tensors((out,))
+                if each.is_floating_point() and each.element_size() == 2
+            ]
             given = [each for each in _tensors(args) if each.is_floating_point()]
             if not all(map(_is_finite, made)) and all(map(_is_finite, given)):
-                self.found = (name, self._where(), next(each for each in made if not _is_finite(each)), given)
+                self.found = (
+                    name,
+                    self._where(),
+                    next(each for each in made if not _is_finite(each)),
+                    given,
+                )
         return out
 
 
@@ -241,7 +340,9 @@ def group(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
     for each in parameters:
         values = asdict(each)
         key = tuple(values[role] for role in ROLES)
-        row = rows.setdefault(key, {"names": [], "num_numbers": 0, **{role: values[role] for role in ROLES}})
+        row = rows.setdefault(
+            key, {"names": [], "num_numbers": 0, **{role: values[role] for role in ROLES}}
+        )
         row["names"].append(each.name)
         row["num_numbers"] += each.numel
     return list(rows.values())

@@ -36,12 +36,17 @@ class LossScaler:
     """
 
     def __init__(
-        self, initial: float = INITIAL, *, growth_interval: int = GROWTH_INTERVAL, floor: float = FLOOR,
+        self,
+        initial: float = INITIAL,
+        *,
+        growth_interval: int = GROWTH_INTERVAL,
+        floor: float = FLOOR,
         device: torch.device | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if initial <= 0 or math.frexp(initial)[0] != 0.5:
             raise InputError(
-                f"the loss scale is {initial:g}, which is no power of two", hint="use one as 65536.0: it rounds nothing"
+                f"the loss scale is {initial:g}, which is no power of two",
+                hint="use one as 65536.0: it rounds nothing",
             )
         self._growth_interval, self.floor, self._device = growth_interval, floor, device
         self.scale: float | Tensor = initial
@@ -71,9 +76,14 @@ class LossScaler:
     def _update_on_device(self, overflowed: Tensor) -> None:
         """Adjust the scale on the device, without waiting; in new tensors, so that a report may
         keep the scale of its step."""
-        scale, clean = torch.as_tensor(self.scale), torch.where(overflowed, 0, self._clean_steps + 1)
+        scale, clean = (
+            torch.as_tensor(self.scale),
+            torch.where(overflowed, 0, self._clean_steps + 1),
+        )
         grows = clean >= self._growth_interval
-        self.scale = torch.where(overflowed, scale * 0.5, torch.where(grows, (scale * 2.0).clamp(max=LARGEST), scale))
+        self.scale = torch.where(
+            overflowed, scale * 0.5, torch.where(grows, (scale * 2.0).clamp(max=LARGEST), scale)
+        )
         self._clean_steps = torch.where(grows, 0, clean)
 
     @property

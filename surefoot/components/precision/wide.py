@@ -17,9 +17,19 @@ from torch import Tensor
 
 NARROW = (torch.bfloat16, torch.float16)
 WIDE = (
-    "softmax.int", "log_softmax.int", "layer_norm", "group_norm", "rms_norm", "linalg_vector_norm", "norm.Scalar",
-    "norm.ScalarOpt_dim", "sum", "sum.dim_IntList", "cumsum", "pow.Tensor_Scalar",
-)  # fmt: skip
+    "softmax.int",
+    "log_softmax.int",
+    "layer_norm",
+    "group_norm",
+    "rms_norm",
+    "linalg_vector_norm",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+    "sum",
+    "sum.dim_IntList",
+    "cumsum",
+    "pow.Tensor_Scalar",
+)
 
 
 @functools.cache
@@ -38,7 +48,9 @@ def _widened(name: str) -> Callable[..., Any]:
 
     def run(*given: Any, **named: Tensor) -> Any:
         with torch.autocast("cpu", enabled=False):
-            return operator(*map(_wide, given), **{key: _wide(value) for key, value in named.items()})
+            return operator(
+                *map(_wide, given), **{key: _wide(value) for key, value in named.items()}
+            )
 
     return run
 

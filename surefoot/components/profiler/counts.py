@@ -55,7 +55,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tallies: dict[tuple[str, str, str, str], _Tally] = defaultdict(_Tally)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event, list[_Tally]]] = []
         self._tracker = ModuleTracker()  # used only to detect a backward pass
-        self.unknown: set[str] = set()  # operators without a formula: they count bytes and time, and no FLOPs
+        self.unknown: set[str] = (
+            set()
+        )  # operators without a formula: they count bytes and time, and no FLOPs
 
     def __enter__(self) -> Self:
         self._whereabouts.__enter__()
@@ -63,8 +65,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._whereabouts.__exit__(kind, error, trace)
         if self._events:
@@ -75,7 +80,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.clear()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         begun, ended = _events() if torch.cuda.is_available() else (None, None)
@@ -94,8 +103,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         around = self._whereabouts.around()
         is_backward, is_on = self._tracker.is_bw, torch.is_grad_enabled()
         is_again = is_backward and is_on  # gradients are on inside a backward pass: a recomputation
-        is_asked = not is_again and (is_backward or is_on or bool(around))  # else a matmul of the optimizer, as Muon's
-        tallies = [self._tallies[module, name, call.dtype, call.group] for module in (WHOLE, *around)]
+        is_asked = not is_again and (
+            is_backward or is_on or bool(around)
+        )  # else a matmul of the optimizer, as Muon's
+        tallies = [
+            self._tallies[module, name, call.dtype, call.group] for module in (WHOLE, *around)
+        ]
         for tally in tallies:
             tally.calls += 1
             tally.flops += call.flops
@@ -111,10 +124,19 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the operators that ran inside `module`, one row for each operator and dtype, the
         longest first."""
         rows = [
-            OperatorWork(operator=name, dtype=dtype, group=group, calls=tally.calls, flops=tally.flops, model_flops=tally.model_flops,
-                 num_bytes=tally.num_bytes, elapsed_s=tally.elapsed_s)
-            for (where, name, dtype, group), tally in self._tallies.items() if where == module
-        ]  # fmt: skip
+            OperatorWork(
+                operator=name,
+                dtype=dtype,
+                group=group,
+                calls=tally.calls,
+                flops=tally.flops,
+                model_flops=tally.model_flops,
+                num_bytes=tally.num_bytes,
+                elapsed_s=tally.elapsed_s,
+            )
+            for (where, name, dtype, group), tally in self._tallies.items()
+            if where == module
+        ]
         return sorted(rows, key=lambda row: -row.elapsed_s)
 
     def modules(self) -> list[str]:
@@ -126,7 +148,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def again_flops(self) -> int:
         """FLOPs of matmuls that a backward pass recomputed (activation checkpointing); they are no
         model FLOPs."""
-        return sum(tally.again_flops for (where, *_), tally in self._tallies.items() if where == WHOLE)
+        return sum(
+            tally.again_flops for (where, *_), tally in self._tallies.items() if where == WHOLE
+        )
 
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:

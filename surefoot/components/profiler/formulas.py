@@ -28,44 +28,111 @@ Flops = int | tuple[int, int]  # all FLOPs; where they differ, also the model FL
 Formula = Callable[[Args, Mapping[str, Any], Any], Flops]
 
 NO_FLOAT = "none"  # the dtype of an operator on integers, which has no FLOPs
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-COMPLEX = {torch.complex32: "complex32", torch.complex64: "complex64", torch.complex128: "complex128"}
+DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
+COMPLEX = {
+    torch.complex32: "complex32",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
 FIRST_FACTOR = {
-    aten.mm: 0, aten.bmm: 0, aten.mv: 0, aten.dot: 0, aten._scaled_mm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.addmv: 1,
+    aten.mm: 0,
+    aten.bmm: 0,
+    aten.mv: 0,
+    aten.dot: 0,
+    aten._scaled_mm: 0,
+    aten.addmm: 1,
+    aten.baddbmm: 1,
+    aten.addmv: 1,
     aten._addmm_activation: 1,
-}  # fmt: skip
+}
 # index of `is_causal`; query, key and value come first, in backward after the gradient
 ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: 4, aten._scaled_dot_product_flash_attention: 4,
-    aten._scaled_dot_product_efficient_attention: 6, aten._scaled_dot_product_cudnn_attention: 6,
-}  # fmt: skip
+    aten._scaled_dot_product_flash_attention_for_cpu: 4,
+    aten._scaled_dot_product_flash_attention: 4,
+    aten._scaled_dot_product_efficient_attention: 6,
+    aten._scaled_dot_product_cudnn_attention: 6,
+}
 ATTENTION_BACKWARD = {
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: 7, aten._scaled_dot_product_flash_attention_backward: 11,
-    aten._scaled_dot_product_efficient_attention_backward: 11, aten._scaled_dot_product_cudnn_attention_backward: 14,
-}  # fmt: skip
-NORMS = {aten.native_layer_norm: "layer", aten.native_group_norm: "layer", aten._fused_rms_norm: "rms"}
-NORM_WEIGHTS = {aten.native_layer_norm: (2, 3), aten.native_group_norm: (1, 2), aten._fused_rms_norm: (2, None)}
-BATCH_NORMS = {aten.native_batch_norm, aten._native_batch_norm_legit, aten.cudnn_batch_norm, aten._batch_norm_with_update}
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 7,
+    aten._scaled_dot_product_flash_attention_backward: 11,
+    aten._scaled_dot_product_efficient_attention_backward: 11,
+    aten._scaled_dot_product_cudnn_attention_backward: 14,
+}
+NORMS = {
+    aten.native_layer_norm: "layer",
+    aten.native_group_norm: "layer",
+    aten._fused_rms_norm: "rms",
+}
+NORM_WEIGHTS = {
+    aten.native_layer_norm: (2, 3),
+    aten.native_group_norm: (1, 2),
+    aten._fused_rms_norm: (2, None),
+}
+BATCH_NORMS = {
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten.cudnn_batch_norm,
+    aten._batch_norm_with_update,
+}
 NORMS_BACKWARD = {
-    aten.native_layer_norm_backward: ("layer", 5, 6), aten.native_group_norm_backward: ("layer", 4, None),
-    aten._fused_rms_norm_backward: ("rms", 4, None), aten.native_batch_norm_backward: ("layer", 2, None),
-    aten.cudnn_batch_norm_backward: ("layer", 2, None), aten.batch_norm_backward: ("layer", 2, None),
-}  # fmt: skip
-ADAM, SGD = 13, 2  # per element: the first moment 3, the second 4, the divisor 3, the update 3; the update 2
+    aten.native_layer_norm_backward: ("layer", 5, 6),
+    aten.native_group_norm_backward: ("layer", 4, None),
+    aten._fused_rms_norm_backward: ("rms", 4, None),
+    aten.native_batch_norm_backward: ("layer", 2, None),
+    aten.cudnn_batch_norm_backward: ("layer", 2, None),
+    aten.batch_norm_backward: ("layer", 2, None),
+}
+ADAM, SGD = (
+    13,
+    2,
+)  # per element: the first moment 3, the second 4, the divisor 3, the update 3; the update 2
 PER_RESULT = {  # FLOPs per element of the first result
-    aten._softmax: shape.SOFTMAX, aten._log_softmax: shape.SOFTMAX, aten._safe_softmax: shape.SOFTMAX,
-    aten._softmax_backward_data: shape.SOFTMAX_BACKWARD, aten._log_softmax_backward_data: shape.SOFTMAX_BACKWARD,
-    aten.native_dropout: 2, aten.native_dropout_backward: 2,
-}  # fmt: skip
+    aten._softmax: shape.SOFTMAX,
+    aten._log_softmax: shape.SOFTMAX,
+    aten._safe_softmax: shape.SOFTMAX,
+    aten._softmax_backward_data: shape.SOFTMAX_BACKWARD,
+    aten._log_softmax_backward_data: shape.SOFTMAX_BACKWARD,
+    aten.native_dropout: 2,
+    aten.native_dropout_backward: 2,
+}
 PER_INPUT = {  # FLOPs per element of the first argument
-    aten.sum: 1, aten.mean: 1, aten.amax: 1, aten.amin: 1, aten.max: 1, aten.min: 1, aten.argmax: 1, aten.argmin: 1, aten.prod: 1,
-    aten.var: 4, aten.var_mean: 4, aten.std: 4, aten.linalg_vector_norm: 2, aten.norm: 2, aten.cumsum: 1, aten.logsumexp: 4,
-    aten.mse_loss: 3, aten.mse_loss_backward: 2, aten.embedding_dense_backward: 1, aten._adaptive_avg_pool2d: 1,
-    aten._adaptive_avg_pool2d_backward: 1, aten.max_pool2d_with_indices_backward: 1, aten.avg_pool2d_backward: 1,
-}  # fmt: skip
+    aten.sum: 1,
+    aten.mean: 1,
+    aten.amax: 1,
+    aten.amin: 1,
+    aten.max: 1,
+    aten.min: 1,
+    aten.argmax: 1,
+    aten.argmin: 1,
+    aten.prod: 1,
+    aten.var: 4,
+    aten.var_mean: 4,
+    aten.std: 4,
+    aten.linalg_vector_norm: 2,
+    aten.norm: 2,
+    aten.cumsum: 1,
+    aten.logsumexp: 4,
+    aten.mse_loss: 3,
+    aten.mse_loss_backward: 2,
+    aten.embedding_dense_backward: 1,
+    aten._adaptive_avg_pool2d: 1,
+    aten._adaptive_avg_pool2d_backward: 1,
+    aten.max_pool2d_with_indices_backward: 1,
+    aten.avg_pool2d_backward: 1,
+}
 SOFTMAXES, DROPOUTS = list(PER_RESULT)[:5], list(PER_RESULT)[5:]
 LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
-ADDED_AT = {aten.scatter_add: 3, aten.scatter_add_: 3, aten.index_add: 3, aten.index_add_: 3}  # index of the added argument
+ADDED_AT = {
+    aten.scatter_add: 3,
+    aten.scatter_add_: 3,
+    aten.index_add: 3,
+    aten.index_add_: 3,
+}  # index of the added argument
 OVERWRITTEN = {
     aten.copy_,
     aten.fill_,
@@ -75,17 +142,66 @@ OVERWRITTEN = {
     aten.full_like,
 }  # the first argument is not read
 ALLOCATED = {
-    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view, aten._reshape_alias,
-    aten.lift_fresh, aten.is_same_size, aten.detach_, aten._local_scalar_dense, aten.unsafe_split, aten.unsafe_chunk,
-}  # fmt: skip
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten._unsafe_view,
+    aten._reshape_alias,
+    aten.lift_fresh,
+    aten.is_same_size,
+    aten.detach_,
+    aten._local_scalar_dense,
+    aten.unsafe_split,
+    aten.unsafe_chunk,
+}
 MOVES = {
-    aten.copy_, aten._to_copy, aten.clone, aten.cat, aten.stack, aten.fill_, aten.zero_, aten.zeros, aten.ones, aten.full, aten.arange,
-    aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.constant_pad_nd,
-    aten.slice_backward, aten.select_backward, aten.nll_loss_backward, aten.scatter, aten.scatter_, aten.flip, aten.roll, aten.repeat,
-    aten.masked_fill, aten.masked_fill_, aten.bernoulli_, aten.uniform_, aten.normal_, aten.random_, aten.index_put, aten.index_put_,
-    aten._index_put_impl_, aten.tril, aten.triu, aten.scalar_tensor, aten.eye,
-}  # fmt: skip
-MUTATED = {aten._fused_adamw_: (0, 2, 3, 5), aten._fused_adam_: (0, 2, 3, 5), aten._fused_sgd_: (0, 2)}
+    aten.copy_,
+    aten._to_copy,
+    aten.clone,
+    aten.cat,
+    aten.stack,
+    aten.fill_,
+    aten.zero_,
+    aten.zeros,
+    aten.ones,
+    aten.full,
+    aten.arange,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.constant_pad_nd,
+    aten.slice_backward,
+    aten.select_backward,
+    aten.nll_loss_backward,
+    aten.scatter,
+    aten.scatter_,
+    aten.flip,
+    aten.roll,
+    aten.repeat,
+    aten.masked_fill,
+    aten.masked_fill_,
+    aten.bernoulli_,
+    aten.uniform_,
+    aten.normal_,
+    aten.random_,
+    aten.index_put,
+    aten.index_put_,
+    aten._index_put_impl_,
+    aten.tril,
+    aten.triu,
+    aten.scalar_tensor,
+    aten.eye,
+}
+MUTATED = {
+    aten._fused_adamw_: (0, 2, 3, 5),
+    aten._fused_adam_: (0, 2, 3, 5),
+    aten._fused_sgd_: (0, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -114,16 +230,26 @@ def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> Operato
     every, asked = flops if isinstance(flops, tuple) else (flops or 0, 0)
     if dtype == NO_FLOAT:
         every = asked = 0
-    return OperatorCall(group, dtype, every, asked, _bytes(packet, args, kwargs, read, written), flops is not None)
+    return OperatorCall(
+        group, dtype, every, asked, _bytes(packet, args, kwargs, read, written), flops is not None
+    )
 
 
 def _is_free(group: str, written: Sequence[Tensor]) -> bool:
     """Return whether an operator counts no FLOPs for any dtype: a copy, a look-up, a comparison."""
-    return group in ("move", "look-up") or (bool(written) and all(each.dtype == torch.bool for each in written))
+    return group in ("move", "look-up") or (
+        bool(written) and all(each.dtype == torch.bool for each in written)
+    )
 
 
 def _flops(
-    func: Any, packet: Any, args: Args, kwargs: Mapping[str, Any], out: Any, read: list[Tensor], written: list[Tensor]
+    func: Any,
+    packet: Any,
+    args: Args,
+    kwargs: Mapping[str, Any],
+    out: Any,
+    read: list[Tensor],
+    written: list[Tensor],
 ) -> tuple[Flops | None, str]:
     """Return the FLOPs, None without a formula, and the kind of operator."""
     if packet in FORMULAS:
@@ -131,7 +257,9 @@ def _flops(
         return formula(args, kwargs, out), group
     name = packet.__name__
     if packet in MOVES or packet in LOOK_UPS:
-        return (_size(args[1]) if packet is aten.nll_loss_forward else 0), ("move" if packet in MOVES else "look-up")
+        return (_size(args[1]) if packet is aten.nll_loss_forward else 0), (
+            "move" if packet in MOVES else "look-up"
+        )
     if name.startswith("_foreach_"):
         results = written or list(_tensors(args[0]))
         many = _tensors(args[0]) if name == "_foreach_norm" else results
@@ -141,20 +269,37 @@ def _flops(
     return None, "other"
 
 
-def _bytes(packet: Any, args: Args, kwargs: Mapping[str, Any], read: list[Tensor], written: list[Tensor]) -> int:
+def _bytes(
+    packet: Any, args: Args, kwargs: Mapping[str, Any], read: list[Tensor], written: list[Tensor]
+) -> int:
     unread: list[Tensor] = list(_tensors(kwargs.get("out")))
     if packet in OVERWRITTEN:
         unread += _tensors(args[0])
     if packet in LOOK_UPS:  # the selected rows, not the table
         unread += _tensors(args[0])
-        taken = _size(args[1]) * args[0].element_size() if packet is aten.nll_loss_forward else sum(map(_in_memory, written))
+        taken = (
+            _size(args[1]) * args[0].element_size()
+            if packet is aten.nll_loss_forward
+            else sum(map(_in_memory, written))
+        )
     else:
         taken = 0
     if not written:
-        written = list(_tensors([args[index] for index in MUTATED.get(packet, (0,) if packet.__name__.endswith("_") else ())]))
+        written = list(
+            _tensors(
+                [
+                    args[index]
+                    for index in MUTATED.get(packet, (0,) if packet.__name__.endswith("_") else ())
+                ]
+            )
+        )
     skipped = {id(each) for each in unread}
     inputs = {id(each): each for each in read if id(each) not in skipped}
-    return taken + sum(map(_in_memory, inputs.values())) + sum(map(_in_memory, {id(each): each for each in written}.values()))
+    return (
+        taken
+        + sum(map(_in_memory, inputs.values()))
+        + sum(map(_in_memory, {id(each): each for each in written}.values()))
+    )
 
 
 def _product(args: Args, kwargs: Mapping[str, Any], out: Tensor, first: int) -> Flops:
@@ -183,7 +328,11 @@ def _attention(args: Args, causal_at: int, first: int) -> tuple[int, int, int]:
     query, key, value = args[first : first + 3]
     causal = len(args) > causal_at and bool(args[causal_at])
     heads = math.prod(query.shape[:-2])
-    return heads * shape.attention_pairs(query.shape[-2], key.shape[-2], causal=causal), key.shape[-1], value.shape[-1]
+    return (
+        heads * shape.attention_pairs(query.shape[-2], key.shape[-2], causal=causal),
+        key.shape[-1],
+        value.shape[-1],
+    )
 
 
 def _norm(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any) -> Flops:
@@ -197,7 +346,9 @@ def _batch_norm(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
     inputs, weight, bias = args[:3]
     is_training = next((each for each in args[3:] if isinstance(each, bool)), True)
     affine = (weight is not None) + (bias is not None)
-    whole = shape.norm_flops(inputs.numel(), "layer", weight=weight is not None, bias=bias is not None)
+    whole = shape.norm_flops(
+        inputs.numel(), "layer", weight=weight is not None, bias=bias is not None
+    )
     return whole if is_training else inputs.numel() * (2 + affine)
 
 
@@ -208,7 +359,9 @@ def _norm_backward(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any)
     return shape.norm_backward_flops(args[0].numel(), kind, weight=weight, bias=bias)
 
 
-def _recurrent(args: Args, kwargs: Mapping[str, Any], out: Any, first: int = 0, times: int = 1) -> Flops:
+def _recurrent(
+    args: Args, kwargs: Mapping[str, Any], out: Any, first: int = 0, times: int = 1
+) -> Flops:
     """Return the FLOPs of one oneDNN layer in one direction; `times` is 2 for a backward pass, with
     two matmuls for each."""
     inputs, weight, hidden = args[first], args[first + 1], args[first + 2].shape[-1]
@@ -237,28 +390,71 @@ def _pool(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
 def _formulas() -> dict[Any, tuple[str, Formula]]:
     """Return, for each operator, its kind and the formula of its FLOPs."""
     found: dict[Any, tuple[str, Formula]] = {
-        aten.convolution: ("product", _convolution), aten.convolution_backward: ("product", _convolution_backward),
+        aten.convolution: ("product", _convolution),
+        aten.convolution_backward: ("product", _convolution_backward),
         aten.mkldnn_rnn_layer: ("recurrent", _recurrent),
-        aten.mkldnn_rnn_layer_backward: ("recurrent", lambda args, kwargs, out: _recurrent(args, kwargs, out, times=2)),
+        aten.mkldnn_rnn_layer_backward: (
+            "recurrent",
+            lambda args, kwargs, out: _recurrent(args, kwargs, out, times=2),
+        ),
         aten._fused_adamw_: ("optimiser", _decoupled),
-        aten._fused_adam_: ("optimiser", lambda args, kwargs, out: _update(args, kwargs, out, ADAM)),
+        aten._fused_adam_: (
+            "optimiser",
+            lambda args, kwargs, out: _update(args, kwargs, out, ADAM),
+        ),
         aten._fused_sgd_: ("optimiser", lambda args, kwargs, out: _update(args, kwargs, out, SGD)),
-        aten.max_pool2d_with_indices: ("reduction", _pool), aten.avg_pool2d: ("reduction", _pool),
-    }  # fmt: skip
+        aten.max_pool2d_with_indices: ("reduction", _pool),
+        aten.avg_pool2d: ("reduction", _pool),
+    }
 
     def add(group: str, packets: Iterable[Any], make: Callable[[Any], Formula]) -> None:
         found.update({packet: (group, make(packet)) for packet in packets})
 
-    add("product", FIRST_FACTOR, lambda each: lambda args, kwargs, out: _product(args, kwargs, out, FIRST_FACTOR[each]))
-    add("attention", ATTENTION, lambda each: lambda a, k, o: shape.attention_flops(*_attention(a, ATTENTION[each], 0)))
-    add("attention", ATTENTION_BACKWARD,
-        lambda each: lambda a, k, o: shape.attention_backward_flops(*_attention(a, ATTENTION_BACKWARD[each], 1)))  # fmt: skip
-    add("normalisation", NORMS, lambda each: lambda args, kwargs, out: _norm(args, kwargs, out, each))
+    add(
+        "product",
+        FIRST_FACTOR,
+        lambda each: lambda args, kwargs, out: _product(args, kwargs, out, FIRST_FACTOR[each]),
+    )
+    add(
+        "attention",
+        ATTENTION,
+        lambda each: lambda a, k, o: shape.attention_flops(*_attention(a, ATTENTION[each], 0)),
+    )
+    add(
+        "attention",
+        ATTENTION_BACKWARD,
+        lambda each: (
+            lambda a, k, o: shape.attention_backward_flops(
+                *_attention(a, ATTENTION_BACKWARD[each], 1)
+            )
+        ),
+    )
+    add(
+        "normalisation",
+        NORMS,
+        lambda each: lambda args, kwargs, out: _norm(args, kwargs, out, each),
+    )
     add("normalisation", BATCH_NORMS, lambda each: _batch_norm)
-    add("normalisation", NORMS_BACKWARD, lambda each: lambda args, kwargs, out: _norm_backward(args, kwargs, out, each))
-    add("normalisation", SOFTMAXES, lambda each: lambda a, k, out: PER_RESULT[each] * next(_tensors(out)).numel())
-    add("pointwise", DROPOUTS, lambda each: lambda a, k, out: PER_RESULT[each] * next(_tensors(out)).numel())
-    add("reduction", PER_INPUT, lambda each: lambda args, kwargs, out: PER_INPUT[each] * _size(args[0]))
+    add(
+        "normalisation",
+        NORMS_BACKWARD,
+        lambda each: lambda args, kwargs, out: _norm_backward(args, kwargs, out, each),
+    )
+    add(
+        "normalisation",
+        SOFTMAXES,
+        lambda each: lambda a, k, out: PER_RESULT[each] * next(_tensors(out)).numel(),
+    )
+    add(
+        "pointwise",
+        DROPOUTS,
+        lambda each: lambda a, k, out: PER_RESULT[each] * next(_tensors(out)).numel(),
+    )
+    add(
+        "reduction",
+        PER_INPUT,
+        lambda each: lambda args, kwargs, out: PER_INPUT[each] * _size(args[0]),
+    )
     add("reduction", ADDED_AT, lambda each: lambda args, kwargs, out: _size(args[ADDED_AT[each]]))
     return found
 
@@ -277,7 +473,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def _dtype(tensors: Iterable[Tensor]) -> str | None:
     return next(
-        (DTYPES.get(each.dtype, str(each.dtype).removeprefix("torch.")) for each in tensors if each.is_floating_point()), None
+        (
+            DTYPES.get(each.dtype, str(each.dtype).removeprefix("torch."))
+            for each in tensors
+            if each.is_floating_point()
+        ),
+        None,
     )
 
 

@@ -22,25 +22,42 @@ from surefoot.core.process.memory import find_limit
 
 Shape = tuple[int, int, int]  # rows, inner size, columns
 Make = Callable[[int, int, int, dict[str, Any]], Callable[[], Any]]
-SHAPES: dict[str, tuple[Shape, ...]] = {  # the fastest shape depends on dtype and cores: thin ones stay in the caches
-    "cpu": ((512, 512, 512), (768, 768, 768), (1536, 1536, 1536), (4096, 1024, 1024), (8192, 256, 256)),
+SHAPES: dict[
+    str, tuple[Shape, ...]
+] = {  # the fastest shape depends on dtype and cores: thin ones stay in the caches
+    "cpu": (
+        (512, 512, 512),
+        (768, 768, 768),
+        (1536, 1536, 1536),
+        (4096, 1024, 1024),
+        (8192, 256, 256),
+    ),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
 }
-COPIED_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # larger than the last-level cache; at most 1/16 of the memory
+COPIED_BYTES = {
+    "cpu": 256 << 20,
+    "cuda": 1 << 30,
+}  # larger than the last-level cache; at most 1/16 of the memory
 CACHED_BYTES = 256 << 10  # source and target fit into the L2 cache of a core
 LEAST_SAMPLES, LONGEST_S = 2, 0.1  # of one matmul; a longer one is left out
 # a shared machine is slow for seconds at a time: the KEPT fastest are measured PASSES times
 PASSES, KEPT, BUDGET_S, COPIES_S = 8, 4, 0.03, 0.1
 
 
-def measure_peaks(device: torch.device, *, threads: int | None = None, dtypes: Sequence[str] | None = None) -> Peaks:
+def measure_peaks(
+    device: torch.device, *, threads: int | None = None, dtypes: Sequence[str] | None = None
+) -> Peaks:
     """Measure the peak FLOP/s and bandwidth of `device`.
 
     On a CPU `threads` sets the number of threads, by default torch's current number. A dtype
     without a matmul on the device is left out.
     """
     with _threads(threads if device.type == "cpu" else None):
-        wanted = {name: _Products(device, dtype) for dtype, name in DTYPES.items() if dtypes is None or name in dtypes}
+        wanted = {
+            name: _Products(device, dtype)
+            for dtype, name in DTYPES.items()
+            if dtypes is None or name in dtypes
+        }
         size = min(COPIED_BYTES.get(device.type, COPIED_BYTES["cpu"]), find_limit().num_bytes // 16)
         copied, cached = 0.0, 0.0
         for _ in range(PASSES):
@@ -49,10 +66,13 @@ def measure_peaks(device: torch.device, *, threads: int | None = None, dtypes: S
             copied = max(copied, _copied_bytes_per_s(device, size, COPIES_S))
             cached = max(cached, _copied_bytes_per_s(device, CACHED_BYTES, BUDGET_S))
         return Peaks(
-            device=device_name(device), threads=torch.get_num_threads() if device.type == "cpu" else None,
+            device=device_name(device),
+            threads=torch.get_num_threads() if device.type == "cpu" else None,
             flops_per_s={name: products.best for name, products in wanted.items() if products.best},
-            bytes_per_s=copied, cache_bytes_per_s=cached, source="measured here",
-        )  # fmt: skip
+            bytes_per_s=copied,
+            cache_bytes_per_s=cached,
+            source="measured here",
+        )
 
 
 def device_name(device: torch.device) -> str:
@@ -89,7 +109,10 @@ def _turned(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callab
 def _onednn(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callable[[], Any]:
     """Return a matmul by oneDNN, which convolutions use on a CPU: on some processors its
     instructions are twice as wide as those of `mm`."""
-    one, other = torch.ones(rows, inner, **like).to_mkldnn(), torch.ones(columns, inner, **like).to_mkldnn()
+    one, other = (
+        torch.ones(rows, inner, **like).to_mkldnn(),
+        torch.ones(columns, inner, **like).to_mkldnn(),
+    )
     return lambda: F.linear(one, other)
 
 
@@ -117,7 +140,9 @@ class _Products:
         dropped.
         """
         rates = {(make, shape): self._flops_per_s(make, shape) for make, shape in self._left}
-        self._left = sorted((each for each in rates if rates[each]), key=lambda each: -rates[each])[:KEPT]
+        self._left = sorted((each for each in rates if rates[each]), key=lambda each: -rates[each])[
+            :KEPT
+        ]
 
     def _flops_per_s(self, make: Make, shape: Shape) -> float:
         flops, best = product_flops(shape[0] * shape[2], shape[1]), self._best_of[make]
@@ -134,7 +159,9 @@ class _Products:
 def _copied_bytes_per_s(device: torch.device, size: int, budget_s: float) -> float:
     """Return bytes read and written per second; the read of a cache line before it is written is
     not counted."""
-    source, target = (torch.ones(size // 4, device=device) for _ in range(2))  # written once, so that all pages are mapped
+    source, target = (
+        torch.ones(size // 4, device=device) for _ in range(2)
+    )  # written once, so that all pages are mapped
     repeats = max(1, (1 << 22) // size)  # a copy inside a cache is shorter than a clock's tick
 
     def copy() -> None:

@@ -30,13 +30,18 @@ class Whereabouts:
 
     def __enter__(self) -> Self:
         for module, name in self._names.items():
-            self._handles.append(module.register_forward_pre_hook(self._enter_of(name), with_kwargs=True))
+            self._handles.append(
+                module.register_forward_pre_hook(self._enter_of(name), with_kwargs=True)
+            )
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -73,7 +78,10 @@ class Whereabouts:
             waiting += [following for following, _ in node.next_functions]
             if node not in self._owned:
                 self._owned.add(node)
-                self._handles += [node.register_prehook(self._begin_of(name)), node.register_hook(self._end)]
+                self._handles += [
+                    node.register_prehook(self._begin_of(name)),
+                    node.register_hook(self._end),
+                ]
 
     def _begin_of(self, name: str) -> Callable[[Any], None]:
         def begin(gradients: Any) -> None:
@@ -91,6 +99,12 @@ def _nodes(tree: Any) -> Iterator[Any]:
         if tree.grad_fn is not None:
             yield tree.grad_fn
         return
-    parts: Iterable[Any] = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    parts: Iterable[Any] = (
+        tree.values()
+        if isinstance(tree, Mapping)
+        else tree
+        if isinstance(tree, list | tuple)
+        else ()
+    )
     for each in parts:
         yield from _nodes(each)

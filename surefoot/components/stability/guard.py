@@ -13,7 +13,14 @@ from surefoot.contract.state import StepReport
 from surefoot.core.errors import NumbersError
 
 DIVERGED_STEPS = 5
-_REMEMBERED = ("_applied_before", "_skips_in_row", "_high_in_row", "_first_loss", "num_skipped", "num_empty")
+_REMEMBERED = (
+    "_applied_before",
+    "_skips_in_row",
+    "_high_in_row",
+    "_first_loss",
+    "num_skipped",
+    "num_empty",
+)
 MIN_REFERENCE = 1.0  # a first loss near zero is no reference for later losses
 
 
@@ -43,7 +50,9 @@ class Guard:
         self._high_in_row = 0
         self._first_loss: float | None = None
         self._ending: NumbersError | None = None
-        self.num_skipped = self.num_empty = 0  # num_empty: the skipped steps whose loss counted no item
+        self.num_skipped = self.num_empty = (
+            0  # num_empty: the skipped steps whose loss counted no item
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the counters for a checkpoint; all reports must have been judged before."""
@@ -52,7 +61,9 @@ class Guard:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the counters from a checkpoint's `state`."""
         for name in _REMEMBERED:
-            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints have fewer fields
+            setattr(
+                self, name, state.get(name, getattr(self, name))
+            )  # older checkpoints have fewer fields
 
     def watch(self, report: StepReport) -> None:
         self._unread.append(report)
@@ -64,7 +75,9 @@ class Guard:
 
     def _judge(self, report: StepReport) -> GuardFault | None:
         loss = report.loss
-        may_be_empty = loss is None or (not report.applied and math.isfinite(loss) and not report.overflowed)
+        may_be_empty = loss is None or (
+            not report.applied and math.isfinite(loss) and not report.overflowed
+        )
         if may_be_empty and (empty := report.empty_updates):
             return self._without_items(report, empty)
         if loss is None:
@@ -80,7 +93,9 @@ class Guard:
         if self._high_in_row >= DIVERGED_STEPS and self._ending is None:
             times = f"{self._table.diverged:g} times the first ({self._first_loss:.4g})"
             text = f"the loss is {loss:.4g}, over {times}, {DIVERGED_STEPS} steps in a row"
-            self._ending = NumbersError(f"step {report.step}: diverged: {text}", hint="lower optim.lr, or warm up longer")
+            self._ending = NumbersError(
+                f"step {report.step}: diverged: {text}", hint="lower optim.lr, or warm up longer"
+            )
             return GuardFault(report.step, "diverged", "the run ends", text)
         return None
 
@@ -96,10 +111,13 @@ class Guard:
         elif self._skips_in_row >= self._table.max_skips:
             reason = f"{self._skips_in_row} steps in a row"
         if reason is None:
-            return GuardFault(report.step, "nonfinite", "the step was skipped, nothing moved", detail)
+            return GuardFault(
+                report.step, "nonfinite", "the step was skipped, nothing moved", detail
+            )
         if self._ending is None:
             self._ending = NumbersError(
-                f"step {report.step}: {detail}, {reason}", hint="look at the data and the model's output, or lower optim.lr"
+                f"step {report.step}: {detail}, {reason}",
+                hint="look at the data and the model's output, or lower optim.lr",
             )
         return GuardFault(report.step, "nonfinite", "the run ends", f"{detail}, {reason}")
 
@@ -112,8 +130,12 @@ class Guard:
         which = f"update {', '.join(empty)}" if len(report.updates) > 1 else "the step"
         steps = "1 such step" if many == 1 else f"{many:,} such steps"
         action = f"{which} was skipped, nothing moved; {steps} so far"
-        is_printed = many & (many - 1) == 0  # after 1, 2, 4, 8, ... steps: else frequent empty batches would fill the screen
-        return GuardFault(report.step, "no-items", action, f"the loss of {which} counts 0 items", is_printed)
+        is_printed = (
+            many & (many - 1) == 0
+        )  # after 1, 2, 4, 8, ... steps: else frequent empty batches would fill the screen
+        return GuardFault(
+            report.step, "no-items", action, f"the loss of {which} counts 0 items", is_printed
+        )
 
     def _overflowed(self, report: StepReport) -> GuardFault:
         """Report a step whose fp16 gradients overflowed; it ends the run only once the loss scale
@@ -123,12 +145,16 @@ class Guard:
         detail = f"gradients overflowed fp16 at a loss scale of {2 * scale:g}"
         if scale >= self._min_scale:
             return GuardFault(
-                report.step, "overflow", f"the step was skipped, nothing moved; the loss scale is now {scale:g}", detail
+                report.step,
+                "overflow",
+                f"the step was skipped, nothing moved; the loss scale is now {scale:g}",
+                detail,
             )
         text = f"{detail}, and precision.min_scale is {self._min_scale:g}: the scale would halve for ever"
         if self._ending is None:
             self._ending = NumbersError(
-                f"step {report.step}: {text}", hint='use precision.compute = "bf16", which needs no scale'
+                f"step {report.step}: {text}",
+                hint='use precision.compute = "bf16", which needs no scale',
             )
         return GuardFault(report.step, "overflow", "the run ends", text)
 
@@ -138,21 +164,37 @@ class Guard:
     def full_disk(self, step: int, deleted: str) -> GuardFault:
         detail = f"the disk had no room for the checkpoint of step {step:,}"
         return GuardFault(
-            step, "full-disk", f"the checkpoint of {deleted} was deleted before its time, the run continues", detail
+            step,
+            "full-disk",
+            f"the checkpoint of {deleted} was deleted before its time, the run continues",
+            detail,
         )
 
     @staticmethod
     def slow_save(step: int, detail: str, key: str = "checkpoint.every") -> GuardFault:
-        return GuardFault(step, "slow-save", f"the run continues and waits for the disk; a larger {key} costs less", detail)
+        return GuardFault(
+            step,
+            "slow-save",
+            f"the run continues and waits for the disk; a larger {key} costs less",
+            detail,
+        )
 
     def damaged_commit(self, step: int, detail: str) -> GuardFault:
         return GuardFault(
-            step, "damaged-commit", f"set aside; going on {f'after step {step}' if step else 'from the start'}", detail
+            step,
+            "damaged-commit",
+            f"set aside; going on {f'after step {step}' if step else 'from the start'}",
+            detail,
         )
 
     @staticmethod
     def lost_commit(step: int, detail: str) -> GuardFault:
-        return GuardFault(step, "lost-commit", f"resuming {f'after step {step}' if step else 'from the start'}", detail)
+        return GuardFault(
+            step,
+            "lost-commit",
+            f"resuming {f'after step {step}' if step else 'from the start'}",
+            detail,
+        )
 
     @staticmethod
     def damaged_log(step: int, detail: str) -> GuardFault:
@@ -160,7 +202,10 @@ class Guard:
 
     def damaged_ledger(self, step: int, num_lost: int) -> GuardFault:
         return GuardFault(
-            step, "damaged-ledger", "going on; these rows stay missing", f"ledger.bin lost the rows of {num_lost} steps"
+            step,
+            "damaged-ledger",
+            "going on; these rows stay missing",
+            f"ledger.bin lost the rows of {num_lost} steps",
         )
 
     def raise_if_over(self, step: int) -> None:
@@ -175,4 +220,8 @@ def _what_is_wrong(report: StepReport, loss: float) -> str:
     norm = report.gradient_norm
     if norm is None:
         return "the gradient norm of an update is not finite"
-    return "no parameter received a gradient" if math.isfinite(norm) else f"the gradient norm is {norm}"
+    return (
+        "no parameter received a gradient"
+        if math.isfinite(norm)
+        else f"the gradient norm is {norm}"
+    )

@@ -41,12 +41,14 @@ class Noise:
         """
         if self.scale is None or self.high is None:
             return f"the noise scale is {self.low:,.0f} samples or more: a batch above {batch:,} saves steps nearly in proportion"
-        steps, samples = (f"{1 + share:.3g}x" for share in (self.scale / batch, batch / max(self.scale, 1e-9)))
-        costs = f"a batch of {batch:,} takes {steps} the fewest steps and {samples} the fewest samples"
+        steps, samples = (
+            f"{1 + share:.3g}x" for share in (self.scale / batch, batch / max(self.scale, 1e-9))
+        )
+        costs = (
+            f"a batch of {batch:,} takes {steps} the fewest steps and {samples} the fewest samples"
+        )
         if batch < self.low:
-            return (
-                f"{costs}: a larger one, up to about {self.scale:,.0f}, saves steps nearly in proportion; raise the rate with it"
-            )
+            return f"{costs}: a larger one, up to about {self.scale:,.0f}, saves steps nearly in proportion; raise the rate with it"
         if batch > self.high:
             return f"{costs}: a smaller one, down to about {self.scale:,.0f}, saves samples"
         return f"{costs}: about as large as is worth it"
@@ -58,9 +60,13 @@ class GradientNoise:
 
     def __init__(self, most: int = MOST) -> None:
         self._unread: deque[tuple[float | Tensor, float | Tensor, int, int]] = deque(maxlen=most)
-        self._pairs: deque[tuple[float, float]] = deque(maxlen=most)  # estimates of |G|^2 and S, each without bias
+        self._pairs: deque[tuple[float, float]] = deque(
+            maxlen=most
+        )  # estimates of |G|^2 and S, each without bias
 
-    def add(self, part_square: float | Tensor, whole_square: float | Tensor, part: int, whole: int) -> None:
+    def add(
+        self, part_square: float | Tensor, whole_square: float | Tensor, part: int, whole: int
+    ) -> None:
         """Add one step: the squared norms of the mean gradients over `part` of its samples, and
         over all `whole` of them.
 
@@ -89,16 +95,26 @@ class GradientNoise:
         pairs = np.array(self._pairs)
         drawn = np.random.default_rng(0).integers(0, len(pairs), (RESAMPLED, len(pairs)))
         signals, noises = pairs[:, 0][drawn].mean(1), pairs[:, 1][drawn].mean(1)
-        ratios = np.sort(np.where(signals > 0, np.maximum(noises, 0) / np.where(signals > 0, signals, 1), np.inf))
+        ratios = np.sort(
+            np.where(signals > 0, np.maximum(noises, 0) / np.where(signals > 0, signals, 1), np.inf)
+        )
         tail = (1 - LEVEL) / 2
         low, high = ratios[int(tail * RESAMPLED)], ratios[int((1 - tail) * RESAMPLED)]
         signal, noise = pairs.mean(0)
         if not math.isfinite(low):  # only noise: the scale is known to exceed the batches
-            low = ratios[0] if math.isfinite(ratios[0]) else max(0.0, noise) / abs(signal) if signal else math.inf
+            low = (
+                ratios[0]
+                if math.isfinite(ratios[0])
+                else max(0.0, noise) / abs(signal)
+                if signal
+                else math.inf
+            )
         if not math.isfinite(low):
             return None
         is_known = signal > 0 and math.isfinite(high)
         return Noise(
-            scale=float(max(noise, 0) / signal) if is_known else None, low=float(low), high=float(high) if is_known else None,
+            scale=float(max(noise, 0) / signal) if is_known else None,
+            low=float(low),
+            high=float(high) if is_known else None,
             num_steps=len(pairs),
-        )  # fmt: skip
+        )

@@ -10,14 +10,19 @@ from torch import nn
 from surefoot.core.errors import SpecError, TaskError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-MOST_GROUPS, LEAST_CHANNELS = 32, 8  # GroupNorm's usual number; a group of fewer channels loses too much of a 1-D sample
+MOST_GROUPS, LEAST_CHANNELS = (
+    32,
+    8,
+)  # GroupNorm's usual number; a group of fewer channels loses too much of a 1-D sample
 _FORWARDS = [each.forward for each in BATCH_NORMS]
 
 
 def find_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Return every BatchNorm of `model` by name, SyncBatchNorm included; one with two names is
     listed under the first."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)
+    }
 
 
 def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[str]:
@@ -45,7 +50,8 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
         raise SpecError(f"BatchNorm cannot be made {to!r}", hint='use "group" or "layer"')
     if isinstance(model, BATCH_NORMS):
         raise TaskError(
-            "the model is a BatchNorm itself, which cannot be replaced from inside", hint="wrap it: nn.Sequential(norm)"
+            "the model is a BatchNorm itself, which cannot be replaced from inside",
+            hint="wrap it: nn.Sequential(norm)",
         )
     norms = find_batch_norms(model)
     own = [name for name, module in norms.items() if type(module).forward not in _FORWARDS]
@@ -55,7 +61,11 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
             hint="put another norm in its place in the model itself",
         )
     made = {id(module): _norm_for(module, to) for module in norms.values()}
-    found = {name: made[id(module)] for name, module in model.named_modules(remove_duplicate=False) if id(module) in made}
+    found = {
+        name: made[id(module)]
+        for name, module in model.named_modules(remove_duplicate=False)
+        if id(module) in made
+    }
     for name, norm in found.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, norm)

@@ -14,8 +14,12 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # and without waiting for the other end of a pipe
-ANY_ACCESS = getattr(os, "O_PATH", os.O_RDONLY)  # a folder on the way needs no permission to list it
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(
+    os, "O_NONBLOCK", 0
+)  # and without waiting for the other end of a pipe
+ANY_ACCESS = getattr(
+    os, "O_PATH", os.O_RDONLY
+)  # a folder on the way needs no permission to list it
 LINK_REFUSED = "it is a symbolic link, and no file of a run folder is opened through one"
 RANKS = "ranks"  # the folder of the logs of all ranks but rank 0
 HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd
@@ -50,7 +54,9 @@ def _open(folder: Path, name: str, flags: int) -> int:
     parent = os.open(folder, ANY_ACCESS | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in above:
-            child = os.open(part, ANY_ACCESS | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=parent)
+            child = os.open(
+                part, ANY_ACCESS | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=parent
+            )
             os.close(parent)
             parent = child
         return os.open(last, flags, 0o666, dir_fd=parent)

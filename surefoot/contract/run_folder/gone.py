@@ -46,7 +46,9 @@ def find_named(records: Sequence[Event]) -> dict[int, int]:
     """Return the generation that wrote each checkpoint named in `records`, by ascending step."""
     named = {
         event.step: event.generation
-        for event in events.newest(each for each in records if isinstance(each, Started | Committed))
+        for event in events.newest(
+            each for each in records if isinstance(each, Started | Committed)
+        )
         if isinstance(event, Committed)
     }
     return dict(sorted(named.items()))
@@ -61,16 +63,26 @@ def describe_lost(gone: Sequence[Gone], after: int) -> str:
     return f"the log names the commit of step{'s' if len(lost) > 1 else ''} {steps}, and it is not in checkpoints/"
 
 
-def _judge(run: Path, step: int, generation: int, removed: Sequence[Removal], *, is_kept: bool) -> Gone:
+def _judge(
+    run: Path, step: int, generation: int, removed: Sequence[Removal], *, is_kept: bool
+) -> Gone:
     """Return why one checkpoint is missing.
 
     Without a record of its removal it is lost if it existed when the first removal of the run was
     recorded, if it was written later, or if retention keeps it.
     """
-    if any(each.step == step and (each.generation is None or each.generation >= generation) for each in removed):
-        return Gone(step, False, "deleted by surefoot, as its retention or `checkpoint prune` was told to")
+    if any(
+        each.step == step and (each.generation is None or each.generation >= generation)
+        for each in removed
+    ):
+        return Gone(
+            step, False, "deleted by surefoot, as its retention or `checkpoint prune` was told to"
+        )
     if aside := sorted(
-        path.name for path in (run / manifest.FOLDER).glob(f"{commits.BAD}{manifest.step_folder(run, step).name}*")
+        path.name
+        for path in (run / manifest.FOLDER).glob(
+            f"{commits.BAD}{manifest.step_folder(run, step).name}*"
+        )
     ):
         return Gone(step, True, f"it was damaged and set aside: {aside[0]}")
     if removed:
@@ -78,7 +90,11 @@ def _judge(run: Path, step: int, generation: int, removed: Sequence[Removal], *,
         is_kept = is_kept or step in first or step > max(first)
     if is_kept:
         return Gone(step, True, "the log names it, and surefoot did not delete it")
-    return Gone(step, False, "deleted by retention or by hand: this run has no record of what was deleted then")
+    return Gone(
+        step,
+        False,
+        "deleted by retention or by hand: this run has no record of what was deleted then",
+    )
 
 
 def _least_kept(records: Sequence[Event]) -> int:
@@ -90,4 +106,6 @@ def _least_kept(records: Sequence[Event]) -> int:
 def _keep_of(table: object) -> int:
     stated = table if isinstance(table, Mapping) else {}
     keep = stated.get("keep", CheckpointTable().keep)
-    return keep if isinstance(keep, int) and keep >= LEAST and stated.get("budget") is None else LEAST
+    return (
+        keep if isinstance(keep, int) and keep >= LEAST and stated.get("budget") is None else LEAST
+    )

@@ -41,7 +41,9 @@ def record(run: Path, steps: Sequence[int]) -> bool:
     if not steps or not (run / events.FILE).is_file():
         return True
     others = [step for step in manifests.steps(run) if step not in steps]
-    rows = [{"step": step, "generation": _generation_of(run, step), "others": others} for step in steps]
+    rows = [
+        {"step": step, "generation": _generation_of(run, step), "others": others} for step in steps
+    ]
     # each line also begins with a newline: a full disk may have truncated the line before
     data = "".join(f"\n{json.dumps(row)}\n" for row in rows).encode()
     try:
@@ -71,7 +73,11 @@ def _parse(text: str) -> Iterator[Removal]:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)
             removal = Removal(row["step"], row["generation"], tuple(row["others"]))
-            numbers = (removal.step, *removal.others, *([] if removal.generation is None else [removal.generation]))
+            numbers = (
+                removal.step,
+                *removal.others,
+                *([] if removal.generation is None else [removal.generation]),
+            )
             if all(type(number) is int for number in numbers):
                 yield removal
 

@@ -25,8 +25,14 @@ LEAST = 2  # checkpoints that are always kept: one of them may turn out damaged
 
 
 def choose(
-    steps: Sequence[int], *, keep: int, every: int | None, ranked: Sequence[int], keep_best: int, milestones: Sequence[int] = ()
-) -> list[int]:  # fmt: skip
+    steps: Sequence[int],
+    *,
+    keep: int,
+    every: int | None,
+    ranked: Sequence[int],
+    keep_best: int,
+    milestones: Sequence[int] = (),
+) -> list[int]:
     """Return those of the ascending `steps` to delete.
 
     Kept are the newest `keep` (at least two), the best `keep_best`, multiples of `every`, and
@@ -69,7 +75,9 @@ def read_times(run: Path, steps: Sequence[int]) -> dict[int, float]:
     return times_s
 
 
-def over_budget(run: Path, steps: Sequence[int], protected: Sequence[int], budget_bytes: int) -> list[int]:
+def over_budget(
+    run: Path, steps: Sequence[int], protected: Sequence[int], budget_bytes: int
+) -> list[int]:
     """Return the oldest of `steps` to delete so that the remaining ones fit the budget.
 
     The newest two and the protected steps are always kept. A file that several checkpoints link
@@ -97,14 +105,21 @@ def _bytes_of(run: Path, steps: Sequence[int]) -> int:
 
 
 def find_doomed(
-    run: Path, *, keep: int, every: int | None = None, every_s: float | None = None, keep_best: int = 1,
+    run: Path,
+    *,
+    keep: int,
+    every: int | None = None,
+    every_s: float | None = None,
+    keep_best: int = 1,
     budget_bytes: int | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Return the steps of the checkpoints to delete, oldest first; nothing is deleted."""
     steps = manifests.steps(run)
     ranked = commits.rank(run, steps)
     milestones = [] if every_s is None else find_milestones(read_times(run, steps), every_s)
-    doomed = choose(steps, keep=keep, every=every, ranked=ranked, keep_best=keep_best, milestones=milestones)
+    doomed = choose(
+        steps, keep=keep, every=every, ranked=ranked, keep_best=keep_best, milestones=milestones
+    )
     if budget_bytes is not None:
         rest = [step for step in steps if step not in doomed]
         doomed += over_budget(run, rest, ranked[:keep_best], budget_bytes)
@@ -112,9 +127,14 @@ def find_doomed(
 
 
 def retain(
-    run: str | Path, *, keep: int, every: int | None = None, every_s: float | None = None, keep_best: int = 1,
+    run: str | Path,
+    *,
+    keep: int,
+    every: int | None = None,
+    every_s: float | None = None,
+    keep_best: int = 1,
     budget_bytes: int | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Delete the checkpoints that need not be kept, oldest first; return their steps.
 
     The newest checkpoint is verified first: if it is damaged, nothing is deleted. The newest `keep`
@@ -125,17 +145,33 @@ def retain(
         raise InputError(f"keep is {keep}", hint="keep 1 or more: the newest two stay in any case")
     run = Path(run)
     try:
-        doomed = find_doomed(run, keep=keep, every=every, every_s=every_s, keep_best=keep_best, budget_bytes=budget_bytes)
+        doomed = find_doomed(
+            run,
+            keep=keep,
+            every=every,
+            every_s=every_s,
+            keep_best=keep_best,
+            budget_bytes=budget_bytes,
+        )
         if doomed:
             commits.check(manifests.step_folder(run, manifests.steps(run)[-1]))
-    except (OSError, RunFolderError):  # the disk does not answer, or the newest checkpoint is damaged
+    except (
+        OSError,
+        RunFolderError,
+    ):  # the disk does not answer, or the newest checkpoint is damaged
         return []
     return _delete(run, doomed)
 
 
 def find_in_the_way(
-    run: Path, need_bytes: int, free_bytes: int, *, every: int | None = None, every_s: float | None = None, keep_best: int = 1
-) -> list[int]:  # fmt: skip
+    run: Path,
+    need_bytes: int,
+    free_bytes: int,
+    *,
+    every: int | None = None,
+    every_s: float | None = None,
+    keep_best: int = 1,
+) -> list[int]:
     """Return the oldest checkpoints whose deletion frees space for one of `need_bytes`.
 
     Empty where that is not possible. The best `keep_best`, multiples of `every` and milestones are
@@ -157,7 +193,9 @@ def find_in_the_way(
     return []
 
 
-def make_room(run: str | Path, *, every: int | None = None, every_s: float | None = None, keep_best: int = 1) -> list[int]:
+def make_room(
+    run: str | Path, *, every: int | None = None, every_s: float | None = None, keep_best: int = 1
+) -> list[int]:
     """Delete checkpoints to free space for a new one on a full disk; return their steps.
 
     One checkpoint that is kept is verified first. The new checkpoint is assumed to be as large as
@@ -170,10 +208,17 @@ def make_room(run: str | Path, *, every: int | None = None, every_s: float | Non
             return []
         need_bytes = manifests.read(manifests.step_folder(run, steps[-1])).num_bytes - SLACK_BYTES
         free_bytes = shutil.disk_usage(run).free
-        doomed = find_in_the_way(run, need_bytes, free_bytes, every=every, every_s=every_s, keep_best=keep_best)
+        doomed = find_in_the_way(
+            run, need_bytes, free_bytes, every=every, every_s=every_s, keep_best=keep_best
+        )
         if doomed:
-            commits.check(manifests.step_folder(run, max(step for step in steps if step not in doomed)))
-    except (OSError, RunFolderError):  # the disk does not answer, or the checkpoint to keep is damaged
+            commits.check(
+                manifests.step_folder(run, max(step for step in steps if step not in doomed))
+            )
+    except (
+        OSError,
+        RunFolderError,
+    ):  # the disk does not answer, or the checkpoint to keep is damaged
         return []
     return _delete(run, doomed)
 
@@ -182,7 +227,9 @@ def _delete(run: Path, doomed: Sequence[int]) -> list[int]:
     gone = []
     is_recorded = removals.record(run, doomed)
     for step in doomed:
-        with contextlib.suppress(OSError):  # a folder that cannot be deleted does no harm; the next checkpoint tries again
+        with contextlib.suppress(
+            OSError
+        ):  # a folder that cannot be deleted does no harm; the next checkpoint tries again
             commits.remove(manifests.step_folder(run, step))
             gone.append(step)
     if not is_recorded:  # the disk was full, and has space now

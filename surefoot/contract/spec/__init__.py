@@ -1,6 +1,14 @@
 """The specification of a run as one value, a table per subject."""
 
-from surefoot.contract.spec.run_spec import ALLOWED, RunSpec, explain, find_idle_keys, find_place, key_names, leave_out_idle
+from surefoot.contract.spec.run_spec import (
+    ALLOWED,
+    RunSpec,
+    explain,
+    find_idle_keys,
+    find_place,
+    key_names,
+    leave_out_idle,
+)
 from surefoot.contract.spec.tables import (
     CheckpointTable,
     CompileTable,
@@ -12,7 +20,18 @@ from surefoot.contract.spec.tables import (
 )
 
 __all__ = [
-    "ALLOWED", "CheckpointTable", "CompileTable", "NcclTable", "OptimTable", "PrecisionTable", "RunSpec", "StabilityTable",
+    "ALLOWED",
+    "CheckpointTable",
+    "CompileTable",
+    "NcclTable",
+    "OptimTable",
+    "PrecisionTable",
+    "RunSpec",
+    "StabilityTable",
     "SpecTable",
-    "explain", "find_idle_keys", "find_place", "key_names", "leave_out_idle",
-]  # fmt: skip
+    "explain",
+    "find_idle_keys",
+    "find_place",
+    "key_names",
+    "leave_out_idle",
+]

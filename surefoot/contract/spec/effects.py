@@ -32,7 +32,9 @@ class When:
             *first, last = map(json.dumps, self.values)
             return f"set {self.key} to {', '.join(first)}{' or ' * bool(first)}{last}"
         return (
-            f"set {self.key}" if self.values == (None,) else f"set {self.key} to another value than {json.dumps(self.values[0])}"
+            f"set {self.key}"
+            if self.values == (None,)
+            else f"set {self.key} to another value than {json.dumps(self.values[0])}"
         )
 
 
@@ -56,12 +58,16 @@ def _not(key: str, value: Any) -> tuple[When, ...]:
 NEEDS: tuple[Need, ...] = (
     Need(("data.max_bad",), _one_of("data.on_bad", "skip")),
     Need(("data.window",), _one_of("data.shuffle", True)),
-    Need(("loader.kind", "loader.prefetch", "loader.start", "loader.timeout", "loader.memory"), _not("loader.workers", 0)),
+    Need(
+        ("loader.kind", "loader.prefetch", "loader.start", "loader.timeout", "loader.memory"),
+        _not("loader.workers", 0),
+    ),
     Need(("loader.start",), _not("loader.kind", "thread")),
     Need(("optim.betas", "optim.eps"), _one_of("optim.name", "adam", "adamw", "muon", "lamb")),
     Need(("optim.momentum",), _one_of("optim.name", "sgd", "muon", "lars")),
     Need(
-        ("optim.momentum",), _not("schedule.name", "one_cycle") + _one_of("schedule.cycle_momentum", False),
+        ("optim.momentum",),
+        _not("schedule.name", "one_cycle") + _one_of("schedule.cycle_momentum", False),
         "one_cycle moves the momentum from momentum_high to momentum_low and back",
     ),
     Need(("optim.nesterov",), _one_of("optim.name", "sgd", "muon")),
@@ -69,32 +75,53 @@ NEEDS: tuple[Need, ...] = (
     Need(("optim.fused",), _not("optim.name", "task")),
     Need(("optim.ema_ramp", "optim.ema_buffers"), _not("optim.ema", None)),
     Need(("optim.scaling",), _not("optim.reference_batch", None)),
-    Need(("schedule.warmup_shape",), _not("schedule.warmup", "0 steps") + _one_of("schedule.name", "warmup")),
+    Need(
+        ("schedule.warmup_shape",),
+        _not("schedule.warmup", "0 steps") + _one_of("schedule.name", "warmup"),
+    ),
     Need(("schedule.warmup_start",), _one_of("schedule.warmup_shape", "exponential")),
-    Need(("schedule.momentum_low", "schedule.momentum_high"), _not("schedule.cycle_momentum", False)),
+    Need(
+        ("schedule.momentum_low", "schedule.momentum_high"), _not("schedule.cycle_momentum", False)
+    ),
     Need(
         ("precision.init_scale", "precision.growth_interval", "precision.min_scale"),
         _one_of("precision.compute", "fp16", "auto"),
         "the range of the other formats is that of fp32, so that there is nothing to scale",
     ),
-    Need(("precision.master",), _one_of("precision.weights", "bf16"), "fp32 weights have no masters"),
+    Need(
+        ("precision.master",), _one_of("precision.weights", "bf16"), "fp32 weights have no masters"
+    ),
     Need(("precision.emulate",), _one_of("precision.compute", "float8")),
-    Need(("precision.keep",), _one_of("precision.compute", "bf16", "fp16", "float8", "auto"), "autocast narrows nothing there"),
+    Need(
+        ("precision.keep",),
+        _one_of("precision.compute", "bf16", "fp16", "float8", "auto"),
+        "autocast narrows nothing there",
+    ),
     Need(("memory.blocks",), _not("memory.recompute", "none") + _not("layout.shard", 1)),
     Need(("compile.blocks",), _one_of("compile.what", "blocks")),
     Need(
-        ("compile.mode", "compile.dynamic", "compile.on_failure", "compile.budget", "compile.over_budget"),
+        (
+            "compile.mode",
+            "compile.dynamic",
+            "compile.on_failure",
+            "compile.budget",
+            "compile.over_budget",
+        ),
         _not("compile.what", "none"),
     ),
     Need(("layout.stage",), _not("layout.shard", 1)),
     Need(
-        ("layout.bucket", "layout.first_bucket"), _one_of("layout.shard", 1) + _one_of("layout.stage", 1),
+        ("layout.bucket", "layout.first_bucket"),
+        _one_of("layout.shard", 1) + _one_of("layout.stage", 1),
         "stages 2 and 3 send the gradients of a block at a time",
     ),
     Need(("layout.compress_rank",), _one_of("layout.compress", "powersgd")),
-    Need(("nccl.adapter", "nccl.infiniband_timeout", "nccl.infiniband_retries"), _not("nccl.infiniband", False)),
+    Need(
+        ("nccl.adapter", "nccl.infiniband_timeout", "nccl.infiniband_retries"),
+        _not("nccl.infiniband", False),
+    ),
     Need(("stability.max_skips",), _one_of("stability.nonfinite", "skip")),
-)  # fmt: skip
+)
 
 
 def find_idle(read: Read, default: Read, decided: Collection[str] = ()) -> dict[str, Need]:
@@ -115,7 +142,10 @@ def describe(key: str, need: Need, read: Read, default: Read) -> tuple[str, str]
     because = " and ".join(dict.fromkeys(_state(each.key, read, default) for each in need.any_of))
     why = f" ({need.why})" if need.why else ""
     ways = ", or ".join(each.way for each in need.any_of)
-    return f"{key} = {_written(read(key))} has no effect {because}{why}", f"leave {key} out, or {ways}"
+    return (
+        f"{key} = {_written(read(key))} has no effect {because}{why}",
+        f"leave {key} out, or {ways}",
+    )
 
 
 def _state(key: str, read: Read, default: Read) -> str:

@@ -49,7 +49,12 @@ class Formula:
 
 def _of_update(name: str) -> Callable[[RunSpec], bool]:
     return lambda spec: (
-        name == (f"{spec.optim.name}, nesterov" if spec.optim.name == "sgd" and spec.optim.nesterov else spec.optim.name)
+        name
+        == (
+            f"{spec.optim.name}, nesterov"
+            if spec.optim.name == "sgd" and spec.optim.nesterov
+            else spec.optim.name
+        )
     )
 
 
@@ -59,7 +64,11 @@ def _of_curve(name: str) -> Callable[[RunSpec], bool]:
 
 def _warms(spec: RunSpec) -> bool:
     schedule = spec.schedule
-    return not schedule.sequence and not schedule.warmup.startswith("0 ") and schedule.warmup_shape == "linear"
+    return (
+        not schedule.sequence
+        and not schedule.warmup.startswith("0 ")
+        and schedule.warmup_shape == "linear"
+    )
 
 
 def _of_scaling(rule: str) -> Callable[[RunSpec], bool]:
@@ -73,18 +82,44 @@ def _of_average(ramp: bool) -> Callable[[RunSpec], bool]:
 FORMULAS: tuple[Formula, ...] = (
     *(Formula("schedule.name", name, text, _of_curve(name)) for name, text in CURVES.items()),
     Formula("schedule.warmup", "linear", WARMUP, _warms),
-    Formula("optim.reference_batch", "linear", "lr = lr * batch / reference_batch", _of_scaling("linear")),
-    Formula("optim.reference_batch", "sqrt", "lr = lr * sqrt(batch / reference_batch)", _of_scaling("sqrt")),
-    Formula("optim.clip", "above 0", "g = g * min(1, clip / (norm(gradients) + 1e-6))", lambda spec: spec.optim.clip > 0),
     Formula(
-        "optim.clip_value", "a number", "g = max(-clip_value, min(clip_value, g))", lambda spec: spec.optim.clip_value is not None
+        "optim.reference_batch",
+        "linear",
+        "lr = lr * batch / reference_batch",
+        _of_scaling("linear"),
+    ),
+    Formula(
+        "optim.reference_batch",
+        "sqrt",
+        "lr = lr * sqrt(batch / reference_batch)",
+        _of_scaling("sqrt"),
+    ),
+    Formula(
+        "optim.clip",
+        "above 0",
+        "g = g * min(1, clip / (norm(gradients) + 1e-6))",
+        lambda spec: spec.optim.clip > 0,
+    ),
+    Formula(
+        "optim.clip_value",
+        "a number",
+        "g = max(-clip_value, min(clip_value, g))",
+        lambda spec: spec.optim.clip_value is not None,
     ),
     *(Formula("optim.name", name, text, _of_update(name)) for name, text in UPDATES.items()),
     Formula(
-        "optim.ema", "a number", "d = min(ema, (1 + n) / (10 + n)); average = d * average + (1 - d) * w", _of_average(ramp=True)
+        "optim.ema",
+        "a number",
+        "d = min(ema, (1 + n) / (10 + n)); average = d * average + (1 - d) * w",
+        _of_average(ramp=True),
     ),
-    Formula("optim.ema", "a number, ema_ramp = false", "d = ema; average = d * average + (1 - d) * w", _of_average(ramp=False)),
-)  # fmt: skip
+    Formula(
+        "optim.ema",
+        "a number, ema_ramp = false",
+        "d = ema; average = d * average + (1 - d) * w",
+        _of_average(ramp=False),
+    ),
+)
 
 
 def find(spec: RunSpec) -> list[Formula]:

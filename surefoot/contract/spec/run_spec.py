@@ -51,7 +51,14 @@ from surefoot.core.schedule.settings import DURATIONS
 FORMAT = 1
 ALLOWED = "allowed"  # in the context of a validation: keys that may have no effect
 SEQUENCE = "schedule.sequence"
-OF_TORCH = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "tfloat32": "tf32"}
+OF_TORCH = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "tfloat32": "tf32",
+}
 IN_TOML = {"a valid string": "a string in quotes", "a valid tuple": "an array, in brackets"}
 
 
@@ -68,7 +75,8 @@ def _read_schedule(given: Any) -> Any:
         raise explain(error, prefix=("schedule",)) from None
     except TypeError:
         raise SpecError(
-            "schedule holds a value that TOML has no business with here", hint='durations are texts, as in "5 epochs"'
+            "schedule holds a value that TOML has no business with here",
+            hint='durations are texts, as in "5 epochs"',
         ) from None
 
 
@@ -131,8 +139,13 @@ class RunSpec(SpecTable):
         optimizer.
         """
         before = self.as_tables()
-        merged = {**before, **{name: {**before.get(name, {}), **table} for name, table in tables.items()}}
-        return self.replace_all(merged, [f"{name}.{key}" for name, table in tables.items() for key in table])
+        merged = {
+            **before,
+            **{name: {**before.get(name, {}), **table} for name, table in tables.items()},
+        }
+        return self.replace_all(
+            merged, [f"{name}.{key}" for name, table in tables.items() for key in table]
+        )
 
     def replace_all(self, tables: Mapping[str, Any], changed: Collection[str] = ()) -> RunSpec:
         """Return a spec of `tables`, which are those of this spec except for the keys `changed`.
@@ -152,7 +165,9 @@ class RunSpec(SpecTable):
         for name in (name for name in RunSpec.model_fields if name in self.model_fields_set):
             table = getattr(self, name)
             stated = (
-                table.model_dump(exclude_unset=True, exclude_none=True) if isinstance(table, SpecTable) else {"name": table.name}
+                table.model_dump(exclude_unset=True, exclude_none=True)
+                if isinstance(table, SpecTable)
+                else {"name": table.name}
             )
             tables[name] = {**stated, **tables.get(name, {})}
         return {name: table for name, table in tables.items() if table}
@@ -171,7 +186,9 @@ class RunSpec(SpecTable):
         for table in ("observe", "checkpoint", "memory", "compile", "loader", "nccl"):
             tables.pop(table, None)
         tables["layout"] = {
-            key: value for key, value in tables.get("layout", {}).items() if key.startswith(("compress", "virtual"))
+            key: value
+            for key, value in tables.get("layout", {}).items()
+            if key.startswith(("compress", "virtual"))
         }
         tables.get("data", {}).pop("folder", None)
         for key in ("threads", "device", "keep_freed_memory", "cudnn_benchmark", "attention"):
@@ -227,12 +244,20 @@ def find_idle_keys(tables: Mapping[str, Any], decided: Collection[str] = ()) -> 
     }
 
 
-def leave_out_idle(tables: Mapping[str, Any], kept: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+def leave_out_idle(
+    tables: Mapping[str, Any], kept: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
     """Return the tables without ineffective keys, and the removed keys.
 
     Keys in `kept` are never removed.
     """
-    made, gone = {name: dict(table) if isinstance(table, Mapping) else table for name, table in tables.items()}, []
+    made, gone = (
+        {
+            name: dict(table) if isinstance(table, Mapping) else table
+            for name, table in tables.items()
+        },
+        [],
+    )
     while found := sorted(find_idle_keys(made) - {*kept, SEQUENCE}):
         for key in found:
             table, name = key.split(".")
@@ -256,23 +281,54 @@ def _check_update_in_backward(spec: RunSpec) -> None:
     """Raise SpecError for a setting that needs all gradients at once."""
     train, optim = spec.train, spec.optim
     reasons = (
-        (train.microbatch not in (None, train.batch), "several microbatches are summed first", "leave train.microbatch out"),
-        (spec.memory.on_oom == "halve", "half a batch would be a microbatch", "leave memory.on_oom out"),
+        (
+            train.microbatch not in (None, train.batch),
+            "several microbatches are summed first",
+            "leave train.microbatch out",
+        ),
+        (
+            spec.memory.on_oom == "halve",
+            "half a batch would be a microbatch",
+            "leave memory.on_oom out",
+        ),
         (bool(train.ramp), "a batch that grows is cut into microbatches", "leave train.ramp out"),
-        (bool(optim.clip), f"optim.clip = {optim.clip:g} needs the norm of all gradients", "set optim.clip = 0"),
-        (optim.clip_value is not None, "optim.clip_value clips all gradients at once", "leave optim.clip_value out"),
-        (optim.name not in ("sgd", "adam", "adamw"), f"optim.name = {optim.name!r} updates all at once", 'set optim.name = "adamw"'),
+        (
+            bool(optim.clip),
+            f"optim.clip = {optim.clip:g} needs the norm of all gradients",
+            "set optim.clip = 0",
+        ),
+        (
+            optim.clip_value is not None,
+            "optim.clip_value clips all gradients at once",
+            "leave optim.clip_value out",
+        ),
+        (
+            optim.name not in ("sgd", "adam", "adamw"),
+            f"optim.name = {optim.name!r} updates all at once",
+            'set optim.name = "adamw"',
+        ),
         (
             spec.precision.weights == "bf16" and spec.precision.master == "fp32",
-            "masters gather the gradients of the weights first", 'set precision.weights = "fp32"',
+            "masters gather the gradients of the weights first",
+            'set precision.weights = "fp32"',
         ),
-        (not optim.fused, "the update of one parameter is that of a fused kernel", "leave optim.fused out"),
-        (spec.stability.nonfinite == "skip", "a step that is partly applied cannot be skipped", 'set stability.nonfinite = "stop"'),
-    )  # fmt: skip
+        (
+            not optim.fused,
+            "the update of one parameter is that of a fused kernel",
+            "leave optim.fused out",
+        ),
+        (
+            spec.stability.nonfinite == "skip",
+            "a step that is partly applied cannot be skipped",
+            'set stability.nonfinite = "stop"',
+        ),
+    )
     for applies, reason, hint in reasons:
         if applies:
             raise SpecError(
-                f"memory.update_in_backward does not go with this spec: {reason}", hint=hint, key=("memory", "update_in_backward")
+                f"memory.update_in_backward does not go with this spec: {reason}",
+                hint=hint,
+                key=("memory", "update_in_backward"),
             )
 
 
@@ -323,7 +379,11 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
         text, _, hint = str(fault["msg"]).removeprefix("Value error, ").partition("; ")
         if len(path) == 1:
             named = next((word for word in text.split() if word in key_names(dotted)), None)
-            return SpecError(f"[{dotted}] {text}", hint=hint or None, key=path if named is None else (dotted, named))
+            return SpecError(
+                f"[{dotted}] {text}",
+                hint=hint or None,
+                key=path if named is None else (dotted, named),
+            )
         return SpecError(f"{dotted}: {text}", hint=hint or None, key=path)
     # a key that accepts several types has a fault for each
     kinds = (str(each["msg"]) for each in faults if _find_key(each, prefix) == path)
@@ -336,7 +396,9 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
     if path[:1] == ("schedule",) and path[-1] in DURATIONS:
         allowed = 'a number with its unit in quotes: "500 steps", "2 epochs", "5 %"'
     return SpecError(
-        f"{dotted} is {given!r}", hint=f"{f'did you mean {near[0]!r}? ' if near else ''}it should be {allowed}", key=path
+        f"{dotted} is {given!r}",
+        hint=f"{f'did you mean {near[0]!r}? ' if near else ''}it should be {allowed}",
+        key=path,
     )
 
 

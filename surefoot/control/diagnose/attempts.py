@@ -66,9 +66,13 @@ class Goodput:
     def parts(self) -> dict[str, float | None]:
         """Seconds of each part, by its name in reports; None for a part that is not known."""
         return {
-            "productive": self.productive_s, "evaluation": self.evaluate_s, "waiting for saves": self.save_s,
-            "done again": self.rework_s, "down and starting": self.down_s, "other": self.other_s,
-        }  # fmt: skip
+            "productive": self.productive_s,
+            "evaluation": self.evaluate_s,
+            "waiting for saves": self.save_s,
+            "done again": self.rework_s,
+            "down and starting": self.down_s,
+            "other": self.other_s,
+        }
 
     @property
     def share(self) -> float | None:
@@ -83,7 +87,9 @@ class Goodput:
     @property
     def between_failures_s(self) -> float | None:
         """Mean time between failures in seconds; None without a failure."""
-        return (self.total_s - (self.down_s or 0.0)) / self.num_failures if self.num_failures else None
+        return (
+            (self.total_s - (self.down_s or 0.0)) / self.num_failures if self.num_failures else None
+        )
 
 
 def find_goodput(events: Iterable[Event]) -> Goodput:
@@ -105,11 +111,17 @@ def find_goodput(events: Iterable[Event]) -> Goodput:
     sums = {name: sum(each.get(name, 0.0) for each in accounts) for name in PARTS}
     saves = [event for group in groups for event in group if isinstance(event, Committed)]
     return Goodput(
-        attempts=attempts, total_s=sum(sums.values()) + (down_s or 0.0), productive_s=sums["productive"], evaluate_s=sums["evaluate"],
-        save_s=sums["save"], rework_s=sums["rework"], down_s=down_s, other_s=sums["other"],
+        attempts=attempts,
+        total_s=sum(sums.values()) + (down_s or 0.0),
+        productive_s=sums["productive"],
+        evaluate_s=sums["evaluate"],
+        save_s=sums["save"],
+        rework_s=sums["rework"],
+        down_s=down_s,
+        other_s=sums["other"],
         median_save_s=median([each.waited_s for each in saves]) if saves else None,
         median_write_s=median([each.elapsed_s for each in saves]) if saves else None,
-    )  # fmt: skip
+    )
 
 
 def _account(group: Sequence[Event], after: int | None) -> dict[str, float]:
@@ -126,7 +138,9 @@ def _account(group: Sequence[Event], after: int | None) -> dict[str, float]:
         if _is_redone(event, after):
             rework = {name: rework[name] + number_of(event.phases.get(name)) for name in PHASES}
     known = {name: sum(number_of(event.phases.get(name)) for event in windows) for name in PHASES}
-    if windows and _is_redone(windows[-1], after):  # the time after the last record of steps belongs to that record
+    if windows and _is_redone(
+        windows[-1], after
+    ):  # the time after the last record of steps belongs to that record
         rework = {name: rework[name] + max(0.0, spent[name] - known[name]) for name in PHASES}
     kept = {name: max(0.0, spent[name] - rework[name]) for name in PHASES}
     ended = next((event for event in group if isinstance(event, Ended)), None)
@@ -136,9 +150,12 @@ def _account(group: Sequence[Event], after: int | None) -> dict[str, float]:
     elif windows:
         late_s = _after_last_window(group, windows[-1], after)
     return {
-        "save": kept.pop("checkpoint"), "evaluate": kept.pop("evaluation") + late_s["evaluate"], "productive": sum(kept.values()),
-        "rework": sum(rework.values()) + late_s["rework"], "other": late_s["other"],
-    }  # fmt: skip
+        "save": kept.pop("checkpoint"),
+        "evaluate": kept.pop("evaluation") + late_s["evaluate"],
+        "productive": sum(kept.values()),
+        "rework": sum(rework.values()) + late_s["rework"],
+        "other": late_s["other"],
+    }
 
 
 def _after_last_window(group: Sequence[Event], window: Step, after: int | None) -> dict[str, float]:
@@ -150,7 +167,11 @@ def _after_last_window(group: Sequence[Event], window: Step, after: int | None) 
     evaluate_s = sum(event.elapsed_s for event in evaluated)
     other_s = max(0.0, group[-1].time_s - window.time_s - evaluate_s)
     is_redone = _is_redone(window, after)
-    return {"evaluate": 0.0 if is_redone else evaluate_s, "rework": evaluate_s if is_redone else 0.0, "other": other_s}
+    return {
+        "evaluate": 0.0 if is_redone else evaluate_s,
+        "rework": evaluate_s if is_redone else 0.0,
+        "other": other_s,
+    }
 
 
 def _account_without_phases(group: Sequence[Event], after: int | None) -> dict[str, float]:
@@ -166,7 +187,9 @@ def _account_without_phases(group: Sequence[Event], after: int | None) -> dict[s
             sums["evaluate"] += event.elapsed_s
         elif isinstance(event, Committed):
             sums["save"] += event.waited_s
-    sums["productive"] = max(0.0, sums["productive"] - sums["save"])  # the times of the steps include the waits for saves
+    sums["productive"] = max(
+        0.0, sums["productive"] - sums["save"]
+    )  # the times of the steps include the waits for saves
     return {**sums, "other": total_s - sum(sums.values())} if total_s >= 0 else {}
 
 
@@ -182,11 +205,17 @@ def _first_step(group: Sequence[Event]) -> int:
 def _attempt(group: Sequence[Event], after: int | None, account: Mapping[str, float]) -> Attempt:
     started, last = group[0], group[-1]
     first = _first_step(group)
-    came_to = max((event.step for event in group if isinstance(event, Step | Ended)), default=first - 1)
+    came_to = max(
+        (event.step for event in group if isinstance(event, Step | Ended)), default=first - 1
+    )
     return Attempt(
-        generation=started.generation, first_step=first, last_step=came_to,
+        generation=started.generation,
+        first_step=first,
+        last_step=came_to,
         outcome=last.outcome if isinstance(last, Ended) else KILLED,
         cause=last.cause if isinstance(last, Ended) else "no end was recorded",
-        num_redone=0 if after is None else max(0, came_to - after + 1), began_s=started.time_s, last_s=last.time_s,
+        num_redone=0 if after is None else max(0, came_to - after + 1),
+        began_s=started.time_s,
+        last_s=last.time_s,
         elapsed_s=sum(account.values()) if account else None,
-    )  # fmt: skip
+    )

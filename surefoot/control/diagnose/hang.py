@@ -13,7 +13,12 @@ from surefoot.core.process.frames import is_of_library, is_of_surefoot, is_of_to
 EARLY, FIRST_STEPS = 10, 1
 TOGETHER = "distributed"  # the part of torch that is in the stack of a rank inside a collective
 FRAME = re.compile(r"(?P<file>.*):\d+ in .*")  # as `looking` formats a frame
-STATES = {"T": "it is stopped (SIGSTOP)", "t": "it is stopped by a debugger", "D": "it waits for a disk", "Z": "it has ended"}
+STATES = {
+    "T": "it is stopped (SIGSTOP)",
+    "t": "it is stopped by a debugger",
+    "D": "it waits for a disk",
+    "Z": "it has ended",
+}
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,13 @@ def is_stalled(rows: Sequence[RankSnapshot], after_s: float) -> bool:
 
     In the first step, which compiles, the limit is `EARLY` times as long.
     """
-    if any(row.record.is_busy and row.record.waits_s is None for row in rows):  # one that saves alone waits as the others do
+    if any(
+        row.record.is_busy and row.record.waits_s is None for row in rows
+    ):  # one that saves alone waits as the others do
         return False
     return any(
-        row.record.waits_s is not None and row.record.waits_s >= after_s * (EARLY if row.record.step <= FIRST_STEPS else 1)
+        row.record.waits_s is not None
+        and row.record.waits_s >= after_s * (EARLY if row.record.step <= FIRST_STEPS else 1)
         for row in rows
     )
 
@@ -77,9 +85,14 @@ def find_hang(rows: Sequence[RankSnapshot]) -> Hang:
         return _blame(stopped, rows, "is there, and does not answer")
     late = [row for row in rows if row.record.count < furthest]
     if late:
-        return _blame(late, rows, "waits for what the others have sent; the network to it is cut, or too slow")
+        return _blame(
+            late, rows, "waits for what the others have sent; the network to it is cut, or too slow"
+        )
     where = _where(rows[0])
-    return Hang((), f"all {len(rows)} ranks are in {where}, and it does not end: the network between them is cut, or too slow")
+    return Hang(
+        (),
+        f"all {len(rows)} ranks are in {where}, and it does not end: the network between them is cut, or too slow",
+    )
 
 
 def _find_unlike(rows: Sequence[RankSnapshot]) -> Hang | None:
@@ -88,7 +101,9 @@ def _find_unlike(rows: Sequence[RankSnapshot]) -> Hang | None:
     Without a majority (of two ranks, say) all ranks that called it are returned.
     """
     for number in sorted(set[int]().union(*(row.record.recent for row in rows))):
-        called = {row.rank: row.record.recent[number] for row in rows if number in row.record.recent}
+        called = {
+            row.rank: row.record.recent[number] for row in rows if number in row.record.recent
+        }
         (most, count), *others = Counter(called.values()).most_common()
         if not others:
             continue
@@ -98,16 +113,32 @@ def _find_unlike(rows: Sequence[RankSnapshot]) -> Hang | None:
             f"rank {row.rank} called {_called(*called[row.rank])} and is {_place(row)}"
             for row in rows
             if row.rank in apart
-            or (row.rank in called and len(apart) < len(called) and row.rank == min(set(called) - set(apart)))
+            or (
+                row.rank in called
+                and len(apart) < len(called)
+                and row.rank == min(set(called) - set(apart))
+            )
         )
-        return Hang(apart, f"the ranks did not call collective {number} alike: {told}", is_unlike=True)
+        return Hang(
+            apart, f"the ranks did not call collective {number} alike: {told}", is_unlike=True
+        )
     return None
 
 
 def _blame(rows: Sequence[RankSnapshot], every: Sequence[RankSnapshot], how: str) -> Hang:
-    names = f"rank{'s' * (len(rows) > 1)} {', '.join(str(row.rank) for row in rows)} of {len(every)}"
-    other = max((row for row in every if row not in rows), key=lambda row: row.record.waits_s or 0.0, default=None)
-    waited = "" if other is None else f"rank {other.rank} waits in {_where(other)} for {other.record.waits_s or 0:.1f} s; "
+    names = (
+        f"rank{'s' * (len(rows) > 1)} {', '.join(str(row.rank) for row in rows)} of {len(every)}"
+    )
+    other = max(
+        (row for row in every if row not in rows),
+        key=lambda row: row.record.waits_s or 0.0,
+        default=None,
+    )
+    waited = (
+        ""
+        if other is None
+        else f"rank {other.rank} waits in {_where(other)} for {other.record.waits_s or 0:.1f} s; "
+    )
     return Hang(tuple(row.rank for row in rows), f"{waited}{names} {how}: {_places(rows[:1])}")
 
 
@@ -133,7 +164,9 @@ def _place(row: RankSnapshot) -> str:
 
 
 def _is_in_own_collective(row: RankSnapshot) -> bool:
-    return row.record.waits_s is None and any(is_of_torch(_file_of(frame), TOGETHER) for frame in row.stack)
+    return row.record.waits_s is None and any(
+        is_of_torch(_file_of(frame), TOGETHER) for frame in row.stack
+    )
 
 
 def _called(kind: Kind, num_bytes: int) -> str:
@@ -141,7 +174,9 @@ def _called(kind: Kind, num_bytes: int) -> str:
 
 
 def _where(row: RankSnapshot) -> str:
-    return f"{row.record.kind.words} of {row.record.num_bytes:,} bytes (collective {row.record.count})"
+    return (
+        f"{row.record.kind.words} of {row.record.num_bytes:,} bytes (collective {row.record.count})"
+    )
 
 
 def find_frame(stack: Sequence[str]) -> str:
@@ -152,7 +187,11 @@ def find_frame(stack: Sequence[str]) -> str:
     >>> find_frame([f"{re.__file__}:3 in f", "/home/me/surefoot/task.py:31 in loss", f"{__file__}:9 in g"])
     '/home/me/surefoot/task.py:31 in loss'
     """
-    own = [frame for frame in stack if not is_of_surefoot(_file_of(frame)) and not is_of_library(_file_of(frame))]
+    own = [
+        frame
+        for frame in stack
+        if not is_of_surefoot(_file_of(frame)) and not is_of_library(_file_of(frame))
+    ]
     return (own or list(stack))[0]
 
 

@@ -21,7 +21,9 @@ from surefoot.core.units import UNKNOWN, format_seconds
 
 RUNNING, STUCK, DEAD, UNKNOWN_STATE = "running", "stuck", "dead", "unknown"
 IN_ORDER = (RUNNING, "finished", "stopped")  # the states that need no action
-STUCK_AFTER_S = 300.0  # minimum: the first evaluation of a run may take longer than anything before it
+STUCK_AFTER_S = (
+    300.0  # minimum: the first evaluation of a run may take longer than anything before it
+)
 STUCK_FACTOR = 5.0  # times the longest time between two records
 LOCK_STATES = {True: "held", False: "free", None: UNKNOWN_STATE}
 
@@ -54,15 +56,24 @@ class Health:
         `last_record_age_s` is None where the clock was set back.
         """
         return {
-            "state": self.state, "lock": LOCK_STATES[self.lock], "process": self.process, "host": self.host,
-            "attempt_began_s": self.began_s, "last_record_s": self.last_s, "last_record_age_s": self.age_s,
+            "state": self.state,
+            "lock": LOCK_STATES[self.lock],
+            "process": self.process,
+            "host": self.host,
+            "attempt_began_s": self.began_s,
+            "last_record_s": self.last_s,
+            "last_record_age_s": self.age_s,
             "stuck_after_s": self.stuck_after_s,
-        }  # fmt: skip
+        }
 
     @property
     def words(self) -> str:
         """A sentence on a run whose end is not recorded."""
-        age = UNKNOWN + " (the clock was set back)" if self.age_s is None else f"{format_seconds(self.age_s)} old"
+        age = (
+            UNKNOWN + " (the clock was set back)"
+            if self.age_s is None
+            else f"{format_seconds(self.age_s)} old"
+        )
         process = f"process {self.process if self.process is not None else UNKNOWN} on {self.host or UNKNOWN}"
         if self.state == RUNNING:
             return f"not yet: {process} is running it; the last record is {age}"
@@ -75,7 +86,11 @@ class Health:
 
 
 def find_health(
-    owner: runlock.LockOwner, events: Sequence[Event], *, stuck_after_s: float | None = None, now_s: float | None = None
+    owner: runlock.LockOwner,
+    events: Sequence[Event],
+    *,
+    stuck_after_s: float | None = None,
+    now_s: float | None = None,
 ) -> Health:
     """Judge a run by its lock and by its records.
 
@@ -94,10 +109,14 @@ def find_health(
         lock = True  # the run started after the lock was read and before the records were
     recorded = started.place.get("host")
     host = owner.host or (recorded if isinstance(recorded, str) else None)
-    is_local = host in (None, socket.gethostname()) or (owner.boot is not None and owner.boot == runlock.read_boot_id())
+    is_local = host in (None, socket.gethostname()) or (
+        owner.boot is not None and owner.boot == runlock.read_boot_id()
+    )
     if not lock and not is_local:
         lock = None  # this kernel does not know the locks of another host
-    is_next = owner.generation is not None and owner.generation > started.generation and lock is True  # its first record follows
+    is_next = (
+        owner.generation is not None and owner.generation > started.generation and lock is True
+    )  # its first record follows
     limit_s = stuck_after_s if stuck_after_s is not None else _limit_s(events)
     newest_s = max(last_s, owner.since_s or 0.0) if is_next else last_s
     now_s = time.time() if now_s is None else now_s
@@ -109,9 +128,15 @@ def find_health(
     else:
         state = DEAD if not lock else STUCK if age_s is not None and age_s > limit_s else RUNNING
     return Health(
-        state=state, lock=lock, process=owner.process, host=host, last_s=last_s, age_s=age_s, stuck_after_s=limit_s,
+        state=state,
+        lock=lock,
+        process=owner.process,
+        host=host,
+        last_s=last_s,
+        age_s=age_s,
+        stuck_after_s=limit_s,
         began_s=newest_s if is_next else started.time_s,
-    )  # fmt: skip
+    )
 
 
 def _limit_s(events: Sequence[Event]) -> float:
@@ -120,5 +145,9 @@ def _limit_s(events: Sequence[Event]) -> float:
     It is `STUCK_FACTOR` times the longest time between two records of one attempt, at least
     `STUCK_AFTER_S`.
     """
-    gaps = [late.time_s - early.time_s for early, late in pairwise(events) if not isinstance(late, Started)]
+    gaps = [
+        late.time_s - early.time_s
+        for early, late in pairwise(events)
+        if not isinstance(late, Started)
+    ]
     return max(STUCK_AFTER_S, STUCK_FACTOR * max(gaps, default=0.0))

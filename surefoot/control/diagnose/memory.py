@@ -15,9 +15,11 @@ from surefoot.core.units import format_bytes, format_percent
 TIGHT, ROOMY = 0.9, 0.5  # of the capacity
 ASK = "not known; surefoot memory SPEC --set {} predicts it"
 OWN_LOOP: Mapping[str, str] = {  # names of the changes for a run without a spec
-    "memory.recompute": "blocks computed again in the backward pass", "train.microbatch": "half the samples at a time",
-    "precision.compute": "bf16", "train.batch": "twice the batch",
-}  # fmt: skip
+    "memory.recompute": "blocks computed again in the backward pass",
+    "train.microbatch": "half the samples at a time",
+    "precision.compute": "bf16",
+    "train.batch": "twice the batch",
+}
 Verdict = Literal["tight", "fits", "roomy"]
 MEANING: Mapping[Verdict, str] = {
     "tight": "little is left",
@@ -89,8 +91,14 @@ class MemoryUse:
     @property
     def words(self) -> str:
         there = f"{format_bytes(self.limit_bytes)} ({self.place})"
-        meaning = f"{format_bytes(self.peak_bytes - self.limit_bytes)} too much" if self.share > 1 else MEANING[self.verdict]
-        return f"{format_bytes(self.peak_bytes)}, {format_percent(self.share)} of {there}: {meaning}"
+        meaning = (
+            f"{format_bytes(self.peak_bytes - self.limit_bytes)} too much"
+            if self.share > 1
+            else MEANING[self.verdict]
+        )
+        return (
+            f"{format_bytes(self.peak_bytes)}, {format_percent(self.share)} of {there}: {meaning}"
+        )
 
     def as_row(self) -> dict[str, Any]:
         return {**asdict(self), "share": self.share}
@@ -115,47 +123,78 @@ def find_memory_use(
     started = attempt[0] if attempt else None
     if not isinstance(started, Started):
         return None
-    of_device = [each.device_memory for each in attempt if isinstance(each, Step) and each.device_memory]
+    of_device = [
+        each.device_memory for each in attempt if isinstance(each, Step) and each.device_memory
+    ]
     if of_device:
-        peaks, there, place = [each.get("peak_bytes") for each in of_device], of_device[-1].get("total_bytes"), "the GPU"
+        peaks, there, place = (
+            [each.get("peak_bytes") for each in of_device],
+            of_device[-1].get("total_bytes"),
+            "the GPU",
+        )
     else:
         peaks = [each.peak_bytes for each in attempt if isinstance(each, Step | Ended)]
         there, place = started.machine.get("memory_bytes"), "this host"
-    peak, limit = max(map(number_of, peaks), default=0.0), number_of(there) if limit_bytes is None else limit_bytes
+    peak, limit = (
+        max(map(number_of, peaks), default=0.0),
+        number_of(there) if limit_bytes is None else limit_bytes,
+    )
     if peak <= 0 or limit <= 0:
         return None
-    verdict: Verdict = "tight" if peak > TIGHT * limit else "roomy" if peak < ROOMY * limit else "fits"
+    verdict: Verdict = (
+        "tight" if peak > TIGHT * limit else "roomy" if peak < ROOMY * limit else "fits"
+    )
     found: Iterable[Remedy] = ()
     if verdict == "tight":
         found = _shrink(started, peak, shape, measured)
     elif verdict == "roomy":
         found = _grow(started, peak, TIGHT * limit, shape, measured)
     return MemoryUse(
-        peak_bytes=peak, limit_bytes=limit, place=place if limit_bytes is None else "the limit", verdict=verdict, remedies=tuple(found),
-    )  # fmt: skip
+        peak_bytes=peak,
+        limit_bytes=limit,
+        place=place if limit_bytes is None else "the limit",
+        verdict=verdict,
+        remedies=tuple(found),
+    )
 
 
-def _shrink(started: Started, peak: float, shape: Shape | None, measured: Sequence[MeasuredMemory]) -> Iterator[Remedy]:
+def _shrink(
+    started: Started, peak: float, shape: Shape | None, measured: Sequence[MeasuredMemory]
+) -> Iterator[Remedy]:
     """Yield changes that save memory: measured ones by their saving, then predicted ones."""
     spec = _spec(started)
     batch, microbatch = _sizes(spec)
     there = [each for each in measured if each.split is None or each.split[0] == batch]
     better = [_as_measured(each, _before(spec, peak, measured, each)) for each in there]
-    yield from sorted((each for each in better if (each.saved_bytes or 0.0) > 0), key=lambda each: -(each.saved_bytes or 0.0))
+    yield from sorted(
+        (each for each in better if (each.saved_bytes or 0.0) > 0),
+        key=lambda each: -(each.saved_bytes or 0.0),
+    )
     for key, value, share in (
         ("memory.recompute", "full", 1.0),
-        ("train.microbatch", part := _half(batch, microbatch), 1 - part / microbatch if part and microbatch else 0.5),
+        (
+            "train.microbatch",
+            part := _half(batch, microbatch),
+            1 - part / microbatch if part and microbatch else 0.5,
+        ),
         ("precision.compute", "bf16", 0.5),
     ):
         is_measured = any(f"{key}={value}" in each.change.split() for each in there) or (
-            key == "train.microbatch" and any(each.split is not None and each.split[1] < (microbatch or 0) for each in there)
+            key == "train.microbatch"
+            and any(each.split is not None and each.split[1] < (microbatch or 0) for each in there)
         )
         if not is_measured and _helps(started, spec, key, value):
-            yield _as_predicted(spec, key, value, None if shape is None else share * shape.activation_bytes)
+            yield _as_predicted(
+                spec, key, value, None if shape is None else share * shape.activation_bytes
+            )
 
 
 def _grow(
-    started: Started, peak: float, most: float, shape: Shape | None, measured: Sequence[MeasuredMemory]
+    started: Started,
+    peak: float,
+    most: float,
+    shape: Shape | None,
+    measured: Sequence[MeasuredMemory],
 ) -> Iterator[Remedy]:
     """Yield uses of free memory: a larger batch, and a larger model.
 
@@ -163,14 +202,22 @@ def _grow(
     """
     spec = _spec(started)
     batch, _ = _sizes(spec)
-    larger = [each for each in measured if each.split is not None and batch is not None and each.split[0] > batch]
+    larger = [
+        each
+        for each in measured
+        if each.split is not None and batch is not None and each.split[0] > batch
+    ]
     fitting = [each for each in larger if 0 < each.peak_bytes <= most]
     twice = None if batch is None else 2 * batch
     if fitting:
         best = max(fitting, key=lambda each: each.split or (0, 0))
         yield _as_measured(best, _before(spec, peak, measured, best))
-    elif not any(each.split is not None and each.split[0] == twice for each in larger) and _accepts(spec, "train.batch", twice):
-        yield _as_predicted(spec, "train.batch", twice, None if shape is None else -shape.activation_bytes)
+    elif not any(each.split is not None and each.split[0] == twice for each in larger) and _accepts(
+        spec, "train.batch", twice
+    ):
+        yield _as_predicted(
+            spec, "train.batch", twice, None if shape is None else -shape.activation_bytes
+        )
     known = "not known; surefoot memory SPEC predicts it"
     if shape is not None:
         known = f"{format_bytes(shape.parameter_bytes)} a parameter and its activations, as predicted of this one"
@@ -181,7 +228,11 @@ def _helps(started: Started, spec: RunSpec | None, key: str, value: Any) -> bool
     """Return whether the change saves memory in this run and is valid in its spec."""
     if key == "precision.compute":
         return started.precision.get("compute") in ("fp32", "tf32") and _accepts(spec, key, value)
-    if key == "memory.recompute" and spec is not None and spec.memory.recompute not in ("none", "operators"):
+    if (
+        key == "memory.recompute"
+        and spec is not None
+        and spec.memory.recompute not in ("none", "operators")
+    ):
         return False
     return (value is not None or spec is None) and _accepts(spec, key, value)
 
@@ -209,24 +260,38 @@ def _half(batch: int | None, microbatch: int | None) -> int | None:
 
 def _as_predicted(spec: RunSpec | None, key: str, value: Any, saved_bytes: float | None) -> Remedy:
     if spec is None:
-        return Remedy(change=OWN_LOOP[key], saved_bytes=None, known="not known; the run has no spec to predict it from")
+        return Remedy(
+            change=OWN_LOOP[key],
+            saved_bytes=None,
+            known="not known; the run has no spec to predict it from",
+        )
     change = f"{key}={value}"
-    known = ASK.format(change) if saved_bytes is None else "at most, as predicted of its activations"
+    known = (
+        ASK.format(change) if saved_bytes is None else "at most, as predicted of its activations"
+    )
     return Remedy(change=change, saved_bytes=saved_bytes, known=known)
 
 
 def _as_measured(found: MeasuredMemory, before: float) -> Remedy:
     there = found.peak_bytes if found.ratio is None else found.ratio * before
-    return Remedy(change=found.change, saved_bytes=before - there, known=f"as measured: {found.source}")
+    return Remedy(
+        change=found.change, saved_bytes=before - there, known=f"as measured: {found.source}"
+    )
 
 
-def _before(spec: RunSpec | None, peak: float, measured: Sequence[MeasuredMemory], found: MeasuredMemory) -> float:
+def _before(
+    spec: RunSpec | None, peak: float, measured: Sequence[MeasuredMemory], found: MeasuredMemory
+) -> float:
     """Return the peak that a measured change is compared with.
 
     That is the measured peak of the run's split from the same source if there is one, else the peak
     of the run.
     """
-    mine = [each.peak_bytes for each in measured if each.split == _sizes(spec) and each.source == found.source]
+    mine = [
+        each.peak_bytes
+        for each in measured
+        if each.split == _sizes(spec) and each.source == found.source
+    ]
     return mine[0] if mine and found.split is not None else peak
 
 
@@ -240,4 +305,8 @@ def _spec(started: Started) -> RunSpec | None:
 
 def _sizes(spec: RunSpec | None) -> tuple[int | None, int | None]:
     """Return the batch and the microbatch of a spec; (None, None) without one."""
-    return (None, None) if spec is None else (spec.train.batch, spec.train.microbatch or spec.train.batch)
+    return (
+        (None, None)
+        if spec is None
+        else (spec.train.batch, spec.train.microbatch or spec.train.batch)
+    )

@@ -61,10 +61,22 @@ class Phases:
 
     def as_row(self) -> dict[str, Any]:
         return {
-            "total_s": self.total_s, "wall_s": self.wall_s, "coverage": self.coverage, "num_steps": self.num_steps,
-            "phases": {each.name: {"total_s": each.total_s, "share": each.share, "a_step": _row(each.a_step)} for each in self.phases},
-            "step": _row(self.step), "outliers": list(self.outliers), "causes": dict(self.causes),
-        }  # fmt: skip
+            "total_s": self.total_s,
+            "wall_s": self.wall_s,
+            "coverage": self.coverage,
+            "num_steps": self.num_steps,
+            "phases": {
+                each.name: {
+                    "total_s": each.total_s,
+                    "share": each.share,
+                    "a_step": _row(each.a_step),
+                }
+                for each in self.phases
+            },
+            "step": _row(self.step),
+            "outliers": list(self.outliers),
+            "causes": dict(self.causes),
+        }
 
 
 def newest_attempt(events: Iterable[Event]) -> list[Event]:
@@ -88,9 +100,13 @@ def sum_phases(attempt: Sequence[Event]) -> dict[str, float]:
     time by phase calls this function.
     """
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]
-    whole = _whole(attempt)  # the last evaluation and checkpoint come after the last record of steps
+    whole = _whole(
+        attempt
+    )  # the last evaluation and checkpoint come after the last record of steps
     sums = {
-        name: number_of(whole.get(name)) if whole else sum(number_of(event.phases.get(name)) for event in steps)
+        name: number_of(whole.get(name))
+        if whole
+        else sum(number_of(event.phases.get(name)) for event in steps)
         for name in PHASES
     }
     return sums if sum(sums.values()) > 0 else {}
@@ -118,20 +134,32 @@ def find_phases(events: Iterable[Event]) -> Phases | None:
     every = [number_of(each) for event in steps for each in event.step_s]
     outliers = [_outlier(row) for event in steps for row in event.outliers]
     told = tuple(
-        Phase(name=name, total_s=seconds, share=seconds / total_s, a_step=_spread(_a_step(steps, name)))
+        Phase(
+            name=name,
+            total_s=seconds,
+            share=seconds / total_s,
+            a_step=_spread(_a_step(steps, name)),
+        )
         for name, seconds in sums.items()
         if seconds
     )
     return Phases(
-        phases=told, total_s=total_s, wall_s=ended.elapsed_s if ended is not None and _whole(attempt) else None,
-        num_steps=sum(event.num_steps for event in steps), step=_spread(every),
+        phases=told,
+        total_s=total_s,
+        wall_s=ended.elapsed_s if ended is not None and _whole(attempt) else None,
+        num_steps=sum(event.num_steps for event in steps),
+        step=_spread(every),
         outliers=tuple(sorted(outliers, key=lambda row: -row["elapsed_s"])[:MOST_OUTLIERS]),
         causes=dict(Counter(row["cause"] for row in outliers).most_common()),
-    )  # fmt: skip
+    )
 
 
 def _a_step(steps: Sequence[Step], name: str) -> list[float]:
-    return [number_of(event.phases.get(name)) / event.num_steps for event in steps if event.num_steps > 0]
+    return [
+        number_of(event.phases.get(name)) / event.num_steps
+        for event in steps
+        if event.num_steps > 0
+    ]
 
 
 def _spread(values: Sequence[float]) -> Spread | None:
@@ -139,9 +167,14 @@ def _spread(values: Sequence[float]) -> Spread | None:
         return None
     below = quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99
     return Spread(
-        mean_s=fmean(values), sd_s=stdev(values) if len(values) > 1 else None, min_s=min(values), p50_s=below[49], p95_s=below[94],
-        p99_s=below[98], max_s=max(values),
-    )  # fmt: skip
+        mean_s=fmean(values),
+        sd_s=stdev(values) if len(values) > 1 else None,
+        min_s=min(values),
+        p50_s=below[49],
+        p95_s=below[94],
+        p99_s=below[98],
+        max_s=max(values),
+    )
 
 
 def _row(spread: Spread | None) -> dict[str, float | None] | None:

@@ -26,7 +26,12 @@ class StragglerWait:
     pace: Pace
 
     def as_row(self) -> dict[str, Any]:
-        return {"rank": self.rank, "num_last": self.num_last, "waited_s": self.waited_s, "pace": self.pace._asdict()}
+        return {
+            "rank": self.rank,
+            "num_last": self.num_last,
+            "waited_s": self.waited_s,
+            "pace": self.pace._asdict(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +44,10 @@ class Waits:
 
     def as_row(self) -> dict[str, Any]:
         return {
-            "num_steps": self.num_steps, "ranks": [each.as_row() for each in self.ranks],
+            "num_steps": self.num_steps,
+            "ranks": [each.as_row() for each in self.ranks],
             "named": [{"step": step, "words": words} for step, words in self.named],
-        }  # fmt: skip
+        }
 
 
 def find_waits(events: Iterable[Event]) -> Waits | None:
@@ -51,7 +57,10 @@ def find_waits(events: Iterable[Event]) -> Waits | None:
     """
     attempt = newest_attempt(events)
     rows = [event.ranks for event in attempt if isinstance(event, Step) and event.ranks]
-    size = min((len(row.get(name, ())) for row in rows for name in ("last", "waited_s", *Pace._fields)), default=0)
+    size = min(
+        (len(row.get(name, ())) for row in rows for name in ("last", "waited_s", *Pace._fields)),
+        default=0,
+    )
     if size < 2:
         return None
     sums = {
@@ -63,11 +72,13 @@ def find_waits(events: Iterable[Event]) -> Waits | None:
         return None
     ranks = [
         StragglerWait(
-            rank=rank, num_last=round(sums["last"][rank]), waited_s=sums["waited_s"][rank],
+            rank=rank,
+            num_last=round(sums["last"][rank]),
+            waited_s=sums["waited_s"][rank],
             pace=Pace(*(sums[name][rank] / num_steps for name in Pace._fields)),
         )
         for rank in range(size)
-    ]  # fmt: skip
+    ]
     named = [
         (event.step, f"{event.detail}; {event.action.removeprefix('the run goes on; ')}")
         for event in attempt

@@ -15,15 +15,32 @@ from typing import NamedTuple
 
 # calls that may wait for a file: number on x86-64, on arm64 (None: no such call), and which argument is a descriptor or a path
 CALLS = {
-    "read": (0, 63, "descriptor"), "write": (1, 64, "descriptor"), "readv": (19, 65, "descriptor"), "writev": (20, 66, "descriptor"),
-    "pread64": (17, 67, "descriptor"), "pwrite64": (18, 68, "descriptor"), "preadv": (295, 69, "descriptor"),
-    "fsync": (74, 82, "descriptor"), "fdatasync": (75, 83, "descriptor"), "ftruncate": (77, 46, "descriptor"),
-    "fallocate": (285, 47, "descriptor"), "getdents64": (217, 61, "descriptor"), "flock": (73, 32, "descriptor"),
-    "fstat": (5, 80, "descriptor"), "open": (2, None, "path"), "stat": (4, None, "path"), "mkdir": (83, None, "path"),
-    "unlink": (87, None, "path"), "rename": (82, None, "path"), "openat": (257, 56, "second path"),
-    "newfstatat": (262, 79, "second path"), "statx": (332, 291, "second path"), "unlinkat": (263, 35, "second path"),
-    "mkdirat": (258, 34, "second path"), "renameat": (264, 38, "second path"),
-}  # fmt: skip
+    "read": (0, 63, "descriptor"),
+    "write": (1, 64, "descriptor"),
+    "readv": (19, 65, "descriptor"),
+    "writev": (20, 66, "descriptor"),
+    "pread64": (17, 67, "descriptor"),
+    "pwrite64": (18, 68, "descriptor"),
+    "preadv": (295, 69, "descriptor"),
+    "fsync": (74, 82, "descriptor"),
+    "fdatasync": (75, 83, "descriptor"),
+    "ftruncate": (77, 46, "descriptor"),
+    "fallocate": (285, 47, "descriptor"),
+    "getdents64": (217, 61, "descriptor"),
+    "flock": (73, 32, "descriptor"),
+    "fstat": (5, 80, "descriptor"),
+    "open": (2, None, "path"),
+    "stat": (4, None, "path"),
+    "mkdir": (83, None, "path"),
+    "unlink": (87, None, "path"),
+    "rename": (82, None, "path"),
+    "openat": (257, 56, "second path"),
+    "newfstatat": (262, 79, "second path"),
+    "statx": (332, 291, "second path"),
+    "unlinkat": (263, 35, "second path"),
+    "mkdirat": (258, 34, "second path"),
+    "renameat": (264, 38, "second path"),
+}
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
 IS_KNOWN = sys.platform.startswith("linux") and platform.machine() in ("x86_64", "aarch64")
 BY_NUMBER = {row[COLUMN]: (name, row[2]) for name, row in CALLS.items()} if IS_KNOWN else {}
@@ -51,7 +68,11 @@ def find_waits(pid: int) -> list[Wait]:
 
     The threads of the process come first, its main thread before the others.
     """
-    return [] if not BY_NUMBER else [found for task in _tasks(pid) if (found := _wait_of(task)) is not None]
+    return (
+        []
+        if not BY_NUMBER
+        else [found for task in _tasks(pid) if (found := _wait_of(task)) is not None]
+    )
 
 
 def _tasks(pid: int) -> Iterator[Path]:
@@ -77,7 +98,11 @@ def _wait_of(task: Path) -> Wait | None:
             path = _text_at(task, int(arguments[how == "second path"], 16))
     except (OSError, ValueError, IndexError):  # the thread has ended, or may not be inspected
         return None
-    return None if not path or path.startswith(NO_FILES) or (how == "descriptor" and path[0] != "/") else Wait(name, path, asked)
+    return (
+        None
+        if not path or path.startswith(NO_FILES) or (how == "descriptor" and path[0] != "/")
+        else Wait(name, path, asked)
+    )
 
 
 def _text_at(task: Path, address: int) -> str:
@@ -87,7 +112,9 @@ def _text_at(task: Path, address: int) -> str:
         content = b""
         while b"\0" not in content and len(content) < LONGEST_PATH:
             place = address + len(content)
-            content += os.pread(descriptor, 256 - place % 256, place)  # never past the end of a page, which may be the last
+            content += os.pread(
+                descriptor, 256 - place % 256, place
+            )  # never past the end of a page, which may be the last
         return content.split(b"\0")[0].decode(errors="replace")
     finally:
         os.close(descriptor)

@@ -15,8 +15,15 @@ from typing import NamedTuple
 from surefoot.core.errors import InputError, LostRank
 from surefoot.core.signals import ENDINGS
 
-FIRST_WAIT = 3  # checkpoints until a slot that was left out is tried again; doubled each time it fails again
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)  # by a fault of the code, or of memory or processor
+FIRST_WAIT = (
+    3  # checkpoints until a slot that was left out is tried again; doubled each time it fails again
+)
+CRASHES = (
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+)  # by a fault of the code, or of memory or processor
 TOLD = tuple(getattr(signal, name) for name in ENDINGS if hasattr(signal, name))
 
 
@@ -104,14 +111,25 @@ def read_code(code: int) -> ExitKind:
     ['RAISED', 'PARTED', 'TOLD', 'KILLED', 'CRASHED', 'ABORTED']
     """
     if code >= 0:
-        codes = {LostRank.exit_code: ExitKind.PARTED, **dict.fromkeys((code for _, _, code in ENDINGS.values()), ExitKind.TOLD)}
+        codes = {
+            LostRank.exit_code: ExitKind.PARTED,
+            **dict.fromkeys((code for _, _, code in ENDINGS.values()), ExitKind.TOLD),
+        }
         return codes.get(code, ExitKind.RAISED)
     if -code == signal.SIGKILL:
         return ExitKind.KILLED
-    return ExitKind.CRASHED if -code in CRASHES else ExitKind.TOLD if -code in TOLD else ExitKind.ABORTED
+    return (
+        ExitKind.CRASHED
+        if -code in CRASHES
+        else ExitKind.TOLD
+        if -code in TOLD
+        else ExitKind.ABORTED
+    )
 
 
-def decide(rules: Rules, course: RestartHistory, fault: RankFailure, num_commits: int) -> tuple[Decision, RestartHistory]:
+def decide(
+    rules: Rules, course: RestartHistory, fault: RankFailure, num_commits: int
+) -> tuple[Decision, RestartHistory]:
     """Return what to do after `fault` when `num_commits` checkpoints exist, and the new history.
 
     Stop for a fault that a restart cannot mend; when two slots crashed with no checkpoint between,
@@ -126,21 +144,33 @@ def decide(rules: Rules, course: RestartHistory, fault: RankFailure, num_commits
     if fault.how is ExitKind.CRASHED and place is not None:
         if course.crash is not None and course.crash[0] != place and course.crash[1] == num_commits:
             both = " and ".join(map(str, sorted((course.crash[0], place))))
-            return Decision(Choice.STOP, f"places {both} crashed, and no commit came between: it is the code, not a place"), after
+            return Decision(
+                Choice.STOP,
+                f"places {both} crashed, and no commit came between: it is the code, not a place",
+            ), after
         after = replace(after, crash=(place, num_commits))
     if in_vain > rules.max_restarts:
-        return Decision(Choice.STOP, f"{in_vain} attempts in a row ended like this without a commit: no use in another"), after
+        return Decision(
+            Choice.STOP,
+            f"{in_vain} attempts in a row ended like this without a commit: no use in another",
+        ), after
     if place is None:
         return Decision(Choice.RETRY), after
     after = replace(after, last=place, streak=course.streak + 1 if place == course.last else 1)
     if after.streak < 2 and place not in course.waits:
         return Decision(Choice.RETRY), after
     wait = 2 * course.waits[place] if place in course.waits else FIRST_WAIT
-    less = replace(after, out={**course.out, place: num_commits + wait}, waits={**course.waits, place: wait})
+    less = replace(
+        after, out={**course.out, place: num_commits + wait}, waits={**course.waits, place: wait}
+    )
     if len(_there(rules, less)) < rules.numbers[0]:
         return Decision(Choice.RETRY), after
-    again = "has failed again" if place in course.waits else f"has failed {after.streak} times in a row"
-    return Decision(Choice.LEAVE_OUT, f"place {place} {again} and is left out until {wait} more commits"), less
+    again = (
+        "has failed again" if place in course.waits else f"has failed {after.streak} times in a row"
+    )
+    return Decision(
+        Choice.LEAVE_OUT, f"place {place} {again} and is left out until {wait} more commits"
+    ), less
 
 
 def choose(rules: Rules, course: RestartHistory) -> tuple[int, ...]:
@@ -150,7 +180,9 @@ def choose(rules: Rules, course: RestartHistory) -> tuple[int, ...]:
     return tuple(sorted(sorted(there, key=lambda each: (each in course.waits, each))[:number]))
 
 
-def has_more(rules: Rules, course: RestartHistory, places: tuple[int, ...], num_commits: int) -> bool:
+def has_more(
+    rules: Rules, course: RestartHistory, places: tuple[int, ...], num_commits: int
+) -> bool:
     """Return whether more slots than `places` may have a rank at `num_commits` checkpoints."""
     return len(choose(rules, replace(course, num_commits=num_commits))) > len(places)
 
@@ -159,7 +191,9 @@ def _there(rules: Rules, course: RestartHistory) -> list[int]:
     return [each for each in range(rules.places) if course.out.get(each, 0) <= course.num_commits]
 
 
-def find_numbers(least: int, most: int, refuse: Callable[[int], str]) -> tuple[tuple[int, ...], str]:
+def find_numbers(
+    least: int, most: int, refuse: Callable[[int], str]
+) -> tuple[tuple[int, ...], str]:
     """Return the allowed numbers of ranks from `least` to `most`, and a message on the others.
 
     Args:
@@ -178,7 +212,13 @@ def find_numbers(least: int, most: int, refuse: Callable[[int], str]) -> tuple[t
     wrong = [number for number, reason in reasons.items() if reason]
     if not numbers:
         raise InputError(
-            f"--ranks is {least}:{most}, and no number of these may train this spec: {reasons[most]}", hint="give another range"
+            f"--ranks is {least}:{most}, and no number of these may train this spec: {reasons[most]}",
+            hint="give another range",
         )
     names = ", ".join(map(str, wrong))
-    return numbers, f"{names} rank{'s' * (wrong != [1])} will not be tried: {reasons[wrong[-1]]}" if wrong else ""
+    return (
+        numbers,
+        f"{names} rank{'s' * (wrong != [1])} will not be tried: {reasons[wrong[-1]]}"
+        if wrong
+        else "",
+    )

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from surefoot.contract import events, manifest
-from surefoot.control.launch.decide import Choice, ExitKind, RankFailure, RestartHistory, Rules, choose, decide, has_more
+from surefoot.control.launch.decide import (
+    Choice,
+    ExitKind,
+    RankFailure,
+    RestartHistory,
+    Rules,
+    choose,
+    decide,
+    has_more,
+)
 from surefoot.core.errors import EXIT_OK
 
 LOOK_S = 0.2
@@ -82,11 +91,17 @@ class Places:
 
     def has_more(self) -> bool:
         """Return whether more slots may have a rank now."""
-        return self._run is not None and has_more(self._rules, self._course, self.now, self._commits.count)
+        return self._run is not None and has_more(
+            self._rules, self._course, self.now, self._commits.count
+        )
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that counts checkpoints, if a slot that was left out waits for them."""
-        return self._commits.counting() if self._run is not None and self._course.out else contextlib.nullcontext()
+        return (
+            self._commits.counting()
+            if self._run is not None and self._course.out
+            else contextlib.nullcontext()
+        )
 
     def say_more(self) -> None:
         """Log that all ranks save and end, to restart as more ranks."""
@@ -112,12 +127,18 @@ class Places:
         else:
             decision, self._course = decide(self._rules, self._course, fault, self._commits.count)
             if decision.why:
-                self._say(f"error: {decision.why}" if decision.choice is Choice.STOP else decision.why)
+                self._say(
+                    f"error: {decision.why}" if decision.choice is Choice.STOP else decision.why
+                )
             if decision.choice is Choice.STOP:
                 return end.code
         self.now = choose(self._rules, self._course)
         where = "" if self.now == tuple(range(len(self.now))) else f", at {_names(self.now)}"
-        after = f"after step {self._commits.newest:,}" if self._commits.newest else "from the start: there is no commit yet"
+        after = (
+            f"after step {self._commits.newest:,}"
+            if self._commits.newest
+            else "from the start: there is no commit yet"
+        )
         who = "one rank begins" if len(self.now) == 1 else f"all {len(self.now)} ranks begin"
         self._say(f"{who} anew, {after}{where}")
         return None

@@ -21,7 +21,9 @@ from typing import IO, Any
 from surefoot.core import place
 from surefoot.core.signals import dying_with, process_control
 
-LOST = -int(signal.SIGKILL)  # exit status of a rank whose fork server has died: it was killed with it
+LOST = -int(
+    signal.SIGKILL
+)  # exit status of a rank whose fork server has died: it was killed with it
 NAME = 15  # PR_SET_NAME of prctl(2)
 MOST_BYTES = 1 << 16
 ANSWER_S = 20.0  # seconds to fork a rank or to report its exit status; a server that takes longer is killed
@@ -30,7 +32,9 @@ ANSWER_S = 20.0  # seconds to fork a rank or to report its exit status; a server
 class Forked:
     """A forked rank, with the interface of `subprocess.Popen` that the supervisor uses."""
 
-    def __init__(self, pid: int, server: int, ask: Callable[[int], int], stderr: IO[bytes] | None) -> None:
+    def __init__(
+        self, pid: int, server: int, ask: Callable[[int], int], stderr: IO[bytes] | None
+    ) -> None:
         self.pid, self.stderr = pid, stderr
         self.returncode: int | None = None
         self._ask = ask
@@ -87,7 +91,14 @@ class ForkServer:
         self._threads: int | None = None
         self._can_fork = hasattr(os, "pidfd_open") and sys.platform.startswith("linux")
 
-    def start(self, variables: Mapping[str, str], passed: Mapping[str, int], *, speaks: bool, threads: int | None) -> Any:
+    def start(
+        self,
+        variables: Mapping[str, str],
+        passed: Mapping[str, int],
+        *,
+        speaks: bool,
+        threads: int | None,
+    ) -> Any:
         """Start a rank.
 
         Args:
@@ -99,7 +110,9 @@ class ForkServer:
         Returns:
             A `Forked`, or a `subprocess.Popen` where forking is not possible.
         """
-        if self._can_fork and (self._process is None or self._threads != threads or self._process.poll() is not None):
+        if self._can_fork and (
+            self._process is None or self._threads != threads or self._process.poll() is not None
+        ):
             self._begin(threads)
         if self._can_fork:
             with contextlib.suppress(OSError, ValueError):
@@ -126,9 +139,13 @@ class ForkServer:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                self._command(), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0,
-                env=place.child_environment(threads=threads) | {place.FORKS: str(theirs.fileno())}, preexec_fn=dying_with(os.getpid()),
-            )  # fmt: skip
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+                env=place.child_environment(threads=threads) | {place.FORKS: str(theirs.fileno())},
+                preexec_fn=dying_with(os.getpid()),
+            )
         self._threads = threads
         try:
             self._can_fork = bool(self._answer()["fit"])
@@ -146,7 +163,9 @@ class ForkServer:
         row: dict[str, Any] = json.loads(self._link.recv(MOST_BYTES))
         return row
 
-    def _fork(self, variables: Mapping[str, str], passed: Mapping[str, int], speaks: bool) -> Forked:
+    def _fork(
+        self, variables: Mapping[str, str], passed: Mapping[str, int], speaks: bool
+    ) -> Forked:
         request = {"variables": dict(variables), "passed": list(passed), "speaks": speaks}
         with contextlib.ExitStack() as stack:
             stderr, given = None, list(passed.values())
@@ -167,15 +186,25 @@ class ForkServer:
             return LOST
 
     def _spawn(
-        self, variables: Mapping[str, str], passed: Mapping[str, int], speaks: bool, threads: int | None
+        self,
+        variables: Mapping[str, str],
+        passed: Mapping[str, int],
+        speaks: bool,
+        threads: int | None,
     ) -> subprocess.Popen[bytes]:
         """Start a rank as a process that imports everything itself."""
         return subprocess.Popen(
-            self._command(), stdin=subprocess.DEVNULL, stdout=None if speaks else subprocess.DEVNULL,
-            stderr=None if speaks else subprocess.PIPE, pass_fds=list(passed.values()), process_group=0,
-            env=place.child_environment(threads=threads) | dict(variables) | {name: str(number) for name, number in passed.items()},
+            self._command(),
+            stdin=subprocess.DEVNULL,
+            stdout=None if speaks else subprocess.DEVNULL,
+            stderr=None if speaks else subprocess.PIPE,
+            pass_fds=list(passed.values()),
+            process_group=0,
+            env=place.child_environment(threads=threads)
+            | dict(variables)
+            | {name: str(number) for name, number in passed.items()},
             preexec_fn=dying_with(os.getpid()),
-        )  # fmt: skip
+        )
 
 
 def name_process(name: str) -> None:

@@ -61,9 +61,15 @@ class RankProcess:
 
 
 def launch(
-    words: Sequence[str], num_ranks: int, say: Callable[[str], None], judge: Judge, *, run: Path | None = None, max_restarts: int = 3,
+    words: Sequence[str],
+    num_ranks: int,
+    say: Callable[[str], None],
+    judge: Judge,
+    *,
+    run: Path | None = None,
+    max_restarts: int = 3,
     numbers: Sequence[int] = (),
-) -> int:  # fmt: skip
+) -> int:
     """Run `surefoot WORDS` as ranks 0 to `num_ranks` - 1 of this host, and return the exit code.
 
     Rank 0 has this terminal. What the other ranks write to standard error is passed to `say` with
@@ -88,16 +94,22 @@ def launch(
     """
     if num_ranks < 1 or max_restarts < 0:
         raise InputError(
-            f"--ranks is {num_ranks} and --max-restarts {max_restarts}", hint="use one rank or more, and no restart or more"
+            f"--ranks is {num_ranks} and --max-restarts {max_restarts}",
+            hint="use one rank or more, and no restart or more",
         )
     place.check_launcher()
     if place.here().world_size > 1:
         raise InputError(
-            "--ranks is given to a process that is a rank already", hint="leave --ranks out under torchrun and the like"
+            "--ranks is given to a process that is a rank already",
+            hint="leave --ranks out under torchrun and the like",
         )
     _fill_standard_streams()
-    run = None if run is not None and events.is_finished(run) else run  # the command makes a new run folder then, each time
-    rules = Rules(places=num_ranks, numbers=tuple(numbers) or (num_ranks,), max_restarts=max_restarts)
+    run = (
+        None if run is not None and events.is_finished(run) else run
+    )  # the command makes a new run folder then, each time
+    rules = Rules(
+        places=num_ranks, numbers=tuple(numbers) or (num_ranks,), max_restarts=max_restarts
+    )
     places = Places(rules, run, say)
     with contextlib.closing(ForkServer(words)) as server:
         while (code := places.after(_attempt(server, places, say, judge))) is None:
@@ -115,7 +127,9 @@ def _fill_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], judge: Judge) -> AttemptEnd:
+def _attempt(
+    server: ForkServer, places: Places, say: Callable[[str], None], judge: Judge
+) -> AttemptEnd:
     """Run all ranks once, from their start to the end of the last one."""
     num_ranks, asked, num_kills = len(places.now), list[int](), memory.count_kills()
     with contextlib.ExitStack() as stack:
@@ -125,12 +139,16 @@ def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], jud
         for name in HEARD:
             if hasattr(signal, name):
                 number = getattr(signal, name)
-                stack.callback(signals.listen(number, functools.partial(_tell, ranks, number, asked)))
+                stack.callback(
+                    signals.listen(number, functools.partial(_tell, ranks, number, asked))
+                )
         told = [RankFiles.make(rank) for rank in range(num_ranks)]
         for each in told:
             stack.callback(each.close)
         for rank in range(num_ranks):
-            begun = _start(server, rank, num_ranks, meeting, told[rank], local_rank=places.now[rank])
+            begun = _start(
+                server, rank, num_ranks, meeting, told[rank], local_rank=places.now[rank]
+            )
             ranks.append(begun)  # so that they are ended even if the next rank cannot be started
         meeting.close()
         if asked:  # a signal came before all ranks could receive it: nothing has started
@@ -146,7 +164,9 @@ def _attempt(server: ForkServer, places: Places, say: Callable[[str], None], jud
     return end._replace(fault=fault, is_asked=bool(asked), is_recalled=is_recalled)
 
 
-def _name_memory(end: AttemptEnd, num_kills: int, say: Callable[[str], None], places: Places) -> AttemptEnd:
+def _name_memory(
+    end: AttemptEnd, num_kills: int, say: Callable[[str], None], places: Places
+) -> AttemptEnd:
     """Return `end` with the out-of-memory exit code where the kernel killed a rank for memory.
 
     Unless fewer ranks are allowed, such a run is not restarted: the same number of ranks would fail
@@ -158,22 +178,42 @@ def _name_memory(end: AttemptEnd, num_kills: int, say: Callable[[str], None], pl
         f"error: the kernel killed {num_kills} process{'es' * (num_kills > 1)} of this run's cgroup for memory; all ranks together may "
         f"use {memory.find_limit().words}"
     )
-    say("hint: use a smaller train.microbatch, memory.recompute, layout.shard or fewer ranks, or raise the limit")
+    say(
+        "hint: use a smaller train.microbatch, memory.recompute, layout.shard or fewer ranks, or raise the limit"
+    )
     how = end.fault.how if places.is_elastic else ExitKind.SHORT
     return end._replace(code=OutOfMemory.exit_code, fault=end.fault._replace(how=how))
 
 
 def _start(
-    server: ForkServer, rank: int, num_ranks: int, meeting: socket.socket, told: RankFiles, *, local_rank: int
+    server: ForkServer,
+    rank: int,
+    num_ranks: int,
+    meeting: socket.socket,
+    told: RankFiles,
+    *,
+    local_rank: int,
 ) -> RankProcess:
     variables = {
-        "RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting.getsockname()[1],
-    }  # fmt: skip
-    passed = {place.FLIGHT: told.flight, place.STACKS: told.stacks} | ({} if rank else {place.LISTENS: meeting.fileno()})
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": meeting.getsockname()[1],
+    }
+    passed = {place.FLIGHT: told.flight, place.STACKS: told.stacks} | (
+        {} if rank else {place.LISTENS: meeting.fileno()}
+    )
     threads = None if place.has_threads() else max(1, count_cores() // num_ranks)
     return RankProcess(
-        rank, server.start({name: str(value) for name, value in variables.items()}, passed, speaks=rank == 0, threads=threads)
+        rank,
+        server.start(
+            {name: str(value) for name, value in variables.items()},
+            passed,
+            speaks=rank == 0,
+            threads=threads,
+        ),
     )
 
 
@@ -191,8 +231,12 @@ def _tell(ranks: Sequence[RankProcess], number: int, asked: list[int]) -> None:
 
 
 def _watch(
-    ranks: Sequence[RankProcess], say: Callable[[str], None], judge: Judge, told: Sequence[RankFiles], places: Places
-) -> tuple[RankFailure | None, bool]:  # fmt: skip
+    ranks: Sequence[RankProcess],
+    say: Callable[[str], None],
+    judge: Judge,
+    told: Sequence[RankFiles],
+    places: Places,
+) -> tuple[RankFailure | None, bool]:
     """Watch the ranks until all have ended, and print what they write.
 
     Once a rank has failed, the others have `GRACE_S` to end and are then killed. All ranks are
@@ -242,7 +286,10 @@ def _recall(ranks: Sequence[RankProcess], told: Sequence[RankFiles]) -> None:
 
 
 def end_if_stalled(
-    ranks: Sequence[RankProcess], say: Callable[[str], None], judge: Judge, told: Sequence[RankFiles]
+    ranks: Sequence[RankProcess],
+    say: Callable[[str], None],
+    judge: Judge,
+    told: Sequence[RankFiles],
 ) -> RankFailure | None:
     """Report the rank that blocks the others and kill all ranks; None where no rank does."""
     pids = {each.number: each.process.pid for each in ranks if each.code is None}
@@ -258,7 +305,11 @@ def end_if_stalled(
         else f"hint: all ranks are ended, and {judge.hint}; layout.stall says how long one may take"
     )
     _end_all(ranks)
-    return RankFailure(ExitKind.APART) if late is None else RankFailure(ExitKind.HUNG, late[0] if len(late) == 1 else None)
+    return (
+        RankFailure(ExitKind.APART)
+        if late is None
+        else RankFailure(ExitKind.HUNG, late[0] if len(late) == 1 else None)
+    )
 
 
 def _pause() -> Iterator[tuple[selectors.SelectorKey, int]]:
@@ -300,7 +351,12 @@ def _end_all(ranks: Sequence[RankProcess]) -> None:
         each.process.wait()
 
 
-def _judge(ranks: Sequence[RankProcess], say: Callable[[str], None], judge: Judge, seen: Sequence[RankSnapshot]) -> AttemptEnd:
+def _judge(
+    ranks: Sequence[RankProcess],
+    say: Callable[[str], None],
+    judge: Judge,
+    seen: Sequence[RankSnapshot],
+) -> AttemptEnd:
     """Return how the ranks ended, and report the rank that failed first.
 
     Rank 0 is not reported, since it prints its error itself. `seen` is the progress of each rank:
@@ -315,7 +371,9 @@ def _judge(ranks: Sequence[RankProcess], say: Callable[[str], None], judge: Judg
     first = failed[0]
     assert first.code is not None
     if first.code > 0:
-        first = next((each for each in failed if each.number == 0 and each.code == first.code), first)  # all failed alike
+        first = next(
+            (each for each in failed if each.number == 0 and each.code == first.code), first
+        )  # all failed alike
     assert first.code is not None
     code = first.code if first.code > 0 else 128 - first.code
     for line in first.said if first.number else ():
@@ -332,12 +390,18 @@ def _judge(ranks: Sequence[RankProcess], say: Callable[[str], None], judge: Judg
     how = read_code(first.code)
     for each in ranks if how is ExitKind.PARTED else ():
         if each.code == 0:
-            say(f"error: rank {each.number} of {len(ranks)} ended with exit code 0, as if the run were over")
+            say(
+                f"error: rank {each.number} of {len(ranks)} ended with exit code 0, as if the run were over"
+            )
             how = ExitKind.LEFT
-    return AttemptEnd(code, RankFailure(how, first.number if how in (ExitKind.KILLED, ExitKind.CRASHED) else None))
+    return AttemptEnd(
+        code, RankFailure(how, first.number if how in (ExitKind.KILLED, ExitKind.CRASHED) else None)
+    )
 
 
-def _tell_apart(ranks: Sequence[RankProcess], first: RankProcess, say: Callable[[str], None], words: str) -> None:
+def _tell_apart(
+    ranks: Sequence[RankProcess], first: RankProcess, say: Callable[[str], None], words: str
+) -> None:
     """Print what the ranks did when one failed, and the first error of each other rank."""
     if words:
         say(f"error: at that time {words}")

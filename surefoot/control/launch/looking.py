@@ -16,11 +16,16 @@ from surefoot.core.flight import RankSnapshot
 from surefoot.core.process.frames import is_of_surefoot
 from surefoot.core.signals import STACKS_SIGNAL
 
-STACK_S, LONGEST_STACK_S = 0.3, 5.0  # seconds for a rank to write its stack; a busy machine needs longer
+STACK_S, LONGEST_STACK_S = (
+    0.3,
+    5.0,
+)  # seconds for a rank to write its stack; a busy machine needs longer
 FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 STOPPED = "tT"
 LOOP = "train"  # the part of surefoot in the stack of the thread that takes the steps
-ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")  # how faulthandler writes non-ASCII characters
+ESCAPED = re.compile(
+    r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})"
+)  # how faulthandler writes non-ASCII characters
 
 
 class Judge(NamedTuple):
@@ -49,7 +54,9 @@ class RankFiles(NamedTuple):
     @classmethod
     def make(cls, rank: int) -> RankFiles:
         """Make the two files of a rank; other processes do not inherit them."""
-        return cls(flight.make_file(f"surefoot-flight-{rank}"), flight.make_file(f"surefoot-stacks-{rank}"))
+        return cls(
+            flight.make_file(f"surefoot-flight-{rank}"), flight.make_file(f"surefoot-stacks-{rank}")
+        )
 
     def close(self) -> None:
         for each in self:
@@ -58,10 +65,15 @@ class RankFiles(NamedTuple):
 
 def look(pids: Mapping[int, int], told: Sequence[RankFiles]) -> list[RankSnapshot]:
     """Return the current state of every rank; `pids` maps a rank to its process id."""
-    return [RankSnapshot(rank, flight.read(told[rank].flight), state_of(pid)) for rank, pid in pids.items()]
+    return [
+        RankSnapshot(rank, flight.read(told[rank].flight), state_of(pid))
+        for rank, pid in pids.items()
+    ]
 
 
-def with_stacks(rows: Sequence[RankSnapshot], pids: Mapping[int, int], told: Sequence[RankFiles]) -> list[RankSnapshot]:
+def with_stacks(
+    rows: Sequence[RankSnapshot], pids: Mapping[int, int], told: Sequence[RankFiles]
+) -> list[RankSnapshot]:
     """Return `rows` with the stacks of the ranks that can be asked for them.
 
     A stopped process handles no signal, and a rank that has not joined has no handler yet. A row
@@ -102,7 +114,10 @@ def _wait_for_stacks(files: Sequence[int]) -> None:
 def as_left(rows: Sequence[RankSnapshot], told: Sequence[RankFiles]) -> list[RankSnapshot]:
     """Return `rows` with the last stacks that the ranks wrote, for instance at a fatal signal."""
     return [
-        row._replace(stack=parse_stacks(os.pread(told[row.rank].stacks, 1 << 16, 0).decode(errors="replace"))) for row in rows
+        row._replace(
+            stack=parse_stacks(os.pread(told[row.rank].stacks, 1 << 16, 0).decode(errors="replace"))
+        )
+        for row in rows
     ]
 
 
@@ -115,8 +130,12 @@ def parse_stacks(text: str) -> tuple[str, ...]:
     ('a.py:3 in f', 'b.py:9 in g')
     """
     plain = ESCAPED.sub(lambda found: found[0].encode().decode("unicode_escape"), text)
-    blocks = [list(FRAME.finditer(block)) for block in re.split(r"(?:Current t|T)hread 0x", plain)[1:]]
-    stepping = [block for block in blocks if any(is_of_surefoot(found["file"], LOOP) for found in block)]
+    blocks = [
+        list(FRAME.finditer(block)) for block in re.split(r"(?:Current t|T)hread 0x", plain)[1:]
+    ]
+    stepping = [
+        block for block in blocks if any(is_of_surefoot(found["file"], LOOP) for found in block)
+    ]
     chosen = (*stepping, *blocks, ())[0]
     return tuple(f"{found['file']}:{found['line']} in {found['name']}" for found in chosen)
 

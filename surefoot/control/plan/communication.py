@@ -16,7 +16,10 @@ from surefoot.core.errors import InputError
 from surefoot.core.statistics import MAD_TO_SD, median
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "send")
-FAR, LEAST_FAR = 3.0, 0.1  # a size is left out if its error exceeds this many robust standard deviations, and 10 %
+FAR, LEAST_FAR = (
+    3.0,
+    0.1,
+)  # a size is left out if its error exceeds this many robust standard deviations, and 10 %
 Point = tuple[int, float]  # bytes, seconds
 
 
@@ -32,7 +35,8 @@ def bus_factor(collective: str, ranks: int) -> float:
     """
     if collective not in COLLECTIVES or ranks < 2:
         raise InputError(
-            f"{collective} of {ranks} ranks has no bus bandwidth", hint=f"two ranks or more do {', '.join(COLLECTIVES)}"
+            f"{collective} of {ranks} ranks has no bus bandwidth",
+            hint=f"two ranks or more do {', '.join(COLLECTIVES)}",
         )
     passed_on = (ranks - 1) / ranks
     if collective == "all-reduce":
@@ -69,7 +73,11 @@ class Link:
         >>> round(Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0).size_for(0.9))
         900000
         """
-        return None if self.bytes_per_s is None else share / (1 - share) * self.latency_s * self.bytes_per_s
+        return (
+            None
+            if self.bytes_per_s is None
+            else share / (1 - share) * self.latency_s * self.bytes_per_s
+        )
 
 
 def fit_link(points: Sequence[Point]) -> Link:
@@ -84,17 +92,24 @@ def fit_link(points: Sequence[Point]) -> Link:
     >>> round(link.latency_s * 1e6), round(link.bytes_per_s / 1e9, 3), link.num_left_out
     (50, 2.0, 1)
     """
-    if len({size for size, _ in points}) < 2 or any(size < 0 or not 0 < elapsed_s < math.inf for size, elapsed_s in points):
-        raise InputError(f"{len(points)} measurements make no line", hint="measure two sizes or more, each with a time above 0")
+    if len({size for size, _ in points}) < 2 or any(
+        size < 0 or not 0 < elapsed_s < math.inf for size, elapsed_s in points
+    ):
+        raise InputError(
+            f"{len(points)} measurements make no line",
+            hint="measure two sizes or more, each with a time above 0",
+        )
     first = min(_lines(points), key=lambda line: sum(_factors(line, points)))
     factors = _factors(first, points)
     limit = max(LEAST_FAR, FAR * MAD_TO_SD * median(factors))
     kept = [point for point, factor in zip(points, factors, strict=True) if factor <= limit]
     latency_s, s_per_byte = _least_squares(kept)
     return Link(
-        latency_s=latency_s, bytes_per_s=1 / s_per_byte if s_per_byte > 0 else None,
-        off=math.expm1(median(_factors((latency_s, s_per_byte), points))), num_left_out=len(points) - len(kept),
-    )  # fmt: skip
+        latency_s=latency_s,
+        bytes_per_s=1 / s_per_byte if s_per_byte > 0 else None,
+        off=math.expm1(median(_factors((latency_s, s_per_byte), points))),
+        num_left_out=len(points) - len(kept),
+    )
 
 
 def _lines(points: Sequence[Point]) -> list[tuple[float, float]]:
@@ -118,21 +133,31 @@ def _factors(line: tuple[float, float], points: Sequence[Point]) -> list[float]:
     Half as long is as far as twice as long.
     """
     latency_s, s_per_byte = line
-    return [abs(math.log((latency_s + s_per_byte * size) / elapsed_s)) for size, elapsed_s in points]
+    return [
+        abs(math.log((latency_s + s_per_byte * size) / elapsed_s)) for size, elapsed_s in points
+    ]
 
 
 def _least_squares(points: Sequence[Point]) -> tuple[float, float]:
     """Return (a, b), neither below 0, with the least sum of ((a + b x) / t - 1)^2."""
     u = [1 / elapsed_s for _, elapsed_s in points]  # a u + b v should be 1
     v = [size / elapsed_s for size, elapsed_s in points]
-    uu, uv, vv = (sum(x * y for x, y in zip(one, other, strict=True)) for one, other in ((u, u), (u, v), (v, v)))
+    uu, uv, vv = (
+        sum(x * y for x, y in zip(one, other, strict=True))
+        for one, other in ((u, u), (u, v), (v, v))
+    )
     determinant = uu * vv - uv * uv
     if determinant > 1e-12 * uu * vv:
         a, b = (sum(u) * vv - sum(v) * uv) / determinant, (sum(v) * uu - sum(u) * uv) / determinant
         if a >= 0 and b >= 0:
             return a, b
     flat, steep = (sum(u) / uu, 0.0), (0.0, sum(v) / vv if vv else 0.0)
-    return min((flat, steep), key=lambda line: sum((line[0] * x + line[1] * y - 1) ** 2 for x, y in zip(u, v, strict=True)))
+    return min(
+        (flat, steep),
+        key=lambda line: sum(
+            (line[0] * x + line[1] * y - 1) ** 2 for x, y in zip(u, v, strict=True)
+        ),
+    )
 
 
 def best_bucket_bytes(total_bytes: float, link: Link) -> float | None:

@@ -36,4 +36,6 @@ def advise_interval(save_s: float, between_s: float, write_s: float = 0.0) -> Sa
     if not (save_s > 0 and between_s > 0 and math.isfinite(save_s) and math.isfinite(between_s)):
         return None
     interval_s = max(write_s, math.sqrt(2 * save_s * between_s))
-    return SaveAdvice(save_s, between_s, interval_s, save_s / interval_s + interval_s / 2 / between_s, write_s)
+    return SaveAdvice(
+        save_s, between_s, interval_s, save_s / interval_s + interval_s / 2 / between_s, write_s
+    )

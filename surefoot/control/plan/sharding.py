@@ -28,7 +28,12 @@ class Sharding:
 
 
 def compare_stages(
-    num_parameters: int, num_ranks: int, *, weight_bytes: int = 4, gradient_bytes: int = 4, state_bytes: int = 8
+    num_parameters: int,
+    num_ranks: int,
+    *,
+    weight_bytes: int = 4,
+    gradient_bytes: int = 4,
+    state_bytes: int = 8,
 ) -> tuple[Sharding, ...]:
     """Return all stages on `num_ranks` ranks.
 
@@ -47,5 +52,7 @@ def compare_stages(
             size / num_ranks if stage >= split_from else size
             for split_from, size in ((1, state_bytes), (2, gradient_bytes), (3, weight_bytes))
         ]
-        found.append(Sharding(stage, num_parameters * sum(held), 1.0 - sum(held) / whole, VOLUMES[stage]))
+        found.append(
+            Sharding(stage, num_parameters * sum(held), 1.0 - sum(held) / whole, VOLUMES[stage])
+        )
     return tuple(found)

@@ -8,4 +8,14 @@ from surefoot.control.report.files import read_ladder, read_measured, read_profi
 from surefoot.control.report.page import render
 from surefoot.control.report.rows import ReportPage, RunRows, TableRows
 
-__all__ = ["ReportPage", "RunRows", "TableRows", "Whole", "read_ladder", "read_measured", "read_profile", "read_shape", "render"]
+__all__ = [
+    "ReportPage",
+    "RunRows",
+    "TableRows",
+    "Whole",
+    "read_ladder",
+    "read_measured",
+    "read_profile",
+    "read_shape",
+    "render",
+]

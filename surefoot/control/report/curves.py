@@ -15,7 +15,9 @@ from surefoot.control.report.rows import RunRows
 from surefoot.core.axis import LARGEST, find_axis, is_drawn
 from surefoot.core.units import format_number
 
-WIDE_RANGE = 30.0  # max / min from which the axis is logarithmic: a linear one hides the small values
+WIDE_RANGE = (
+    30.0  # max / min from which the axis is logarithmic: a linear one hides the small values
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,18 @@ def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
         ("Loss", "loss", list(_losses(runs))),
         ("Score", score_title, list(_scores(runs, scale))),
         ("Learning rate", "rate", list(_rates(runs))),
-        ("Gradient norm", "norm before clipping", list(_of_steps(runs, lambda step: step.gradient_norm))),
+        (
+            "Gradient norm",
+            "norm before clipping",
+            list(_of_steps(runs, lambda step: step.gradient_norm)),
+        ),
         ("Throughput", "samples/s", list(_of_steps(runs, lambda step: step.samples_per_s))),
     )
-    return [figure for title, y_title, lines in wanted if (figure := draw(title, y_title, lines)) is not None]
+    return [
+        figure
+        for title, y_title, lines in wanted
+        if (figure := draw(title, y_title, lines)) is not None
+    ]
 
 
 def draw(title: str, y_title: str, lines: Sequence[PlottedCurve]) -> Figure | None:
@@ -59,14 +69,27 @@ def draw(title: str, y_title: str, lines: Sequence[PlottedCurve]) -> Figure | No
         return None
     frame = Frame(x=x, y=y)
     return Figure(
-        title=title, width=frame.width, height=frame.height,
-        paths=[*frame.grid(), *(Path(d=frame.line(line.points), style=f"line s{line.style}") for line in lines if line.joins)],
+        title=title,
+        width=frame.width,
+        height=frame.height,
+        paths=[
+            *frame.grid(),
+            *(
+                Path(d=frame.line(line.points), style=f"line s{line.style}")
+                for line in lines
+                if line.joins
+            ),
+        ],
         marks=[mark for line in lines if line.marks for mark in _marks(frame, line)],
         words=frame.labels("step", f"{y_title} (log)" if is_log else y_title),
-        legend=[Key(style=line.style, label=line.label, kind="line" if line.joins else "mark") for line in lines]
-        if len(lines) > 1 else [],
+        legend=[
+            Key(style=line.style, label=line.label, kind="line" if line.joins else "mark")
+            for line in lines
+        ]
+        if len(lines) > 1
+        else [],
         note="; ".join([*_best(lines), *_note(values)]),
-    )  # fmt: skip
+    )
 
 
 def _within(points: Sequence[Point]) -> list[Point]:
@@ -103,7 +126,9 @@ def _losses(runs: Sequence[RunRows]) -> Iterator[PlottedCurve]:
     """Yield the training loss as a line and the loss of evaluations as markers."""
     for index, run in enumerate(runs):
         yield PlottedCurve(
-            style=index, label=_label(runs, run, "training"), points=[(each.step, each.loss) for each in run.steps]
+            style=index,
+            label=_label(runs, run, "training"),
+            points=[(each.step, each.loss) for each in run.steps],
         )
         evaluated = [(each.step, each.loss) for each in run.evaluations]
         label = _label(runs, run, f"{run.evaluations[-1].split} split") if evaluated else ""
@@ -113,10 +138,16 @@ def _losses(runs: Sequence[RunRows]) -> Iterator[PlottedCurve]:
 def _scores(runs: Sequence[RunRows], scale: float) -> Iterator[PlottedCurve]:
     for index, run in enumerate(runs):
         found = [(each, value_of(each)) for each in run.evaluations]
-        best = [(float(each.step), value * scale) for each, value in found if each.best and value is not None]
+        best = [
+            (float(each.step), value * scale)
+            for each, value in found
+            if each.best and value is not None
+        ]
         points = [(each.step, None if value is None else value * scale) for each, value in found]
         label = _label(runs, run, found[-1][0].score if found else "")
-        yield PlottedCurve(style=index, label=label, points=points, marks=True, best=best[-1] if best else None)
+        yield PlottedCurve(
+            style=index, label=label, points=points, marks=True, best=best[-1] if best else None
+        )
 
 
 def _score_scale(runs: Sequence[RunRows]) -> tuple[float, str]:
@@ -141,14 +172,23 @@ def _rates(runs: Sequence[RunRows]) -> Iterator[PlottedCurve]:
     for run in runs:
         groups: dict[tuple[Point, ...], list[str]] = {}
         for name in dict.fromkeys(name for each in run.steps for name in each.learning_rates):
-            groups.setdefault(tuple((each.step, each.learning_rates.get(name)) for each in run.steps), []).append(name)
+            groups.setdefault(
+                tuple((each.step, each.learning_rates.get(name)) for each in run.steps), []
+            ).append(name)
         found += [
-            (_label(runs, run, ", ".join(names) if len(groups) > 1 else ""), list(points)) for points, names in groups.items()
+            (_label(runs, run, ", ".join(names) if len(groups) > 1 else ""), list(points))
+            for points, names in groups.items()
         ]
     for index, (label, points) in enumerate(found[:NUM_STYLES]):
         yield PlottedCurve(style=index, label=label, points=points)
 
 
-def _of_steps(runs: Sequence[RunRows], value: Callable[[Step], float | None]) -> Iterator[PlottedCurve]:
+def _of_steps(
+    runs: Sequence[RunRows], value: Callable[[Step], float | None]
+) -> Iterator[PlottedCurve]:
     for index, run in enumerate(runs):
-        yield PlottedCurve(style=index, label=_label(runs, run, ""), points=[(each.step, value(each)) for each in run.steps])
+        yield PlottedCurve(
+            style=index,
+            label=_label(runs, run, ""),
+            points=[(each.step, value(each)) for each in run.steps],
+        )

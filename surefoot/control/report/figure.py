@@ -114,7 +114,9 @@ class Frame:
 
     def up(self, value: float) -> float:
         """Return the y coordinate of a value; a value outside the axis is drawn at its edge."""
-        share = 0.0 if self.y.log and value <= self.y.low else min(max(self.y.share(value), 0.0), 1.0)
+        share = (
+            0.0 if self.y.log and value <= self.y.low else min(max(self.y.share(value), 0.0), 1.0)
+        )
         return self.height - self.bottom - share * (self.height - self.top - self.bottom)
 
     def grid(self) -> list[Path]:
@@ -122,20 +124,31 @@ class Frame:
         left, right, bottom = self.left, self.width - self.right, self.height - self.bottom
         rows = "".join(f"M{left:.1f} {self.up(value):.1f}H{right:.1f}" for value in self.y.ticks(5))
         ticks = "".join(f"M{self.across(value):.1f} {bottom:.1f}v4" for value in self.x.ticks(5))
-        return [Path(d=rows, style="grid"), Path(d=f"M{left} {self.top}V{bottom}H{right}{ticks}", style="axis")]
+        return [
+            Path(d=rows, style="grid"),
+            Path(d=f"M{left} {self.top}V{bottom}H{right}{ticks}", style="axis"),
+        ]
 
     def labels(self, x_title: str, y_title: str) -> list[Words]:
         """Return the tick labels and the titles of both axes."""
         bottom = self.height - self.bottom
         rows = [
-            Words(x=self.left - 6, y=self.up(value) + 4, text=format_number(value), anchor="end") for value in self.y.ticks(5)
+            Words(x=self.left - 6, y=self.up(value) + 4, text=format_number(value), anchor="end")
+            for value in self.y.ticks(5)
         ]
         columns = [
-            Words(x=self.across(value), y=bottom + 17, text=format_number(value), anchor="middle") for value in self.x.ticks(5)
+            Words(x=self.across(value), y=bottom + 17, text=format_number(value), anchor="middle")
+            for value in self.x.ticks(5)
         ]
         titles = [
             Words(x=2, y=13, text=y_title, style="title"),
-            Words(x=self.width - self.right, y=self.height - 6, text=x_title, anchor="end", style="title"),
+            Words(
+                x=self.width - self.right,
+                y=self.height - 6,
+                text=x_title,
+                anchor="end",
+                style="title",
+            ),
         ]
         return [*rows, *columns, *titles]
 

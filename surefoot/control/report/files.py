@@ -36,7 +36,11 @@ MAX_FLAME_BYTES = 4 << 20  # the page embeds it as an image
 MAX_ROWS, MAX_RUNGS, MAX_TIMES = 5000, 200, 100_000
 LADDER_FILE, SHAPE_FILE = "ladder.json", "shape.json"
 LASTING = ("parameters", "masters", "gradients", "optimiser")
-FLAMES = (("By Python stack", "flame_stack.svg"), ("By module", "flame_module.svg"), ("On the device", "flame_device.svg"))
+FLAMES = (
+    ("By Python stack", "flame_stack.svg"),
+    ("By module", "flame_module.svg"),
+    ("On the device", "flame_device.svg"),
+)
 
 Made = TypeVar("Made")
 
@@ -53,26 +57,42 @@ def read_profile(run: Path) -> Profile:
         return Profile(notes=[f"{folder} is not read: {error.strerror}"])
     operators = _part(folder / "operators.json", lambda row: row, notes)
     rows = _rows(operators or {}, "rows")
-    flames = [flame for title, name in FLAMES if (flame := _flame(title, folder / name, notes)) is not None]
+    flames = [
+        flame
+        for title, name in FLAMES
+        if (flame := _flame(title, folder / name, notes)) is not None
+    ]
     return Profile(
-        num_steps=_whole_number((operators or {}).get("num_steps")), window_s=_number((operators or {}).get("window_s")),
-        operators=[_operator(row) for row in rows], roofline=_part(folder / "roofline.json", _roofline, notes),
-        memory=_part(folder / "memory.json", _memory, notes), flames=flames, notes=notes,
-    )  # fmt: skip
+        num_steps=_whole_number((operators or {}).get("num_steps")),
+        window_s=_number((operators or {}).get("window_s")),
+        operators=[_operator(row) for row in rows],
+        roofline=_part(folder / "roofline.json", _roofline, notes),
+        memory=_part(folder / "memory.json", _memory, notes),
+        flames=flames,
+        notes=notes,
+    )
 
 
 def read_ladder(folder: Path) -> LadderRows:
     """Return the ladder in a folder. Raises InputError if it is missing or cannot be read."""
     path = folder if folder.name == LADDER_FILE else folder / LADDER_FILE
     if not path.is_file():
-        raise InputError(f"{folder} holds no {LADDER_FILE}", hint="surefoot ladder SPEC --out DIR writes one; give that DIR")
+        raise InputError(
+            f"{folder} holds no {LADDER_FILE}",
+            hint="surefoot ladder SPEC --out DIR writes one; give that DIR",
+        )
     row = _read(path)
     return LadderRows(
-        folder=str(path.parent), spec=_text(row.get("spec")), device=_text(row.get("device")),
-        conditions=_text(row.get("conditions")), baseline=_settings(_mapping(row.get("baseline")).get("plain")),
-        best=_text(row.get("best")), num_runs=_whole_number(row.get("num_runs")), num_samples=_whole_number(row.get("num_samples")),
+        folder=str(path.parent),
+        spec=_text(row.get("spec")),
+        device=_text(row.get("device")),
+        conditions=_text(row.get("conditions")),
+        baseline=_settings(_mapping(row.get("baseline")).get("plain")),
+        best=_text(row.get("best")),
+        num_runs=_whole_number(row.get("num_runs")),
+        num_samples=_whole_number(row.get("num_samples")),
         rungs=[_rung(each) for each in _rows(row, "rungs")[:MAX_RUNGS]],
-    )  # fmt: skip
+    )
 
 
 def read_shape(run: Path) -> Shape | None:
@@ -88,24 +108,44 @@ def read_measured(path: Path) -> list[MeasuredMemory]:
     other file.
     """
     if path.is_dir() or path.name == LADDER_FILE:
-        rungs = [(rung, rung.memory.low, rung.memory.high) for rung in read_ladder(path).rungs if rung.change]
+        rungs = [
+            (rung, rung.memory.low, rung.memory.high)
+            for rung in read_ladder(path).rungs
+            if rung.change
+        ]
         return [
-            MeasuredMemory(change=rung.change, ratio=rung.memory.estimate, source=f"{format_ratio(rung.memory)}, {rung.standing} by {path}")
-            for rung, low, high in rungs if low is not None and high is not None and (high < 1 or low >= 1)
-        ]  # fmt: skip
+            MeasuredMemory(
+                change=rung.change,
+                ratio=rung.memory.estimate,
+                source=f"{format_ratio(rung.memory)}, {rung.standing} by {path}",
+            )
+            for rung, low, high in rungs
+            if low is not None and high is not None and (high < 1 or low >= 1)
+        ]
     try:
         table = csv.DictReader(_open(path, MAX_BYTES).decode("utf-8-sig").splitlines())
         if "peak_bytes" not in (table.fieldnames or ()):
             raise KeyError("peak_bytes")
         rows = list(table)[:MAX_ROWS]
-        splits = [(int(row["batch"]), int(row["microbatch"]), float(row["peak_bytes"])) for row in rows if row["peak_bytes"]]
+        splits = [
+            (int(row["batch"]), int(row["microbatch"]), float(row["peak_bytes"]))
+            for row in rows
+            if row["peak_bytes"]
+        ]
         return [
-            MeasuredMemory(change=f"train.batch={size} train.microbatch={part}", source=str(path), peak_bytes=peak, split=(size, part))
-            for size, part, peak in splits if 0 < peak < LARGEST
-        ]  # fmt: skip
+            MeasuredMemory(
+                change=f"train.batch={size} train.microbatch={part}",
+                source=str(path),
+                peak_bytes=peak,
+                split=(size, part),
+            )
+            for size, part, peak in splits
+            if 0 < peak < LARGEST
+        ]
     except (KeyError, TypeError, ValueError, csv.Error):
         raise RunFolderError(
-            f"{path} is no table of batches", hint="surefoot whatif SPEC --batch 64,128 --csv FILE writes one"
+            f"{path} is no table of batches",
+            hint="surefoot whatif SPEC --batch 64,128 --csv FILE writes one",
         ) from None
 
 
@@ -127,7 +167,9 @@ def _open(path: Path, limit: int) -> bytes:
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
     if len(text) > limit:
-        raise RunFolderError(f"{path} is larger than {format_bytes(limit)}, which is too much for a page")
+        raise RunFolderError(
+            f"{path} is larger than {format_bytes(limit)}, which is too much for a page"
+        )
     return text
 
 
@@ -143,7 +185,9 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(row, dict):
         raise RunFolderError(f"{path} is damaged: it is no JSON object")
     if row.get("version") != VERSION:
-        raise RunFolderError(f"{path} is of version {str(row.get('version'))[:20]}, and version {VERSION} is known here")
+        raise RunFolderError(
+            f"{path} is of version {str(row.get('version'))[:20]}, and version {VERSION} is known here"
+        )
     return row
 
 
@@ -168,27 +212,41 @@ def _flame(title: str, path: Path, notes: list[str]) -> Flame | None:
 
 def _operator(row: Mapping[str, Any]) -> OperatorRow:
     return OperatorRow(
-        name=_text(row.get("name")), calls=_number(row.get("calls")), self_s=_number(row.get("self_s")),
-        total_s=_number(row.get("total_s")), self_bytes=_number(row.get("self_bytes")), flops=_number(row.get("flops")),
-    )  # fmt: skip
+        name=_text(row.get("name")),
+        calls=_number(row.get("calls")),
+        self_s=_number(row.get("self_s")),
+        total_s=_number(row.get("total_s")),
+        self_bytes=_number(row.get("self_bytes")),
+        flops=_number(row.get("flops")),
+    )
 
 
 def _roofline(row: Mapping[str, Any]) -> Roofline:
     peaks = _mapping(row.get("peaks"))
-    rates = {_text(name): _number(peak) for name, peak in _mapping(peaks.get("flops_per_s")).items()}
+    rates = {
+        _text(name): _number(peak) for name, peak in _mapping(peaks.get("flops_per_s")).items()
+    }
     places = [
         RooflinePoint(
-            name=_text(each.get("name")), kind=_text(each.get("kind")), calls=_number(each.get("calls")),
-            flops=_number(each.get("flops")), num_bytes=_number(each.get("bytes")), elapsed_s=_number(each.get("elapsed_s")),
+            name=_text(each.get("name")),
+            kind=_text(each.get("kind")),
+            calls=_number(each.get("calls")),
+            flops=_number(each.get("flops")),
+            num_bytes=_number(each.get("bytes")),
+            elapsed_s=_number(each.get("elapsed_s")),
             bound=_text(each.get("bound")),
         )
         for each in _rows(row, "points")
-    ]  # fmt: skip
+    ]
     return Roofline(
-        device=_text(row.get("device")), flops_per_s={name: peak for name, peak in rates.items() if peak is not None},
-        bytes_per_s=_number(peaks.get("bytes_per_s")), places=places, mfu=_number(row.get("mfu")),
-        mfu_formula=_text(row.get("mfu_formula")), fusible_share=_number(row.get("fusible_share")),
-    )  # fmt: skip
+        device=_text(row.get("device")),
+        flops_per_s={name: peak for name, peak in rates.items() if peak is not None},
+        bytes_per_s=_number(peaks.get("bytes_per_s")),
+        places=places,
+        mfu=_number(row.get("mfu")),
+        mfu_formula=_text(row.get("mfu_formula")),
+        fusible_share=_number(row.get("fusible_share")),
+    )
 
 
 def _shape(row: Mapping[str, Any]) -> Shape | None:
@@ -197,7 +255,9 @@ def _shape(row: Mapping[str, Any]) -> Shape | None:
     if not terms or not parameters:
         return None
     return Shape(
-        activation_bytes=sum(size for name, size in terms.items() if name.startswith("activations")),
+        activation_bytes=sum(
+            size for name, size in terms.items() if name.startswith("activations")
+        ),
         parameter_bytes=sum(terms.get(name, 0.0) for name in LASTING) / parameters,
     )
 
@@ -220,17 +280,27 @@ def _rung(row: Mapping[str, Any]) -> RungRow:
         for name in ("time", "memory", "throughput", "startup", "total_time", "total_memory")
     }
     return RungRow(
-        name=_text(row.get("name")), kind=_text(row.get("kind")), standing=_text(row.get("standing")),
-        reason=_text(row.get("reason")), change=_settings(row.get("change")), score=_score(row.get("score")),
-        parity=", ".join(part for part in (_text(parity.get("verdict")), _text(parity.get("words"))) if part),
-        expected=_text(row.get("expected")), **ratios,
-    )  # fmt: skip
+        name=_text(row.get("name")),
+        kind=_text(row.get("kind")),
+        standing=_text(row.get("standing")),
+        reason=_text(row.get("reason")),
+        change=_settings(row.get("change")),
+        score=_score(row.get("score")),
+        parity=", ".join(
+            part for part in (_text(parity.get("verdict")), _text(parity.get("words"))) if part
+        ),
+        expected=_text(row.get("expected")),
+        **ratios,
+    )
 
 
 def _ratio(value: Any) -> Ratio:
     row = _mapping(value)
     return Ratio(
-        estimate=_number(row.get("estimate")), low=_number(row.get("low")), high=_number(row.get("high")), n=_number(row.get("n"))
+        estimate=_number(row.get("estimate")),
+        low=_number(row.get("low")),
+        high=_number(row.get("high")),
+        n=_number(row.get("n")),
     )
 
 
@@ -244,7 +314,11 @@ def _score(value: Any) -> str:
 
 def _settings(value: Any) -> str:
     """Return settings as `--set` accepts them, such as `optim.fused=true, train.threads=2`."""
-    return ", ".join(f"{name}={_text(part)}" for name, part in list(_mapping(value).items())[:20] if part is not None)
+    return ", ".join(
+        f"{name}={_text(part)}"
+        for name, part in list(_mapping(value).items())[:20]
+        if part is not None
+    )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -279,7 +353,11 @@ def _text(value: Any) -> str:
     if isinstance(value, int | float):
         return format_number(number) if (number := _number(value)) is not None else str(value)[:40]
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(part)}" for name, part in list(value.items())[:20] if not isinstance(part, dict | list))
+        return ", ".join(
+            f"{name} {_text(part)}"
+            for name, part in list(value.items())[:20]
+            if not isinstance(part, dict | list)
+        )
     if isinstance(value, list):
         return ", ".join(_text(part) for part in value[:20] if not isinstance(part, dict | list))
     return str(value)

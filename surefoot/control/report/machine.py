@@ -5,10 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from surefoot.control.report.figure import LETTERS, NUM_STYLES, Figure, Frame, Key, Mark, Path, Words, cut
+from surefoot.control.report.figure import (
+    LETTERS,
+    NUM_STYLES,
+    Figure,
+    Frame,
+    Key,
+    Mark,
+    Path,
+    Words,
+    cut,
+)
 from surefoot.control.report.rows import MemoryRows, Profile, Roofline, RooflinePoint, TableRows
 from surefoot.core.axis import Axis, find_axis
-from surefoot.core.units import UNKNOWN, format_bytes, format_count, format_flops, format_number, format_percent, format_seconds
+from surefoot.core.units import (
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_number,
+    format_percent,
+    format_seconds,
+)
 
 MAX_ROWS = 15
 NUM_NAMED = 5  # points whose names are written into the drawing
@@ -20,41 +38,75 @@ KINDS = ("module", "operator")
 
 def draw_roofline(found: Roofline) -> Figure | None:
     """Draw FLOP/s over FLOPs per byte, both logarithmic, below the roof of each dtype."""
-    places = [(place, x, y) for place in found.places for x, y in [_stand(place)] if x is not None and y is not None]
+    places = [
+        (place, x, y)
+        for place in found.places
+        for x, y in [_stand(place)]
+        if x is not None and y is not None
+    ]
     peaks = {name: peak for name, peak in found.flops_per_s.items() if 0 < peak < 1e30}
     width = found.bytes_per_s if found.bytes_per_s and 0 < found.bytes_per_s < 1e30 else None
     ridges = [peak / width for peak in peaks.values()] if width else []
     x = find_axis(
-        [*(each[1] for each in places), *(ridge * 10 for ridge in ridges), *(ridge / 30 for ridge in ridges)],
+        [
+            *(each[1] for each in places),
+            *(ridge * 10 for ridge in ridges),
+            *(ridge / 30 for ridge in ridges),
+        ],
         log=True,
         decades=DECADES,
     )
     y = find_axis(
-        [*(each[2] for each in places), *peaks.values(), *([width * x.low] if width and x else [])], log=True, decades=DECADES
+        [*(each[2] for each in places), *peaks.values(), *([width * x.low] if width and x else [])],
+        log=True,
+        decades=DECADES,
     )
     if x is None or y is None or not x.log or not y.log:
         return None
     frame = Frame(x=x, y=y, width=460, height=320, left=58)
-    places, num_below = [each for each in places if each[2] >= y.low], sum(each[2] < y.low for each in places)
+    places, num_below = (
+        [each for each in places if each[2] >= y.low],
+        sum(each[2] < y.low for each in places),
+    )
     operators = [each for each in places if each[0].kind == "operator"] or places
     named = sorted(operators, key=lambda each: -(each[0].elapsed_s or 0.0))[:NUM_NAMED]
     return Figure(
-        title=f"Roofline of {cut(found.device, 60)}", width=frame.width, height=frame.height,
-        paths=[*frame.grid(), *(path for index, peak in enumerate(peaks.values()) for path in _roof(frame, index, peak, width))],
+        title=f"Roofline of {cut(found.device, 60)}",
+        width=frame.width,
+        height=frame.height,
+        paths=[
+            *frame.grid(),
+            *(
+                path
+                for index, peak in enumerate(peaks.values())
+                for path in _roof(frame, index, peak, width)
+            ),
+        ],
         marks=[
-            Mark(x=frame.across(x), y=frame.up(y), shape=KINDS.index(place.kind) if place.kind in KINDS else 2, told=_tell(place))
+            Mark(
+                x=frame.across(x),
+                y=frame.up(y),
+                shape=KINDS.index(place.kind) if place.kind in KINDS else 2,
+                told=_tell(place),
+            )
             for place, x, y in places
         ],
         words=[*_powers(frame), *_named(frame, named)],
-        legend=[Key(style=index % NUM_STYLES, label=f"{name}, {_giga(peak)} GFLOP/s") for index, (name, peak) in enumerate(peaks.items())]
+        legend=[
+            Key(style=index % NUM_STYLES, label=f"{name}, {_giga(peak)} GFLOP/s")
+            for index, (name, peak) in enumerate(peaks.items())
+        ]
         + [Key(style=index, label=kind, kind="mark") for index, kind in enumerate(KINDS)],
         note=f"left out: {num_below} below {_giga(y.low)} GFLOP/s" if num_below else "",
-    )  # fmt: skip
+    )
 
 
 def _stand(place: RooflinePoint) -> tuple[float | None, float | None]:
     """Return FLOPs per byte and FLOP/s of a point; None where a count is unknown or 0."""
-    if not (place.flops and place.num_bytes and place.elapsed_s) or min(place.flops, place.num_bytes, place.elapsed_s) <= 0:
+    if (
+        not (place.flops and place.num_bytes and place.elapsed_s)
+        or min(place.flops, place.num_bytes, place.elapsed_s) <= 0
+    ):
         return None, None
     return place.flops / place.num_bytes, place.flops / place.elapsed_s
 
@@ -63,7 +115,10 @@ def _roof(frame: Frame, index: int, peak: float, width: float | None) -> Iterato
     """Yield min(peak, intensity * bandwidth) across the drawing."""
     right = frame.across(frame.x.high)
     if width is None:
-        yield Path(d=f"M{frame.left:.1f} {frame.up(peak):.1f}H{right:.1f}", style=f"line s{index % NUM_STYLES}")
+        yield Path(
+            d=f"M{frame.left:.1f} {frame.up(peak):.1f}H{right:.1f}",
+            style=f"line s{index % NUM_STYLES}",
+        )
         return
     ridge, start = peak / width, max(frame.x.low, frame.y.low / width)
     d = f"M{frame.across(start):.1f} {frame.up(start * width):.1f}L{frame.across(ridge):.1f} {frame.up(peak):.1f}H{right:.1f}"
@@ -78,9 +133,17 @@ def _named(frame: Frame, places: Sequence[tuple[RooflinePoint, float, float]]) -
         text, is_right = cut(place.name, 22), across > frame.width * 0.6
         first = across - 8 - LETTER * len(text) if is_right else across + 8
         last = first + LETTER * len(text)
-        if all(last < start or first > end or abs(up - height) > 13 for start, end, height in taken):
+        if all(
+            last < start or first > end or abs(up - height) > 13 for start, end, height in taken
+        ):
             taken.append((first, last, up))
-            yield Words(x=last if is_right else first, y=up + 4, text=text, anchor="end" if is_right else "start", style="named")
+            yield Words(
+                x=last if is_right else first,
+                y=up + 4,
+                text=text,
+                anchor="end" if is_right else "start",
+                style="named",
+            )
 
 
 def _powers(frame: Frame) -> Iterator[Words]:
@@ -91,7 +154,13 @@ def _powers(frame: Frame) -> Iterator[Words]:
     for value in frame.y.ticks(0):
         yield Words(x=frame.left - 6, y=frame.up(value) + 4, text=_giga(value), anchor="end")
     yield Words(x=2, y=13, text="GFLOP/s (log)", style="title")
-    yield Words(x=frame.width - frame.right, y=frame.height - 6, text="FLOP a byte (log)", anchor="end", style="title")
+    yield Words(
+        x=frame.width - frame.right,
+        y=frame.height - 6,
+        text="FLOP a byte (log)",
+        anchor="end",
+        style="title",
+    )
 
 
 def _tell(place: RooflinePoint) -> str:
@@ -102,16 +171,40 @@ def _tell(place: RooflinePoint) -> str:
 def table_of_places(found: Roofline) -> TableRows | None:
     """Return a table of the modules and operators that took longest, with what bounds each."""
     ranked = sorted(found.places, key=lambda place: -(place.elapsed_s or 0.0))[:MAX_ROWS]
-    headers = ("where", "kind", "calls", "time", "FLOPs", "bytes", "FLOP a byte", "GFLOP/s", "bound by")
+    headers = (
+        "where",
+        "kind",
+        "calls",
+        "time",
+        "FLOPs",
+        "bytes",
+        "FLOP a byte",
+        "GFLOP/s",
+        "bound by",
+    )
     rows = []
     for place in ranked:
         intensity, rate = _stand(place)
-        rows.append([
-            place.name, place.kind, format_count(place.calls), format_seconds(place.elapsed_s), format_flops(place.flops),
-            format_bytes(place.num_bytes), format_count(intensity), _giga(rate), place.bound or UNKNOWN,
-        ])  # fmt: skip
+        rows.append(
+            [
+                place.name,
+                place.kind,
+                format_count(place.calls),
+                format_seconds(place.elapsed_s),
+                format_flops(place.flops),
+                format_bytes(place.num_bytes),
+                format_count(intensity),
+                _giga(rate),
+                place.bound or UNKNOWN,
+            ]
+        )
     return (
-        TableRows(headers=headers, rows=rows, right=headers[2:8], caption=_of(len(ranked), len(found.places), "places"))
+        TableRows(
+            headers=headers,
+            rows=rows,
+            right=headers[2:8],
+            caption=_of(len(ranked), len(found.places), "places"),
+        )
         if rows
         else None
     )
@@ -126,10 +219,12 @@ def tell_roofline(found: Roofline) -> list[tuple[str, str]]:
     peaks = ", ".join(f"{name} {_giga(peak)} GFLOP/s" for name, peak in found.flops_per_s.items())
     width = UNKNOWN if found.bytes_per_s is None else f"{format_bytes(found.bytes_per_s)}/s"
     return [
-        ("device", found.device), ("peaks", peaks or UNKNOWN), ("memory", width),
+        ("device", found.device),
+        ("peaks", peaks or UNKNOWN),
+        ("memory", width),
         ("model FLOPs utilisation", found.mfu_formula or format_percent(found.mfu)),
         ("time in operators that fusion would help", format_percent(found.fusible_share)),
-    ]  # fmt: skip
+    ]
 
 
 def table_of_operators(profile: Profile) -> TableRows | None:
@@ -139,14 +234,25 @@ def table_of_operators(profile: Profile) -> TableRows | None:
     total_s = math.fsum(each.self_s or 0.0 for each in profile.operators)
     rows = [
         [
-            each.name, format_count(each.calls), format_seconds(each.self_s),
-            format_percent(each.self_s / total_s if each.self_s is not None and total_s > 0 else None),
-            format_seconds(each.total_s), format_bytes(each.self_bytes), format_flops(each.flops),
+            each.name,
+            format_count(each.calls),
+            format_seconds(each.self_s),
+            format_percent(
+                each.self_s / total_s if each.self_s is not None and total_s > 0 else None
+            ),
+            format_seconds(each.total_s),
+            format_bytes(each.self_bytes),
+            format_flops(each.flops),
         ]
         for each in ranked
-    ]  # fmt: skip
+    ]
     return (
-        TableRows(headers=headers, rows=rows, right=headers[1:], caption=_of(len(ranked), len(profile.operators), "operators"))
+        TableRows(
+            headers=headers,
+            rows=rows,
+            right=headers[1:],
+            caption=_of(len(ranked), len(profile.operators), "operators"),
+        )
         if rows
         else None
     )
@@ -163,7 +269,9 @@ def draw_memory(memory: MemoryRows) -> tuple[Figure, TableRows] | None:
     """
     count = len(memory.times_s)
     layers = {
-        name: [max(value or 0.0, 0.0) for value in values] for name, values in memory.categories.items() if len(values) == count
+        name: [max(value or 0.0, 0.0) for value in values]
+        for name, values in memory.categories.items()
+        if len(values) == count
     }
     sums = [math.fsum(values[index] for values in layers.values()) for index in range(count)]
     top = max(sums, default=0.0)
@@ -178,19 +286,36 @@ def draw_memory(memory: MemoryRows) -> tuple[Figure, TableRows] | None:
     below = [0.0] * count
     for index, (name, values) in enumerate(layers.items()):
         above = [low + value for low, value in zip(below, values, strict=True)]
-        paths.append(Path(d=_area(frame, memory.times_s, below, above), style=f"f{index % NUM_STYLES}"))
+        paths.append(
+            Path(d=_area(frame, memory.times_s, below, above), style=f"f{index % NUM_STYLES}")
+        )
         thickest = max(range(count), key=lambda at: values[at])
         if values[thickest] / top * frame.height > 20:
             middle = (below[thickest] + above[thickest]) / 2 / MIB
-            place = min(max(frame.across(memory.times_s[thickest]), frame.left + 10), frame.width - frame.right - 10)
-            words.append(Words(x=place, y=frame.up(middle) + 4, text=letters[name], anchor="middle", style="inside"))
+            place = min(
+                max(frame.across(memory.times_s[thickest]), frame.left + 10),
+                frame.width - frame.right - 10,
+            )
+            words.append(
+                Words(
+                    x=place,
+                    y=frame.up(middle) + 4,
+                    text=letters[name],
+                    anchor="middle",
+                    style="inside",
+                )
+            )
         below = above
     figure = Figure(
-        title="Memory by category", width=frame.width, height=frame.height, paths=[*paths, *frame.grid()],
+        title="Memory by category",
+        width=frame.width,
+        height=frame.height,
+        paths=[*paths, *frame.grid()],
         words=[*words, *frame.labels("s", "MiB")],
-    )  # fmt: skip
+    )
     rows = [
-        [letters[name], name, format_bytes(values[peak]), format_percent(values[peak] / top)] for name, values in layers.items()
+        [letters[name], name, format_bytes(values[peak]), format_percent(values[peak] / top)]
+        for name, values in layers.items()
     ]
     rows.append(["", "all", format_bytes(top), f"at {format_seconds(memory.times_s[peak])}"])
     headers = ("", "category", "at the peak", "share")
@@ -203,10 +328,14 @@ def draw_memory(memory: MemoryRows) -> tuple[Figure, TableRows] | None:
     )
 
 
-def _area(frame: Frame, times: Sequence[float], below: Sequence[float], above: Sequence[float]) -> str:
+def _area(
+    frame: Frame, times: Sequence[float], below: Sequence[float], above: Sequence[float]
+) -> str:
     """Return the path along the upper edge and back along the lower one, thinned to be short."""
     stride = max(1, len(times) // 800)
     chosen = sorted({*range(0, len(times), stride), len(times) - 1})
     edge = [f"{frame.across(times[at]):.1f} {frame.up(above[at] / MIB):.1f}" for at in chosen]
-    back = [f"{frame.across(times[at]):.1f} {frame.up(below[at] / MIB):.1f}" for at in reversed(chosen)]
+    back = [
+        f"{frame.across(times[at]):.1f} {frame.up(below[at] / MIB):.1f}" for at in reversed(chosen)
+    ]
     return "M" + "L".join([*edge, *back]) + "Z"

@@ -50,16 +50,24 @@ def render(report: ReportPage) -> str:
     with needing("jinja2", "jinja2", extra="report", needed_for="surefoot report"):
         import jinja2
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, finalize=harmless,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=harmless,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     style = environment.get_template("page.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     runs = report.runs
     title = runs[0].headline if len(runs) == 1 else f"{len(runs)} runs side by side"
     sections = [section for section in _sections(report) if section.parts]
     return environment.get_template("page.html").render(
-        title=title, style_digest=Whole(digest), sections=sections, runs=runs, version=report.version
+        title=title,
+        style_digest=Whole(digest),
+        sections=sections,
+        runs=runs,
+        version=report.version,
     )
 
 
@@ -71,45 +79,80 @@ def harmless(value: Any) -> Any:
     >>> harmless("exp\\u202egpj.exe"), harmless("x" * 10_000)[-20:]
     ('exp?gpj.exe', '... (10,000 letters)')
     """
-    if not isinstance(value, str) or hasattr(value, "__html__") or (len(value) <= MAX_TEXT and value.isprintable()):
+    if (
+        not isinstance(value, str)
+        or hasattr(value, "__html__")
+        or (len(value) <= MAX_TEXT and value.isprintable())
+    ):
         return value
     if isinstance(value, Whole) and value.isprintable():
         return value
     lines = "\n\t" if isinstance(value, Whole) else ""
-    text = "".join(each if each.isprintable() or each in lines else " " if each.isspace() else "?" for each in value)
-    return text if len(text) <= MAX_TEXT or lines else f"{text[:MAX_TEXT]}... ({len(text):,} letters)"
+    text = "".join(
+        each if each.isprintable() or each in lines else " " if each.isspace() else "?"
+        for each in value
+    )
+    return (
+        text if len(text) <= MAX_TEXT or lines else f"{text[:MAX_TEXT]}... ({len(text):,} letters)"
+    )
 
 
 def _sections(report: ReportPage) -> Iterator[Section]:
     runs = report.runs
     yield Section(anchor="summary", title="Summary", parts=list(_summary(report)))
     figures = curves.draw_curves(runs)
-    yield Section(anchor="curves", title="Curves", parts=[PagePart(figures=figures)] if figures else [])
+    yield Section(
+        anchor="curves", title="Curves", parts=[PagePart(figures=figures)] if figures else []
+    )
     yield Section(anchor="time", title="Where the time went", parts=list(_time(runs)))
     if report.ladder is not None:
         figure = rungs.draw_rungs(report.ladder)
-        parts = [PagePart(
-            pairs=rungs.tell_ladder(report.ladder), tables=rungs.tables_of_rungs(report.ladder), figures=[figure] if figure else [],
-        )]  # fmt: skip
+        parts = [
+            PagePart(
+                pairs=rungs.tell_ladder(report.ladder),
+                tables=rungs.tables_of_rungs(report.ladder),
+                figures=[figure] if figure else [],
+            )
+        ]
         yield Section(anchor="ladder", title="The ladder of optimisations", parts=parts)
     for anchor, title, make in (
-        ("roofline", "Roofline", _roofline), ("operators", "Operators", _operators), ("memory", "Memory", _memory),
+        ("roofline", "Roofline", _roofline),
+        ("operators", "Operators", _operators),
+        ("memory", "Memory", _memory),
         ("flame", "Flame graph", _flames),
-    ):  # fmt: skip
+    ):
         parts = [part for run in runs for part in make(run, run.name if len(runs) > 1 else "")]
         yield Section(anchor=anchor, title=title, parts=parts)
     yield Section(anchor="profile", title="Profile", parts=list(_profile_notes(runs)))
     yield Section(anchor="saves", title="Checkpoints and faults", parts=list(_saves(runs)))
-    yield Section(anchor="environment", title="Environment", parts=[PagePart(tables=[_beside(runs, "environment")])])
-    again = [PagePart(title=run.name if len(runs) > 1 else "", commands=[*run.commands, ("the spec", run.spec)]) for run in runs]
+    yield Section(
+        anchor="environment",
+        title="Environment",
+        parts=[PagePart(tables=[_beside(runs, "environment")])],
+    )
+    again = [
+        PagePart(
+            title=run.name if len(runs) > 1 else "",
+            commands=[*run.commands, ("the spec", run.spec)],
+        )
+        for run in runs
+    ]
     yield Section(anchor="again", title="How to repeat it", parts=again)
 
 
 def _summary(report: ReportPage) -> Iterator[PagePart]:
     yield PagePart(tables=[_beside(report.runs, "summary")])
     if report.differences is not None:
-        same = [] if report.differences.rows else ["what is recorded of spec, versions, machine, code and data is equal"]
-        yield PagePart(title="What differs", tables=[report.differences] if report.differences.rows else [], notes=same)
+        same = (
+            []
+            if report.differences.rows
+            else ["what is recorded of spec, versions, machine, code and data is equal"]
+        )
+        yield PagePart(
+            title="What differs",
+            tables=[report.differences] if report.differences.rows else [],
+            notes=same,
+        )
 
 
 def _beside(runs: Sequence[RunRows], what: str) -> TableRows:
@@ -117,7 +160,10 @@ def _beside(runs: Sequence[RunRows], what: str) -> TableRows:
     columns = [dict(_merged(getattr(run, what))) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     headers = ["", *(run.name for run in runs)] if len(runs) > 1 else ()
-    return TableRows(headers=headers, rows=[[name, *(column.get(name, UNKNOWN) for column in columns)] for name in names])
+    return TableRows(
+        headers=headers,
+        rows=[[name, *(column.get(name, UNKNOWN) for column in columns)] for name in names],
+    )
 
 
 def _merged(pairs: Pairs) -> Iterator[tuple[str, str]]:
@@ -131,15 +177,25 @@ def _merged(pairs: Pairs) -> Iterator[tuple[str, str]]:
 
 
 def _time(runs: Sequence[RunRows]) -> Iterator[PagePart]:
-    phases = [{} if run.phases is None else {each.name: each.total_s for each in run.phases.phases} for run in runs]
-    for title, found in (("Phases of the newest attempt", phases), ("All attempts", [_known(run.goodput.parts) for run in runs])):
+    phases = [
+        {} if run.phases is None else {each.name: each.total_s for each in run.phases.phases}
+        for run in runs
+    ]
+    for title, found in (
+        ("Phases of the newest attempt", phases),
+        ("All attempts", [_known(run.goodput.parts) for run in runs]),
+    ):
         drawn = spent.draw_bars(title, runs, found)
         if drawn is not None:
             yield PagePart(figures=[drawn[0]], tables=[drawn[1]])
     for run in runs:
         if run.phases is not None:
             title = f"{run.name}, a step" if len(runs) > 1 else "A step"
-            yield PagePart(title=title, tables=list(spent.tables_of_steps(run.phases)), notes=list(spent.tell_phases(run.phases)))
+            yield PagePart(
+                title=title,
+                tables=list(spent.tables_of_steps(run.phases)),
+                notes=list(spent.tell_phases(run.phases)),
+            )
 
 
 def _known(parts: Mapping[str, float | None]) -> dict[str, float]:
@@ -150,23 +206,35 @@ def _roofline(run: RunRows, title: str) -> Iterator[PagePart]:
     if (found := run.profile.roofline) is not None:
         figure, table = machine.draw_roofline(found), machine.table_of_places(found)
         yield PagePart(
-            title=title, figures=[figure] if figure else [], pairs=machine.tell_roofline(found), tables=[table] if table else [],
+            title=title,
+            figures=[figure] if figure else [],
+            pairs=machine.tell_roofline(found),
+            tables=[table] if table else [],
             notes=[] if figure else ["no roof is drawn: peaks or counts are n/a"],
-        )  # fmt: skip
+        )
 
 
 def _operators(run: RunRows, title: str) -> Iterator[PagePart]:
     if (table := machine.table_of_operators(run.profile)) is not None:
         steps = UNKNOWN if run.profile.num_steps is None else f"{run.profile.num_steps:,}"
-        yield PagePart(title=title, pairs=[("window", f"{steps} steps, {format_seconds(run.profile.window_s)}")], tables=[table])
+        yield PagePart(
+            title=title,
+            pairs=[("window", f"{steps} steps, {format_seconds(run.profile.window_s)}")],
+            tables=[table],
+        )
 
 
 def _memory(run: RunRows, title: str) -> Iterator[PagePart]:
     if run.memory is not None:
         rows = [[each.change, each.effect] for each in run.memory.remedies]
-        tables = [TableRows(headers=("what would change it", "by how much"), rows=rows)] if rows else []
+        tables = (
+            [TableRows(headers=("what would change it", "by how much"), rows=rows)] if rows else []
+        )
         yield PagePart(title=title, pairs=[("at its most", run.memory.words)], tables=tables)
-    if run.profile.memory is not None and (drawn := machine.draw_memory(run.profile.memory)) is not None:
+    if (
+        run.profile.memory is not None
+        and (drawn := machine.draw_memory(run.profile.memory)) is not None
+    ):
         yield PagePart(title=title, figures=[drawn[0]], tables=[drawn[1]])
 
 
@@ -178,9 +246,19 @@ def _flames(run: RunRows, title: str) -> Iterator[PagePart]:
 def _profile_notes(runs: Sequence[RunRows]) -> Iterator[PagePart]:
     notes = [note for run in runs for note in run.profile.notes]
     bare = [
-        run for run in runs if not (run.profile.operators or run.profile.roofline or run.profile.memory or run.profile.flames)
+        run
+        for run in runs
+        if not (
+            run.profile.operators
+            or run.profile.roofline
+            or run.profile.memory
+            or run.profile.flames
+        )
     ]
-    notes += [f"{run.name} has no profile, so operators, roofline, memory and flame graph are n/a" for run in bare]
+    notes += [
+        f"{run.name} has no profile, so operators, roofline, memory and flame graph are n/a"
+        for run in bare
+    ]
     if notes:
         yield PagePart(notes=notes)
 
@@ -194,16 +272,37 @@ def _saves(runs: Sequence[RunRows]) -> Iterator[PagePart]:
         if run.commits:
             headers = ("saved at step", "size", "time", "training stood still")
             rows = [
-                [f"{each.step:,}", format_bytes(each.num_bytes), format_seconds(each.elapsed_s), format_seconds(each.waited_s)]
+                [
+                    f"{each.step:,}",
+                    format_bytes(each.num_bytes),
+                    format_seconds(each.elapsed_s),
+                    format_seconds(each.waited_s),
+                ]
                 for each in run.commits[-MAX_ROWS:]
             ]
             tables.append(
-                TableRows(headers=headers, rows=rows, right=headers, caption=_newest(len(run.commits), "saves"), is_narrow=True)
+                TableRows(
+                    headers=headers,
+                    rows=rows,
+                    right=headers,
+                    caption=_newest(len(run.commits), "saves"),
+                    is_narrow=True,
+                )
             )
         if run.faults:
             headers = ("fault at step", "fault", "what", "what was done")
-            rows = [[f"{each.step:,}", each.fault, each.detail, each.action] for each in run.faults[-MAX_ROWS:]]
-            tables.append(TableRows(headers=headers, rows=rows, right=headers[:1], caption=_newest(len(run.faults), "faults")))
+            rows = [
+                [f"{each.step:,}", each.fault, each.detail, each.action]
+                for each in run.faults[-MAX_ROWS:]
+            ]
+            tables.append(
+                TableRows(
+                    headers=headers,
+                    rows=rows,
+                    right=headers[:1],
+                    caption=_newest(len(run.faults), "faults"),
+                )
+            )
         notes = [] if run.commits else ["nothing was saved"]
         yield PagePart(
             title=run.name if len(runs) > 1 else "",

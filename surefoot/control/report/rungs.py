@@ -35,22 +35,37 @@ def tables_of_rungs(ladder: LadderRows) -> list[TableRows]:
     headers = ("rung", "verdict", "time", "time from the start", "memory", "score", "reason")
     rows = [
         [
-            rung.name, verdict(rung), format_ratio(rung.time), format_ratio(rung.total_time), format_ratio(rung.memory),
-            rung.score or UNKNOWN, rung.reason or UNKNOWN,
+            rung.name,
+            verdict(rung),
+            format_ratio(rung.time),
+            format_ratio(rung.total_time),
+            format_ratio(rung.memory),
+            rung.score or UNKNOWN,
+            rung.reason or UNKNOWN,
         ]
         for rung in ladder.rungs
-    ]  # fmt: skip
+    ]
     most = max((rung.time.n or 0 for rung in ladder.rungs), default=0)
     told = "ratios against the rung below, below 1 is less; in brackets the interval"
     table = TableRows(
-        headers=headers, rows=rows, right=headers[2:5], caption=f"{told}, of at most {most:.0f} pairs a rung" if most else told
+        headers=headers,
+        rows=rows,
+        right=headers[2:5],
+        caption=f"{told}, of at most {most:.0f} pairs a rung" if most else told,
     )
     ratios = ("rung", "throughput", "start-up", "memory from the start", "rule of thumb")
     measured = [
-        [rung.name, *map(format_ratio, (rung.throughput, rung.startup, rung.total_memory)), rung.expected or UNKNOWN]
+        [
+            rung.name,
+            *map(format_ratio, (rung.throughput, rung.startup, rung.total_memory)),
+            rung.expected or UNKNOWN,
+        ]
         for rung in ladder.rungs
     ]
-    what = [[rung.name, rung.kind or UNKNOWN, rung.change or UNKNOWN, rung.parity or UNKNOWN] for rung in ladder.rungs]
+    what = [
+        [rung.name, rung.kind or UNKNOWN, rung.change or UNKNOWN, rung.parity or UNKNOWN]
+        for rung in ladder.rungs
+    ]
     return [
         table,
         TableRows(headers=ratios, rows=measured, right=ratios[1:4]),
@@ -60,18 +75,37 @@ def tables_of_rungs(ladder: LadderRows) -> list[TableRows]:
 
 def draw_rungs(ladder: LadderRows) -> Figure | None:
     """Draw the time ratio of each variant to the one below; the vertical line is 1."""
-    drawn = [rung for rung in ladder.rungs if rung.time.estimate is not None and 0 < rung.time.estimate < LARGEST]
-    x = find_axis([1.0, *(value for rung in drawn for value in (rung.time.estimate, rung.time.low, rung.time.high))])
+    drawn = [
+        rung
+        for rung in ladder.rungs
+        if rung.time.estimate is not None and 0 < rung.time.estimate < LARGEST
+    ]
+    x = find_axis(
+        [
+            1.0,
+            *(
+                value
+                for rung in drawn
+                for value in (rung.time.estimate, rung.time.low, rung.time.high)
+            ),
+        ]
+    )
     if x is None or not drawn:
         return None
     x = Axis(min(x.low, 0.8), max(x.high, 1.2))
     height = len(drawn) * ROW + 66
-    frame = Frame(x=x, y=Axis(0, 1), width=WIDTH, height=height, left=LEFT, right=RIGHT, top=20, bottom=46)
+    frame = Frame(
+        x=x, y=Axis(0, 1), width=WIDTH, height=height, left=LEFT, right=RIGHT, top=20, bottom=46
+    )
     bottom = height - frame.bottom
     paths = [
-        Path(d=f"M{LEFT} {bottom}H{WIDTH - frame.right}" + "".join(f"M{frame.across(v):.1f} {bottom}v4" for v in x.ticks(4)), style="axis"),
+        Path(
+            d=f"M{LEFT} {bottom}H{WIDTH - frame.right}"
+            + "".join(f"M{frame.across(v):.1f} {bottom}v4" for v in x.ticks(4)),
+            style="axis",
+        ),
         Path(d=f"M{frame.across(1.0):.1f} {frame.top - 8}V{bottom}", style="axis one"),
-    ]  # fmt: skip
+    ]
     marks, words, boxes = [], list(_ticks(frame, x.ticks(4))), []
     for row, rung in enumerate(drawn):
         middle, ratio = frame.top + row * ROW + ROW / 2, rung.time
@@ -80,8 +114,20 @@ def draw_rungs(ladder: LadderRows) -> Figure | None:
             Words(x=LEFT - 8, y=middle + 4, text=cut(rung.name, 22), anchor="end"),
             Words(x=WIDTH - RIGHT + 8, y=middle + 4, text=verdict(rung), style="title"),
         ]
-        low, high = (frame.across(min(max(v, x.low), x.high)) if v is not None else place for v in (ratio.low, ratio.high))
-        boxes.append(Box(x=low, y=middle - 2, width=max(high - low, 1.0), height=4, style="interval", told=format_ratio(ratio)))
+        low, high = (
+            frame.across(min(max(v, x.low), x.high)) if v is not None else place
+            for v in (ratio.low, ratio.high)
+        )
+        boxes.append(
+            Box(
+                x=low,
+                y=middle - 2,
+                width=max(high - low, 1.0),
+                height=4,
+                style="interval",
+                told=format_ratio(ratio),
+            )
+        )
         marks.append(
             Mark(
                 x=place,
@@ -91,17 +137,28 @@ def draw_rungs(ladder: LadderRows) -> Figure | None:
             )
         )
     return Figure(
-        title="Time of each rung against the one below", width=WIDTH, height=height, paths=paths, boxes=boxes, marks=marks,
+        title="Time of each rung against the one below",
+        width=WIDTH,
+        height=height,
+        paths=paths,
+        boxes=boxes,
+        marks=marks,
         words=words,
-    )  # fmt: skip
+    )
 
 
 def _ticks(frame: Frame, values: Sequence[float]) -> Iterator[Words]:
     bottom = frame.height - frame.bottom
     for value in values:
-        yield Words(x=frame.across(value), y=bottom + 17, text=format_number(value), anchor="middle")
+        yield Words(
+            x=frame.across(value), y=bottom + 17, text=format_number(value), anchor="middle"
+        )
     yield Words(
-        x=frame.width - frame.right, y=frame.height - 6, text="time ratio: left of 1 is faster", anchor="end", style="title"
+        x=frame.width - frame.right,
+        y=frame.height - 6,
+        text="time ratio: left of 1 is faster",
+        anchor="end",
+        style="title",
     )
 
 
@@ -109,8 +166,20 @@ def tell_ladder(ladder: LadderRows) -> list[tuple[str, str]]:
     """Return the conditions of a ladder in words: runs, spec, device, baseline, best variant."""
     standings = [rung.standing for rung in ladder.rungs]
     return [
-        ("rungs", f"{len(standings)}: " + ", ".join(f"{standings.count(each)} {each}" for each in STANDINGS)),
-        ("runs", f"{ladder.num_runs:,} of {ladder.num_samples:,} samples" if ladder.num_runs and ladder.num_samples else ""),
-        ("spec", ladder.spec), ("device", ladder.device), ("conditions", ladder.conditions), ("start", ladder.baseline),
+        (
+            "rungs",
+            f"{len(standings)}: "
+            + ", ".join(f"{standings.count(each)} {each}" for each in STANDINGS),
+        ),
+        (
+            "runs",
+            f"{ladder.num_runs:,} of {ladder.num_samples:,} samples"
+            if ladder.num_runs and ladder.num_samples
+            else "",
+        ),
+        ("spec", ladder.spec),
+        ("device", ladder.device),
+        ("conditions", ladder.conditions),
+        ("start", ladder.baseline),
         ("best", ladder.best),
-    ]  # fmt: skip
+    ]

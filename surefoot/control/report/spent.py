@@ -6,7 +6,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from surefoot.control.diagnose import Phases, Spread
-from surefoot.control.report.figure import LETTERS, NUM_STYLES, Box, Figure, Frame, Key, Mark, Path, Words, cut
+from surefoot.control.report.figure import (
+    LETTERS,
+    NUM_STYLES,
+    Box,
+    Figure,
+    Frame,
+    Key,
+    Mark,
+    Path,
+    Words,
+    cut,
+)
 from surefoot.control.report.rows import RunRows, TableRows
 from surefoot.core.axis import LARGEST, Axis, find_axis
 from surefoot.core.units import format_percent, format_seconds
@@ -18,7 +29,9 @@ LETTER_ROOM = 14.0  # minimum width in pixels of a part that shows its letter
 COMMITTED, FAULTED, BEGAN = 0, 1, 2  # markers of the history
 
 
-def draw_bars(title: str, runs: Sequence[RunRows], spent: Sequence[Mapping[str, float]]) -> tuple[Figure, TableRows] | None:
+def draw_bars(
+    title: str, runs: Sequence[RunRows], spent: Sequence[Mapping[str, float]]
+) -> tuple[Figure, TableRows] | None:
     """Draw a bar for each run, with its parts as shares of its time, and the table of the parts.
 
     Each part has the letter of its row in the table.
@@ -32,30 +45,62 @@ def draw_bars(title: str, runs: Sequence[RunRows], spent: Sequence[Mapping[str, 
     words: list[Words] = []
     for row, (run, each) in enumerate(zip(runs, spent, strict=True)):
         top, total, x = row * ROW + 18.0, math.fsum(each.values()), float(LEFT)
-        label = f"{cut(run.name, 44)}: {format_seconds(total)}" if len(runs) > 1 else format_seconds(total)
+        label = (
+            f"{cut(run.name, 44)}: {format_seconds(total)}"
+            if len(runs) > 1
+            else format_seconds(total)
+        )
         words.append(Words(x=LEFT, y=top - 5, text=label, style="title"))
         for name in names:
             width = each.get(name, 0.0) / total * (WIDTH - 2 * LEFT) if total else 0.0
             if width > 0:
                 told = f"{name}: {format_seconds(each[name])}, {format_percent(each[name] / total)}"
-                boxes.append(Box(x=x, y=top, width=width, height=BAR, style=f"part f{names.index(name) % NUM_STYLES}", told=told))
+                boxes.append(
+                    Box(
+                        x=x,
+                        y=top,
+                        width=width,
+                        height=BAR,
+                        style=f"part f{names.index(name) % NUM_STYLES}",
+                        told=told,
+                    )
+                )
             if width >= LETTER_ROOM:
-                words.append(Words(x=x + width / 2, y=top + 18, text=letters[name], anchor="middle", style="inside"))
+                words.append(
+                    Words(
+                        x=x + width / 2,
+                        y=top + 18,
+                        text=letters[name],
+                        anchor="middle",
+                        style="inside",
+                    )
+                )
             x += width
     figure = Figure(title=title, width=WIDTH, height=len(runs) * ROW + 6, boxes=boxes, words=words)
     return figure, _table(names, letters, runs, spent)
 
 
 def _table(
-    names: Sequence[str], letters: Mapping[str, str], runs: Sequence[RunRows], spent: Sequence[Mapping[str, float]]
+    names: Sequence[str],
+    letters: Mapping[str, str],
+    runs: Sequence[RunRows],
+    spent: Sequence[Mapping[str, float]],
 ) -> TableRows:
-    headers = ["", "part", *(name for run in runs for name in ((run.name if len(runs) > 1 else "time"), "share"))]
+    headers = [
+        "",
+        "part",
+        *(name for run in runs for name in ((run.name if len(runs) > 1 else "time"), "share")),
+    ]
     totals = [math.fsum(each.values()) for each in spent]
     rows = [
         [
             letters[name],
             name,
-            *(cell for each, total in zip(spent, totals, strict=True) for cell in _cells(each.get(name), total)),
+            *(
+                cell
+                for each, total in zip(spent, totals, strict=True)
+                for cell in _cells(each.get(name), total)
+            ),
         ]
         for name in names
     ]
@@ -79,12 +124,25 @@ def tables_of_steps(phases: Phases) -> Iterator[TableRows]:
     headers = ("phase", *SPREAD)
     rows = [[each.name, *_spread(each.a_step)] for each in phases.phases if each.total_s > 0]
     rows.append(["a step", *_spread(phases.step)])
-    yield TableRows(headers=headers, rows=rows, right=SPREAD, caption="of one step; of the phases, of the records' means")
-    slow = [[f"{row['step']:,}", format_seconds(row["elapsed_s"]), str(row["cause"])] for row in phases.outliers[:MAX_OUTLIERS]]
+    yield TableRows(
+        headers=headers,
+        rows=rows,
+        right=SPREAD,
+        caption="of one step; of the phases, of the records' means",
+    )
+    slow = [
+        [f"{row['step']:,}", format_seconds(row["elapsed_s"]), str(row["cause"])]
+        for row in phases.outliers[:MAX_OUTLIERS]
+    ]
     if slow:
         others = sum(phases.causes.values()) - len(slow)
         caption = f"{others:,} other slow steps are left out" if others > 0 else ""
-        yield TableRows(headers=("slow step", "time", "cause"), rows=slow, right=("slow step", "time"), caption=caption)
+        yield TableRows(
+            headers=("slow step", "time", "cause"),
+            rows=slow,
+            right=("slow step", "time"),
+            caption=caption,
+        )
 
 
 def tell_phases(phases: Phases) -> Iterator[str]:
@@ -102,10 +160,14 @@ def draw_history(runs: Sequence[RunRows]) -> Figure | None:
     """Draw checkpoints, restarts and faults over the steps, in a row for each run."""
     steps = [step for run in runs for step in _steps(run)]
     x = find_axis([0, *map(float, steps)])
-    if x is None or not any((run.commits, run.faults, len(run.goodput.attempts) > 1) for run in runs):
+    if x is None or not any(
+        (run.commits, run.faults, len(run.goodput.attempts) > 1) for run in runs
+    ):
         return None
     height = len(runs) * ROW + 44
-    frame = Frame(x=x, y=Axis(0, 1), width=WIDTH, height=height, left=LEFT, right=LEFT, top=18, bottom=40)
+    frame = Frame(
+        x=x, y=Axis(0, 1), width=WIDTH, height=height, left=LEFT, right=LEFT, top=18, bottom=40
+    )
     paths, marks, words = [], [], []
     for row, run in enumerate(runs):
         middle = row * ROW + 30.0
@@ -113,20 +175,35 @@ def draw_history(runs: Sequence[RunRows]) -> Figure | None:
             words.append(Words(x=LEFT, y=middle - 14, text=cut(run.name, 56), style="title"))
         paths.append(Path(d=f"M{LEFT} {middle}H{WIDTH - LEFT}", style="axis"))
         events = [(each.step, COMMITTED, "saved") for each in run.commits]
-        events += [(each.first_step - 1, BEGAN, f"attempt {each.generation} began") for each in run.goodput.attempts[1:]]
+        events += [
+            (each.first_step - 1, BEGAN, f"attempt {each.generation} began")
+            for each in run.goodput.attempts[1:]
+        ]
         events += [(each.step, FAULTED, f"{each.fault}: {each.detail}") for each in run.faults]
         marks += [
-            Mark(x=frame.across(step), y=middle, shape=shape, told=f"step {step:,}: {told}") for step, shape, told in events
+            Mark(x=frame.across(step), y=middle, shape=shape, told=f"step {step:,}: {told}")
+            for step, shape, told in events
         ]
     ticks = [
-        Words(x=frame.across(value), y=height - 22, text=f"{value:,.0f}", anchor=_anchor(frame, value)) for value in x.ticks(5)
+        Words(
+            x=frame.across(value), y=height - 22, text=f"{value:,.0f}", anchor=_anchor(frame, value)
+        )
+        for value in x.ticks(5)
     ]
     title = Words(x=WIDTH - LEFT, y=height - 6, text="step", anchor="end", style="title")
-    legend = [Key(style=shape, label=label, kind="mark") for shape, label in enumerate(("saved", "fault", "began again"))]
+    legend = [
+        Key(style=shape, label=label, kind="mark")
+        for shape, label in enumerate(("saved", "fault", "began again"))
+    ]
     return Figure(
-        title="Saves, faults and attempts", width=WIDTH, height=height, paths=paths, marks=marks, words=[*words, *ticks, title],
+        title="Saves, faults and attempts",
+        width=WIDTH,
+        height=height,
+        paths=paths,
+        marks=marks,
+        words=[*words, *ticks, title],
         legend=legend,
-    )  # fmt: skip
+    )
 
 
 def _steps(run: RunRows) -> Iterator[int]:

@@ -89,11 +89,20 @@ class Point:
     @property
     def reached(self) -> float | None:
         """Attained share of the roof; above 1 where the data was in a cache."""
-        return self.least_s / self.elapsed_s if self.least_s is not None and self.elapsed_s > 0 else None
+        return (
+            self.least_s / self.elapsed_s
+            if self.least_s is not None and self.elapsed_s > 0
+            else None
+        )
 
     def as_row(self) -> dict[str, Any]:
         row = asdict(self)
-        return {**row, "bytes": row.pop("num_bytes"), "intensity_flops_per_byte": self.intensity, "reached": self.reached}
+        return {
+            **row,
+            "bytes": row.pop("num_bytes"),
+            "intensity_flops_per_byte": self.intensity,
+            "reached": self.reached,
+        }
 
 
 def find_point(name: str, kind: Kind, works: Sequence[OperatorWork], peaks: Peaks) -> Point:
@@ -106,20 +115,31 @@ def find_point(name: str, kind: Kind, works: Sequence[OperatorWork], peaks: Peak
     memory_s: float | None = 0.0
     least_s: float | None = 0.0
     for work in works:
-        one, other = _compute_s(work, peaks), None if peaks.bytes_per_s is None else work.num_bytes / peaks.bytes_per_s
+        one, other = (
+            _compute_s(work, peaks),
+            None if peaks.bytes_per_s is None else work.num_bytes / peaks.bytes_per_s,
+        )
         compute_s = None if compute_s is None or one is None else compute_s + one
         memory_s = None if memory_s is None or other is None else memory_s + other
-        least_s = None if least_s is None or one is None or other is None else least_s + max(one, other)
+        least_s = (
+            None if least_s is None or one is None or other is None else least_s + max(one, other)
+        )
     bound: Bound | None = None
     if compute_s is not None and memory_s is not None and max(compute_s, memory_s) > 0:
         bound = "compute" if compute_s > memory_s else "memory"
     dtypes, groups = {work.dtype for work in works}, {work.group for work in works}
     return Point(
-        name=name, kind=kind, calls=sum(work.calls for work in works), flops=sum(work.flops for work in works),
-        num_bytes=sum(work.num_bytes for work in works), elapsed_s=sum(work.elapsed_s for work in works),
-        dtype=dtypes.pop() if len(dtypes) == 1 else None, group=groups.pop() if len(groups) == 1 else None,
-        least_s=least_s, bound=bound,
-    )  # fmt: skip
+        name=name,
+        kind=kind,
+        calls=sum(work.calls for work in works),
+        flops=sum(work.flops for work in works),
+        num_bytes=sum(work.num_bytes for work in works),
+        elapsed_s=sum(work.elapsed_s for work in works),
+        dtype=dtypes.pop() if len(dtypes) == 1 else None,
+        group=groups.pop() if len(groups) == 1 else None,
+        least_s=least_s,
+        bound=bound,
+    )
 
 
 def _compute_s(work: OperatorWork, peaks: Peaks) -> float | None:
@@ -138,7 +158,14 @@ def fusible_share(points: Iterable[Point]) -> float | None:
     total_s = sum(point.elapsed_s for point in operators)
     if not total_s or all(point.bound is None for point in operators):
         return None
-    return sum(point.elapsed_s for point in operators if point.bound == "memory" and point.group in FUSIBLE) / total_s
+    return (
+        sum(
+            point.elapsed_s
+            for point in operators
+            if point.bound == "memory" and point.group in FUSIBLE
+        )
+        / total_s
+    )
 
 
 def giga(value: float | None) -> str:
@@ -191,8 +218,10 @@ def read_utilisation(text: str) -> Utilisation | None:
         if row["version"] != VERSION:
             return None
         return Utilisation(
-            flops_per_sample=float(found["flops_per_sample"]), peak_flops_per_s=None if peak is None else float(peak),
-            dtype=str(found["dtype"]), source=str(found["source"]) or UNKNOWN,
-        )  # fmt: skip
+            flops_per_sample=float(found["flops_per_sample"]),
+            peak_flops_per_s=None if peak is None else float(peak),
+            dtype=str(found["dtype"]),
+            source=str(found["source"]) or UNKNOWN,
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

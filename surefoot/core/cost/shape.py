@@ -14,7 +14,10 @@ SOFTMAX, SOFTMAX_BACKWARD = (
     5,
     4,
 )  # per element: maximum, difference, exponential, sum, quotient; two products, a sum, a difference
-NORM_FORWARD = {"layer": 5, "rms": 3}  # per element: mean, difference, square, sum, scale; square, sum, scale
+NORM_FORWARD = {
+    "layer": 5,
+    "rms": 3,
+}  # per element: mean, difference, square, sum, scale; square, sum, scale
 NORM_BACKWARD = {"layer": 9, "rms": 5}
 GATE_WORK = {
     4: 13,
@@ -122,7 +125,9 @@ def training_bytes(parameters: int, *, number_bytes: int = 4, states: int = 2) -
     return {"parameters": weights, "gradients": weights, "optimiser": states * weights}
 
 
-def transformer_flops(parameters: int, *, tokens: int, layers: int, width: int, length: int, causal: bool = True) -> int:
+def transformer_flops(
+    parameters: int, *, tokens: int, layers: int, width: int, length: int, causal: bool = True
+) -> int:
     """Return the FLOPs of a transformer's training step: 6 * parameters * tokens, and attention.
 
     Kaplan et al. 2020; Chowdhery et al. 2022 (PaLM), appendix B. Each parameter and token cost one

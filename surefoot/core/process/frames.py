@@ -25,7 +25,9 @@ def is_of_surefoot(file: str, below: str = "") -> bool:
     (True, False)
     """
     found = _resolve(file)
-    return _is_in(found, os.path.join(PACKAGE, below)) and not _is_in(found, os.path.join(PACKAGE, TASKS))
+    return _is_in(found, os.path.join(PACKAGE, below)) and not _is_in(
+        found, os.path.join(PACKAGE, TASKS)
+    )
 
 
 def is_of_library(file: str) -> bool:
@@ -37,15 +39,23 @@ def is_of_library(file: str) -> bool:
     >>> is_of_library(enum.__file__), is_of_library("/home/me/lib/python/task.py")
     (True, False)
     """
-    return file.startswith("<") or any(_is_in(_resolve(file), folder) for folder in _library_folders())
+    return file.startswith("<") or any(
+        _is_in(_resolve(file), folder) for folder in _library_folders()
+    )
 
 
 def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost frame of the traceback in user code; None where there is none."""
     chosen = None
-    for frame, summary in zip(traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True):
+    for frame, summary in zip(
+        traceback.walk_tb(error.__traceback__),
+        traceback.extract_tb(error.__traceback__),
+        strict=True,
+    ):
         file = summary.filename
-        is_typed = file.startswith("<") and frame[0].f_globals.get("__name__") == "__main__"  # a session, a cell, `python -c`
+        is_typed = (
+            file.startswith("<") and frame[0].f_globals.get("__name__") == "__main__"
+        )  # a session, a cell, `python -c`
         if is_typed or not (is_of_surefoot(file) or is_of_library(file)):
             chosen = summary
     return chosen
@@ -72,12 +82,23 @@ def _resolve(file: str) -> str:
 @cache
 def _library_folders() -> frozenset[str]:
     named = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
-    searched = [entry for entry in map(os.path.realpath, sys.path) if Path(entry).name in LIBRARY_FOLDERS]
+    searched = [
+        entry for entry in map(os.path.realpath, sys.path) if Path(entry).name in LIBRARY_FOLDERS
+    ]
     torch = [] if (folder := _torch_folder()) is None else [folder]
-    return frozenset(map(os.path.realpath, (*named, *site.getsitepackages(), site.getusersitepackages(), *searched, *torch)))
+    return frozenset(
+        map(
+            os.path.realpath,
+            (*named, *site.getsitepackages(), site.getusersitepackages(), *searched, *torch),
+        )
+    )
 
 
 @cache
 def _torch_folder() -> str | None:
     found = importlib.util.find_spec("torch")
-    return None if found is None or found.origin is None else os.path.dirname(os.path.realpath(found.origin))
+    return (
+        None
+        if found is None or found.origin is None
+        else os.path.dirname(os.path.realpath(found.origin))
+    )

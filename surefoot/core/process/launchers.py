@@ -34,9 +34,24 @@ class _Launcher:
 
 
 LAUNCHERS = (
-    _Launcher(name="mpirun", size="OMPI_COMM_WORLD_SIZE", rank="OMPI_COMM_WORLD_RANK", local_size="OMPI_COMM_WORLD_LOCAL_SIZE"),
-    _Launcher(name="mpirun", size="MV2_COMM_WORLD_SIZE", rank="MV2_COMM_WORLD_RANK", local_size="MV2_COMM_WORLD_LOCAL_SIZE"),
-    _Launcher(name="jsrun", size="JSM_NAMESPACE_SIZE", rank="JSM_NAMESPACE_RANK", local_size="JSM_NAMESPACE_LOCAL_SIZE"),
+    _Launcher(
+        name="mpirun",
+        size="OMPI_COMM_WORLD_SIZE",
+        rank="OMPI_COMM_WORLD_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher(
+        name="mpirun",
+        size="MV2_COMM_WORLD_SIZE",
+        rank="MV2_COMM_WORLD_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher(
+        name="jsrun",
+        size="JSM_NAMESPACE_SIZE",
+        rank="JSM_NAMESPACE_RANK",
+        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+    ),
     _Launcher(name="flux run", size="FLUX_JOB_SIZE", rank="FLUX_TASK_RANK"),
 )
 PROTOCOLS = (  # spoken by several launchers, srun among them
@@ -62,10 +77,16 @@ def find_tasks(environ: Mapping[str, str]) -> Tasks | None:
     """
     if any(environ.get(name) for name in JOINED):
         return None
-    found = _find_named(environ, LAUNCHERS) or _find_slurm_tasks(environ) or _find_named(environ, PROTOCOLS)
+    found = (
+        _find_named(environ, LAUNCHERS)
+        or _find_slurm_tasks(environ)
+        or _find_named(environ, PROTOCOLS)
+    )
     if found is None:
         alone = ((name, launcher) for name, launcher in RANKS_ALONE if _count(environ, name) > 0)
-        found = next((Tasks(launcher=launcher, number=None, variable=name) for name, launcher in alone), None)
+        found = next(
+            (Tasks(launcher=launcher, number=None, variable=name) for name, launcher in alone), None
+        )
     return found
 
 
@@ -73,7 +94,12 @@ def _find_named(environ: Mapping[str, str], launchers: Sequence[_Launcher]) -> T
     for each in launchers:
         number, local = _count(environ, each.size), _count(environ, each.local_size)
         if environ.get(each.rank) and number > 1:
-            return Tasks(launcher=each.name, number=number, variable=each.size, num_hosts=-(-number // local) if local else None)
+            return Tasks(
+                launcher=each.name,
+                number=number,
+                variable=each.size,
+                num_hosts=-(-number // local) if local else None,
+            )
     return None
 
 
@@ -92,7 +118,11 @@ def _find_slurm_tasks(environ: Mapping[str, str]) -> Tasks | None:
     variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     number = _count(environ, variable)
     hosts = _count(environ, "SLURM_STEP_NUM_NODES") or _count(environ, "SLURM_NNODES") or 1
-    return Tasks(launcher="srun", number=number, variable=variable, num_hosts=hosts) if number > 1 else None
+    return (
+        Tasks(launcher="srun", number=number, variable=variable, num_hosts=hosts)
+        if number > 1
+        else None
+    )
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
@@ -103,7 +133,11 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 def describe(tasks: Tasks) -> tuple[str, str]:
     """Return the error message for `tasks`, and the command line to use instead."""
     number = "several" if tasks.number is None else str(tasks.number)
-    shown = f" ({tasks.variable}={tasks.number})" if tasks.number is not None else f" ({tasks.variable} is set)"
+    shown = (
+        f" ({tasks.variable}={tasks.number})"
+        if tasks.number is not None
+        else f" ({tasks.variable} is set)"
+    )
     message = (
         f"{tasks.launcher} started this command {number} times{shown}, and each process would train the whole task alone: "
         f"surefoot reads {' and '.join(JOINED)}, which are not set"
@@ -111,10 +145,21 @@ def describe(tasks: Tasks) -> tuple[str, str]:
     local = "N" if tasks.number is None else str(-(-tasks.number // (tasks.num_hosts or 1)))
     one_host = f"{'srun --ntasks=1 ' if tasks.launcher == 'srun' else ''}surefoot train SPEC --ranks {local}"
     hosts = tasks.num_hosts or "H"
-    each = {"srun": f"srun --ntasks={hosts} --ntasks-per-node=1 "}.get(tasks.launcher, "on each host: ")
+    each = {"srun": f"srun --ntasks={hosts} --ntasks-per-node=1 "}.get(
+        tasks.launcher, "on each host: "
+    )
     several = (
         f"{each}torchrun --nnodes={hosts} --nproc-per-node={local} --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 "
         "-m -- surefoot train SPEC"
     )
-    line = one_host if tasks.num_hosts == 1 else several if tasks.num_hosts else f"on one host: {one_host}; on several, {several}"
-    return message, f"{line}; for runs that are independent of each other set RANK=0 and WORLD_SIZE=1 for each process"
+    line = (
+        one_host
+        if tasks.num_hosts == 1
+        else several
+        if tasks.num_hosts
+        else f"on one host: {one_host}; on several, {several}"
+    )
+    return (
+        message,
+        f"{line}; for runs that are independent of each other set RANK=0 and WORLD_SIZE=1 for each process",
+    )

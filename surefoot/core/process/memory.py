@@ -49,10 +49,15 @@ def find_available_bytes(root: Path | None = None) -> int:
     """
     left = [psutil.virtual_memory().available]
     for folder in _cgroups(root):
-        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for most, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
             limit, taken = _number(folder / most), _number(folder / used)
             if limit is not None and taken is not None and limit < UNLIMITED:
-                cached = _entries(folder / "memory.stat").get("inactive_file", 0)  # freed before memory is refused
+                cached = _entries(folder / "memory.stat").get(
+                    "inactive_file", 0
+                )  # freed before memory is refused
                 left.append(max(0, limit - max(0, taken - cached)))
     if (space := address_space_bytes()) is not None:
         left.append(max(0, space - psutil.Process().memory_info().vms))

@@ -11,9 +11,12 @@ except ImportError:  # Windows has no such limits
 
 # out-of-memory messages of C++, torch's allocators and the C library; CUDA and Python have exception types
 REFUSED = (
-    "std::bad_alloc", "can't allocate memory", "annot allocate memory", "not enough memory: you tried to allocate",
+    "std::bad_alloc",
+    "can't allocate memory",
+    "annot allocate memory",
+    "not enough memory: you tried to allocate",
     "failed to map segment from shared object",
-)  # fmt: skip
+)
 NO_THREAD = "can't start new thread"  # under `ulimit -v` there was no memory for its stack; else there are too many threads
 TYPES = ("OutOfMemoryError", "AcceleratorOutOfMemoryError")
 
@@ -25,14 +28,18 @@ def is_refused(error: BaseException | None) -> bool:
     (True, True, False)
     """
     seen = set[int]()
-    while error is not None and id(error) not in seen:  # `raise error from error` makes it its own cause
+    while (
+        error is not None and id(error) not in seen
+    ):  # `raise error from error` makes it its own cause
         seen.add(id(error))
         if isinstance(error, MemoryError) or type(error).__name__ in TYPES:
             return True
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             return True
         words = (*REFUSED, NO_THREAD) if address_space_bytes() is not None else REFUSED
-        if isinstance(error, RuntimeError | ImportError) and any(each in str(error) for each in words):
+        if isinstance(error, RuntimeError | ImportError) and any(
+            each in str(error) for each in words
+        ):
             return True
         error = error.__cause__
     return False

@@ -41,7 +41,13 @@ class Layout:
         values: dict[str, int] = {}
         for part in text.split(","):
             name, equals, value = (word.strip() for word in part.partition("="))
-            if name not in (*AXES, "stage") or not equals or not value.isdecimal() or not int(value) or name in values:
+            if (
+                name not in (*AXES, "stage")
+                or not equals
+                or not value.isdecimal()
+                or not int(value)
+                or name in values
+            ):
                 raise SpecError(
                     f"{part.strip()!r} in the layout {text.strip()!r} is no axis with its ranks",
                     hint=f"write 1 for one process, or {', '.join(f'{each}=2' for each in AXES)}, or shard=2,stage=1",

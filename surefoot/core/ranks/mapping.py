@@ -19,7 +19,9 @@ def map_file(descriptor: int, size: int) -> Any:
     system refuses.
     """
     calls = _calls()
-    address = calls.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    address = calls.mmap(
+        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0
+    )
     if address == ctypes.c_void_p(-1).value:
         return None
     made = (ctypes.c_uint8 * size).from_address(address)
@@ -39,7 +41,14 @@ def let_go(address: int, size: int) -> None:
 def _calls() -> Any:
     calls = ctypes.CDLL(None, use_errno=True)
     calls.mmap.restype = ctypes.c_void_p
-    calls.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    calls.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
     calls.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     calls.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return calls

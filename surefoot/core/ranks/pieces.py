@@ -21,7 +21,9 @@ def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int)
         )
 
 
-def check_equal_passes(batches: Iterable[int], microbatch: int | None, num_ranks: int, *, has_ramp: bool = False) -> None:
+def check_equal_passes(
+    batches: Iterable[int], microbatch: int | None, num_ranks: int, *, has_ramp: bool = False
+) -> None:
     """Raise SpecError where ranks compute different numbers of forward passes in a step.
 
     With synchronized BatchNorm a rank with more passes would wait for the others.

@@ -106,7 +106,10 @@ def least_often(num_ranks: int, num_steps: int = WINDOW) -> int:
     allowed = FALSE_CALL / num_ranks
     if num_steps > EXACT:
         return math.ceil((num_steps - NormalDist().inv_cdf(allowed) * math.sqrt(num_steps) + 1) / 2)
-    tail, k = 1, num_steps  # of 2 ** num_steps outcomes, those in which it is behind at least k times
+    tail, k = (
+        1,
+        num_steps,
+    )  # of 2 ** num_steps outcomes, those in which it is behind at least k times
     while (tail + math.comb(num_steps, k - 1)) / 2**num_steps <= allowed:
         k -= 1
         tail += math.comb(num_steps, k)
@@ -129,7 +132,9 @@ def _others(values: Sequence[float]) -> list[float]:
     low, high = (count - 1) // 2, count // 2
     found = [0.0] * len(values)
     for place, index in enumerate(order):  # without the value itself, those after it move up
-        found[index] = (values[order[low + (low >= place)]] + values[order[high + (high >= place)]]) / 2
+        found[index] = (
+            values[order[low + (low >= place)]] + values[order[high + (high >= place)]]
+        ) / 2
     return found
 
 
@@ -138,7 +143,9 @@ def find_behind(busy_s: Sequence[float]) -> frozenset[int]:
     if max(busy_s) - min(busy_s) <= LEAST_S:
         return frozenset()
     lags = enumerate(find_lags(busy_s))
-    return frozenset(rank for rank, lag_s in lags if lag_s > max(MARGIN * (busy_s[rank] - lag_s), LEAST_S))
+    return frozenset(
+        rank for rank, lag_s in lags if lag_s > max(MARGIN * (busy_s[rank] - lag_s), LEAST_S)
+    )
 
 
 def find_stragglers(steps: Sequence[Sequence[Pace]]) -> list[Straggler]:
@@ -156,18 +163,29 @@ def find_stragglers(steps: Sequence[Sequence[Pace]]) -> list[Straggler]:
     lags_s = [find_lags(row) for row in busy_s]
     # medians: one evaluation or save between two steps would outweigh all of them
     typical = [Pace(*map(median, zip(*column, strict=True))) for column in zip(*steps, strict=True)]
-    found = [name(rank, n, median(row[rank] for row in lags_s), typical, len(steps)) for rank, n in behind.items() if n >= least]
+    found = [
+        name(rank, n, median(row[rank] for row in lags_s), typical, len(steps))
+        for rank, n in behind.items()
+        if n >= least
+    ]
     return sorted(found, key=lambda each: -each.waited_s)
 
 
-def name(rank: int, num_behind: int, waited_s: float, paces: Sequence[Pace], num_steps: int) -> Straggler:
+def name(
+    rank: int, num_behind: int, waited_s: float, paces: Sequence[Pace], num_steps: int
+) -> Straggler:
     """Return the straggler `rank` from the pace of every rank in a typical step."""
     typical = Pace(*(_others(column)[rank] for column in zip(*paces, strict=True)))
     cause, why = explain(paces[rank], typical)
     return Straggler(
-        rank=rank, num_behind=num_behind, num_steps=num_steps, waited_s=waited_s,
-        share=waited_s / typical.busy_s if typical.busy_s > 0 else 0.0, cause=cause, why=why,
-    )  # fmt: skip
+        rank=rank,
+        num_behind=num_behind,
+        num_steps=num_steps,
+        waited_s=waited_s,
+        share=waited_s / typical.busy_s if typical.busy_s > 0 else 0.0,
+        cause=cause,
+        why=why,
+    )
 
 
 def explain(mine: Pace, others: Pace) -> tuple[Cause, str]:
@@ -178,17 +196,21 @@ def explain(mine: Pace, others: Pace) -> tuple[Cause, str]:
     to slow computing.
     """
     measures = {
-        "samples": (mine.num_samples, others.num_samples), "items": (mine.num_items, others.num_items),
+        "samples": (mine.num_samples, others.num_samples),
+        "items": (mine.num_items, others.num_items),
         "numbers in its batches": (mine.num_numbers, others.num_numbers),
-    }  # fmt: skip
+    }
     ratios = {unit: own / other for unit, (own, other) in measures.items() if own > other > 0}
     unit = max(ratios, key=ratios.__getitem__, default="")
     times = ratios.get(unit, 1.0)
     longer_s = max(0.0, mine.compute_s - others.compute_s)
     by_work_s = min(longer_s, (times - 1) * others.compute_s)
     parts: dict[Cause, float] = {
-        "data": mine.data_s - others.data_s, "work": by_work_s, "compute": longer_s - by_work_s, "other": mine.other_s - others.other_s,
-    }  # fmt: skip
+        "data": mine.data_s - others.data_s,
+        "work": by_work_s,
+        "compute": longer_s - by_work_s,
+        "other": mine.other_s - others.other_s,
+    }
     cause = max(parts, key=parts.__getitem__)
     slower = format_number(mine.compute_s / others.compute_s if others.compute_s > 0 else None)
     words: dict[Cause, str] = {
@@ -197,7 +219,7 @@ def explain(mine: Pace, others: Pace) -> tuple[Cause, str]:
         "compute": f"it computes {slower} times as long, for {_amount(times)} as much work",
         "other": f"{format_seconds(mine.other_s)} go between two of its steps, {format_seconds(others.other_s)} on the others: saving, "
         "records, code of the loop",
-    }  # fmt: skip
+    }
     return cause, words[cause]
 
 

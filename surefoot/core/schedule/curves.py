@@ -142,7 +142,12 @@ def warmup(step: int, length: int, shape: WarmupShape = "linear", start: float =
 
 
 def warmup_stable_decay(
-    step: int, warmup_length: int, stable: int, decay: int, floor: float = 0.0, shape: DecayShape = "linear"
+    step: int,
+    warmup_length: int,
+    stable: int,
+    decay: int,
+    floor: float = 0.0,
+    shape: DecayShape = "linear",
 ) -> float:
     """Return a warm-up, a constant phase at 1, and a decay to `floor`.
 
@@ -162,8 +167,13 @@ def warmup_stable_decay(
 
 
 def one_cycle(
-    step: int, length: int, peak: float = 0.3, start: float = 0.04, final: float = 4e-6, shape: Shape = "cosine"
-) -> float:  # fmt: skip
+    step: int,
+    length: int,
+    peak: float = 0.3,
+    start: float = 0.04,
+    final: float = 4e-6,
+    shape: Shape = "cosine",
+) -> float:
     """Return one cycle: from `start` up to 1, then down to `final` at the last update (step T - 1).
 
     The maximum is at the share `peak` of the length. As torch's OneCycleLR with pct_start = peak,
@@ -176,8 +186,13 @@ def one_cycle(
 
 
 def one_cycle_momentum(
-    step: int, length: int, peak: float = 0.3, low: float = 0.85, high: float = 0.95, shape: Shape = "cosine"
-) -> float:  # fmt: skip
+    step: int,
+    length: int,
+    peak: float = 0.3,
+    low: float = 0.85,
+    high: float = 0.95,
+    shape: Shape = "cosine",
+) -> float:
     """Return the momentum of `one_cycle` (or Adam's first beta), which moves against the lr.
 
     The value is the momentum itself, not a multiplier.
@@ -245,7 +260,11 @@ class Plateau:
             return replace(self, best=value, num_bad=0)
         if self.num_bad + 1 < self.patience:
             return replace(self, num_bad=self.num_bad + 1)
-        return replace(self, num_bad=0, multiplier=max(self.multiplier * self.factor, min(self.least, self.multiplier)))
+        return replace(
+            self,
+            num_bad=0,
+            multiplier=max(self.multiplier * self.factor, min(self.least, self.multiplier)),
+        )
 
     def _is_better(self, value: float) -> bool:
         if self.best is None or not math.isfinite(value):
@@ -280,11 +299,17 @@ def _cosine_between(start: float, end: float, share: float) -> float:
     return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
 
 
-def _up_and_down(step: int, length: int, peak: float, levels: tuple[float, float, float], shape: Shape) -> float:
-    rise = peak * length - 1  # in steps, not rounded, as torch has it: its first phase ends at pct_start * total_steps - 1
+def _up_and_down(
+    step: int, length: int, peak: float, levels: tuple[float, float, float], shape: Shape
+) -> float:
+    rise = (
+        peak * length - 1
+    )  # in steps, not rounded, as torch has it: its first phase ends at pct_start * total_steps - 1
     first, top, last = levels
     if rise > 0 and step <= rise:
         start, end, share = first, top, step / rise
     else:
         start, end, share = top, last, min((step - rise) / (length - 1 - rise), 1.0)
-    return _cosine_between(start, end, share) if shape == "cosine" else start + (end - start) * share
+    return (
+        _cosine_between(start, end, share) if shape == "cosine" else start + (end - start) * share
+    )

@@ -33,7 +33,13 @@ class Curve:
     checkpoint stores its state.
     """
 
-    def __init__(self, multiplier: Multiplier, *, momentum: Multiplier | None = None, plateau: Plateau | None = None) -> None:
+    def __init__(
+        self,
+        multiplier: Multiplier,
+        *,
+        momentum: Multiplier | None = None,
+        plateau: Plateau | None = None,
+    ) -> None:
         self._multiplier = multiplier
         self._momentum = momentum
         self.plateau = plateau
@@ -53,7 +59,15 @@ class Curve:
     def state(self) -> dict[str, Any] | None:
         """Return the state that a checkpoint stores: that of a plateau, None for other curves."""
         plateau = self.plateau
-        return None if plateau is None else {"best": plateau.best, "num_bad": plateau.num_bad, "multiplier": plateau.multiplier}
+        return (
+            None
+            if plateau is None
+            else {
+                "best": plateau.best,
+                "num_bad": plateau.num_bad,
+                "multiplier": plateau.multiplier,
+            }
+        )
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Restore the `state` of a checkpoint."""
@@ -85,7 +99,11 @@ def preview(curve: Curve, steps: Sequence[int], check_every: int) -> list[float]
 
 
 def build(
-    settings: ScheduleSettings, total_steps: int | None, to_steps: ToSteps, *, better: Literal["lower", "higher"] = "lower"
+    settings: ScheduleSettings,
+    total_steps: int | None,
+    to_steps: ToSteps,
+    *,
+    better: Literal["lower", "higher"] = "lower",
 ) -> Curve:
     """Return the curve of a run.
 
@@ -107,9 +125,12 @@ def build(
         return Curve(curve.with_warmup())
     mode = settings.mode or ("max" if better == "higher" else "min")
     plateau = Plateau(
-        mode=mode, factor=settings.value("factor"), patience=settings.value("patience"), least=settings.floor,
+        mode=mode,
+        factor=settings.value("factor"),
+        patience=settings.value("patience"),
+        least=settings.floor,
         threshold=settings.value("threshold"),
-    )  # fmt: skip
+    )
     return Curve(curve.with_warmup(), plateau=plateau)
 
 
@@ -123,11 +144,19 @@ def check_for_ramp(settings: ScheduleSettings) -> None:
     pieces = settings.sequence or (settings,)
     for piece in pieces:
         for key, value in piece.effective().items():
-            texts = [] if key == "warmup" and not settings.sequence else value if isinstance(value, tuple) else (value,)
+            texts = (
+                []
+                if key == "warmup" and not settings.sequence
+                else value
+                if isinstance(value, tuple)
+                else (value,)
+            )
             wrong = [
                 text
                 for text in texts
-                if key in schedule_settings.DURATIONS and text is not None and Duration.parse(text).unit not in ("steps", "%")
+                if key in schedule_settings.DURATIONS
+                and text is not None
+                and Duration.parse(text).unit not in ("steps", "%")
             ]
             if wrong:
                 raise SpecError(
@@ -136,18 +165,28 @@ def check_for_ramp(settings: ScheduleSettings) -> None:
                 )
 
 
-def _sequence(pieces: Sequence[ScheduleSettings], total_steps: int | None, to_steps: ToSteps) -> Multiplier:
+def _sequence(
+    pieces: Sequence[ScheduleSettings], total_steps: int | None, to_steps: ToSteps
+) -> Multiplier:
     if total_steps is None:
-        raise SpecError("a sequence must add up to the run, whose length is a time", hint="say train.length in steps or epochs")
+        raise SpecError(
+            "a sequence must add up to the run, whose length is a time",
+            hint="say train.length in steps or epochs",
+        )
     lengths = [to_steps(piece.length) for piece in pieces if piece.length is not None]
     shares = [Duration.parse(piece.length) for piece in pieces if piece.length is not None]
     if len(lengths) < len(pieces):
         lengths.append(total_steps - sum(lengths))
-    elif all(share.unit == "%" for share in shares) and math.isclose(sum(share.value for share in shares), 100):
-        lengths[-1] = total_steps - sum(lengths[:-1])  # each is rounded up, and together they are the run
+    elif all(share.unit == "%" for share in shares) and math.isclose(
+        sum(share.value for share in shares), 100
+    ):
+        lengths[-1] = total_steps - sum(
+            lengths[:-1]
+        )  # each is rounded up, and together they are the run
     if min(lengths) < 1:
         raise SpecError(
-            f"schedule.sequence: a table has {min(lengths)} of the run's {total_steps} steps", hint="leave each at least 1 step"
+            f"schedule.sequence: a table has {min(lengths)} of the run's {total_steps} steps",
+            hint="leave each at least 1 step",
         )
     made = [
         (_Builder(replace(piece, length=None), length, to_steps).with_warmup(), length)
@@ -162,7 +201,9 @@ def _sequence(pieces: Sequence[ScheduleSettings], total_steps: int | None, to_st
 class _Builder:
     """Builder of one curve: its settings, its steps (None: unknown) and its warm-up steps."""
 
-    def __init__(self, settings: ScheduleSettings, total_steps: int | None, to_steps: ToSteps) -> None:
+    def __init__(
+        self, settings: ScheduleSettings, total_steps: int | None, to_steps: ToSteps
+    ) -> None:
         self._settings, self._to_steps = settings, to_steps
         self._total = total_steps if settings.length is None else self._steps("length")
         self._warmup = to_steps(settings.warmup)
@@ -186,7 +227,12 @@ class _Builder:
             body = _hold(body, self._room())
         if warm == 0:
             return body
-        rise = partial(curves.warmup, length=warm, shape=settings.warmup_shape, start=settings.value("warmup_start"))
+        rise = partial(
+            curves.warmup,
+            length=warm,
+            shape=settings.warmup_shape,
+            start=settings.value("warmup_start"),
+        )
         top = body(0)
         return lambda step: top * rise(step) if step < warm else body(step - warm)
 
@@ -194,28 +240,50 @@ class _Builder:
         value = self._settings.value
         low, high = value("momentum_low"), value("momentum_high")
         return partial(
-            curves.one_cycle_momentum, length=self._room(), peak=value("peak"), low=low, high=high, shape=value("shape")
+            curves.one_cycle_momentum,
+            length=self._room(),
+            peak=value("peak"),
+            low=low,
+            high=high,
+            shape=value("shape"),
         )
 
     def _body(self) -> Multiplier:
         settings, value, floor = self._settings, self._settings.value, self._settings.floor
         match settings.name:
             case "constant" | "plateau":
-                return partial(curves.constant, factor=value("factor") if settings.name == "constant" else 1.0)
+                return partial(
+                    curves.constant, factor=value("factor") if settings.name == "constant" else 1.0
+                )
             case "linear":
-                return partial(curves.linear, length=self._room(), start=value("start_factor"), floor=floor)
+                return partial(
+                    curves.linear, length=self._room(), start=value("start_factor"), floor=floor
+                )
             case "cosine":
                 return partial(curves.cosine, length=self._room(), floor=floor)
             case "cosine_restarts":
-                return partial(curves.cosine_restarts, first=self._steps("cycle"), factor=value("cycle_factor"), floor=floor)
+                return partial(
+                    curves.cosine_restarts,
+                    first=self._steps("cycle"),
+                    factor=value("cycle_factor"),
+                    floor=floor,
+                )
             case "step":
-                return partial(curves.step_decay, every=self._steps("every"), factor=value("factor"))
+                return partial(
+                    curves.step_decay, every=self._steps("every"), factor=value("factor")
+                )
             case "multi_step":
-                return partial(curves.multi_step, milestones=self._milestones(), factor=value("factor"))
+                return partial(
+                    curves.multi_step, milestones=self._milestones(), factor=value("factor")
+                )
             case "exponential":
-                return partial(curves.exponential, factor=value("factor"), every=self._steps("every"))
+                return partial(
+                    curves.exponential, factor=value("factor"), every=self._steps("every")
+                )
             case "polynomial":
-                return partial(curves.polynomial, length=self._room(), power=value("power"), floor=floor)
+                return partial(
+                    curves.polynomial, length=self._room(), power=value("power"), floor=floor
+                )
             case "one_cycle":
                 start, final_factor = value("start_factor"), value("final_factor")
                 return partial(
@@ -229,7 +297,12 @@ class _Builder:
             case "warmup_stable_decay":
                 stable, decay = self._stable_and_decay()
                 return partial(
-                    curves.warmup_stable_decay, warmup_length=0, stable=stable, decay=decay, floor=floor, shape=value("shape")
+                    curves.warmup_stable_decay,
+                    warmup_length=0,
+                    stable=stable,
+                    decay=decay,
+                    floor=floor,
+                    shape=value("shape"),
                 )
             case "inverse_square_root":
                 return partial(curves.inverse_square_root, timescale=self._timescale())
@@ -257,7 +330,10 @@ class _Builder:
         stated = self._settings.milestones or ()
         steps = tuple(self._to_steps(text) for text in stated)
         if any(after <= before for before, after in pairwise(steps)):
-            raise SpecError(f"schedule.milestones are {', '.join(stated)}: steps {steps}", hint="each comes after the one before")
+            raise SpecError(
+                f"schedule.milestones are {', '.join(stated)}: steps {steps}",
+                hint="each comes after the one before",
+            )
         return steps
 
     def _timescale(self) -> int:
@@ -265,7 +341,8 @@ class _Builder:
             return self._steps("timescale")
         if self._warmup == 0:
             raise SpecError(
-                "inverse_square_root has neither a warm-up nor a timescale", hint='give schedule.warmup = "1000 steps"'
+                "inverse_square_root has neither a warm-up nor a timescale",
+                hint='give schedule.warmup = "1000 steps"',
             )
         return self._warmup
 

@@ -12,9 +12,20 @@ from surefoot.core.schedule.curves import DecayShape, WarmupShape
 from surefoot.core.units import Duration
 
 Name = Literal[
-    "constant", "linear", "cosine", "cosine_restarts", "step", "multi_step", "exponential", "polynomial", "one_cycle", "plateau",
-    "warmup_stable_decay", "inverse_square_root", "warmup",
-]  # fmt: skip
+    "constant",
+    "linear",
+    "cosine",
+    "cosine_restarts",
+    "step",
+    "multi_step",
+    "exponential",
+    "polynomial",
+    "one_cycle",
+    "plateau",
+    "warmup_stable_decay",
+    "inverse_square_root",
+    "warmup",
+]
 Mode = Literal["min", "max"]
 
 _WARM = {"warmup": "0 steps", "warmup_shape": "linear", "warmup_start": 0.01}
@@ -30,21 +41,49 @@ USES: Mapping[str, Mapping[str, Any]] = {
     "exponential": {"every": "1 epoch", "factor": 0.95, **_SPAN},
     "polynomial": {"power": 1.0, "floor": 0.0, **_SPAN},
     "one_cycle": {
-        "peak": 0.3, "start_factor": 0.04, "final_factor": 4e-6, "shape": "cosine", "length": None,
-        "cycle_momentum": True, "momentum_low": 0.85, "momentum_high": 0.95,
+        "peak": 0.3,
+        "start_factor": 0.04,
+        "final_factor": 4e-6,
+        "shape": "cosine",
+        "length": None,
+        "cycle_momentum": True,
+        "momentum_low": 0.85,
+        "momentum_high": 0.95,
     },
-    "plateau": {"mode": None, "factor": 0.5, "patience": 10, "threshold": 1e-4, "floor": 0.0, **_WARM},
-    "warmup_stable_decay": {"stable": None, "decay_length": None, "shape": "linear", "floor": 0.0, **_SPAN},
+    "plateau": {
+        "mode": None,
+        "factor": 0.5,
+        "patience": 10,
+        "threshold": 1e-4,
+        "floor": 0.0,
+        **_WARM,
+    },
+    "warmup_stable_decay": {
+        "stable": None,
+        "decay_length": None,
+        "shape": "linear",
+        "floor": 0.0,
+        **_SPAN,
+    },
     "inverse_square_root": {"timescale": None, **_SPAN},
     "warmup": {"length": None, "warmup_shape": "linear", "warmup_start": 0.01},
-}  # fmt: skip
+}
 _SINGLE = ("warmup", "length", "every", "cycle", "stable", "decay_length", "timescale")
 DURATIONS = (*_SINGLE, "milestones")
 _RANGES: Mapping[str, tuple[float, float]] = {
-    "floor": (0.0, 1.0), "factor": (0.0, 1.0), "start_factor": (0.0, 1.0), "final_factor": (0.0, 1.0), "power": (0.01, 100.0),
-    "cycle_factor": (1, 1000), "peak": (0.001, 0.999), "momentum_low": (0.0, 0.9999), "momentum_high": (0.0, 0.9999),
-    "patience": (1, 10**9), "threshold": (0.0, 1.0), "warmup_start": (1e-9, 1.0),
-}  # fmt: skip
+    "floor": (0.0, 1.0),
+    "factor": (0.0, 1.0),
+    "start_factor": (0.0, 1.0),
+    "final_factor": (0.0, 1.0),
+    "power": (0.01, 100.0),
+    "cycle_factor": (1, 1000),
+    "peak": (0.001, 0.999),
+    "momentum_low": (0.0, 0.9999),
+    "momentum_high": (0.0, 0.9999),
+    "patience": (1, 10**9),
+    "threshold": (0.0, 1.0),
+    "warmup_start": (1e-9, 1.0),
+}
 _OPTIONS = {"name": Name, "warmup_shape": WarmupShape, "shape": DecayShape, "mode": Mode}
 
 
@@ -68,49 +107,91 @@ class ScheduleSettings:
     }  # read by contract/spec
 
     name: Name = field(default="cosine", metadata=_means("the curve"))
-    warmup: str = field(default="0 steps", metadata=_means("how long the rate rises before the curve begins"))
+    warmup: str = field(
+        default="0 steps", metadata=_means("how long the rate rises before the curve begins")
+    )
     warmup_shape: WarmupShape = field(default="linear", metadata=_means("how it rises"))
     warmup_start: float | None = field(
-        default=None, metadata=_means("exponential warm-up: the share of the base rate that it rises from")
+        default=None,
+        metadata=_means("exponential warm-up: the share of the base rate that it rises from"),
     )
     floor: float = field(default=0.0, metadata=_means("least share of the base rate"))
     length: str | None = field(
-        default=None, metadata=_means("warm-up and curve together; none: the run; afterwards the rate stays where it is")
+        default=None,
+        metadata=_means(
+            "warm-up and curve together; none: the run; afterwards the rate stays where it is"
+        ),
     )
     every: str | None = field(
-        default=None, metadata=_means("step: multiplies so often; exponential: reaches the factor in so long")
+        default=None,
+        metadata=_means("step: multiplies so often; exponential: reaches the factor in so long"),
     )
     factor: float | None = field(default=None, metadata=_means("what the rate is multiplied by"))
-    milestones: tuple[str, ...] | None = field(default=None, metadata=_means("multi_step: when the factor applies"))
+    milestones: tuple[str, ...] | None = field(
+        default=None, metadata=_means("multi_step: when the factor applies")
+    )
     power: float | None = field(default=None, metadata=_means("polynomial: 1 is a straight line"))
     cycle: str | None = field(default=None, metadata=_means("cosine_restarts: the first cycle"))
     cycle_factor: int | None = field(
-        default=None, metadata=_means("cosine_restarts: each cycle is so many times as long as the one before")
+        default=None,
+        metadata=_means("cosine_restarts: each cycle is so many times as long as the one before"),
     )
-    peak: float | None = field(default=None, metadata=_means("one_cycle: where the top is, as a share of its length"))
+    peak: float | None = field(
+        default=None, metadata=_means("one_cycle: where the top is, as a share of its length")
+    )
     start_factor: float | None = field(
-        default=None, metadata=_means("linear, one_cycle: the share of the base rate at the first update")
+        default=None,
+        metadata=_means("linear, one_cycle: the share of the base rate at the first update"),
     )
-    final_factor: float | None = field(default=None, metadata=_means("one_cycle: the share of the base rate at the last update"))
-    shape: DecayShape | None = field(default=None, metadata=_means("one_cycle, warmup_stable_decay: how it falls"))
-    cycle_momentum: bool | None = field(default=None, metadata=_means("one_cycle: momentum moves against the rate"))
-    momentum_low: float | None = field(default=None, metadata=_means("one_cycle: momentum at the top"))
-    momentum_high: float | None = field(default=None, metadata=_means("one_cycle: momentum at both ends"))
+    final_factor: float | None = field(
+        default=None, metadata=_means("one_cycle: the share of the base rate at the last update")
+    )
+    shape: DecayShape | None = field(
+        default=None, metadata=_means("one_cycle, warmup_stable_decay: how it falls")
+    )
+    cycle_momentum: bool | None = field(
+        default=None, metadata=_means("one_cycle: momentum moves against the rate")
+    )
+    momentum_low: float | None = field(
+        default=None, metadata=_means("one_cycle: momentum at the top")
+    )
+    momentum_high: float | None = field(
+        default=None, metadata=_means("one_cycle: momentum at both ends")
+    )
     stable: str | None = field(
-        default=None, metadata=_means("warmup_stable_decay: how long the rate stays; none: what warm-up and decay leave")
+        default=None,
+        metadata=_means(
+            "warmup_stable_decay: how long the rate stays; none: what warm-up and decay leave"
+        ),
     )
     decay_length: str | None = field(
         default=None,
-        metadata=_means("warmup_stable_decay: how long it falls; none: what `stable` leaves, else a fifth after the warm-up"),
+        metadata=_means(
+            "warmup_stable_decay: how long it falls; none: what `stable` leaves, else a fifth after the warm-up"
+        ),
     )
     timescale: str | None = field(
-        default=None, metadata=_means("inverse_square_root: the curve is halved after three of these; none: the warm-up's length")
+        default=None,
+        metadata=_means(
+            "inverse_square_root: the curve is halved after three of these; none: the warm-up's length"
+        ),
     )
-    mode: Mode | None = field(default=None, metadata=_means("plateau: which is better; none: what the score says of itself"))
-    patience: int | None = field(default=None, metadata=_means("plateau: lowers at so many checks in a row that are not better"))
-    threshold: float | None = field(default=None, metadata=_means("plateau: better by more than this share of the best"))
+    mode: Mode | None = field(
+        default=None,
+        metadata=_means("plateau: which is better; none: what the score says of itself"),
+    )
+    patience: int | None = field(
+        default=None,
+        metadata=_means("plateau: lowers at so many checks in a row that are not better"),
+    )
+    threshold: float | None = field(
+        default=None, metadata=_means("plateau: better by more than this share of the best")
+    )
     sequence: tuple[ScheduleSettings, ...] = field(
-        default=(), metadata=_means("curves one after another, each with its length; the last one may leave it out")
+        default=(),
+        metadata=_means(
+            "curves one after another, each with its length; the last one may leave it out"
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -118,16 +199,26 @@ class ScheduleSettings:
             if getattr(self, key) is not None:
                 object.__setattr__(self, key, _canonical(key, getattr(self, key)))
         if self.milestones is not None:
-            object.__setattr__(self, "milestones", tuple(_canonical("milestones", text) for text in self.milestones))
+            object.__setattr__(
+                self,
+                "milestones",
+                tuple(_canonical("milestones", text) for text in self.milestones),
+            )
         _check_values(self)
-        stated = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != each.default}
+        stated = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if getattr(self, each.name) != each.default
+        }
         if self.sequence:
             _check_sequence(self.sequence, stated)
         else:
             _check_used(self.name, stated)
         for key, value in stated.items():
             if USES[self.name].get(key, self) == value:
-                object.__setattr__(self, key, None)  # a given default has the same meaning, so it is the same spec
+                object.__setattr__(
+                    self, key, None
+                )  # a given default has the same meaning, so it is the same spec
 
     def value(self, key: str) -> Any:
         """Return the value of `key` for this curve, given or default."""
@@ -154,20 +245,35 @@ def _check_values(settings: ScheduleSettings) -> None:
         if value is not None and value not in get_args(options):
             near = difflib.get_close_matches(str(value), get_args(options), n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise SpecError(f"schedule.{key} is {value!r}", hint=f"{hint}it is one of {', '.join(get_args(options))}")
+            raise SpecError(
+                f"schedule.{key} is {value!r}",
+                hint=f"{hint}it is one of {', '.join(get_args(options))}",
+            )
     for key, (low, high) in _RANGES.items():
         value, whole = getattr(settings, key), isinstance(low, int)
-        if value is not None and (type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high):
+        if value is not None and (
+            type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high
+        ):
             raise SpecError(
-                f"schedule.{key} is {value!r}", hint=f"it is a {'whole ' if whole else ''}number from {low:g} to {high:g}"
+                f"schedule.{key} is {value!r}",
+                hint=f"it is a {'whole ' if whole else ''}number from {low:g} to {high:g}",
             )
     if settings.cycle_momentum not in (None, True, False):
-        raise SpecError(f"schedule.cycle_momentum is {settings.cycle_momentum!r}", hint="it is true or false")
+        raise SpecError(
+            f"schedule.cycle_momentum is {settings.cycle_momentum!r}", hint="it is true or false"
+        )
     if settings.name == "one_cycle" and settings.shape == "sqrt":
-        raise SpecError("schedule.shape is 'sqrt', which one_cycle does not have", hint="use cosine or linear")
-    for key in {"cosine_restarts": ["cycle"], "step": ["every"], "multi_step": ["milestones"]}.get(settings.name, []):
+        raise SpecError(
+            "schedule.shape is 'sqrt', which one_cycle does not have", hint="use cosine or linear"
+        )
+    for key in {"cosine_restarts": ["cycle"], "step": ["every"], "multi_step": ["milestones"]}.get(
+        settings.name, []
+    ):
         if not getattr(settings, key):
-            raise SpecError(f"schedule.{key} is not given, and {settings.name} needs it", hint='for example "30 epochs"')
+            raise SpecError(
+                f"schedule.{key} is not given, and {settings.name} needs it",
+                hint='for example "30 epochs"',
+            )
 
 
 def _check_used(name: str, stated: Mapping[str, Any]) -> None:
@@ -183,10 +289,18 @@ def _check_used(name: str, stated: Mapping[str, Any]) -> None:
 def _check_sequence(pieces: Sequence[ScheduleSettings], stated: Mapping[str, Any]) -> None:
     beside = [key for key in stated if key != "sequence"]
     if beside:
-        raise SpecError(f"[schedule] has {beside[0]} beside a sequence", hint="write it into one of the sequence's tables")
+        raise SpecError(
+            f"[schedule] has {beside[0]} beside a sequence",
+            hint="write it into one of the sequence's tables",
+        )
     for piece in pieces:
         if piece.sequence or piece.name in ("plateau", "one_cycle"):
             what = "another sequence" if piece.sequence else piece.name
-            raise SpecError(f"schedule.sequence holds {what}, which stands alone", hint="leave the other curves out")
+            raise SpecError(
+                f"schedule.sequence holds {what}, which stands alone",
+                hint="leave the other curves out",
+            )
     if any(piece.length is None for piece in pieces[:-1]):
-        raise SpecError("a table of schedule.sequence has no length", hint="only the last one may leave it out")
+        raise SpecError(
+            "a table of schedule.sequence has no length", hint="only the last one may leave it out"
+        )

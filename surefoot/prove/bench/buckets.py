@@ -31,7 +31,10 @@ from surefoot.train.resume.program import Program
 from surefoot.train.step.ranks import Ranks
 
 STEPS, UNTIMED = 3, 1  # steps per visit to a bucket layout
-SHORTEST_LINK, LONGEST_LINK = 64 << 10, 64 << 20  # bytes of the largest all-reduce from which latency and bandwidth are fitted
+SHORTEST_LINK, LONGEST_LINK = (
+    64 << 10,
+    64 << 20,
+)  # bytes of the largest all-reduce from which latency and bandwidth are fitted
 Tell = Callable[[str], None]
 
 
@@ -111,7 +114,11 @@ class BucketTuning:
 
         Otherwise the spec's layout.
         """
-        return self.best.laid if self.best is not None and self.best.ratio.verdict == "lower" else self.own
+        return (
+            self.best.laid
+            if self.best is not None and self.best.ratio.verdict == "lower"
+            else self.own
+        )
 
 
 def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> BucketTuning:
@@ -121,11 +128,15 @@ def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> B
     error of the task.
     """
     own = Laid(parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket))
-    most = (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)  # each size, the spec's layout, and two duels
+    most = (
+        (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)
+    )  # each size, the spec's layout, and two duels
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(together.joined(spec))
         try:
-            rehearsal = group.settle(lambda: stack.enter_context(Rehearsal(spec, steps=most, group=group)))
+            rehearsal = group.settle(
+                lambda: stack.enter_context(Rehearsal(spec, steps=most, group=group))
+            )
             task = rehearsal.assembly.task
             together.check_alike(group, rehearsal.assembly, Program.of(task.importable, task.task))
             return _tune(_Bench(rehearsal, group, tell), own, wanted)
@@ -144,8 +155,12 @@ def _tune(bench: _Bench, own: Laid, wanted: Buckets) -> BucketTuning:
     alone = bench.time_alone(wanted.calls, wanted.warmup)
     bench.tell("an all-reduce over sizes")
     largest = min(LONGEST_LINK, max(gradient_bytes, SHORTEST_LINK))
-    link = fit(measure(bench.group, Sizes(collectives=("all-reduce",), largest=largest)))["all-reduce"]
-    ways = bench.without_twins([own, *(Laid(size, min(own.first_bytes, size)) for size in sorted(wanted.sizes))])
+    link = fit(measure(bench.group, Sizes(collectives=("all-reduce",), largest=largest)))[
+        "all-reduce"
+    ]
+    ways = bench.without_twins(
+        [own, *(Laid(size, min(own.first_bytes, size)) for size in sorted(wanted.sizes))]
+    )
     tried, best, first = _sweep(bench, ways, wanted.rounds), None, None
     quickest = min(tried, key=lambda each: each.elapsed.estimate).laid
     if quickest != own:
@@ -156,15 +171,26 @@ def _tune(bench: _Bench, own: Laid, wanted: Buckets) -> BucketTuning:
         bench.tell("a first bucket of its own against one like the others")
         first = _duel(bench, quickest, alike, wanted.rounds)
     return BucketTuning(
-        ranks=bench.group.size, device=str(bench.rehearsal.device), transport=bench.group.transport,
-        gradient_bytes=gradient_bytes, own=own, own_sizes=own_sizes,
-        alone=alone, link=link, tried=tried, best=best, first=first,
-    )  # fmt: skip
+        ranks=bench.group.size,
+        device=str(bench.rehearsal.device),
+        transport=bench.group.transport,
+        gradient_bytes=gradient_bytes,
+        own=own,
+        own_sizes=own_sizes,
+        alone=alone,
+        link=link,
+        tried=tried,
+        best=best,
+        first=first,
+    )
 
 
 def _sweep(bench: _Bench, ways: Sequence[Laid], rounds: int) -> tuple[BucketTiming, ...]:
     found = bench.time_steps(ways, rounds)
-    return tuple(BucketTiming(laid=way, bucket_sizes=bench.use(way), elapsed=median_interval(found[way])) for way in ways)
+    return tuple(
+        BucketTiming(laid=way, bucket_sizes=bench.use(way), elapsed=median_interval(found[way]))
+        for way in ways
+    )
 
 
 def _duel(bench: _Bench, laid: Laid, against: Laid, rounds: int) -> Duel:
@@ -178,7 +204,9 @@ class _Bench:
     def __init__(self, rehearsal: Rehearsal, group: Group, tell: Tell) -> None:
         ranks = rehearsal.assembly.engine.stepper.ranks
         if ranks is None:
-            raise InputError("one rank sums its gradients with nobody", hint="use --ranks 2 or more")
+            raise InputError(
+                "one rank sums its gradients with nobody", hint="use --ranks 2 or more"
+            )
         self.rehearsal, self.group, self.tell = rehearsal, group, tell
         self._ranks: Ranks = ranks
 
@@ -199,7 +227,9 @@ class _Bench:
 
         The gradients are zeros, since values that are summed in place repeatedly would become Inf.
         """
-        parameters = [each for update in self.rehearsal.assembly.updates for each in update.guarded.parameters]
+        parameters = [
+            each for update in self.rehearsal.assembly.updates for each in update.guarded.parameters
+        ]
         for each in parameters:
             each.grad = torch.zeros_like(each)
 

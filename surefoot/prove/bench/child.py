@@ -32,13 +32,22 @@ def main(words: Sequence[str] | None = None) -> None:
                 started_s = time.perf_counter()
                 rehearsal.take(asked.mode)
                 elapsed_s.append(time.perf_counter() - started_s)
-            measures = {"num_samples": float(rehearsal.num_samples), "peak_bytes": float(peak_bytes())}
+            measures = {
+                "num_samples": float(rehearsal.num_samples),
+                "peak_bytes": float(peak_bytes()),
+            }
             if rehearsal.device.type == "cuda":
-                measures["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(rehearsal.device))
+                measures["device_peak_bytes"] = float(
+                    torch.cuda.max_memory_allocated(rehearsal.device)
+                )
             facts = {"device": str(rehearsal.device), "threads": str(torch.get_num_threads())}
     except SurefootError as error:
         raise SystemExit(error.message) from None
-    write_report(asked.report, {**measures, **{f"call_s/{i:05d}": value for i, value in enumerate(elapsed_s)}}, facts=facts)
+    write_report(
+        asked.report,
+        {**measures, **{f"call_s/{i:05d}": value for i, value in enumerate(elapsed_s)}},
+        facts=facts,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

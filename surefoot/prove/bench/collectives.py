@@ -54,14 +54,23 @@ def on_ranks(device: str, transport: Transport = "auto") -> Iterator[Group]:
     try:
         chosen = find_device(device)
     except SpecError as error:
-        raise InputError(error.message, hint="start as many ranks as there are GPUs, or give --device cpu") from None
+        raise InputError(
+            error.message, hint="start as many ranks as there are GPUs, or give --device cpu"
+        ) from None
     if chosen.type == "cuda" and transport != "auto":
-        raise InputError(f"--transport is {transport}, and NCCL joins GPUs", hint="leave it out, or give --device cpu")
-    with join(place.here(), chosen, wait_s=WAIT_S, timeout_s=TIMEOUT_S, transport=transport) as group:
+        raise InputError(
+            f"--transport is {transport}, and NCCL joins GPUs",
+            hint="leave it out, or give --device cpu",
+        )
+    with join(
+        place.here(), chosen, wait_s=WAIT_S, timeout_s=TIMEOUT_S, transport=transport
+    ) as group:
         yield group
 
 
-def measure(group: Group, wanted: Sizes, *, tell: Tell = lambda text: None) -> tuple[TimedCollective, ...]:
+def measure(
+    group: Group, wanted: Sizes, *, tell: Tell = lambda text: None
+) -> tuple[TimedCollective, ...]:
     """Time every collective over every size; each rank returns the same rows.
 
     Raises NumbersError for a collective with wrong results.
@@ -70,7 +79,10 @@ def measure(group: Group, wanted: Sizes, *, tell: Tell = lambda text: None) -> t
     for name in wanted.collectives:
         check(group, name)
         tell(f"{name}, {len(wanted.all)} sizes")
-        rows += [time_collective(group, Collective(name, group, size), wanted.calls, wanted.warmup) for size in wanted.all]
+        rows += [
+            time_collective(group, Collective(name, group, size), wanted.calls, wanted.warmup)
+            for size in wanted.all
+        ]
     return tuple(rows)
 
 
@@ -80,7 +92,12 @@ def check(group: Group, name: str) -> None:
     Raises NumbersError on every rank where the result is wrong on any rank.
     """
     is_right = Collective(name, group, 1 << 10).is_right()
-    wrong = group.gather(torch.tensor(float(not is_right), device=group.device)).nonzero().flatten().tolist()
+    wrong = (
+        group.gather(torch.tensor(float(not is_right), device=group.device))
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
     if wrong:
         raise NumbersError(
             f"{name} gives wrong numbers on rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} of {group.size}",
@@ -88,16 +105,22 @@ def check(group: Group, name: str) -> None:
         )
 
 
-def time_collective(group: Group, collective: Collective, calls: int, warmup: int) -> TimedCollective:
+def time_collective(
+    group: Group, collective: Collective, calls: int, warmup: int
+) -> TimedCollective:
     """Time `calls` samples of a collective, after `warmup` samples that are not counted.
 
     A sample is `collective.period` consecutive calls, so that no rank runs ahead of the others.
     """
-    elapsed_s = time_calls(group, lambda: list(map(collective.call, range(collective.period))), calls, warmup)
+    elapsed_s = time_calls(
+        group, lambda: list(map(collective.call, range(collective.period))), calls, warmup
+    )
     return TimedCollective(
-        collective=collective.name, ranks=group.size, num_bytes=collective.num_bytes,
+        collective=collective.name,
+        ranks=group.size,
+        num_bytes=collective.num_bytes,
         elapsed=median_interval([each / collective.period for each in elapsed_s]),
-    )  # fmt: skip
+    )
 
 
 def time_calls(group: Group, job: Callable[[], object], calls: int, warmup: int) -> list[float]:
@@ -124,4 +147,8 @@ def fit(rows: Sequence[TimedCollective]) -> dict[str, Link]:
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         points.setdefault(row.collective, []).append((row.num_bytes, row.elapsed.estimate))
-    return {name: fit_link(found) for name, found in points.items() if len({size for size, _ in found}) > 1}
+    return {
+        name: fit_link(found)
+        for name, found in points.items()
+        if len({size for size, _ in found}) > 1
+    }

@@ -19,6 +19,9 @@ def find_flushed(spec: RunSpec, scales: Sequence[float]) -> tuple[Flushed, ...]:
     The gradients are those of a mean loss; there is one share for each of `scales`.
     """
     wide = rungs.change(spec, {f"precision.{key}": None for key in key_names("precision")})
-    with Rehearsal(wide, steps=1) as rehearsal, Watch(rehearsal.assembly.model, scales=scales) as watch:
+    with (
+        Rehearsal(wide, steps=1) as rehearsal,
+        Watch(rehearsal.assembly.model, scales=scales) as watch,
+    ):
         rehearsal.take("backward")
     return watch.flushed()

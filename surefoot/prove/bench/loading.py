@@ -61,9 +61,11 @@ class LoaderTuning:
 
     def as_row(self) -> dict[str, Any]:
         return {
-            "demand_per_s": self.demand_per_s, "tried": [asdict(each) for each in self.tried], "chosen": asdict(self.chosen),
+            "demand_per_s": self.demand_per_s,
+            "tried": [asdict(each) for each in self.tried],
+            "chosen": asdict(self.chosen),
             "why": self.why,
-        }  # fmt: skip
+        }
 
 
 class _Again:
@@ -108,9 +110,14 @@ class Trials:
         kind = self.loader.kind if settings.workers else "auto"
         self.loader.close()
         return LoaderTiming(
-            workers=settings.workers, kind=kind, prefetch=settings.prefetch if settings.workers else 0, pinned=self._pins,
-            supply_per_s=supply_per_s, samples_per_s=samples_per_s, waiting=waiting,
-        )  # fmt: skip
+            workers=settings.workers,
+            kind=kind,
+            prefetch=settings.prefetch if settings.workers else 0,
+            pinned=self._pins,
+            supply_per_s=supply_per_s,
+            samples_per_s=samples_per_s,
+            waiting=waiting,
+        )
 
     def _supply(self) -> float:
         for _ in range(LEAST):  # the workers start
@@ -132,7 +139,9 @@ class Trials:
         """
         self._rehearsal.synchronise()
         begun_s, samples, waiting_s, done = time.perf_counter(), 0, 0.0, 0
-        while done < (count or LEAST) or (count is None and time.perf_counter() - begun_s < self._seconds):
+        while done < (count or LEAST) or (
+            count is None and time.perf_counter() - begun_s < self._seconds
+        ):
             self._step, done = self._step + 1, done + 1
             report = self._stepper(self._step)
             samples, waiting_s = samples + report.num_samples, waiting_s + report.waiting_s
@@ -141,7 +150,9 @@ class Trials:
         return samples / elapsed_s, waiting_s / elapsed_s
 
 
-def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: Tell = lambda text: None) -> LoaderTuning:
+def tune(
+    spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: Tell = lambda text: None
+) -> LoaderTuning:
     """Find the loader setting with which the steps of `spec` do not wait for data.
 
     Tries 0, 1, 2, 4 workers and so on, up to `most` (4 to 8 by default, by the number of cores),
@@ -150,7 +161,10 @@ def tune(spec: RunSpec, *, seconds: float = 2.0, most: int | None = None, tell: 
     InputError for no time, and what a run of the spec raises.
     """
     if not seconds > 0 or (most is not None and most < 0):
-        raise InputError(f"{seconds} seconds a setting, up to {most} workers, measure nothing", hint="use --seconds 2 --most 4")
+        raise InputError(
+            f"{seconds} seconds a setting, up to {most} workers, measure nothing",
+            hint="use --seconds 2 --most 4",
+        )
     most = find_most(count_cores()) if most is None else most
     plain = spec.replace_all({**spec.as_tables(), "loader": {"workers": 0}})
     with Rehearsal(plain, steps=MANY_STEPS) as rehearsal:
@@ -174,7 +188,9 @@ def _worth_trying(
 ) -> Iterator[LoaderSettings]:
     """Yield the next setting to try, depending on the results in `tried`."""
     table = spec.loader
-    base = LoaderSettings(kind=table.kind, prefetch=table.prefetch or LoaderSettings.prefetch, start=table.start)
+    base = LoaderSettings(
+        kind=table.kind, prefetch=table.prefetch or LoaderSettings.prefetch, start=table.start
+    )
     for workers in numbers(most):
         yield replace(base, workers=workers)
         if is_enough(tried, demand_per_s):
@@ -194,7 +210,9 @@ def is_enough(tried: list[LoaderTiming], demand_per_s: float) -> bool:
     *before, last = tried
     if last.waiting <= ENOUGH:
         return last.supply_per_s >= SPARE * demand_per_s
-    return last.workers > 1 and last.samples_per_s < max(each.samples_per_s for each in before) * (1 + GAIN)
+    return last.workers > 1 and last.samples_per_s < max(each.samples_per_s for each in before) * (
+        1 + GAIN
+    )
 
 
 def choose(tried: list[LoaderTiming], demand_per_s: float) -> tuple[LoaderTiming, str]:
@@ -202,9 +220,17 @@ def choose(tried: list[LoaderTiming], demand_per_s: float) -> tuple[LoaderTiming
 
     Where there is none, return the cheapest of the fastest.
     """
-    enough = [each for each in tried if each.waiting <= ENOUGH and each.supply_per_s >= SPARE * demand_per_s]
+    enough = [
+        each
+        for each in tried
+        if each.waiting <= ENOUGH and each.supply_per_s >= SPARE * demand_per_s
+    ]
     if enough:
-        return min(enough, key=lambda each: each.step_cost), "the cheapest with which steps do not wait, with a fifth to spare"
+        return min(
+            enough, key=lambda each: each.step_cost
+        ), "the cheapest with which steps do not wait, with a fifth to spare"
     fastest = max(each.samples_per_s for each in tried)
     near = [each for each in tried if each.samples_per_s >= fastest / (1 + GAIN)]
-    return min(near, key=lambda each: each.step_cost), "none gives what the steps could take; this is the cheapest of the fastest"
+    return min(
+        near, key=lambda each: each.step_cost
+    ), "none gives what the steps could take; this is the cheapest of the fastest"

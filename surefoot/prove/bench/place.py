@@ -17,13 +17,24 @@ import torch
 from surefoot.components.profiler.counts import WHOLE, Counter
 from surefoot.components.profiler.peaks import measure_peaks
 from surefoot.contract.spec import RunSpec
-from surefoot.core.cost.roofline import MFU, VERSION, OperatorWork, Point, Utilisation, find_point, fusible_share
+from surefoot.core.cost.roofline import (
+    MFU,
+    VERSION,
+    OperatorWork,
+    Point,
+    Utilisation,
+    find_point,
+    fusible_share,
+)
 from surefoot.core.errors import InputError
 from surefoot.core.hardware import Peaks, find_published
 from surefoot.core.statistics import median
 from surefoot.prove.bench.rehearsal import Rehearsal
 
-WARMUP, COUNTED = 3, 5  # untimed warm-up steps; steps that are counted, the first of them as a warm-up
+WARMUP, COUNTED = (
+    3,
+    5,
+)  # untimed warm-up steps; steps that are counted, the first of them as a warm-up
 Tell = Callable[[str], None]
 
 
@@ -66,22 +77,40 @@ class Placed:
         """Return the contents of `roofline.json`."""
         use = self.utilisation
         return {
-            "version": VERSION, "device": self.peaks.device, "peaks": self.peaks.as_row(),
+            "version": VERSION,
+            "device": self.peaks.device,
+            "peaks": self.peaks.as_row(),
             "one_core": self.one_core.as_row() if self.one_core else None,
             "published": self.published.as_row() if self.published else None,
-            "points": [point.as_row() for point in self.points], "step_s": self.step_s, "num_steps": self.num_steps,
-            "num_samples": self.num_samples, "operators_s": self.operators_s, "flops": self.flops, "model_flops": self.model_flops,
-            "recomputed_flops": self.again_flops, "rule_of_thumb_flops": self.rule_flops, "mfu": use.share(self.samples_per_s),
+            "points": [point.as_row() for point in self.points],
+            "step_s": self.step_s,
+            "num_steps": self.num_steps,
+            "num_samples": self.num_samples,
+            "operators_s": self.operators_s,
+            "flops": self.flops,
+            "model_flops": self.model_flops,
+            "recomputed_flops": self.again_flops,
+            "rule_of_thumb_flops": self.rule_flops,
+            "mfu": use.share(self.samples_per_s),
             "mfu_formula": f"{MFU}: {use.words(self.samples_per_s)}",
-            "utilisation": {"flops_per_sample": use.flops_per_sample, "peak_flops_per_s": use.peak_flops_per_s, "dtype": use.dtype,
-                            "source": use.source},
-            "fusible_share": self.fusible_share, "without_formula": list(self.unknown), "load": self.load,
-        }  # fmt: skip
+            "utilisation": {
+                "flops_per_sample": use.flops_per_sample,
+                "peak_flops_per_s": use.peak_flops_per_s,
+                "dtype": use.dtype,
+                "source": use.source,
+            },
+            "fusible_share": self.fusible_share,
+            "without_formula": list(self.unknown),
+            "load": self.load,
+        }
 
 
 def find_peaks(device: torch.device, threads: int, tell: Tell) -> tuple[Peaks, Peaks | None]:
     """Measure the peaks of the device; for a CPU with several threads, also those of one core."""
-    tell(f"measuring the peaks of {device.type}" + (f" with {threads} threads" if device.type == "cpu" else ""))
+    tell(
+        f"measuring the peaks of {device.type}"
+        + (f" with {threads} threads" if device.type == "cpu" else "")
+    )
     peaks = measure_peaks(device, threads=threads)
     if device.type != "cpu" or threads == 1:
         return peaks, peaks if device.type == "cpu" else None
@@ -116,18 +145,32 @@ def _counted(rehearsal: Rehearsal) -> Counter:
 
 
 def _placed(
-    rehearsal: Rehearsal, counters: list[Counter], peaks: Peaks, one_core: Peaks | None, elapsed_s: list[float]
+    rehearsal: Rehearsal,
+    counters: list[Counter],
+    peaks: Peaks,
+    one_core: Peaks | None,
+    elapsed_s: list[float],
 ) -> Placed:
     whole, published = _works(counters, WHOLE), find_published(peaks.device)
     points = _points(counters, whole, peaks)
     model_flops = sum(work.model_flops for work in whole)
     return Placed(
-        peaks=peaks, one_core=one_core, published=published, points=points, step_s=median(elapsed_s),
-        num_steps=len(elapsed_s), num_samples=rehearsal.num_samples, flops=sum(work.flops for work in whole), model_flops=model_flops,
-        again_flops=counters[-1].again_flops, rule_flops=_rule_flops(rehearsal, whole),
+        peaks=peaks,
+        one_core=one_core,
+        published=published,
+        points=points,
+        step_s=median(elapsed_s),
+        num_steps=len(elapsed_s),
+        num_samples=rehearsal.num_samples,
+        flops=sum(work.flops for work in whole),
+        model_flops=model_flops,
+        again_flops=counters[-1].again_flops,
+        rule_flops=_rule_flops(rehearsal, whole),
         utilisation=_utilisation(whole, model_flops / rehearsal.num_samples, published or peaks),
-        fusible_share=fusible_share(points), unknown=tuple(sorted(counters[-1].unknown)), load=None,
-    )  # fmt: skip
+        fusible_share=fusible_share(points),
+        unknown=tuple(sorted(counters[-1].unknown)),
+        load=None,
+    )
 
 
 def _works(counters: list[Counter], module: str) -> list[OperatorWork]:
@@ -136,7 +179,10 @@ def _works(counters: list[Counter], module: str) -> list[OperatorWork]:
     for counter in counters:
         for work in counter.of(module):
             times[work.operator, work.dtype, work.group].append(work.elapsed_s)
-    last = [replace(work, elapsed_s=median(times[work.operator, work.dtype, work.group])) for work in counters[-1].of(module)]
+    last = [
+        replace(work, elapsed_s=median(times[work.operator, work.dtype, work.group]))
+        for work in counters[-1].of(module)
+    ]
     return sorted(last, key=lambda work: -work.elapsed_s)
 
 
@@ -146,7 +192,9 @@ def _points(counters: list[Counter], whole: list[OperatorWork], peaks: Peaks) ->
     A module includes its backward pass and everything inside it.
     """
     operators = [find_point(work.operator, "operator", [work], peaks) for work in whole]
-    modules = [find_point(name, "module", _works(counters, name), peaks) for name in counters[-1].modules()]
+    modules = [
+        find_point(name, "module", _works(counters, name), peaks) for name in counters[-1].modules()
+    ]
     return (*operators, *sorted(modules, key=lambda point: -point.elapsed_s))
 
 
@@ -159,7 +207,11 @@ def _utilisation(whole: list[OperatorWork], flops_per_sample: float, peaks: Peak
     for work in whole:
         by_dtype[work.dtype] = by_dtype.get(work.dtype, 0.0) + work.model_flops
     dtype = max(by_dtype, key=by_dtype.__getitem__, default="fp32")
-    threads = "" if peaks.threads is None else f", {peaks.threads} thread{'' if peaks.threads == 1 else 's'}"
+    threads = (
+        ""
+        if peaks.threads is None
+        else f", {peaks.threads} thread{'' if peaks.threads == 1 else 's'}"
+    )
     return Utilisation(
         flops_per_sample=flops_per_sample,
         peak_flops_per_s=peaks.flops_per_s.get(dtype),

@@ -90,10 +90,15 @@ class _Found:
 
 
 def measure(
-    paths: Sequence[str], *, workers: Sequence[int] = (0, 2, 4), samples: int = 2000, seconds: float = 5.0, delay_s: float = 0.0,
+    paths: Sequence[str],
+    *,
+    workers: Sequence[int] = (0, 2, 4),
+    samples: int = 2000,
+    seconds: float = 5.0,
+    delay_s: float = 0.0,
     kind: Kind = "thread",
     tell: Tell = lambda text: None,
-) -> MeasuredReading:  # fmt: skip
+) -> MeasuredReading:
     """Read up to `samples` of tars, URLs or an image folder, for up to `seconds` per row.
 
     Workers are threads or processes, by `kind`. With a delay, the warm files are also read while
@@ -110,7 +115,8 @@ def measure(
     ):
         given = f"{','.join(map(str, workers))} workers, {samples} samples, {seconds} s and a delay of {delay_s} s"
         raise InputError(
-            f"{given} measure nothing", hint=f"use --workers 0,2,4 (up to {MOST_WORKERS}) --samples 2000 --seconds 5"
+            f"{given} measure nothing",
+            hint=f"use --workers 0,2,4 (up to {MOST_WORKERS}) --samples 2000 --seconds 5",
         )
     found = find(paths)
     ids = Order(len(found.sizes), 0).ids(0, 0, min(samples, len(found.sizes)))
@@ -119,7 +125,11 @@ def measure(
     for number in dict.fromkeys(workers):
         chosen = ids
         for state, wait_s in states.items():
-            tell(f"{number} workers, {state}" if not wait_s else f"{number} workers, {1000 * wait_s:g} ms more for each sample")
+            tell(
+                f"{number} workers, {state}"
+                if not wait_s
+                else f"{number} workers, {1000 * wait_s:g} ms more for each sample"
+            )
             if state == "cold":
                 dropped = drop_cached(path for path in found.files if path.is_file()) and dropped
             elif state == "warm":
@@ -128,28 +138,48 @@ def measure(
             chosen = ids[: rows[-1].samples]
     device = find_device(found.folder)
     return MeasuredReading(
-        what=found.what, device=device, dropped=dropped, kind=kind, num_samples=len(found.sizes), rows=tuple(rows)
+        what=found.what,
+        device=device,
+        dropped=dropped,
+        kind=kind,
+        num_samples=len(found.sizes),
+        rows=tuple(rows),
     )
 
 
 def find(paths: Sequence[str]) -> _Found:
     """Open tars, folders or URLs of tars, or a folder of images by class; else raise DataError."""
     folder = Path(paths[0]).expanduser()
-    if len(paths) == 1 and not is_url(paths[0]) and folder.is_dir() and not any(folder.glob("*.tar")):
+    if (
+        len(paths) == 1
+        and not is_url(paths[0])
+        and folder.is_dir()
+        and not any(folder.glob("*.tar"))
+    ):
         images = ImageFolder(folder)
         files = [folder / name for name in images.names]
         return _Found(images, files, np.array(images.sizes), folder, images.describe())
     remote = find_remote(paths)
-    tars = Tars(find_tars([Path(path).expanduser() for path in paths]) if remote is None else remote, any="cls")
+    tars = Tars(
+        find_tars([Path(path).expanduser() for path in paths]) if remote is None else remote,
+        any="cls",
+    )
     index = tars.index
     shards, firsts, sizes = index.locate(np.arange(len(index)))
     members = tars.sample(int(shards[0]), int(firsts[0]), int(sizes[0])).parts
     tars.parts = {member: member for member in members if member.rpartition(".")[2] in DECODERS}
     if not tars.parts:
-        raise DataError("the first sample has no part that is decoded", hint=f"decoded are {', '.join(DECODERS)}")
+        raise DataError(
+            "the first sample has no part that is decoded",
+            hint=f"decoded are {', '.join(DECODERS)}",
+        )
     total = format_bytes(int(sizes.sum()))
-    what = f"{len(index):,} samples in {len(index.shards):,} tars of {total}: {', '.join(tars.parts)}"
-    return _Found(tars, [index.folder / shard.name for shard in index.shards], sizes, index.folder, what)
+    what = (
+        f"{len(index):,} samples in {len(index.shards):,} tars of {total}: {', '.join(tars.parts)}"
+    )
+    return _Found(
+        tars, [index.folder / shard.name for shard in index.shards], sizes, index.folder, what
+    )
 
 
 _source: Explained  # what a worker reads
@@ -168,7 +198,15 @@ def _explain(delay_s: float, ids: np.ndarray) -> tuple[float, float, float]:
     return costs["read"], costs["decode"], time.perf_counter() - begun_s if delay_s else 0.0
 
 
-def _time(found: _Found, ids: np.ndarray, workers: int, state: str, seconds: float, delay_s: float, kind: Kind) -> TimedReading:
+def _time(
+    found: _Found,
+    ids: np.ndarray,
+    workers: int,
+    state: str,
+    seconds: float,
+    delay_s: float,
+    kind: Kind,
+) -> TimedReading:
     """Read the samples once, for at most `seconds`; the start of the workers is not timed."""
     costs, samples, elapsed_s = np.zeros(3), 0, 0.0
     with contextlib.ExitStack() as stack:
@@ -183,11 +221,21 @@ def _time(found: _Found, ids: np.ndarray, workers: int, state: str, seconds: flo
         batches = np.split(ids, range(BATCH, len(ids), BATCH))
         begun_s = time.perf_counter()
         for batch, cost in zip(batches, run(partial(_explain, delay_s), batches), strict=True):
-            costs, samples, elapsed_s = costs + cost, samples + len(batch), time.perf_counter() - begun_s
+            costs, samples, elapsed_s = (
+                costs + cost,
+                samples + len(batch),
+                time.perf_counter() - begun_s,
+            )
             if elapsed_s >= seconds:
                 break
     read, decode, delay = (costs / max(costs.sum(), 1e-12)).tolist()
     return TimedReading(
-        workers=workers, state=state, samples=samples, samples_per_s=samples / elapsed_s, read=read, decode=decode, delay=delay,
+        workers=workers,
+        state=state,
+        samples=samples,
+        samples_per_s=samples / elapsed_s,
+        read=read,
+        decode=decode,
+        delay=delay,
         bytes_per_s=int(found.sizes[ids[:samples]].sum()) / elapsed_s,
-    )  # fmt: skip
+    )

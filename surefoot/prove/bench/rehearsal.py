@@ -82,7 +82,9 @@ class Rehearsal:
                     loss = update.loss(self.assembly.model, batch)
                 if with_gradients:
                     totals: list[Tensor] = [term.total for term in loss.terms]
-                    backward(totals, [torch.full_like(total, 1.0 / self.num_samples) for total in totals])
+                    backward(
+                        totals, [torch.full_like(total, 1.0 / self.num_samples) for total in totals]
+                    )
 
     def _read(self) -> list[Batch]:
         """Return the microbatches of this rank's first step, augmented and on the device."""
@@ -96,4 +98,8 @@ def _long_enough(spec: RunSpec, steps: int, group: Group) -> Assembly:
     mesh = Mesh(group, group, ALONE)
     assembly = assemble(spec, mesh=mesh)
     total = assembly.course.total_steps
-    return assembly if total is None or total >= steps else assemble(spec.replace(train={"length": f"{steps} steps"}), mesh=mesh)
+    return (
+        assembly
+        if total is None or total >= steps
+        else assemble(spec.replace(train={"length": f"{steps} steps"}), mesh=mesh)
+    )

@@ -71,7 +71,9 @@ class Bench:
     conditions: Mapping[str, str] = field(default_factory=dict)
 
 
-def vary(make: Callable[[Sequence[tuple[str, Any, str]]], RunSpec], lists: Sequence[str]) -> list[Variant]:
+def vary(
+    make: Callable[[Sequence[tuple[str, Any, str]]], RunSpec], lists: Sequence[str]
+) -> list[Variant]:
     """Return a variant for every combination of `key=value,value` lists.
 
     `make` returns the spec with given overrides. Raises SpecError for a malformed or repeated list.
@@ -79,13 +81,17 @@ def vary(make: Callable[[Sequence[tuple[str, Any, str]]], RunSpec], lists: Seque
     keys = [text.partition("=")[0].strip() for text in lists]
     twice = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
     if twice is not None:
-        raise SpecError(f"--vary {twice} is given twice", hint=f"give all its values in one: --vary {twice}=A,B")
+        raise SpecError(
+            f"--vary {twice} is given twice", hint=f"give all its values in one: --vary {twice}=A,B"
+        )
     many = [
         Variant(values={key: str(value) for key, value, _ in chosen}, spec=make(chosen))
         for chosen in itertools.product(*map(_split, lists))
     ]
     if len({each.spec.id + str(each.spec.train.threads) for each in many}) < len(many):
-        raise SpecError(f"--vary {' --vary '.join(lists)} names a spec twice", hint="give each value once")
+        raise SpecError(
+            f"--vary {' --vary '.join(lists)} names a spec twice", hint="give each value once"
+        )
     return many
 
 
@@ -97,7 +103,9 @@ def _split(text: str) -> list[tuple[str, Any, str]]:
     >>> [value for _, value, _ in _split("task.sizes=[64, 64],[128]")], [value for _, value, _ in _split("precision.compute=fp32,bf16")]
     ([[64, 64], [128]], ['fp32', 'bf16'])
     """
-    wrong = SpecError(f"--vary {text!r} is not table.key=value,value", hint="for example --vary task.width=64,128")
+    wrong = SpecError(
+        f"--vary {text!r} is not table.key=value,value", hint="for example --vary task.width=64,128"
+    )
     key, _, values = text.partition("=")
     try:
         name, found, origin = spec_file.parse_set(f"{key}=[{values}]")
@@ -113,29 +121,49 @@ def _split(text: str) -> list[tuple[str, Any, str]]:
 
 
 def bench(
-    variants: Sequence[Variant], *, modes: Sequence[Mode] = MODES, n: int = 30, warmup: int = 10, rounds: int = 3,
+    variants: Sequence[Variant],
+    *,
+    modes: Sequence[Mode] = MODES,
+    n: int = 30,
+    warmup: int = 10,
+    rounds: int = 3,
     tell: Callable[[str], None] = lambda text: None,
-) -> Bench:  # fmt: skip
+) -> Bench:
     """Time every mode of every variant.
 
     Raises InputError for counts that measure nothing, and for more than 100 combinations.
     """
     if n < 2 or warmup < 0 or rounds < 1 or n + warmup > MAX_CALLS:
         raise InputError(
-            f"{n} calls after {warmup} in {rounds} rounds measure nothing", hint="use --calls 2 or more, and 1 round or more"
+            f"{n} calls after {warmup} in {rounds} rounds measure nothing",
+            hint="use --calls 2 or more, and 1 round or more",
         )
     if len(variants) * len(modes) > MAX_ARMS:
-        raise InputError(f"{len(variants)} variants in {len(modes)} modes are too many", hint=f"{MAX_ARMS} together at most")
-    arms = {_name(index, mode): _arm(_name(index, mode), variant.spec, mode, n + warmup)
-            for index, variant in enumerate(variants) for mode in modes}  # fmt: skip
+        raise InputError(
+            f"{len(variants)} variants in {len(modes)} modes are too many",
+            hint=f"{MAX_ARMS} together at most",
+        )
+    arms = {
+        _name(index, mode): _arm(_name(index, mode), variant.spec, mode, n + warmup)
+        for index, variant in enumerate(variants)
+        for mode in modes
+    }
     outcomes: list[Outcome] = []
     for outcome in run_rounds(list(arms.values()), rounds=rounds, warmup_rounds=0):
         outcomes.append(_with_mean(outcome, warmup))
         tell(f"round {outcome.round + 1} of {rounds}: {outcome.arm}: {outcome.ended}")
     trial = Trial(title="step", arms=tuple(arms), rounds=rounds, seed=0, outcomes=tuple(outcomes))
     threads = next((each.facts["threads"] for each in outcomes if "threads" in each.facts), "1")
-    rows = [_timed(trial, index, variant, mode, n, warmup) for index, variant in enumerate(variants) for mode in modes]
-    return Bench(rows=tuple(rows), warmup=warmup, conditions=find_conditions(("torch", "surefoot"), threads=int(threads)))
+    rows = [
+        _timed(trial, index, variant, mode, n, warmup)
+        for index, variant in enumerate(variants)
+        for mode in modes
+    ]
+    return Bench(
+        rows=tuple(rows),
+        warmup=warmup,
+        conditions=find_conditions(("torch", "surefoot"), threads=int(threads)),
+    )
 
 
 def _name(index: int, mode: Mode) -> str:
@@ -144,12 +172,24 @@ def _name(index: int, mode: Mode) -> str:
 
 def _arm(name: str, spec: RunSpec, mode: Mode, calls: int) -> Arm:
     if spec.task.use is None:
-        raise SpecError("a fresh process needs a task that can be imported", hint="name one as [task] use")
-    command = (sys.executable, "-m", "surefoot.prove.bench.child", "{work}/spec.toml", "--report", "{report}")
+        raise SpecError(
+            "a fresh process needs a task that can be imported", hint="name one as [task] use"
+        )
+    command = (
+        sys.executable,
+        "-m",
+        "surefoot.prove.bench.child",
+        "{work}/spec.toml",
+        "--report",
+        "{report}",
+    )
     return Arm(
-        name=name, command=(*command, "--mode", mode, "--calls", str(calls)), files={"spec.toml": spec_file.write(spec)},
-        threads=spec.train.threads or 1, timeout_s=3600.0,
-    )  # fmt: skip
+        name=name,
+        command=(*command, "--mode", mode, "--calls", str(calls)),
+        files={"spec.toml": spec_file.write(spec)},
+        threads=spec.train.threads or 1,
+        timeout_s=3600.0,
+    )
 
 
 def _calls(outcome: Outcome) -> list[float]:
@@ -161,22 +201,39 @@ def _with_mean(outcome: Outcome, warmup: int) -> Outcome:
     calls = _calls(outcome)
     if not calls:
         return outcome
-    return Outcome(**{**asdict(outcome), "measures": {**outcome.measures, "mean_s": mean(calls[warmup:])}})
+    return Outcome(
+        **{**asdict(outcome), "measures": {**outcome.measures, "mean_s": mean(calls[warmup:])}}
+    )
 
 
-def _timed(trial: Trial, index: int, variant: Variant, mode: Mode, n: int, warmup: int) -> TimedMode:
+def _timed(
+    trial: Trial, index: int, variant: Variant, mode: Mode, n: int, warmup: int
+) -> TimedMode:
     name, base = _name(index, mode), _name(0, mode)
     done = [each for each in trial.outcomes if each.arm == name and each.ended == "done"]
     if not done:
-        return TimedMode(mode=mode, values=variant.values, failure=trial.failure(name) or "it was not run")
+        return TimedMode(
+            mode=mode, values=variant.values, failure=trial.failure(name) or "it was not run"
+        )
     warm = [value for each in done for value in _calls(each)[warmup:]]
     p50, p95, p99 = quantiles(warm, PERCENTILES)
     against = None if name == base else find_effect(trial, name, base, "mean_s").interval
     return TimedMode(
-        mode=mode, values=variant.values, n=n, rounds=len(done), mean_s=mean(warm), sd_s=standard_deviation(warm), p50_s=p50,
-        p95_s=p95, p99_s=p99, cold_mean_s=mean([value for each in done for value in _calls(each)[:n]]),
+        mode=mode,
+        values=variant.values,
+        n=n,
+        rounds=len(done),
+        mean_s=mean(warm),
+        sd_s=standard_deviation(warm),
+        p50_s=p50,
+        p95_s=p95,
+        p99_s=p99,
+        cold_mean_s=mean([value for each in done for value in _calls(each)[:n]]),
         first_s=quantiles([_calls(each)[0] for each in done], [0.5])[0],
         samples_per_s=mean([each.measures["num_samples"] for each in done]) / mean(warm),
-        peak_bytes=max(each.measures.get("device_peak_bytes", each.measures["peak_bytes"]) for each in done), against=against,
+        peak_bytes=max(
+            each.measures.get("device_peak_bytes", each.measures["peak_bytes"]) for each in done
+        ),
+        against=against,
         failure=trial.failure(name),
-    )  # fmt: skip
+    )

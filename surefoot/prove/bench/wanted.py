@@ -34,12 +34,20 @@ class Sizes:
     def __post_init__(self) -> None:
         unknown = [each for each in self.collectives if each not in COLLECTIVES]
         if unknown or not 0 < len(self.collectives) == len(set(self.collectives)):
-            said = f"there is no collective {unknown[0]!r}" if unknown else "no collective is named, or one twice"
+            said = (
+                f"there is no collective {unknown[0]!r}"
+                if unknown
+                else "no collective is named, or one twice"
+            )
             raise InputError(said, hint=f"use some of {','.join(COLLECTIVES)}")
         if self.device not in DEVICES:
-            raise InputError(f"--device is {self.device!r}", hint=f"use one of {', '.join(DEVICES)}")
+            raise InputError(
+                f"--device is {self.device!r}", hint=f"use one of {', '.join(DEVICES)}"
+            )
         if self.transport not in TRANSPORTS:
-            raise InputError(f"--transport is {self.transport!r}", hint=f"use one of {', '.join(TRANSPORTS)}")
+            raise InputError(
+                f"--transport is {self.transport!r}", hint=f"use one of {', '.join(TRANSPORTS)}"
+            )
         if not 1 <= self.smallest <= self.largest:
             raise InputError(
                 f"sizes from {self.smallest:,} to {self.largest:,} bytes are none",
@@ -84,12 +92,20 @@ class Buckets:
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1 or len(set(self.sizes)) < len(self.sizes):
-            raise InputError("--buckets names no size, or one twice", hint='name some, as in --buckets "1 MiB,10 MiB"')
+            raise InputError(
+                "--buckets names no size, or one twice",
+                hint='name some, as in --buckets "1 MiB,10 MiB"',
+            )
         if self.rounds < 1:
-            raise InputError(f"--rounds is {self.rounds}", hint="use 1 or more; six or more give intervals")
+            raise InputError(
+                f"--rounds is {self.rounds}", hint="use 1 or more; six or more give intervals"
+            )
         _check_calls(self.calls, self.warmup)
 
 
 def _check_calls(calls: int, warmup: int) -> None:
     if calls < 1 or warmup < 0:
-        raise InputError(f"{calls} calls after {warmup} measure nothing", hint="use --calls 1 or more, and --warmup 0 or more")
+        raise InputError(
+            f"{calls} calls after {warmup} measure nothing",
+            hint="use --calls 1 or more, and --warmup 0 or more",
+        )

@@ -23,16 +23,42 @@ from surefoot.core.errors import InputError, TaskError
 from surefoot.prove.campaigns import strace
 from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
 from surefoot.prove.campaigns.strace import SystemCall, Tracer
-from surefoot.prove.campaigns.workshop import LOOK_S, PATIENCE_S, Child, Workshop, find_damage, find_difference
+from surefoot.prove.campaigns.workshop import (
+    LOOK_S,
+    PATIENCE_S,
+    Child,
+    Workshop,
+    find_damage,
+    find_difference,
+)
 from surefoot.prove.outcome import Campaign, TrialResult
 
-AT, UNTIL = 2 * EVERY, 3 * EVERY  # a disk fails before the save of step AT and works again before that of step UNTIL
+AT, UNTIL = (
+    2 * EVERY,
+    3 * EVERY,
+)  # a disk fails before the save of step AT and works again before that of step UNTIL
 WIDTH = 64  # so that a checkpoint has many pages, between which it can be cut
 DISK_BYTES = 16 << 20
 PERCENTS = tuple(range(0, 101, 5))
-CALLS = ("openat", "write", "fsync", "mkdir", "rename", "link", "linkat", "unlink", "unlinkat", "rmdir", "ftruncate", "close")
+CALLS = (
+    "openat",
+    "write",
+    "fsync",
+    "mkdir",
+    "rename",
+    "link",
+    "linkat",
+    "unlink",
+    "unlinkat",
+    "rmdir",
+    "ftruncate",
+    "close",
+)
 ERRORS = ("ENOSPC", "EDQUOT", "EIO")
-SLOW_S, NUM_SLOW = 0.1, 12  # delay and number of fsync calls: a save has about eight, so that it overlaps the next one
+SLOW_S, NUM_SLOW = (
+    0.1,
+    12,
+)  # delay and number of fsync calls: a save has about eight, so that it overlaps the next one
 FOLDER = re.compile(rf"/(run|{manifest.FOLDER}|[^/]*step-\d+)$")
 OF_RUN = "".join(f"\\x{letter:02x}" for letter in b"/run")  # as strace prints it
 CANNOT = "a file system of our own cannot be mounted here"
@@ -51,7 +77,9 @@ class DiskFault:
     lasts: bool = True
 
 
-def fail(workshop: Workshop, attempt: ProbedRun, scratch: Path, fault: DiskFault) -> tuple[Child, str | None]:
+def fail(
+    workshop: Workshop, attempt: ProbedRun, scratch: Path, fault: DiskFault
+) -> tuple[Child, str | None]:
     """Train a run whose disk fails from before the save of step AT; return it and what is wrong."""
     golden = workshop.golden(attempt.variant, attempt.width)
     child = workshop.train(attempt)
@@ -67,14 +95,21 @@ def fail(workshop: Workshop, attempt: ProbedRun, scratch: Path, fault: DiskFault
             child.wait()
     child.go()
     status = child.wait()
-    wrong = wrong or _find_wrong(attempt, status, child.said) or find_difference(attempt.folder, golden)
+    wrong = (
+        wrong or _find_wrong(attempt, status, child.said) or find_difference(attempt.folder, golden)
+    )
     return child, wrong and f"{fault.what}: {wrong}"
 
 
 def wait_for_first(child: Child, attempt: ProbedRun) -> None:
     """Wait until the folder of the first checkpoint exists, since its mark precedes the rename."""
     folder, until_s = manifest.step_folder(attempt.folder, EVERY), time.monotonic() + PATIENCE_S
-    while f"step {EVERY}" in child.marks and not folder.exists() and time.monotonic() < until_s and not child.is_over:
+    while (
+        f"step {EVERY}" in child.marks
+        and not folder.exists()
+        and time.monotonic() < until_s
+        and not child.is_over
+    ):
         time.sleep(LOOK_S)
 
 
@@ -86,8 +121,16 @@ def fill_the_disk(workshop: Workshop, seed: int) -> TrialResult:
     percent, is_background = PERCENTS[seed % len(PERCENTS)], bool(seed // len(PERCENTS) % 2)
     variant = list(VARIANTS)[seed % len(VARIANTS)]
     with workshop.scratch("full") as folder, mounted(folder / "disk", f"size={DISK_BYTES}") as disk:
-        attempt = ProbedRun(run=str(disk / "run"), variant=variant, width=WIDTH, background=is_background, pauses=(AT, UNTIL))
-        fault = DiskFault(f"room for {percent} %", lambda child, attempt, scratch: filled(attempt.folder, percent))
+        attempt = ProbedRun(
+            run=str(disk / "run"),
+            variant=variant,
+            width=WIDTH,
+            background=is_background,
+            pauses=(AT, UNTIL),
+        )
+        fault = DiskFault(
+            f"room for {percent} %", lambda child, attempt, scratch: filled(attempt.folder, percent)
+        )
         _, wrong = fail(workshop, attempt, folder, fault)
         return TrialResult(wrong, ("given up" if _told(attempt.folder) else "saved",))
 
@@ -95,7 +138,11 @@ def fill_the_disk(workshop: Workshop, seed: int) -> TrialResult:
 @contextlib.contextmanager
 def filled(run: Path, percent: int) -> Iterator[None]:
     """Fill the disk, except for `percent` % of the bytes of the first checkpoint."""
-    room = sum(path.stat().st_blocks * 512 for path in manifest.step_folder(run, EVERY).iterdir()) * percent // 100
+    room = (
+        sum(path.stat().st_blocks * 512 for path in manifest.step_folder(run, EVERY).iterdir())
+        * percent
+        // 100
+    )
     status, ballast = os.statvfs(run), run.with_name("ballast")
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(1, status.f_bavail * status.f_bsize - room))
@@ -128,7 +175,10 @@ def read_only(folder: Path) -> Iterator[None]:
 def _mount(*words: str) -> None:
     done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise TaskError(f"{CANNOT}: {done.stderr.strip()[-200:]}", hint="it takes the rights of root, as in a container")
+        raise TaskError(
+            f"{CANNOT}: {done.stderr.strip()[-200:]}",
+            hint="it takes the rights of root, as in a container",
+        )
 
 
 def cannot_mount() -> str | None:
@@ -149,27 +199,56 @@ def refuse_a_call(workshop: Workshop, seed: int) -> TrialResult:
     name, number = targets[seed % len(targets)]
     error = ERRORS[seed // len(targets) % len(ERRORS)]
     with workshop.scratch("refused") as folder:
-        attempt = ProbedRun(run=str(folder / "run"), variant="frozen", background=False, pauses=(AT,))
-        options = ("-y", "-e", f"trace={','.join(CALLS)}", "-e", f"inject={name}:error={error}:when={number}")
-        _, wrong = fail(workshop, attempt, folder, _traced(f"{name} number {number} ended with {error}", options))
+        attempt = ProbedRun(
+            run=str(folder / "run"), variant="frozen", background=False, pauses=(AT,)
+        )
+        options = (
+            "-y",
+            "-e",
+            f"trace={','.join(CALLS)}",
+            "-e",
+            f"inject={name}:error={error}:when={number}",
+        )
+        _, wrong = fail(
+            workshop,
+            attempt,
+            folder,
+            _traced(f"{name} number {number} ended with {error}", options),
+        )
         calls = list(strace.read(folder / "trace"))
         wrong = wrong or find_second_fsync(calls)
         if wrong is None and name == "fsync" and AT not in _told(attempt.folder):
             wrong = f"it was not on the disk, and step {AT} was called committed"
-        return TrialResult(wrong, (name, error)) if any("INJECTED" in call.rest for call in calls) else TrialResult(fell=False)
+        return (
+            TrialResult(wrong, (name, error))
+            if any("INJECTED" in call.rest for call in calls)
+            else TrialResult(fell=False)
+        )
 
 
 def _traced(what: str, options: tuple[str, ...]) -> DiskFault:
-    return DiskFault(what, lambda child, attempt, scratch: Tracer(child, scratch / "trace", *options), lasts=False)
+    return DiskFault(
+        what,
+        lambda child, attempt, scratch: Tracer(child, scratch / "trace", *options),
+        lasts=False,
+    )
 
 
 def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
     """Return the calls of one save on files of the run, each as (name, count of that name)."""
-    traced = strace.trace_a_save(workshop, AT, "-y", "-e", f"trace={','.join(CALLS)}", variant="frozen")
+    traced = strace.trace_a_save(
+        workshop, AT, "-y", "-e", f"trace={','.join(CALLS)}", variant="frozen"
+    )
     main = min(call.thread for *_, call in traced)
-    of_run = [(name, number) for name, number, call in traced if call.thread == main and OF_RUN in "".join(call.arguments)]
+    of_run = [
+        (name, number)
+        for name, number, call in traced
+        if call.thread == main and OF_RUN in "".join(call.arguments)
+    ]
     first = dict(reversed(of_run))
-    return sorted(of_run, key=lambda each: (each[1] - first[each[0]], each))  # the first call of each name, then the second
+    return sorted(
+        of_run, key=lambda each: (each[1] - first[each[0]], each)
+    )  # the first call of each name, then the second
 
 
 def find_second_fsync(calls: Sequence[SystemCall]) -> str | None:
@@ -179,11 +258,15 @@ def find_second_fsync(calls: Sequence[SystemCall]) -> str | None:
     """
     failed: set[str] = set()
     for call in calls:
-        if not call.failed and (call.name == "rename" or (call.name == "openat" and "O_CREAT" in call.arguments[2])):
+        if not call.failed and (
+            call.name == "rename" or (call.name == "openat" and "O_CREAT" in call.arguments[2])
+        ):
             failed.discard(strace.paths(call)[-1])  # another file has the name now
         if call.name == "fsync" and (path := strace.named(call.arguments[0])) in failed:
             return f"a file was synced again after its fsync had failed: {path}"
-        if call.name == "fsync" and call.failed and not FOLDER.search(path):  # a folder has no data to lose
+        if (
+            call.name == "fsync" and call.failed and not FOLDER.search(path)
+        ):  # a folder has no data to lose
             failed.add(path)
     return None
 
@@ -198,11 +281,15 @@ def turn_read_only(workshop: Workshop, seed: int) -> TrialResult:
     again.
     """
     with workshop.scratch("readonly") as folder:
-        attempt = ProbedRun(run=str(folder / "run"), background=bool(seed // 3 % 2), pauses=(AT, UNTIL))
+        attempt = ProbedRun(
+            run=str(folder / "run"), background=bool(seed // 3 % 2), pauses=(AT, UNTIL)
+        )
         if seed % 3 == 2:
             return _begin_read_only(workshop, attempt)
         place = attempt.folder if seed % 3 else attempt.folder / manifest.FOLDER
-        fault = DiskFault(f"{place.name} turned read-only", lambda child, attempt, scratch: read_only(place))
+        fault = DiskFault(
+            f"{place.name} turned read-only", lambda child, attempt, scratch: read_only(place)
+        )
         _, wrong = fail(workshop, attempt, folder, fault)
         if wrong is None and AT not in _told(attempt.folder):
             wrong = f"the save of step {AT} could not be written, and no event says so"
@@ -214,9 +301,16 @@ def _begin_read_only(workshop: Workshop, attempt: ProbedRun) -> TrialResult:
     with read_only(attempt.folder):
         child = workshop.train(attempt)
         status = child.wait()
-    is_told = status == InputError.exit_code and "cannot be written" in child.said and "begun" not in child.marks
+    is_told = (
+        status == InputError.exit_code
+        and "cannot be written" in child.said
+        and "begun" not in child.marks
+    )
     is_well = is_told and not any(attempt.folder.iterdir())
-    return TrialResult(None if is_well else f"a read-only folder: ended with {status}: {child.said[-300:]}", ("at the start",))
+    return TrialResult(
+        None if is_well else f"a read-only folder: ended with {status}: {child.said[-300:]}",
+        ("at the start",),
+    )
 
 
 def slow_down(workshop: Workshop, seed: int) -> TrialResult:
@@ -225,9 +319,15 @@ def slow_down(workshop: Workshop, seed: int) -> TrialResult:
     Training must wait for the previous save, so that no saves queue up.
     """
     with workshop.scratch("slow") as folder:
-        attempt = ProbedRun(run=str(folder / "run"), variant=list(VARIANTS)[seed % len(VARIANTS)], pauses=(EVERY - 1,))
+        attempt = ProbedRun(
+            run=str(folder / "run"),
+            variant=list(VARIANTS)[seed % len(VARIANTS)],
+            pauses=(EVERY - 1,),
+        )
         slow = f"inject=fsync:delay_enter={int(SLOW_S * (1 + seed % 4) * 1e6)}:when=1..{NUM_SLOW}"
-        child, wrong = fail(workshop, attempt, folder, _traced("slow", ("-e", "trace=fsync", "-e", slow)))
+        child, wrong = fail(
+            workshop, attempt, folder, _traced("slow", ("-e", "trace=fsync", "-e", slow))
+        )
         return TrialResult(wrong or find_queue(child.marks))
 
 
@@ -252,24 +352,50 @@ def _find_wrong(attempt: ProbedRun, status: int, said: str) -> str | None:
     """
     if status != 0 or "Traceback" in said:
         return f"the run ended with {status}: {said[-600:]}"
-    told = Counter(event.step for event in events.read(attempt.folder) if isinstance(event, Committed))
+    told = Counter(
+        event.step for event in events.read(attempt.folder) if isinstance(event, Committed)
+    )
     told.update(_told(attempt.folder))
     odd = sorted(step for step in {*told, *range(EVERY, STEPS + 1, EVERY)} if told[step] != 1)
     return f"each save has one record, but not those of steps {odd}" if odd else None
 
 
 def _told(run: Path) -> list[int]:
-    return [event.step for event in events.read(run) if isinstance(event, events.Fault) and event.fault == "storage"]
+    return [
+        event.step
+        for event in events.read(run)
+        if isinstance(event, events.Fault) and event.fault == "storage"
+    ]
 
 
 CAMPAIGNS = (
     Campaign(
-        case="F07", title="a disk with room for 0, 5 ... 100 % of a save", trial=fill_the_disk, few=6, missing=cannot_mount
+        case="F07",
+        title="a disk with room for 0, 5 ... 100 % of a save",
+        trial=fill_the_disk,
+        few=6,
+        missing=cannot_mount,
     ),
     Campaign(
-        case="F08", title="each call of a save ends with ENOSPC, EDQUOT, EIO", trial=refuse_a_call, few=12,
-        sweep=lambda workshop: len(ERRORS) * len(find_calls(workshop)), missing=strace.missing,
+        case="F08",
+        title="each call of a save ends with ENOSPC, EDQUOT, EIO",
+        trial=refuse_a_call,
+        few=12,
+        sweep=lambda workshop: len(ERRORS) * len(find_calls(workshop)),
+        missing=strace.missing,
     ),
-    Campaign(case="F09", title="a folder that turns read-only, or is", trial=turn_read_only, few=3, missing=cannot_mount),
-    Campaign(case="F10", title="fsync that takes longer than training", trial=slow_down, few=1, missing=strace.missing),
-)  # fmt: skip
+    Campaign(
+        case="F09",
+        title="a folder that turns read-only, or is",
+        trial=turn_read_only,
+        few=3,
+        missing=cannot_mount,
+    ),
+    Campaign(
+        case="F10",
+        title="fsync that takes longer than training",
+        trial=slow_down,
+        few=1,
+        missing=strace.missing,
+    ),
+)

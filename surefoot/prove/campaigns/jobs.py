@@ -30,8 +30,14 @@ from surefoot.train.run import Run
 
 TRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2): strace may attach, though it is not a parent of this process
 RUNS_CODE = (
-    "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class", "socket.connect",
-)  # fmt: skip
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "pickle.find_class",
+    "socket.connect",
+)
 
 
 class Line:
@@ -52,13 +58,17 @@ class Line:
 Job = Callable[[ProbedRun, Line], int]
 
 
-def begin(job: Job, attempt: ProbedRun, pipe: Connection, said: Path, plant: Callable[[], None] | None) -> None:
+def begin(
+    job: Job, attempt: ProbedRun, pipe: Connection, said: Path, plant: Callable[[], None] | None
+) -> None:
     """Run one job in a new session, with its output in the file `said`.
 
     `plant` breaks something first; the tests of the campaigns use it.
     """
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT in background jobs
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell ignores SIGINT in background jobs
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target in (1, 2):
         os.dup2(output, target)
@@ -111,18 +121,29 @@ def _mark_commit(line: Line, event: str, given: tuple[Any, ...]) -> None:
 
     The other marks are `aside 12` (set aside) and `clear 12` (an old draft is deleted).
     """
-    if event not in ("os.mkdir", "os.rename", "shutil.rmtree", "open") or not isinstance(given[0], str | os.PathLike):
+    if event not in ("os.mkdir", "os.rename", "shutil.rmtree", "open") or not isinstance(
+        given[0], str | os.PathLike
+    ):
         return
     name, words = Path(given[0]).name, {"draft": commits.DRAFT}
     if event == "open":
-        is_read = name == "state.json" and isinstance(given[2], int) and not given[2] & (os.O_WRONLY | os.O_RDWR)
+        is_read = (
+            name == "state.json"
+            and isinstance(given[2], int)
+            and not given[2] & (os.O_WRONLY | os.O_RDWR)
+        )
         name, words = Path(given[0]).parent.name, {"load": ""} if is_read else {}
     elif event == "shutil.rmtree":
         words = {"clear": commits.DRAFT}
     elif event == "os.rename":
-        name, words = Path(given[1]).name, {"name": "", "retire": commits.GONE, "aside": commits.BAD}
+        name, words = (
+            Path(given[1]).name,
+            {"name": "", "retire": commits.GONE, "aside": commits.BAD},
+        )
     for word, prefix in words.items():
-        if name.startswith(prefix) and (hit := manifest.STEP_FOLDER.match(name.removeprefix(prefix))):
+        if name.startswith(prefix) and (
+            hit := manifest.STEP_FOLDER.match(name.removeprefix(prefix))
+        ):
             line.mark(f"{word} {int(hit[1])}")
 
 
@@ -146,7 +167,9 @@ def open_run(attempt: ProbedRun, line: Line) -> int:
     with contextlib.suppress(RunFolderError):
         commits.find_best(attempt.folder, steps := manifest.named_steps(attempt.folder))
         newest = Commit(attempt.folder, steps[-1])
-        checkpoint.join(newest.json("state.json"), newest.read("") and newest.read("state.safetensors"))
+        checkpoint.join(
+            newest.json("state.json"), newest.read("") and newest.read("state.safetensors")
+        )
     with Run(attempt.spec(), attempt.task(), folder=attempt.folder, quiet=True) as run:
         line.mark(state_of(run))
     return 0
@@ -160,7 +183,9 @@ def _watch_out(run: Path, line: Line) -> None:
     """
 
     def hear(event: str, given: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen" and list(given[1])[:1] == ["git"]:  # the commit of the task's own project is recorded
+        if event == "subprocess.Popen" and list(given[1])[:1] == [
+            "git"
+        ]:  # the commit of the task's own project is recorded
             return
         if event in RUNS_CODE:
             line.mark(f"outside {event}")
@@ -169,7 +194,11 @@ def _watch_out(run: Path, line: Line) -> None:
             place = given[0] if not mode & os.O_NOFOLLOW else os.path.dirname(given[0])
             path = Path(os.path.realpath(place))
             is_written = mode & (os.O_WRONLY | os.O_RDWR) and path != Path(os.devnull)
-            if place and not path.is_relative_to(run) and (path.is_relative_to(run.parent) or is_written):
+            if (
+                place
+                and not path.is_relative_to(run)
+                and (path.is_relative_to(run.parent) or is_written)
+            ):
                 line.mark(f"outside open {path}")
 
     sys.addaudithook(hear)

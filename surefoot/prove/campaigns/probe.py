@@ -22,7 +22,11 @@ from surefoot.contract.task import Loss
 SAMPLES, BATCH, FEATURES, CLASSES = 50, 8, 6, 3
 STEPS, EVERY, EVALUATE_EVERY, KEEP = 24, 3, 8, 3
 # variants of a run: plain; frozen weights, whose files checkpoints link; a moving average
-VARIANTS: Mapping[str, Mapping[str, Any]] = {"plain": {}, "frozen": {"freeze": ["0.*"]}, "ema": {"ema": 0.9}}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "frozen": {"freeze": ["0.*"]},
+    "ema": {"ema": 0.9},
+}
 
 
 class Probe:
@@ -36,9 +40,14 @@ class Probe:
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Linear(FEATURES, self.width), nn.BatchNorm1d(self.width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(self.width, self.width),
-            nn.ReLU(), nn.Linear(self.width, CLASSES),
-        )  # fmt: skip
+            nn.Linear(FEATURES, self.width),
+            nn.BatchNorm1d(self.width),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(self.width, self.width),
+            nn.ReLU(),
+            nn.Linear(self.width, CLASSES),
+        )
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(int(split == "train"))
@@ -84,7 +93,11 @@ class ProbedRun:
             "train": {"length": f"{self.steps} steps", "batch": BATCH, "seed": self.seed},
             "optim": {"name": "adamw", **VARIANTS[self.variant]},
             "evaluate": {"every": f"{EVALUATE_EVERY} steps"},
-            "checkpoint": {"every": f"{self.every} steps", "keep": self.keep, "background": self.background},
+            "checkpoint": {
+                "every": f"{self.every} steps",
+                "keep": self.keep,
+                "background": self.background,
+            },
             "observe": {"every": "1 step", "tensorboard": False},
         }
         return RunSpec.model_validate(tables)

@@ -19,46 +19,66 @@ class Promise:
 
 KEPT = (
     Promise(
-        number=1, name="Committed means committed", cases=("F01", "F02", "F03", "F04", "F24"),
+        number=1,
+        name="Committed means committed",
+        cases=("F01", "F02", "F03", "F04", "F24"),
         words="If the log says that step N is committed, it survives kill -9 and a power cut at any instant.",
     ),
     Promise(
-        number=2, name="Never silently wrong", cases=("F05", "F06", "F06-run"),
+        number=2,
+        name="Never silently wrong",
+        cases=("F05", "F06", "F06-run"),
         words="Every byte that is loaded was verified. A damaged checkpoint is named, set aside and skipped.",
     ),
     Promise(
-        number=3, name="The same result", cases=("F01", "F02", "F03", "F24"),
+        number=3,
+        name="The same result",
+        cases=("F01", "F02", "F03", "F24"),
         words="A run that was broken off ends bit for bit equal to one that was not: weights, optimiser, random state, order, metrics.",
     ),
     Promise(
-        number=4, name="Every sample exactly once", cases=("F26",),
+        number=4,
+        name="Every sample exactly once",
+        cases=("F26",),
         words="In the same order, also when a run goes on with another number of processes and the same global batch.",
     ),
     Promise(
-        number=5, name="No poisoned weights", cases=("F12", "F13"),
+        number=5,
+        name="No poisoned weights",
+        cases=("F12", "F13"),
         words="No NaN on any rank reaches the weights or a checkpoint; all ranks decide the same, and it is logged.",
     ),
     Promise(
-        number=6, name="No hangs, no endless restarts", cases=("F20", "F23", "F01-loop"),
+        number=6,
+        name="No hangs, no endless restarts",
+        cases=("F20", "F23", "F01-loop"),
         words="A dead, stuck or cut-off rank is named within 60 s; without progress after 3 restarts the run stops and says why.",
     ),
     Promise(
-        number=7, name="A full disk costs nothing but that save", cases=("F07", "F08", "F09", "F10"),
+        number=7,
+        name="A full disk costs nothing but that save",
+        cases=("F07", "F08", "F09", "F10"),
         words="Older checkpoints are never harmed, training goes on, and it is told.",
     ),
     Promise(
-        number=8, name="One writer", cases=("F29",),
+        number=8,
+        name="One writer",
+        cases=("F29",),
         words="Two jobs cannot damage one run; a stale job cannot commit.",
     ),
     Promise(
-        number=9, name="Opening is safe", cases=("M01",),
+        number=9,
+        name="Opening is safe",
+        cases=("M01",),
         words="Loading a checkpoint, a data set, a spec or a report runs no code from it.",
     ),
-)  # fmt: skip
+)
 PROOF = Promise(
-    number=10, name="Proof", cases=tuple(sorted({case for promise in KEPT for case in promise.cases})),
+    number=10,
+    name="Proof",
+    cases=tuple(sorted({case for promise in KEPT for case in promise.cases})),
     words="Every count can be repeated: all campaigns, with the seeds that replay each trial.",
-)  # fmt: skip
+)
 PROMISES = (*KEPT, PROOF)
 
 
@@ -67,4 +87,6 @@ def find_promise(number: str) -> Promise:
     for promise in PROMISES:
         if number == str(promise.number):
             return promise
-    raise InputError(f"{number!r} is no promise", hint=f"use a number from 1 to {len(PROMISES)}, or list")
+    raise InputError(
+        f"{number!r} is no promise", hint=f"use a number from 1 to {len(PROMISES)}, or list"
+    )

@@ -32,7 +32,14 @@ from surefoot.contract.task import Loss
 from surefoot.core import place
 from surefoot.core.errors import EXIT_OK, TaskError
 from surefoot.prove.campaigns.probe import SAMPLES, Probe
-from surefoot.prove.campaigns.workshop import KILLED, LOOK_S, PATIENCE_S, Workshop, read_consumed, read_losses
+from surefoot.prove.campaigns.workshop import (
+    KILLED,
+    LOOK_S,
+    PATIENCE_S,
+    Workshop,
+    read_consumed,
+    read_losses,
+)
 from surefoot.prove.outcome import Campaign, TrialResult
 
 STEPS, EVERY, BATCH = 40, 4, 8
@@ -55,7 +62,9 @@ class Spoiled(Probe):
     "dead": the rank kills itself. Independently, `sample` of the data holds `value` from the start.
     """
 
-    def __init__(self, kind: str = "", guilty: int = 0, at: int = 0, sample: int = -1, value: str = "nan") -> None:
+    def __init__(
+        self, kind: str = "", guilty: int = 0, at: int = 0, sample: int = -1, value: str = "nan"
+    ) -> None:
         super().__init__(poison=((sample, float(value)),) if sample >= 0 else ())
         self._kind, self._guilty, self._left = kind, guilty, at
 
@@ -100,12 +109,26 @@ class Command:
         self.ranks, self.run = ranks, run
         self._said = spec.with_name(f"said-{time.monotonic_ns()}")
         several = ["--ranks", str(ranks), "--max-restarts", str(restarts)] if ranks > 1 else []
-        command = [sys.executable, "-m", "surefoot", "train", str(spec), "--run", str(run), "--quiet", *several]
+        command = [
+            sys.executable,
+            "-m",
+            "surefoot",
+            "train",
+            str(spec),
+            "--run",
+            str(run),
+            "--quiet",
+            *several,
+        ]
         with self._said.open("wb") as said:
             self._process = psutil.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
-                env=place.child_environment(threads=1), start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                env=place.child_environment(threads=1),
+                start_new_session=True,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +152,10 @@ class Command:
         try:
             return int(self._process.wait(PATIENCE_S))
         except psutil.TimeoutExpired:
-            raise TaskError(f"a run of {self.ranks} ranks hung: {self.said[-500:]}", hint="this is a fault of surefoot") from None
+            raise TaskError(
+                f"a run of {self.ranks} ranks hung: {self.said[-500:]}",
+                hint="this is a fault of surefoot",
+            ) from None
 
     def kill(self) -> int:
         """Send SIGKILL to the supervisor alone; return its exit code."""
@@ -160,7 +186,11 @@ class Command:
         Return False if the command ended before.
         """
         came = self.wait_for(
-            lambda: len(self.find_ranks()) == self.ranks if step == 0 else max(manifest.steps(self.run), default=0) >= step
+            lambda: (
+                len(self.find_ranks()) == self.ranks
+                if step == 0
+                else max(manifest.steps(self.run), default=0) >= step
+            )
         )
         time.sleep(draws.uniform(0.0, LATER_S))
         return came and self._process.poll() is None
@@ -173,13 +203,21 @@ def write_spec(folder: Path, given: Mapping[str, Any] = NOTHING, *, is_exact: bo
     """
     spec = RunSpec.model_validate(
         {
-            "task": {"use": TASK, **given}, "data": {"last_batch": "drop"},
-            "train": {"length": f"{STEPS} steps", "batch": BATCH, "microbatch": BATCH // PIECES, "threads": 1},
-            "layout": {"stall": STALL_S, **({"virtual_ranks": PIECES} if is_exact else {})}, "stability": {"max_skips": STEPS},
-            "evaluate": {"every": "9 epochs"}, "checkpoint": {"every": f"{EVERY} steps", "background": False},
+            "task": {"use": TASK, **given},
+            "data": {"last_batch": "drop"},
+            "train": {
+                "length": f"{STEPS} steps",
+                "batch": BATCH,
+                "microbatch": BATCH // PIECES,
+                "threads": 1,
+            },
+            "layout": {"stall": STALL_S, **({"virtual_ranks": PIECES} if is_exact else {})},
+            "stability": {"max_skips": STEPS},
+            "evaluate": {"every": "9 epochs"},
+            "checkpoint": {"every": f"{EVERY} steps", "background": False},
             "observe": {"every": "1 step", "tensorboard": False},
         }
-    )  # fmt: skip
+    )
     path = folder / "spec.toml"
     path.write_text(spec_file.write(spec))
     return path
@@ -188,17 +226,29 @@ def write_spec(folder: Path, given: Mapping[str, Any] = NOTHING, *, is_exact: bo
 def look(run: Path) -> RunEnd:
     """Return how a run ended. Raises RunFolderError where it has no checkpoint of the last step."""
     held = Commit(run, STEPS).read("").items()
-    tensors = {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in held if not name.startswith(OWN)}
-    return RunEnd(tensors, read_consumed(run), {step: repr(loss) for step, loss in read_losses(run).items()})
+    tensors = {
+        name: sha256(tensor.numpy().tobytes()).hexdigest()
+        for name, tensor in held
+        if not name.startswith(OWN)
+    }
+    return RunEnd(
+        tensors, read_consumed(run), {step: repr(loss) for step, loss in read_losses(run).items()}
+    )
 
 
 def find_golden(workshop: Workshop, given: Mapping[str, Any] = NOTHING) -> RunEnd:
     """Return the end of the uninterrupted run of one process, made once per task arguments."""
 
     def run() -> RunEnd:
-        with workshop.scratch("one") as folder, Command(write_spec(folder, given), folder / "run", 1) as one:
+        with (
+            workshop.scratch("one") as folder,
+            Command(write_spec(folder, given), folder / "run", 1) as one,
+        ):
             if code := one.wait():
-                raise TaskError(f"the unbroken run ended with {code}: {one.said[-500:]}", hint="this is a fault of surefoot")
+                raise TaskError(
+                    f"the unbroken run ended with {code}: {one.said[-500:]}",
+                    hint="this is a fault of surefoot",
+                )
             return look(folder / "run")
 
     return workshop.once(("one process", *given.items()), run)
@@ -242,7 +292,11 @@ def change_size(workshop: Workshop, seed: int) -> TrialResult:
                     else:
                         command.kill()
                     fell += 1
-    return TrialResult(wrong and f"ranks {sizes}: {wrong}", (f"{fell} kills", f"at last {sizes[-1]}"), fell=fell > 0)
+    return TrialResult(
+        wrong and f"ranks {sizes}: {wrong}",
+        (f"{fell} kills", f"at last {sizes[-1]}"),
+        fell=fell > 0,
+    )
 
 
 def poison_a_sample(workshop: Workshop, seed: int) -> TrialResult:
@@ -251,12 +305,24 @@ def poison_a_sample(workshop: Workshop, seed: int) -> TrialResult:
     All ranks must skip every step with that sample, as one process does.
     """
     draws = random.Random(seed)
-    given: dict[str, Any] = {"sample": draws.randrange(SAMPLES), "value": draws.choice(("nan", "inf", "-inf"))}
+    given: dict[str, Any] = {
+        "sample": draws.randrange(SAMPLES),
+        "value": draws.choice(("nan", "inf", "-inf")),
+    }
     ranks = draws.choice(SIZES[1:])
     golden = find_golden(workshop, given)
-    with workshop.scratch("poison") as folder, Command(write_spec(folder, given), folder / "run", ranks) as command:
-        wrong = judge(command, golden) or find_poison(command.run) or (None if _skipped(command.run) else "no step was skipped")
-    return TrialResult(wrong and f"{given}, {ranks} ranks: {wrong}", (str(given["value"]), f"{ranks} ranks"))
+    with (
+        workshop.scratch("poison") as folder,
+        Command(write_spec(folder, given), folder / "run", ranks) as command,
+    ):
+        wrong = (
+            judge(command, golden)
+            or find_poison(command.run)
+            or (None if _skipped(command.run) else "no step was skipped")
+        )
+    return TrialResult(
+        wrong and f"{given}, {ranks} ranks: {wrong}", (str(given["value"]), f"{ranks} ranks")
+    )
 
 
 def poison_a_step(workshop: Workshop, seed: int) -> TrialResult:
@@ -266,15 +332,25 @@ def poison_a_step(workshop: Workshop, seed: int) -> TrialResult:
     """
     draws = random.Random(seed)
     kind, ranks = KINDS[seed % len(KINDS)], draws.choice(SIZES[1:])
-    given: dict[str, Any] = {"kind": kind, "guilty": draws.randrange(ranks), "at": draws.randint(16, STEPS - 2)}
+    given: dict[str, Any] = {
+        "kind": kind,
+        "guilty": draws.randrange(ranks),
+        "at": draws.randint(16, STEPS - 2),
+    }
     with workshop.scratch("poison") as folder:
         with Command(write_spec(folder, given, is_exact=False), folder / "run", ranks) as command:
             code, said = command.wait(), command.said
         wrong, num_skipped = find_poison(folder / "run"), len(_skipped(folder / "run"))
-        is_well = code != EXIT_OK and "not finite" in said if kind == "buffer" else code == EXIT_OK and num_skipped == 1
+        is_well = (
+            code != EXIT_OK and "not finite" in said
+            if kind == "buffer"
+            else code == EXIT_OK and num_skipped == 1
+        )
         if wrong is None and not is_well:
             wrong = f"it ended with {code} and skipped {num_skipped} steps: {said[-300:]}"
-    return TrialResult(wrong and f"{kind} of rank {given['guilty']} of {ranks}: {wrong}", (kind, f"{ranks} ranks"))
+    return TrialResult(
+        wrong and f"{kind} of rank {given['guilty']} of {ranks}: {wrong}", (kind, f"{ranks} ranks")
+    )
 
 
 def find_poison(run: Path) -> str | None:
@@ -288,7 +364,11 @@ def find_poison(run: Path) -> str | None:
 
 def _skipped(run: Path) -> list[int]:
     """Return the steps that the log records as skipped."""
-    return [each.step for each in events.newest(events.read(run)) if isinstance(each, Fault) and each.fault == "nonfinite"]
+    return [
+        each.step
+        for each in events.newest(events.read(run))
+        if isinstance(each, Fault) and each.fault == "nonfinite"
+    ]
 
 
 def stop_a_rank(workshop: Workshop, seed: int) -> TrialResult:
@@ -299,17 +379,28 @@ def stop_a_rank(workshop: Workshop, seed: int) -> TrialResult:
     """
     draws = random.Random(seed)
     golden, ranks, (step,) = find_golden(workshop), draws.choice(SIZES[1:]), _moments(draws, 1)
-    with workshop.scratch("stop") as folder, Command(write_spec(folder), folder / "run", ranks) as command:
+    with (
+        workshop.scratch("stop") as folder,
+        Command(write_spec(folder), folder / "run", ranks) as command,
+    ):
         there = command.find_ranks() if command.comes_to(step, draws) else {}
         victim = draws.choice(sorted(there)) if there else 0
         with contextlib.suppress(psutil.NoSuchProcess, KeyError):
             there[victim].suspend()
-        is_named = command.wait_for(lambda: f"rank {victim} of {ranks}" in command.said, STALL_S + NAMED_S)
+        is_named = command.wait_for(
+            lambda: f"rank {victim} of {ranks}" in command.said, STALL_S + NAMED_S
+        )
         if not is_named and manifest.steps(command.run)[-1:] == [STEPS]:
             return TrialResult(fell=False)  # the run ended before the signal
-        wrong = judge(command, golden) if is_named else f"it was not named in {STALL_S + NAMED_S:.0f} s: {command.said[-500:]}"
+        wrong = (
+            judge(command, golden)
+            if is_named
+            else f"it was not named in {STALL_S + NAMED_S:.0f} s: {command.said[-500:]}"
+        )
     told = f"rank {victim} of {ranks} stopped after step {step}"
-    return TrialResult(wrong and f"{told}: {wrong}", (f"{ranks} ranks", "later" if step else "first steps"))
+    return TrialResult(
+        wrong and f"{told}: {wrong}", (f"{ranks} ranks", "later" if step else "first steps")
+    )
 
 
 def kill_the_supervisor(workshop: Workshop, seed: int) -> TrialResult:
@@ -329,12 +420,18 @@ def kill_the_supervisor(workshop: Workshop, seed: int) -> TrialResult:
             again.wait_for(lambda: not _alive(there), GONE_S)
             for each in (left := _alive(there)):
                 each.kill()
-            wrong = f"after {GONE_S:.0f} s {len(left)} ranks are left" if left else judge(again, golden)
-    return TrialResult(wrong and f"{ranks} ranks, after step {step}: {wrong}", (f"{ranks} ranks",), fell=fell)
+            wrong = (
+                f"after {GONE_S:.0f} s {len(left)} ranks are left" if left else judge(again, golden)
+            )
+    return TrialResult(
+        wrong and f"{ranks} ranks, after step {step}: {wrong}", (f"{ranks} ranks",), fell=fell
+    )
 
 
 def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    return [
+        each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def kill_each_attempt(workshop: Workshop, seed: int) -> TrialResult:
@@ -344,7 +441,11 @@ def kill_each_attempt(workshop: Workshop, seed: int) -> TrialResult:
     """
     draws = random.Random(seed)
     ranks = draws.choice((2, 3))
-    given: dict[str, Any] = {"kind": "dead", "guilty": draws.randrange(ranks), "at": draws.randint(1, EVERY)}
+    given: dict[str, Any] = {
+        "kind": "dead",
+        "guilty": draws.randrange(ranks),
+        "at": draws.randint(1, EVERY),
+    }
     with (
         workshop.scratch("again") as folder,
         Command(write_spec(folder, given, is_exact=False), folder / "run", ranks) as command,
@@ -358,22 +459,51 @@ def kill_each_attempt(workshop: Workshop, seed: int) -> TrialResult:
 
 def missing() -> str | None:
     """Return why ranks cannot be found by their process name on this machine, or None."""
-    return None if sys.platform.startswith("linux") else "it needs Linux, where a process tells its rank by its name"
+    return (
+        None
+        if sys.platform.startswith("linux")
+        else "it needs Linux, where a process tells its rank by its name"
+    )
 
 
 CAMPAIGNS = (
     Campaign(
-        case="F26", title="runs of 1, 2 and 4 ranks, killed and gone on with by another number of them", trial=change_size,
-        few=3, missing=missing,
+        case="F26",
+        title="runs of 1, 2 and 4 ranks, killed and gone on with by another number of them",
+        trial=change_size,
+        few=3,
+        missing=missing,
     ),
-    Campaign(case="F12", title="NaN or infinity in one sample, on 2 and 4 ranks", trial=poison_a_sample, few=4),
     Campaign(
-        case="F13", title="NaN or infinity in a loss, a gradient or a BatchNorm buffer of one rank", trial=poison_a_step,
+        case="F12",
+        title="NaN or infinity in one sample, on 2 and 4 ranks",
+        trial=poison_a_sample,
+        few=4,
+    ),
+    Campaign(
+        case="F13",
+        title="NaN or infinity in a loss, a gradient or a BatchNorm buffer of one rank",
+        trial=poison_a_step,
         few=3,
     ),
-    Campaign(case="F20", title="SIGSTOP of one of 2 or 4 ranks at any time", trial=stop_a_rank, few=3, missing=missing),
     Campaign(
-        case="F23", title="kill -9 of the supervisor of 2 or 4 ranks", trial=kill_the_supervisor, few=3, missing=missing
+        case="F20",
+        title="SIGSTOP of one of 2 or 4 ranks at any time",
+        trial=stop_a_rank,
+        few=3,
+        missing=missing,
     ),
-    Campaign(case="F01-loop", title="a rank that is killed before every commit", trial=kill_each_attempt, few=2),
-)  # fmt: skip
+    Campaign(
+        case="F23",
+        title="kill -9 of the supervisor of 2 or 4 ranks",
+        trial=kill_the_supervisor,
+        few=3,
+        missing=missing,
+    ),
+    Campaign(
+        case="F01-loop",
+        title="a rank that is killed before every commit",
+        trial=kill_each_attempt,
+        few=2,
+    ),
+)

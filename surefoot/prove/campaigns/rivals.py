@@ -13,7 +13,14 @@ import time
 from surefoot.contract import events, manifest, runlock
 from surefoot.core.errors import EXIT_OK, RunFolderError, StorageError
 from surefoot.prove.campaigns.probe import EVERY, ProbedRun
-from surefoot.prove.campaigns.workshop import LOOK_S, PATIENCE_S, Child, Golden, Workshop, find_difference
+from surefoot.prove.campaigns.workshop import (
+    LOOK_S,
+    PATIENCE_S,
+    Child,
+    Golden,
+    Workshop,
+    find_difference,
+)
 from surefoot.prove.outcome import Campaign, TrialResult
 
 KINDS = ("all at once", "the owner is killed", "the lock is lost")
@@ -39,7 +46,9 @@ def launch_rivals(workshop: Workshop, seed: int) -> TrialResult:
         for child in children:
             child.kill()
             child.wait()
-        return TrialResult(wrong and f"{count} launchers, {kind}: {wrong}", (kind, f"{count} launchers"))
+        return TrialResult(
+            wrong and f"{count} launchers, {kind}: {wrong}", (kind, f"{count} launchers")
+        )
 
 
 def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
@@ -54,24 +63,36 @@ def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
         if len(training := [child.pid for child in left if "begun" in child.marks]) > 1:
             return left[0], f"processes {training} train in one folder"
     if len(left) != 1 or not left[0].wait_for(f"paused {HELD}"):
-        return children[0], f"{len(left)} neither train nor end: {[child.said[-200:] for child in children]}"
+        return children[
+            0
+        ], f"{len(left)} neither train nor end: {[child.said[-200:] for child in children]}"
     for child in children:
         if child is not left[0]:
             status = child.wait()
-            if status != RunFolderError.exit_code or f"is being written by process {left[0].pid}" not in child.said:
-                return left[0], f"process {left[0].pid} trains, and another ended with {status}: {child.said[-300:]}"
+            if (
+                status != RunFolderError.exit_code
+                or f"is being written by process {left[0].pid}" not in child.said
+            ):
+                return (
+                    left[0],
+                    f"process {left[0].pid} trains, and another ended with {status}: {child.said[-300:]}",
+                )
             if any(mark.startswith(("step", "draft")) for mark in child.marks):
                 return left[0], f"one that was refused did {child.marks}"
     return left[0], None
 
 
-def _go_on_as(kind: str, workshop: Workshop, attempt: ProbedRun, owner: Child, golden: Golden) -> str | None:
+def _go_on_as(
+    kind: str, workshop: Workshop, attempt: ProbedRun, owner: Child, golden: Golden
+) -> str | None:
     """Let the run continue as `kind` says; return what is wrong with its end."""
     last = owner
     if kind == "the owner is killed":
         owner.kill()
         owner.wait()  # a user who restarts a run also waits for its end: until then the kernel keeps the lock
-    if kind == "the lock is lost":  # a file server loses locks like this: the same name and bytes, but another file
+    if (
+        kind == "the lock is lost"
+    ):  # a file server loses locks like this: the same name and bytes, but another file
         lock = attempt.folder / runlock.FILE
         os.replace(shutil.copyfile(lock, attempt.folder / "forgotten"), lock)
     if kind != "all at once":
@@ -94,10 +115,18 @@ def _go_on_as(kind: str, workshop: Workshop, attempt: ProbedRun, owner: Child, g
 
 def _find_committed(attempt: ProbedRun) -> list[int]:
     """Return the steps whose checkpoints the first attempt has made."""
-    found = {step: manifest.read(manifest.step_folder(attempt.folder, step)) for step in manifest.steps(attempt.folder)}
+    found = {
+        step: manifest.read(manifest.step_folder(attempt.folder, step))
+        for step in manifest.steps(attempt.folder)
+    }
     return [step for step, made in found.items() if made.generation == 1]
 
 
 CAMPAIGNS = (
-    Campaign(case="F29", title="2 to 8 launchers in one folder; a killed owner; a lost lock", trial=launch_rivals, few=6),
+    Campaign(
+        case="F29",
+        title="2 to 8 launchers in one folder; a killed owner; a lost lock",
+        trial=launch_rivals,
+        few=6,
+    ),
 )

@@ -23,7 +23,9 @@ from surefoot.prove.campaigns.workshop import PATIENCE_S, Child, Workshop
 LINE = re.compile(r"^(\d+) +(.*)$")
 CALL = re.compile(r"^(\w+)\((.*)\) += (-?\d+)(.*)$")
 RESUMED = re.compile(r"^<\.\.\. (\w+) resumed>(.*)$")
-ARGUMENT = re.compile(r'(?:"[^"]*"|<[^>]*>|\[[^\]]*\]|\{[^}]*\}|[^,])+')  # with -xx no string holds a quote or a bracket
+ARGUMENT = re.compile(
+    r'(?:"[^"]*"|<[^>]*>|\[[^\]]*\]|\{[^}]*\}|[^,])+'
+)  # with -xx no string holds a quote or a bracket
 UNFINISHED = " <unfinished ...>"
 LONGEST = 1 << 26  # the most bytes of a string that strace prints
 
@@ -47,8 +49,12 @@ def missing() -> str | None:
     """Return why calls cannot be traced on this machine; None where they can."""
     if shutil.which("strace") is None:
         return "strace is not installed (Debian package strace)"
-    done = subprocess.run(["strace", "-f", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else f"strace may not trace here: {done.stderr.strip()[-200:]}"
+    done = subprocess.run(
+        ["strace", "-f", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False
+    )
+    return (
+        None if done.returncode == 0 else f"strace may not trace here: {done.stderr.strip()[-200:]}"
+    )
 
 
 class Tracer:
@@ -58,15 +64,31 @@ class Tracer:
         self._child, self._out, self._options = child, out, options
 
     def __enter__(self) -> Self:
-        command = ["strace", "-f", "-xx", "-s", str(LONGEST), "-o", str(self._out), *self._options, "-p", str(self._child.pid)]
+        command = [
+            "strace",
+            "-f",
+            "-xx",
+            "-s",
+            str(LONGEST),
+            "-o",
+            str(self._out),
+            *self._options,
+            "-p",
+            str(self._child.pid),
+        ]
         words = self._out.with_name(self._out.name + ".said")
         with words.open("wb") as said:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+            )
         until_s = time.monotonic() + PATIENCE_S
         while "attached" not in (told := words.read_text(errors="replace")):
             if self._process.poll() is not None or time.monotonic() > until_s:
                 self.__exit__()
-                raise TaskError(f"strace did not attach: {told[-300:]}", hint="it may need the right to trace processes")
+                raise TaskError(
+                    f"strace did not attach: {told[-300:]}",
+                    hint="it may need the right to trace processes",
+                )
             time.sleep(0.001)
         return self
 
@@ -139,7 +161,9 @@ def numbered(calls: Iterable[SystemCall]) -> Iterator[tuple[str, int, SystemCall
         yield call.name, counts[call.thread, call.name], call
 
 
-def trace_a_save(workshop: Workshop, step: int, *options: str, variant: str = "plain") -> list[tuple[str, int, SystemCall]]:
+def trace_a_save(
+    workshop: Workshop, step: int, *options: str, variant: str = "plain"
+) -> list[tuple[str, int, SystemCall]]:
     """Return the numbered calls from the end of a step to the end of the next one, traced once.
 
     The step is saved in between.
@@ -148,7 +172,13 @@ def trace_a_save(workshop: Workshop, step: int, *options: str, variant: str = "p
     def trace() -> list[tuple[str, int, SystemCall]]:
         with workshop.scratch("calls") as folder:
             child = workshop.train(
-                ProbedRun(run=str(folder / "run"), background=False, pauses=(step,), die_at=step + 1, variant=variant)
+                ProbedRun(
+                    run=str(folder / "run"),
+                    background=False,
+                    pauses=(step,),
+                    die_at=step + 1,
+                    variant=variant,
+                )
             )
             child.wait_for(f"paused {step}")
             with Tracer(child, folder / "trace", *options) as tracer:

@@ -41,12 +41,16 @@ class Child:
     `is_over` is true once it has ended and all its marks were received.
     """
 
-    def __init__(self, job: Job, attempt: ProbedRun, said: Path, plant: Callable[[], None] | None) -> None:
+    def __init__(
+        self, job: Job, attempt: ProbedRun, said: Path, plant: Callable[[], None] | None
+    ) -> None:
         forks = multiprocessing.get_context("forkserver")
         forks.set_forkserver_preload(list(PRELOADED))
         self._pipe, theirs = forks.Pipe()
         self._said, self._words, self.marks, self.is_over = said, "", list[str](), False
-        self._process = forks.Process(target=jobs.begin, args=(job, attempt, theirs, said, plant), daemon=True)
+        self._process = forks.Process(
+            target=jobs.begin, args=(job, attempt, theirs, said, plant), daemon=True
+        )
         self._process.start()
         theirs.close()
         self.pid = self._process.pid or 0
@@ -91,7 +95,10 @@ class Child:
 
     def _hung(self) -> TaskError:
         self.kill()
-        return TaskError(f"a trial hung after {self.marks[-3:]}: {self.said[-500:]}", hint="this is a fault of surefoot")
+        return TaskError(
+            f"a trial hung after {self.marks[-3:]}: {self.said[-500:]}",
+            hint="this is a fault of surefoot",
+        )
 
     def go(self) -> None:
         """Send the message that a paused child waits for."""
@@ -177,10 +184,26 @@ class Workshop:
     def _make_golden(self, variant: str, width: int) -> Golden:
         with self.scratch("golden") as folder:
             run = folder / "run"
-            child = self.train(ProbedRun(run=str(run), every=1, keep=STEPS, background=False, variant=variant, width=width))
+            child = self.train(
+                ProbedRun(
+                    run=str(run),
+                    every=1,
+                    keep=STEPS,
+                    background=False,
+                    variant=variant,
+                    width=width,
+                )
+            )
             if child.wait() != 0:
-                raise TaskError(f"the unbroken run failed: {child.said[-1000:]}", hint="this is a fault of surefoot")
-            return Golden({step: digests(run, step) for step in manifest.steps(run)}, read_consumed(run), read_losses(run))
+                raise TaskError(
+                    f"the unbroken run failed: {child.said[-1000:]}",
+                    hint="this is a fault of surefoot",
+                )
+            return Golden(
+                {step: digests(run, step) for step in manifest.steps(run)},
+                read_consumed(run),
+                read_losses(run),
+            )
 
     @contextlib.contextmanager
     def scratch(self, name: str) -> Iterator[Path]:
@@ -197,7 +220,11 @@ def digests(run: Path, step: int) -> Digests:
 
     Raises RunFolderError.
     """
-    return {entry.name: entry.sha256 for entry in manifest.read(manifest.step_folder(run, step)).files if entry.name != TIMED}
+    return {
+        entry.name: entry.sha256
+        for entry in manifest.read(manifest.step_folder(run, step)).files
+        if entry.name != TIMED
+    }
 
 
 def read_consumed(run: Path) -> list[tuple[int, int]]:
@@ -205,7 +232,11 @@ def read_consumed(run: Path) -> list[tuple[int, int]]:
 
 
 def read_losses(run: Path) -> dict[int, float | None]:
-    return {event.step: event.loss for event in events.newest(events.read(run)) if isinstance(event, Step)}
+    return {
+        event.step: event.loss
+        for event in events.newest(events.read(run))
+        if isinstance(event, Step)
+    }
 
 
 def find_damage(run: Path, golden: Golden) -> str | None:
@@ -219,9 +250,13 @@ def find_damage(run: Path, golden: Golden) -> str | None:
             commits.check(folder)
         except RunFolderError as error:
             return f"a commit that can be seen is damaged: {error.message}"
-        differing = {name for name, _ in digests(run, step).items() ^ golden.states.get(step, {}).items()}
+        differing = {
+            name for name, _ in digests(run, step).items() ^ golden.states.get(step, {}).items()
+        }
         # SIGTERM may come before the evaluation of a step; its checkpoint then records this
-        if differing and (differing != {STATE} or not json.loads((folder / STATE).read_text())["scores"]["owed"]):
+        if differing and (
+            differing != {STATE} or not json.loads((folder / STATE).read_text())["scores"]["owed"]
+        ):
             return f"the commit of step {step} holds another state than the unbroken run had: {differing}"
     return None
 
@@ -232,7 +267,10 @@ def look_at(run: Path, golden: Golden) -> str | None:
     Visible checkpoints must be whole, and the last acknowledged one, or a later one, must be there.
     """
     past = list(events.read(run)) if (run / events.FILE).is_file() else []
-    acknowledged, steps = [event.step for event in past if isinstance(event, Committed)], manifest.steps(run)
+    acknowledged, steps = (
+        [event.step for event in past if isinstance(event, Committed)],
+        manifest.steps(run),
+    )
     if acknowledged and max(steps, default=-1) < acknowledged[-1]:
         return f"step {acknowledged[-1]} was committed, and {steps} are there"
     return find_damage(run, golden)
@@ -242,9 +280,14 @@ def find_difference(run: Path, golden: Golden) -> str | None:
     """Return where a finished run differs from the uninterrupted one: states, ledger or losses."""
     if STEPS not in manifest.steps(run):
         return f"the last step {STEPS} is not committed: {manifest.steps(run)}"
-    same = {"ledger": read_consumed(run) == list(golden.consumed), "losses": read_losses(run) == golden.losses}
+    same = {
+        "ledger": read_consumed(run) == list(golden.consumed),
+        "losses": read_losses(run) == golden.losses,
+    }
     wrong = [what for what, is_same in same.items() if not is_same]
-    return find_damage(run, golden) or (f"{wrong} are not those of the unbroken run" if wrong else None)
+    return find_damage(run, golden) or (
+        f"{wrong} are not those of the unbroken run" if wrong else None
+    )
 
 
 def _is_finished(run: Path) -> bool:
@@ -258,7 +301,9 @@ def go_on(workshop: Workshop, attempt: ProbedRun, golden: Golden) -> str | None:
     It must resume after its newest checkpoint. Return what is wrong, or None.
     """
     newest = max(manifest.steps(attempt.folder), default=0)
-    if _is_finished(attempt.folder):  # the fault came after the end was recorded; a restart would start a new run
+    if _is_finished(
+        attempt.folder
+    ):  # the fault came after the end was recorded; a restart would start a new run
         return find_difference(attempt.folder, golden)
     child = workshop.train(attempt)
     status = child.wait()

@@ -10,6 +10,20 @@ from surefoot.prove.ladder.rungs import PLAIN, Rung, find_rungs, parse_rung
 from surefoot.prove.ladder.workbench import LadderSettings
 
 __all__ = [
-    "BEST", "HEADER", "PLAIN", "Ladder", "RungResult", "Rung", "LadderSettings", "as_markdown", "as_row", "as_svg", "as_toml", "cells",
-    "climb_ladder", "find_rungs", "parse_rung", "verify_compiled",
-]  # fmt: skip
+    "BEST",
+    "HEADER",
+    "PLAIN",
+    "Ladder",
+    "RungResult",
+    "Rung",
+    "LadderSettings",
+    "as_markdown",
+    "as_row",
+    "as_svg",
+    "as_toml",
+    "cells",
+    "climb_ladder",
+    "find_rungs",
+    "parse_rung",
+    "verify_compiled",
+]

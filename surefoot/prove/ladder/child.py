@@ -63,17 +63,25 @@ def _report_scores(spec: RunSpec, asked: argparse.Namespace) -> None:
     measures: dict[str, float] = {}
     facts: dict[str, str] = {}
     for number, seed in enumerate(asked.seed):
-        with Run(spec.replace(train={"seed": seed}), folder=asked.run / str(number), quiet=True) as run:
+        with Run(
+            spec.replace(train={"seed": seed}), folder=asked.run / str(number), quiet=True
+        ) as run:
             for _ in islice(run.steps(), asked.steps):
                 pass
             found = run.evaluate()
-        facts = {"score": found.score, "better": found.better, "unit": found.units.get(found.score, "")}
+        facts = {
+            "score": found.score,
+            "better": found.better,
+            "unit": found.units.get(found.score, ""),
+        }
         if found.value is not None and math.isfinite(found.value):
             measures[f"score_{number}"] = found.value
     write_report(asked.report, measures, facts=facts)
 
 
-def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float | None) -> dict[str, np.ndarray]:
+def tensors(
+    spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float | None
+) -> dict[str, np.ndarray]:
     """Return loss, gradients and weights after the first and the last of `steps` steps.
 
     For a further seed (`number` > 0), return the first gradients alone. With `unit` every weight,
@@ -84,14 +92,18 @@ def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float
     found: dict[str, np.ndarray] = {}
     with Run(spec, folder=folder, quiet=True) as run:
         engine = run.assembly.engine
-        engine.stepper.records = engine.compiled is None  # what is looked at is not compiled, and the first step is compared
+        engine.stepper.records = (
+            engine.compiled is None
+        )  # what is looked at is not compiled, and the first step is compared
         if unit is not None:
             blur(run.model, unit, spec.train.seed)
         for report in islice(run.steps(), steps):
             taken = _take(run, report)
             if report.step == 1:
                 found |= {
-                    f"batch/{number}{name.removeprefix('gradient/1')}": each for name, each in taken.items() if "gradient" in name
+                    f"batch/{number}{name.removeprefix('gradient/1')}": each
+                    for name, each in taken.items()
+                    if "gradient" in name
                 }
             if number == 0 and report.step in (1, steps):
                 found |= taken
@@ -99,7 +111,9 @@ def tensors(spec: RunSpec, folder: Path, *, steps: int, number: int, unit: float
     return found
 
 
-def states(spec: RunSpec, folder: Path, *, seeds: Sequence[int], steps: int, units: Sequence[float]) -> dict[str, np.ndarray]:
+def states(
+    spec: RunSpec, folder: Path, *, seeds: Sequence[int], steps: int, units: Sequence[float]
+) -> dict[str, np.ndarray]:
     """Return loss, gradients, weights and buffers of two steps from several states.
 
     The states are those after 0, `steps`, 2 x `steps`, ... plain steps. Plain steps are neither
@@ -115,7 +129,14 @@ def states(spec: RunSpec, folder: Path, *, seeds: Sequence[int], steps: int, uni
         found |= start
         furthest = dict(start)
         for draw, unit in enumerate(units):
-            moved = _state(seeded, folder / f"{number}-{draw}", number=number, plain_steps=number * steps, unit=unit, draw=draw)
+            moved = _state(
+                seeded,
+                folder / f"{number}-{draw}",
+                number=number,
+                plain_steps=number * steps,
+                unit=unit,
+                draw=draw,
+            )
             for name, array in moved.items():
                 if _distance(array, start[name]) > _distance(furthest[name], start[name]):
                     furthest[name] = array
@@ -128,8 +149,14 @@ def _distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _state(
-    spec: RunSpec, folder: Path, *, number: int, plain_steps: int, unit: float | None = None, draw: int = 0
-) -> dict[str, np.ndarray]:  # fmt: skip
+    spec: RunSpec,
+    folder: Path,
+    *,
+    number: int,
+    plain_steps: int,
+    unit: float | None = None,
+    draw: int = 0,
+) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     with Run(spec, folder=folder, quiet=True) as run:
         stepper = run.assembly.engine.stepper
@@ -145,7 +172,10 @@ def _state(
             if report.step == plain_steps + 1:
                 prefix = f"gradient/{report.step}"
                 gradients = {name for name in taken if name.startswith("gradient")}
-                found |= {f"batch/{number}{name.removeprefix(prefix)}": taken.pop(name) for name in gradients}
+                found |= {
+                    f"batch/{number}{name.removeprefix(prefix)}": taken.pop(name)
+                    for name in gradients
+                }
             found |= taken
         _check_compiled(run)
     return found
@@ -154,14 +184,18 @@ def _state(
 def _check_compiled(run: Run) -> None:
     compiled = run.assembly.engine.compiled
     if compiled is not None and not compiled.was_called:
-        raise TaskError("nothing was compiled: the steps call none of what was to be", hint="see compile.what")
+        raise TaskError(
+            "nothing was compiled: the steps call none of what was to be", hint="see compile.what"
+        )
 
 
 def _take(run: Run, report: StepReport) -> dict[str, np.ndarray]:
     return with_masters(run.model, capture(run.model, report.loss or 0.0, report.step), report.step)
 
 
-def with_masters(model: torch.nn.Module, taken: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
+def with_masters(
+    model: torch.nn.Module, taken: dict[str, np.ndarray], step: int
+) -> dict[str, np.ndarray]:
     """Replace captured weights and gradients by those of the master weights, where there are any.
 
     The optimizer step reads the masters' gradients and changes the masters.
@@ -170,7 +204,11 @@ def with_masters(model: torch.nn.Module, taken: dict[str, np.ndarray], step: int
         master = master_of(parameter)
         if master is not parameter:
             taken[f"weight/{step}/{name}"] = master.detach().cpu().numpy().copy()
-            taken |= {} if master.grad is None else {f"gradient/{step}/{name}": master.grad.cpu().numpy().copy()}
+            taken |= (
+                {}
+                if master.grad is None
+                else {f"gradient/{step}/{name}": master.grad.cpu().numpy().copy()}
+            )
     return taken
 
 

@@ -57,7 +57,9 @@ class RungResult:
     @property
     def is_measured(self) -> bool:
         """True if the rung's results or its time were measured."""
-        return self.parity.verdict != "not measured" or any(ratio is not None for ratio in self.step.values())
+        return self.parity.verdict != "not measured" or any(
+            ratio is not None for ratio in self.step.values()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,9 @@ class Climb:
         self._ground_name = START
         self._bench, self._tell = bench, tell
         self._kept: list[Rung] = []
-        self._tensors: dict[int | None, Arrays] = {}  # tensors of the reference, by the size of the pieces of its batch
+        self._tensors: dict[
+            int | None, Arrays
+        ] = {}  # tensors of the reference, by the size of the pieces of its batch
         self._blurred: dict[tuple[int | None, float], Arrays] = {}
         self._scores: dict[range, SeedScores | None] = {}  # scores of the baseline, by the seeds
 
@@ -107,19 +111,37 @@ class Climb:
         self._tell(f"{rung.name}: checking its numbers")
         parity = self._check(rung, spec)
         if parity.verdict == "not measured":
-            return _unmeasured(rung, _standing(parity.words), parity.words, self._bench.num_runs - before)
+            return _unmeasured(
+                rung, _standing(parity.words), parity.words, self._bench.num_runs - before
+            )
         if parity.verdict == "fails" and not self._bench.settings.measures_refused:
-            return _unmeasured(rung, "rejected", self._other_numbers(parity), self._bench.num_runs - before, parity)
+            return _unmeasured(
+                rung, "rejected", self._other_numbers(parity), self._bench.num_runs - before, parity
+            )
         trial = self._bench.measure(
-            rung.name, spec, self.below, lambda trial: self._is_over(trial, rung), decides=parity.verdict != "fails"
+            rung.name,
+            spec,
+            self.below,
+            lambda trial: self._is_over(trial, rung),
+            decides=parity.verdict != "fails",
         )
-        step = {measure: self._bench.ratio(trial, rung.name, BELOW, measure) for measure in MEASURES}
-        total = {measure: self._bench.ratio(trial, rung.name, START, measure) for measure in MEASURES}
+        step = {
+            measure: self._bench.ratio(trial, rung.name, BELOW, measure) for measure in MEASURES
+        }
+        total = {
+            measure: self._bench.ratio(trial, rung.name, START, measure) for measure in MEASURES
+        }
         reason, score = self._reason_against(rung, spec, trial, parity, step)
         result = RungResult(
-            rung=rung, standing=_standing(reason), reason=reason or self._words(rung, step), parity=parity,
-            step=step, total=step if self.below == self.start else total, score=score, num_runs=self._bench.num_runs - before,
-        )  # fmt: skip
+            rung=rung,
+            standing=_standing(reason),
+            reason=reason or self._words(rung, step),
+            parity=parity,
+            step=step,
+            total=step if self.below == self.start else total,
+            score=score,
+            num_runs=self._bench.num_runs - before,
+        )
         if reason is None:
             self._keep(rung, spec)
         return result
@@ -142,7 +164,9 @@ class Climb:
             return gate.judge(rung.kind, {}, {}, {})
         kind, unit = gate.bound_of(rung.kind, spec.precision.compute)
         piece = find_piece(spec)
-        ground = self._ground if piece is None else self._ground.replace(train={"microbatch": piece})
+        ground = (
+            self._ground if piece is None else self._ground.replace(train={"microbatch": piece})
+        )
         if piece not in self._tensors:
             self._tensors[piece] = self._bench.tensors(self._ground_name, ground)
         if (piece, unit) not in self._blurred:
@@ -150,7 +174,9 @@ class Climb:
         try:
             found = self._bench.tensors(rung.name, spec)
         except TaskError as error:
-            return GateVerdict(verdict="not measured", words=_refused(error.message) or f"it {error.message}")
+            return GateVerdict(
+                verdict="not measured", words=_refused(error.message) or f"it {error.message}"
+            )
         return gate.judge(kind, self._tensors[piece], self._blurred[piece, unit], found)
 
     def _floor(self, ground: RunSpec, unit: float) -> Arrays:
@@ -176,7 +202,9 @@ class Climb:
         ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
         if not ratios:
             return False
-        self._tell(f"{rung.name}: pair {len(ratios)} of at most {trial.rounds}, {format_number(median(ratios))} times so far")
+        self._tell(
+            f"{rung.name}: pair {len(ratios)} of at most {trial.rounds}, {format_number(median(ratios))} times so far"
+        )
         return is_settled(ratios, trial.rounds)
 
     def _reason_against(
@@ -208,7 +236,9 @@ class Climb:
         """Compare the scores of a few seeds with the baseline's."""
 
         def take(seeds: range) -> tuple[SeedScores | None, SeedScores | None]:
-            self._tell(f"{rung.name}: its score after {self._bench.num_samples:,} samples, {len(seeds)} seeds")
+            self._tell(
+                f"{rung.name}: its score after {self._bench.num_samples:,} samples, {len(seeds)} seeds"
+            )
             if seeds not in self._scores:
                 self._scores[seeds] = self._bench.scores(START, self.start, seeds)
             return self._scores[seeds], self._bench.scores(rung.name, spec, seeds)
@@ -223,7 +253,9 @@ class Climb:
         return "the start" if self._ground == self.start else f"the rung {self._ground_name}"
 
     def _words(self, rung: Rung, step: Ratios) -> str:
-        return f"it takes {step[PURPOSES[rung.purpose]]} of the {self._named(rung)} of the rung below"
+        return (
+            f"it takes {step[PURPOSES[rung.purpose]]} of the {self._named(rung)} of the rung below"
+        )
 
     def _no_gain(self, rung: Rung, interval: Interval | None) -> str:
         if interval is None:
@@ -250,7 +282,9 @@ class Climb:
                     specs[rung.name] = rungs.change(specs[rung.name], other.change)
         self._tell(f"leaving one out: {len(specs)} specs, {FIRST_LOOK} rounds")
         trial = self._bench.measure_all("leaving one out", specs, FIRST_LOOK)
-        found = {rung.name: self._bench.ratio(trial, "best", rung.name, "time") for rung in self._kept}
+        found = {
+            rung.name: self._bench.ratio(trial, "best", rung.name, "time") for rung in self._kept
+        }
         return {name: interval for name, interval in found.items() if interval is not None}
 
 
@@ -270,7 +304,11 @@ def is_settled(ratios: Sequence[float], most: int) -> bool:
     if len(ratios) not in ranks:
         return False
     against, favourable = sum(ratio >= 1 for ratio in ratios), sum(ratio <= 1 for ratio in ratios)
-    return min(against, favourable) <= ranks[len(ratios)] or against > max(ranks.values()) or median(ratios) > WORTH
+    return (
+        min(against, favourable) <= ranks[len(ratios)]
+        or against > max(ranks.values())
+        or median(ratios) > WORTH
+    )
 
 
 def find_piece(spec: RunSpec) -> int | None:
@@ -310,10 +348,24 @@ def find_skipped_work(trial: Trial, name: str) -> str | None:
     return None
 
 
-def _unmeasured(rung: Rung, standing: Standing, reason: str, num_runs: int = 0, parity: GateVerdict | None = None) -> RungResult:
+def _unmeasured(
+    rung: Rung,
+    standing: Standing,
+    reason: str,
+    num_runs: int = 0,
+    parity: GateVerdict | None = None,
+) -> RungResult:
     nothing: Ratios = dict.fromkeys(MEASURES)
     parity = parity or GateVerdict(verdict="not measured", words=reason)
-    return RungResult(rung=rung, standing=standing, reason=reason, parity=parity, step=nothing, total=nothing, num_runs=num_runs)
+    return RungResult(
+        rung=rung,
+        standing=standing,
+        reason=reason,
+        parity=parity,
+        step=nothing,
+        total=nothing,
+        num_runs=num_runs,
+    )
 
 
 def order_rungs(chosen: Sequence[Rung], given: Sequence[Rung]) -> list[Rung]:
@@ -328,9 +380,17 @@ def order_rungs(chosen: Sequence[Rung], given: Sequence[Rung]) -> list[Rung]:
 
 
 def climb_ladder(
-    name: str, spec: RunSpec, settings: LadderSettings, folder: Path, *, given: Sequence[Rung] = (), names: Sequence[str] | None = None,
-    leave_one_out: bool = False, tell: Tell, decided: Callable[[Ladder], None],
-) -> Ladder:  # fmt: skip
+    name: str,
+    spec: RunSpec,
+    settings: LadderSettings,
+    folder: Path,
+    *,
+    given: Sequence[Rung] = (),
+    names: Sequence[str] | None = None,
+    leave_one_out: bool = False,
+    tell: Tell,
+    decided: Callable[[Ladder], None],
+) -> Ladder:
     """Try the rungs called `names` (None: every one), then those `given`.
 
     With `given` and without `names`, only the given ones are tried. `decided` is called after each
@@ -340,30 +400,51 @@ def climb_ladder(
     nothing has been measured by then.
     """
     start, cores = rungs.plain(spec), int(find_conditions(())["cores"])
-    named = rungs.choose(names, rungs.find_rungs(start, device="cpu", cores=cores)) if names is not None else ()
+    named = (
+        rungs.choose(names, rungs.find_rungs(start, device="cpu", cores=cores))
+        if names is not None
+        else ()
+    )
     rungs.check_names([*named, *given])
     for rung in given:
         changed = rung.on(start)
         signature.check(changed.task.use or "", changed.task.parameters, {})
     bench = Workbench(start, settings, folder)
-    tell(f"the start: {', '.join(f'{key}={value}' for key, value in rungs.PLAIN.items() if value is not None)}")
+    tell(
+        f"the start: {', '.join(f'{key}={value}' for key, value in rungs.PLAIN.items() if value is not None)}"
+    )
     step_s = bench.begin()
-    tell(f"{format_seconds(step_s)} a step on {bench.device}; each run is measured over {bench.num_samples:,} samples")
-    known = rungs.find_rungs(start, device=bench.device, cores=cores, devices=bench.devices, blocks=spec.memory.blocks)
+    tell(
+        f"{format_seconds(step_s)} a step on {bench.device}; each run is measured over {bench.num_samples:,} samples"
+    )
+    known = rungs.find_rungs(
+        start, device=bench.device, cores=cores, devices=bench.devices, blocks=spec.memory.blocks
+    )
     chosen = rungs.choose(names, known) if names is not None else () if given else known
     rungs.check_names([*chosen, *given])
     conditions = {
-        **find_conditions(threads=1), "device": bench.device, "time": "CPU seconds" if bench.device == "cpu" else "wall seconds",
-        "samples of a run": f"{bench.num_samples:,}", "warm-up": f"{bench.warmup_steps} steps", "pairs at most": str(settings.pairs),
+        **find_conditions(threads=1),
+        "device": bench.device,
+        "time": "CPU seconds" if bench.device == "cpu" else "wall seconds",
+        "samples of a run": f"{bench.num_samples:,}",
+        "warm-up": f"{bench.warmup_steps} steps",
+        "pairs at most": str(settings.pairs),
         "load when begun": f"{os.getloadavg()[0]:.2f}",
-    }  # fmt: skip
+    }
     ladder = Ladder(
-        spec=name, start=start, best=start, device=bench.device, conditions=conditions, num_samples=bench.num_samples
-    )  # fmt: skip
+        spec=name,
+        start=start,
+        best=start,
+        device=bench.device,
+        conditions=conditions,
+        num_samples=bench.num_samples,
+    )
     climb = Climb(start, bench, tell)
     for rung in order_rungs(chosen, given):
         result = climb.climb(rung)
-        ladder = replace(ladder, results=(*ladder.results, result), best=climb.below, num_runs=bench.num_runs)
+        ladder = replace(
+            ladder, results=(*ladder.results, result), best=climb.below, num_runs=bench.num_runs
+        )
         decided(ladder)
     if leave_one_out:
         ladder = replace(ladder, left_out=climb.leave_one_out(), num_runs=bench.num_runs)

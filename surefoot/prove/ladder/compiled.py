@@ -18,7 +18,9 @@ from surefoot.prove.ladder.gate import GateVerdict
 from surefoot.prove.ladder.workbench import LadderSettings, Tell, Workbench
 from surefoot.trial import check_finite
 
-UNITS = {"fp32": (1, 2, 4, 4)}  # units per draw; with fewer bits a compiled step rounds less often than eager mode does
+UNITS = {
+    "fp32": (1, 2, 4, 4)
+}  # units per draw; with fewer bits a compiled step rounds less often than eager mode does
 FLOOR = "floor/"
 
 
@@ -31,7 +33,8 @@ def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec
     """
     if spec.task.use is None:
         raise SpecError(
-            "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
+            "the spec names no task, so fresh processes cannot build it",
+            hint='name it: [task] use = "my_task.py:MyTask"',
         )
     what = "model" if spec.compile.what == "none" else spec.compile.what
     compiled = rungs.change(spec, {"compile.what": what, "compile.on_failure": "stop"})
@@ -40,15 +43,21 @@ def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec
     unit = gate.unit_of(compute)
     bench = Workbench(eager, LadderSettings(), folder)
     tell("eager mode, and what rounding makes of it")
-    found = _states(bench, "eager mode", eager, tuple(unit * times for times in UNITS.get(compute, (1, 1, 1))))
+    found = _states(
+        bench, "eager mode", eager, tuple(unit * times for times in UNITS.get(compute, (1, 1, 1)))
+    )
     start = {name: array for name, array in found.items() if not name.startswith(FLOOR)}
-    floor = {name.removeprefix(FLOOR): array for name, array in found.items() if name.startswith(FLOOR)}
+    floor = {
+        name.removeprefix(FLOOR): array for name, array in found.items() if name.startswith(FLOOR)
+    }
     check_finite(start, "eager mode")
     tell(f"compiled: {what}")
     return compiled, gate.judge("nothing", start, floor, _states(bench, "compiled", compiled))
 
 
-def _states(bench: Workbench, name: str, spec: RunSpec, units: tuple[float, ...] = ()) -> gate.Arrays:
+def _states(
+    bench: Workbench, name: str, spec: RunSpec, units: tuple[float, ...] = ()
+) -> gate.Arrays:
     try:
         return bench.states(name, spec, units=units)
     except TaskError as error:

@@ -96,17 +96,25 @@ def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> GateVerdi
     finite where the baseline is, allows no rounding at all, since it would allow anything.
     """
     if kind == "algorithm":
-        return GateVerdict(verdict="does not apply", words="another algorithm has other gradients: its score decides")
+        return GateVerdict(
+            verdict="does not apply",
+            words="another algorithm has other gradients: its score decides",
+        )
     unlike = sorted(start.keys() ^ rung.keys())
     if unlike:
-        return GateVerdict(verdict="fails", words=f"{unlike[0]} is missing in one of the two", worst=float("inf"))
+        return GateVerdict(
+            verdict="fails", words=f"{unlike[0]} is missing in one of the two", worst=float("inf")
+        )
     shapes = [name for name in start if start[name].shape != rung[name].shape]
     if shapes:
         words = f"{shapes[0]} has the shape {rung[shapes[0]].shape}, the start's {start[shapes[0]].shape}"
         return GateVerdict(verdict="fails", words=words, worst=float("inf"))
     has_floor = _has_floor(start, blurred)
     floor = blurred if has_floor else start
-    claims = [*_slices(start, floor, rung), *(_equal(start, floor, rung) if kind == "nothing" else _near(start, floor, rung))]
+    claims = [
+        *_slices(start, floor, rung),
+        *(_equal(start, floor, rung) if kind == "nothing" else _near(start, floor, rung)),
+    ]
     claims.sort(key=lambda claim: claim.share, reverse=True)
     worst = claims[0]
     fails = worst.share > 1
@@ -115,7 +123,9 @@ def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> GateVerdi
         words = f"{len(claims)} comparisons hold; the nearest to its bound: {words}"
     if not has_floor:
         words += ", since what rounding comes to here could not be measured"
-    return GateVerdict(verdict="fails" if fails else "passes", words=words, worst=worst.share, claims=tuple(claims))
+    return GateVerdict(
+        verdict="fails" if fails else "passes", words=words, worst=worst.share, claims=tuple(claims)
+    )
 
 
 def _has_floor(start: Arrays, blurred: Arrays) -> bool:
@@ -153,17 +163,27 @@ def _near(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
     """Compare each gradient as a whole, and the change of the weights after the first step."""
     for number, name in _gradients(start):
         key = f"batch/{number}/{name}"
-        scale = max(_norm(start[key]), 1e-3 * _typical(start, number) * float(np.sqrt(start[key].size)))
+        scale = max(
+            _norm(start[key]), 1e-3 * _typical(start, number) * float(np.sqrt(start[key].size))
+        )
         if scale:
-            off, floor = (_norm(_wide(other[key]) - _wide(start[key])) / scale for other in (rung, blurred))
+            off, floor = (
+                _norm(_wide(other[key]) - _wide(start[key])) / scale for other in (rung, blurred)
+            )
             yield Claim(
-                what=f"the gradient of {name} in batch {number + 1}", off=off, allowed=max(NOISE_FACTOR * floor, TOLERANCE)
+                what=f"the gradient of {name} in batch {number + 1}",
+                off=off,
+                allowed=max(NOISE_FACTOR * floor, TOLERANCE),
             )
     way = _way(start)
     length = _norm(way)
     if length:
         off, floor = (_norm(_way(other) - way) / length for other in (rung, blurred))
-        yield Claim(what="the way of the weights after the first step", off=off, allowed=max(NOISE_FACTOR * floor, TOLERANCE))
+        yield Claim(
+            what="the way of the weights after the first step",
+            off=off,
+            allowed=max(NOISE_FACTOR * floor, TOLERANCE),
+        )
 
 
 def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
@@ -175,7 +195,11 @@ def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
         lean = np.abs(_lean(start, rung, name))
         worst = int(lean.argmax())
         allowed = max(NOISE_FACTOR * max(floors[name], usual), TOLERANCE)
-        yield Claim(what=f"slice {worst} of the gradient of {name}, over all batches,", off=float(lean[worst]), allowed=allowed)
+        yield Claim(
+            what=f"slice {worst} of the gradient of {name}, over all batches,",
+            off=float(lean[worst]),
+            allowed=allowed,
+        )
 
 
 def _lean(start: Arrays, other: Arrays, name: str) -> Numbers:
@@ -188,7 +212,8 @@ def _lean(start: Arrays, other: Arrays, name: str) -> Numbers:
     for number in numbers:
         key = f"batch/{number}/{name}"
         true, mine = (
-            _wide(arrays[key]).reshape(arrays[key].shape[0] if arrays[key].ndim else 1, -1) for arrays in (start, other)
+            _wide(arrays[key]).reshape(arrays[key].shape[0] if arrays[key].ndim else 1, -1)
+            for arrays in (start, other)
         )
         above = above + ((mine - true) * true).sum(axis=1)
         below = below + (true * true).sum(axis=1)
@@ -206,7 +231,11 @@ def _gradients(arrays: Arrays) -> list[tuple[int, str]]:
 
 def _typical(arrays: Arrays, number: int) -> float:
     """Return the largest root mean square of a batch's gradients: values far below are rounding."""
-    found = [_norm(each) / np.sqrt(each.size) for key, each in arrays.items() if key.startswith(f"batch/{number}/") and each.size]
+    found = [
+        _norm(each) / np.sqrt(each.size)
+        for key, each in arrays.items()
+        if key.startswith(f"batch/{number}/") and each.size
+    ]
     return float(max(found, default=0.0))
 
 
@@ -214,7 +243,9 @@ def _way(arrays: Arrays) -> Numbers:
     """Return all trained weights after the last step minus those after the first, as one vector."""
     names = dict.fromkeys(name for _, name in _gradients(arrays))
     last = max(int(key.split("/")[1]) for key in arrays if key.startswith("weight/"))
-    ways = [_wide(arrays[f"weight/{last}/{name}"]) - _wide(arrays[f"weight/1/{name}"]) for name in names]
+    ways = [
+        _wide(arrays[f"weight/{last}/{name}"]) - _wide(arrays[f"weight/1/{name}"]) for name in names
+    ]
     return np.concatenate([way.ravel() for way in ways])
 
 
@@ -263,7 +294,11 @@ class Score:
         sign = 1.0 if self.better == "higher" else -1.0
         if self.difference.verdict == ("lower" if sign > 0 else "higher"):
             return True
-        return self.spread is not None and self.spread > 0 and -sign * self.difference.estimate > SPREADS * self.spread
+        return (
+            self.spread is not None
+            and self.spread > 0
+            and -sign * self.difference.estimate > SPREADS * self.spread
+        )
 
 
 @dataclass(frozen=True)
@@ -276,7 +311,9 @@ class SeedScores:
     unit: str
 
 
-def decide_by_scores(seeds: range, take: Callable[[range], tuple[SeedScores | None, SeedScores | None]]) -> Score | None:
+def decide_by_scores(
+    seeds: range, take: Callable[[range], tuple[SeedScores | None, SeedScores | None]]
+) -> Score | None:
     """Compare the scores of `seeds`; if they look worse, compare further seeds and decide by all.
 
     `take` returns the scores of the baseline and of the rung. With three seeds a rung that changes
@@ -300,11 +337,20 @@ def _join(some: SeedScores | None, more: SeedScores | None) -> SeedScores | None
 
 def compare_scores(start: SeedScores | None, rung: SeedScores | None) -> Score | None:
     """Compare the scores of the seeds that both have; return None where they share none."""
-    shared = sorted(start.values.keys() & rung.values.keys()) if start is not None and rung is not None else []
+    shared = (
+        sorted(start.values.keys() & rung.values.keys())
+        if start is not None and rung is not None
+        else []
+    )
     if start is None or rung is None or not shared:
         return None
     mine, theirs = [rung.values[seed] for seed in shared], [start.values[seed] for seed in shared]
     return Score(
-        name=start.name, better=start.better, unit=start.unit, start=float(np.mean(theirs)), value=float(np.mean(mine)),
-        difference=mean_difference(mine, theirs, paired=True), spread=standard_deviation(theirs),
-    )  # fmt: skip
+        name=start.name,
+        better=start.better,
+        unit=start.unit,
+        start=float(np.mean(theirs)),
+        value=float(np.mean(mine)),
+        difference=mean_difference(mine, theirs, paired=True),
+        spread=standard_deviation(theirs),
+    )

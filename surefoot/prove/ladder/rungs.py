@@ -89,7 +89,8 @@ class Rung:
         changed = change(spec, self.change)
         if _meaning(changed) == _meaning(spec):
             raise InputError(
-                f"the rung {self.name!r} changes nothing: {self.words} is what the spec below it has", hint="leave it out"
+                f"the rung {self.name!r} changes nothing: {self.words} is what the spec below it has",
+                hint="leave it out",
             )
         return changed
 
@@ -104,7 +105,9 @@ class Rung:
         return ", ".join(f"{key}={value}" for key, value in self.change.items())
 
 
-def find_rungs(spec: RunSpec, *, device: str, cores: int, devices: int = 1, blocks: Sequence[str] = ()) -> tuple[Rung, ...]:
+def find_rungs(
+    spec: RunSpec, *, device: str, cores: int, devices: int = 1, blocks: Sequence[str] = ()
+) -> tuple[Rung, ...]:
     """Return every rung, from the bottom up.
 
     Rungs that do not change results come first, so that the others are compared with a sound
@@ -115,62 +118,209 @@ def find_rungs(spec: RunSpec, *, device: str, cores: int, devices: int = 1, bloc
     gpu = device == "cuda"
     batch = math.gcd(*(batch for _, batch in spec.train.ramp)) or spec.train.batch
     part = find_part(batch)
-    ranks = next(size for size in range(min(devices if gpu else cores, MOST_RANKS), 0, -1) if batch % size == 0)
+    ranks = next(
+        size
+        for size in range(min(devices if gpu else cores, MOST_RANKS), 0, -1)
+        if batch % size == 0
+    )
     return (
-        Rung(name="allocator", kind="nothing", change={"train.keep_freed_memory": True}, expected={"time": 0.9},
-             needs="training on a CPU", is_here=not gpu),
+        Rung(
+            name="allocator",
+            kind="nothing",
+            change={"train.keep_freed_memory": True},
+            expected={"time": 0.9},
+            needs="training on a CPU",
+            is_here=not gpu,
+        ),
         Rung(name="fused", kind="nothing", change={"optim.fused": True}, expected={"time": 0.95}),
-        Rung(name="channels last", kind="nothing", change={"train.memory_format": "channels_last"}, expected={"time": 0.9},
-             needs="a model with convolutions"),
-        Rung(name="attention", kind="nothing", change={"train.attention": "fused"}, expected={"time": 0.9, "memory": 0.7},
-             needs="a model with attention"),
-        Rung(name="kernels", kind="nothing", change={"train.deterministic": False}, expected={"time": 0.95},
-             needs="a GPU", is_here=gpu),
-        Rung(name="chunked loss", kind="nothing", change={"task.chunked_loss": True}, purpose="memory", expected={"memory": 0.5},
-             needs="a task with the parameter chunked_loss", is_here=_takes(spec, "chunked_loss")),
-        Rung(name="compile", kind="nothing", change={"compile.what": "model"}, expected={"time": 0.7},
-             needs="a compiler for C++", is_here=gpu or _has_compiler()),
-        Rung(name="cuda graphs", kind="nothing", change={"compile.what": "model", "compile.mode": "reduce-overhead"},
-             expected={"time": 0.9}, needs="a GPU", is_here=gpu),
-        Rung(name="cudnn search", kind="nothing", change={"train.cudnn_benchmark": True, "train.deterministic": False},
-             expected={"time": 0.95}, needs="a GPU", is_here=gpu),
-        Rung(name="tf32", kind="rounding", change={"precision.compute": "tf32"}, expected={"time": 0.6}, needs="a GPU", is_here=gpu),
-        Rung(name="bf16", kind="rounding", change={"precision.compute": "bf16"}, expected={"time": 0.5, "memory": 0.5}),
-        Rung(name="fp16", kind="rounding", change={"precision.compute": "fp16"}, expected={"time": 0.5, "memory": 0.5},
-             needs="a GPU", is_here=gpu),
-        Rung(name="float8", kind="rounding", change={"precision.compute": "float8"}, expected={"time": 0.8}, needs="a GPU", is_here=gpu),
-        Rung(name="masters", kind="rounding", change={"precision.compute": "bf16", "precision.weights": "bf16"},
-             expected={"time": 0.95}),
-        Rung(name="threads", kind="nothing", change={"train.threads": cores}, purpose="wall time", expected={"wall": 1 / cores},
-             needs="a CPU with two cores or more", is_here=cores > 1 and not gpu),
-        Rung(name="workers", kind="nothing", change={"loader.workers": min(cores, 4)}, purpose="wall time", expected={"wall": 0.9},
-             needs="two cores or more", is_here=cores > 1),
-        Rung(name="microbatch", kind="nothing", change={"train.microbatch": part}, purpose="memory",
-             expected={"memory": 1.0 if part is None else part / spec.train.batch},
-             needs="a batch that can be divided", is_here=part is not None),
-        Rung(name="recompute", kind="nothing", change={"memory.recompute": "full", **named}, purpose="memory",
-             expected={"memory": 0.5, "time": 1.3}, needs="a model with blocks"),
-        Rung(name="offload", kind="nothing", change={"memory.offload": "activations"}, purpose="memory",
-             expected={"memory": 0.5, "time": 1.2}, needs="a GPU", is_here=gpu),
-        Rung(name="update in backward", kind="nothing", change={"optim.fused": True, "memory.update_in_backward": True},
-             purpose="memory", expected={"memory": 0.9}),
-        Rung(name="whole step", kind="nothing", change={"optim.fused": True, "compile.what": "step"}, expected={"time": 0.8},
-             needs="a compiler for C++", is_here=gpu or _has_compiler()),
-        Rung(name="8-bit state", kind="algorithm", change={"optim.fused": True, "optim.state": "8bit"}, purpose="memory",
-             expected={"memory": 0.8}, needs="adam or adamw", is_here=spec.optim.name in ("adam", "adamw")),
-        Rung(name="large batch", kind="algorithm", change=_enlarged(spec), expected={"time": 0.9},
-             needs="a batch of one size", is_here=not spec.train.ramp),
-        Rung(name="data parallel", kind="nothing", change={"layout.replicate": ranks, **({} if gpu else {"train.threads": 1})},
-             purpose="wall time", expected={"wall": 1 / ranks},
-             needs=f"two {'GPUs' if gpu else 'cores'} or more, and a batch that they can share", is_here=ranks > 1),
-    )  # fmt: skip
+        Rung(
+            name="channels last",
+            kind="nothing",
+            change={"train.memory_format": "channels_last"},
+            expected={"time": 0.9},
+            needs="a model with convolutions",
+        ),
+        Rung(
+            name="attention",
+            kind="nothing",
+            change={"train.attention": "fused"},
+            expected={"time": 0.9, "memory": 0.7},
+            needs="a model with attention",
+        ),
+        Rung(
+            name="kernels",
+            kind="nothing",
+            change={"train.deterministic": False},
+            expected={"time": 0.95},
+            needs="a GPU",
+            is_here=gpu,
+        ),
+        Rung(
+            name="chunked loss",
+            kind="nothing",
+            change={"task.chunked_loss": True},
+            purpose="memory",
+            expected={"memory": 0.5},
+            needs="a task with the parameter chunked_loss",
+            is_here=_takes(spec, "chunked_loss"),
+        ),
+        Rung(
+            name="compile",
+            kind="nothing",
+            change={"compile.what": "model"},
+            expected={"time": 0.7},
+            needs="a compiler for C++",
+            is_here=gpu or _has_compiler(),
+        ),
+        Rung(
+            name="cuda graphs",
+            kind="nothing",
+            change={"compile.what": "model", "compile.mode": "reduce-overhead"},
+            expected={"time": 0.9},
+            needs="a GPU",
+            is_here=gpu,
+        ),
+        Rung(
+            name="cudnn search",
+            kind="nothing",
+            change={"train.cudnn_benchmark": True, "train.deterministic": False},
+            expected={"time": 0.95},
+            needs="a GPU",
+            is_here=gpu,
+        ),
+        Rung(
+            name="tf32",
+            kind="rounding",
+            change={"precision.compute": "tf32"},
+            expected={"time": 0.6},
+            needs="a GPU",
+            is_here=gpu,
+        ),
+        Rung(
+            name="bf16",
+            kind="rounding",
+            change={"precision.compute": "bf16"},
+            expected={"time": 0.5, "memory": 0.5},
+        ),
+        Rung(
+            name="fp16",
+            kind="rounding",
+            change={"precision.compute": "fp16"},
+            expected={"time": 0.5, "memory": 0.5},
+            needs="a GPU",
+            is_here=gpu,
+        ),
+        Rung(
+            name="float8",
+            kind="rounding",
+            change={"precision.compute": "float8"},
+            expected={"time": 0.8},
+            needs="a GPU",
+            is_here=gpu,
+        ),
+        Rung(
+            name="masters",
+            kind="rounding",
+            change={"precision.compute": "bf16", "precision.weights": "bf16"},
+            expected={"time": 0.95},
+        ),
+        Rung(
+            name="threads",
+            kind="nothing",
+            change={"train.threads": cores},
+            purpose="wall time",
+            expected={"wall": 1 / cores},
+            needs="a CPU with two cores or more",
+            is_here=cores > 1 and not gpu,
+        ),
+        Rung(
+            name="workers",
+            kind="nothing",
+            change={"loader.workers": min(cores, 4)},
+            purpose="wall time",
+            expected={"wall": 0.9},
+            needs="two cores or more",
+            is_here=cores > 1,
+        ),
+        Rung(
+            name="microbatch",
+            kind="nothing",
+            change={"train.microbatch": part},
+            purpose="memory",
+            expected={"memory": 1.0 if part is None else part / spec.train.batch},
+            needs="a batch that can be divided",
+            is_here=part is not None,
+        ),
+        Rung(
+            name="recompute",
+            kind="nothing",
+            change={"memory.recompute": "full", **named},
+            purpose="memory",
+            expected={"memory": 0.5, "time": 1.3},
+            needs="a model with blocks",
+        ),
+        Rung(
+            name="offload",
+            kind="nothing",
+            change={"memory.offload": "activations"},
+            purpose="memory",
+            expected={"memory": 0.5, "time": 1.2},
+            needs="a GPU",
+            is_here=gpu,
+        ),
+        Rung(
+            name="update in backward",
+            kind="nothing",
+            change={"optim.fused": True, "memory.update_in_backward": True},
+            purpose="memory",
+            expected={"memory": 0.9},
+        ),
+        Rung(
+            name="whole step",
+            kind="nothing",
+            change={"optim.fused": True, "compile.what": "step"},
+            expected={"time": 0.8},
+            needs="a compiler for C++",
+            is_here=gpu or _has_compiler(),
+        ),
+        Rung(
+            name="8-bit state",
+            kind="algorithm",
+            change={"optim.fused": True, "optim.state": "8bit"},
+            purpose="memory",
+            expected={"memory": 0.8},
+            needs="adam or adamw",
+            is_here=spec.optim.name in ("adam", "adamw"),
+        ),
+        Rung(
+            name="large batch",
+            kind="algorithm",
+            change=_enlarged(spec),
+            expected={"time": 0.9},
+            needs="a batch of one size",
+            is_here=not spec.train.ramp,
+        ),
+        Rung(
+            name="data parallel",
+            kind="nothing",
+            change={"layout.replicate": ranks, **({} if gpu else {"train.threads": 1})},
+            purpose="wall time",
+            expected={"wall": 1 / ranks},
+            needs=f"two {'GPUs' if gpu else 'cores'} or more, and a batch that they can share",
+            is_here=ranks > 1,
+        ),
+    )
 
 
 def _enlarged(spec: RunSpec) -> dict[str, Any]:
     """Return the change to four times the batch, with the matching learning-rate scaling."""
     optim = spec.optim
     rule = "linear" if optim.name in ("sgd", "lars") else "sqrt"
-    scaled = {} if optim.reference_batch is not None else {"optim.reference_batch": spec.train.batch, "optim.scaling": rule}
+    scaled = (
+        {}
+        if optim.reference_batch is not None
+        else {"optim.reference_batch": spec.train.batch, "optim.scaling": rule}
+    )
     return {"train.batch": 4 * spec.train.batch, **scaled}
 
 
@@ -181,7 +331,9 @@ def _has_compiler() -> bool:
 
 def _takes(spec: RunSpec, parameter: str) -> bool:
     use = spec.task.use
-    return use is not None and any(each.name == parameter for each in signature.find_parameters(use) or ())
+    return use is not None and any(
+        each.name == parameter for each in signature.find_parameters(use) or ()
+    )
 
 
 def find_part(batch: int) -> int | None:
@@ -190,7 +342,11 @@ def find_part(batch: int) -> int | None:
     >>> find_part(64), find_part(50), find_part(7), find_part(1)
     (16, 10, 1, None)
     """
-    return next((size for size in range(max(1, batch // 4), 0, -1) if batch % size == 0), None) if batch > 1 else None
+    return (
+        next((size for size in range(max(1, batch // 4), 0, -1) if batch % size == 0), None)
+        if batch > 1
+        else None
+    )
 
 
 def plain(spec: RunSpec) -> RunSpec:
@@ -203,7 +359,9 @@ def change(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
 
     Another `task.use` drops the task's parameters.
     """
-    tables: dict[str, dict[str, Any]] = {name: dict(keys) for name, keys in spec.as_tables().items()}
+    tables: dict[str, dict[str, Any]] = {
+        name: dict(keys) for name, keys in spec.as_tables().items()
+    }
     for key, value in changes.items():
         table, _, inner = key.partition(".")
         if key == "task.use":
@@ -240,7 +398,11 @@ def parse_rung(text: str) -> Rung:
         changes = [spec_file.parse_set(each.strip()) for each in _split(stated)]
     except SpecError as error:
         raise SpecError(f"--rung {text!r}: {error.message.partition(' ')[2]}", hint=hint) from None
-    made = Rung(name=name, kind=kinds.get(kind or "", "nothing"), change={key: value for key, value, _ in changes})
+    made = Rung(
+        name=name,
+        kind=kinds.get(kind or "", "nothing"),
+        change={key: value for key, value, _ in changes},
+    )
     return replace(made, purpose="wall time") if made.takes_ranks else made
 
 
@@ -259,7 +421,8 @@ def choose(given: Sequence[str], rungs: Sequence[Rung]) -> tuple[Rung, ...]:
         if name not in named:
             near = difflib.get_close_matches(name, named, n=1)
             raise InputError(
-                f"there is no rung {name!r}", hint=f"{f'did you mean {near[0]!r}? ' if near else ''}there are: {', '.join(named)}"
+                f"there is no rung {name!r}",
+                hint=f"{f'did you mean {near[0]!r}? ' if near else ''}there are: {', '.join(named)}",
             )
     check_names([named[name] for name in given])
     return tuple(named[name] for name in given)
@@ -269,7 +432,16 @@ def check_names(rungs: Sequence[Rung]) -> None:
     """Raise InputError for two rungs of one name, and for a name that the ladder reserves."""
     taken = next((rung.name for rung in rungs if rung.name in RESERVED), None)
     if taken is not None:
-        raise InputError(f"no rung can be named {taken!r}", hint="it is what the ladder calls a spec of its own")
-    twice = next((rung.name for number, rung in enumerate(rungs) if rung.name in {each.name for each in rungs[:number]}), None)
+        raise InputError(
+            f"no rung can be named {taken!r}", hint="it is what the ladder calls a spec of its own"
+        )
+    twice = next(
+        (
+            rung.name
+            for number, rung in enumerate(rungs)
+            if rung.name in {each.name for each in rungs[:number]}
+        ),
+        None,
+    )
     if twice is not None:
         raise InputError(f"two rungs are named {twice!r}", hint="give each a name of its own")

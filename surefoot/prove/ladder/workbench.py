@@ -26,7 +26,10 @@ from surefoot.trial.arm import REPORT, SHARED, WORK, absolute, num_ranks
 START, BELOW = "start", "below"
 OUTCOMES = "outcomes.jsonl"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the cache folder of torch.compile
-WARMUP_STEPS, LEAST_STEPS = 8, 8  # the whole step is compiled after five: surefoot.train.step.stepper.EAGER_STEPS
+WARMUP_STEPS, LEAST_STEPS = (
+    8,
+    8,
+)  # the whole step is compiled after five: surefoot.train.step.stepper.EAGER_STEPS
 WARMUP_S = 0.3  # processes take turns of 0.1 s, and each gets some of them during the warm-up
 TARGET_S = 1.5  # duration of the baseline's measured steps, where no number of samples is given
 ROOM = 1.25  # allowed memory of a process, relative to the baseline
@@ -52,7 +55,10 @@ class LadderSettings:
 
     def __post_init__(self) -> None:
         if self.pairs < 1 or (self.samples is not None and self.samples < 1):
-            raise InputError(f"--pairs is {self.pairs} and --samples {self.samples}", hint="use 1 or more of each")
+            raise InputError(
+                f"--pairs is {self.pairs} and --samples {self.samples}",
+                hint="use 1 or more of each",
+            )
 
     @property
     def can_decide(self) -> bool:
@@ -77,10 +83,22 @@ class Workbench:
         Raises TaskError where it does not run.
         """
         with _work() as work:
-            arm = spec_arm(START, _quiet(self._start), steps=LEAST_STEPS, warmup=WARMUP_STEPS, whole_length=True)
+            arm = spec_arm(
+                START,
+                _quiet(self._start),
+                steps=LEAST_STEPS,
+                warmup=WARMUP_STEPS,
+                whole_length=True,
+            )
             outcome = run_arm(arm, work)
-        total_steps = outcome.measures.get("total_steps", math.inf)  # infinite if the length of the run is a time
-        if outcome.ended != "done" or "num_samples" not in outcome.measures or total_steps < WARMUP_STEPS + LEAST_STEPS:
+        total_steps = outcome.measures.get(
+            "total_steps", math.inf
+        )  # infinite if the length of the run is a time
+        if (
+            outcome.ended != "done"
+            or "num_samples" not in outcome.measures
+            or total_steps < WARMUP_STEPS + LEAST_STEPS
+        ):
             raise TaskError(
                 f"the start of the ladder does not run: {last_words(outcome.error or 'it is over before its last measured step')}",
                 hint=f"make the plain loop train {WARMUP_STEPS + LEAST_STEPS} steps first: surefoot train SPEC",
@@ -90,9 +108,13 @@ class Workbench:
         self.devices = int(outcome.facts["devices"])
         per_step = outcome.measures["num_samples"] / LEAST_STEPS
         step_s = outcome.measures["wall_s_per_step"]
-        wanted = TARGET_S / step_s if self.settings.samples is None else self.settings.samples / per_step
+        wanted = (
+            TARGET_S / step_s if self.settings.samples is None else self.settings.samples / per_step
+        )
         self._total_steps = total_steps
-        self._steps = int(min(max(LEAST_STEPS, math.ceil(wanted)), self._total_steps - WARMUP_STEPS))
+        self._steps = int(
+            min(max(LEAST_STEPS, math.ceil(wanted)), self._total_steps - WARMUP_STEPS)
+        )
         self.warmup_steps = self._warmup(math.ceil(WARMUP_S / step_s))
         self._epoch_steps = math.ceil(outcome.measures["samples_per_epoch"] / per_step)
         self.num_samples = round(self._steps * per_step)
@@ -109,7 +131,9 @@ class Workbench:
         measurement.
         """
         if self._epoch_steps < self.warmup_steps + self._steps:
-            self.warmup_steps = max(self.warmup_steps, self._warmup(self._epoch_steps + WARMUP_STEPS))
+            self.warmup_steps = max(
+                self.warmup_steps, self._warmup(self._epoch_steps + WARMUP_STEPS)
+            )
 
     def key(self, measure: Measure) -> str:
         """Return the name under which processes report a measure.
@@ -118,22 +142,36 @@ class Workbench:
         """
         on_cpu = self.device == "cpu"
         return {
-            "time": "cpu_s_per_sample" if on_cpu else "wall_s_per_sample", "wall": "wall_s_per_sample",
-            "memory": "peak_bytes" if on_cpu else "device_peak_bytes", "startup": "startup_s",
-        }[measure]  # fmt: skip
+            "time": "cpu_s_per_sample" if on_cpu else "wall_s_per_sample",
+            "wall": "wall_s_per_sample",
+            "memory": "peak_bytes" if on_cpu else "device_peak_bytes",
+            "startup": "startup_s",
+        }[measure]
 
     def ratio(self, trial: Trial, arm: str, baseline: str, measure: Measure) -> Interval | None:
         """Return the paired ratio of a measure, with an interval valid at interim analyses.
 
         Return None where no pair has both values.
         """
-        mine, theirs = trial.pairs(arm, baseline, self.key(measure)) if baseline in trial.arms else ([], [])
-        return sequential_ratio(mine, theirs, most=trial.rounds) if mine and min(*mine, *theirs) > 0 else None
+        mine, theirs = (
+            trial.pairs(arm, baseline, self.key(measure)) if baseline in trial.arms else ([], [])
+        )
+        return (
+            sequential_ratio(mine, theirs, most=trial.rounds)
+            if mine and min(*mine, *theirs) > 0
+            else None
+        )
 
     # ---- time
 
     def measure(
-        self, name: str, spec: RunSpec, below: RunSpec, is_over: Callable[[Trial], bool], *, decides: bool = True
+        self,
+        name: str,
+        spec: RunSpec,
+        below: RunSpec,
+        is_over: Callable[[Trial], bool],
+        *,
+        decides: bool = True,
     ) -> Trial:
         """Run interleaved rounds of a rung, the rung below and the baseline until `is_over`.
 
@@ -151,7 +189,9 @@ class Workbench:
         for offset, count, these in ((0, first, [*arms, *more]), (first, most - first, arms)):
             if count < 1 or (offset and not decides):
                 break
-            for number, outcome in enumerate(self._rounds(these, count, self._seed + offset), start=1):
+            for number, outcome in enumerate(
+                self._rounds(these, count, self._seed + offset), start=1
+            ):
                 self._keep(outcome)
                 outcomes.append(replace(outcome, round=outcome.round + offset))
                 trial = replace(trial, outcomes=tuple(outcomes))
@@ -160,7 +200,13 @@ class Workbench:
         return trial
 
     def measure_all(
-        self, title: str, specs: Mapping[str, RunSpec], rounds: int, *, caches: Path | None = None, tell: Tell = lambda text: None
+        self,
+        title: str,
+        specs: Mapping[str, RunSpec],
+        rounds: int,
+        *,
+        caches: Path | None = None,
+        tell: Tell = lambda text: None,
     ) -> Trial:
         """Run `rounds` interleaved rounds of all of `specs`.
 
@@ -170,12 +216,17 @@ class Workbench:
         outcomes: list[Outcome] = []
         arms = [self._arm(name, spec) for name, spec in specs.items()]
         if caches is not None:
-            arms = [replace(arm, variables={CACHE: str(caches / arm.name.replace(" ", "-"))}) for arm in arms]
+            arms = [
+                replace(arm, variables={CACHE: str(caches / arm.name.replace(" ", "-"))})
+                for arm in arms
+            ]
         for outcome in self._rounds(arms, rounds, self._seed):
             self._keep(outcome)
             outcomes.append(outcome)
             tell(f"round {outcome.round + 1} of {rounds}: {outcome.arm}: {outcome.ended}")
-        return Trial(title=title, arms=tuple(specs), rounds=rounds, seed=self._seed, outcomes=tuple(outcomes))
+        return Trial(
+            title=title, arms=tuple(specs), rounds=rounds, seed=self._seed, outcomes=tuple(outcomes)
+        )
 
     def _rounds(self, arms: Sequence[Arm], rounds: int, seed: int) -> Iterator[Outcome]:
         """Run rounds in turns where the memory holds all processes, else one after the other.
@@ -190,9 +241,13 @@ class Workbench:
     def _arm(self, name: str, spec: RunSpec) -> Arm:
         """Return a process for `spec`; all train equally many samples, whatever their batch."""
         return spec_arm(
-            name, _quiet(spec), steps=self._steps_of(spec, self._steps), warmup=self._steps_of(spec, self.warmup_steps),
-            timeout_s=self.settings.timeout_s, whole_length=True,
-        )  # fmt: skip
+            name,
+            _quiet(spec),
+            steps=self._steps_of(spec, self._steps),
+            warmup=self._steps_of(spec, self.warmup_steps),
+            timeout_s=self.settings.timeout_s,
+            whole_length=True,
+        )
 
     def _steps_of(self, spec: RunSpec, steps: int) -> int:
         return max(1, round(steps * self._start.train.batch / spec.train.batch))
@@ -205,7 +260,11 @@ class Workbench:
         Raises TaskError where the process fails.
         """
         words = () if unit is None else ("--unit", repr(unit))
-        return self._arrays(self._child("tensors", name, spec, steps=CHECKED_STEPS, seeds=range(CHECKED_SEEDS), words=words))
+        return self._arrays(
+            self._child(
+                "tensors", name, spec, steps=CHECKED_STEPS, seeds=range(CHECKED_SEEDS), words=words
+            )
+        )
 
     def states(self, name: str, spec: RunSpec, *, units: Sequence[float] = ()) -> Arrays:
         """Return the tensors of two steps from each of a few states, and under rounding by `units`.
@@ -213,7 +272,9 @@ class Workbench:
         Raises TaskError where the process fails.
         """
         words = [word for unit in units for word in ("--unit", repr(unit))]
-        return self._arrays(self._child("states", name, spec, steps=STATE_STEPS, seeds=range(STATES), words=words))
+        return self._arrays(
+            self._child("states", name, spec, steps=STATE_STEPS, seeds=range(STATES), words=words)
+        )
 
     def _arrays(self, arm: Arm) -> Arrays:
         with _work() as work:
@@ -232,22 +293,48 @@ class Workbench:
         with _work() as work:
             outcome = run_arm(self._child("scores", name, spec, steps=steps, seeds=seeds), work)
         self._keep(outcome)
-        found = {number: outcome.measures.get(f"score_{place}") for place, number in enumerate(seeds)}
+        found = {
+            number: outcome.measures.get(f"score_{place}") for place, number in enumerate(seeds)
+        }
         known = {number: value for number, value in found.items() if value is not None}
         facts = outcome.facts
         return SeedScores(known, facts["score"], facts["better"], facts["unit"]) if known else None
 
-    def _child(self, what: str, name: str, spec: RunSpec, *, steps: int, seeds: range, words: Sequence[str] = ()) -> Arm:
+    def _child(
+        self,
+        what: str,
+        name: str,
+        spec: RunSpec,
+        *,
+        steps: int,
+        seeds: range,
+        words: Sequence[str] = (),
+    ) -> Arm:
         seeded = [word for number in seeds for word in ("--seed", str(self._seed + number))]
         whole = _quiet(spec)
         command = (
-            sys.executable, "-m", "surefoot.prove.ladder.child", what, f"{WORK}/spec.toml", "--report", REPORT, "--run", f"{SHARED}/run",
-            "--steps", str(steps), *seeded, *words,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "surefoot.prove.ladder.child",
+            what,
+            f"{WORK}/spec.toml",
+            "--report",
+            REPORT,
+            "--run",
+            f"{SHARED}/run",
+            "--steps",
+            str(steps),
+            *seeded,
+            *words,
+        )
         return Arm(
-            name=name, command=command, files={"spec.toml": spec_file.write(whole.replace(**absolute(whole, Path())))},
-            threads=spec.train.threads or 1, ranks=num_ranks(spec), timeout_s=self.settings.timeout_s * len(seeds),
-        )  # fmt: skip
+            name=name,
+            command=command,
+            files={"spec.toml": spec_file.write(whole.replace(**absolute(whole, Path())))},
+            threads=spec.train.threads or 1,
+            ranks=num_ranks(spec),
+            timeout_s=self.settings.timeout_s * len(seeds),
+        )
 
     def _keep(self, outcome: Outcome) -> None:
         self.num_runs += 1
@@ -256,12 +343,17 @@ class Workbench:
             with (self._folder / OUTCOMES).open("a", encoding="utf-8") as file:
                 file.write(as_line(outcome) + "\n")
         except OSError as error:
-            raise StorageError(f"{self._folder} cannot be written: {error.strerror}", hint="name another folder: --out") from None
+            raise StorageError(
+                f"{self._folder} cannot be written: {error.strerror}",
+                hint="name another folder: --out",
+            ) from None
 
 
 def _quiet(spec: RunSpec) -> RunSpec:
     """Return the spec of a measured run: the same training, without copies elsewhere."""
-    return rungs.change(spec, {"checkpoint.store": None, "observe.tensorboard": bool(spec.observe.tensorboard)})
+    return rungs.change(
+        spec, {"checkpoint.store": None, "observe.tensorboard": bool(spec.observe.tensorboard)}
+    )
 
 
 @contextlib.contextmanager

@@ -53,12 +53,17 @@ def main(words: Sequence[str] | None = None) -> None:
                 raise
             facts["failed"] = describe(error)
     if record is not None:
-        facts |= {name: json.dumps([asdict(each) for each in getattr(record, name)]) for name in ("narrow", "draws")}
+        facts |= {
+            name: json.dumps([asdict(each) for each in getattr(record, name)])
+            for name in ("narrow", "draws")
+        }
     if arrays is not None:
         write_report(asked.report, {}, facts=facts, arrays=arrays)
 
 
-def _train(asked: argparse.Namespace, record: PassRecord | None, facts: dict[str, str]) -> dict[str, np.ndarray] | None:
+def _train(
+    asked: argparse.Namespace, record: PassRecord | None, facts: dict[str, str]
+) -> dict[str, np.ndarray] | None:
     """Return the tensors after each step, and add facts of the run.
 
     Return None on ranks that report nothing.
@@ -67,7 +72,10 @@ def _train(asked: argparse.Namespace, record: PassRecord | None, facts: dict[str
     found = load_task(spec)
     task = found
     if asked.float64 or asked.plain or record is not None:
-        task = resolve(Wide(found, float64=asked.float64, record=record, plain=asked.plain), importable=found.importable)
+        task = resolve(
+            Wide(found, float64=asked.float64, record=record, plain=asked.plain),
+            importable=found.importable,
+        )
     arrays: dict[str, np.ndarray] = {}
     with told_apart(), Run(spec, task, folder=asked.run, quiet=True) as run:
         took_s: list[float] = []
@@ -79,7 +87,11 @@ def _train(asked: argparse.Namespace, record: PassRecord | None, facts: dict[str
             if report.gradient_norm is not None:
                 arrays[f"norm/{step}"] = np.array(report.gradient_norm, dtype=np.float64)
             begun_s = time.perf_counter()
-        facts |= {"batch": str(run.assembly.feed.largest), "steps": str(run.step), "device": run.assembly.engine.device.type}
+        facts |= {
+            "batch": str(run.assembly.feed.largest),
+            "steps": str(run.step),
+            "device": run.assembly.engine.device.type,
+        }
         facts["step_s"] = str(statistics.median(took_s[1:] or took_s))
         return arrays if run.group.is_first else None
 
@@ -90,7 +102,9 @@ def _capture_whole(run: Run, loss: float, step: int) -> dict[str, np.ndarray]:
     if not sharded:
         return with_masters(run.model, capture(run.model, loss, step), step)
     taken = {f"loss/{step}": np.array(loss, dtype=np.float64)}
-    taken |= {f"weight/{step}/{name}": buffer.numpy().copy() for name, buffer in run.model.named_buffers()}
+    taken |= {
+        f"weight/{step}/{name}": buffer.numpy().copy() for name, buffer in run.model.named_buffers()
+    }
     for name, parameter in run.model.named_parameters():
         master = master_of(parameter)
         part = part_of(master)

@@ -64,9 +64,18 @@ class LayoutTrial:
         self.tell(name)
         place = self.folder / name.replace("=", "").replace(",", " ").replace(" ", "-")
         command = (
-            sys.executable, "-m", "surefoot.prove.layouts.child", f"{WORK}/spec.toml", "--report", REPORT, "--run", str(place / "run"),
-            "--steps", str(steps or self.steps), *flags,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "surefoot.prove.layouts.child",
+            f"{WORK}/spec.toml",
+            "--report",
+            REPORT,
+            "--run",
+            str(place / "run"),
+            "--steps",
+            str(steps or self.steps),
+            *flags,
+        )
         spec = spec.replace(layout={"shard": layout.shard, "stage": layout.stage})
         whole = spec.replace(**absolute(spec, Path.cwd()))
         arm = Arm(
@@ -88,18 +97,29 @@ class LayoutTrial:
         return read_arrays(place / "rank0" / "report.json"), outcome.facts
 
 
-def compare(layout: str, precision: str, whole: Arrays, found: Arrays, allowed: float, *, only_first: bool) -> LayoutComparison:
+def compare(
+    layout: str, precision: str, whole: Arrays, found: Arrays, allowed: float, *, only_first: bool
+) -> LayoutComparison:
     """Compare `found` with `whole`, tensor by tensor.
 
     With `only_first`, only loss, norm and gradients of the first step are compared.
     """
 
     def kept(arrays: Arrays) -> dict[str, np.ndarray]:
-        return {name: each for name, each in arrays.items() if not only_first or f"{name}/".startswith(FIRST)}
+        return {
+            name: each
+            for name, each in arrays.items()
+            if not only_first or f"{name}/".startswith(FIRST)
+        }
 
     gaps = compare_arrays(kept(whole), kept(whole), kept(found), tolerance=allowed)
     worst = gaps[0]
     return LayoutComparison(
-        layout=layout, precision=precision, worst=worst.name, off=worst.distance, allowed=allowed, count=len(gaps),
+        layout=layout,
+        precision=precision,
+        worst=worst.name,
+        off=worst.distance,
+        allowed=allowed,
+        count=len(gaps),
         num_bad=sum(gap.verdict == "differs" for gap in gaps),
-    )  # fmt: skip
+    )

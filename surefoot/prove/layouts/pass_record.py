@@ -31,7 +31,10 @@ from surefoot.components.memory.tensors import find_tensors
 
 OUR_FOLDER = Path(__file__).parents[2]
 OUTSIDE = ("<", *(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, OUR_FOLDER)))
-STANDARD_LIBRARY, INSTALLED = f"{sysconfig.get_path('stdlib')}{os.sep}", f"{os.sep}site-packages{os.sep}"
+STANDARD_LIBRARY, INSTALLED = (
+    f"{sysconfig.get_path('stdlib')}{os.sep}",
+    f"{os.sep}site-packages{os.sep}",
+)
 BUILT_IN = f"{OUR_FOLDER / 'tasks'}{os.sep}"  # a built-in task counts as the user's code
 
 
@@ -75,7 +78,9 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def know(self, model: nn.Module) -> None:
         """Set the model, whose modules are named in the records."""
-        self._names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
+        self._names = {
+            id(module): name or type(model).__name__ for name, module in model.named_modules()
+        }
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -95,13 +100,19 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(self._draws)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if self._is_paused:
             return out
         made = next((each for each in find_tensors(out) if _is_narrow(each)), None)
-        draws = torch.Tag.nondeterministic_seeded in func.tags and _draws_numbers(func, args, kwargs or {})
+        draws = torch.Tag.nondeterministic_seeded in func.tags and _draws_numbers(
+            func, args, kwargs or {}
+        )
         if made is None and not draws:
             return out
         found = self._find(func, made)
@@ -135,7 +146,9 @@ def _is_users(file: str) -> bool:
     """Return whether a file belongs to the user's code, or to a library that it uses."""
     if file.startswith(BUILT_IN):
         return True
-    return not file.startswith(OUTSIDE) and (not file.startswith(STANDARD_LIBRARY) or INSTALLED in file)
+    return not file.startswith(OUTSIDE) and (
+        not file.startswith(STANDARD_LIBRARY) or INSTALLED in file
+    )
 
 
 def _is_narrow(tensor: Tensor) -> bool:
@@ -146,6 +159,10 @@ def _draws_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """Return whether an operator that may draw does: fused attention without dropout does not."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            value = (
+                args[index]
+                if index < len(args)
+                else kwargs.get("dropout_p", argument.default_value)
+            )
             return bool(value)
     return True

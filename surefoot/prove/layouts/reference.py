@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 
 from surefoot.contract.spec import RunSpec
 from surefoot.core.ranks.layout import Layout
-from surefoot.prove.layouts.compare import NARROW, UNIT, WIDE, Arrays, LayoutComparison, LayoutTrial, compare
+from surefoot.prove.layouts.compare import (
+    NARROW,
+    UNIT,
+    WIDE,
+    Arrays,
+    LayoutComparison,
+    LayoutTrial,
+    compare,
+)
 
 OPERATOR_UNITS = {"float32": UNIT, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 LEAST_UNIT = 2.0**-3  # unit of any format with fewer bits
@@ -47,7 +55,12 @@ class Reference:
             return [found]
         flags = ("--plain", *self._flags)
         uncut, facts = self.run.run(
-            _uncut(self.cut), Layout(), "one process, the whole batch, plain", "--record", *flags, steps=1
+            _uncut(self.cut),
+            Layout(),
+            "one process, the whole batch, plain",
+            "--record",
+            *flags,
+            steps=1,
         )
         if "failed" in facts:
             return [found]
@@ -70,7 +83,14 @@ class Reference:
         return [plain]
 
     def judge(
-        self, layout: str, is_wide: bool, whole: Arrays, found: Arrays, batch: int, *, only_first: bool = False
+        self,
+        layout: str,
+        is_wide: bool,
+        whole: Arrays,
+        found: Arrays,
+        batch: int,
+        *,
+        only_first: bool = False,
     ) -> LayoutComparison:
         """Compare `found` with `whole` and return the result.
 
@@ -78,10 +98,16 @@ class Reference:
         Where that fails, operators in fewer bits widen the bound to their rounding.
         """
         compute = self.compute
-        precision, unit = ("float64", 0.0) if is_wide else (compute, NARROW.get(compute, NARROW["bf16"]))
+        precision, unit = (
+            ("float64", 0.0) if is_wide else (compute, NARROW.get(compute, NARROW["bf16"]))
+        )
         allowed = WIDE if is_wide else batch * unit
-        exact = compare(layout, precision, whole, found, allowed, only_first=only_first or not is_wide)
-        least = max((OPERATOR_UNITS.get(each["dtype"], LEAST_UNIT) for each in self.narrow), default=0.0)
+        exact = compare(
+            layout, precision, whole, found, allowed, only_first=only_first or not is_wide
+        )
+        least = max(
+            (OPERATOR_UNITS.get(each["dtype"], LEAST_UNIT) for each in self.narrow), default=0.0
+        )
         if exact.holds or least <= unit:
             return exact
         told = f"the task computes in fewer bits than {precision}, whose bound is used: {describe(self.narrow)}"
@@ -94,7 +120,14 @@ class Reference:
         return ("--float64",) if self.is_wide else ()
 
     def _judge_cut(self, uncut: Arrays, cut: Arrays, batch: int) -> LayoutComparison:
-        return self.judge(f"1,microbatch={self.cut.train.microbatch}", self.is_wide, uncut, cut, batch, only_first=True)
+        return self.judge(
+            f"1,microbatch={self.cut.train.microbatch}",
+            self.is_wide,
+            uncut,
+            cut,
+            batch,
+            only_first=True,
+        )
 
 
 def take_reference(run: LayoutTrial, wide: RunSpec, cut: RunSpec) -> Reference:
@@ -103,20 +136,40 @@ def take_reference(run: LayoutTrial, wide: RunSpec, cut: RunSpec) -> Reference:
     If the task itself keeps values in fewer bits, run that of `cut` instead.
     """
     flags, compute = ("--record", "--float64"), cut.precision.compute
-    arrays, facts = run.run(_uncut(wide), Layout(), "one process, the whole batch, float64", *flags, steps=1)
+    arrays, facts = run.run(
+        _uncut(wide), Layout(), "one process, the whole batch, float64", *flags, steps=1
+    )
     narrow = json.loads(facts["narrow"])
     if "failed" not in facts:
         return Reference(run, wide, arrays, narrow, True, compute)
     if not narrow:
         return Reference(
-            run, wide, None, (), True, compute, [f"not compared with the whole batch, whose step fails: {facts['failed']}"]
+            run,
+            wide,
+            None,
+            (),
+            True,
+            compute,
+            [f"not compared with the whole batch, whose step fails: {facts['failed']}"],
         )
     why = f"not compared in float64, since the task keeps numbers in fewer bits: {describe(narrow)}; {facts['failed']}"
-    arrays, facts = run.run(_uncut(cut), Layout(), f"one process, the whole batch, {cut.precision.compute}", "--record", steps=1)
+    arrays, facts = run.run(
+        _uncut(cut),
+        Layout(),
+        f"one process, the whole batch, {cut.precision.compute}",
+        "--record",
+        steps=1,
+    )
     if "failed" not in facts:
         return Reference(run, cut, arrays, narrow, False, compute, [why])
     return Reference(
-        run, cut, None, narrow, False, compute, [why, f"not compared with the whole batch, whose step fails: {facts['failed']}"]
+        run,
+        cut,
+        None,
+        narrow,
+        False,
+        compute,
+        [why, f"not compared with the whole batch, whose step fails: {facts['failed']}"],
     )
 
 
@@ -132,4 +185,6 @@ def describe(operators: Operators) -> str:
 
 
 def _uncut(spec: RunSpec) -> RunSpec:
-    return spec.replace(train={"microbatch": None}, layout={"virtual_ranks": None}, observe={"noise": False})
+    return spec.replace(
+        train={"microbatch": None}, layout={"virtual_ranks": None}, observe={"noise": False}
+    )

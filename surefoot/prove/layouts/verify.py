@@ -73,7 +73,8 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
     """
     if spec.task.use is None:
         raise SpecError(
-            "the spec names no task, so fresh processes cannot build it", hint='name it: [task] use = "my_task.py:MyTask"'
+            "the spec names no task, so fresh processes cannot build it",
+            hint='name it: [task] use = "my_task.py:MyTask"',
         )
     if spec.train.batchnorm == "sync":
         raise SpecError(
@@ -87,7 +88,9 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
             hint="verify with --set layout.compress=none",
         )
     most, batch = max(each.world_size for each in layouts), spec.train.batch
-    microbatch = spec.train.microbatch or next((size for size in range(batch // most, 0, -1) if batch % size == 0), 0)
+    microbatch = spec.train.microbatch or next(
+        (size for size in range(batch // most, 0, -1) if batch % size == 0), 0
+    )
     if microbatch < 1 or -(-batch // microbatch) < most:
         cut = f" in microbatches of {microbatch}" if microbatch else ""
         raise SpecError(
@@ -95,20 +98,26 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
             hint="compare layouts of fewer ranks, or set train.microbatch",
         )
     return spec.replace(
-        train={"microbatch": microbatch, "threads": 1}, layout={"replicate": None, "shard": 1},
-        checkpoint={"every": "never", "store": None}, observe={"every": "1 step", "tensorboard": False},
+        train={"microbatch": microbatch, "threads": 1},
+        layout={"replicate": None, "shard": 1},
+        checkpoint={"every": "never", "store": None},
+        observe={"every": "1 step", "tensorboard": False},
         evaluate={"every": f"{10 * steps} steps"},
-    )  # fmt: skip
+    )
 
 
-def verify_layouts(spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, steps: int, tell: Tell) -> LayoutVerdict:
+def verify_layouts(
+    spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, steps: int, tell: Tell
+) -> LayoutVerdict:
     """Run each layout in `folder`, in float64 where possible and as the spec says, and compare.
 
     Raises SpecError for a spec that cannot be tried, TaskError for a layout that does not run.
     """
     cut, run = as_trial(spec, layouts, steps), LayoutTrial(folder, steps, tell)
     compute = cut.precision.compute
-    wide = cut.replace(precision={"compute": "fp32", "weights": "fp32"}) if compute != "fp32" else cut
+    wide = (
+        cut.replace(precision={"compute": "fp32", "weights": "fp32"}) if compute != "fp32" else cut
+    )
     is_exact = cut.layout.virtual_ranks is not None
     reference = take_reference(run, wide, cut)
     rows: list[LayoutComparison] = []
@@ -136,23 +145,45 @@ def verify_layouts(spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, st
     if is_exact:
         costs.insert(0, _cost(run, cut, Layout(), facts))
     return LayoutVerdict(
-        num_steps=int(facts["steps"]), batch=int(facts["batch"]), microbatch=cut.train.microbatch or 0, rows=tuple(rows),
-        costs=tuple(costs), notes=tuple(reference.notes), narrow=tuple(reference.narrow),
-    )  # fmt: skip
+        num_steps=int(facts["steps"]),
+        batch=int(facts["batch"]),
+        microbatch=cut.train.microbatch or 0,
+        rows=tuple(rows),
+        costs=tuple(costs),
+        notes=tuple(reference.notes),
+        narrow=tuple(reference.narrow),
+    )
 
 
 def _cost(run: LayoutTrial, spec: RunSpec, layout: Layout, exact: Mapping[str, str]) -> LayoutCost:
-    _, told = run.run(spec.replace(layout={"virtual_ranks": None}), layout, f"{layout}, without the same bits")
-    return LayoutCost(layout=str(layout), exact_s=float(exact["step_s"]), plain_s=float(told["step_s"]))
+    _, told = run.run(
+        spec.replace(layout={"virtual_ranks": None}), layout, f"{layout}, without the same bits"
+    )
+    return LayoutCost(
+        layout=str(layout), exact_s=float(exact["step_s"]), plain_s=float(told["step_s"])
+    )
 
 
 def _compare_bits(layout: Layout, precision: str, whole: Arrays, found: Arrays) -> LayoutComparison:
     """Compare all tensors bitwise and return the worst one; -0.0 differs from 0.0."""
     both = whole.keys() & found.keys()
-    apart = [name for name in {**whole, **found} if name not in both or whole[name].tobytes() != found[name].tobytes()]
-    off = {name: float(np.abs(np.subtract(whole[name], found[name])).max(initial=0.0)) for name in apart if name in both}
+    apart = [
+        name
+        for name in {**whole, **found}
+        if name not in both or whole[name].tobytes() != found[name].tobytes()
+    ]
+    off = {
+        name: float(np.abs(np.subtract(whole[name], found[name])).max(initial=0.0))
+        for name in apart
+        if name in both
+    }
     worst = max(apart or whole, key=lambda name: off.get(name, np.inf))
     return LayoutComparison(
-        layout=str(layout), precision=precision, worst=worst, off=off.get(worst) if apart else 0.0, allowed=0.0, count=len(whole),
+        layout=str(layout),
+        precision=precision,
+        worst=worst,
+        off=off.get(worst) if apart else 0.0,
+        allowed=0.0,
+        count=len(whole),
         num_bad=len(apart),
-    )  # fmt: skip
+    )

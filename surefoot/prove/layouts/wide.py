@@ -24,7 +24,14 @@ class Wide:
     can then depend on how a batch is split.
     """
 
-    def __init__(self, found: Resolved, *, float64: bool = True, record: PassRecord | None = None, plain: bool = False) -> None:
+    def __init__(
+        self,
+        found: Resolved,
+        *,
+        float64: bool = True,
+        record: PassRecord | None = None,
+        plain: bool = False,
+    ) -> None:
         self._task, self._own, self._record, self._plain = found.task, found.augment, record, plain
         self._convert = _wide if float64 else lambda tensor: tensor
         self._is_wide = float64
@@ -58,7 +65,9 @@ class Wide:
 class WideSource:
     """A source whose tensors are converted, for example to float64."""
 
-    def __init__(self, source: Source, convert: Callable[[Tensor], Tensor], record: PassRecord | None = None) -> None:
+    def __init__(
+        self, source: Source, convert: Callable[[Tensor], Tensor], record: PassRecord | None = None
+    ) -> None:
         self._source, self._convert, self._record = source, convert, record
 
     def __len__(self) -> int:

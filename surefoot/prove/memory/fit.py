@@ -26,7 +26,11 @@ class Fit:
     prediction: Prediction
 
     def as_row(self) -> dict[str, Any]:
-        return {"microbatch": self.microbatch, "recompute": self.recompute, **self.prediction.as_row()}
+        return {
+            "microbatch": self.microbatch,
+            "recompute": self.recompute,
+            **self.prediction.as_row(),
+        }
 
 
 def find_sizes(spec: RunSpec) -> list[int]:
@@ -78,5 +82,11 @@ def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
 
 def _changed(spec: RunSpec, train: dict[str, Any], memory: dict[str, Any]) -> RunSpec:
     tables = spec.as_tables()
-    changed = {"train": {**tables.get("train", {}), **train}, "memory": {**tables.get("memory", {}), **memory}}
-    return spec.replace_all({**tables, **changed}, [f"{table}.{key}" for table in ("train", "memory") for key in changed[table]])
+    changed = {
+        "train": {**tables.get("train", {}), **train},
+        "memory": {**tables.get("memory", {}), **memory},
+    }
+    return spec.replace_all(
+        {**tables, **changed},
+        [f"{table}.{key}" for table in ("train", "memory") for key in changed[table]],
+    )

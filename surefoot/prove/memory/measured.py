@@ -28,10 +28,18 @@ class MemoryComparison:
     @property
     def error(self) -> float | None:
         """Relative error of the prediction, (predicted - measured) / measured, or None."""
-        return None if self.predicted_bytes is None else (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
+        return (
+            None
+            if self.predicted_bytes is None
+            else (self.predicted_bytes - self.measured_bytes) / self.measured_bytes
+        )
 
     def as_row(self) -> dict[str, Any]:
-        return {"measured_bytes": self.measured_bytes, "resident_bytes": self.resident_bytes, "error": self.error}
+        return {
+            "measured_bytes": self.measured_bytes,
+            "resident_bytes": self.resident_bytes,
+            "error": self.error,
+        }
 
 
 def compare(spec: RunSpec, predicted_bytes: int | None) -> MemoryComparison:

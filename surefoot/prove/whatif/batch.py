@@ -13,7 +13,10 @@ from surefoot.core.statistics import mean
 from surefoot.trial import Outcome, Trial, find_conditions, run_rounds, spec_arm
 
 WARMUP_STEPS, MOST_ROWS, MOST_PARTS = 2, 60, 8
-QUIET: dict[str, dict[str, Any]] = {"observe": {"tensorboard": False, "noise": False}, "checkpoint": {"store": None}}
+QUIET: dict[str, dict[str, Any]] = {
+    "observe": {"tensorboard": False, "noise": False},
+    "checkpoint": {"store": None},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,40 +64,72 @@ def find_splits(batches: Sequence[int], microbatches: Sequence[int]) -> list[tup
     ([(8, 8), (8, 4), (8, 2), (8, 1), (12, 12), (12, 6), (12, 3)], [(8, 4), (12, 4), (12, 3)])
     """
     if min([*batches, *microbatches], default=0) < 1:
-        raise InputError(f"batches of {list(batches)} and microbatches of {list(microbatches)}", hint="each is 1 or more")
+        raise InputError(
+            f"batches of {list(batches)} and microbatches of {list(microbatches)}",
+            hint="each is 1 or more",
+        )
     pairs = []
     for batch in dict.fromkeys(batches):
-        parts = microbatches or [batch // count for count in (1, 2, 4, MOST_PARTS) if batch % count == 0]
+        parts = microbatches or [
+            batch // count for count in (1, 2, 4, MOST_PARTS) if batch % count == 0
+        ]
         mine = [(batch, part) for part in dict.fromkeys(parts) if batch % part == 0]
         if not mine:
             legal = [size for size in range(1, batch + 1) if batch % size == 0]
-            raise InputError(f"no microbatch of {list(microbatches)} divides a batch of {batch}", hint=f"these do: {legal}")
+            raise InputError(
+                f"no microbatch of {list(microbatches)} divides a batch of {batch}",
+                hint=f"these do: {legal}",
+            )
         pairs += mine
     if len(pairs) > MOST_ROWS:
-        raise InputError(f"{len(pairs)} rows are more than a person waits for", hint=f"{MOST_ROWS} at most")
+        raise InputError(
+            f"{len(pairs)} rows are more than a person waits for", hint=f"{MOST_ROWS} at most"
+        )
     return pairs
 
 
 def measure(
-    spec: RunSpec, pairs: Sequence[tuple[int, int]], *, updates: int = 10, rounds: int = 3, tell: Callable[[str], None] = lambda text: None,
-) -> Splits:  # fmt: skip
+    spec: RunSpec,
+    pairs: Sequence[tuple[int, int]],
+    *,
+    updates: int = 10,
+    rounds: int = 3,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Splits:
     """Train each pair for `updates` optimizer steps after a warm-up, in interleaved `rounds`."""
     if updates < 1 or rounds < 1:
-        raise InputError(f"{updates} updates in {rounds} rounds measure nothing", hint="use 1 or more of each")
+        raise InputError(
+            f"{updates} updates in {rounds} rounds measure nothing", hint="use 1 or more of each"
+        )
     arms = [
         spec_arm(
-            f"{batch} by {part}", spec.replace(train={"batch": batch, "microbatch": part, "ramp": ()}, **QUIET), steps=updates,
-            warmup=WARMUP_STEPS, timeout_s=3600.0, whole_length=True,
+            f"{batch} by {part}",
+            spec.replace(train={"batch": batch, "microbatch": part, "ramp": ()}, **QUIET),
+            steps=updates,
+            warmup=WARMUP_STEPS,
+            timeout_s=3600.0,
+            whole_length=True,
         )
         for batch, part in pairs
-    ]  # fmt: skip
+    ]
     outcomes: list[Outcome] = []
     for outcome in run_rounds(arms, rounds=rounds, warmup_rounds=0):
         outcomes.append(outcome)
         tell(f"round {outcome.round + 1} of {rounds}: {outcome.arm}: {outcome.ended}")
-    trial = Trial(title="batches", arms=tuple(arm.name for arm in arms), rounds=rounds, seed=0, outcomes=tuple(outcomes))
-    rows = tuple(_row(trial, arm.name, batch, part) for arm, (batch, part) in zip(arms, pairs, strict=True))
-    return Splits(rows=rows, conditions=find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1))
+    trial = Trial(
+        title="batches",
+        arms=tuple(arm.name for arm in arms),
+        rounds=rounds,
+        seed=0,
+        outcomes=tuple(outcomes),
+    )
+    rows = tuple(
+        _row(trial, arm.name, batch, part) for arm, (batch, part) in zip(arms, pairs, strict=True)
+    )
+    return Splits(
+        rows=rows,
+        conditions=find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1),
+    )
 
 
 def peak_of(measures: Mapping[str, float]) -> float:
@@ -104,11 +139,15 @@ def peak_of(measures: Mapping[str, float]) -> float:
 
 def _row(trial: Trial, arm: str, batch: int, part: int) -> Split:
     done = [
-        each.measures for each in trial.outcomes if each.arm == arm and each.ended == "done" and "num_samples" in each.measures
+        each.measures
+        for each in trial.outcomes
+        if each.arm == arm and each.ended == "done" and "num_samples" in each.measures
     ]
     if not done:
         return Split(
-            batch=batch, microbatch=part, failure=trial.failure(arm) or "the run was over before its first measured update"
+            batch=batch,
+            microbatch=part,
+            failure=trial.failure(arm) or "the run was over before its first measured update",
         )
     if batch > done[0]["samples_per_epoch"]:
         return Split(
@@ -119,7 +158,13 @@ def _row(trial: Trial, arm: str, batch: int, part: int) -> Split:
     samples_per_s = 1 / mean([each["wall_s_per_sample"] for each in done])
     updates = math.ceil(done[0]["samples_per_epoch"] / batch)
     return Split(
-        batch=batch, microbatch=part, rounds=len(done), peak_bytes=max(map(peak_of, done)),
-        samples_per_s=samples_per_s, items_per_s=samples_per_s * done[0]["items_per_sample"], updates_per_epoch=updates,
-        communications_per_epoch=updates, failure=trial.failure(arm),
-    )  # fmt: skip
+        batch=batch,
+        microbatch=part,
+        rounds=len(done),
+        peak_bytes=max(map(peak_of, done)),
+        samples_per_s=samples_per_s,
+        items_per_s=samples_per_s * done[0]["items_per_sample"],
+        updates_per_epoch=updates,
+        communications_per_epoch=updates,
+        failure=trial.failure(arm),
+    )

@@ -64,8 +64,12 @@ class Ways:
     @property
     def best(self) -> CompileTiming | None:
         """The way with the least time among those whose gain is shown; None without one."""
-        gains = [each for each in self.ways if each.ratio is not None and each.ratio.verdict == "lower"]
-        return min(gains, key=lambda way: way.ratio.estimate if way.ratio else math.inf, default=None)
+        gains = [
+            each for each in self.ways if each.ratio is not None and each.ratio.verdict == "lower"
+        ]
+        return min(
+            gains, key=lambda way: way.ratio.estimate if way.ratio else math.inf, default=None
+        )
 
 
 def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str, str]]:
@@ -75,10 +79,16 @@ def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str
     tried, or the one that `spec` compiles.
     """
     whats = WHATS if spec.compile.what == "none" else (spec.compile.what,)
-    reasons = {mode: why_default(mode, device, deterministic=spec.train.deterministic) for mode in MODES}
-    left_out = {mode: f"it is default here, since {why}" for mode, why in reasons.items() if why is not None}
+    reasons = {
+        mode: why_default(mode, device, deterministic=spec.train.deterministic) for mode in MODES
+    }
+    left_out = {
+        mode: f"it is default here, since {why}" for mode, why in reasons.items() if why is not None
+    }
     specs = {
-        f"{what} {mode}": rungs.change(spec, {"compile.what": what, "compile.mode": mode, "compile.on_failure": "stop"})
+        f"{what} {mode}": rungs.change(
+            spec, {"compile.what": what, "compile.mode": mode, "compile.on_failure": "stop"}
+        )
         for what in whats
         for mode in MODES
         if mode not in left_out
@@ -92,7 +102,9 @@ def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda tex
     Raises TaskError where eager mode does not run.
     """
     if rounds < 1:
-        raise InputError(f"--rounds is {rounds}", hint=f"1 or more; {FIRST_LOOK} at least show a gain")
+        raise InputError(
+            f"--rounds is {rounds}", hint=f"1 or more; {FIRST_LOOK} at least show a gain"
+        )
     made = steady(spec)
     eager = rungs.change(made, {f"compile.{key}": None for key in key_names("compile")})
     with tempfile.TemporaryDirectory(prefix="surefoot-whatif-") as work:
@@ -101,9 +113,16 @@ def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda tex
         bench.begin()
         bench.warm_up_what_is_compiled()
         specs, left_out = find_specs(made, bench.device)
-        tell(f"{len(specs) + 1} arms in {rounds} rounds; in the first each compiles with empty caches")
-        trial = bench.measure_all("compiling", {EAGER: eager, **specs}, rounds, caches=Path(work) / "caches", tell=tell)
-    conditions = {**find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1), "device": bench.device}
+        tell(
+            f"{len(specs) + 1} arms in {rounds} rounds; in the first each compiles with empty caches"
+        )
+        trial = bench.measure_all(
+            "compiling", {EAGER: eager, **specs}, rounds, caches=Path(work) / "caches", tell=tell
+        )
+    conditions = {
+        **find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1),
+        "device": bench.device,
+    }
     ways = (_eager(trial), *(_way(bench, trial, name) for name in specs))
     return Ways(ways=ways, left_out=left_out, rounds=rounds, conditions=conditions)
 
@@ -122,7 +141,11 @@ def _way(bench: Workbench, trial: Trial, name: str) -> CompileTiming:
     compiled = trial.by_round(name, "compile_s")
     failure = failure_of(trial, name)
     if failure is None and not compiled:
-        return CompileTiming(what=what, mode=mode, failure="nothing was compiled: the steps call none of what was to be")
+        return CompileTiming(
+            what=what,
+            mode=mode,
+            failure="nothing was compiled: the steps call none of what was to be",
+        )
     if not compiled:
         return CompileTiming(what=what, mode=mode, failure=failure)
     first = min(compiled)
@@ -130,13 +153,23 @@ def _way(bench: Workbench, trial: Trial, name: str) -> CompileTiming:
     ratio = bench.ratio(trial, name, EAGER, "wall")
     eager_s = median_of(trial, EAGER, "wall_s_per_step")
     return CompileTiming(
-        what=what, mode=mode, compile_s=compiled[first] if first == 0 else None, again_s=median(later) if later else None,
-        step_s=median_of(trial, name, "wall_s_per_step"), peak_bytes=_peak(trial, name), ratio=ratio,
-        pays_after=find_break_even(compiled[first], eager_s, ratio) if first == 0 and eager_s and ratio else None, failure=failure,
-    )  # fmt: skip
+        what=what,
+        mode=mode,
+        compile_s=compiled[first] if first == 0 else None,
+        again_s=median(later) if later else None,
+        step_s=median_of(trial, name, "wall_s_per_step"),
+        peak_bytes=_peak(trial, name),
+        ratio=ratio,
+        pays_after=find_break_even(compiled[first], eager_s, ratio)
+        if first == 0 and eager_s and ratio
+        else None,
+        failure=failure,
+    )
 
 
-def find_break_even(compile_s: float, eager_s: float, ratio: Interval) -> tuple[int, int, int] | None:
+def find_break_even(
+    compile_s: float, eager_s: float, ratio: Interval
+) -> tuple[int, int, int] | None:
     """Return after how many steps `compile_s` is saved, by the ratio and its bounds, or None.
 
     None means that no gain is shown.
@@ -147,7 +180,8 @@ def find_break_even(compile_s: float, eager_s: float, ratio: Interval) -> tuple[
     if ratio.verdict != "lower" or ratio.low is None or ratio.high is None:
         return None
     after, least, most = (
-        math.ceil(round(compile_s / (eager_s * (1 - each)), 6)) for each in (ratio.estimate, ratio.low, ratio.high)
+        math.ceil(round(compile_s / (eager_s * (1 - each)), 6))
+        for each in (ratio.estimate, ratio.low, ratio.high)
     )
     return after, least, most
 

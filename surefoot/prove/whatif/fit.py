@@ -27,7 +27,10 @@ from surefoot.trial import find_conditions, resident_bytes, run_rounds, spec_arm
 
 MARGIN = 0.1  # share of the limit for the further needs of a longer run, its evaluations and fragmentation
 STEPS, STEPS_OF_THE_ANSWER = 5, 50
-SHORT = (OutOfMemory.exit_code, -signal.SIGKILL)  # the kernel kills a process with SIGKILL if it finds no memory
+SHORT = (
+    OutOfMemory.exit_code,
+    -signal.SIGKILL,
+)  # the kernel kills a process with SIGKILL if it finds no memory
 Tell = Callable[[str], None]
 
 
@@ -82,13 +85,22 @@ class Fitted:
     @property
     def beside_bytes(self) -> float | None:
         """Memory of the smallest try beside its predicted tensors; None if either is unknown."""
-        smallest = min((each for each in self.tries if not each.is_refused), key=lambda each: each.microbatch, default=None)
+        smallest = min(
+            (each for each in self.tries if not each.is_refused),
+            key=lambda each: each.microbatch,
+            default=None,
+        )
         if self.predicted is None or smallest is None or smallest.peak_bytes is None:
             return None
         return max(0.0, smallest.peak_bytes - self.predicted.least_bytes)
 
     def as_row(self) -> dict[str, Any]:
-        return {**asdict(self), "margin": MARGIN, "usable_bytes": usable(self.limit_bytes), "peak_bytes": self.peak_bytes}
+        return {
+            **asdict(self),
+            "margin": MARGIN,
+            "usable_bytes": usable(self.limit_bytes),
+            "peak_bytes": self.peak_bytes,
+        }
 
 
 def usable(limit_bytes: int) -> float:
@@ -103,7 +115,11 @@ def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
     """
     device = find_device(spec.train.device)
     is_gpu = device.type == "cuda"
-    there = torch.cuda.get_device_properties(device).total_memory if is_gpu else find_machine().memory_bytes
+    there = (
+        torch.cuda.get_device_properties(device).total_memory
+        if is_gpu
+        else find_machine().memory_bytes
+    )
     if asked_bytes is None and not is_gpu:
         raise InputError(
             "the run is on a CPU, whose memory is not its own: there is no limit but the one that you set",
@@ -111,7 +127,10 @@ def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
         )
     limit = there if asked_bytes is None else asked_bytes
     if not 0 < limit <= there:
-        raise InputError(f"--fit is {format_bytes(limit)}, and there are {format_bytes(there)}", hint="give a part of that")
+        raise InputError(
+            f"--fit is {format_bytes(limit)}, and there are {format_bytes(there)}",
+            hint="give a part of that",
+        )
     return limit
 
 
@@ -128,7 +147,9 @@ def find_largest(sizes: Sequence[int], start: int, fits: Callable[[int, int], bo
     low, high, size = 0, sizes[-1] + 1, start
     while size:
         low, high = (size, high) if fits(size, STEPS) else (low, size)
-        size = _next([each for each in sizes if low < each < high], low, high if high in sizes else None)
+        size = _next(
+            [each for each in sizes if low < each < high], low, high if high in sizes else None
+        )
     if not low or fits(low, STEPS_OF_THE_ANSWER):
         return low or None
     smaller = sizes[: sizes.index(low)]
@@ -158,14 +179,19 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
     """
     sizes, most = find_sizes(spec)[::-1], usable(limit_bytes)
     made = at_its_largest(spec).replace(**QUIET, memory={"on_oom": "stop"})
-    specs = {size: made.replace(train={"microbatch": size if size < spec.train.batch else None}) for size in sizes}
+    specs = {
+        size: made.replace(train={"microbatch": size if size < spec.train.batch else None})
+        for size in sizes
+    }
     predicted = _predict(specs, most, tell)
     tries: list[Try] = []
 
     @cache
     def fits(size: int, steps: int) -> bool:
         tries.append(_try(specs[size], size, steps, most))
-        tell(f"microbatch {size}, {steps} steps: {tries[-1].failure or format_bytes(tries[-1].peak_bytes)}")
+        tell(
+            f"microbatch {size}, {steps} steps: {tries[-1].failure or format_bytes(tries[-1].peak_bytes)}"
+        )
         if len(tries) == len(sizes[:2]) and all(
             each.is_refused for each in tries
         ):  # one refusal may be due to the size, as BatchNorm refuses one sample
@@ -177,12 +203,18 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
 
     found = find_largest(sizes, (predicted and predicted.microbatch) or sizes[0], fits)
     larger = [size for size in sizes if size > tries[-1].microbatch]
-    if found is None and tries[-1].is_refused and larger:  # BatchNorm, for example, refuses one sample
+    if (
+        found is None and tries[-1].is_refused and larger
+    ):  # BatchNorm, for example, refuses one sample
         found = find_largest(larger, larger[0], fits)
     return Fitted(
-        batch=spec.train.batch, limit_bytes=limit_bytes, tries=tuple(tries), microbatch=found, predicted=predicted,
+        batch=spec.train.batch,
+        limit_bytes=limit_bytes,
+        tries=tuple(tries),
+        microbatch=found,
+        predicted=predicted,
         conditions=find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1),
-    )  # fmt: skip
+    )
 
 
 def _predict(specs: Mapping[int, RunSpec], most: float, tell: Tell) -> Predicted | None:
@@ -196,25 +228,44 @@ def _predict(specs: Mapping[int, RunSpec], most: float, tell: Tell) -> Predicted
     try:
         number = bisect_right(sizes, budget, key=peak)
         least = peak(sizes[0])
-        return Predicted(sizes[number - 1], peak(sizes[number - 1]), least) if number else Predicted(None, least, least)
+        return (
+            Predicted(sizes[number - 1], peak(sizes[number - 1]), least)
+            if number
+            else Predicted(None, least, least)
+        )
     except InputError as error:
         tell(f"no prediction to begin with: {error.message}")
         return None
 
 
 def _try(spec: RunSpec, size: int, steps: int, most: float) -> Try:
-    arm = spec_arm(f"microbatch {size}", spec, steps=steps, warmup=0, timeout_s=3600.0, whole_length=True)
+    arm = spec_arm(
+        f"microbatch {size}", spec, steps=steps, warmup=0, timeout_s=3600.0, whole_length=True
+    )
     (outcome,) = run_rounds([arm], rounds=1, warmup_rounds=0)
     if outcome.exit_code in SHORT:
         return Try(
-            microbatch=size, failure="out of memory" if outcome.exit_code > 0 else "killed, as a process without memory is"
+            microbatch=size,
+            failure="out of memory"
+            if outcome.exit_code > 0
+            else "killed, as a process without memory is",
         )
     if outcome.ended != "done":
-        return Try(microbatch=size, failure=last_words(outcome.error or "").splitlines()[0], is_refused=True)
+        return Try(
+            microbatch=size,
+            failure=last_words(outcome.error or "").splitlines()[0],
+            is_refused=True,
+        )
     num_samples = outcome.measures["samples_per_epoch"]
     if num_samples < spec.train.batch:
         raise InputError(
-            f"there are {num_samples:,.0f} samples, fewer than one batch of {spec.train.batch:,}", hint="give --set train.batch=N"
+            f"there are {num_samples:,.0f} samples, fewer than one batch of {spec.train.batch:,}",
+            hint="give --set train.batch=N",
         )
     peak = peak_of(outcome.measures)
-    return Try(microbatch=size, num_steps=round(outcome.measures["num_steps"]), peak_bytes=peak, fits=peak <= most)
+    return Try(
+        microbatch=size,
+        num_steps=round(outcome.measures["num_steps"]),
+        peak_bytes=peak,
+        fits=peak <= most,
+    )

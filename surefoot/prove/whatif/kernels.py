@@ -25,7 +25,8 @@ def find_kernels(spec: RunSpec) -> list[Graph]:
     """
     if spec.compile.what == "step":
         raise SpecError(
-            'compile.what = "step" does not go with --save-kernels', hint='use compile.what = "model" or "blocks" for it'
+            'compile.what = "step" does not go with --save-kernels',
+            hint='use compile.what = "model" or "blocks" for it',
         )
     what = "model" if spec.compile.what == "none" else spec.compile.what
     compiled = spec.replace(compile={"what": what, "on_failure": "stop"})
@@ -33,7 +34,9 @@ def find_kernels(spec: RunSpec) -> list[Graph]:
         rehearsal.assembly.engine.stepper.records = False  # what is looked at is not compiled
         rehearsal.take("step")
     if not graphs:
-        raise TaskError("nothing was compiled: the step calls none of what was to be", hint="see compile.what")
+        raise TaskError(
+            "nothing was compiled: the step calls none of what was to be", hint="see compile.what"
+        )
     return graphs
 
 
@@ -41,9 +44,13 @@ def as_row(graph: Graph) -> dict[str, Any]:
     """Return a graph as one object, without its source."""
     kernels = [asdict(kernel) for kernel in graph.kernels]
     return {
-        "graph": graph.name, "num_operators": graph.num_operators, "num_kernels": len(graph.kernels),
-        "eager_bytes": graph.eager_bytes, "num_bytes": graph.num_bytes, "kernels": kernels,
-    }  # fmt: skip
+        "graph": graph.name,
+        "num_operators": graph.num_operators,
+        "num_kernels": len(graph.kernels),
+        "eager_bytes": graph.eager_bytes,
+        "num_bytes": graph.num_bytes,
+        "kernels": kernels,
+    }
 
 
 def write_kernels(graphs: Sequence[Graph], folder: Path) -> list[Path]:
@@ -58,5 +65,8 @@ def write_kernels(graphs: Sequence[Graph], folder: Path) -> list[Path]:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror}", hint="name another folder: --save-kernels") from None
+        raise StorageError(
+            f"{folder} cannot be written: {error.strerror}",
+            hint="name another folder: --save-kernels",
+        ) from None
     return [folder / name for name in texts]

@@ -53,7 +53,10 @@ class NoiseLab:
     noise: Noise | None
 
     def as_row(self) -> dict[str, Any]:
-        return {**asdict(self), "advice": None if self.noise is None else self.noise.advise(self.batch)}
+        return {
+            **asdict(self),
+            "advice": None if self.noise is None else self.noise.advise(self.batch),
+        }
 
 
 class Pyramid:
@@ -81,8 +84,9 @@ class Pyramid:
     def levels(self, size: int) -> tuple[Level, ...]:
         return tuple(
             Level(batch=size << level, variance=sum(found) / len(found), pairs=len(found))
-            for level, found in enumerate(self.squares) if found
-        )  # fmt: skip
+            for level, found in enumerate(self.squares)
+            if found
+        )
 
     @property
     def mean(self) -> Tensor:
@@ -92,7 +96,9 @@ class Pyramid:
         return top
 
 
-def measure_noise(spec: RunSpec, *, run: Path | None = None, size: int | None = None, draws: int = 128) -> NoiseLab:
+def measure_noise(
+    spec: RunSpec, *, run: Path | None = None, size: int | None = None, draws: int = 128
+) -> NoiseLab:
     """Draw batches with replacement at fixed weights, and compare their gradients.
 
     The weights are the newest of `run`, or those that `spec` starts with. `size` is the smallest
@@ -119,7 +125,11 @@ def measure_noise(spec: RunSpec, *, run: Path | None = None, size: int | None = 
 
 
 def _measure(assembly: Assembly, size: int, draws: int) -> NoiseLab:
-    pyramid, noise, drawn = Pyramid(), GradientNoise(), np.random.default_rng(assembly.spec.train.seed)
+    pyramid, noise, drawn = (
+        Pyramid(),
+        GradientNoise(),
+        np.random.default_rng(assembly.spec.train.seed),
+    )
     squares, total = 0.0, torch.zeros(())
     for number in range(draws):
         vector = gradient_of(assembly, drawn.integers(0, assembly.feed.order.n, size), number)
@@ -130,9 +140,12 @@ def _measure(assembly: Assembly, size: int, draws: int) -> NoiseLab:
             squares, total = 0.0, torch.zeros(())
     levels = pyramid.levels(size)
     return NoiseLab(
-        batch=assembly.spec.train.batch, levels=levels, slope=find_slope(levels), mean_norm=float(pyramid.mean.norm()),
+        batch=assembly.spec.train.batch,
+        levels=levels,
+        slope=find_slope(levels),
+        mean_norm=float(pyramid.mean.norm()),
         noise=noise.estimate(),
-    )  # fmt: skip
+    )
 
 
 def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
@@ -147,11 +160,18 @@ def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
         torch.manual_seed(draw)
         with assembly.engine.policy.context():
             loss = update.loss(model, batch)
-        factors = [term.weight / float(term.count) if float(term.count) else 0.0 for term in loss.terms]
-        total = torch.stack([term.total * factor for term, factor in zip(loss.terms, factors, strict=True)]).sum()
+        factors = [
+            term.weight / float(term.count) if float(term.count) else 0.0 for term in loss.terms
+        ]
+        total = torch.stack(
+            [term.total * factor for term, factor in zip(loss.terms, factors, strict=True)]
+        ).sum()
         parts = torch.autograd.grad(total, params, allow_unused=True)
     return torch.cat(
-        [(torch.zeros_like(p) if part is None else part).flatten().float() for p, part in zip(params, parts, strict=True)]
+        [
+            (torch.zeros_like(p) if part is None else part).flatten().float()
+            for p, part in zip(params, parts, strict=True)
+        ]
     )
 
 

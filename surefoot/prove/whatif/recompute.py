@@ -115,16 +115,23 @@ def _held(costs: list[RecomputeCost], how: str) -> int:
     return peak_bytes(costs, range(0, len(costs), step) if parsed.kind != "none" else ())
 
 
-def measure_recomputing(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda text: None) -> Recomputing:
+def measure_recomputing(
+    spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda text: None
+) -> Recomputing:
     """Measure the blocks, then train every way for the same steps, `rounds` times, interleaved.
 
     Raises InputError where there are no blocks, SpecError for a whole compiled step, TaskError
     where the spec does not run.
     """
     if rounds < 1:
-        raise InputError(f"--rounds is {rounds}", hint=f"1 or more; {FIRST_LOOK} at least show what it costs")
+        raise InputError(
+            f"--rounds is {rounds}", hint=f"1 or more; {FIRST_LOOK} at least show what it costs"
+        )
     if spec.compile.what == "step":
-        raise SpecError('compile.what = "step" goes with no recomputation', hint='use compile.what = "model", or leave it out')
+        raise SpecError(
+            'compile.what = "step" goes with no recomputation',
+            hint='use compile.what = "model", or leave it out',
+        )
     costs = find_costs(spec)
     held = find_ways(costs)
     made = steady(spec)
@@ -133,16 +140,29 @@ def measure_recomputing(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lam
         bench = Workbench(none, LadderSettings(pairs=rounds), Path(work))
         tell("the spec without recomputation, to see how long a step takes")
         bench.begin()
-        specs = {how: none if how == NONE else rungs.change(made, {"memory.recompute": how}) for how in held}
+        specs = {
+            how: none if how == NONE else rungs.change(made, {"memory.recompute": how})
+            for how in held
+        }
         tell(f"{len(specs)} ways in {rounds} rounds")
         trial = bench.measure_all("recomputing", specs, rounds, tell=tell)
         peaks = {how: _peak(bench, trial, how, each) for how, each in specs.items()}
-    conditions = {**find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1), "device": bench.device}
+    conditions = {
+        **find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1),
+        "device": bench.device,
+    }
     blocks = tuple(
-        BlockCost(name=each.name, inner_bytes=each.inner_bytes, input_bytes=each.input_bytes, again_s=each.again_s)
+        BlockCost(
+            name=each.name,
+            inner_bytes=each.inner_bytes,
+            input_bytes=each.input_bytes,
+            again_s=each.again_s,
+        )
         for each in costs
     )
-    ways = tuple(_way(bench, trial, how, held_bytes, peaks[how]) for how, held_bytes in held.items())
+    ways = tuple(
+        _way(bench, trial, how, held_bytes, peaks[how]) for how, held_bytes in held.items()
+    )
     return Recomputing(blocks=blocks, ways=ways, rounds=rounds, conditions=conditions)
 
 
@@ -154,12 +174,21 @@ def _peak(bench: Workbench, trial: Trial, how: str, spec: RunSpec) -> float | No
     """
     if trial.failure(how) is not None:
         return None
-    return float(compare(spec, None).measured_bytes) if bench.device == "cpu" else median_of(trial, how, bench.key("memory"))
+    return (
+        float(compare(spec, None).measured_bytes)
+        if bench.device == "cpu"
+        else median_of(trial, how, bench.key("memory"))
+    )
 
 
-def _way(bench: Workbench, trial: Trial, how: str, held_bytes: int | None, peak: float | None) -> RecomputeTiming:
+def _way(
+    bench: Workbench, trial: Trial, how: str, held_bytes: int | None, peak: float | None
+) -> RecomputeTiming:
     return RecomputeTiming(
-        how=how, held_bytes=held_bytes, peak_bytes=peak, step_s=median_of(trial, how, "wall_s_per_step"),
+        how=how,
+        held_bytes=held_bytes,
+        peak_bytes=peak,
+        step_s=median_of(trial, how, "wall_s_per_step"),
         ratio=None if how == NONE else bench.ratio(trial, how, NONE, "time"),
         failure=failure_of(trial, how),
-    )  # fmt: skip
+    )

@@ -16,7 +16,12 @@ def steady(spec: RunSpec) -> RunSpec:
 
     No evaluation, no checkpoint and no end of the run does.
     """
-    changes = {"train.length": LONG, "evaluate.every": LONG, "checkpoint.every": LONG, "checkpoint.keep_every": None}
+    changes = {
+        "train.length": LONG,
+        "evaluate.every": LONG,
+        "checkpoint.every": LONG,
+        "checkpoint.keep_every": None,
+    }
     return rungs.change(spec, changes)
 
 

@@ -1,7 +1,12 @@
 """State that a model keeps in plain attributes of its modules, which PyTorch neither moves nor saves."""
 
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
-from surefoot.runtime.attributes.stored import Stored, check_attributes, encode_attributes, put_back_attributes
+from surefoot.runtime.attributes.stored import (
+    Stored,
+    check_attributes,
+    encode_attributes,
+    put_back_attributes,
+)
 from surefoot.runtime.attributes.tracker import AttributeTracker, Changed
 
 __all__ = [

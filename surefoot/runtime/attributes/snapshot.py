@@ -20,7 +20,7 @@ from surefoot.runtime.attributes.values import (
     is_state,
     parts_of,
     rebuild,
-)  # fmt: skip
+)
 
 
 class Absent:
@@ -36,14 +36,22 @@ class AttributeSnapshot:
     Tensors, arrays and containers are copied.
     """
 
-    def __init__(self, model: nn.Module, slots: Iterable[Slot] | None = None, aliases: Aliases | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, slots: Iterable[Slot] | None = None, aliases: Aliases | None = None
+    ) -> None:
         self._model = model
         self.aliases = Aliases.of(model) if aliases is None else aliases
         self._is_whole = slots is None
         found: Iterable[Slot] = (
-            ((module, name) for module in model.modules() for name in attributes_of(module)) if slots is None else slots
+            ((module, name) for module in model.modules() for name in attributes_of(module))
+            if slots is None
+            else slots
         )
-        self._held = [(slot, value, self._copy(value)) for slot in found for value in [vars(slot[0]).get(slot[1], ABSENT)]]
+        self._held = [
+            (slot, value, self._copy(value))
+            for slot in found
+            for value in [vars(slot[0]).get(slot[1], ABSENT)]
+        ]
 
     def _copy(self, value: Any) -> Any:
         """Return copies of the mutable state in a value; None for any other value."""
@@ -70,7 +78,9 @@ class AttributeSnapshot:
     def _differs(self, module: nn.Module, name: str, value: Any, copy: Any) -> bool:
         now = vars(module).get(name, ABSENT)
         if now is not value:
-            return self._is_ours(now, value) and not (copy is None and parts_of(value) is None and is_same(now, value))
+            return self._is_ours(now, value) and not (
+                copy is None and parts_of(value) is None and is_same(now, value)
+            )
         return _is_changed(value, copy)
 
     def _is_ours(self, now: Any, value: Any) -> bool:
@@ -92,7 +102,11 @@ class AttributeSnapshot:
         if not self._is_whole:
             return []
         known = {slot for slot, _, _ in self._held}
-        now = (((module, name), value) for module in self._model.modules() for name, value in attributes_of(module).items())
+        now = (
+            ((module, name), value)
+            for module in self._model.modules()
+            for name, value in attributes_of(module).items()
+        )
         return [slot for slot, value in now if slot not in known and is_state(value)]
 
     @torch.no_grad()
@@ -156,7 +170,9 @@ def _as_then(value: Any, copy: Any) -> Any:
     if isinstance(value, Tensor):
         return value if value.requires_grad and not _is_changed(value, copy) else copy.clone()
     return (
-        copy.copy() if isinstance(value, np.ndarray) else rebuild(value, [(key, _as_then(part, own)) for key, part, own in copy])
+        copy.copy()
+        if isinstance(value, np.ndarray)
+        else rebuild(value, [(key, _as_then(part, own)) for key, part, own in copy])
     )
 
 
@@ -165,7 +181,11 @@ def _fits(now: Any, before: Any, copy: Any) -> bool:
     if isinstance(now, Tensor) != isinstance(before, Tensor):
         return False
     if isinstance(now, Tensor):
-        return copy is None or (now.shape, now.dtype, now.device) == (copy.shape, copy.dtype, copy.device)
+        return copy is None or (now.shape, now.dtype, now.device) == (
+            copy.shape,
+            copy.dtype,
+            copy.device,
+        )
     parts = parts_of(now)
     if parts is None:
         return True
@@ -184,7 +204,13 @@ def _choose(applied: Tensor, now: Any, copy: Any) -> Any:
     parts = parts_of(now)
     if parts is None:
         return now
-    return rebuild(now, [(key, _choose(applied, part, own)) for (key, part), (_, _, own) in zip(parts, copy, strict=True)])
+    return rebuild(
+        now,
+        [
+            (key, _choose(applied, part, own))
+            for (key, part), (_, _, own) in zip(parts, copy, strict=True)
+        ],
+    )
 
 
 def _is_changed(value: Any, copy: Any) -> bool:
@@ -193,8 +219,13 @@ def _is_changed(value: Any, copy: Any) -> bool:
         return False
     if isinstance(value, Tensor):
         try:
-            return not (value.shape == copy.shape and value.dtype == copy.dtype and torch.equal(value, copy))
-        except (RuntimeError, NotImplementedError):  # a tensor without values, in a trace of sizes alone
+            return not (
+                value.shape == copy.shape and value.dtype == copy.dtype and torch.equal(value, copy)
+            )
+        except (
+            RuntimeError,
+            NotImplementedError,
+        ):  # a tensor without values, in a trace of sizes alone
             return True
     if isinstance(value, np.ndarray):
         return bool(value.shape != copy.shape or value.tobytes() != copy.tobytes())

@@ -15,7 +15,9 @@ from surefoot.core.errors import RunFolderError
 from surefoot.runtime.attributes.tracker import Changed
 from surefoot.runtime.attributes.values import NOTHING, Aliases, find_owner, map_leaves
 
-Stored = dict[str, Any]  # "values" by name; "aliases": paths and what stands there; "grad", "host": paths; "deleted": names
+Stored = dict[
+    str, Any
+]  # "values" by name; "aliases": paths and what stands there; "grad", "host": paths; "deleted": names
 
 
 def encode_attributes(model: nn.Module, changed: Changed) -> Stored:
@@ -24,7 +26,13 @@ def encode_attributes(model: nn.Module, changed: Changed) -> Stored:
         return {}
     first = dict(changed.aliases.names)
     device = next((each.device.type for each in model.parameters()), "cpu")
-    stored: Stored = {"values": {}, "aliases": {}, "grad": [], "host": [], "deleted": list(changed.deleted)}
+    stored: Stored = {
+        "values": {},
+        "aliases": {},
+        "grad": [],
+        "host": [],
+        "deleted": list(changed.deleted),
+    }
 
     def keep(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -56,8 +64,12 @@ def check_attributes(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def put_back_attributes(
-    model: nn.Module, stored: Mapping[str, Any], state: Mapping[str, Any] = NOTHING, *, keep_others: bool = False
-) -> None:  # fmt: skip
+    model: nn.Module,
+    stored: Mapping[str, Any],
+    state: Mapping[str, Any] = NOTHING,
+    *,
+    keep_others: bool = False,
+) -> None:
     """Restore the stored attributes of the modules.
 
     `state` is the state saved beside the model, to which attributes may refer. With `keep_others`
@@ -102,7 +114,16 @@ def _fill_trained(model: nn.Module, path: str, saved: Tensor) -> Tensor:
         if isinstance(held, dict):
             held = held.get(key)
         else:
-            held = held[int(key)] if isinstance(held, list | tuple) and key.isdigit() and int(key) < len(held) else None
-    if isinstance(held, Tensor) and held.is_leaf and held.shape == saved.shape and held.dtype == saved.dtype:
+            held = (
+                held[int(key)]
+                if isinstance(held, list | tuple) and key.isdigit() and int(key) < len(held)
+                else None
+            )
+    if (
+        isinstance(held, Tensor)
+        and held.is_leaf
+        and held.shape == saved.shape
+        and held.dtype == saved.dtype
+    ):
         return held.copy_(saved)
     return saved.requires_grad_()

@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from surefoot.runtime.attributes.values import NOTHING, Aliases, find_leaves, is_state, named_attributes, sign
+from surefoot.runtime.attributes.values import (
+    NOTHING,
+    Aliases,
+    find_leaves,
+    is_state,
+    named_attributes,
+    sign,
+)
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,15 @@ class AttributeTracker:
     the first batch.
     """
 
-    def __init__(self, model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None
+    ) -> None:
         """Read the attributes; tensors that `state` returns are saved anyway and are aliases."""
         self._model = model
         aliases = Aliases.of(model, {} if state is None else state())
-        self._before = {name: sign(value, aliases) for name, value in named_attributes(model).items()}
+        self._before = {
+            name: sign(value, aliases) for name, value in named_attributes(model).items()
+        }
 
     def find_changed(self, state: Mapping[str, Any] = NOTHING) -> Changed:
         """Return the attributes that have changed; tensors in `state` are saved anyway."""
@@ -48,7 +59,9 @@ class AttributeTracker:
                 values[name] = value
             elif signed is not None:  # else it holds no tensor that is known
                 unsaved.append(f"{name} ({type(value).__name__})")
-        deleted = [name for name, signed in self._before.items() if signed is not None and name not in now]
+        deleted = [
+            name for name, signed in self._before.items() if signed is not None and name not in now
+        ]
         return Changed(aliases, values, tuple(deleted), tuple(unsaved))
 
 

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 LEAVES = (Tensor, np.ndarray, bool, int, float, complex, str, bytes, type(None))
-SEQUENCES, MAPPINGS = {list, tuple, deque, torch.Size}, {dict, OrderedDict, defaultdict, Counter}  # and namedtuples
+SEQUENCES, MAPPINGS = (
+    {list, tuple, deque, torch.Size},
+    {dict, OrderedDict, defaultdict, Counter},
+)  # and namedtuples
 MAX_VALUES = 10_000  # in one attribute: what holds more is a table, and reading it would cost more than a step
 OF_TORCH = frozenset(vars(nn.Module()))
 Slot = tuple[nn.Module, str]
@@ -36,7 +39,11 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     derived = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
     if isinstance(module, nn.RNNBase):
         derived |= {"_flat_weights", "_flat_weight_refs"}
-    return {name: value for name, value in vars(module).items() if name not in OF_TORCH and name not in derived}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in OF_TORCH and name not in derived
+    }
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
@@ -100,9 +107,13 @@ class Aliases:
 
         A shared tensor has its first name; tensors in `more` are saved under another name.
         """
-        tensors: dict[str, Tensor] = {f"state()/{name}": each for name, each in more.items() if isinstance(each, Tensor)}
+        tensors: dict[str, Tensor] = {
+            f"state()/{name}": each for name, each in more.items() if isinstance(each, Tensor)
+        }
         tensors |= chain(model.named_parameters(), model.named_buffers())
-        memory = {key: name for name, each in tensors.items() if (key := memory_of(each)) is not None}
+        memory = {
+            key: name for name, each in tensors.items() if (key := memory_of(each)) is not None
+        }
         return cls({id(each): name for name, each in tensors.items()}, memory, tensors)
 
     def is_alias(self, tensor: Tensor) -> bool:
@@ -145,9 +156,19 @@ def _sign_tensor(tensor: Tensor, aliases: Aliases) -> Any:
         return "view", name, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     try:
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return "tensor", str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+        return (
+            "tensor",
+            str(tensor.dtype),
+            tuple(tensor.shape),
+            hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest(),
+        )
     except (RuntimeError, NotImplementedError, TypeError):  # sparse, nested, on the meta device
-        return "tensor", str(tensor.dtype), id(tensor), None if tensor.is_inference() else tensor._version
+        return (
+            "tensor",
+            str(tensor.dtype),
+            id(tensor),
+            None if tensor.is_inference() else tensor._version,
+        )
 
 
 def _sign_opaque(value: Any, aliases: Aliases) -> Any:
@@ -158,13 +179,21 @@ def _sign_opaque(value: Any, aliases: Aliases) -> Any:
     if isinstance(value, torch.Generator):
         return _sign_tensor(value.get_state(), aliases)
     if isinstance(value, np.random.Generator | np.random.RandomState):
-        held = value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state()
+        held = (
+            value.bit_generator.state
+            if isinstance(value, np.random.Generator)
+            else value.get_state()
+        )
         return repr(held)
     if isinstance(value, random.Random):
         return hash(value.getstate())
     if isinstance(value, nn.Module | type) or callable(value):
         return None
-    held = {name: each for name, each in getattr(value, "__dict__", {}).items() if isinstance(each, Tensor)}
+    held = {
+        name: each
+        for name, each in getattr(value, "__dict__", {}).items()
+        if isinstance(each, Tensor)
+    }
     return {name: _sign_tensor(each, aliases) for name, each in held.items()} or None
 
 

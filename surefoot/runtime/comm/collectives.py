@@ -14,16 +14,27 @@ from surefoot.runtime.comm.group import Group
 
 ITEM = 4  # bytes of an fp32 number
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL, SEND = (
-    "all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "send",
-)  # fmt: skip
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "broadcast",
+    "all-to-all",
+    "send",
+)
 FLIGHT: Final = {
-    ALL_REDUCE: Kind.SUM, ALL_GATHER: Kind.GATHER, REDUCE_SCATTER: Kind.SCATTER, BROADCAST: Kind.COPY, ALL_TO_ALL: Kind.SWAP,
+    ALL_REDUCE: Kind.SUM,
+    ALL_GATHER: Kind.GATHER,
+    REDUCE_SCATTER: Kind.SCATTER,
+    BROADCAST: Kind.COPY,
+    ALL_TO_ALL: Kind.SWAP,
     SEND: Kind.SEND,
-}  # fmt: skip
+}
 _gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )  # the older name goes with torch 2.13
-_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 class Collective:
@@ -38,12 +49,15 @@ class Collective:
     def __init__(self, name: str, group: Group, num_bytes: int) -> None:
         if name not in FLIGHT or group.is_alone or num_bytes < 1:
             raise InputError(
-                f"{name} of {num_bytes} bytes over {group.size} ranks is nothing", hint=f"two ranks do {', '.join(FLIGHT)}"
+                f"{name} of {num_bytes} bytes over {group.size} ranks is nothing",
+                hint=f"two ranks do {', '.join(FLIGHT)}",
             )
         self.name, self._group = name, group
         piece = -(-num_bytes // (ITEM * group.size))
         self._whole = group.allocate(piece * group.size, torch.float32, group.device).zero_()
-        self._other = group.allocate(piece * (group.size if name == ALL_TO_ALL else 1), torch.float32, group.device).zero_()
+        self._other = group.allocate(
+            piece * (group.size if name == ALL_TO_ALL else 1), torch.float32, group.device
+        ).zero_()
         self.num_bytes = ITEM * piece * group.size
         self.period = {BROADCAST: group.size, SEND: 2}.get(name, 1)
 
@@ -76,8 +90,12 @@ class Collective:
         Every rank must call this; all ranks hold zeros again afterwards.
         """
         size, rank = self._group.size, self._group.rank
-        number_of = torch.arange(size, device=self._whole.device).repeat_interleave(len(self._whole) // size)  # of each piece
-        from_rank = [(1 + size * sender + number_of).to(self._whole.dtype) for sender in range(size)]
+        number_of = torch.arange(size, device=self._whole.device).repeat_interleave(
+            len(self._whole) // size
+        )  # of each piece
+        from_rank = [
+            (1 + size * sender + number_of).to(self._whole.dtype) for sender in range(size)
+        ]
         pieces = [row.view(size, -1) for row in from_rank]
         self._whole.copy_(from_rank[rank])
         if self.name == ALL_GATHER:

@@ -24,7 +24,9 @@ class Gathering:
         _current.remove(self)
 
 
-_current: list[Gathering] = []  # the innermost last; no context variable, since a backward pass may run in another thread
+_current: list[
+    Gathering
+] = []  # the innermost last; no context variable, since a backward pass may run in another thread
 
 
 def all_gather(tensor: Tensor) -> Tensor:
@@ -55,5 +57,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = ctx.group.add(grad.clone(memory_format=torch.contiguous_format).to(ctx.group.device)).to(grad.device)
+        total = ctx.group.add(
+            grad.clone(memory_format=torch.contiguous_format).to(ctx.group.device)
+        ).to(grad.device)
         return total[ctx.start : ctx.start + ctx.count], None

@@ -21,9 +21,14 @@ from surefoot.runtime.comm.host_memory import Shared, is_small
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
-GONE, GONE_HINT = "another rank is gone, which had come before", "the rank that failed first says why"
+GONE, GONE_HINT = (
+    "another rank is gone, which had come before",
+    "the rank that failed first says why",
+)
 FLAT_BYTES = 32 << 20  # sent at a time where many tensors go together
-_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed both
+_scatter: Any = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)  # torch 2.13 renamed both
 _gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -48,10 +53,16 @@ class Group:
     device: torch.device = CPU
     flight: Flight | None = None  # where its launcher looks on
     channel: Any = None  # torch's group of these ranks; None: all of them
-    roll: Callable[[], str] = field(default=lambda: "", compare=False)  # who says nothing, once they are out of reach; in words
-    traffic: Counter[Kind] = field(default_factory=Counter, compare=False)  # bytes of what was summed, gathered ..., by kind
+    roll: Callable[[], str] = field(
+        default=lambda: "", compare=False
+    )  # who says nothing, once they are out of reach; in words
+    traffic: Counter[Kind] = field(
+        default_factory=Counter, compare=False
+    )  # bytes of what was summed, gathered ..., by kind
     waiting: Waiting = field(default_factory=Waiting, compare=False)
-    memory: Shared | None = field(default=None, compare=False)  # where all ranks are processes of one host
+    memory: Shared | None = field(
+        default=None, compare=False
+    )  # where all ranks are processes of one host
 
     @property
     def is_alone(self) -> bool:
@@ -65,7 +76,13 @@ class Group:
     @property
     def transport(self) -> str:
         """Transport of sums: nccl, shared_memory or gloo."""
-        return "nccl" if self.device.type == "cuda" else "gloo" if self.memory is None else "shared_memory"
+        return (
+            "nccl"
+            if self.device.type == "cuda"
+            else "gloo"
+            if self.memory is None
+            else "shared_memory"
+        )
 
     @property
     def place(self) -> str:
@@ -77,7 +94,11 @@ class Group:
         if self.is_alone:
             return tensor
         memory = self.memory
-        job = partial(dist.all_reduce, tensor, group=self.channel) if memory is None else partial(memory.add, tensor)
+        job = (
+            partial(dist.all_reduce, tensor, group=self.channel)
+            if memory is None
+            else partial(memory.add, tensor)
+        )
         self.do(job, Kind.SUM, tensor)
         return tensor
 
@@ -89,13 +110,19 @@ class Group:
         if self.memory is not None and is_small(row):
             rows: Tensor = self.do(partial(self.memory.rows, row, Kind.LARGEST), Kind.LARGEST, row)
             return rows.amax(0).tolist()
-        self.do(lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.channel), Kind.LARGEST, row)
+        self.do(
+            lambda: dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.channel),
+            Kind.LARGEST,
+            row,
+        )
         return row.tolist()
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
         """Start an in-place sum of `tensor` over all ranks; return the function that waits."""
         if (memory := self.memory_of(tensor)) is not None:
-            return self._waiting(self.do(partial(memory.begin_to_add, tensor), Kind.SUM, tensor), tensor)
+            return self._waiting(
+                self.do(partial(memory.begin_to_add, tensor), Kind.SUM, tensor), tensor
+            )
         return self._begin(tensor, dist.ReduceOp.SUM, Kind.SUM)
 
     def begin_to_take_largest(self, tensor: Tensor) -> Callable[[], None]:
@@ -108,7 +135,9 @@ class Group:
     def _begin(self, tensor: Tensor, op: Any, kind: Kind) -> Callable[[], None]:
         if self.is_alone:
             return lambda: None
-        work: Any = self.do(lambda: dist.all_reduce(tensor, op=op, group=self.channel, async_op=True), kind, tensor)
+        work: Any = self.do(
+            lambda: dist.all_reduce(tensor, op=op, group=self.channel, async_op=True), kind, tensor
+        )
         return self._waiting(work.wait, tensor)
 
     def begin_to_scatter(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
@@ -118,8 +147,13 @@ class Group:
         shared memory.
         """
         if (memory := self.memory_of(tensor)) is not None:
-            return self._waiting(self.do(partial(memory.begin_to_scatter, into, tensor), Kind.SCATTER, tensor), tensor)
-        work: Any = self.do(lambda: _scatter(into, tensor, group=self.channel, async_op=True), Kind.SCATTER, tensor)
+            return self._waiting(
+                self.do(partial(memory.begin_to_scatter, into, tensor), Kind.SCATTER, tensor),
+                tensor,
+            )
+        work: Any = self.do(
+            lambda: _scatter(into, tensor, group=self.channel, async_op=True), Kind.SCATTER, tensor
+        )
         return self._waiting(work.wait, tensor)
 
     def _waiting(self, job: Callable[[], Any], tensor: Tensor) -> Callable[[], None]:
@@ -135,13 +169,19 @@ class Group:
         """
         if (memory := self.memory_of(tensor)) is not None:
             return self.do(partial(memory.gather_into, into, tensor), Kind.GATHER, into)
-        return self.do(lambda: _gather(into, tensor, group=self.channel, async_op=is_async), Kind.GATHER, into)
+        return self.do(
+            lambda: _gather(into, tensor, group=self.channel, async_op=is_async), Kind.GATHER, into
+        )
 
     def memory_of(self, tensor: Tensor) -> Shared | None:
         """Return the shared memory that contains a tensor; None if other ranks cannot read it."""
-        return None if self.memory is None or self.memory.links.find(tensor) is None else self.memory
+        return (
+            None if self.memory is None or self.memory.links.find(tensor) is None else self.memory
+        )
 
-    def allocate(self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """Return an uninitialized tensor to send, in shared memory if the group has one."""
         shape = torch.Size([size] if isinstance(size, int) else size)
         if self.memory is None or device.type != "cpu" or not shape.numel():
@@ -153,10 +193,16 @@ class Group:
         if self.is_alone:
             return tensor[None]
         if self.memory is not None and is_small(tensor):
-            found: Tensor = self.do(partial(self.memory.rows, tensor, Kind.GATHER), Kind.GATHER, tensor)
+            found: Tensor = self.do(
+                partial(self.memory.rows, tensor, Kind.GATHER), Kind.GATHER, tensor
+            )
             return found
         made = tensor.new_empty((self.size, *tensor.shape))
-        self.do(lambda: dist.all_gather(list(made.unbind()), tensor.contiguous(), group=self.channel), Kind.GATHER, tensor)
+        self.do(
+            lambda: dist.all_gather(list(made.unbind()), tensor.contiguous(), group=self.channel),
+            Kind.GATHER,
+            tensor,
+        )
         return made
 
     def gather_to_first(self, tensor: Tensor) -> Tensor | None:
@@ -165,19 +211,28 @@ class Group:
             return tensor[None]
         made = tensor.new_empty((self.size, *tensor.shape)) if self.is_first else None
         rows = None if made is None else list(made.unbind())
-        self.do(lambda: dist.gather(tensor.contiguous(), rows, group=self.channel, group_dst=0), Kind.GATHER, tensor)
+        self.do(
+            lambda: dist.gather(tensor.contiguous(), rows, group=self.channel, group_dst=0),
+            Kind.GATHER,
+            tensor,
+        )
         return made
 
     def exchange(self, text: str) -> list[str]:
         """Return every rank's text, by rank."""
         if self.is_alone:
             return [text]
-        content = np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8)  # names of files hold any byte
+        content = np.frombuffer(
+            text.encode(errors="surrogatepass"), dtype=np.uint8
+        )  # names of files hold any byte
         sizes = self.gather(torch.tensor(len(content), device=self.device)).tolist()
         padded = np.zeros(max(1, *sizes), dtype=np.uint8)
         padded[: len(content)] = content
         rows = self.gather(torch.from_numpy(padded).to(self.device)).cpu().numpy()
-        return [bytes(row[:size]).decode(errors="surrogatepass") for row, size in zip(rows, sizes, strict=True)]
+        return [
+            bytes(row[:size]).decode(errors="surrogatepass")
+            for row, size in zip(rows, sizes, strict=True)
+        ]
 
     def from_first(self, text: str) -> str:
         """Return the text of rank 0."""
@@ -190,10 +245,16 @@ class Group:
             return
         for together in _packs([each.detach() for each in tensors]):
             flat = torch.cat([_flat(each) for each in together]).to(self.device)
-            self.do(lambda flat=flat: dist.broadcast(flat, group=self.channel, group_src=0), Kind.COPY, flat)  # type: ignore[misc]
+            self.do(
+                lambda flat=flat: dist.broadcast(flat, group=self.channel, group_src=0),  # type: ignore[misc]
+                Kind.COPY,
+                flat,
+            )
             parts = torch.split(flat, [_flat(each).numel() for each in together])
             for each, part in zip(together, parts, strict=True):
-                _flat_view(each).copy_(part) if each.is_contiguous() else each.copy_(_as_before(part, each))
+                _flat_view(each).copy_(part) if each.is_contiguous() else each.copy_(
+                    _as_before(part, each)
+                )
 
     def settle(self, job: Callable[[], Result]) -> Result:
         """Run `job` on this rank and return its result; if it fails on one rank, it fails on all.
@@ -214,14 +275,20 @@ class Group:
             raise problem
         for rank, words in enumerate(said):
             if words:
-                raise LostRank(f"rank {rank} of {self.size} did not begin: {words}", hint="its own message says what to do")
+                raise LostRank(
+                    f"rank {rank} of {self.size} did not begin: {words}",
+                    hint="its own message says what to do",
+                )
         made: Result = result
         return made
 
     def check_equal(self, facts: Mapping[str, str]) -> list[tuple[str, int, str, str]]:
         """Return facts that differ from rank 0's: name, rank, the rank's value, rank 0's value."""
         mine = "\x1f".join(f"{name}\x1e{value}" for name, value in facts.items())
-        rows = [dict(pair.split("\x1e", 1) for pair in text.split("\x1f")) for text in self.exchange(mine)]
+        rows = [
+            dict(pair.split("\x1e", 1) for pair in text.split("\x1f"))
+            for text in self.exchange(mine)
+        ]
         return [
             (name, rank, row.get(name, "nothing"), rows[0].get(name, "nothing"))
             for rank, row in enumerate(rows)
@@ -238,7 +305,11 @@ class Group:
         self.traffic[kind] += num_bytes
         begun_ns = time.perf_counter_ns()
         try:
-            with nullcontext() if self.waiting.ranges is None else self.waiting.ranges(kind.range(num_bytes)):
+            with (
+                nullcontext()
+                if self.waiting.ranges is None
+                else self.waiting.ranges(kind.range(num_bytes))
+            ):
                 if self.flight is None:
                     return job()
                 is_of_all = self.channel is None or self.channel is dist.group.WORLD

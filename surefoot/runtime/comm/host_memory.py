@@ -41,10 +41,14 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 32 << 10  # at most this goes with the word
 PIECE = 1 << 16  # numbers added up at a time: their rows stay in the cache of a core
-HEAD = struct.Struct("<3BxIqqq")  # what, axis, kind, number of the collective on that axis; a file of memory, offset, bytes
+HEAD = struct.Struct(
+    "<3BxIqqq"
+)  # what, axis, kind, number of the collective on that axis; a file of memory, offset, bytes
 ANSWER_S = 0.05
 HINT = "the rank that failed first says why"
-SILENT = "it hangs or is stopped: the stack of its process says where, as py-spy dump --pid shows it"
+SILENT = (
+    "it hangs or is stopped: the stack of its process says where, as py-spy dump --pid shows it"
+)
 DIFFERENT = "the ranks do different things"
 GONE, FULL = (errno.EPIPE, errno.ECONNRESET), (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
@@ -78,7 +82,11 @@ class Links:
         whole, rest = divmod(timeout_s, 1)
         for each in self._sockets.values():
             each.setblocking(True)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(whole), int(rest * 1e6)))
+            each.setsockopt(
+                socket.SOL_SOCKET,
+                socket.SO_RCVTIMEO,
+                struct.pack("ll", int(whole), int(rest * 1e6)),
+            )
 
     def close(self) -> None:
         for each in self._sockets.values():
@@ -125,11 +133,17 @@ class Links:
         return self._theirs[rank][number][offset : offset + num_bytes]
 
     def send(self, rank: int, packet: bytes, descriptor: int | None = None) -> None:
-        carried = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
+        carried = (
+            []
+            if descriptor is None
+            else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
+        )
         until_s: float | None = None
         while True:
             try:
-                self._sockets[rank].sendmsg([packet], carried, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._sockets[rank].sendmsg(
+                    [packet], carried, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                )
             except OSError as error:
                 if error.errno in GONE:
                     return  # who waits for it is told so
@@ -172,8 +186,12 @@ class Links:
     def _receive(self, rank: int, flags: int = 0) -> None:
         while True:
             try:
-                size, carried, _, _ = self._sockets[rank].recvmsg_into([self._buffer], socket.CMSG_SPACE(4), flags)
-            except ConnectionResetError:  # it went without reading all, which is said once; what it had sent comes after that
+                size, carried, _, _ = self._sockets[rank].recvmsg_into(
+                    [self._buffer], socket.CMSG_SPACE(4), flags
+                )
+            except (
+                ConnectionResetError
+            ):  # it went without reading all, which is said once; what it had sent comes after that
                 continue
             break
         if not size:
@@ -182,7 +200,8 @@ class Links:
         if what == What.FILE:
             if not carried:  # the system drops a descriptor that a process has no room for
                 raise InputError(
-                    "a rank may open no more files, and cannot reach the memory of another", hint="raise it: ulimit -n"
+                    "a rank may open no more files, and cannot reach the memory of another",
+                    hint="raise it: ulimit -n",
                 )
             (descriptor,) = struct.unpack("i", carried[0][2])
             mapped = map_file(descriptor, num_bytes)
@@ -192,7 +211,14 @@ class Links:
             self._theirs[rank][file] = torch.frombuffer(memoryview(mapped), dtype=torch.uint8)
             return
         row = bytes(self._buffer[HEAD.size : size])
-        self._inbox[rank][axis, number, what == What.DONE] = What(what), Kind(kind), file, offset, num_bytes, row
+        self._inbox[rank][axis, number, what == What.DONE] = (
+            What(what),
+            Kind(kind),
+            file,
+            offset,
+            num_bytes,
+            row,
+        )
 
 
 @dataclass(eq=False)
@@ -202,7 +228,9 @@ class _RunningSum:
     number: int
     kind: Kind
     mine: Tensor
-    into: Tensor | None  # what takes this rank's share alone; None: every rank's numbers become the sum
+    into: (
+        Tensor | None
+    )  # what takes this rank's share alone; None: every rank's numbers become the sum
     num_bytes: int
     is_added: bool = False
 
@@ -223,13 +251,17 @@ class Shared:
 
     def among(self, ranks: Sequence[int], axis: int) -> Shared:
         """Return the collectives of a subset of these ranks, in the given order."""
-        return Shared(self.links, ranks.index(self.rank), [self.ranks[rank] for rank in ranks], axis)
+        return Shared(
+            self.links, ranks.index(self.rank), [self.ranks[rank] for rank in ranks], axis
+        )
 
     @property
     def _others(self) -> Iterator[tuple[int, int]]:
         return ((place, rank) for place, rank in enumerate(self.ranks) if place != self.rank)
 
-    def _head(self, what: What, kind: Kind, number: int, at: tuple[int, int] = (0, 0), num_bytes: int = 0) -> bytes:
+    def _head(
+        self, what: What, kind: Kind, number: int, at: tuple[int, int] = (0, 0), num_bytes: int = 0
+    ) -> bytes:
         return HEAD.pack(what, self.axis, kind, number, *at, num_bytes)
 
     def _tell(self, packet: bytes) -> None:
@@ -303,7 +335,9 @@ class Shared:
         """Add this rank's share of the open sums for which all ranks' values have arrived."""
         self.links.drain()
         for each in (begun for begun in self._open if not begun.is_added):
-            if not all(self.links.has(rank, (self.axis, each.number, False)) for _, rank in self._others):
+            if not all(
+                self.links.has(rank, (self.axis, each.number, False)) for _, rank in self._others
+            ):
                 return
             self._add_share(each)
 
@@ -410,13 +444,18 @@ def meet(group: Group, transport: Transport, *, wait_s: float, timeout_s: float)
             if transport == "shared_memory":
                 why = "not all ranks are on one host, of one user, with files of memory"
                 raise InputError(
-                    f"layout.transport is 'shared_memory', and {why}", hint='leave it out, or set layout.transport = "gloo"'
+                    f"layout.transport is 'shared_memory', and {why}",
+                    hint='leave it out, or set layout.transport = "gloo"',
                 )
             return None
         try:
-            sockets = _connect(listener, [bytes.fromhex(each[2]) for each in said], group.rank, wait_s)
+            sockets = _connect(
+                listener, [bytes.fromhex(each[2]) for each in said], group.rank, wait_s
+            )
         except OSError as error:
-            raise LostRank(f"another rank of this host is out of reach: {error}", hint=HINT) from error
+            raise LostRank(
+                f"another rank of this host is out of reach: {error}", hint=HINT
+            ) from error
     return Shared(Links(sockets, timeout_s=timeout_s), group.rank, range(group.size), axis=0)
 
 
@@ -444,7 +483,9 @@ def _listen() -> socket.socket | None:
     return listener
 
 
-def _connect(listener: socket.socket, addresses: Sequence[bytes], rank: int, wait_s: float) -> dict[int, socket.socket]:
+def _connect(
+    listener: socket.socket, addresses: Sequence[bytes], rank: int, wait_s: float
+) -> dict[int, socket.socket]:
     """Return a socket to each other rank: it connects to lower ranks and accepts higher ones."""
     found: dict[int, socket.socket] = {}
     for other in range(rank):
@@ -456,7 +497,9 @@ def _connect(listener: socket.socket, addresses: Sequence[bytes], rank: int, wai
     listener.settimeout(wait_s)
     while len(found) < len(addresses) - 1:
         caller, _ = listener.accept()
-        _, user, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        _, user, _ = struct.unpack(
+            "3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )
         if user != os.getuid():
             caller.close()
             continue

@@ -39,8 +39,13 @@ LOOPBACK = "lo"
 
 @contextlib.contextmanager
 def join(
-    here: Place, device: torch.device, *, wait_s: float, timeout_s: float, transport: Transport = "auto"
-) -> Iterator[Group]:  # fmt: skip
+    here: Place,
+    device: torch.device,
+    *,
+    wait_s: float,
+    timeout_s: float,
+    transport: Transport = "auto",
+) -> Iterator[Group]:
     """Return a context with the group of all ranks; a rank waits `wait_s` for the others to join.
 
     A collective waits `timeout_s`. gloo joins CPUs, or shared memory if all are on one host
@@ -52,9 +57,15 @@ def join(
         return
     _collect_at_exit()
     if here.has_agent:
-        dying_with(os.getppid())()  # torchrun that is killed ends nobody: its ranks would train on, and hold the run
-    interface = None if here.has_interface else LOOPBACK if here.is_on_loopback else _find_interface(here)
-    put_back = place.set_variable("GLOO_SOCKET_IFNAME", interface) if interface is not None else _nothing
+        dying_with(
+            os.getppid()
+        )()  # torchrun that is killed ends nobody: its ranks would train on, and hold the run
+    interface = (
+        None if here.has_interface else LOOPBACK if here.is_on_loopback else _find_interface(here)
+    )
+    put_back = (
+        place.set_variable("GLOO_SOCKET_IFNAME", interface) if interface is not None else _nothing
+    )
     try:
         store = PrefixStore(f"surefoot/{here.restart}/{next(_rounds)}", _open_store(here, wait_s))
         with lost_while_joining():
@@ -62,9 +73,12 @@ def join(
         backend, begun_s = "nccl" if device.type == "cuda" else "gloo", time.monotonic()
         try:
             dist.init_process_group(
-                backend, store=PrefixStore("torch", store), rank=here.rank, world_size=here.world_size,
+                backend,
+                store=PrefixStore("torch", store),
+                rank=here.rank,
+                world_size=here.world_size,
                 timeout=timedelta(seconds=timeout_s),
-            )  # fmt: skip
+            )
         except RuntimeError as error:
             if time.monotonic() - begun_s >= timeout_s:
                 raise LostRank(
@@ -81,11 +95,19 @@ def join(
         try:
             where = device if backend == "nccl" else torch.device("cpu")
             # else the launcher knows more
-            roll = functools.partial(_call_the_roll, store, here) if here.told is None else lambda: ""
+            roll = (
+                functools.partial(_call_the_roll, store, here) if here.told is None else lambda: ""
+            )
             with _recording(here) as flight:
                 group = Group(here.rank, here.world_size, where, flight, roll=roll)
-                memory = meet(group, transport, wait_s=wait_s, timeout_s=timeout_s) if where.type == "cpu" else None
-                with contextlib.nullcontext() if memory is None else contextlib.closing(memory.links):
+                memory = (
+                    meet(group, transport, wait_s=wait_s, timeout_s=timeout_s)
+                    if where.type == "cpu"
+                    else None
+                )
+                with (
+                    contextlib.nullcontext() if memory is None else contextlib.closing(memory.links)
+                ):
                     yield replace(group, memory=memory)
         finally:
             dist.destroy_process_group()
@@ -113,13 +135,19 @@ def _find_interface(here: Place) -> str | None:
     gloo's default is the address of the host name, which is the loopback on many hosts.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(here.meeting, here.port, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            here.meeting, here.port, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # of datagrams: nothing is sent
             mine = probe.getsockname()[0]
     except OSError:
         return None
-    found = [name for name, rows in psutil.net_if_addrs().items() if any(row.address.partition("%")[0] == mine for row in rows)]
+    found = [
+        name
+        for name, rows in psutil.net_if_addrs().items()
+        if any(row.address.partition("%")[0] == mine for row in rows)
+    ]
     return found[0] if found else None
 
 
@@ -183,7 +211,9 @@ def _call_the_roll(store: Store, here: Place) -> str:
         return f"; {here.meeting}, where rank 0 is, does not answer: it has ended, or the network to it is cut"
     (named,) = silent
     if not named:
-        return "; all of them are there: the network between them is cut, or one called something else"
+        return (
+            "; all of them are there: the network between them is cut, or one called something else"
+        )
     return f"; rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} of {here.world_size} " + (
         "says nothing: it has ended, hangs, or the network to it is cut"
         if len(named) == 1
@@ -198,7 +228,9 @@ def _open_store(here: Place, wait_s: float) -> Store:
     Rank 0 holds the store, unless its launcher does. All runs of a process share it.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(here.meeting, here.port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            here.meeting, here.port, type=socket.SOCK_STREAM
+        )[0]
     except OSError as error:
         raise InputError(
             f"the ranks are to meet at {here.meeting}, which is no host that is known here: {error.strerror or error}",
@@ -210,9 +242,14 @@ def _open_store(here: Place, wait_s: float) -> Store:
         descriptor = _listen(here, family, address)
     try:
         store: Store = TCPStore(
-            here.meeting, here.port, here.world_size, is_master=holds, timeout=timedelta(seconds=wait_s), wait_for_workers=False,
+            here.meeting,
+            here.port,
+            here.world_size,
+            is_master=holds,
+            timeout=timedelta(seconds=wait_s),
+            wait_for_workers=False,
             master_listen_fd=descriptor if holds else None,
-        )  # fmt: skip
+        )
         return store
     except RuntimeError as error:
         raise InputError(

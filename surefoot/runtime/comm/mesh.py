@@ -46,7 +46,9 @@ def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
     for number, axis in enumerate((across, along), start=1):
         for ranks in axis:
             with lost_while_joining():
-                channel = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))  # all ranks make every one of them
+                channel = dist.new_group(
+                    list(ranks), timeout=timedelta(seconds=timeout_s)
+                )  # all ranks make every one of them
             if group.rank in ranks:
                 found.append(_within(group, ranks, channel, number))
     return Mesh(group, *found)
@@ -55,5 +57,12 @@ def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
 def _within(group: Group, ranks: range, channel: Any, axis: int) -> Group:
     memory = None if group.memory is None else group.memory.among(ranks, axis)
     return Group(
-        ranks.index(group.rank), len(ranks), group.device, group.flight, channel, group.roll, waiting=group.waiting, memory=memory
-    )  # fmt: skip
+        ranks.index(group.rank),
+        len(ranks),
+        group.device,
+        group.flight,
+        channel,
+        group.roll,
+        waiting=group.waiting,
+        memory=memory,
+    )

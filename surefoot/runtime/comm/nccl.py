@@ -82,8 +82,12 @@ def variables(table: NcclTable) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": table.interface,
         "NCCL_IB_DISABLE": None if table.infiniband is None else str(int(not table.infiniband)),
         "NCCL_IB_HCA": table.adapter,
-        "NCCL_IB_TIMEOUT": None if table.infiniband_timeout is None else str(table.infiniband_timeout),
-        "NCCL_IB_RETRY_CNT": None if table.infiniband_retries is None else str(table.infiniband_retries),
+        "NCCL_IB_TIMEOUT": None
+        if table.infiniband_timeout is None
+        else str(table.infiniband_timeout),
+        "NCCL_IB_RETRY_CNT": None
+        if table.infiniband_retries is None
+        else str(table.infiniband_retries),
         "NCCL_ALGO": ",".join(table.algorithm) or None,
         "NCCL_PROTO": ",".join(table.protocol) or None,
         "NCCL_P2P_DISABLE": None if table.peer_access is None else str(int(not table.peer_access)),
@@ -128,6 +132,8 @@ def told(table: NcclTable, *, num_ranks: int, on_gpu: bool) -> Iterator[list[str
     with contextlib.ExitStack() as stack:
         for name, value in stated.items():
             if given.get(name, value) != value:
-                notes.append(f"{name} is {value}, as [nccl] says, not {given[name]}, as the environment does")
+                notes.append(
+                    f"{name} is {value}, as [nccl] says, not {given[name]}, as the environment does"
+                )
             stack.callback(place.set_variable(name, value))
         yield notes

@@ -38,7 +38,12 @@ def watched(group: Group, here: Place, stall_s: float) -> Iterator[str]:
     if not hasattr(os, "pidfd_open"):
         yield "ranks are watched on Linux only"
         return
-    mine = {"host": here.host, "pid": os.getpid(), "files": group.flight.files, "are": list(map(_identity, group.flight.files))}
+    mine = {
+        "host": here.host,
+        "pid": os.getpid(),
+        "files": group.flight.files,
+        "are": list(map(_identity, group.flight.files)),
+    }
     rows = [json.loads(text) for text in group.exchange(json.dumps(mine))]
     with contextlib.ExitStack() as stack:
         files, why = _open_all(rows, stack)
@@ -89,7 +94,12 @@ class _Watch:
             if flight.is_dismissed(self._mine):
                 os._exit(LostRank.exit_code)  # the main thread hangs, or waits for one that does
             waits_s = flight.read(self._mine).waits_s
-            if self._watcher is None and waits_s is not None and waits_s >= self._stall_s / 2 and self._is_chosen():
+            if (
+                self._watcher is None
+                and waits_s is not None
+                and waits_s >= self._stall_s / 2
+                and self._is_chosen()
+            ):
                 self._watcher = self._start()
 
     def _is_chosen(self) -> bool:
@@ -101,13 +111,21 @@ class _Watch:
         return True
 
     def _start(self) -> subprocess.Popen[bytes]:
-        ranks = [{"pid": pid, "files": files} for pid, files in zip(self._pids, self._files, strict=True)]
+        ranks = [
+            {"pid": pid, "files": files} for pid, files in zip(self._pids, self._files, strict=True)
+        ]
         words = json.dumps({"stall_s": self._stall_s, "parent": os.getpid(), "ranks": ranks})
-        safe = [] if os.getcwd() in sys.path else ["-P"]  # an installed `surefoot` does not look here for modules
+        safe = (
+            [] if os.getcwd() in sys.path else ["-P"]
+        )  # an installed `surefoot` does not look here for modules
         return subprocess.Popen(
-            [sys.executable, *safe, "-m", "surefoot.cli.watch", words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            pass_fds=[each for pair in self._files for each in pair], process_group=0, env=place.child_environment(threads=1),
-        )  # fmt: skip
+            [sys.executable, *safe, "-m", "surefoot.cli.watch", words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[each for pair in self._files for each in pair],
+            process_group=0,
+            env=place.child_environment(threads=1),
+        )
 
     def close(self) -> None:
         """End the thread, and the process if it has started one."""

@@ -19,7 +19,10 @@ def torchao(needed_for: str) -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with needing("torchao", "torchao", extra="lowbit", needed_for=needed_for), warnings.catch_warnings():
+        with (
+            needing("torchao", "torchao", extra="lowbit", needed_for=needed_for),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -69,7 +69,14 @@ class Staging:
 
         Must be called after `wait` and before the next optimizer step.
         """
-        return next((name for name, tensor in self._live.items() if tensor._version != self._versions[name]), None)
+        return next(
+            (
+                name
+                for name, tensor in self._live.items()
+                if tensor._version != self._versions[name]
+            ),
+            None,
+        )
 
     def release(self) -> None:
         """Release the memory of the copies."""
@@ -82,6 +89,8 @@ def _copy(into: Tensor, source: Tensor) -> None:
     torch's copy would wake all threads that the training uses.
     """
     if source.device.type == "cpu" and source.is_contiguous() and source.numel():
-        np.copyto(into.view(-1).view(torch.uint8).numpy(), source.view(-1).view(torch.uint8).numpy())
+        np.copyto(
+            into.view(-1).view(torch.uint8).numpy(), source.view(-1).view(torch.uint8).numpy()
+        )
     else:
         into.copy_(source)

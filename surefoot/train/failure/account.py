@@ -30,9 +30,12 @@ VERSION = 1
 NUM_BLOCKS, NUM_CHANGES = 5, 3
 LEAST_GAIN = 0.02  # of the predicted peak: a change that brings less is not named
 PLACES = {
-    DATA: "while its samples were read", COPY: "while its samples were copied to the device", FORWARD: "in the forward pass",
-    BACKWARD: "in the backward pass", OPTIMISER: "in the update",
-}  # fmt: skip
+    DATA: "while its samples were read",
+    COPY: "while its samples were copied to the device",
+    FORWARD: "in the forward pass",
+    BACKWARD: "in the backward pass",
+    OPTIMISER: "in the update",
+}
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _ASKED_FOR = re.compile(rf"allocate ([\d.]+) ({'|'.join(UNITS)})")
 
@@ -56,29 +59,50 @@ class Shortage:
 
     @property
     def words(self) -> str:
-        asked = "" if self.asked_bytes is None else f" {format_bytes(self.asked_bytes)} more were asked for,"
+        asked = (
+            ""
+            if self.asked_bytes is None
+            else f" {format_bytes(self.asked_bytes)} more were asked for,"
+        )
         where = PLACES.get(self.phase, f"in {PHASES[self.phase]}")
-        most, raised = format_bytes(self.peak_bytes), "" if self.raised is None else f"; {self.raised}"
+        most, raised = (
+            format_bytes(self.peak_bytes),
+            "" if self.raised is None else f"; {self.raised}",
+        )
         return f"out of memory {where} with microbatch {self.microbatch}:{asked} {most} were the most before{raised}"
 
 
 def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
     """Return facts about the failed allocation, read before the step's memory is released."""
     device, said = assembly.engine.device, _ASKED_FOR.search(str(error))
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+    peak = (
+        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+    )
     asked = None if said is None else round(float(said[1]) * UNITS[said[2]])
     line, whole = find_place(error), describe(error)
     raised = (
         whole if isinstance(error, MemoryError) else None if line is None else f"at {line}"
     )  # torch's own say what was asked for
-    return Shortage(step, assembly.engine.stepper.clock.phase, whole, raised, asked, peak, assembly.feed.microbatch)
+    return Shortage(
+        step,
+        assembly.engine.stepper.clock.phase,
+        whole,
+        raised,
+        asked,
+        peak,
+        assembly.feed.microbatch,
+    )
 
 
 def write_segments(folder: Path, assembly: Assembly) -> None:
     """Write the memory snapshot of torch's CUDA allocator, block by block, to the run folder."""
     if assembly.engine.device.type == "cuda":
         with contextlib.suppress(OSError):
-            files.write_whole(folder, SEGMENTS_FILE, json.dumps(torch.cuda.memory_snapshot(), default=str).encode())  # type: ignore[no-untyped-call]
+            files.write_whole(
+                folder,
+                SEGMENTS_FILE,
+                json.dumps(torch.cuda.memory_snapshot(), default=str).encode(),  # type: ignore[no-untyped-call]
+            )
 
 
 def tell(shortage: Shortage, assembly: Assembly, folder: Path, then: str) -> OutOfMemory:
@@ -89,13 +113,21 @@ def tell(shortage: Shortage, assembly: Assembly, folder: Path, then: str) -> Out
     """
     found, changes, unknown = _predict(assembly)
     row = {
-        "version": VERSION, "rank": place.here().rank, **vars(shortage), "phase": PHASES[shortage.phase], "unknown": unknown,
+        "version": VERSION,
+        "rank": place.here().rank,
+        **vars(shortage),
+        "phase": PHASES[shortage.phase],
+        "unknown": unknown,
         "predicted": None if found is None else found.as_row(),
-        "changes": [{"change": words, "predicted_bytes": num_bytes} for words, num_bytes in changes],
-    }  # fmt: skip
+        "changes": [
+            {"change": words, "predicted_bytes": num_bytes} for words, num_bytes in changes
+        ],
+    }
     message = shortage.words
     if found is not None:
-        largest = [f"{name} {format_bytes(size)}" for name, size in list(found.blocks.items())[:NUM_BLOCKS]]
+        largest = [
+            f"{name} {format_bytes(size)}" for name, size in list(found.blocks.items())[:NUM_BLOCKS]
+        ]
         message += f"; the blocks with the largest activations: {', '.join(largest)}"
     with contextlib.suppress(OSError):
         files.write_whole(folder, FILE, f"{json.dumps(row, indent=1)}\n".encode())
@@ -103,14 +135,20 @@ def tell(shortage: Shortage, assembly: Assembly, folder: Path, then: str) -> Out
     return OutOfMemory(f"{message}{then}", hint=_hint(found, changes, unknown, not then))
 
 
-def _hint(found: Prediction | None, changes: list[tuple[str, int]], unknown: str | None, can_halve: bool) -> str:
+def _hint(
+    found: Prediction | None, changes: list[tuple[str, int]], unknown: str | None, can_halve: bool
+) -> str:
     if found is None:
         return f"use a smaller train.microbatch, or memory.recompute; what they would bring is not known: {unknown}"
     now = f"a step holds {format_bytes(found.peak_bytes)} by prediction"
     if not changes:
         return f"{now}, mostly {max(found.terms, key=lambda kind: found.terms[kind])}: use a smaller model, or an optimiser with less state"
     is_possible = can_halve and any(words.startswith("train.microbatch") for words, _ in changes)
-    by_itself = '; memory.on_oom = "halve" halves the microbatch where that is needed' if is_possible else ""
+    by_itself = (
+        '; memory.on_oom = "halve" halves the microbatch where that is needed'
+        if is_possible
+        else ""
+    )
     return f"{now}; the cheapest first: {', '.join(f'{words} ({format_bytes(num_bytes)})' for words, num_bytes in changes)}{by_itself}"
 
 
@@ -120,7 +158,9 @@ def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int
     The changes have their predicted bytes. If the prediction fails: None, no changes, and the
     reason.
     """
-    spec = assembly.spec.replace(train={"microbatch": _or_none(assembly.feed.microbatch, assembly.feed.batch)})
+    spec = assembly.spec.replace(
+        train={"microbatch": _or_none(assembly.feed.microbatch, assembly.feed.batch)}
+    )
     source = assembly.feed.source
     try:
         found = predict(spec, assembly.task, source=source, num_ranks=assembly.feed.share.size)
@@ -130,7 +170,9 @@ def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int
     for change in _candidates(assembly):
         with contextlib.suppress(Exception):  # a change that this spec does not take
             task = None if "task" in change else assembly.task
-            then = predict(spec.replace(**change), task, source=source, num_ranks=assembly.feed.share.size).peak_bytes
+            then = predict(
+                spec.replace(**change), task, source=source, num_ranks=assembly.feed.share.size
+            ).peak_bytes
             if then <= (1 - LEAST_GAIN) * found.peak_bytes:
                 changes.append((_words(change), then))
         if len(changes) == NUM_CHANGES:
@@ -155,7 +197,9 @@ def _candidates(assembly: Assembly) -> Iterator[Change]:
     """Yield changes of the spec, cheapest first: free, a little time, recomputation, precision."""
     spec, microbatch = assembly.spec, assembly.feed.microbatch
     use = spec.task.use
-    if use is not None and any(each.name == "chunked_loss" for each in signature.find_parameters(use) or ()):
+    if use is not None and any(
+        each.name == "chunked_loss" for each in signature.find_parameters(use) or ()
+    ):
         yield {"task": {"chunked_loss": True}}
     if microbatch > 1:
         yield {"train": {"microbatch": half(microbatch)}}
@@ -169,4 +213,8 @@ def _candidates(assembly: Assembly) -> Iterator[Change]:
 
 
 def _words(change: Change) -> str:
-    return " and ".join(f"{table}.{key} = {json.dumps(value)}" for table, keys in change.items() for key, value in keys.items())
+    return " and ".join(
+        f"{table}.{key} = {json.dumps(value)}"
+        for table, keys in change.items()
+        for key, value in keys.items()
+    )

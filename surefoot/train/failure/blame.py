@@ -21,8 +21,13 @@ from surefoot.core.process.refused import is_refused
 
 _OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
 # torch.utils.data: how a loader raises what its worker raised
-IN_WORKER = re.compile(r"Caught (?P<kind>\w+) in DataLoader worker process \d+\.\nOriginal Traceback")
-FRAME = re.compile(r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>\S+)\n *(?P<code>.*)$', re.MULTILINE)
+IN_WORKER = re.compile(
+    r"Caught (?P<kind>\w+) in DataLoader worker process \d+\.\nOriginal Traceback"
+)
+FRAME = re.compile(
+    r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>\S+)\n *(?P<code>.*)$',
+    re.MULTILINE,
+)
 
 
 def is_ours(error: BaseException) -> bool:
@@ -51,9 +56,24 @@ def _describe_in_worker(text: str) -> str | None:
     caught = IN_WORKER.match(text)
     if caught is None:
         return None
-    told = next((line for line in reversed(text.splitlines()) if re.match(rf"(\w+\.)*{caught['kind']}\b", line)), caught["kind"])
-    frames = [each for each in FRAME.finditer(text) if not (is_of_surefoot(each["file"]) or is_of_library(each["file"]))]
-    return told if not frames else "{0} ({file}:{line}, in {name}: {code})".format(told, **frames[-1].groupdict())
+    told = next(
+        (
+            line
+            for line in reversed(text.splitlines())
+            if re.match(rf"(\w+\.)*{caught['kind']}\b", line)
+        ),
+        caught["kind"],
+    )
+    frames = [
+        each
+        for each in FRAME.finditer(text)
+        if not (is_of_surefoot(each["file"]) or is_of_library(each["file"]))
+    ]
+    return (
+        told
+        if not frames
+        else "{0} ({file}:{line}, in {name}: {code})".format(told, **frames[-1].groupdict())
+    )
 
 
 def find_place(error: BaseException) -> str | None:
@@ -61,7 +81,9 @@ def find_place(error: BaseException) -> str | None:
     frame = find_user_frame(error)
     if frame is None:
         return None
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}{f': {frame.line}' if frame.line else ''}"
+    return (
+        f"{frame.filename}:{frame.lineno}, in {frame.name}{f': {frame.line}' if frame.line else ''}"
+    )
 
 
 def find_exit_code(leave: SystemExit) -> int:
@@ -81,7 +103,11 @@ def is_lost_together(error: BaseException) -> bool:
     """
     frames = traceback.extract_tb(error.__traceback__)
     is_called = bool(frames) and is_of_torch(frames[-1].filename, "distributed")
-    return is_called and isinstance(error, RuntimeError) and any(words in str(error) for words in ("/gloo/", "NCCL"))
+    return (
+        is_called
+        and isinstance(error, RuntimeError)
+        and any(words in str(error) for words in ("/gloo/", "NCCL"))
+    )
 
 
 def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
@@ -98,7 +124,10 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
             error.message = f"{place} {error.message}"
         return error
     if is_short:
-        short = OutOfMemory(f"{place} {describe(error)}", hint="use smaller batches: train.microbatch, evaluate.batch")
+        short = OutOfMemory(
+            f"{place} {describe(error)}",
+            hint="use smaller batches: train.microbatch, evaluate.batch",
+        )
         short.__cause__ = error
         return short
     if is_lost_together(error):

@@ -27,8 +27,13 @@ def find_overflow(assembly: Assembly, step: int) -> Overflow | None:
 
     Returns None if the step cannot be repeated.
     """
-    if assembly.feed.source.guarantee != "proven" or any(update.in_backward is not None for update in assembly.updates):
+    if assembly.feed.source.guarantee != "proven" or any(
+        update.in_backward is not None for update in assembly.updates
+    ):
         return None
-    with Watch(assembly.model) as watch, contextlib.suppress(Exception):  # the error that is on its way is the one to tell
+    with (
+        Watch(assembly.model) as watch,
+        contextlib.suppress(Exception),
+    ):  # the error that is on its way is the one to tell
         assembly.engine.stepper.look(step)
     return watch.overflow

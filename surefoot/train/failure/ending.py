@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from surefoot.core import flight, place
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, SurefootError
+from surefoot.core.errors import (
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    SurefootError,
+)
 from surefoot.train.failure import blame
 
 WHOLE = ("finished", "the length of the run was reached")
 
 
 def tell_outcome(
-    error: BaseException | None, *, step: int, stop: tuple[str, str] | None, stop_code: int, total_steps: int | None
-) -> tuple[str, str, int]:  # fmt: skip
+    error: BaseException | None,
+    *,
+    step: int,
+    stop: tuple[str, str] | None,
+    stop_code: int,
+    total_steps: int | None,
+) -> tuple[str, str, int]:
     """Return outcome, cause and exit code of a run that ends after `step`.
 
     The run ends by `error`, else by `stop` (outcome, cause), else because its loop has ended.
@@ -33,6 +44,10 @@ def tell_outcome(
     if stop is None and step != total_steps:
         return "stopped", f"the loop was left at step {step}", EXIT_OK
     outcome, cause = stop or WHOLE
-    if stop_code == EXIT_TERMINATED and outcome == "interrupted" and flight.is_recalled(place.flight_file()):
+    if (
+        stop_code == EXIT_TERMINATED
+        and outcome == "interrupted"
+        and flight.is_recalled(place.flight_file())
+    ):
         cause = "ended by the supervisor, to begin anew with more ranks"
     return outcome, cause, stop_code if outcome == "interrupted" else EXIT_OK

@@ -52,8 +52,12 @@ class WithinMemory:
             restore_random(before)
             feed = self._assembly.feed
             feed.microbatch = account.half(feed.microbatch)
-            done = f"the step is done again with microbatch {feed.microbatch}, as are all that follow"
-            self._telling.fault(GuardFault(number, "memory", done, f"step {number}: {shortage.words}"))
+            done = (
+                f"the step is done again with microbatch {feed.microbatch}, as are all that follow"
+            )
+            self._telling.fault(
+                GuardFault(number, "memory", done, f"step {number}: {shortage.words}")
+            )
 
     def _reason_against(self, phase: int) -> str | None:
         if self._stepper.has_moved:

@@ -56,14 +56,22 @@ class _Script:
             return EXIT_OK
         if self._frame.f_code.co_code[self._frame.f_lasti] in RETURNS:
             return next(reversed(self._codes.values()), EXIT_OK)
-        error = getattr(sys, "last_value", None)  # what Python has just printed; an exit leaves it as it was
-        return error.exit_code if isinstance(error, SurefootError) and _passed_through(error, self._frame) else EXIT_OK
+        error = getattr(
+            sys, "last_value", None
+        )  # what Python has just printed; an exit leaves it as it was
+        return (
+            error.exit_code
+            if isinstance(error, SurefootError) and _passed_through(error, self._frame)
+            else EXIT_OK
+        )
 
     def _end(self) -> None:
         code = self.find_code()
         self._frame = None  # the call below comes here once more
         if code != EXIT_OK:
-            ctypes.pythonapi.Py_Exit(code)  # ends the interpreter as it would end now, with this code
+            ctypes.pythonapi.Py_Exit(
+                code
+            )  # ends the interpreter as it would end now, with this code
 
 
 def _find_script() -> FrameType | None:
@@ -73,7 +81,11 @@ def _find_script() -> FrameType | None:
     while frames and frames[-1].f_globals.get("__name__") == RUNNER:
         frames.pop()
     last = frames[-1] if frames else None
-    is_script = last is not None and last.f_code.co_name == "<module>" and last.f_globals is getattr(main, "__dict__", None)
+    is_script = (
+        last is not None
+        and last.f_code.co_name == "<module>"
+        and last.f_globals is getattr(main, "__dict__", None)
+    )
     return last if is_script and getattr(main, "__file__", None) else None
 
 

@@ -51,7 +51,9 @@ def _find_carried(assembly: Assembly, update: LiveUpdate, first: Batch, second: 
     """Return the names of the state that `first` changes, if the loss of `second` depends on it."""
     state = assembly.task.state
     with untouched(assembly.model, state), torch.enable_grad():
-        carried = CarriedState(assembly.model, lambda: {} if state is None else _without_generators(state()))
+        carried = CarriedState(
+            assembly.model, lambda: {} if state is None else _without_generators(state())
+        )
         _compute(assembly, update, first)
         if not (names := carried.find_changed()):
             return []
@@ -59,7 +61,10 @@ def _find_carried(assembly: Assembly, update: LiveUpdate, first: Batch, second: 
     with untouched(assembly.model, state), torch.enable_grad():
         alone = _compute(assembly, update, second)
     pairs = zip(after.terms, alone.terms, strict=True)
-    is_same = all(torch.allclose(one.total, other.total, rtol=SAME, atol=0.0, equal_nan=True) for one, other in pairs)
+    is_same = all(
+        torch.allclose(one.total, other.total, rtol=SAME, atol=0.0, equal_nan=True)
+        for one, other in pairs
+    )
     return [] if is_same else names
 
 

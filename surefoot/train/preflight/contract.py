@@ -30,8 +30,14 @@ from surefoot.train.step import LiveUpdate, check_count, check_splittable
 from surefoot.train.step.reading import make_feed
 
 OVER_BATCHES = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 PARTS_HINT = "stages 2 and 3 gather weights where the model is called: model(...) and no part of it, or set layout.stage = 1"
 
 
@@ -52,10 +58,15 @@ def check(assembly: Assembly) -> list[str]:
     def read(part: np.ndarray) -> Batch:
         return assembly.read(window.epoch, part)
 
-    def attempt(update: LiveUpdate, batch: Batch, seed: int = 0, what: str = "a part of a batch") -> halving.LossTrial:
+    def attempt(
+        update: LiveUpdate, batch: Batch, seed: int = 0, what: str = "a part of a batch"
+    ) -> halving.LossTrial:
         tried = copy_of(batch)  # what writes into it would change the data before step 1
         versions = in_place.Versions(tried)
-        with untouched(assembly.model, state), torch.enable_grad():  # a loss may differentiate by itself: a gradient penalty does
+        with (
+            untouched(assembly.model, state),
+            torch.enable_grad(),
+        ):  # a loss may differentiate by itself: a gradient penalty does
             environment.set_seeds(seed)
             before = read_streams()
             with Gathering() as gathered:
@@ -68,7 +79,9 @@ def check(assembly: Assembly) -> list[str]:
     def attempt_all(part: np.ndarray) -> samples.SampleLosses:
         batch = _first(read, part)
         what = f"{len(part)} samples" if source.guarantee == "proven" else "the first batch"
-        return samples.SampleLosses(part, batch, [attempt(update, batch, what=what).loss for update in assembly.updates])
+        return samples.SampleLosses(
+            part, batch, [attempt(update, batch, what=what).loss for update in assembly.updates]
+        )
 
     train = assembly.spec.train
     splits = (
@@ -84,14 +97,18 @@ def check(assembly: Assembly) -> list[str]:
             _check_counts(assembly.task.counts, update.name, whole, batch)
             if splits:
                 joins = gathers[update.name] and _check_joined(assembly, update.name)
-                check_splittable(update.name, whole, assembly.task.counts is not None, joins_ranks=joins)
+                check_splittable(
+                    update.name, whole, assembly.task.counts is not None, joins_ranks=joins
+                )
             if not whole.additive:
                 notes.append(
                     f"whether the loss of update {update.name} is a sum is not checked: it states that it is not additive"
                 )
                 continue
             assembly.warnings.extend(
-                _check_sums(assembly, update.name, partial(attempt, update), read, batch, ids, splits=splits)
+                _check_sums(
+                    assembly, update.name, partial(attempt, update), read, batch, ids, splits=splits
+                )
             )
         if splits:
             assembly.warnings.extend(between_microbatches.check(assembly, batch, len(ids)))
@@ -122,7 +139,11 @@ def computing(assembly: Assembly) -> AbstractContextManager[Any]:
 
     fp32 distinguishes a sum from a mean best; weights stored in bf16 cannot compute in fp32.
     """
-    return assembly.engine.policy.context() if assembly.spec.precision.weights == "bf16" else nullcontext()
+    return (
+        assembly.engine.policy.context()
+        if assembly.spec.precision.weights == "bf16"
+        else nullcontext()
+    )
 
 
 def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:
@@ -131,13 +152,23 @@ def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) 
     Otherwise training would fail at the end of the first epoch.
     """
     feed, model, total = assembly.feed, assembly.model, assembly.course.total_steps
-    ends = (feed.step_of(epoch, feed.order.n - feed.dropped - 1) for epoch in range(feed.num_unlike + 1))
-    lone = min((feed.microbatches(feed.window(min(end, (total or end + 1) - 1)))[-1] for end in ends), key=len)
-    norms: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if isinstance(module, OVER_BATCHES)}
+    ends = (
+        feed.step_of(epoch, feed.order.n - feed.dropped - 1) for epoch in range(feed.num_unlike + 1)
+    )
+    lone = min(
+        (feed.microbatches(feed.window(min(end, (total or end + 1) - 1)))[-1] for end in ends),
+        key=len,
+    )
+    norms: dict[nn.Module, str] = {
+        module: name for name, module in model.named_modules() if isinstance(module, OVER_BATCHES)
+    }
     if len(lone) > 1 or not norms or feed.source.guarantee != "proven":
         return
     reached: list[nn.Module] = []
-    hooks = [module.register_forward_pre_hook(lambda module, _: reached.append(module)) for module in norms]
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: reached.append(module))
+        for module in norms
+    ]
     try:
         with untouched(model, assembly.task.state, evaluates=False), torch.enable_grad():
             for update in assembly.updates:
@@ -164,10 +195,15 @@ def _first(read: Callable[[np.ndarray], Batch], ids: np.ndarray) -> Batch:
     except SurefootError:
         raise
     except (Exception, SystemExit) as error:
-        raise TaskError(f"reading the first batch failed: {describe(error)}", hint="run with --traceback to see where") from error
+        raise TaskError(
+            f"reading the first batch failed: {describe(error)}",
+            hint="run with --traceback to see where",
+        ) from error
 
 
-def _check_counts(counts: Callable[[Batch], Any] | None, name: str, loss: Loss, batch: Batch) -> None:
+def _check_counts(
+    counts: Callable[[Batch], Any] | None, name: str, loss: Loss, batch: Batch
+) -> None:
     """Check that `counts(batch)` agrees with the counts of the loss.
 
     The gradient is divided by `counts` with microbatches, and by the counts of the loss without
@@ -181,7 +217,10 @@ def _check_counts(counts: Callable[[Batch], Any] | None, name: str, loss: Loss, 
             continue
         said = told.get(term.name) if isinstance(told, Mapping) else told
         if said is None:
-            raise TaskError(f"counts(batch) names no {term.name!r}, a term of update {name}", hint=f"it names {', '.join(told)}")
+            raise TaskError(
+                f"counts(batch) names no {term.name!r}, a term of update {name}",
+                hint=f"it names {', '.join(told)}",
+            )
         if float(said) != float(term.count):
             raise TaskError(
                 f"counts(batch) says {float(said):g} for the term {term.name} of update {name}, its loss counts {float(term.count):g}",
@@ -197,19 +236,27 @@ def _try(name: str, loss: Any, model: Any, batch: Batch, what: str) -> Loss:
     except (Exception, SystemExit) as error:
         hint = CACHE_HINT if is_of_repeated_pass(error) else "run with --traceback to see where"
         hint = PARTS_HINT if "DTensor" in str(error) else hint
-        raise TaskError(f"a trial of update {name} on {what} before the run failed: {describe(error)}", hint=hint) from error
+        raise TaskError(
+            f"a trial of update {name} on {what} before the run failed: {describe(error)}",
+            hint=hint,
+        ) from error
     return as_loss(made, f"update {name}")
 
 
 def _check_kind(name: str, loss: Loss) -> None:
     if not loss.terms:
-        raise TaskError(f"the loss of update {name} has no term", hint="return Loss.sum(total, count)")
+        raise TaskError(
+            f"the loss of update {name} has no term", hint="return Loss.sum(total, count)"
+        )
     for term in loss.terms:
         if not isinstance(term.total, torch.Tensor):
             raise TaskError(
-                f"the total of term {term.name} is no scalar tensor", hint='sum it: cross_entropy(..., reduction="sum")'
+                f"the total of term {term.name} is no scalar tensor",
+                hint='sum it: cross_entropy(..., reduction="sum")',
             )
-        if not term.total.requires_grad and float(term.count):  # of no items the total may be a constant
+        if not term.total.requires_grad and float(
+            term.count
+        ):  # of no items the total may be a constant
             raise TaskError(
                 f"the total of term {term.name} carries no gradient",
                 hint="compute it from the model's output, without detach() or item()",
@@ -221,36 +268,58 @@ def _check_kind(name: str, loss: Loss) -> None:
             )
         check_count(term.name, term.count)
     if len({term.name for term in loss.terms}) != len(loss.terms):
-        raise TaskError(f"the loss of update {name} has two terms of one name", hint="name each Term differently")
+        raise TaskError(
+            f"the loss of update {name} has two terms of one name",
+            hint="name each Term differently",
+        )
 
 
 def _check_sums(
-    assembly: Assembly, name: str, attempt: halving.Try, read: Callable[[np.ndarray], Batch], batch: Batch, ids: np.ndarray,
-    *, splits: bool
-) -> list[str]:  # fmt: skip
+    assembly: Assembly,
+    name: str,
+    attempt: halving.Try,
+    read: Callable[[np.ndarray], Batch],
+    batch: Batch,
+    ids: np.ndarray,
+    *,
+    splits: bool,
+) -> list[str]:
     """Compare the loss of a batch with the losses of its halves; return warnings.
 
     Raises TaskError for a loss that is not a sum.
     """
     source = assembly.feed.source
     is_whole_batches = isinstance(source, Iterated)
-    is_grouped = is_whole_batches or len(ids) == 1  # a number of the source may stand for many samples
+    is_grouped = (
+        is_whole_batches or len(ids) == 1
+    )  # a number of the source may stand for many samples
     halves = halving.cut_batch(batch, None if is_grouped else len(ids))
     is_cut = is_same = halves is not None
     if halves is None and (doubled := halving.double_batch(batch)) is not None:
         batch, halves, is_same = doubled, [batch, batch], True
     if halves is None and source.guarantee == "proven":
-        parts = [ids[: len(ids) // 2], ids[len(ids) // 2 :]] if len(ids) > 1 else [ids, assembly.feed.window(1).ids]
+        parts = (
+            [ids[: len(ids) // 2], ids[len(ids) // 2 :]]
+            if len(ids) > 1
+            else [ids, assembly.feed.window(1).ids]
+        )
         try:
             batch, halves = read(np.concatenate(parts)), [read(part) for part in parts]
         except Exception:  # noqa: BLE001 - such a batch is never asked for again
             halves = None
     if halves is None:
-        return [f"whether the loss of update {name} is a sum could not be checked: the first batch cannot be cut in halves"]
+        return [
+            f"whether the loss of update {name} is a sum could not be checked: the first batch cannot be cut in halves"
+        ]
     return halving.check_sums(
-        name, attempt, batch, halves, is_same=is_same, is_split=splits and is_cut and not is_whole_batches,
+        name,
+        attempt,
+        batch,
+        halves,
+        is_same=is_same,
+        is_split=splits and is_cut and not is_whole_batches,
         norms_batches=_norms_batches(assembly.model),
-    )  # fmt: skip
+    )
 
 
 def _check_joined(assembly: Assembly, name: str) -> bool:
@@ -263,9 +332,15 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
         return False
     batches = {feed.batch, *(batch for _, batch in assembly.spec.train.ramp)}
     rest = (
-        {(feed.order.n - feed.dropped) % batch for batch in batches} - {0} if assembly.spec.data.last_batch == "keep" else set()
+        {(feed.order.n - feed.dropped) % batch for batch in batches} - {0}
+        if assembly.spec.data.last_batch == "keep"
+        else set()
     )
-    short = [batch for batch in sorted(batches | rest) if -(-batch // -(-batch // ranks.group.size)) != ranks.group.size]
+    short = [
+        batch
+        for batch in sorted(batches | rest)
+        if -(-batch // -(-batch // ranks.group.size)) != ranks.group.size
+    ]
     if short:
         raise SpecError(
             f"the loss of update {name} calls surefoot.all_gather, and a batch of {short[0]} does not give each of "

@@ -16,7 +16,9 @@ from surefoot.core.errors import TaskError
 
 SAME = 1e-6  # relative
 TOLERANCE = 1e-3  # relative; the two halves of a sum and of a mean differ by a factor of two
-ROUNDING = 2e-2  # relative; a model that computes in 16 bits may differ by so much without being wrong
+ROUNDING = (
+    2e-2  # relative; a model that computes in 16 bits may differ by so much without being wrong
+)
 NUM_DRAWS = 8  # seeds under which a loss that draws random numbers is computed
 CERTAIN, COMPATIBLE = 6.0, 4.0  # in standard errors, of means over the seeds
 SUM_HINT = (
@@ -50,16 +52,27 @@ def cut_batch(batch: Batch, size: int | None = None) -> list[Batch] | None:
     first dimension, or the parts of the batch are sequences of the same length.
     """
     found = [
-        (lengths, is_sequences) for lengths, is_sequences in ((set(_lengths(batch)), False), (_lengths_of_parts(batch), True))
+        (lengths, is_sequences)
+        for lengths, is_sequences in (
+            (set(_lengths(batch)), False),
+            (_lengths_of_parts(batch), True),
+        )
     ]
-    ways = {min(lengths): is_sequences for lengths, is_sequences in reversed(found) if len(lengths) == 1 and lengths != {-1}}
+    ways = {
+        min(lengths): is_sequences
+        for lengths, is_sequences in reversed(found)
+        if len(lengths) == 1 and lengths != {-1}
+    }
     number = size if size in ways else min(ways) if len(ways) == 1 and size is None else 0
     if number is None or number < 2:
         return None
     is_sequences = ways[number]
     middle = number // 2
     try:
-        return [_part(batch, number, half, is_sequences) for half in (slice(0, middle), slice(middle, number))]
+        return [
+            _part(batch, number, half, is_sequences)
+            for half in (slice(0, middle), slice(middle, number))
+        ]
     except Exception:  # noqa: BLE001 - a container of somebody else's that cannot be made again from its parts
         return None
 
@@ -75,7 +88,14 @@ def double_batch(batch: Batch) -> Batch | None:
 
 
 def check_sums(
-    name: str, attempt: Try, whole: Batch, halves: Sequence[Batch], *, is_split: bool, is_same: bool, norms_batches: bool
+    name: str,
+    attempt: Try,
+    whole: Batch,
+    halves: Sequence[Batch],
+    *,
+    is_split: bool,
+    is_same: bool,
+    norms_batches: bool,
 ) -> list[str]:
     """Compare the loss terms of `whole` with those of its `halves`; return warnings.
 
@@ -86,27 +106,40 @@ def check_sums(
     try:
         tried = [[attempt(each, 0) for each in (whole, *halves)]]
         if any(each.draws for each in tried[0]):
-            tried += [[attempt(each, seed) for each in (whole, *halves)] for seed in range(1, NUM_DRAWS)]
+            tried += [
+                [attempt(each, seed) for each in (whole, *halves)] for seed in range(1, NUM_DRAWS)
+            ]
     except TaskError as error:
-        return [f"whether the loss of update {name} is a sum could not be checked: a part of a batch fails: {error.message}"]
+        return [
+            f"whether the loss of update {name} is a sum could not be checked: a part of a batch fails: {error.message}"
+        ]
     first, found = tried[0][0], []
     for index, term in enumerate(first.loss.terms):
         if term.fixed:
             continue
         values = [[_value(each.loss, index) for each in row] for row in tried]
         verdict = judge(np.asarray(values), is_same=is_same)
-        if verdict != "sum" and _is_constant([each.loss.terms[index] for each in tried[0] if index < len(each.loss.terms)]):
+        if verdict != "sum" and _is_constant(
+            [each.loss.terms[index] for each in tried[0] if index < len(each.loss.terms)]
+        ):
             continue  # total and count are those of any batch, so their mean is right
-        if verdict in ("mean", "other") and (norms_batches or not _repeats(attempt, whole, index, values[0][0], tried)):
+        if verdict in ("mean", "other") and (
+            norms_batches or not _repeats(attempt, whole, index, values[0][0], tried)
+        ):
             verdict = "unknown"
         if verdict == "mean":
             raise TaskError(
-                f"the term {term.name} of update {name} is a mean, not a sum: it does not grow with the batch", hint=SUM_HINT
+                f"the term {term.name} of update {name} is a mean, not a sum: it does not grow with the batch",
+                hint=SUM_HINT,
             )
         if verdict == "other":
-            found.append(_report(name, term.name, values[0], is_refused=is_split and not first.draws))
+            found.append(
+                _report(name, term.name, values[0], is_refused=is_split and not first.draws)
+            )
         if verdict == "unknown":
-            found.append(f"whether the term {term.name} of update {name} is a sum could not be checked")
+            found.append(
+                f"whether the term {term.name} of update {name} is a sum could not be checked"
+            )
     return found
 
 
@@ -127,7 +160,10 @@ def judge(values: np.ndarray, *, is_same: bool = True) -> Verdict:
     low, high = float(halves.mean(0).min()), float(halves.mean(0).max())
     of_mean, error_of_mean = _mean_and_error(halves.mean(1) - whole)
     is_certain = abs(apart) > CERTAIN * error and abs(apart) > 0.25 * scale
-    between = low - TOLERANCE * abs(low) <= whole.mean() <= high + TOLERANCE * abs(high) and low * high > 0
+    between = (
+        low - TOLERANCE * abs(low) <= whole.mean() <= high + TOLERANCE * abs(high)
+        and low * high > 0
+    )
     near = is_same and between and 0.4 <= float(whole.mean()) / (low + high) <= 0.6
     if is_certain and (near or abs(of_mean) <= TOLERANCE * scale + COMPATIBLE * error_of_mean):
         return "mean"
@@ -145,9 +181,13 @@ def _report(update: str, term: str, values: Sequence[float], *, is_refused: bool
     return f"{what}; with train.microbatch or on several ranks it trains to other weights"
 
 
-def _repeats(attempt: Try, whole: Batch, index: int, value: float, tried: Sequence[Sequence[LossTrial]]) -> bool:
+def _repeats(
+    attempt: Try, whole: Batch, index: int, value: float, tried: Sequence[Sequence[LossTrial]]
+) -> bool:
     """Return whether the same batch gives the same value again; else the loss has its own generator."""
-    return len(tried) > 1 or abs(_value(attempt(whole, 0).loss, index) - value) <= TOLERANCE * abs(value)
+    return len(tried) > 1 or abs(_value(attempt(whole, 0).loss, index) - value) <= TOLERANCE * abs(
+        value
+    )
 
 
 def _is_constant(terms: Sequence[Term]) -> bool:
@@ -171,7 +211,10 @@ def _is_array(part: Any) -> TypeGuard[Tensor | np.ndarray]:
 def _lengths(batch: Any) -> Iterator[int]:
     """Yield the first dimension of each tensor and array in a batch; -1 if it cannot be cut."""
     if _is_array(batch):
-        if getattr(batch, "is_nested", False) or getattr(batch, "layout", torch.strided) is not torch.strided:
+        if (
+            getattr(batch, "is_nested", False)
+            or getattr(batch, "layout", torch.strided) is not torch.strided
+        ):
             yield -1
         elif batch.ndim:
             yield len(batch)
@@ -181,14 +224,25 @@ def _lengths(batch: Any) -> Iterator[int]:
     elif isinstance(batch, list | tuple):
         for part in batch:
             yield from _lengths(part)
-    elif not isinstance(batch, str | bytes | int | float | bool | None) and hasattr(batch, "__dict__"):
+    elif not isinstance(batch, str | bytes | int | float | bool | None) and hasattr(
+        batch, "__dict__"
+    ):
         yield -1  # an object, as a batch of graphs, whose parts are not known
 
 
 def _lengths_of_parts(batch: Any) -> set[int]:
     """Return the lengths of a batch's direct parts; -1 for a part that is no sequence or array."""
-    parts = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [None]
-    return {len(part) if isinstance(part, list | tuple) or (_is_array(part) and part.ndim) else -1 for part in parts}
+    parts = (
+        list(batch.values())
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, list | tuple)
+        else [None]
+    )
+    return {
+        len(part) if isinstance(part, list | tuple) or (_is_array(part) and part.ndim) else -1
+        for part in parts
+    }
 
 
 def _part(batch: Any, number: int, rows: slice | list[int], is_sequences: bool) -> Any:
@@ -208,7 +262,11 @@ def _part(batch: Any, number: int, rows: slice | list[int], is_sequences: bool) 
 
 
 def _part_of_container(part: Any, number: int, rows: slice | list[int], is_sequences: bool) -> Any:
-    is_plain = isinstance(part, list | tuple) and len(part) == number and (is_sequences or not any(True for _ in _lengths(part)))
+    is_plain = (
+        isinstance(part, list | tuple)
+        and len(part) == number
+        and (is_sequences or not any(True for _ in _lengths(part)))
+    )
     if is_plain:
         return part[rows] if isinstance(rows, slice) else type(part)(part[row] for row in rows)
     return _part(part, number, rows, is_sequences)

@@ -32,25 +32,36 @@ def check(assembly: Assembly) -> list[str]:
     parts = parts[:MOST_MICROBATCHES]
 
     def read(ids: np.ndarray) -> Batch:
-        return copy_of(assembly.read(window.epoch, ids))  # what a forward pass writes into it must not stay in the data
+        return copy_of(
+            assembly.read(window.epoch, ids)
+        )  # what a forward pass writes into it must not stay in the data
 
     with untouched(assembly.model, assembly.task.state), torch.enable_grad():
         for module in norms:
             module.train()  # and nothing else: dropout would draw otherwise for the whole and for its parts
-        shares = [_apart(assembly, update, [read(np.concatenate(parts))], list(map(read, parts))) for update in assembly.updates]
+        shares = [
+            _apart(assembly, update, [read(np.concatenate(parts))], list(map(read, parts)))
+            for update in assembly.updates
+        ]
     told = max((share for share in shares if share is not None), default=None)
     moved = f"which moves the gradient of its first {sum(map(len, parts)):,} samples by {format_percent(told)}"
     if told is None:  # ranks that hold a part each see no whole gradient
         moved = "which moves its gradient"
     cure = 'train.batchnorm = "group" (or "layer") puts a norm in its place that sees each sample by itself'
-    return [f"BatchNorm sees a microbatch of {len(parts[0]):,} samples, not the batch of {feed.batch_at(0):,}, {moved}; {cure}"]
+    return [
+        f"BatchNorm sees a microbatch of {len(parts[0]):,} samples, not the batch of {feed.batch_at(0):,}, {moved}; {cure}"
+    ]
 
 
-def _apart(assembly: Assembly, update: LiveUpdate, whole: Sequence[Batch], parts: Sequence[Batch]) -> float | None:
+def _apart(
+    assembly: Assembly, update: LiveUpdate, whole: Sequence[Batch], parts: Sequence[Batch]
+) -> float | None:
     """Return the difference of the two gradients relative to the first; None if undefined."""
     one, other = (_gradient(assembly, update, batches) for batches in (whole, parts))
     size = math.sqrt(sum(float(each.square().sum()) for each in one))
-    apart = math.sqrt(sum(float((mine - theirs).square().sum()) for mine, theirs in zip(one, other, strict=True)))
+    apart = math.sqrt(
+        sum(float((mine - theirs).square().sum()) for mine, theirs in zip(one, other, strict=True))
+    )
     return apart / size if size > 0 and math.isfinite(apart) else None
 
 
@@ -63,7 +74,9 @@ def _gradient(assembly: Assembly, update: LiveUpdate, batches: Sequence[Batch]) 
         with computing(assembly):
             loss = update.loss(assembly.model, batch)
         total = torch.stack([term.total * term.weight for term in loss.terms]).sum()
-        for into, part in zip(found, torch.autograd.grad(total, params, allow_unused=True), strict=True):
+        for into, part in zip(
+            found, torch.autograd.grad(total, params, allow_unused=True), strict=True
+        ):
             if part is not None:
                 into += part
         count += sum(float(term.count) for term in loss.terms)

@@ -20,7 +20,14 @@ from surefoot.components.data import Keys, Share
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.tensors import find_tensors
-from surefoot.components.memory.trace import GRADIENTS, Allocations, build_without_numbers, naming, total_bytes, without_numbers
+from surefoot.components.memory.trace import (
+    GRADIENTS,
+    Allocations,
+    build_without_numbers,
+    naming,
+    total_bytes,
+    without_numbers,
+)
 from surefoot.components.optim import WeightAverage, backward, load_codes, master_of
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source, resolve
@@ -29,7 +36,13 @@ from surefoot.core.ranks.layout import Layout
 from surefoot.core.recompute import RecomputeChoice
 from surefoot.train.assemble import Assembly, assemble, find_wanted_blocks, take_task
 from surefoot.train.failure.blame import describe
-from surefoot.train.preflight.rank_memory import GATHERED, RankGradients, RankShare, find_layout, find_share
+from surefoot.train.preflight.rank_memory import (
+    GATHERED,
+    RankGradients,
+    RankShare,
+    find_layout,
+    find_share,
+)
 from surefoot.train.resume.together import check_shared
 from surefoot.train.step import LiveUpdate
 from surefoot.train.step.reading import make_feed, read_split
@@ -63,12 +76,20 @@ class Prediction:
 
     def as_row(self) -> dict[str, Any]:
         return {
-            "version": VERSION, "spec_id": self.spec_id, "peak_bytes": self.peak_bytes, "interval": list(self.interval),
-            "terms": dict(self.terms), "num_parameters": self.num_parameters, "blocks": dict(self.blocks), "layout": str(self.layout),
-        }  # fmt: skip
+            "version": VERSION,
+            "spec_id": self.spec_id,
+            "peak_bytes": self.peak_bytes,
+            "interval": list(self.interval),
+            "terms": dict(self.terms),
+            "num_parameters": self.num_parameters,
+            "blocks": dict(self.blocks),
+            "layout": str(self.layout),
+        }
 
 
-def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None, num_ranks: int | None = None) -> Prediction:
+def predict(
+    spec: RunSpec, task: Any = None, *, source: Source | None = None, num_ranks: int | None = None
+) -> Prediction:
     """Predict the peak memory of a step of `spec` with its largest batch, on a CPU.
 
     The step is neither compiled nor offloaded; with several ranks it is that of rank 0. `source` is
@@ -83,7 +104,8 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None, nu
         )
     if spec.precision.compute == "float8":
         raise InputError(
-            "what products in float8 allocate is not known without running it", hint="run three steps: --measure; or predict bf16"
+            "what products in float8 allocate is not known without running it",
+            hint="run three steps: --measure; or predict bf16",
         )
     layout = find_layout(spec, num_ranks)
     if layout.world_size > 1:
@@ -91,21 +113,32 @@ def predict(spec: RunSpec, task: Any = None, *, source: Source | None = None, nu
     if layout.is_sharded:
         check_keys(spec, layout.shard)
     resolved, spec = take_task(spec, task)
-    resolved = resolve(copy.copy(resolved.task), resolved.importable)  # what its code sets on itself has no numbers
+    resolved = resolve(
+        copy.copy(resolved.task), resolved.importable
+    )  # what its code sets on itself has no numbers
     identity = spec.id
     tables = {name: table for name, table in spec.as_tables().items() if name != "compile"}
-    spec = at_its_largest(spec.replace_all({**tables, "memory": {**tables.get("memory", {}), "offload": "none"}}))
+    spec = at_its_largest(
+        spec.replace_all({**tables, "memory": {**tables.get("memory", {}), "offload": "none"}})
+    )
     source = read_split(resolved, "train") if source is None else source
     batches = _read(spec, resolved, source, layout.world_size)
     if spec.optim.state == "8bit":
         load_codes()  # they are numbers
     with without_numbers() as sizes, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch's own, where a module is copied
+        warnings.filterwarnings(
+            "ignore", "Accessing the data pointer of FakeTensor"
+        )  # torch's own, where a module is copied
         try:
             known = replace(resolved, task=_Read(resolved.task, source, sizes))
             assembly = assemble(spec.replace(train={"device": "cpu"}), known, better="lower")
-            share = find_share(layout, assembly.model, find_wanted_blocks(spec, known, assembly.model))
-            return replace(_trace(assembly, [_without_numbers(sizes, batch) for batch in batches], share), spec_id=identity)
+            share = find_share(
+                layout, assembly.model, find_wanted_blocks(spec, known, assembly.model)
+            )
+            return replace(
+                _trace(assembly, [_without_numbers(sizes, batch) for batch in batches], share),
+                spec_id=identity,
+            )
         except SurefootError:
             raise
         except Exception as error:
@@ -137,7 +170,10 @@ def _read(spec: RunSpec, task: Resolved, source: Source, num_ranks: int) -> list
     window = feed.window(0)
     read = [(source.read(ids), ids) for ids in feed.mine(window)[1]]
     return [
-        batch if task.augment is None else task.augment(batch, Keys(spec.train.seed, window.epoch, ids)) for batch, ids in read
+        batch
+        if task.augment is None
+        else task.augment(batch, Keys(spec.train.seed, window.epoch, ids))
+        for batch, ids in read
     ]
 
 
@@ -152,27 +188,43 @@ def _without_numbers(sizes: Any, value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_without_numbers(sizes, part) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{name: _without_numbers(sizes, part) for name, part in vars(value).items()})
+        return replace(
+            value, **{name: _without_numbers(sizes, part) for name, part in vars(value).items()}
+        )
     return value
 
 
 def held(
-    model: nn.Module, updates: Sequence[LiveUpdate], average: WeightAverage | None, batches: Sequence[Any]
+    model: nn.Module,
+    updates: Sequence[LiveUpdate],
+    average: WeightAverage | None,
+    batches: Sequence[Any],
 ) -> dict[str, list[Tensor]]:
     """Return the tensors that exist throughout a step, by kind."""
-    states = [state for update in updates for each in update.guarded.optimizers for state in each.state.values()]
+    states = [
+        state
+        for update in updates
+        for each in update.guarded.optimizers
+        for state in each.state.values()
+    ]
     return {
         "parameters": list(model.parameters()),
-        "masters": [master for each in model.parameters() if (master := master_of(each)) is not each],
-        "buffers": list(model.buffers()), "optimiser": list(find_tensors(states)),
-        "averages": list(average.by_id().values()) if average is not None else [], "batches": list(find_tensors(list(batches))),
-    }  # fmt: skip
+        "masters": [
+            master for each in model.parameters() if (master := master_of(each)) is not each
+        ],
+        "buffers": list(model.buffers()),
+        "optimiser": list(find_tensors(states)),
+        "averages": list(average.by_id().values()) if average is not None else [],
+        "batches": list(find_tensors(list(batches))),
+    }
 
 
 def held_bytes(assembly: Assembly) -> int:
     """Return the bytes of all tensors that exist throughout a step, with the copies of buffers."""
     there = held(assembly.model, assembly.updates, assembly.engine.average, ())
-    return total_bytes(each for tensors in there.values() for each in tensors) + copied_bytes(assembly.model)
+    return total_bytes(each for tensors in there.values() for each in tensors) + copied_bytes(
+        assembly.model
+    )
 
 
 def copied_bytes(model: nn.Module) -> int:
@@ -222,7 +274,9 @@ def _trace(assembly: Assembly, batches: list[Any], share: RankShare) -> Predicti
     if copies:
         terms["buffers"] = terms.get("buffers", 0) + copies
     num_trained = sum(each.numel() for each in trained)
-    return Prediction(assembly.spec.id, most + copies, terms, num_trained, watched.by_part(), share.layout)
+    return Prediction(
+        assembly.spec.id, most + copies, terms, num_trained, watched.by_part(), share.layout
+    )
 
 
 def _pass(watched: Allocations, assembly: Assembly, update: LiveUpdate, batch: Any) -> None:
@@ -257,10 +311,16 @@ def _parts(model: nn.Module) -> dict[str, nn.Module]:
         blocks = find_blocks(model)
     except InputError:
         return dict(model.named_children())
-    around = {".".join(name.split(".")[:depth]) for name in blocks for depth in range(len(name.split(".")))}
+    around = {
+        ".".join(name.split(".")[:depth])
+        for name in blocks
+        for depth in range(len(name.split(".")))
+    }
     beside = {
         f"{prefix}.{name}".removeprefix("."): child
-        for prefix, module in model.named_modules() if prefix in around
-        for name, child in module.named_children() if f"{prefix}.{name}".removeprefix(".") not in around
-    }  # fmt: skip
+        for prefix, module in model.named_modules()
+        if prefix in around
+        for name, child in module.named_children()
+        if f"{prefix}.{name}".removeprefix(".") not in around
+    }
     return {**blocks, **beside}

@@ -62,7 +62,9 @@ class RankShare:
         whole = sum(map(_num_bytes, model.parameters()))
         if self.layout.stage == 2:
             return whole
-        sizes = sorted((sum(map(_num_bytes, each.parameters())) for each in self.blocks.values()), reverse=True)
+        sizes = sorted(
+            (sum(map(_num_bytes, each.parameters())) for each in self.blocks.values()), reverse=True
+        )
         return whole - sum(sizes) + sum(sizes[:NUM_GATHERED])
 
 
@@ -83,7 +85,9 @@ class RankGradients:
         self._share, self._watched = share, watched
         self._trained = [each for each in model.parameters() if each.requires_grad]
         self._kept = {id(each): torch.zeros_like(master_of(each)) for each in self._trained}
-        unit_of = {id(each): name for name, block in share.blocks.items() for each in block.parameters()}
+        unit_of = {
+            id(each): name for name, block in share.blocks.items() for each in block.parameters()
+        }
         self._unit_of = {id(each): unit_of.get(id(each), "") for each in self._trained}
         self._sizes = Counter(self._unit_of.values())
         self._left = Counter[str]()

@@ -24,7 +24,9 @@ class SampleLosses(NamedTuple):
     losses: list[Loss]
 
 
-def find(assembly: Assembly, attempt: Callable[[np.ndarray], SampleLosses]) -> tuple[SampleLosses, list[str]]:
+def find(
+    assembly: Assembly, attempt: Callable[[np.ndarray], SampleLosses]
+) -> tuple[SampleLosses, list[str]]:
     """Return the samples on which the loss is checked, and warnings.
 
     These are the first `NUM_SAMPLES`; a whole microbatch of the run if the model fails on fewer;
@@ -39,7 +41,9 @@ def find(assembly: Assembly, attempt: Callable[[np.ndarray], SampleLosses]) -> t
     if feed.source.guarantee != "proven":  # which is only read forwards
         return tried, [_describe(empty, "the first batch")]
     num_steps, num_tried = feed.steps_per_epoch or NUM_SOUGHT, 0
-    for step in sorted({int(step) for step in np.linspace(0, num_steps - 1, min(num_steps, NUM_SOUGHT))}):
+    for step in sorted(
+        {int(step) for step in np.linspace(0, num_steps - 1, min(num_steps, NUM_SOUGHT))}
+    ):
         for part in feed.microbatches(feed.window(step))[: None if num_steps <= NUM_SOUGHT else 1]:
             later = attempt(part)
             num_tried += len(part)
@@ -47,13 +51,18 @@ def find(assembly: Assembly, attempt: Callable[[np.ndarray], SampleLosses]) -> t
                 return later, []
     if num_tried < feed.order.n - feed.dropped:
         return tried, [_describe(empty, f"{num_tried:,} samples from all over the data")]
-    raise TaskError(f"the loss of update {empty} counts 0 items", hint="count the items that the total sums over, at least one")
+    raise TaskError(
+        f"the loss of update {empty} counts 0 items",
+        hint="count the items that the total sums over, at least one",
+    )
 
 
 def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], SampleLosses]) -> SampleLosses:
     window = feed.window(0)
     own = feed.microbatches(window)[0]
-    few = window.ids[:NUM_SAMPLES] if feed.source.guarantee == "proven" else own  # of what is read forwards one batch at a time
+    few = (
+        window.ids[:NUM_SAMPLES] if feed.source.guarantee == "proven" else own
+    )  # of what is read forwards one batch at a time
     try:
         return attempt(few)
     except TaskError:
@@ -65,7 +74,14 @@ def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], SampleLosses]) -> Sam
 def _find_empty(assembly: Assembly, tried: SampleLosses) -> str:
     """Return the name of the first update whose loss counts no item; "" if there is none."""
     pairs = zip(assembly.updates, tried.losses, strict=True)
-    return next((update.name for update, loss in pairs if loss.terms and not any(float(term.count) for term in loss.terms)), "")
+    return next(
+        (
+            update.name
+            for update, loss in pairs
+            if loss.terms and not any(float(term.count) for term in loss.terms)
+        ),
+        "",
+    )
 
 
 def _describe(name: str, where: str) -> str:

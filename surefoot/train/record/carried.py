@@ -45,6 +45,13 @@ class CarriedState:
     def _sign(self) -> dict[str, Any]:
         state = {} if self._state is None else self._state()
         aliases = Aliases.of(self._model, state)
-        found = {f"attributes/{name}": sign(value, aliases) for name, value in named_attributes(self._model).items()}
-        found |= {f"buffers/{name}": sign(value, NONE) for name, value in self._model.named_buffers()}
-        return found | {f"state/{name}": sign(read_entry(name, value), NONE) for name, value in state.items()}
+        found = {
+            f"attributes/{name}": sign(value, aliases)
+            for name, value in named_attributes(self._model).items()
+        }
+        found |= {
+            f"buffers/{name}": sign(value, NONE) for name, value in self._model.named_buffers()
+        }
+        return found | {
+            f"state/{name}": sign(read_entry(name, value), NONE) for name, value in state.items()
+        }

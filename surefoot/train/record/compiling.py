@@ -54,7 +54,11 @@ class Compiling:
         lines += [] if paid is None else [paid]
         given_up = [each for each in new if GIVEN_UP in (each.ended_early or "")]
         faults += [
-            (f"torch gives up: {each.ended_early}", "what it has not compiled yet runs in eager mode") for each in given_up
+            (
+                f"torch gives up: {each.ended_early}",
+                "what it has not compiled yet runs in eager mode",
+            )
+            for each in given_up
         ]
         for name, why in self._compiled.failed.items():
             if name not in self._told:
@@ -73,7 +77,9 @@ class Compiling:
         return CompileNotices(new, lines, faults)
 
     def _breaks(self, compilations: list[Compilation]) -> list[str]:
-        broken = dict.fromkeys(each.ended_early for each in compilations if each.ended_early is not None)
+        broken = dict.fromkeys(
+            each.ended_early for each in compilations if each.ended_early is not None
+        )
         return [f"a graph ends early: {reason}" for reason in broken]
 
     @property
@@ -90,7 +96,12 @@ class Compiling:
 
 
 def compile_as_stated(
-    spec: RunSpec, task: Resolved, model: nn.Module, stepper: Stepper, updates: list[LiveUpdate], recomputed: Recomputed
+    spec: RunSpec,
+    task: Resolved,
+    model: nn.Module,
+    stepper: Stepper,
+    updates: list[LiveUpdate],
+    recomputed: Recomputed,
 ) -> CompiledRegions | None:
     """Compile what [compile] names, with the recomputation that was set up before.
 
@@ -102,13 +113,23 @@ def compile_as_stated(
         return None
     if table.what == "step":
         check(spec, updates, stepper.policy, model)
-        stepper.whole = WholeStep(model, updates[0], stepper.policy, table, deterministic=spec.train.deterministic)
+        stepper.whole = WholeStep(
+            model, updates[0], stepper.policy, table, deterministic=spec.train.deterministic
+        )
         return stepper.whole.plan
     named = table.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
-    regions = {"model": model} if table.what == "model" else find_blocks(model, named, key="compile.blocks")
+    regions = (
+        {"model": model}
+        if table.what == "model"
+        else find_blocks(model, named, key="compile.blocks")
+    )
     _check_around(regions, recomputed)
     return compile_regions(
-        regions, mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure, deterministic=spec.train.deterministic
+        regions,
+        mode=table.mode,
+        dynamic=table.dynamic,
+        on_failure=table.on_failure,
+        deterministic=spec.train.deterministic,
     )
 
 
@@ -130,7 +151,11 @@ def _check_around(regions: Iterable[str], recomputed: Recomputed) -> None:
 def describe_mode(spec: RunSpec, device: str) -> list[str]:
     """Return a message if compile.mode has no effect on `device`, with the reason."""
     table = spec.compile
-    why = None if table.what == "none" else why_default(table.mode, device, deterministic=spec.train.deterministic)
+    why = (
+        None
+        if table.what == "none"
+        else why_default(table.mode, device, deterministic=spec.train.deterministic)
+    )
     return [] if why is None else [f'compile.mode = "{table.mode}" is default here, since {why}']
 
 

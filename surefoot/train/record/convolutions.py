@@ -23,7 +23,9 @@ class TimedConvolutions:
     Each new shape costs a search over the algorithms.
     """
 
-    def __init__(self, step: Callable[[int], StepReport], stepper: Stepper, telling: Telling) -> None:
+    def __init__(
+        self, step: Callable[[int], StepReport], stepper: Stepper, telling: Telling
+    ) -> None:
         self._step, self._stepper, self._telling = step, stepper, telling
         self._shapes: set[Any] = set()
         stepper.saw = lambda batch: self._shapes.add(_shapes(batch))
@@ -40,5 +42,11 @@ class TimedConvolutions:
 def _shapes(batch: Batch) -> Any:
     if isinstance(batch, Tensor):
         return tuple(batch.shape)
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    parts = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, list | tuple)
+        else ()
+    )
     return tuple(map(_shapes, parts))

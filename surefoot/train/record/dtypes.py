@@ -27,12 +27,22 @@ def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
     rows = tuple(in_short(record.parameters))
     telling.write(
         events.Dtypes(
-            generation=telling.generation, time_s=time.time(), step=step, parameters=rows, operators=record.operators,
+            generation=telling.generation,
+            time_s=time.time(),
+            step=step,
+            parameters=rows,
+            operators=record.operators,
         )
-    )  # fmt: skip
+    )
     check_contract(assembly.spec.precision.contract, record.parameters)
-    looked = step == 1  # a step that a run goes on with is done as it would have been, and not looked into
-    if looked and assembly.spec.train.attention == "fused" and not any(map(_is_fused_attention, record.operators)):
+    looked = (
+        step == 1
+    )  # a step that a run goes on with is done as it would have been, and not looked into
+    if (
+        looked
+        and assembly.spec.train.attention == "fused"
+        and not any(map(_is_fused_attention, record.operators))
+    ):
         raise SpecError(
             'train.attention is "fused", and step 1 called no fused kernel of scaled_dot_product_attention',
             hint='the model may not call it, or with a dropout, mask or dtype that has none here: use "auto", or leave it out',
@@ -45,4 +55,7 @@ def _is_fused_attention(operator: str) -> bool:
 
 def in_short(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
     """Return one row per group of like parameters, with the names of the first few."""
-    return [{**row, "names": row["names"][:NUM_NAMED], "num_parameters": len(row["names"])} for row in group(parameters)]
+    return [
+        {**row, "names": row["names"][:NUM_NAMED], "num_parameters": len(row["names"])}
+        for row in group(parameters)
+    ]

@@ -54,7 +54,12 @@ class Outputs:
     def check_follows(self, made: Any, fewer: int) -> None:
         """Raise TaskError if an output for `fewer` samples does not have `fewer` rows."""
         for name, value in _leaves(made, "", fewer):
-            if name in self._rows and isinstance(value, Tensor) and value.ndim and (rows := int(value.size(0))) != fewer:
+            if (
+                name in self._rows
+                and isinstance(value, Tensor)
+                and value.ndim
+                and (rows := int(value.size(0))) != fewer
+            ):
                 raise TaskError(
                     f"{name!r} has shape {tuple(value.shape)} for {fewer} samples: its dimension 0, of {rows}, is not the batch's",
                     hint=_hint({name: value}, fewer),
@@ -69,31 +74,49 @@ class Outputs:
         for name, parts in self._rows.items():
             if (rows := sum(map(len, parts))) != self._num_samples:
                 raise TaskError(
-                    f"forward gave {name!r} for {rows:,} of {self._num_samples:,} samples", hint=f"for every batch, {WHAT}"
+                    f"forward gave {name!r} for {rows:,} of {self._num_samples:,} samples",
+                    hint=f"for every batch, {WHAT}",
                 )
             ndims = sorted({part.ndim for part in parts})
             if len(ndims) > 1:
                 raise TaskError(
-                    f"{name!r} has {ndims[0]} dimensions in one batch and {ndims[-1]} in another", hint=f"for every batch, {WHAT}"
+                    f"{name!r} has {ndims[0]} dimensions in one batch and {ndims[-1]} in another",
+                    hint=f"for every batch, {WHAT}",
                 )
             if len({part.shape[1:] for part in parts}) == 1:
                 found[name] = np.ascontiguousarray(torch.cat(parts).numpy())
                 continue
             found[name] = torch.cat([_padded(part, parts) for part in parts]).numpy()
-            shapes = [np.tile(np.array(part.shape[1:], dtype=np.int64), (len(part), 1)) for part in parts]
+            shapes = [
+                np.tile(np.array(part.shape[1:], dtype=np.int64), (len(part), 1)) for part in parts
+            ]
             found[SHAPE.format(name)] = np.concatenate(shapes)
         return found
 
 
 def _leaves(made: Any, name: str, size: int | None) -> Iterator[tuple[str, Any]]:
     """Yield every leaf of an output with its name; a list with a tensor per sample is one leaf."""
-    if isinstance(made, list) and size is not None and len(made) == size and _are_samples(made, size):
+    if (
+        isinstance(made, list)
+        and size is not None
+        and len(made) == size
+        and _are_samples(made, size)
+    ):
         if isinstance(made[0], Mapping):
-            yield from ((f"{name}.{key}" if name else str(key), [one[key] for one in made]) for key in made[0])
+            yield from (
+                (f"{name}.{key}" if name else str(key), [one[key] for one in made])
+                for key in made[0]
+            )
         else:
             yield name or "output", list(made)
         return
-    pairs = made.items() if hasattr(made, "items") else enumerate(made) if isinstance(made, tuple | list) else None
+    pairs = (
+        made.items()
+        if hasattr(made, "items")
+        else enumerate(made)
+        if isinstance(made, tuple | list)
+        else None
+    )
     if pairs is None:
         yield name or "output", made
         return
@@ -104,12 +127,22 @@ def _leaves(made: Any, name: str, size: int | None) -> Iterator[tuple[str, Any]]
 def _are_samples(made: list[Any], size: int) -> bool:
     """Return whether a list as long as the batch holds an entry per sample, not whole batches."""
     if all(isinstance(one, Mapping) for one in made):
-        return all(one.keys() == made[0].keys() and all(isinstance(value, Tensor) for value in one.values()) for one in made)
-    return all(isinstance(one, Tensor) for one in made) and not all(one.ndim and len(one) == size for one in made)
+        return all(
+            one.keys() == made[0].keys()
+            and all(isinstance(value, Tensor) for value in one.values())
+            for one in made
+        )
+    return all(isinstance(one, Tensor) for one in made) and not all(
+        one.ndim and len(one) == size for one in made
+    )
 
 
 def _first_size(leaves: Mapping[str, Any]) -> int:
-    sized = [value for value in leaves.values() if isinstance(value, list) or (isinstance(value, Tensor) and value.ndim)]
+    sized = [
+        value
+        for value in leaves.values()
+        if isinstance(value, list) or (isinstance(value, Tensor) and value.ndim)
+    ]
     return len(sized[0]) if sized else 0
 
 
@@ -123,14 +156,20 @@ def _reason_against(value: Any, size: int) -> str | None:
         return "a tensor without dimensions"
     if (rows := int(value.size(0))) == size:
         return None
-    others = [str(dim) for dim, length in enumerate(value.shape) if length == size] if not value.is_nested else []
+    others = (
+        [str(dim) for dim, length in enumerate(value.shape) if length == size]
+        if not value.is_nested
+        else []
+    )
     where = f", and its dimension {' or '.join(others)} is the batch's" if others else ""
     return f"of shape {tuple(value.shape)}: dimension 0 has {rows} rows for a batch of {size} samples{where}"
 
 
 def _describe_none(made: Any, leaves: Mapping[str, Any], left_out: Mapping[str, str]) -> str:
     if any(isinstance(value, Tensor) and value.ndim for value in leaves.values()):
-        return "forward gave no row for each sample: " + "; ".join(f"{name!r} is {left_out[name]}" for name in leaves)
+        return "forward gave no row for each sample: " + "; ".join(
+            f"{name!r} is {left_out[name]}" for name in leaves
+        )
     return f"forward gave a {type(made).__name__} without a row for each sample"
 
 

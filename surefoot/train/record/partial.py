@@ -14,7 +14,9 @@ from surefoot.components.metrics import BitsPerByte, Mean, Perplexity
 from surefoot.contract.task import Batch, Metric, Output, Resolved
 from surefoot.runtime.comm import Group
 
-PLAIN: dict[str, Any] = {kind.__name__: kind for kind in (Mean, Perplexity, BitsPerByte)}  # totals and counts, which go as text
+PLAIN: dict[str, Any] = {
+    kind.__name__: kind for kind in (Mean, Perplexity, BitsPerByte)
+}  # totals and counts, which go as text
 Number = Tensor | float
 Term = tuple[str, Number, Number, float]
 
@@ -39,12 +41,19 @@ class Merged:
         self.num_samples += part.num_samples
         for name, total, count, weight in part.terms:
             mean = Mean(total, count, "lower")
-            self.terms[name] = (mean if name not in self.terms else self.terms[name][0].merge(mean), weight)
+            self.terms[name] = (
+                mean if name not in self.terms else self.terms[name][0].merge(mean),
+                weight,
+            )
         for name, metric in part.metrics.items():
-            self.metrics[name] = self.metrics[name].merge(metric) if name in self.metrics else metric
+            self.metrics[name] = (
+                self.metrics[name].merge(metric) if name in self.metrics else metric
+            )
 
 
-def gather(mine: Sequence[BatchResult], group: Group, *, can_share: bool = True) -> list[BatchResult] | None:
+def gather(
+    mine: Sequence[BatchResult], group: Group, *, can_share: bool = True
+) -> list[BatchResult] | None:
     """Return the parts of all ranks in the order of the batches; of n ranks each has every n-th.
 
     Returns None if a metric holds values that cannot be sent as text, or if a rank passes
@@ -54,12 +63,19 @@ def gather(mine: Sequence[BatchResult], group: Group, *, can_share: bool = True)
     is_plain = all(is_sendable(metric) for part in mine for metric in part.metrics.values())
     if group.most([float(not (is_plain and can_share))])[0]:
         return None
-    known = PLAIN | {_name_of(metric): type(metric) for part in mine for metric in part.metrics.values()}
-    rows = [json.loads(text) for text in group.exchange(json.dumps([_as_row(part) for part in mine]))]
+    known = PLAIN | {
+        _name_of(metric): type(metric) for part in mine for metric in part.metrics.values()
+    }
+    rows = [
+        json.loads(text) for text in group.exchange(json.dumps([_as_row(part) for part in mine]))
+    ]
     kinds = {kind for each in rows for row in each for kind, _ in row[2].values()}
     if not kinds <= PLAIN.keys() and group.most([float(not kinds <= known.keys())])[0]:
         return None
-    return [_from_row(rows[number % group.size][number // group.size], known) for number in range(sum(map(len, rows)))]
+    return [
+        _from_row(rows[number % group.size][number // group.size], known)
+        for number in range(sum(map(len, rows)))
+    ]
 
 
 def is_sendable(metric: Metric) -> bool:
@@ -69,7 +85,8 @@ def is_sendable(metric: Metric) -> bool:
     slots = any(vars(kind).get("__slots__") for kind in type(metric).__mro__)
     values = getattr(metric, "__dict__", {}).values()
     return not slots and all(
-        (isinstance(each, Tensor) and each.layout == torch.strided) or isinstance(each, float | int | str | None)
+        (isinstance(each, Tensor) and each.layout == torch.strided)
+        or isinstance(each, float | int | str | None)
         for each in values
     )
 
@@ -104,7 +121,9 @@ def _name_of(metric: Metric) -> str:
 
 
 def _as_row(part: BatchResult) -> list[Any]:
-    terms = [[name, _number(total), _number(count), weight] for name, total, count, weight in part.terms]
+    terms = [
+        [name, _number(total), _number(count), weight] for name, total, count, weight in part.terms
+    ]
     metrics = {name: [_name_of(each), _as_values(each)] for name, each in part.metrics.items()}
     return [part.num_samples, terms, metrics]
 
@@ -144,4 +163,8 @@ def _metric_of(kind: Any, values: Any) -> Metric:
 
 
 def _value_of(value: Any, dtype: str | None = None, shape: Sequence[int] = ()) -> Any:
-    return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype)).reshape(tuple(shape))
+    return (
+        value
+        if dtype is None
+        else torch.tensor(value, dtype=getattr(torch, dtype)).reshape(tuple(shape))
+    )

@@ -34,7 +34,9 @@ MEASURED = 3  # the step of an attempt that is measured: by then all that is hel
 
 def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[int], StepReport]:
     """Return the step function of a run; called with the number of the step."""
-    step: Callable[[int], StepReport] = Unfreezing(WithinMemory(assembly, telling, folder), assembly, telling)
+    step: Callable[[int], StepReport] = Unfreezing(
+        WithinMemory(assembly, telling, folder), assembly, telling
+    )
     step = WatchedForWrites(step, assembly, telling)
     if assembly.spec.memory.predict:
         step = PeakCheck(step, assembly, telling, folder)
@@ -42,30 +44,47 @@ def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[in
     if is_timed:
         step = TimedConvolutions(step, assembly.engine.stepper, telling)
     ranks = assembly.engine.stepper.ranks
-    return step if ranks is None or ranks.group.is_alone or not ranks.group.is_first else WaitRecorder(step, ranks.paces, telling)
+    return (
+        step
+        if ranks is None or ranks.group.is_alone or not ranks.group.is_first
+        else WaitRecorder(step, ranks.paces, telling)
+    )
 
 
 @final
 class PeakCheck:
     """Step function that measures the third step's peak memory and logs it with the prediction."""
 
-    def __init__(self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling, folder: Path) -> None:
+    def __init__(
+        self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling, folder: Path
+    ) -> None:
         self._step, self._assembly, self._telling, self._left = step, assembly, telling, MEASURED
         self._microbatch = assembly.feed.microbatch
         self._predicted = self._predict()
         if self._predicted is not None:
-            telling.say(f"a step holds {format_bytes(self._predicted.peak_bytes)} at its most, as predicted")
+            telling.say(
+                f"a step holds {format_bytes(self._predicted.peak_bytes)} at its most, as predicted"
+            )
             with contextlib.suppress(OSError):
-                files.write_whole(folder, FILE, f"{json.dumps(self._predicted.as_row(), indent=1)}\n".encode())
+                files.write_whole(
+                    folder, FILE, f"{json.dumps(self._predicted.as_row(), indent=1)}\n".encode()
+                )
 
     def _predict(self) -> Prediction | None:
         """Return the predicted peak; model, task and random streams are left unchanged."""
         assembly = self._assembly
         try:
             if isinstance(assembly.feed.source, Iterated):
-                raise InputError("the source gives its batches once, and prediction would take the first of them")
+                raise InputError(
+                    "the source gives its batches once, and prediction would take the first of them"
+                )
             with untouched(assembly.model, assembly.task.state), torch.enable_grad():
-                return predict(assembly.spec, assembly.task, source=assembly.feed.source, num_ranks=assembly.feed.share.size)
+                return predict(
+                    assembly.spec,
+                    assembly.task,
+                    source=assembly.feed.source,
+                    num_ranks=assembly.feed.share.size,
+                )
         except InputError as error:
             self._telling.warn(f"the peak of a step is not predicted: {error.message}")
             return None
@@ -76,7 +95,11 @@ class PeakCheck:
             return self._step(number)
         for update in self._assembly.updates:
             update.guarded.clear_gradients()  # their release would not be seen
-        measure = _Device(self._assembly) if self._assembly.engine.device.type == "cuda" else _Host(self._assembly)
+        measure = (
+            _Device(self._assembly)
+            if self._assembly.engine.device.type == "cuda"
+            else _Host(self._assembly)
+        )
         try:
             report = self._step(number)
         finally:
@@ -91,10 +114,14 @@ class PeakCheck:
         error = None if predicted is None or not peak else (predicted - peak) / peak
         self._telling.write(
             events.Memory(
-                generation=self._telling.generation, time_s=time.time(), step=number, predicted_bytes=predicted, measured_bytes=peak,
+                generation=self._telling.generation,
+                time_s=time.time(),
+                step=number,
+                predicted_bytes=predicted,
+                measured_bytes=peak,
                 error=error,
             )
-        )  # fmt: skip
+        )
         if error is not None:
             self._telling.say(
                 f"step {number}: {format_bytes(peak)} at its most, the prediction is off by {format_percent(error)}"

@@ -25,7 +25,10 @@ from surefoot.train.assemble import Assembly
 
 FOLDER, REQUEST_FILE, ANSWER_FILE = "profile", "request.json", "answer.json"
 LOOK_EVERY_S = 1.0
-LIVE = {"wait": 5, "warmup": 2}  # steps before a window that was asked for: nobody waits for more of a slow run
+LIVE = {
+    "wait": 5,
+    "warmup": 2,
+}  # steps before a window that was asked for: nobody waits for more of a slow run
 
 
 @final
@@ -45,7 +48,9 @@ class Profiling:
         """True if a window was opened and has closed."""
         return self._profiler is not None and self._profiler.is_done
 
-    def begin(self, window: Window, levels: Sequence[str], step: int, *, nvtx: bool = False) -> Window:
+    def begin(
+        self, window: Window, levels: Sequence[str], step: int, *, nvtx: bool = False
+    ) -> Window:
         """Open a window that starts after `step`; return the window, shortened to fit the run.
 
         Raises InputError if no step is left.
@@ -54,10 +59,17 @@ class Profiling:
         fitted = window.fitted(None if total is None else total - step)
         average = self._assembly.engine.average
         self._profiler = Profiler(
-            self._assembly.model, self._folder, window=fitted, levels=levels, first_step=step + 1, nvtx=nvtx,
-            optimizers=[each for update in self._assembly.updates for each in update.guarded.optimizers],
+            self._assembly.model,
+            self._folder,
+            window=fitted,
+            levels=levels,
+            first_step=step + 1,
+            nvtx=nvtx,
+            optimizers=[
+                each for update in self._assembly.updates for each in update.guarded.optimizers
+            ],
             more_state=() if average is None else average.averages,
-        )  # fmt: skip
+        )
         self._listen()
         return fitted
 
@@ -113,7 +125,12 @@ class Profiling:
         except Exception as error:
             if self._asked is None:
                 raise
-            self._answer("failed", error.message if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}")
+            self._answer(
+                "failed",
+                error.message
+                if isinstance(error, SurefootError)
+                else f"{type(error).__name__}: {error}",
+            )
 
     def _take_request(self, step: int) -> None:
         """Open the window that the request file asks for, and remove the file."""
@@ -145,7 +162,8 @@ def _checked(text: str) -> Mapping[str, Any]:
     with contextlib.suppress(ValueError, RecursionError):
         asked = json.loads(text)
         if isinstance(asked, dict) and all(
-            isinstance(asked.get(key), kind) for key, kind in (("id", str), ("active", int), ("levels", list))
+            isinstance(asked.get(key), kind)
+            for key, kind in (("id", str), ("active", int), ("levels", list))
         ):
             return asked
     raise InputError(f"{REQUEST_FILE} is damaged", hint="ask again: surefoot profile RUN")

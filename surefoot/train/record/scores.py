@@ -37,16 +37,24 @@ class Scores:
         self.num_items: float | None = (
             0.0  # what the losses counted, in all attempts; None where an older version did not save it
         )
-        self._of_parent: dict[str, float] = {}  # a fork's: its seconds of training, its samples, its items
-        self.owed: str | None = None  # the split whose evaluation SIGTERM broke off: the next attempt begins with it
+        self._of_parent: dict[
+            str, float
+        ] = {}  # a fork's: its seconds of training, its samples, its items
+        self.owed: str | None = (
+            None  # the split whose evaluation SIGTERM broke off: the next attempt begins with it
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         return {
-            "best": _without_time(self.best), "best_step": self.best_step, "since_best": self._since_best,
-            "last": _without_time(self.last), "last_step": self.last_step,
-            "owed": self.owed, "num_items": self.num_items,
-        }  # fmt: skip
+            "best": _without_time(self.best),
+            "best_step": self.best_step,
+            "since_best": self._since_best,
+            "last": _without_time(self.last),
+            "last_step": self.last_step,
+            "owed": self.owed,
+            "num_items": self.num_items,
+        }
 
     def restore(self, state: Mapping[str, Any] | None, clock: Mapping[str, float]) -> None:
         """Restore a checkpoint's `state` and `clock`; the best score is that of all attempts."""
@@ -55,7 +63,11 @@ class Scores:
             return
         self.best = Evaluation(**state["best"]) if state["best"] else None
         self.last = Evaluation(**state["last"]) if state["last"] else None
-        self.best_step, self.last_step, self._since_best = state["best_step"], state["last_step"], state["since_best"]
+        self.best_step, self.last_step, self._since_best = (
+            state["best_step"],
+            state["last_step"],
+            state["since_best"],
+        )
         self.owed, self.num_items = state.get("owed"), state.get("num_items")
 
     def clock(self, training_s: float) -> dict[str, float]:
@@ -101,7 +113,11 @@ class Scores:
     def _beats(self, result: Evaluation) -> bool:
         if self.best is None or self.best.value is None or result.value is None:
             return True
-        return result.value > self.best.value if result.better == "higher" else result.value < self.best.value
+        return (
+            result.value > self.best.value
+            if result.better == "higher"
+            else result.value < self.best.value
+        )
 
     def reason_to_stop(self) -> str | None:
         patience = self._assembly.spec.evaluate.patience
@@ -115,16 +131,30 @@ class Scores:
         """Return the score for the manifest of `step`; None if that step was not evaluated."""
         if self.last is None or self.last_step != step:
             return None
-        return {"name": self.last.score, "value": self.last.value, "better": self.last.better, "split": self.last.split}
+        return {
+            "name": self.last.score,
+            "value": self.last.value,
+            "better": self.last.better,
+            "split": self.last.split,
+        }
 
     def ended(self, run: Run) -> events.Ended:
         """Return the Ended record of an attempt."""
         summary = run.summary
         return events.Ended(
-            generation=run.generation, time_s=time.time(), step=run.step, outcome=run.outcome, cause=run.cause, exit_code=run.exit_code,
-            elapsed_s=summary["elapsed_s"], num_samples=run.num_samples, samples_per_s=summary["samples_per_s"],
-            peak_bytes=summary["peak_bytes"], summary=summary, was_left=run.outcome == "stopped" and run.is_stopping is None,
-        )  # fmt: skip
+            generation=run.generation,
+            time_s=time.time(),
+            step=run.step,
+            outcome=run.outcome,
+            cause=run.cause,
+            exit_code=run.exit_code,
+            elapsed_s=summary["elapsed_s"],
+            num_samples=run.num_samples,
+            samples_per_s=summary["samples_per_s"],
+            peak_bytes=summary["peak_bytes"],
+            summary=summary,
+            was_left=run.outcome == "stopped" and run.is_stopping is None,
+        )
 
     def summary(self, run: Run, timing: Timing) -> dict[str, Any]:
         """Return the rows of the final table; `timing` covers the whole attempt."""
@@ -132,19 +162,36 @@ class Scores:
         last, best = self.last, self.best
         own_s = run.training_s - self._of_parent.get("parent_s", 0.0)
         own_samples = run.num_samples - self._of_parent.get("parent_samples", 0.0)
-        own_items = None if self.num_items is None else self.num_items - self._of_parent.get("parent_items", 0.0)
+        own_items = (
+            None
+            if self.num_items is None
+            else self.num_items - self._of_parent.get("parent_items", 0.0)
+        )
         return {
-            "task": run.task.name, "folder": str(run.folder), "step": run.step, "epochs": self._assembly.feed.epoch_of(run.step),
-            "score": last.score if last else "score", "value": last.value if last else None,
+            "task": run.task.name,
+            "folder": str(run.folder),
+            "step": run.step,
+            "epochs": self._assembly.feed.epoch_of(run.step),
+            "score": last.score if last else "score",
+            "value": last.value if last else None,
             "unit": last.units.get(last.score, "") if last else "",
             "better": last.better if last else None,
-            "best_value": best.value if best else None, "best_step": self.best_step, "loss": last.loss if last else None,
-            "num_samples": run.num_samples, "elapsed_s": elapsed_s, "training_s": run.training_s,
-            "samples_per_s": _per_s(own_samples, own_s), "items_per_s": _per_s(own_items, own_s),
+            "best_value": best.value if best else None,
+            "best_step": self.best_step,
+            "loss": last.loss if last else None,
+            "num_samples": run.num_samples,
+            "elapsed_s": elapsed_s,
+            "training_s": run.training_s,
+            "samples_per_s": _per_s(own_samples, own_s),
+            "items_per_s": _per_s(own_items, own_s),
             "items": run.task.unit,
-            "peak_bytes": peak_resident_bytes(), "num_skipped": run.num_skipped, "cause": run.cause, "outcome": run.outcome,
-            **timing_rows(timing), **_noise_row(self._assembly),
-        }  # fmt: skip
+            "peak_bytes": peak_resident_bytes(),
+            "num_skipped": run.num_skipped,
+            "cause": run.cause,
+            "outcome": run.outcome,
+            **timing_rows(timing),
+            **_noise_row(self._assembly),
+        }
 
 
 def _per_s(count: float | None, elapsed_s: float) -> float | None:
@@ -154,15 +201,21 @@ def _per_s(count: float | None, elapsed_s: float) -> float | None:
 def _noise_row(assembly: Assembly) -> dict[str, Any]:
     """Return the gradient noise with advice on the batch size; empty if `observe.noise` is off."""
     noise = assembly.noise
-    return {} if noise is None else {"noise": {**asdict(noise), "advice": noise.advise(assembly.feed.batch)}}
+    return (
+        {}
+        if noise is None
+        else {"noise": {**asdict(noise), "advice": noise.advise(assembly.feed.batch)}}
+    )
 
 
 def timing_rows(timing: Timing) -> dict[str, Any]:
     """Return the timing part of a summary: phases, step time percentiles (None without steps)."""
     percentiles = quantiles(timing.step_s, (0.5, 0.95, 0.99)) if timing.step_s else (None,) * 3
     return {
-        "phases": timing.phases, "step_s": dict(zip(("p50", "p95", "p99"), percentiles, strict=True)), "outliers": timing.outliers,
-    }  # fmt: skip
+        "phases": timing.phases,
+        "step_s": dict(zip(("p50", "p95", "p99"), percentiles, strict=True)),
+        "outliers": timing.outliers,
+    }
 
 
 def _without_time(result: Evaluation | None) -> dict[str, Any] | None:

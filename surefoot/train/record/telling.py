@@ -34,11 +34,23 @@ class Telling:
     """Outputs of one attempt; an output with a storage error is dropped, and the run continues."""
 
     def __init__(
-        self, journal: Journal | NoJournal, tensorboard: TensorBoard, console: Console, guard: Guard, clock: PhaseClock, generation: int,
-        compiling: Compiling | None = None, movement: Movement | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        journal: Journal | NoJournal,
+        tensorboard: TensorBoard,
+        console: Console,
+        guard: Guard,
+        clock: PhaseClock,
+        generation: int,
+        compiling: Compiling | None = None,
+        movement: Movement | None = None,
+    ) -> None:
         self.journal, self.console = journal, console
-        self._tensorboard, self._guard, self._clock, self.generation = tensorboard, guard, clock, generation
+        self._tensorboard, self._guard, self._clock, self.generation = (
+            tensorboard,
+            guard,
+            clock,
+            generation,
+        )
         self._compiling, self._movement = compiling, movement
 
     def say(self, text: str) -> None:
@@ -83,7 +95,11 @@ class Telling:
         """Record compilations. Raises TaskError if the spec allows fewer recompilations."""
         found = compiling.take(step)
         for each in found.compilations:
-            self.write(events.Compiled(generation=self.generation, time_s=time.time(), step=step, **vars(each)))
+            self.write(
+                events.Compiled(
+                    generation=self.generation, time_s=time.time(), step=step, **vars(each)
+                )
+            )
         for line in found.lines:
             self.say(f"step {step}: {line}")
         for detail, action in found.faults:
@@ -143,19 +159,30 @@ class Telling:
 
     def of_evaluation(self, split: str, step: int) -> Callable[[LoaderNotice], None]:
         """Return a function that reports loader notices of an evaluation after `step`."""
-        return lambda told: self._tell_of_data(told._replace(step=step, what=f"evaluating on {split}: {told.what}"))
+        return lambda told: self._tell_of_data(
+            told._replace(step=step, what=f"evaluating on {split}: {told.what}")
+        )
 
     def _tell_of_data(self, told: LoaderNotice) -> None:
         if told.kind == "tuned":
             self.say(f"step {told.step}: {told.what}")
         else:
-            self.fault(GuardFault(told.step, told.kind, told.then, f"step {told.step}: {told.what}"))
+            self.fault(
+                GuardFault(told.step, told.kind, told.then, f"step {told.step}: {told.what}")
+            )
 
     def end(self, step: int) -> None:
         """Report if no weight has moved, and close TensorBoard."""
         unmoved = self._movement.describe_none(step) if self._movement is not None else ""
         if unmoved:
-            self.fault(GuardFault(step, "no-movement", "look at the learning rate, the gradient and optim.freeze", unmoved))
+            self.fault(
+                GuardFault(
+                    step,
+                    "no-movement",
+                    "look at the learning rate, the gradient and optim.freeze",
+                    unmoved,
+                )
+            )
         try:
             with self._clock.within(LOGGING):
                 self._tensorboard.close()

@@ -24,7 +24,9 @@ class WaitRecorder:
         report = self._step(number)
         for named, over in self._paces.take_told():
             for each in named:
-                fault = GuardFault(number - 1, "straggler", f"the run goes on; {ADVICE[each.cause]}", each.words)
+                fault = GuardFault(
+                    number - 1, "straggler", f"the run goes on; {ADVICE[each.cause]}", each.words
+                )
                 self._telling.write(environment.fault(self._telling.generation, fault))
                 self._telling.warn(f"step {fault.step}: {fault.detail}; {ADVICE[each.cause]}")
             for rank in over:

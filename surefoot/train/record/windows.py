@@ -30,7 +30,9 @@ ASKING = ".asking"  # the folder whose lock is held by who waits for a window of
 Tell = Callable[[str], None]
 
 
-def record(attempt: Run, window: Window, levels: Sequence[str], tell: Tell, *, nvtx: bool = False) -> Path:
+def record(
+    attempt: Run, window: Window, levels: Sequence[str], tell: Tell, *, nvtx: bool = False
+) -> Path:
     """Run an attempt until its window is recorded; return the profile folder."""
     with attempt:
         fitted = attempt.profiling.begin(window, levels, attempt.step, nvtx=nvtx)
@@ -45,8 +47,15 @@ def record(attempt: Run, window: Window, levels: Sequence[str], tell: Tell, *, n
 
 
 def record_again(
-    run: Path, window: Window, levels: Sequence[str], tell: Tell, *, warn: Tell, nvtx: bool = False, use: str | None = None
-) -> Path:  # fmt: skip
+    run: Path,
+    window: Window,
+    levels: Sequence[str],
+    tell: Tell,
+    *,
+    warn: Tell,
+    nvtx: bool = False,
+    use: str | None = None,
+) -> Path:
     """Repeat a run from its newest whole checkpoint for the length of the window.
 
     The repetition changes only `profile/` in the run folder. `warn` reports damaged checkpoints,
@@ -68,11 +77,17 @@ def record_again(
         place = Path(tempfile.mkdtemp(prefix=REPEATED, dir=run / FOLDER))
     except OSError as error:
         raise RunFolderError(
-            f"{run / FOLDER} cannot be written: {error.strerror}", hint="copy the run, and profile that"
+            f"{run / FOLDER} cannot be written: {error.strerror}",
+            hint="copy the run, and profile that",
         ) from None
     try:
         with runlock.RunLock(place):
-            attempt = Run(_long_enough(run, spec, step, window), folder=place / "run", quiet=True, start=Start(run, step))
+            attempt = Run(
+                _long_enough(run, spec, step, window),
+                folder=place / "run",
+                quiet=True,
+                start=Start(run, step),
+            )
             tell(f"repeating {run} after step {step:,}")
             made = record(attempt, window, levels, tell, nvtx=nvtx)
             for path in made.iterdir() if made.is_dir() else ():
@@ -95,15 +110,21 @@ def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec
     The schedule is then constant: the learning rate does not change the time of a step.
     """
     tables = {
-        name: table for name, table in spec.as_tables().items() if name not in ("checkpoint", "observe")
+        name: table
+        for name, table in spec.as_tables().items()
+        if name not in ("checkpoint", "observe")
     }  # its store is the run's
     tables["observe"] = {"tensorboard": False}
     beside = spec.replace_all(tables)
     started = [each for each in events.read(run, Started) if isinstance(each, Started)]
     total = started[-1].total_steps if started else None
-    if Duration.parse(spec.train.length).unit == "s" or (total is not None and total - step >= window.num_steps):
+    if Duration.parse(spec.train.length).unit == "s" or (
+        total is not None and total - step >= window.num_steps
+    ):
         return beside
-    return beside.replace(train={"length": f"{step + window.num_steps} steps"}, schedule={"name": "constant"})
+    return beside.replace(
+        train={"length": f"{step + window.num_steps} steps"}, schedule={"name": "constant"}
+    )
 
 
 def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
@@ -118,14 +139,18 @@ def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
     except OSError as error:
         raise _unwritten(folder, error) from None
     if runlock.is_held(asking):
-        raise InputError(f"another surefoot profile waits for a window of {run}", hint="ask again when it has it")
+        raise InputError(
+            f"another surefoot profile waits for a window of {run}", hint="ask again when it has it"
+        )
     with runlock.RunLock(asking):
         try:
             found = _wait_for(run, window, levels, tell)
         finally:
             shutil.rmtree(asking, ignore_errors=True)
     if found.get("outcome") != "done":
-        raise InputError(f"{run} could not record it: {found.get('words')}", hint="with fewer levels: --with ''")
+        raise InputError(
+            f"{run} could not record it: {found.get('words')}", hint="with fewer levels: --with ''"
+        )
     return folder
 
 
@@ -147,7 +172,8 @@ def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> d
                 break
             if is_over:
                 raise InputError(
-                    f"{run} ended before its window", hint=f"repeat its last steps: surefoot profile {shlex.quote(str(run))}"
+                    f"{run} ended before its window",
+                    hint=f"repeat its last steps: surefoot profile {shlex.quote(str(run))}",
                 )
             time.sleep(POLL_S)
     finally:

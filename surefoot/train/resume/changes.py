@@ -39,40 +39,90 @@ class ChangeRule:
 RULES = (
     ChangeRule("observe.*", "in place", "what is recorded changes no number"),
     ChangeRule("checkpoint.*", "in place", "when a run is saved changes no number"),
-    ChangeRule("data.folder", "in place", "data may lie elsewhere; other data are refused when they are read"),
+    ChangeRule(
+        "data.folder",
+        "in place",
+        "data may lie elsewhere; other data are refused when they are read",
+    ),
     ChangeRule("loader.*", "in place", "who reads ahead changes no sample and no number"),
-    ChangeRule("layout.compress*", "fork", "what is sent of the gradients is another from the first new step"),
-    ChangeRule("layout.virtual_ranks", "fork", "sums are added in another order from the first new step"),
+    ChangeRule(
+        "layout.compress*",
+        "fork",
+        "what is sent of the gradients is another from the first new step",
+    ),
+    ChangeRule(
+        "layout.virtual_ranks", "fork", "sums are added in another order from the first new step"
+    ),
     ChangeRule(
         "layout.*",
         "in place",
         "other ranks share the same batches; what one pass sees stays the same where train.microbatch is stated",
     ),
-    ChangeRule("nccl.*", "in place", "what is sent is the same; another algorithm may add it in another order"),
+    ChangeRule(
+        "nccl.*",
+        "in place",
+        "what is sent is the same; another algorithm may add it in another order",
+    ),
     ChangeRule("train.device", "in place", "another device computes other bits, the same run"),
-    ChangeRule("train.threads", "in place", "another number of threads may compute other bits, the same run"),
+    ChangeRule(
+        "train.threads",
+        "in place",
+        "another number of threads may compute other bits, the same run",
+    ),
     ChangeRule("memory.*", "in place", "what is held and what is computed again changes no number"),
     ChangeRule("compile.*", "in place", "compiled code may compute other bits, the same run"),
-    ChangeRule("train.cudnn_benchmark", "in place", "another algorithm may compute other bits, the same run"),
-    ChangeRule("train.attention", "in place", "another kernel may compute other bits, the same run"),
-    ChangeRule("train.keep_freed_memory", "in place", "memory is held otherwise, and no number changes"),
+    ChangeRule(
+        "train.cudnn_benchmark",
+        "in place",
+        "another algorithm may compute other bits, the same run",
+    ),
+    ChangeRule(
+        "train.attention", "in place", "another kernel may compute other bits, the same run"
+    ),
+    ChangeRule(
+        "train.keep_freed_memory", "in place", "memory is held otherwise, and no number changes"
+    ),
     ChangeRule("task.use", "refused", "another task has another model"),
-    ChangeRule("task.*", "fork", "a model with other names or shapes is refused when it is loaded; scores begin anew"),
+    ChangeRule(
+        "task.*",
+        "fork",
+        "a model with other names or shapes is refused when it is loaded; scores begin anew",
+    ),
     ChangeRule("optim.name", "refused", "another optimiser has another state"),
     ChangeRule("optim.state", "refused", "the optimiser's state is of another format"),
     ChangeRule("optim.freeze", "refused", "what was frozen has no optimiser state"),
     ChangeRule("optim.ema", "fork", "switching the average on or off is refused when it is loaded"),
-    ChangeRule("optim.ema_buffers", "refused", "a checkpoint holds averages of buffers, or it does not"),
-    ChangeRule("optim.*", "fork", "the new values hold from the first new step; the optimiser's moments stay"),
-    ChangeRule("schedule.*", "fork", "the new curve holds from the first new step, at the run's step"),
-    ChangeRule("precision.weights", "refused", "weights and the optimiser's state are of another format"),
-    ChangeRule("precision.master", "refused", "weights and the optimiser's state are of another format"),
+    ChangeRule(
+        "optim.ema_buffers", "refused", "a checkpoint holds averages of buffers, or it does not"
+    ),
+    ChangeRule(
+        "optim.*",
+        "fork",
+        "the new values hold from the first new step; the optimiser's moments stay",
+    ),
+    ChangeRule(
+        "schedule.*", "fork", "the new curve holds from the first new step, at the run's step"
+    ),
+    ChangeRule(
+        "precision.weights", "refused", "weights and the optimiser's state are of another format"
+    ),
+    ChangeRule(
+        "precision.master", "refused", "weights and the optimiser's state are of another format"
+    ),
     ChangeRule("train.length", "fork", "a longer or shorter run; its schedule follows"),
-    ChangeRule("train.batch", "fork", "step n reads what step n reads of a run that always had this batch"),
-    ChangeRule("train.ramp", "fork", "step n reads what step n reads of a run that always had this ramp"),
+    ChangeRule(
+        "train.batch", "fork", "step n reads what step n reads of a run that always had this batch"
+    ),
+    ChangeRule(
+        "train.ramp", "fork", "step n reads what step n reads of a run that always had this ramp"
+    ),
     ChangeRule("train.batchnorm", "refused", "another norm has another state"),
     ChangeRule("train.memory_format", "refused", "what Muon keeps of filters lies as they do"),
-    ChangeRule("train.seed", "fork", "the order of the data is that of the new seed from the first new step"),
+    ChangeRule(
+        "train.seed",
+        "fork",
+        "the order of the data is that of the new seed from the first new step",
+    ),
     ChangeRule("data.*", "fork", "the order of the data is another from the first new step"),
     ChangeRule("evaluate.split", "fork", "scores begin anew"),
     ChangeRule("evaluate.score", "fork", "scores begin anew"),
@@ -103,24 +153,41 @@ def find(before: RunSpec, after: RunSpec) -> list[Change]:
     """Return every key whose value differs, in the order of the spec."""
     ours, theirs = _values(before), _values(after)
     keys = list(dict.fromkeys((*ours, *theirs)))
-    found = [Change(key, ours.get(key), theirs.get(key), rule_for(key)) for key in keys if ours.get(key) != theirs.get(key)]
+    found = [
+        Change(key, ours.get(key), theirs.get(key), rule_for(key))
+        for key in keys
+        if ours.get(key) != theirs.get(key)
+    ]
     known = {change.key for change in found}
     stated, was_stated = _stated(after) - known, _stated(before) - known
-    found += [Change(key, "not stated", theirs.get(key), rule_for(key)) for key in sorted(stated - was_stated)]
-    return found + [Change(key, ours.get(key), "not stated", rule_for(key)) for key in sorted(was_stated - stated)]
+    found += [
+        Change(key, "not stated", theirs.get(key), rule_for(key))
+        for key in sorted(stated - was_stated)
+    ]
+    return found + [
+        Change(key, ours.get(key), "not stated", rule_for(key))
+        for key in sorted(was_stated - stated)
+    ]
 
 
 def _stated(spec: RunSpec) -> set[str]:
     """Return the given keys that override a part of the task, whatever their values."""
     tables = spec.as_tables()
-    return {f"{table}.{key}" for table in ("optim", "schedule") for key in tables.get(table, {}) if key in ("name", "lr")}
+    return {
+        f"{table}.{key}"
+        for table in ("optim", "schedule")
+        for key in tables.get(table, {})
+        if key in ("name", "lr")
+    }
 
 
 def _values(spec: RunSpec) -> dict[str, Any]:
     tables = spec.model_dump(mode="python")
     tables["task"] = {"use": _named(spec.task.use), **spec.task.parameters}
     tables["schedule"] = spec.schedule.effective()
-    return {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+    return {
+        f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()
+    }
 
 
 def _named(use: str | None) -> str | None:
@@ -138,14 +205,21 @@ def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -
     """
     found: list[Change] = []
     if now is not None:
-        with contextlib.suppress(ValidationError, SurefootError):  # of a version that had other keys
-            found = [each for each in find(RunSpec.of_record(started.spec), now) if each.rule.verdict != "in place"]
+        with contextlib.suppress(
+            ValidationError, SurefootError
+        ):  # of a version that had other keys
+            found = [
+                each
+                for each in find(RunSpec.of_record(started.spec), now)
+                if each.rule.verdict != "in place"
+            ]
     if not found:
         text = f"{run} is the run of another spec ({started.spec_id}, now {spec_id})"
         return RunFolderError(text, hint="give another --run folder, or --fresh")
     more = f", and {len(found) - MOST_SHOWN} more keys differ" if len(found) > MOST_SHOWN else ""
     return RunFolderError(
-        f"{run} is the run of another spec: {'; '.join(map(str, found[:MOST_SHOWN]))}{more}", hint="\n".join(_ways(run, found))
+        f"{run} is the run of another spec: {'; '.join(map(str, found[:MOST_SHOWN]))}{more}",
+        hint="\n".join(_ways(run, found)),
     )
 
 
@@ -154,8 +228,14 @@ def _ways(run: Path, found: Sequence[Change]) -> list[str]:
     name = shlex.quote(str(run))
     newest = max(manifest.steps(run), default=0)
     is_longer = [change.key for change in found] == ["train.length"]
-    purpose = "extend it in a new folder" if is_longer else "go on with the new values in a new folder"
-    kept = "" if all(change.rule.verdict == "fork" and not _switches_average(change) for change in found) else " --weights-only"
+    purpose = (
+        "extend it in a new folder" if is_longer else "go on with the new values in a new folder"
+    )
+    kept = (
+        ""
+        if all(change.rule.verdict == "fork" and not _switches_average(change) for change in found)
+        else " --weights-only"
+    )
     if kept:
         purpose = "begin anew with the weights that fit, since no other state does"
     words = [_as_option(change) for change in found]
@@ -166,13 +246,22 @@ def _ways(run: Path, found: Sequence[Change]) -> list[str]:
         ways.append(f"  {purpose}: surefoot resume {name}{kept} --fork NEW {given}")
     label = "the same" if len(ways) > 2 else purpose
     start = f"Start(Path({str(run)!r}), {newest}{weights})"
-    ways.append(f'  {label} in Python, by surefoot.Run and surefoot.Start: Run(spec, task, folder="NEW", start={start})')
-    return [*ways, "  train from step 0: give another --run folder, or --fresh; in Python another folder=, or fresh=True"]
+    ways.append(
+        f'  {label} in Python, by surefoot.Run and surefoot.Start: Run(spec, task, folder="NEW", start={start})'
+    )
+    return [
+        *ways,
+        "  train from step 0: give another --run folder, or --fresh; in Python another folder=, or fresh=True",
+    ]
 
 
 def _as_option(change: Change) -> str | None:
     """Return `--set KEY=VALUE`; None for a value that has no such form, as one that is left out."""
-    if change.key == "task.use" or change.now in (None, "not stated") or isinstance(change.now, dict):
+    if (
+        change.key == "task.use"
+        or change.now in (None, "not stated")
+        or isinstance(change.now, dict)
+    ):
         return None
     try:
         return f"--set {shlex.quote(f'{change.key}={json.dumps(change.now)}')}"
@@ -185,15 +274,22 @@ def check_in_place(changes: Sequence[Change], how: str) -> None:
     wrong = [change for change in changes if change.rule.verdict != "in place"]
     if wrong:
         check_fork(changes)  # or the hint would name what is refused next
-        raise SpecError(f"{wrong[0]}: an unfinished run goes on as it was begun ({wrong[0].rule.why})", hint=how)
+        raise SpecError(
+            f"{wrong[0]}: an unfinished run goes on as it was begun ({wrong[0].rule.why})", hint=how
+        )
 
 
 def check_fork(changes: Sequence[Change]) -> None:
     """Raise SpecError if a change is not compatible with the state that the fork takes over."""
-    wrong = [change for change in changes if change.rule.verdict == "refused" or _switches_average(change)]
+    wrong = [
+        change
+        for change in changes
+        if change.rule.verdict == "refused" or _switches_average(change)
+    ]
     if wrong:
         raise SpecError(
-            f"{wrong[0]}: {wrong[0].rule.why}", hint="--weights-only begins anew with the weights that fit, and nothing else"
+            f"{wrong[0]}: {wrong[0].rule.why}",
+            hint="--weights-only begins anew with the weights that fit, and nothing else",
         )
 
 
@@ -203,7 +299,10 @@ def _switches_average(change: Change) -> bool:
 
 def starts_scores_anew(changes: Sequence[Change]) -> bool:
     """Return whether an evaluation now measures another quantity than before."""
-    return any(change.key in ("evaluate.split", "evaluate.score") or change.key.startswith("task.") for change in changes)
+    return any(
+        change.key in ("evaluate.split", "evaluate.score") or change.key.startswith("task.")
+        for change in changes
+    )
 
 
 def changes_settings(changes: Sequence[Change]) -> bool:

@@ -22,13 +22,25 @@ class RoomMaker:
     """Writer that retries a checkpoint after deleting older ones if the disk was full."""
 
     def __init__(
-        self, run: Path, *, every: int | None = None, every_s: float | None = None, keep_best: int = 0, group: Group = ALONE
-    ) -> None:  # fmt: skip
+        self,
+        run: Path,
+        *,
+        every: int | None = None,
+        every_s: float | None = None,
+        keep_best: int = 0,
+        group: Group = ALONE,
+    ) -> None:
         """Keep the best `keep_best`, multiples of `every` and milestones of `every_s` seconds.
 
         With a `group` all its ranks write together.
         """
-        self._run, self._every, self._every_s, self._keep_best, self._group = run, every, every_s, keep_best, group
+        self._run, self._every, self._every_s, self._keep_best, self._group = (
+            run,
+            every,
+            every_s,
+            keep_best,
+            group,
+        )
         self._deleted: list[int] = []
 
     def write(self, write: Callable[[], Manifest]) -> Manifest:
@@ -46,9 +58,15 @@ class RoomMaker:
     def _has_made_room(self) -> bool:
         deleted: list[int] = []
         if self._group.is_first:
-            deleted = checkpoint.make_room(self._run, every=self._every, every_s=self._every_s, keep_best=self._keep_best)
+            deleted = checkpoint.make_room(
+                self._run, every=self._every, every_s=self._every_s, keep_best=self._keep_best
+            )
             self._deleted += deleted
-        return bool(deleted) if self._group.is_alone else self._group.most([float(bool(deleted))])[0] > 0
+        return (
+            bool(deleted)
+            if self._group.is_alone
+            else self._group.most([float(bool(deleted))])[0] > 0
+        )
 
     def take_deleted(self) -> list[int]:
         """Return the steps whose checkpoints were deleted since the last call."""
@@ -61,7 +79,9 @@ class Patience:
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
-        self._first: tuple[int, float] | None = None  # the step that was refused first since the last save, and when
+        self._first: tuple[int, float] | None = (
+            None  # the step that was refused first since the last save, and when
+        )
         self._ending: StorageError | None = None
 
     def saved(self) -> None:

@@ -38,14 +38,29 @@ class CheckpointManager:
     """Saves the checkpoints of one run into its folder, and loads them."""
 
     def __init__(
-        self, folder: Path, lock: RunLock, assembly: Assembly, parent: Mapping[str, Any] | None = None, group: Group = ALONE
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        lock: RunLock,
+        assembly: Assembly,
+        parent: Mapping[str, Any] | None = None,
+        group: Group = ALONE,
+    ) -> None:
         """Set up saving by rank 0, or by every rank if state is sharded; all ranks load."""
-        self._folder, self._lock, self._assembly, self.parent, self._group = folder, lock, assembly, parent, group
+        self._folder, self._lock, self._assembly, self.parent, self._group = (
+            folder,
+            lock,
+            assembly,
+            parent,
+            group,
+        )
         self._table = table = assembly.spec.checkpoint
         every = None if table.every == "never" else assembly.course.duration(table.every)
         self._every_s = every.value if every is not None and every.unit == "s" else None
-        self._rhythm = None if every is None or self._every_s is not None else assembly.course.rhythm(str(table.every))
+        self._rhythm = (
+            None
+            if every is None or self._every_s is not None
+            else assembly.course.rhythm(str(table.every))
+        )
         self._keep_every, self._keep_every_s = _milestones(assembly, table.keep_every)
         self._state = LiveState(assembly)
         ranks = assembly.engine.stepper.ranks
@@ -53,10 +68,15 @@ class CheckpointManager:
         self._store = None if table.store is None else checkpoint.Store(table.store)
         self._store_troubles: list[StorageError] = []
         self._room = RoomMaker(
-            folder, every=self._keep_every, every_s=self._keep_every_s, keep_best=table.keep_best,
+            folder,
+            every=self._keep_every,
+            every_s=self._keep_every_s,
+            keep_best=table.keep_best,
             group=group if self._all_save else ALONE,
-        )  # fmt: skip
-        self._patience = Patience(None if table.max_unsaved == "never" else float(Duration.parse(table.max_unsaved).value))
+        )
+        self._patience = Patience(
+            None if table.max_unsaved == "never" else float(Duration.parse(table.max_unsaved).value)
+        )
         self._pace = SaveRhythm(self._every_s)
         self._took: tuple[int, float] | None = None
         self._saver = checkpoint.Saver(self._write)
@@ -77,8 +97,12 @@ class CheckpointManager:
         if not self._state.is_shared:
             if self._group.is_first:
                 return self._is_due(step)
-            return self._rhythm is not None and self._rhythm(step)  # rank 0 saves, and hears of what this one was asked
-        wants = self._is_due(step) and (self.is_asked or self._every_s is None or self._group.is_first)  # clocks differ
+            return self._rhythm is not None and self._rhythm(
+                step
+            )  # rank 0 saves, and hears of what this one was asked
+        wants = self._is_due(step) and (
+            self.is_asked or self._every_s is None or self._group.is_first
+        )  # clocks differ
         return self._group.most([float(wants)])[0] > 0
 
     def _is_due(self, step: int) -> bool:
@@ -86,7 +110,11 @@ class CheckpointManager:
             return True
         if self._rhythm is not None:
             return self._rhythm(step)
-        return self._every_s is not None and time.monotonic() - self._last_s >= self._every_s and not self._saver.is_busy
+        return (
+            self._every_s is not None
+            and time.monotonic() - self._last_s >= self._every_s
+            and not self._saver.is_busy
+        )
 
     def ask(self) -> None:
         """Request a save after this step, whatever the spec says."""
@@ -111,8 +139,11 @@ class CheckpointManager:
             return {"world_size": 1}
         table = self._assembly.spec.layout
         return {
-            "world_size": self._group.size, "replicate": self._group.size // table.shard, "shard": table.shard, "stage": table.stage,
-        }  # fmt: skip
+            "world_size": self._group.size,
+            "replicate": self._group.size // table.shard,
+            "shard": table.shard,
+            "stage": table.stage,
+        }
 
     # ---- saving
 
@@ -134,9 +165,17 @@ class CheckpointManager:
             raise problem
 
     def save(
-        self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], score: Mapping[str, Any] | None,
-        tell: Callable[[Saved], None], *, last: bool = False, asked: bool = False, copied: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        more: Mapping[str, Any],
+        clock: Mapping[str, float],
+        score: Mapping[str, Any] | None,
+        tell: Callable[[Saved], None],
+        *,
+        last: bool = False,
+        asked: bool = False,
+        copied: bool = False,
+    ) -> None:
         """Save the state after `step`; `tell` is called with the result, now or later.
 
         The `last` save is written before this returns. If ranks hold different parts of the state
@@ -150,9 +189,17 @@ class CheckpointManager:
             self._save(step, more, clock, score, tell, last=last, asked=asked, copied=copied)
 
     def _save(
-        self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], score: Mapping[str, Any] | None,
-        tell: Callable[[Saved], None], *, last: bool, asked: bool, copied: bool,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        more: Mapping[str, Any],
+        clock: Mapping[str, float],
+        score: Mapping[str, Any] | None,
+        tell: Callable[[Saved], None],
+        *,
+        last: bool,
+        asked: bool,
+        copied: bool,
+    ) -> None:
         is_regular = not (last or asked or copied)
         period_s = self._pace.measure(is_regular=is_regular)
         self.settle(tell, wait=True)
@@ -167,13 +214,22 @@ class CheckpointManager:
             return
         self.is_asked, self.has_saved, self._last_s = False, True, time.monotonic()
         self._stamp = Stamp(
-            generation=self._lock.generation, spec_id=self._assembly.spec.id, environment=environment.versions(), score=score,
-            parent=self.parent, layout=self._layout,
-        )  # fmt: skip
+            generation=self._lock.generation,
+            spec_id=self._assembly.spec.id,
+            environment=environment.versions(),
+            score=score,
+            parent=self.parent,
+            layout=self._layout,
+        )
         content, moving = self._state.take(step, more, clock, of_ranks)
         if step == self.saved_step and self._are_on_disk(_together(content, moving), texts=asked):
             return
-        if self._table.background and not last and not self._all_save and self._saver.begin(content, moving):
+        if (
+            self._table.background
+            and not last
+            and not self._all_save
+            and self._saver.begin(content, moving)
+        ):
             self._assembly.engine.stepper.before_update = self.before_update
             if copied:
                 self.before_update()
@@ -188,7 +244,10 @@ class CheckpointManager:
     def _is_on_disk(self, content: Content, *, texts: bool) -> bool:
         """Return whether this step's checkpoint holds all tensors and texts of `content` but the clock."""
         try:
-            held = {entry.name: entry for entry in manifest.read(manifest.step_folder(self._folder, content.step)).files}
+            held = {
+                entry.name: entry
+                for entry in manifest.read(manifest.step_folder(self._folder, content.step)).files
+            }
         except RunFolderError:
             return False
         if texts and any(
@@ -199,7 +258,8 @@ class CheckpointManager:
             return False
         with commits.hashing() as pool:
             return all(
-                name in held and checkpoint.find_unchanged(tensors, held[name], pool, content.parts)[0]
+                name in held
+                and checkpoint.find_unchanged(tensors, held[name], pool, content.parts)[0]
                 for name, tensors in content.tensors.items()
             )
 
@@ -209,7 +269,9 @@ class CheckpointManager:
 
         def write() -> Manifest:
             if self._all_save:
-                return checkpoint.commit_together(self._folder, content, self._stamp, self._group, may_commit=may)
+                return checkpoint.commit_together(
+                    self._folder, content, self._stamp, self._group, may_commit=may
+                )
             return checkpoint.commit(self._folder, content, self._stamp, may_commit=may)
 
         made = self._room.write(write)
@@ -226,16 +288,22 @@ class CheckpointManager:
 
     def _retain(self) -> None:
         checkpoint.retain(
-            self._folder, keep=self._table.keep, every=self._keep_every, every_s=self._keep_every_s, keep_best=self._table.keep_best,
+            self._folder,
+            keep=self._table.keep,
+            every=self._keep_every,
+            every_s=self._keep_every_s,
+            keep_best=self._table.keep_best,
             budget_bytes=None if self._table.budget is None else parse_bytes(self._table.budget),
-        )  # fmt: skip
+        )
 
     def report(self, telling: Telling, step: int) -> None:
         """Record side effects of a save: deleted checkpoints, slow saves, errors of the store."""
         if deleted := self._room.take_deleted():
             telling.room_made(list_steps(deleted), step)
         if self._group.is_first:
-            for words, action in self._attribute_notes.take(self._state.attributes, self._state.unsaved_attributes):
+            for words, action in self._attribute_notes.take(
+                self._state.attributes, self._state.unsaved_attributes
+            ):
                 telling.fault(GuardFault(step, "attributes", action, words))
         if (slow := self._pace.take()) is not None:
             telling.slow_save(slow.step, slow.words)
@@ -298,8 +366,15 @@ class CheckpointManager:
         found.
         """
         found: dict[str, Any] = {}
-        lost, forget = self._fetch() if self._group.is_first else [], self._assembly.spec.fault.forget
-        gone = find_gone(self._folder) if self._group.is_first and (self._folder / events.FILE).is_file() else []
+        lost, forget = (
+            self._fetch() if self._group.is_first else [],
+            self._assembly.spec.fault.forget,
+        )
+        gone = (
+            find_gone(self._folder)
+            if self._group.is_first and (self._folder / events.FILE).is_file()
+            else []
+        )
         adapt = self._state.forgetting(forget) if forget else None
 
         def restore(commit: Commit) -> None:
@@ -316,7 +391,9 @@ class CheckpointManager:
 
         if self._group.is_first:
 
-            def tell_and_load(commit: Commit | None) -> None:  # all ranks load at once: they give each other rows
+            def tell_and_load(
+                commit: Commit | None,
+            ) -> None:  # all ranks load at once: they give each other rows
                 step = None if commit is None else commit.manifest.step
                 self._group.from_first(json.dumps(step))
                 load(step)
@@ -352,7 +429,9 @@ class CheckpointManager:
 def _together(content: Content, moving: Mapping[str, Mapping[str, Any]]) -> Content:
     files = {file: dict(tensors) for file, tensors in content.tensors.items()}
     for file, tensors in moving.items():
-        files.setdefault(file, {}).update({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        files.setdefault(file, {}).update(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        )
     return replace(content, tensors=files)
 
 
@@ -361,4 +440,8 @@ def _milestones(assembly: Assembly, text: str | None) -> tuple[int | None, float
     if text is None:
         return None, None
     duration = assembly.course.duration(text)
-    return (None, duration.value) if duration.unit == "s" else (max(1, assembly.course.to_steps(text) or 1), None)
+    return (
+        (None, duration.value)
+        if duration.unit == "s"
+        else (max(1, assembly.course.to_steps(text) or 1), None)
+    )

@@ -41,22 +41,43 @@ class LoopKeeper:
     """Saves a user's loop between two of its steps, and restores it."""
 
     def __init__(
-        self, folder: Path, lock: RunLock, objects: Mapping[str, Any], data: Watched, every: str | None, group: Group = ALONE
-    ) -> None:  # fmt: skip
-        self._folder, self._lock, self._objects, self._watched, self._group = folder, lock, objects, data, group
+        self,
+        folder: Path,
+        lock: RunLock,
+        objects: Mapping[str, Any],
+        data: Watched,
+        every: str | None,
+        group: Group = ALONE,
+    ) -> None:
+        self._folder, self._lock, self._objects, self._watched, self._group = (
+            folder,
+            lock,
+            objects,
+            data,
+            group,
+        )
         self._data = data.data
-        self._modules = {name: each for name, each in objects.items() if isinstance(each, nn.Module)}
+        self._modules = {
+            name: each for name, each in objects.items() if isinstance(each, nn.Module)
+        }
         self._trackers = {name: AttributeTracker(each) for name, each in self._modules.items()}
         self._attribute_notes = AttributeNotes()
         self._unsaved: list[str] = []  # attributes that the last checkpoint could not hold
         duration = None if every is None else Duration.parse(every)
         if duration is not None and (duration.unit not in ("s", "steps") or duration.value == 0):
             raise TaskError(
-                f"a loop of your own cannot be saved every {every!r}", hint='say it in steps or time, as "500 steps" or "10 min"'
+                f"a loop of your own cannot be saved every {every!r}",
+                hint='say it in steps or time, as "500 steps" or "10 min"',
             )
         self._every = duration
-        self._timer = SaveTimer(group, float(duration.value)) if duration is not None and duration.unit == "s" else None
-        self._pace = SaveRhythm(None if self._timer is None or duration is None else float(duration.value))
+        self._timer = (
+            SaveTimer(group, float(duration.value))
+            if duration is not None and duration.unit == "s"
+            else None
+        )
+        self._pace = SaveRhythm(
+            None if self._timer is None or duration is None else float(duration.value)
+        )
         self._is_regular = False  # whether the next save is one that was due
         self._took: tuple[int, float] | None = None  # the step and seconds of the last save
         self._room = RoomMaker(folder, group=group)
@@ -67,9 +88,13 @@ class LoopKeeper:
         self._own_now: Sequence[Any] = ()  # the states of the loader's own generators at the commit
         self._before: PassDigest | None = None  # of the pass that is resumed, as it was
         self.seen = PassDigest()  # the batches of this pass
-        self._wanted: Mapping[str, Any] | None = None  # random states to go on with, once the place in the data is found
+        self._wanted: Mapping[str, Any] | None = (
+            None  # random states to go on with, once the place in the data is found
+        )
         self.position = 0  # batches read in the pass that goes on
-        self.pass_number = -1  # of the pass that goes on, from 0; one that is left before its end counts too
+        self.pass_number = (
+            -1
+        )  # of the pass that goes on, from 0; one that is left before its end counts too
         self._is_between = False  # two passes
 
     # ---- going on
@@ -124,7 +149,11 @@ class LoopKeeper:
                 if trained.get(key, parameter.requires_grad) != parameter.requires_grad:
                     parameter.requires_grad_(trained[key])
                     changed.append(f"{key} {'trains' if trained[key] else 'is frozen'}")
-        return (f"as when the checkpoint was saved, {name_some(changed, MOST_NAMED)}",) if changed else ()
+        return (
+            (f"as when the checkpoint was saved, {name_some(changed, MOST_NAMED)}",)
+            if changed
+            else ()
+        )
 
     @property
     def first_pass(self) -> int:
@@ -165,12 +194,16 @@ class LoopKeeper:
             draws |= number > 0 and before != read_streams()
         if self._before is not None and self._before.count == position:
             # data that draw from the global streams depend on what the loop drew in between
-            self.difference = self.seen.compare(self._before, knows_samples=self._watched.knows_samples, values=not draws)
+            self.difference = self.seen.compare(
+                self._before, knows_samples=self._watched.knows_samples, values=not draws
+            )
         checkpoint.restore_random(wanted)
         self._watched.restore_generators(self._own_now)
         return batches
 
-    difference: ReadingDifference | None = None  # between what was read again to resume and what was read before
+    difference: ReadingDifference | None = (
+        None  # between what was read again to resume and what was read before
+    )
 
     def _iterate(self) -> Iterator[Any]:
         self._watched.before_iteration(is_first=self.pass_number == 0)
@@ -183,7 +216,12 @@ class LoopKeeper:
 
     def _compare_first(self) -> None:
         """Between two epochs, read the last one's first batch again and compare the two reads."""
-        if self._before is None or self._saves_itself or not self._last_random or not self._before.count:
+        if (
+            self._before is None
+            or self._saves_itself
+            or not self._last_random
+            or not self._before.count
+        ):
             return
         self._restore(self._last_random)
         for batch in self._watched.iterate():
@@ -231,15 +269,21 @@ class LoopKeeper:
         """Return the changed attributes of each module for a checkpoint, by object name."""
         found, self._unsaved = {}, []
         for name, tracker in self._trackers.items():
-            found[name], unsaved = checkpoint.encode_storable(self._objects[name], tracker.find_changed())
+            found[name], unsaved = checkpoint.encode_storable(
+                self._objects[name], tracker.find_changed()
+            )
             self._unsaved += unsaved
         return found
 
     def take_unsaved(self) -> list[str]:
         """Return a warning, once each, on changing attributes that no checkpoint can hold."""
-        return [f"{words}; {action}" for words, action in self._attribute_notes.take((), self._unsaved)]
+        return [
+            f"{words}; {action}" for words, action in self._attribute_notes.take((), self._unsaved)
+        ]
 
-    def save(self, step: int, counters: Mapping[str, Any], data_state: Any) -> tuple[Manifest, float]:
+    def save(
+        self, step: int, counters: Mapping[str, Any], data_state: Any
+    ) -> tuple[Manifest, float]:
         """Save a checkpoint of the loop after `step`; return its manifest and the seconds taken.
 
         Raises StorageError.
@@ -250,17 +294,31 @@ class LoopKeeper:
         if self._took is not None and period_s is not None:
             self._pace.compare(*self._took, period_s)
         self._took = None
-        stamp = Stamp(generation=self._lock.generation, spec_id="attached", environment=environment.versions())
+        stamp = Stamp(
+            generation=self._lock.generation, spec_id="attached", environment=environment.versions()
+        )
         loop = {
-            **counters, "position": self.position, "pass_number": self.pass_number, "is_between": self._is_between,
-            "pass_random": self._pass_random, "last_random": self._last_random, "sampler": self._watched.sampler_start(),
-            "seen": self.seen.as_state(), "own_now": self._watched.generator_states(),
-            "kinds": {name: type(each).__name__ for name, each in self._objects.items() if name != "model"},
+            **counters,
+            "position": self.position,
+            "pass_number": self.pass_number,
+            "is_between": self._is_between,
+            "pass_random": self._pass_random,
+            "last_random": self._last_random,
+            "sampler": self._watched.sampler_start(),
+            "seen": self.seen.as_state(),
+            "own_now": self._watched.generator_states(),
+            "kinds": {
+                name: type(each).__name__ for name, each in self._objects.items() if name != "model"
+            },
             "trains": {name: _find_trained(module) for name, module in self._modules.items()},
-        }  # fmt: skip
+        }
         state = {**self._objects, "loop": loop, "data": data_state}
         attributes = self._attributes()
-        made = self._room.write(lambda: loop_ranks.save(self._folder, step, state, stamp, self._group, self._lock, attributes))
+        made = self._room.write(
+            lambda: loop_ranks.save(
+                self._folder, step, state, stamp, self._group, self._lock, attributes
+            )
+        )
         self._retain()
         self._took = (step, time.monotonic() - started_s)
         self._pace.compare(*self._took, None)
@@ -278,18 +336,26 @@ def check_given(model: Any, optimizer: Any, data: Any, state: Any) -> list[Any]:
     Raises TaskError or DataError for an argument of the wrong type.
     """
     if not isinstance(model, nn.Module):
-        raise TaskError(f"model is {checkpoint.name_kind(model)}", hint="give the torch.nn.Module that the loop trains")
+        raise TaskError(
+            f"model is {checkpoint.name_kind(model)}",
+            hint="give the torch.nn.Module that the loop trains",
+        )
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     bad = [each for each in optimizers if not hasattr(each, "param_groups")]
     if bad or not optimizers:
         raise TaskError(
-            f"optimizer is {bad[0] if bad else optimizer!r}, which has no param_groups", hint="give a torch.optim.Optimizer"
+            f"optimizer is {bad[0] if bad else optimizer!r}, which has no param_groups",
+            hint="give a torch.optim.Optimizer",
         )
     if not isinstance(data, Iterable):
-        raise DataError(f"data is a {type(data).__name__}, which cannot be iterated", hint="give the loader that the loop reads")
+        raise DataError(
+            f"data is a {type(data).__name__}, which cannot be iterated",
+            hint="give the loader that the loop reads",
+        )
     if not isinstance(state, Mapping | None):
         raise TaskError(
-            f"state is {checkpoint.name_kind(state)}", hint='name each object that is saved: state={"scheduler": scheduler}'
+            f"state is {checkpoint.name_kind(state)}",
+            hint='name each object that is saved: state={"scheduler": scheduler}',
         )
     return optimizers
 
@@ -298,7 +364,8 @@ def as_loss(loss: Any) -> Tensor:
     """Return a scalar loss as a tensor without a graph. Raises TaskError for any other value."""
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise TaskError(
-            f"step_done was given a loss of shape {tuple(loss.shape)}", hint="give its mean over the batch: loss.mean()"
+            f"step_done was given a loss of shape {tuple(loss.shape)}",
+            hint="give its mean over the batch: loss.mean()",
         )
     if isinstance(loss, Tensor):
         return loss.detach()
@@ -306,7 +373,8 @@ def as_loss(loss: Any) -> Tensor:
         return torch.tensor(float(loss), dtype=torch.float64)
     except (TypeError, ValueError):
         raise TaskError(
-            f"step_done was given {checkpoint.name_kind(loss)}", hint="give the loss of the step: a number, or a tensor of one"
+            f"step_done was given {checkpoint.name_kind(loss)}",
+            hint="give the loss of the step: a number, or a tensor of one",
         ) from None
 
 
@@ -318,12 +386,17 @@ def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
     """Return the parameter group settings and batch size that the script sets, by expression."""
     found = {
         f"{name}.param_groups[{number}][{key!r}]": value
-        for name, each in objects.items() if name.startswith("optimizer")
+        for name, each in objects.items()
+        if name.startswith("optimizer")
         for number, group in enumerate(each.param_groups)
-        for key, value in group.items() if key not in ("params", "initial_lr")
-    }  # fmt: skip
+        for key, value in group.items()
+        if key not in ("params", "initial_lr")
+    }
     found["data.batch_size"] = getattr(data, "batch_size", None)
-    plain = {key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in found.items()}
+    plain = {
+        key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in found.items()
+    }
     return {key: repr(value) for key, value in plain.items() if isinstance(value, PLAIN)}
 
 
@@ -336,7 +409,9 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: 
             notes.append(f"{told}: the pass that was left goes on with other batches")
         else:
             more = ", and the base_lrs of a scheduler" if key.endswith("['lr']") else ""
-            notes.append(f"{told}: the saved value is kept; for the new one set {key} = {now[key]} after attach{more}")
+            notes.append(
+                f"{told}: the saved value is kept; for the new one set {key} = {now[key]} after attach{more}"
+            )
     if notes:
         name = str(folder)
         copied = f"cp -r {shlex.quote(name)} NEW, and folder='NEW' goes on in the copy"
@@ -347,7 +422,10 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: 
 
 
 def name_objects(
-    model: nn.Module, optimizers: Sequence[Any], more: Mapping[str, Any], variables: Iterable[tuple[str, Any]]
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    more: Mapping[str, Any],
+    variables: Iterable[tuple[str, Any]],
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the objects that a loop's checkpoint holds, by name, and messages for the user.
 
@@ -355,7 +433,13 @@ def name_objects(
     TaskError for an object that cannot be saved or restored, and for a trained parameter that no
     object holds.
     """
-    named = {"model": model, **{f"optimizer-{number}" if number else "optimizer": each for number, each in enumerate(optimizers)}}
+    named = {
+        "model": model,
+        **{
+            f"optimizer-{number}" if number else "optimizer": each
+            for number, each in enumerate(optimizers)
+        },
+    }
     for name, value in more.items():
         if name in named or name in OWN:
             raise TaskError(f"state names {name!r}, which is taken", hint="give it another name")
@@ -380,7 +464,10 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
     if isinstance(data, Iterator):
         return "none", "an iterator is read once and cannot go back"
     if getattr(data, "persistent_workers", False):
-        return "replayed", "they are read forwards again; new workers draw other random numbers than those that stayed would have"
+        return (
+            "replayed",
+            "they are read forwards again; new workers draw other random numbers than those that stayed would have",
+        )
     return "replayed", "they are read forwards: going on reads what was read before once more"
 
 

@@ -37,7 +37,10 @@ from surefoot.train.resume import same
 
 IS_HELD = "is being written by process"
 WAIT_S = 300.0  # for ranks that have not called `attach` yet
-LATE_S, SHARE = 10.0, 0.05  # how late a save may be that is due by time, at most and of the time between two
+LATE_S, SHARE = (
+    10.0,
+    0.05,
+)  # how late a save may be that is due by time, at most and of the time between two
 TOGETHER = "all ranks call batches(), step_done(), save() and close() alike, after the same steps"
 Row = tuple[int, int, int, tuple[int, ...]]  # of the ledger: step, pass, place in it, samples
 
@@ -52,7 +55,9 @@ def find_group(given: Path | None) -> Group:
         return ALONE
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
-        meeting = Group(rank, size, channel=dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S)))
+        meeting = Group(
+            rank, size, channel=dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
+        )
         wanted = meeting.exchange("" if given is None else str(given.absolute()))
     except (RuntimeError, LostRank) as error:
         raise LostRank(
@@ -64,13 +69,20 @@ def find_group(given: Path | None) -> Group:
         return ALONE
     if len(set(wanted)) > 1:
         told = ", ".join(f"{text or 'none'} (rank {number})" for number, text in enumerate(wanted))
-        raise RunFolderError(f"the ranks give different folders: {told}", hint="give all of them one folder, or each its own")
+        raise RunFolderError(
+            f"the ranks give different folders: {told}",
+            hint="give all of them one folder, or each its own",
+        )
     return Group(rank, size, channel=dist.new_group(backend="gloo"), roll=lambda: f"; {TOGETHER}")
 
 
 def bare(model: nn.Module, group: Group) -> nn.Module:
     """Return the model inside DistributedDataParallel, for the weight names of a checkpoint."""
-    inner: Any = model.module if not group.is_alone and isinstance(model, nn.parallel.DistributedDataParallel) else model
+    inner: Any = (
+        model.module
+        if not group.is_alone and isinstance(model, nn.parallel.DistributedDataParallel)
+        else model
+    )
     return inner  # type: ignore[no-any-return]
 
 
@@ -78,7 +90,9 @@ def describe(group: Group) -> tuple[str, ...]:
     """Return a note that says which ranks the log covers; nothing for one rank."""
     if group.is_alone:
         return ()
-    return (f"rank {group.rank} of {group.size}: losses and samples are this rank's; the other ranks log in {files.RANKS}/",)
+    return (
+        f"rank {group.rank} of {group.size}: losses and samples are this rank's; the other ranks log in {files.RANKS}/",
+    )
 
 
 def describe_buckets(group: Group, model: nn.Module) -> tuple[str, ...]:
@@ -99,16 +113,25 @@ def describe_buckets(group: Group, model: nn.Module) -> tuple[str, ...]:
 def taken(group: Group, choice: Callable[[], Chosen]) -> Iterator[tuple[Chosen, RunLock]]:
     """Return a context in which rank 0 holds the loop's folder; if it cannot, all ranks raise."""
     with contextlib.ExitStack() as stack:
-        mine = group.settle(lambda: stack.enter_context(_taken_by_first(group, choice)) if group.is_first else None)
+        mine = group.settle(
+            lambda: stack.enter_context(_taken_by_first(group, choice)) if group.is_first else None
+        )
         row: dict[str, Any] = {}
         if mine is not None:
-            row = {"folder": str(mine[0].folder.absolute()), "is_again": mine[0].is_again, "generation": mine[1].generation}
+            row = {
+                "folder": str(mine[0].folder.absolute()),
+                "is_again": mine[0].is_again,
+                "generation": mine[1].generation,
+            }
         if group.is_alone and mine is not None:
             yield mine
             return
         row = json.loads(group.from_first(json.dumps(row)))
         if mine is None:
-            mine = Chosen(Path(row["folder"]), row["is_again"]), RunLock.following(Path(row["folder"]), row["generation"])
+            mine = (
+                Chosen(Path(row["folder"]), row["is_again"]),
+                RunLock.following(Path(row["folder"]), row["generation"]),
+            )
         yield mine
 
 
@@ -118,7 +141,12 @@ def _taken_by_first(group: Group, choice: Callable[[], Chosen]) -> Iterator[tupl
         with folder.taken(choice, None) as mine:
             yield mine
     except RunFolderError as error:
-        if not (IS_HELD in error.message and group.is_alone and not environment.has_process_group() and place.has_other_ranks()):
+        if not (
+            IS_HELD in error.message
+            and group.is_alone
+            and not environment.has_process_group()
+            and place.has_other_ranks()
+        ):
             raise
         hint = "call torch.distributed.init_process_group() before surefoot.attach: then all ranks share the folder"
         raise RunFolderError(error.message, hint=hint) from error
@@ -129,7 +157,9 @@ def begin_journal(group: Group, root: Path, started: Callable[[], events.Started
 
     def begin() -> Journal:
         try:
-            home = root if group.is_first else files.make_folder(root, f"{files.RANKS}/{group.rank}")
+            home = (
+                root if group.is_first else files.make_folder(root, f"{files.RANKS}/{group.rank}")
+            )
         except OSError as error:
             words = f"{error.filename or root} cannot be written: {error.strerror}"
             raise StorageError(words, hint=hint_unwritten(error)) from error
@@ -137,7 +167,9 @@ def begin_journal(group: Group, root: Path, started: Callable[[], events.Started
         journal.begin(started())
         return journal
 
-    first = group.settle(lambda: begin() if group.is_first else None)  # a folder without a log is not to be filled by the others
+    first = group.settle(
+        lambda: begin() if group.is_first else None
+    )  # a folder without a log is not to be filled by the others
     other = group.settle(lambda: begin() if first is None else None)
     made = first or other
     assert made is not None, "one of them began it"
@@ -170,7 +202,9 @@ class SaveTimer:
         now_s, done = time.monotonic(), max(1, step - self._last_step)
         ahead = min(LATE_S, SHARE * self._every_s) / max(1e-6, (now_s - self._last_s) / done)
         self._last_s, self._last_step = now_s, step
-        rows = self._group.exchange(json.dumps([step, since_s >= self._every_s, max(1, int(min(ahead, 10 * done)))]))
+        rows = self._group.exchange(
+            json.dumps([step, since_s >= self._every_s, max(1, int(min(ahead, 10 * done)))])
+        )
         told = [json.loads(row) for row in rows]
         check_same_step(self._group, [row[0] for row in told])
         self._next = step + told[0][2]
@@ -182,7 +216,8 @@ def check_same_step(group: Group, steps: Sequence[int]) -> None:
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise TaskError(
-                f"rank {rank} of {group.size} has done {step:,} steps, rank 0 {steps[0]:,}: a save needs the same", hint=TOGETHER
+                f"rank {rank} of {group.size} has done {step:,} steps, rank 0 {steps[0]:,}: a save needs the same",
+                hint=TOGETHER,
             )
 
 
@@ -195,7 +230,9 @@ class RankedLedger:
 
     def __init__(self, group: Group, root: Path, promise: LoopGuarantee, generation: int) -> None:
         self._group = group
-        promise = promise if group.is_alone else replace(promise, once=False, all=False)  # which rank reads what is the sampler's
+        promise = (
+            promise if group.is_alone else replace(promise, once=False, all=False)
+        )  # which rank reads what is the sampler's
         self._file = LoopLedger(root, promise, generation) if group.is_first else None
         self._rows: list[Row] = []
 
@@ -229,7 +266,9 @@ class RankedLedger:
             self._file.close()
 
 
-def prepare_save(group: Group, step: int, ledger: RankedLedger, lock: RunLock, write: Callable[[], None]) -> None:
+def prepare_save(
+    group: Group, step: int, ledger: RankedLedger, lock: RunLock, write: Callable[[], None]
+) -> None:
     """Write to disk what a checkpoint of `step` relies on: the log, and the ledger of all ranks.
 
     Raises StorageError on all ranks if one of them cannot write or the folder was taken over;
@@ -243,7 +282,12 @@ def prepare_save(group: Group, step: int, ledger: RankedLedger, lock: RunLock, w
     except StorageError as error:
         problem = error
     if not group.is_alone:
-        told = [json.loads(text) for text in group.exchange(json.dumps([step, ledger.take_rows(), problem and problem.message]))]
+        told = [
+            json.loads(text)
+            for text in group.exchange(
+                json.dumps([step, ledger.take_rows(), problem and problem.message])
+            )
+        ]
         check_same_step(group, [row[0] for row in told])
         ledger.add_all([row[1] for row in told])
         refused = [(rank, row[2]) for rank, row in enumerate(told) if row[2]]
@@ -259,14 +303,21 @@ def prepare_save(group: Group, step: int, ledger: RankedLedger, lock: RunLock, w
 
 
 def save(
-    run: Path, step: int, state: Mapping[str, Any], stamp: Stamp, group: Group, lock: RunLock,
+    run: Path,
+    step: int,
+    state: Mapping[str, Any],
+    stamp: Stamp,
+    group: Group,
+    lock: RunLock,
     attributes: Mapping[str, Mapping[str, Any]],
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Save `state` as a checkpoint, on every rank its part. Raises as `checkpoint.save`."""
     if group.is_alone:
         return checkpoint.save(run, step, state, stamp, attributes)
     stamp = replace(stamp, layout={"world_size": group.size})
-    content = group.settle(lambda: _share_of(group, *checkpoint.content_of(step, state, attributes)))
+    content = group.settle(
+        lambda: _share_of(group, *checkpoint.content_of(step, state, attributes))
+    )
     return checkpoint.commit_together(run, content(), stamp, group, may_commit=lock.still_ours)
 
 
@@ -277,7 +328,9 @@ def _share_of(group: Group, content: Content, own: Mapping[str, Tensor]) -> Call
     with the same digest is left out.
     """
     parts = content.parts
-    rows = {name: tensor for name, tensor in content.tensors.get(MODEL, {}).items() if name in parts}
+    rows = {
+        name: tensor for name, tensor in content.tensors.get(MODEL, {}).items() if name in parts
+    }
     whole = {
         f"{file}/{name}": tensor
         for file, held in content.tensors.items()
@@ -285,19 +338,32 @@ def _share_of(group: Group, content: Content, own: Mapping[str, Tensor]) -> Call
         if not (file == MODEL and name in parts)
     }
     with commits.hashing() as pool:
-        seen = digest.begin(pool, {name: checkpoint.as_buffer(tensor) for name, tensor in whole.items()}).finish()
-    facts = {name: f"{tensor.dtype} {list(tensor.shape)} {seen[name]}" for name, tensor in whole.items()}
+        seen = digest.begin(
+            pool, {name: checkpoint.as_buffer(tensor) for name, tensor in whole.items()}
+        ).finish()
+    facts = {
+        name: f"{tensor.dtype} {list(tensor.shape)} {seen[name]}" for name, tensor in whole.items()
+    }
 
     def finish() -> Content:
         first = json.loads(group.from_first(json.dumps(facts) if group.is_first else ""))
         stem, made = name_of(group.rank), dict[str, Mapping[str, Tensor]]()
         if group.is_first:
             made = {
-                file: {name: tensor for name, tensor in held.items() if not (file == MODEL and name in parts)}
+                file: {
+                    name: tensor
+                    for name, tensor in held.items()
+                    if not (file == MODEL and name in parts)
+                }
                 for file, held in content.tensors.items()
             }
-            made = {file: held for file, held in made.items() if held or not (file == MODEL and rows)}
-        mine = {**own, **{name: tensor for name, tensor in whole.items() if first.get(name) != facts[name]}}
+            made = {
+                file: held for file, held in made.items() if held or not (file == MODEL and rows)
+            }
+        mine = {
+            **own,
+            **{name: tensor for name, tensor in whole.items() if first.get(name) != facts[name]},
+        }
         if mine:
             made[f"{stem}.safetensors"] = mine
         if rows:

@@ -17,13 +17,24 @@ from surefoot.contract import signature
 from surefoot.contract.events import Started
 from surefoot.contract.task import find_use
 
-PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg")  # one of them marks the folder of a project
+PROJECT_FILES = (
+    ".git",
+    "pyproject.toml",
+    "setup.py",
+    "setup.cfg",
+)  # one of them marks the folder of a project
 INSTALLED = frozenset(("site-packages", "dist-packages"))
-SCRIPTS = ("__main__", "__mp_main__")  # a script that holds the task is the task's file; the code of any other script may change
+SCRIPTS = (
+    "__main__",
+    "__mp_main__",
+)  # a script that holds the task is the task's file; the code of any other script may change
 GIT_LIMIT_S = 5.0  # a large repository on a slow disk must not hold up a run
 _SUREFOOT = str(Path(__file__).parents[2]) + os.sep
 _STANDARD = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-_FOREIGN = (_SUREFOOT, *{f"{folder}{os.sep}" for folder in (*_STANDARD, *map(os.path.realpath, _STANDARD))})
+_FOREIGN = (
+    _SUREFOOT,
+    *{f"{folder}{os.sep}" for folder in (*_STANDARD, *map(os.path.realpath, _STANDARD))},
+)
 
 
 @dataclass(frozen=True)
@@ -57,30 +68,56 @@ class Program:
         folder = self.file.parent
         while (folder / "__init__.py").is_file() and folder != folder.parent:
             folder = folder.parent
-        marked = (each for each in (folder, *folder.parents) if any((each / name).exists() for name in PROJECT_FILES))
+        marked = (
+            each
+            for each in (folder, *folder.parents)
+            if any((each / name).exists() for name in PROJECT_FILES)
+        )
         return next(marked, folder)
 
     def modules(self) -> dict[str, str]:
         """Return the SHA-256 of each imported module of the project, except the task's own."""
-        return {name: digest for name, path in self._files().items() if (digest := _digest(path)) is not None}
+        return {
+            name: digest
+            for name, path in self._files().items()
+            if (digest := _digest(path)) is not None
+        }
 
     def changes(self, before: Started) -> list[str]:
         """Return the files that have changed since the attempt `before`.
 
         Only files that the attempt recorded and that are imported now are compared.
         """
-        task = [] if before.code_digest == self.digest else [self._shown(self.file) if self.file else "the class of the task"]
+        task = (
+            []
+            if before.code_digest == self.digest
+            else [self._shown(self.file) if self.file else "the class of the task"]
+        )
         files = self._files()
         others = {name: _digest(files[name]) for name in before.modules.keys() & files.keys()}
-        changed = sorted(name for name, digest in others.items() if digest not in (None, before.modules[name]))
+        changed = sorted(
+            name for name, digest in others.items() if digest not in (None, before.modules[name])
+        )
         return [*task, *(self._shown(files[name]) for name in changed)]
 
     def _files(self) -> dict[str, Path]:
-        roots = tuple({f"{os.path.realpath(each)}{os.sep}" for each in (self.project, Path.cwd()) if each != each.parent})
-        return {name: path for name, path in _sources() if str(path).startswith(roots) and path != self.file}
+        roots = tuple(
+            {
+                f"{os.path.realpath(each)}{os.sep}"
+                for each in (self.project, Path.cwd())
+                if each != each.parent
+            }
+        )
+        return {
+            name: path
+            for name, path in _sources()
+            if str(path).startswith(roots) and path != self.file
+        }
 
     def _shown(self, path: Path) -> str:
-        above = next((each for each in (self.project, Path.cwd()) if path.is_relative_to(each)), None)
+        above = next(
+            (each for each in (self.project, Path.cwd()) if path.is_relative_to(each)), None
+        )
         return str(path if above is None else path.relative_to(above))
 
 
@@ -108,7 +145,10 @@ def _digest(path: Path) -> str | None:
 def tell_versions(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return a note for each package, and for Python, whose version has changed."""
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
-    return [f"{name} is version {now[name]}, was {before[name]}: results may differ in the last bits" for name in changed]
+    return [
+        f"{name} is version {now[name]}, was {before[name]}: results may differ in the last bits"
+        for name in changed
+    ]
 
 
 def find_commit(folder: Path, *, asks_git: bool = True) -> tuple[str | None, bool | None]:
@@ -132,14 +172,24 @@ def _ask_git(folder: Path) -> tuple[str, bool] | None:
     ]
     try:
         done = subprocess.run(
-            words, cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, encoding="utf-8", errors="replace",
-            timeout=GIT_LIMIT_S, check=True,
-        )  # fmt: skip
+            words,
+            cwd=folder,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            encoding="utf-8",
+            errors="replace",
+            timeout=GIT_LIMIT_S,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     lines = done.stdout.splitlines()
-    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "(initial)")
-    return None if commit == "(initial)" else (commit, any(not line.startswith("#") for line in lines))
+    commit = next(
+        (line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "(initial)"
+    )
+    return (
+        None if commit == "(initial)" else (commit, any(not line.startswith("#") for line in lines))
+    )
 
 
 def _read_commit(folder: Path) -> str | None:

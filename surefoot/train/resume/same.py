@@ -66,9 +66,14 @@ def _compare(group: Group, run: Path, what: str, seen: str) -> None:
         elif theirs == first:
             continue
         else:
-            found = f"another commit of that step in {folder}" if theirs else f"no such commit in {folder}{other}"
+            found = (
+                f"another commit of that step in {folder}"
+                if theirs
+                else f"no such commit in {folder}{other}"
+            )
         raise RunFolderError(
-            f"rank 0 on {host_of_first} {what}, and rank {rank} of {group.size} on {host} has {found}", hint=HINT
+            f"rank 0 on {host_of_first} {what}, and rank {rank} of {group.size} on {host} has {found}",
+            hint=HINT,
         )
 
 
@@ -95,7 +100,11 @@ def check_alike(group: Group, state: LiveState, step: int) -> None:
         return
     found: dict[int, str] = {}
     for among, words, tensors in state.compared(group):
-        found |= {rank: what for rank, what in _find(group, among, words, tensors).items() if rank not in found}
+        found |= {
+            rank: what
+            for rank, what in _find(group, among, words, tensors).items()
+            if rank not in found
+        }
     rows = [json.loads(text) for text in group.exchange(json.dumps([place.here().host, found]))]
     for _, told in rows:  # all of them end, also those whose own copies agree
         for rank, what in told.items():
@@ -112,10 +121,16 @@ def _find(group: Group, among: Group, words: str, tensors: Mapping[str, Tensor])
     names = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
     rows = [json.loads(text) for text in among.exchange(json.dumps([group.rank, words, names]))]
     ranks = [rank for rank, _, _ in rows]
-    other = {rank: f"rank {ranks[0]} does: counters and names" for rank, *held in rows if held != rows[0][1:]}
+    other = {
+        rank: f"rank {ranks[0]} does: counters and names"
+        for rank, *held in rows
+        if held != rows[0][1:]
+    }
     if other:
         return other
     return {
-        ranks[each.rank]: f"{'most others do' if each.is_certain else f'rank {ranks[0]} does'}: {each.name}"
+        ranks[
+            each.rank
+        ]: f"{'most others do' if each.is_certain else f'rank {ranks[0]} does'}: {each.name}"
         for each in find_apart(among, tensors)
     }

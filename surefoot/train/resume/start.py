@@ -67,9 +67,17 @@ def begin(start: Start, assembly: Assembly) -> Begun:
     ranks = assembly.engine.stepper.ranks
     group = ALONE if ranks is None else ranks.group
     commit = same.open_same(group, start.run, start.step)
-    parent = {"folder": str(start.run.resolve()), "step": start.step, "spec_id": commit.manifest.spec_id}
+    parent = {
+        "folder": str(start.run.resolve()),
+        "step": start.step,
+        "spec_id": commit.manifest.spec_id,
+    }
     if start.weights_only:
-        return Begun(0, {**parent, "weights_only": True}, (_load_weights(commit, assembly, partial=start.partial),))
+        return Begun(
+            0,
+            {**parent, "weights_only": True},
+            (_load_weights(commit, assembly, partial=start.partial),),
+        )
     before = spec_of(start.run)
     found = changes.find(before, assembly.spec)
     changes.check_fork(found)
@@ -82,7 +90,8 @@ def begin(start: Start, assembly: Assembly) -> Begun:
     table = assembly.spec.checkpoint
     if table.store is not None and table.store == before.checkpoint.store:
         raise SpecError(
-            f"checkpoint.store = {table.store!r} is that of {start.run}", hint="--set checkpoint.store=URL: another one"
+            f"checkpoint.store = {table.store!r} is that of {start.run}",
+            hint="--set checkpoint.store=URL: another one",
         )
     is_other_task = any(change.key.startswith("task.") for change in found)
     state = LiveState(assembly)
@@ -133,7 +142,11 @@ def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
 
 def _others(run: Path, assembly: Assembly) -> list[str]:
     """Return notes on changes outside the spec: training data, the task's code, versions."""
-    starts = [event for event in events.read(run, Started) if isinstance(event, Started)] if (run / events.FILE).is_file() else []
+    starts = (
+        [event for event in events.read(run, Started) if isinstance(event, Started)]
+        if (run / events.FILE).is_file()
+        else []
+    )
     if not starts:
         return []
     notes = []
@@ -159,7 +172,10 @@ def newest_sound(run: Path) -> tuple[int, list[str]]:
         except RunFolderError as error:
             troubles.append(error.message)
     told = f": {troubles[0]}" if troubles else ""
-    raise RunFolderError(f"{run} holds no commit that a run could begin with{told}", hint="surefoot checkpoint check RUN")
+    raise RunFolderError(
+        f"{run} holds no commit that a run could begin with{told}",
+        hint="surefoot checkpoint check RUN",
+    )
 
 
 def check_as_stated(chosen: Chosen, spec: RunSpec, task: Resolved) -> None:
@@ -184,7 +200,11 @@ def _overruled(tables: Mapping[str, Any], task: Resolved) -> dict[str, bool]:
     table = tables.get("optim", {})
     is_named = task.optimizer is not None and table.get("name", "task") != "task"
     has_rate = task.optimizer is not None and not is_named and "lr" in table
-    return {"optim.name": is_named, "optim.lr": has_rate, "[schedule]": task.schedule is not None and "schedule" in tables}
+    return {
+        "optim.name": is_named,
+        "optim.lr": has_rate,
+        "[schedule]": task.schedule is not None and "schedule" in tables,
+    }
 
 
 def check_same_data(chosen: Chosen, digest: str) -> None:
@@ -224,16 +244,38 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
     Raises RunFolderError if no weight fits, or, unless `partial`, if one does not fit.
     """
     stored = commit.pieces(checkpoint.MODEL)
-    own = {name: master_of(each) for name, each in checkpoint.held_by(assembly.model, stored).tensors.items()}
-    shapes = {name: checkpoint.whole_shape(each) for name, each in own.items()}  # a rank may hold some rows of each
+    own = {
+        name: master_of(each)
+        for name, each in checkpoint.held_by(assembly.model, stored).tensors.items()
+    }
+    shapes = {
+        name: checkpoint.whole_shape(each) for name, each in own.items()
+    }  # a rank may hold some rows of each
     fits = {name for name, piece in stored.items() if shapes.get(name) == piece.shape}
-    reshaped = [f"{n} {list(p.shape)}, now {list(shapes[n])}" for n, p in stored.items() if n in own and n not in fits]
+    reshaped = [
+        f"{n} {list(p.shape)}, now {list(shapes[n])}"
+        for n, p in stored.items()
+        if n in own and n not in fits
+    ]
     unexpected = [name for name in stored if name not in own]
-    held = {checkpoint.identity(own[name]) for name in fits if own[name].numel() or part_of(own[name])}
-    missing = [name for name, each in own.items() if name not in stored and checkpoint.identity(each) not in held]
-    told = _told(len(fits), len(stored), {"missing": missing, "of another shape": reshaped, "unexpected": unexpected})
+    held = {
+        checkpoint.identity(own[name]) for name in fits if own[name].numel() or part_of(own[name])
+    }
+    missing = [
+        name
+        for name, each in own.items()
+        if name not in stored and checkpoint.identity(each) not in held
+    ]
+    told = _told(
+        len(fits),
+        len(stored),
+        {"missing": missing, "of another shape": reshaped, "unexpected": unexpected},
+    )
     if not fits:
-        raise RunFolderError(f"no weight of {commit.folder} fits the model: {told}", hint="build the model that they are of")
+        raise RunFolderError(
+            f"no weight of {commit.folder} fits the model: {told}",
+            hint="build the model that they are of",
+        )
     if not partial and (missing or reshaped or unexpected):
         raise RunFolderError(
             f"the weights of {commit.folder} fit the model in part: {told}",
@@ -243,7 +285,9 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
     def give(name: str, piece: Piece) -> Tensor:
         if name not in fits:
             return checkpoint.create(name, piece)
-        return own[name] if part_of(own[name]) else own[name].detach()  # what it is a part of stands at the parameter
+        return (
+            own[name] if part_of(own[name]) else own[name].detach()
+        )  # what it is a part of stands at the parameter
 
     commit.read(checkpoint.MODEL, give)
     publish(assembly.model.parameters())

@@ -38,10 +38,20 @@ OPTIMIZER, STATE, LIVE = "optimizer.safetensors", "state.safetensors", "weights.
 ROOT = "state"  # the tree's names begin so
 OPTIMIZER_ROOT = f"{ROOT}/optimizer/"
 COMPONENTS = {
-    "optimizer": "optimizer", "random": "random states", "task": "task state", "buffers": "buffers", "plateau": "schedule",
-    "average": "average", "extra": "buffers", "scaler": "scaler", "attributes": "buffers",
-}  # fmt: skip
-STATISTICS = ("running_mean", "running_var")  # buffers that are finite wherever a model is sound; a mask may well be infinite
+    "optimizer": "optimizer",
+    "random": "random states",
+    "task": "task state",
+    "buffers": "buffers",
+    "plateau": "schedule",
+    "average": "average",
+    "extra": "buffers",
+    "scaler": "scaler",
+    "attributes": "buffers",
+}
+STATISTICS = (
+    "running_mean",
+    "running_var",
+)  # buffers that are finite wherever a model is sound; a mask may well be infinite
 Files = dict[str, dict[str, Tensor]]
 
 
@@ -52,10 +62,18 @@ class LiveState:
         self._assembly, self._model = assembly, assembly.model
         self._scaler = assembly.engine.policy.scaler
         named = list(self._model.named_parameters(remove_duplicate=False))
-        self._names = {id(each): name for name, parameter in named for each in (parameter, master_of(parameter))}
+        self._names = {
+            id(each): name
+            for name, parameter in named
+            for each in (parameter, master_of(parameter))
+        }
         ranks = assembly.engine.stepper.ranks
         self._sharded = None if ranks is None else ranks.sharded
-        self._held = {} if self._sharded is None else {name: master_of(parameter) for name, parameter in named}
+        self._held = (
+            {}
+            if self._sharded is None
+            else {name: master_of(parameter) for name, parameter in named}
+        )
         self.attributes: tuple[str, ...] = ()  # of modules, that the last checkpoint held
         self.unsaved_attributes: tuple[str, ...] = ()  # that change and that no checkpoint can hold
 
@@ -66,7 +84,9 @@ class LiveState:
         """
         held = {id(tensor): tensor for tensor in checkpoint.held_by(self._model).tensors.values()}
         weights = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
-        trained = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
+        trained = sum(
+            p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad
+        )
         trained *= 2 if self._assembly.engine.average is None else 3
         return weights + trained + unsent.num_bytes(self._ranks)
 
@@ -81,7 +101,11 @@ class LiveState:
         """True if each rank holds state that no other rank has; all ranks then save together."""
         if self._ranks is None:
             return False
-        return self._sharded is not None or bool(unsent.held_by(self._ranks, self._names)) or self._has_words
+        return (
+            self._sharded is not None
+            or bool(unsent.held_by(self._ranks, self._names))
+            or self._has_words
+        )
 
     @property
     def _has_words(self) -> bool:
@@ -98,12 +122,18 @@ class LiveState:
         Every rank must call this. Raises NumbersError if ranks differ in an entry that the task
         declares replicated.
         """
-        found = rank_state.gather(self._group, self._assembly.task) if self._has_words else Gathered()
+        found = (
+            rank_state.gather(self._group, self._assembly.task) if self._has_words else Gathered()
+        )
         return found._replace(tensors=found.tensors | unsent.gather(self._ranks, self._names))
 
     def take(
-        self, step: int, more: Mapping[str, Any], clock: Mapping[str, float], of_ranks: Gathered | None = None
-    ) -> tuple[Content, Files]:  # fmt: skip
+        self,
+        step: int,
+        more: Mapping[str, Any],
+        clock: Mapping[str, float],
+        of_ranks: Gathered | None = None,
+    ) -> tuple[Content, Files]:
         """Return the contents of a checkpoint of `step`: copies, and tensors that are still live.
 
         The live tensors change in the next optimizer step. `more` is stored beside the state.
@@ -113,8 +143,14 @@ class LiveState:
         self._assembly.trained.take_new(self._assembly)
         weights, moving = self._weights()
         skeleton, tensors = self._split(more)
-        of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_ROOT)}
-        small = {name: tensor.clone().cpu().contiguous() for name, tensor in tensors.items() if name not in of_optimizer}
+        of_optimizer = {
+            name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_ROOT)
+        }
+        small = {
+            name: tensor.clone().cpu().contiguous()
+            for name, tensor in tensors.items()
+            if name not in of_optimizer
+        }
         moving[OPTIMIZER] = of_optimizer
         texts = {
             "state.json": json.dumps({"step": step, **skeleton}).encode(),
@@ -122,16 +158,32 @@ class LiveState:
             **self._texts(weights, moving),
         }
         gathered, texts = (of_ranks or Gathered()).tensors, texts | (of_ranks or Gathered()).texts
-        finite = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
-        finite |= {name for name, _ in self._model.named_buffers() if name.rpartition(".")[2] in STATISTICS}
+        finite = {
+            name for name, parameter in self._model.named_parameters() if parameter.requires_grad
+        }
+        finite |= {
+            name for name, _ in self._model.named_buffers() if name.rpartition(".")[2] in STATISTICS
+        }
         finite |= {name for name, tensor in of_optimizer.items() if tensor.is_floating_point()}
-        finite |= {name for file, held in gathered.items() if not rank_state.is_of_task(file) for name in held}
-        content = Content(step=step, tensors={**weights, STATE: small, **gathered}, texts=texts, finite=frozenset(finite))
+        finite |= {
+            name
+            for file, held in gathered.items()
+            if not rank_state.is_of_task(file)
+            for name in held
+        }
+        content = Content(
+            step=step,
+            tensors={**weights, STATE: small, **gathered},
+            texts=texts,
+            finite=frozenset(finite),
+        )
         if self._sharded is not None:
             return self._of_this_rank(content, moving, self._sharded)
         return content, {file: held for file, held in moving.items() if held}
 
-    def _of_this_rank(self, content: Content, moving: Files, sharded: Sharded) -> tuple[Content, Files]:
+    def _of_this_rank(
+        self, content: Content, moving: Files, sharded: Sharded
+    ) -> tuple[Content, Files]:
         """Return the part that this rank writes: its rows; rank 0 the rest; a replica nothing."""
         is_first = sharded.group.is_first and sharded.replicas.is_first
         mine: Files = {}
@@ -146,7 +198,12 @@ class LiveState:
                     mine.setdefault(name_of_rank(file, sharded.group.rank), {})[name] = tensor
                     parts[name] = part.start, part.whole
         return (
-            replace(content, parts=parts, tensors=content.tensors if is_first else {}, texts=content.texts if is_first else {}),
+            replace(
+                content,
+                parts=parts,
+                tensors=content.tensors if is_first else {},
+                texts=content.texts if is_first else {},
+            ),
             mine,
         )
 
@@ -158,11 +215,17 @@ class LiveState:
         if not name.startswith(OPTIMIZER_ROOT):
             return part_of(tensor)
         moved = self._moved(name)
-        return None if moved is None or tensor.ndim == 0 or tensor.shape != moved.shape else part_of(moved)
+        return (
+            None
+            if moved is None or tensor.ndim == 0 or tensor.shape != moved.shape
+            else part_of(moved)
+        )
 
     def _moved(self, name: str) -> Tensor | None:
         """Return the local rows of an optimizer state tensor's parameter; None if not sharded."""
-        return self._held.get(name.partition("/state/")[2].rpartition("/")[0])  # a parameter's own name may have a "/"
+        return self._held.get(
+            name.partition("/state/")[2].rpartition("/")[0]
+        )  # a parameter's own name may have a "/"
 
     def check(self) -> None:
         """Raise TaskError for state that a checkpoint cannot hold, before the first save."""
@@ -170,7 +233,9 @@ class LiveState:
             checkpoint.check_storable(name, tensor)
         self._split({})
 
-    def _split(self, more: Mapping[str, Any], without: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:
+    def _split(
+        self, more: Mapping[str, Any], without: Collection[str] = ()
+    ) -> tuple[Any, dict[str, Tensor]]:
         """Return the tree and its tensors, without the `without` entries of `state()`."""
         tree = self._tree()
         task = {name: value for name, value in tree["task"].items() if name not in without}
@@ -223,14 +288,24 @@ class LiveState:
         """Return files for other libraries: index of a split model, and Hugging Face config."""
         texts = {}
         parts = {
-            file: {**weights.get(file, {}), **moving.get(file, {})} for file in {*weights, *moving} if file.startswith("model-")
+            file: {**weights.get(file, {}), **moving.get(file, {})}
+            for file in {*weights, *moving}
+            if file.startswith("model-")
         }
         if parts and self._sharded is None:
-            total = sum(tensor.numel() * tensor.element_size() for held in parts.values() for tensor in held.values())
+            total = sum(
+                tensor.numel() * tensor.element_size()
+                for held in parts.values()
+                for tensor in held.values()
+            )
             where = {name: file for file, held in sorted(parts.items()) for name in held}
-            texts["model.safetensors.index.json"] = json.dumps({"metadata": {"total_size": total}, "weight_map": where}).encode()
+            texts["model.safetensors.index.json"] = json.dumps(
+                {"metadata": {"total_size": total}, "weight_map": where}
+            ).encode()
         config = getattr(self._model, "config", None)
-        if callable(getattr(config, "to_json_string", None)) and callable(getattr(self._model, "save_pretrained", None)):
+        if callable(getattr(config, "to_json_string", None)) and callable(
+            getattr(self._model, "save_pretrained", None)
+        ):
             texts["config.json"] = str(config.to_json_string()).encode()  # type: ignore[union-attr]
         return texts
 
@@ -245,7 +320,10 @@ class LiveState:
             if self._assembly.feed.share.size == 1
             else None,  # else cut for each rank
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "extra": {name: value if isinstance(value, Tensor) else copy.deepcopy(value) for name, value in held.extra.items()},
+            "extra": {
+                name: value if isinstance(value, Tensor) else copy.deepcopy(value)
+                for name, value in held.extra.items()
+            },
             "buffers": held.buffers,
             "task": {name: read_entry(name, value) for name, value in task_state.items()},
             "random": checkpoint.random_states(),
@@ -277,12 +355,17 @@ class LiveState:
                 found["parameters"] |= {f"{file}/{name}": tensor for name, tensor in held.items()}
         for file, tensors in content.tensors.items():
             for name, tensor in tensors.items():
-                part = COMPONENTS.get(name.split("/")[1], "counters") if file == STATE else "buffers"
+                part = (
+                    COMPONENTS.get(name.split("/")[1], "counters") if file == STATE else "buffers"
+                )
                 found.setdefault(part, {})[name] = tensor
         words: dict[str, dict[str, Any]] = {}
         for key, value in skeleton.items():
             words.setdefault(COMPONENTS.get(key, "counters"), {})[key] = value
-        return {part: _digest(found.get(part, {}), words.get(part)) for part in dict.fromkeys((*found, *words))}
+        return {
+            part: _digest(found.get(part, {}), words.get(part))
+            for part in dict.fromkeys((*found, *words))
+        }
 
     def compared(self, group: Group) -> list[tuple[Group, str, dict[str, Tensor]]]:
         """Return the state that ranks hold alike: the group, a digest of non-tensors, the tensors.
@@ -294,18 +377,28 @@ class LiveState:
         of_all = {f"buffers/{name}": each for name, each in self._model.named_buffers()}
         if self._sharded is None or not self._sharded.splits_weights:
             of_all |= {f"weights/{name}": each for name, each in self._model.named_parameters()}
-        of_copies = {f"masters/{name}": master_of(each) for name, each in self._model.named_parameters()} | kept
+        of_copies = {
+            f"masters/{name}": master_of(each) for name, each in self._model.named_parameters()
+        } | kept
         average = self._assembly.engine.average
         of_copies |= {
-            f"averages/{number}": each for number, each in enumerate([] if average is None else average.by_id().values())
+            f"averages/{number}": each
+            for number, each in enumerate([] if average is None else average.by_id().values())
         }
         words = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode()).hexdigest()
-        return [(group, "", of_all), (group if self._sharded is None else self._sharded.replicas, words, of_copies)]
+        return [
+            (group, "", of_all),
+            (group if self._sharded is None else self._sharded.replicas, words, of_copies),
+        ]
 
     # ---- putting back
 
     def restore(
-        self, commit: Commit, adapt: Callable[[dict[str, Any]], None] | None = None, *, keep_buffers: bool = False
+        self,
+        commit: Commit,
+        adapt: Callable[[dict[str, Any]], None] | None = None,
+        *,
+        keep_buffers: bool = False,
     ) -> dict[str, Any]:
         """Load a checkpoint into the objects; return what was saved beside them.
 
@@ -333,16 +426,31 @@ class LiveState:
         publish(self._model.parameters())
         _, held = checkpoint.split({"optimizer": self._optimizers()}, ROOT)
         has_moments = bool(commit.names(OPTIMIZER))  # what holds no tensors is not written
-        moments = commit.read(OPTIMIZER, lambda name, piece: self._fitting(name, held.get(name), piece)) if has_moments else {}
+        moments = (
+            commit.read(OPTIMIZER, lambda name, piece: self._fitting(name, held.get(name), piece))
+            if has_moments
+            else {}
+        )
         tensors = moments | commit.read(STATE)
         with checkpoint.taken_from(commit.folder):
-            tree = {**checkpoint.join(skeleton, tensors, commit.folder), "clock": commit.json("clock.json")}
-            tree["task"] = {**tree["task"], **rank_state.read(self._group, self._assembly.task, commit)}
+            tree = {
+                **checkpoint.join(skeleton, tensors, commit.folder),
+                "clock": commit.json("clock.json"),
+            }
+            tree["task"] = {
+                **tree["task"],
+                **rank_state.read(self._group, self._assembly.task, commit),
+            }
             if adapt is not None:
                 adapt(tree)
             self._put_back(tree)
             checkpoint.put_back_buffers(self._model, tree["buffers"], keep_others=keep_buffers)
-            put_back_attributes(self._model, tree.get("attributes", {}), self._task_state(), keep_others=keep_buffers)
+            put_back_attributes(
+                self._model,
+                tree.get("attributes", {}),
+                self._task_state(),
+                keep_others=keep_buffers,
+            )
             extra, task, random = tree["extra"], dict(tree["task"]), tree["random"]
         self._put_back_of_task(extra, task)
         with checkpoint.taken_from(commit.folder):
@@ -379,13 +487,17 @@ class LiveState:
             fits = held is not None and held.ndim > 0 and tuple(held.shape) == piece.shape
             return held if held is not None and fits else checkpoint.create("", piece)
         rows = replace(piece, shape=tuple(moved.shape))
-        return laid_by(held if held is not None and held.shape == moved.shape else checkpoint.create("", rows), moved)
+        return laid_by(
+            held if held is not None and held.shape == moved.shape else checkpoint.create("", rows),
+            moved,
+        )
 
     def _check_fit(self, commit: Commit, skeleton: Any) -> None:
         step = skeleton.get("step", commit.manifest.step) if isinstance(skeleton, dict) else None
         if step != commit.manifest.step:
             raise RunFolderError(
-                f"{commit.folder} holds the state after step {step}: it was renamed", hint="remove it, or name it by its step"
+                f"{commit.folder} holds the state after step {step}: it was renamed",
+                hint="remove it, or name it by its step",
             )
         rank_state.check_fit(self._group, self._assembly.task, commit)
         stated = set(skeleton.get("optimizer", {})) if isinstance(skeleton, dict) else set()
@@ -405,14 +517,18 @@ class LiveState:
             self._assembly.engine.average.restore(tree["average"])
         self._assembly.schedule.restore(tree["plateau"])
         self._take_microbatch(tree.get("microbatch"))
-        if self._scaler is not None and tree.get("scaler") is not None:  # a fork, or a commit before there were any, has none
+        if (
+            self._scaler is not None and tree.get("scaler") is not None
+        ):  # a fork, or a commit before there were any, has none
             self._scaler.load_state_dict(tree["scaler"])
 
     def _take_microbatch(self, saved: int | None) -> None:
         """Use the saved microbatch if it is smaller: a step that ran out of memory halved it."""
         feed = self._assembly.feed
         if saved is not None and saved < feed.microbatch:
-            self._assembly.told.append(f"microbatch {saved:,}, not {feed.microbatch:,}: memory had run out with that")
+            self._assembly.told.append(
+                f"microbatch {saved:,}, not {feed.microbatch:,}: memory had run out with that"
+            )
             feed.microbatch = saved
 
     def _put_back_of_task(self, extra: Any, task: Mapping[str, Any]) -> None:
@@ -420,10 +536,14 @@ class LiveState:
         checkpoint.put_back_extra(self._model, extra)
         state = self._task_state()
         if missing := [name for name in state if name not in task]:
-            raise RunFolderError(f"the task's state() names {missing[0]!r}, of which the commit holds nothing")
+            raise RunFolderError(
+                f"the task's state() names {missing[0]!r}, of which the commit holds nothing"
+            )
         for name, value in task.items():
             if name not in state:
-                raise RunFolderError(f"the commit holds the task's state {name!r}, which its state() no longer names")
+                raise RunFolderError(
+                    f"the commit holds the task's state {name!r}, which its state() no longer names"
+                )
             restore_entry(name, state[name], value)
 
 

@@ -57,13 +57,22 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
         _check_exact(spec, spec.layout.virtual_ranks, here.world_size)
     device = find_device(spec.train.device)
     if device.type == "cuda" and spec.layout.transport != "auto":
-        raise SpecError(f"layout.transport is {spec.layout.transport!r}, and NCCL joins GPUs", hint="leave layout.transport out")
+        raise SpecError(
+            f"layout.transport is {spec.layout.transport!r}, and NCCL joins GPUs",
+            hint="leave layout.transport out",
+        )
     with contextlib.ExitStack() as stack:
-        said = stack.enter_context(nccl.told(spec.nccl, num_ranks=here.world_size, on_gpu=device.type == "cuda"))
+        said = stack.enter_context(
+            nccl.told(spec.nccl, num_ranks=here.world_size, on_gpu=device.type == "cuda")
+        )
         table = spec.layout
-        group = stack.enter_context(join(here, device, wait_s=WAIT_S, timeout_s=table.timeout, transport=table.transport))
+        group = stack.enter_context(
+            join(here, device, wait_s=WAIT_S, timeout_s=table.timeout, transport=table.transport)
+        )
         why = stack.enter_context(watched(group, here, table.stall))
-        unwatched = [UNWATCHED.format(stall=table.stall, timeout=table.timeout, why=why)] if why else []
+        unwatched = (
+            [UNWATCHED.format(stall=table.stall, timeout=table.timeout, why=why)] if why else []
+        )
         (notes if notes is not None else []).extend([*said, *unwatched])
         yield group
 
@@ -71,24 +80,43 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
 def meshed(group: Group, spec: RunSpec) -> Mesh:
     """Return the mesh of the ranks as `[layout]` says."""
     table = spec.layout
-    return lay_out(group, layout.fit(group.size, table.replicate, table.shard, table.stage), timeout_s=table.timeout)
+    return lay_out(
+        group,
+        layout.fit(group.size, table.replicate, table.shard, table.stage),
+        timeout_s=table.timeout,
+    )
 
 
 def check_shared(spec: RunSpec) -> None:
     """Raise SpecError for features that are not supported on several ranks."""
     table = spec.as_tables()
     refused = {
-        "compile.what": (spec.compile.what == "step", "the gradients are summed between backward pass and update"),
-        "memory.update_in_backward": (spec.memory.update_in_backward, "a gradient is summed over ranks before it is used"),
+        "compile.what": (
+            spec.compile.what == "step",
+            "the gradients are summed between backward pass and update",
+        ),
+        "memory.update_in_backward": (
+            spec.memory.update_in_backward,
+            "a gradient is summed over ranks before it is used",
+        ),
         "memory.offload": (
             spec.memory.offload == "optimizer" and spec.layout.shard == 1,
             "GPUs sum what is in their own memory; with layout.shard a rank keeps its rows on the host",
         ),
-        "memory.on_oom": (spec.memory.on_oom == "halve", "one rank would compute another step than the others"),
-        "observe.noise": (spec.observe.noise, "it compares a microbatch with its batch on one rank"),
+        "memory.on_oom": (
+            spec.memory.on_oom == "halve",
+            "one rank would compute another step than the others",
+        ),
+        "observe.noise": (
+            spec.observe.noise,
+            "it compares a microbatch with its batch on one rank",
+        ),
         "data.on_bad": (spec.data.on_bad == "skip", "each rank would leave out samples of its own"),
         "evaluate.every": (_is_time(spec, spec.evaluate.every), "clocks differ between ranks"),
-        "layout.check_every": (_is_time(spec, spec.layout.check_every), "clocks differ between ranks"),
+        "layout.check_every": (
+            _is_time(spec, spec.layout.check_every),
+            "clocks differ between ranks",
+        ),
     }
     for key, (is_set, why) in refused.items():
         if is_set:
@@ -103,9 +131,18 @@ def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
     """Raise SpecError for features whose results depend on the number of ranks."""
     check_virtual(size, world_size)
     refused = {
-        "train.threads": (spec.train.threads is None, "kernels may sum in another order with other numbers of threads: state it"),
-        "layout.shard": (spec.layout.shard > 1, "the norm of parts is summed in another order than that of wholes"),
-        "layout.compress": (spec.layout.compress != "none", "what a rank leaves out depends on what it computes"),
+        "train.threads": (
+            spec.train.threads is None,
+            "kernels may sum in another order with other numbers of threads: state it",
+        ),
+        "layout.shard": (
+            spec.layout.shard > 1,
+            "the norm of parts is summed in another order than that of wholes",
+        ),
+        "layout.compress": (
+            spec.layout.compress != "none",
+            "what a rank leaves out depends on what it computes",
+        ),
         "precision.weights": (spec.precision.weights != "fp32", "16 bits round what is added up"),
         "train.batchnorm": (spec.train.batchnorm == "sync", "it joins what ranks see"),
     }
@@ -135,19 +172,33 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
     tried = assembly.tried
     judged = None if tried is None else assembly.evaluation(tried.split)
     facts = {
-        "spec": assembly.spec.id, "code of the task": program.digest[:16], "data": source.digest[:16],
-        "number of samples": str(len(source)), "data of the evaluation": "" if judged is None else judged.digest[:16],
+        "spec": assembly.spec.id,
+        "code of the task": program.digest[:16],
+        "data": source.digest[:16],
+        "number of samples": str(len(source)),
+        "data of the evaluation": "" if judged is None else judged.digest[:16],
         "samples of the evaluation": "" if judged is None else str(len(judged)),
-        "metrics": "" if tried is None else ", ".join(sorted(tried.metrics)), "run folder": "" if run is None else str(run),
-        "steps of an epoch": str(feed.steps_per_epoch), "steps": str(assembly.course.total_steps),
-        "parameters": str([list(each.shape) for each in assembly.model.parameters()]), "precision": assembly.engine.policy.compute,
-        "device": assembly.engine.device.type, "version of torch": torch.__version__,
+        "metrics": "" if tried is None else ", ".join(sorted(tried.metrics)),
+        "run folder": "" if run is None else str(run),
+        "steps of an epoch": str(feed.steps_per_epoch),
+        "steps": str(assembly.course.total_steps),
+        "parameters": str([list(each.shape) for each in assembly.model.parameters()]),
+        "precision": assembly.engine.policy.compute,
+        "device": assembly.engine.device.type,
+        "version of torch": torch.__version__,
         "layout": f"shard {assembly.spec.layout.shard}, stage {assembly.spec.layout.stage}",
-        "weights at the start": "" if ranks is None or ranks.sharded is None else ranks.sharded.first_weights,
-    }  # fmt: skip
-    facts |= {f"{name!r} of state(), replicated": digest for name, digest in rank_state.digest_replicated(assembly.task).items()}
+        "weights at the start": ""
+        if ranks is None or ranks.sharded is None
+        else ranks.sharded.first_weights,
+    }
+    facts |= {
+        f"{name!r} of state(), replicated": digest
+        for name, digest in rank_state.digest_replicated(assembly.task).items()
+    }
     modules = program.modules()
-    common = set[str].intersection(*(set(json.loads(names)) for names in group.exchange(json.dumps(list(modules)))))
+    common = set[str].intersection(
+        *(set(json.loads(names)) for names in group.exchange(json.dumps(list(modules))))
+    )
     facts |= {
         f"code of module {name}": modules[name][:16] for name in sorted(common)
     }  # rank 0 may import more, as what draws curves
@@ -169,7 +220,9 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
 
 
 @contextlib.contextmanager
-def taken(group: Group, choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[Chosen, RunLock]]:
+def taken(
+    group: Group, choice: Callable[[], Chosen], spec: RunSpec | None
+) -> Iterator[tuple[Chosen, RunLock]]:
     """Return a context in which rank 0 holds the run folder.
 
     The other ranks get its path and write only to the folder that `home_of` returns.
@@ -187,7 +240,10 @@ def taken(group: Group, choice: Callable[[], Chosen], spec: RunSpec | None) -> I
         return
     row = json.loads(group.from_first(""))
     done = None if row["done"] is None else (row["done"][0], row["done"][1])
-    yield Chosen(Path(row["folder"]), row["is_again"], done=done), RunLock.following(Path(row["folder"]), row["generation"])
+    yield (
+        Chosen(Path(row["folder"]), row["is_again"], done=done),
+        RunLock.following(Path(row["folder"]), row["generation"]),
+    )
 
 
 def clear_drafts(group: Group, run: Path) -> None:
@@ -264,7 +320,10 @@ def find_data(assembly: Assembly, number: int, *, accept: bool) -> str:
     except OtherDataError as error:
         if accept:
             return error.message
-        raise OtherDataError(error.message, hint=f"{error.hint}; --accept-data resumes with other data, and records it") from None
+        raise OtherDataError(
+            error.message,
+            hint=f"{error.hint}; --accept-data resumes with other data, and records it",
+        ) from None
     return ""
 
 
@@ -288,7 +347,7 @@ class Asked(Protocol):
 
 def is_over(
     group: Group, stop: tuple[str, str] | None, code: int, is_time: bool, keeper: Asked
-) -> tuple[tuple[str, str] | None, int, bool]:  # fmt: skip
+) -> tuple[tuple[str, str] | None, int, bool]:
     """Return what all ranks do next: the reason to stop, the exit code, and whether time is over.
 
     The run stops if one rank wants to. A save requested on any rank is passed to rank 0.
@@ -298,13 +357,21 @@ def is_over(
     kinds = {"stopped": 1.0, "interrupted": 2.0}
     wanted = 0.0 if stop is None else kinds.get(stop[0], 1.0)
     mine = keeper.is_asked
-    kind, most, over, asked, saved = group.most([
-        wanted, float(code) if stop is not None else 0.0, float(is_time and group.is_first), mine, group.is_first and keeper.has_saved,
-    ])  # fmt: skip
+    kind, most, over, asked, saved = group.most(
+        [
+            wanted,
+            float(code) if stop is not None else 0.0,
+            float(is_time and group.is_first),
+            mine,
+            group.is_first and keeper.has_saved,
+        ]
+    )
     keeper.has_saved = False
     if mine or (asked and group.is_first):
         keeper.is_asked = group.is_first and not saved
     wants = "interrupted" if kind == kinds["interrupted"] else "stopped"
-    if kind and (stop is None or kinds.get(stop[0], 1.0) != kind):  # one that is interrupted evaluates no more, so none does
+    if kind and (
+        stop is None or kinds.get(stop[0], 1.0) != kind
+    ):  # one that is interrupted evaluates no more, so none does
         stop = wants, "another rank ended the run"
     return stop, int(most) or code, bool(over)

@@ -36,17 +36,36 @@ class UpdateRule:
     @classmethod
     def of(cls, name: str, group: dict[str, Any]) -> UpdateRule:
         if name == "sgd":
-            return cls(name, group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"])
+            return cls(
+                name, group["weight_decay"], momentum=group["momentum"], nesterov=group["nesterov"]
+            )
         if name == "lars":
-            return cls(name, group["weight_decay"], momentum=group["momentum"], trust=group["trust"], adapt=group["adapt"])
+            return cls(
+                name,
+                group["weight_decay"],
+                momentum=group["momentum"],
+                trust=group["trust"],
+                adapt=group["adapt"],
+            )
         assert name in ("adam", "adamw", "lamb"), f"no rule of {name!r} is written down here"
-        return cls(name, group["weight_decay"], betas=tuple(group["betas"]), eps=group["eps"], adapt=group.get("adapt", False))
+        return cls(
+            name,
+            group["weight_decay"],
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            adapt=group.get("adapt", False),
+        )
 
 
 def move(
-    rules: Sequence[UpdateRule], held: Sequence[tuple[Tensors, ...]], grads: Sequence[Tensor | None], rates: Sequence[Tensor],
-    losses: Sequence[Tensor], clip: float, clip_value: float | None,
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    rules: Sequence[UpdateRule],
+    held: Sequence[tuple[Tensors, ...]],
+    grads: Sequence[Tensor | None],
+    rates: Sequence[Tensor],
+    losses: Sequence[Tensor],
+    clip: float,
+    clip_value: float | None,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Apply one optimizer step to every tensor of `held` in place.
 
     `held` holds parameters, step counters, first and second moments and momentum of each group. A
@@ -57,12 +76,18 @@ def move(
     norms = [None if grad is None else torch.linalg.vector_norm(grad) for grad in grads]
     found = [each for each in norms if each is not None]
     if not found:
-        return torch.zeros_like(losses[0]), torch.zeros_like(losses[0], dtype=torch.bool), list(grads)
+        return (
+            torch.zeros_like(losses[0]),
+            torch.zeros_like(losses[0], dtype=torch.bool),
+            list(grads),
+        )
     norm = torch.linalg.vector_norm(torch.stack(found))
     for loss in losses:
         norm = norm + 0.0 * loss
     finite = torch.isfinite(norm)
-    factor = _once(torch.where(finite, (clip / (norm + CLIP_EPS)).clamp(max=1.0), 1.0)) if clip else None
+    factor = (
+        _once(torch.where(finite, (clip / (norm + CLIP_EPS)).clamp(max=1.0), 1.0)) if clip else None
+    )
     limited = [None if grad is None else _limited(grad, factor, clip_value) for grad in grads]
     if clip_value is not None:
         norms = [None if grad is None else torch.linalg.vector_norm(grad) for grad in limited]
@@ -80,7 +105,9 @@ def _once(scalars: Tensor) -> Tensor:
 
 
 def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor:
-    grad = grad if factor is None else (grad * factor).to(grad.dtype)  # a scalar would take the dtype of the factor
+    grad = (
+        grad if factor is None else (grad * factor).to(grad.dtype)
+    )  # a scalar would take the dtype of the factor
     return grad if limit is None else grad.clamp(-limit, limit)
 
 
@@ -94,7 +121,9 @@ def _move_group(
     """Apply one optimizer step to a group; `grads` holds each gradient with its norm."""
     params, counters, first, second, momentum = tensors
     wide = functools.reduce(torch.promote_types, (each.dtype for each in params), torch.float32)
-    if len(counters) < len(params):  # one for all; where only some move, those count by themselves then: FusedGroup.count_traced
+    if len(counters) < len(
+        params
+    ):  # one for all; where only some move, those count by themselves then: FusedGroup.count_traced
         counts = [counters[0] + finite] if counters else []
         if counters and all(grad is not None for grad, _ in grads):
             counters[0].copy_(counts[0])
@@ -109,7 +138,12 @@ def _move_group(
             continue
         if corrections is None:
             _move_by_momentum(
-                rule, param, grad, momentum[number] if momentum else None, _rate(rule, param, size, rate, wide), finite
+                rule,
+                param,
+                grad,
+                momentum[number] if momentum else None,
+                _rate(rule, param, size, rate, wide),
+                finite,
             )
         else:
             each = corrections[:, number if len(counts) > 1 else 0]
@@ -120,11 +154,15 @@ def _rate(rule: UpdateRule, param: Tensor, size: Tensor, rate: Tensor, wide: tor
     """Return a layer's learning rate; `size` is its gradient norm, which LARS divides by."""
     if rule.name == "lars" and rule.adapt:
         weights = torch.linalg.vector_norm(param)
-        rate = rate * torch.where((weights > 0) & (size > 0), rule.trust * weights / (size + rule.decay * weights), 1.0)
+        rate = rate * torch.where(
+            (weights > 0) & (size > 0), rule.trust * weights / (size + rule.decay * weights), 1.0
+        )
     return _once(rate.to(wide))
 
 
-def _move_by_momentum(rule: UpdateRule, param: Tensor, grad: Tensor, kept: Tensor | None, rate: Tensor, finite: Tensor) -> None:
+def _move_by_momentum(
+    rule: UpdateRule, param: Tensor, grad: Tensor, kept: Tensor | None, rate: Tensor, finite: Tensor
+) -> None:
     """Apply SGD, or LARS, whose momentum includes the layer's learning rate."""
     grad = grad + rule.decay * param
     if rule.name == "lars":
@@ -143,7 +181,13 @@ def _corrections(rule: UpdateRule, counts: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _move_by_moments(
-    rule: UpdateRule, param: Tensor, grad: Tensor, kept: tuple[Tensor, Tensor], corrections: Tensor, rate: Tensor, finite: Tensor
+    rule: UpdateRule,
+    param: Tensor,
+    grad: Tensor,
+    kept: tuple[Tensor, Tensor],
+    corrections: Tensor,
+    rate: Tensor,
+    finite: Tensor,
 ) -> None:
     """Apply Adam, AdamW or LAMB."""
     (first, second), (of_mean, root) = kept, corrections.unbind()

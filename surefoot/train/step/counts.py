@@ -16,10 +16,15 @@ Count = float | Tensor
 def check_count(name: str, count: Count) -> None:
     """Raise TaskError unless the count of a term is finite and at least 0."""
     if not 0 <= float(count) < math.inf:
-        raise TaskError(f"the count of term {name} is {float(count):g}", hint="count the items that the total sums over")
+        raise TaskError(
+            f"the count of term {name} is {float(count):g}",
+            hint="count the items that the total sums over",
+        )
 
 
-def check_gathered(counts: Mapping[str, float] | float, mine: Mapping[str, tuple[Tensor, Count, float]]) -> None:
+def check_gathered(
+    counts: Mapping[str, float] | float, mine: Mapping[str, tuple[Tensor, Count, float]]
+) -> None:
     """Raise TaskError if the loss counts the rows of all ranks and `counts(batch)` its own."""
     for name, (_, count, _) in mine.items():
         said = counts.get(name) if isinstance(counts, Mapping) else counts
@@ -30,7 +35,9 @@ def check_gathered(counts: Mapping[str, float] | float, mine: Mapping[str, tuple
             )
 
 
-def check_splittable(name: str, loss: Loss, counts_are_known: bool, *, joins_ranks: bool = False) -> None:
+def check_splittable(
+    name: str, loss: Loss, counts_are_known: bool, *, joins_ranks: bool = False
+) -> None:
     """Raise TaskError for a loss that may not be split over microbatches and ranks.
 
     `joins_ranks` says that each rank has one microbatch and that the loss gathers those of all

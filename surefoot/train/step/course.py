@@ -35,7 +35,10 @@ class RunSchedule:
         """Return a duration of a schedule in steps. Raises SpecError for a time."""
         steps = self.to_steps(text)
         if steps is None:
-            raise SpecError(f"a schedule cannot use the time {text!r}", hint="say it in steps, epochs, samples or tokens")
+            raise SpecError(
+                f"a schedule cannot use the time {text!r}",
+                hint="say it in steps, epochs, samples or tokens",
+            )
         return steps
 
     def rhythm(self, text: str) -> Callable[[int], bool]:

@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from surefoot.contract.task import Term
 
 Factor = float | Tensor
-_OF_GRADIENT, _OF_PARAMETER = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_OF_GRADIENT, _OF_PARAMETER = (
+    attrgetter("_backward_hooks"),
+    attrgetter("_post_accumulate_grad_hooks"),
+)
 
 
 class GradientHooks:
@@ -31,7 +34,9 @@ class GradientHooks:
         self._of_modules = hooks_of_modules(model)
         self.of_pass: Factor = 1.0  # what makes the gradient of a pass a mean
         self.of_sum: Factor = 1.0  # what makes a mean of all that was added up in this step so far
-        self.is_on = True  # not in passes that add nothing, while other ranks have microbatches left
+        self.is_on = (
+            True  # not in passes that add nothing, while other ranks have microbatches left
+        )
         self.is_split = False
         self._count: Factor = 0.0
 
@@ -47,7 +52,12 @@ class GradientHooks:
                 _wrap(hooks, lambda hook: _OnModule(hook, self))
 
     def begin_pass(
-        self, leaves: Sequence[Tensor], terms: Sequence[Term], count_of: Callable[[Term], Factor], *, adds: bool
+        self,
+        leaves: Sequence[Tensor],
+        terms: Sequence[Term],
+        count_of: Callable[[Term], Factor],
+        *,
+        adds: bool,
     ) -> None:
         """Wrap the tensor hooks before a backward pass.
 
@@ -65,7 +75,11 @@ class GradientHooks:
 
 def hooks_of_modules(model: nn.Module) -> list[MutableMapping[int, Any]]:
     """Return the dicts in which the modules of a model keep their gradient hooks."""
-    return [hooks for module in model.modules() for hooks in (module._backward_hooks, module._backward_pre_hooks)]
+    return [
+        hooks
+        for module in model.modules()
+        for hooks in (module._backward_hooks, module._backward_pre_hooks)
+    ]
 
 
 def _ratio(divisor: Factor, count: Factor) -> Factor:
@@ -120,7 +134,9 @@ class _OnModule:
             return None
         if _is_one(factor):
             return self._hook(module, *gradients)
-        return _times(self._hook(module, *(_times(each, factor) for each in gradients)), factor, divides=True)
+        return _times(
+            self._hook(module, *(_times(each, factor) for each in gradients)), factor, divides=True
+        )
 
 
 class _OnParameter:

@@ -15,7 +15,9 @@ from surefoot.core.ranks.stragglers import Pace, Straggler, StragglerWatch, find
 from surefoot.runtime.comm import Group
 
 NUM_FIELDS = len(Pace._fields)
-Mark = tuple[int, int]  # the time, and what had been waited in collectives until then, in nanoseconds
+Mark = tuple[
+    int, int
+]  # the time, and what had been waited in collectives until then, in nanoseconds
 
 
 @final
@@ -31,7 +33,11 @@ class Paces:
 
     def __init__(self, group: Group, make_event: Callable[[], Any] = make_cuda_event) -> None:
         self._group = group
-        self._passes = [make_event(), make_event()] if group.device.type == "cuda" and not group.is_alone else []
+        self._passes = (
+            [make_event(), make_event()]
+            if group.device.type == "cuda" and not group.is_alone
+            else []
+        )
         self._began: Mark = (0, 0)
         self._ready: Mark = (0, 0)
         self._ended: Mark | None = None  # the step before
@@ -71,7 +77,14 @@ class Paces:
         compute_s = _between(self._ready, now)
         if self._passes:  # both have happened: the sum of the losses was waited for
             compute_s = self._passes[0].elapsed_time(self._passes[1]) / 1e3
-        self._mine = Pace(_between(self._began, self._ready), compute_s, other_s, self._work[0], self._num_items, self._work[1])
+        self._mine = Pace(
+            _between(self._began, self._ready),
+            compute_s,
+            other_s,
+            self._work[0],
+            self._num_items,
+            self._work[1],
+        )
         self._ended = now
 
     def row(self) -> list[float]:
@@ -113,7 +126,10 @@ class Paces:
             slowest = lags_s.index(max(lags_s))
             last[slowest] += 1
             waited_s[slowest] += lags_s[slowest]
-        sums = [[sum(paces[rank][at] for paces in window) for rank in range(size)] for at in range(NUM_FIELDS)]
+        sums = [
+            [sum(paces[rank][at] for paces in window) for rank in range(size)]
+            for at in range(NUM_FIELDS)
+        ]
         found = {"last": last, "waited_s": waited_s} | dict(zip(Pace._fields, sums, strict=True))
         return {key: tuple(round(value, 7) for value in values) for key, values in found.items()}
 

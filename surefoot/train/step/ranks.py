@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.optim import Lamb, Lars, find_sparse, leaf_of, master_of
-from surefoot.components.parallel import Compression, JoinedBuffers, Replicas, Sharded, SyncNorm, Totals
+from surefoot.components.parallel import (
+    Compression,
+    JoinedBuffers,
+    Replicas,
+    Sharded,
+    SyncNorm,
+    Totals,
+)
 from surefoot.components.parallel.alike import find_apart
 from surefoot.components.parallel.exact import Ordered, VirtualRanks
 from surefoot.components.parallel.renormed import JoinedRenorms
@@ -29,13 +36,26 @@ class Ranks:
     """Collective parts of a step; every rank must call the same methods in the same order."""
 
     def __init__(
-        self, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], *, sharded: Sharded | None = None,
-        joins_buffers: bool = True, compress: Compression = NONE, num_virtual: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        group: Group,
+        model: nn.Module,
+        updates: Sequence[LiveUpdate],
+        *,
+        sharded: Sharded | None = None,
+        joins_buffers: bool = True,
+        compress: Compression = NONE,
+        num_virtual: int | None = None,
+    ) -> None:
         self._virtual = None if num_virtual is None else VirtualRanks(num_virtual, group)
         self._ordered: list[Ordered] = []
         self._rows: list[dict[str, Row]] = []  # the loss terms of each virtual rank that is over
-        self.group, self._updates, self._model, self.sharded, self._compress = group, updates, model, sharded, compress
+        self.group, self._updates, self._model, self.sharded, self._compress = (
+            group,
+            updates,
+            model,
+            sharded,
+            compress,
+        )
         self.names = [update.name for update in updates]
         self.replicas: list[Any] = []
         self.use_buckets(BUCKET_BYTES, FIRST_BUCKET_BYTES)
@@ -53,7 +73,9 @@ class Ranks:
         self._mine, self._was_told = 0, False
         self.paces = Paces(group)
         self._alike_after = 0
-        self.checks_after: Callable[[int], bool] = lambda number: False  # whether replicas are held side by side after a step
+        self.checks_after: Callable[[int], bool] = lambda number: (
+            False
+        )  # whether replicas are held side by side after a step
 
     def use_buckets(self, bucket_bytes: int, first_bytes: int) -> None:
         """Set the gradient bucket size in bytes, that of the first bucket apart; between two steps.
@@ -65,7 +87,10 @@ class Ranks:
         self.close()
         place = {id(each): number for number, each in enumerate(self._model.parameters())}
         leaves = [
-            sorted((leaf_of(each) for each in update.guarded.parameters), key=lambda each: place.get(id(each), -1))
+            sorted(
+                (leaf_of(each) for each in update.guarded.parameters),
+                key=lambda each: place.get(id(each), -1),
+            )
             for update in self._updates
         ]
         if self.sharded is not None:  # cut as it was made
@@ -74,7 +99,9 @@ class Ranks:
         is_exact = self._virtual is not None
         sparse: list[Tensor] = [*find_sparse(self._model)]
         for optimizer in (each for update in self._updates for each in update.guarded.optimizers):
-            if isinstance(optimizer, torch.optim.SparseAdam):  # takes no others, whatever module they come from
+            if isinstance(
+                optimizer, torch.optim.SparseAdam
+            ):  # takes no others, whatever module they come from
                 sparse += [each for group in optimizer.param_groups for each in group["params"]]
         self.replicas = [
             Replicas(
@@ -108,7 +135,9 @@ class Ranks:
         if self.sharded is not None:
             self.sharded.begin()
         self.buffers.keep()
-        for each in self._sync_norms:  # from the first step on: what is tried before it, a rank tries alone
+        for each in (
+            self._sync_norms
+        ):  # from the first step on: what is tried before it, a rank tries alone
             each.group = self.group
 
     @property
@@ -192,8 +221,15 @@ class Ranks:
         that would synchronize the device runs as rarely as the comparison of replicas.
         """
         is_due = self.checks_after(number)
-        if (is_due or self.group.device.type == "cpu") and applied and (spoiled := self.buffers.find_spoiled()) is not None:
-            self._end_spoiled(spoiled[1], f"the running statistics of rank{{}} {{}} of {{}} are not finite: {spoiled[0]}")
+        if (
+            (is_due or self.group.device.type == "cpu")
+            and applied
+            and (spoiled := self.buffers.find_spoiled()) is not None
+        ):
+            self._end_spoiled(
+                spoiled[1],
+                f"the running statistics of rank{{}} {{}} of {{}} are not finite: {spoiled[0]}",
+            )
         if applied is False:
             self._check_finite()
         if is_due:
@@ -202,10 +238,17 @@ class Ranks:
     def _check_finite(self) -> None:
         held = [(name, master_of(each)) for name, each in self._model.named_parameters()]
         wrong = [place for place, (_, each) in enumerate(held) if not torch.isfinite(each).all()]
-        told = self.group.gather(torch.tensor([wrong[0] if wrong else -1], device=self.group.device)).flatten().tolist()
+        told = (
+            self.group.gather(torch.tensor([wrong[0] if wrong else -1], device=self.group.device))
+            .flatten()
+            .tolist()
+        )
         ranks = [rank for rank, place in enumerate(told) if place >= 0]
         if ranks:
-            self._end_spoiled(ranks, f"the weights of rank{{}} {{}} of {{}} are not finite: {held[told[ranks[0]]][0]}")
+            self._end_spoiled(
+                ranks,
+                f"the weights of rank{{}} {{}} of {{}} are not finite: {held[told[ranks[0]]][0]}",
+            )
 
     def _end_spoiled(self, ranks: Sequence[int], words: str) -> None:
         raise NumbersError(
@@ -231,7 +274,9 @@ class Ranks:
     def _join_norm(self, norm: Tensor) -> Tensor:
         """Return the norm over the rows of all ranks from that of this rank's rows, elementwise."""
         assert self.sharded is not None
-        square = self.sharded.group.add(norm.detach().double().square().reshape(-1).to(self.group.device))
+        square = self.sharded.group.add(
+            norm.detach().double().square().reshape(-1).to(self.group.device)
+        )
         return square.sqrt().reshape(norm.shape).to(norm)
 
     def _check_alike(self, number: int) -> None:
@@ -247,7 +292,11 @@ class Ranks:
             return
         first = apart[0]
         ranks = ", ".join(str(each.rank * width + place) for each in apart)
-        others = ("most of those with the same rows" if width > 1 else "most ranks") if first.is_certain else f"rank {place}"
+        others = (
+            ("most of those with the same rows" if width > 1 else "most ranks")
+            if first.is_certain
+            else f"rank {place}"
+        )
         raise NumbersError(
             f"the weights of rank{'s' * (len(apart) > 1)} {ranks} of {self.group.size} are not those of {others}: {first.name}",
             hint=f"they were alike after step {self._alike_after:,}: surefoot resume RUN --fork NEW --from that step or an earlier one; "

@@ -39,14 +39,17 @@ def read_split(task: Resolved, split: str) -> Source:
     except KeyError as error:
         if error.args == (split,):  # looked up among those that the task knows
             raise DataError(
-                f"task {task.name} has no split {split!r}", hint="name one that its data(split) knows, as evaluate.split"
+                f"task {task.name} has no split {split!r}",
+                hint="name one that its data(split) knows, as evaluate.split",
             ) from error
         raise _failed_data(split, error) from error
     except OSError as error:
         with_folder = task.importable is not None and signature.takes_folder(task.importable)
         raise DataError(
             f"the data of split {split!r} cannot be read: {describe(error)}",
-            hint="name its folder with --data" if with_folder else "run with --traceback to see all of it",
+            hint="name its folder with --data"
+            if with_folder
+            else "run with --traceback to see all of it",
         ) from error
     except (Exception, SystemExit) as error:
         raise _failed_data(split, error) from error
@@ -54,7 +57,8 @@ def read_split(task: Resolved, split: str) -> Source:
 
 def _failed_data(split: str, error: BaseException) -> TaskError:
     return TaskError(
-        f"data({split!r}) failed: {describe(error)}", hint="does the task know this split? --traceback shows all of it"
+        f"data({split!r}) failed: {describe(error)}",
+        hint="does the task know this split? --traceback shows all of it",
     )
 
 
@@ -68,7 +72,11 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
     if isinstance(source, Iterated):
         batch = batch if "batch" in train.model_fields_set else 1
         if (train.microbatch or batch) != 1:
-            given = f"train.batch is {batch}" if train.microbatch is None else f"train.microbatch is {train.microbatch}"
+            given = (
+                f"train.batch is {batch}"
+                if train.microbatch is None
+                else f"train.microbatch is {train.microbatch}"
+            )
             raise SpecError(
                 f"{given}, and the source gives whole batches: {source.describe()}",
                 hint="leave train.batch out; to accumulate so many batches a step, set train.microbatch = 1"
@@ -91,9 +99,14 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
     if spec.data.window is not None:
         order = replace(order, chunk=_chunk_of(spec, source), window=spec.data.window)
     return Feed(
-        source, order, batch=batch, microbatch=train.microbatch, drop_last=spec.data.last_batch == "drop", ramp=train.ramp,
+        source,
+        order,
+        batch=batch,
+        microbatch=train.microbatch,
+        drop_last=spec.data.last_batch == "drop",
+        ramp=train.ramp,
         share=share,
-    )  # fmt: skip
+    )
 
 
 def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
@@ -103,7 +116,11 @@ def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
             f"{num_ranks} ranks share the samples of each step, and the source is read in its own order: {source.describe()}",
             hint=f"give samples with numbers{INSTEAD_OF_A_LOADER}, or train on one rank",
         )
-    check_pieces((spec.train.batch, *(batch for _, batch in spec.train.ramp)), spec.train.microbatch, num_ranks)
+    check_pieces(
+        (spec.train.batch, *(batch for _, batch in spec.train.ramp)),
+        spec.train.microbatch,
+        num_ranks,
+    )
 
 
 def _chunk_of(spec: RunSpec, source: Source) -> int:
@@ -114,14 +131,23 @@ def _chunk_of(spec: RunSpec, source: Source) -> int:
     sizes = getattr(source, "shard_sizes", None)
     if not sizes or not spec.data.shuffle:
         why = "data.shuffle is false" if sizes else f"the source has no shards: {source.describe()}"
-        raise SpecError(f"data.window is {spec.data.window}, and {why}", hint="leave data.window out: all samples are mixed")
+        raise SpecError(
+            f"data.window is {spec.data.window}, and {why}",
+            hint="leave data.window out: all samples are mixed",
+        )
     return int(max(sizes))
 
 
 def read_once(
-    spec: RunSpec, source: Source, batch: int, device: torch.device, settings: LoaderSettings, tell: Callable[[LoaderNotice], None],
-    share: Share = WHOLE, seed: int = 0,
-) -> Iterator[tuple[Batch, int | None]]:  # fmt: skip
+    spec: RunSpec,
+    source: Source,
+    batch: int,
+    device: torch.device,
+    settings: LoaderSettings,
+    tell: Callable[[LoaderNotice], None],
+    share: Share = WHOLE,
+    seed: int = 0,
+) -> Iterator[tuple[Batch, int | None]]:
     """Yield every sample once, in order, in batches with their sample counts, read ahead.
 
     `settings` control the read-ahead. Random draws of a dataset depend on `seed` and the samples.
@@ -134,10 +160,14 @@ def read_once(
     num_samples = mine * batch - (num_batches * batch - len(source) if has_last else 0)
     if num_samples == 0:
         return
-    feed = Feed(source, _EveryNth(num_samples, 0, shuffle=False, batch=batch, share=share), batch=batch)
+    feed = Feed(
+        source, _EveryNth(num_samples, 0, shuffle=False, batch=batch, share=share), batch=batch
+    )
     steps = feed.steps_per_epoch or 0
     plain = steps < LEAST_BATCHES or isinstance(source, Iterated)
-    loader = Loader(feed, Reader(source, None, seed), LoaderSettings() if plain else settings, last=steps)
+    loader = Loader(
+        feed, Reader(source, None, seed), LoaderSettings() if plain else settings, last=steps
+    )
     if spec.data.on_bad == "skip":
         loader.skip_bad(spec.data.max_bad)
     loader.tell = lambda told: tell(told) if told.kind in ("worker", "bad-record", "data") else None
@@ -147,7 +177,10 @@ def read_once(
             taken = loader.take(number)
             for inputs in ahead.take(taken, loader.peek):
                 if isinstance(source, Iterated):
-                    yield inputs, source.count_samples(taken.window.epoch, int(taken.ids[0][0]), inputs)
+                    yield (
+                        inputs,
+                        source.count_samples(taken.window.epoch, int(taken.ids[0][0]), inputs),
+                    )
                 else:
                     yield inputs, taken.num_samples
 
@@ -156,7 +189,12 @@ def _check_equal_passes(spec: RunSpec, num_samples: int, num_ranks: int) -> None
     """Raise SpecError if ranks run different numbers of passes, which a joint BatchNorm needs."""
     train = spec.train
     rest = num_samples % train.batch if spec.data.last_batch == "keep" else 0
-    check_equal_passes({train.batch, *([rest] if rest else [])}, train.microbatch, num_ranks, has_ramp=bool(train.ramp))
+    check_equal_passes(
+        {train.batch, *([rest] if rest else [])},
+        train.microbatch,
+        num_ranks,
+        has_ramp=bool(train.ramp),
+    )
 
 
 @dataclass(frozen=True)
@@ -168,7 +206,9 @@ class _EveryNth(Order):
 
     def permutation(self, epoch: int) -> Any:
         rank, size = self.share.rank, self.share.size
-        return lambda positions: (positions // self.batch * size + rank) * self.batch + positions % self.batch
+        return lambda positions: (
+            (positions // self.batch * size + rank) * self.batch + positions % self.batch
+        )
 
 
 def make_settings(spec: RunSpec, source: Source) -> LoaderSettings:
@@ -184,7 +224,11 @@ def make_settings(spec: RunSpec, source: Source) -> LoaderSettings:
         )
     finds = table.workers == "auto"
     return LoaderSettings(
-        workers=0 if table.workers == "auto" else table.workers, most=find_most(count_cores()) if finds else 0,
-        kind=table.kind, prefetch=table.prefetch or LoaderSettings.prefetch, start=table.start,
-        timeout_s=table.timeout, memory_bytes=parse_bytes(table.memory),
-    )  # fmt: skip
+        workers=0 if table.workers == "auto" else table.workers,
+        most=find_most(count_cores()) if finds else 0,
+        kind=table.kind,
+        prefetch=table.prefetch or LoaderSettings.prefetch,
+        start=table.start,
+        timeout_s=table.timeout,
+        memory_bytes=parse_bytes(table.memory),
+    )

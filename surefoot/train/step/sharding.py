@@ -35,7 +35,9 @@ class Paced(Protocol):
     def rhythm(self, text: str) -> Callable[[int], bool]: ...
 
 
-def shard(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh) -> Sharded | None:
+def shard(
+    spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh
+) -> Sharded | None:
     """Shard the state that `layout.stage` says over the shard ranks; return None without any.
 
     `blocks` are the model's blocks if the task or spec names them. Raises SpecError for a model or
@@ -58,13 +60,22 @@ def check_keys(spec: RunSpec, num_ranks: int) -> None:
             stage == 1 and spec.precision.weights != "fp32",
             "the rows that are moved are the weights themselves; stages 2 and 3 gather them in bf16",
         ),
-        "precision.master": (spec.precision.master == "none", "the rows that are moved are masters in fp32"),
+        "precision.master": (
+            spec.precision.master == "none",
+            "the rows that are moved are masters in fp32",
+        ),
         "precision.keep": (
             spec.precision.weights != "fp32" and bool(spec.precision.keep),
             "weights of a block are gathered in bf16, but for those of norms",
         ),
-        "optim.state": (spec.optim.state == "8bit", "blocks of 256 numbers would begin elsewhere on each rank"),
-        "optim.name": (spec.optim.name == "muon", "its rule looks at whole tensors, and a rank moves rows of them"),
+        "optim.state": (
+            spec.optim.state == "8bit",
+            "blocks of 256 numbers would begin elsewhere on each rank",
+        ),
+        "optim.name": (
+            spec.optim.name == "muon",
+            "its rule looks at whole tensors, and a rank moves rows of them",
+        ),
         "compile.what": (
             stage > 1 and spec.compile.what not in (None, "none"),
             "weights are gathered between the parts of a graph",
@@ -79,14 +90,21 @@ def check_keys(spec: RunSpec, num_ranks: int) -> None:
         if is_set:
             room, name = key.split(".")
             hint = f"leave {key} out, or train with layout.replicate alone"
-            raise SpecError(f"{key} is {getattr(getattr(spec, room), name)!r}, and layout.shard is {num_ranks}: {why}", hint=hint)
+            raise SpecError(
+                f"{key} is {getattr(getattr(spec, room), name)!r}, and layout.shard is {num_ranks}: {why}",
+                hint=hint,
+            )
 
 
-def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh) -> Sharded:
+def _split(
+    spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh
+) -> Sharded:
     stage, on_host = spec.layout.stage, spec.memory.offload == "optimizer"
     if stage == 1:
         sizes = parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket)
-        return ShardedState(model, mesh, bucket_bytes=sizes[0], first_bytes=sizes[1], on_host=on_host)
+        return ShardedState(
+            model, mesh, bucket_bytes=sizes[0], first_bytes=sizes[1], on_host=on_host
+        )
     if renormed := next(iter(find_renormed(model)), None):
         raise SpecError(
             f"{renormed} has max_norm, which changes its weights in a forward pass, and layout.stage = {stage} gathers them for it alone",
@@ -101,10 +119,14 @@ def _split(spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], m
             "alone, ranks that hold rows in fp32",
             hint='train it, or set precision.weights = "fp32"',
         )
-    return FullySharded(model, mesh, units, stage=stage, narrow=narrow, wide=find_norms(model), on_host=on_host)
+    return FullySharded(
+        model, mesh, units, stage=stage, narrow=narrow, wide=find_norms(model), on_host=on_host
+    )
 
 
-def find_units(stage: int, model: nn.Module, blocks: Sequence[str | nn.Module]) -> dict[str, nn.Module]:
+def find_units(
+    stage: int, model: nn.Module, blocks: Sequence[str | nn.Module]
+) -> dict[str, nn.Module]:
     """Return the blocks whose weights stages 2 and 3 gather one at a time.
 
     Raises SpecError if stage 3 finds none.
@@ -121,8 +143,13 @@ def find_units(stage: int, model: nn.Module, blocks: Sequence[str | nn.Module]) 
 
 
 def make_ranks(
-    spec: RunSpec, group: Group, model: nn.Module, updates: Sequence[LiveUpdate], sharded: Sharded | None, course: Paced
-) -> Ranks:  # fmt: skip
+    spec: RunSpec,
+    group: Group,
+    model: nn.Module,
+    updates: Sequence[LiveUpdate],
+    sharded: Sharded | None,
+    course: Paced,
+) -> Ranks:
     """Return the collective parts of a step, as `[layout]` says.
 
     Raises SpecError for a combination that sharding or virtual ranks do not support.
@@ -131,7 +158,11 @@ def make_ranks(
         key = "virtual_ranks" if sharded is None else "shard"
         raise SpecError(
             f"layout.{key} is given, and the gradient of an embedding with sparse=True is sparse: "
-            + ("its rows are added in no order" if sharded is None else "the ranks divide dense gradients among them"),
+            + (
+                "its rows are added in no order"
+                if sharded is None
+                else "the ranks divide dense gradients among them"
+            ),
             hint=f"build the embedding with sparse=False, or leave layout.{key} out",
         )
     if sharded is not None:
@@ -153,12 +184,16 @@ def make_ranks(
     return made
 
 
-def _check_sharded(sharded: Sharded, updates: Sequence[LiveUpdate], feed: Feed, num_ranks: int) -> None:
+def _check_sharded(
+    sharded: Sharded, updates: Sequence[LiveUpdate], feed: Feed, num_ranks: int
+) -> None:
     for update in updates:
         for optimizer in update.guarded.optimizers:
             name = type(optimizer).__name__
             by_number = name in BY_NUMBER and type(optimizer).__module__.startswith("torch.optim")
-            if not by_number and not isinstance(optimizer, Lamb | Lars):  # which are told the norms of whole layers
+            if not by_number and not isinstance(
+                optimizer, Lamb | Lars
+            ):  # which are told the norms of whole layers
                 raise SpecError(
                     f"layout.shard splits what an optimiser moves by rows, and whether {name} may be split is not known",
                     hint=f"use one of torch's {', '.join(BY_NUMBER)}, lars or lamb, or train with layout.replicate alone",
@@ -167,7 +202,8 @@ def _check_sharded(sharded: Sharded, updates: Sequence[LiveUpdate], feed: Feed, 
         return
     if len(updates) > 1:
         raise SpecError(
-            f"layout.stage of 2 and 3 goes with one update, and the task has {len(updates)}", hint="set layout.stage = 1"
+            f"layout.stage of 2 and 3 goes with one update, and the task has {len(updates)}",
+            hint="set layout.stage = 1",
         )
     num_cut = len(feed.microbatches(feed.window(0)))
     if num_cut < num_ranks:

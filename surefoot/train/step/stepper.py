@@ -22,9 +22,26 @@ from torch import Tensor
 from surefoot.components.data import Feed, Iterated, Keys
 from surefoot.components.data.loader import Ahead, Loader, Reader, Taken
 from surefoot.components.data.order import derive, mix
-from surefoot.components.optim import GuardedUpdate, LiveBuffers, UpdateInBackward, WeightAverage, backward, leaf_of, master_of
+from surefoot.components.optim import (
+    GuardedUpdate,
+    LiveBuffers,
+    UpdateInBackward,
+    WeightAverage,
+    backward,
+    leaf_of,
+    master_of,
+)
 from surefoot.components.precision import PLAIN, DtypeRecord, Policy
-from surefoot.components.profiler import BACKWARD, CHECKPOINT, COMMUNICATION, COPY, DATA, FORWARD, OPTIMISER, PhaseClock
+from surefoot.components.profiler import (
+    BACKWARD,
+    CHECKPOINT,
+    COMMUNICATION,
+    COPY,
+    DATA,
+    FORWARD,
+    OPTIMISER,
+    PhaseClock,
+)
 from surefoot.components.stability import GradientNoise
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
@@ -41,7 +58,9 @@ if TYPE_CHECKING:
 
 MAX_CONSTANTS = 1000
 _INSIDE = nullcontext()
-EAGER_STEPS = 5  # of a run: the first is looked at, the others are what a compiled step is measured against
+EAGER_STEPS = (
+    5  # of a run: the first is looked at, the others are what a compiled step is measured against
+)
 
 
 @dataclass(frozen=True)
@@ -59,9 +78,17 @@ class Stepper:
     """Step function of a run; called with the number of the step (from 1)."""
 
     def __init__(
-        self, *, model: Any, task: Resolved, feed: Feed, updates: list[LiveUpdate], seed: int, device: torch.device,
-        policy: Policy = PLAIN, average: WeightAverage | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        model: Any,
+        task: Resolved,
+        feed: Feed,
+        updates: list[LiveUpdate],
+        seed: int,
+        device: torch.device,
+        policy: Policy = PLAIN,
+        average: WeightAverage | None = None,
+    ) -> None:
         self._model, self._task, self._feed, self._updates = model, task, feed, updates
         self._seed, self._device, self._average = seed, device, average
         self._buffers = LiveBuffers(model)
@@ -79,19 +106,30 @@ class Stepper:
             nullcontext  # nothing is compiled inside: not while operators are seen
         )
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
-        self._augments = task.augment is not None and device.type != "cpu"  # where the model is: else whoever reads does it
-        self.loader = Loader(feed, Reader(feed.source, None if self._augments else task.augment, seed))
+        self._augments = (
+            task.augment is not None and device.type != "cpu"
+        )  # where the model is: else whoever reads does it
+        self.loader = Loader(
+            feed, Reader(feed.source, None if self._augments else task.augment, seed)
+        )
         self._ahead = Ahead(device)
         self._sizes: list[int] = []  # the samples of each microbatch of the step that is computed
         self._draws = derive(seed, 3)
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
         self._moves = device.type != "cpu"
-        self.consumed = np.empty(0, dtype=np.int64)  # the samples of the step before, in the order they were read
+        self.consumed = np.empty(
+            0, dtype=np.int64
+        )  # the samples of the step before, in the order they were read
         self.clock = PhaseClock(device)
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
-        self.saw: Callable[[Batch], None] | None = None  # told of every batch before it is computed with
+        self.saw: Callable[[Batch], None] | None = (
+            None  # told of every batch before it is computed with
+        )
         self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
-        self._first, self._num_cut = 0, 1  # this rank's first microbatch of the step, and how many there are on all ranks
+        self._first, self._num_cut = (
+            0,
+            1,
+        )  # this rank's first microbatch of the step, and how many there are on all ranks
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -104,7 +142,8 @@ class Stepper:
         taken = self.loader.take(number)
         if not taken.batches and self.ranks is None:
             raise BadRecordError(
-                f"none of the {len(taken.window.ids)} samples can be read", hint="use larger batches, or mend the data"
+                f"none of the {len(taken.window.ids)} samples can be read",
+                hint="use larger batches, or mend the data",
             )
         batches = self._place(taken, self.loader.peek)
         self.consumed, num_samples, self._first = taken.window.ids, taken.num_samples, taken.first
@@ -128,7 +167,9 @@ class Stepper:
         if self._is_first:
             tf32 = self.policy.compute == "tf32"
             self.record = DtypeRecord(self._model, tf32=tf32, hooked=not self._is_whole(number))
-            self._look = self.record if number == 1 else None  # the same whether a run was left before this step, or not
+            self._look = (
+                self.record if number == 1 else None
+            )  # the same whether a run was left before this step, or not
         for index, update in enumerate(self._updates):
             if number % update.every:
                 continue
@@ -139,7 +180,9 @@ class Stepper:
             norm, was_applied, did_overflow = self._update(update, index, number, batches, totals)
             keys[update.name] = tuple(totals)[known:]
             if self.whole is not None and not self._is_first:
-                self.whole.plan.pace.add(time.perf_counter() - begun_s, is_compiled=self.whole.plan.was_called)
+                self.whole.plan.pace.add(
+                    time.perf_counter() - begun_s, is_compiled=self.whole.plan.was_called
+                )
             applied = was_applied if num_done == 0 else applied & was_applied
             overflowed = overflowed | did_overflow
             rate = update.guarded.optimizers[0].param_groups[0]["lr"]
@@ -157,20 +200,30 @@ class Stepper:
             self._average.update(applied)
         if self._is_first and self.record is not None:
             self._look = None
-            self.record.see_update((each for update in self._updates for each in update.guarded.states()), master_of)
+            self.record.see_update(
+                (each for update in self._updates for each in update.guarded.states()), master_of
+            )
         self.clock.end_step(number)
         if self.ranks is not None:
             self.ranks.paces.end()
         if None in sizes:  # the batches do not say it
             num_samples = round(float(next((count for _, count, _ in totals.values()), 0)))
         report = StepReport(
-            step=number, epoch=self._feed.epoch_of(number), num_samples=num_samples, learning_rate=rate, totals=totals,
-            norm=norm if num_done == 1 else None, was_applied=applied, waiting_s=waiting_ns / 1e9,
-        )  # fmt: skip
+            step=number,
+            epoch=self._feed.epoch_of(number),
+            num_samples=num_samples,
+            learning_rate=rate,
+            totals=totals,
+            norm=norm if num_done == 1 else None,
+            was_applied=applied,
+            waiting_s=waiting_ns / 1e9,
+        )
         report.updates.update(keys)
         if self._scaler is not None:
             if num_done:
-                self._scaler.update(overflowed)  # after all updates: one scale holds for the whole step
+                self._scaler.update(
+                    overflowed
+                )  # after all updates: one scale holds for the whole step
             report.scaling = Scaling(self._scaler.scale, overflowed)
         return report
 
@@ -191,12 +244,15 @@ class Stepper:
                 with self.policy.context():
                     terms = update.loss(self._model, batch).terms
                 backward(
-                    [term.total for term in terms], [self._factor(term, self._known_counts(batches), None) for term in terms]
+                    [term.total for term in terms],
+                    [self._factor(term, self._known_counts(batches), None) for term in terms],
                 )
             update.guarded.clear_gradients()
         self._buffers.put_back()
 
-    def _place(self, taken: Taken, peek: Callable[[int], Taken | None] | None = None) -> list[Batch]:
+    def _place(
+        self, taken: Taken, peek: Callable[[int], Taken | None] | None = None
+    ) -> list[Batch]:
         """Return the batches on the device and start the copy of the next step's from `peek`."""
         batches = taken.batches
         if self._moves:
@@ -205,7 +261,9 @@ class Stepper:
             self.clock.switch(DATA)
         if self._augments and self._task.augment is not None:
             draws = [Keys(self._seed, taken.window.epoch, ids) for ids in taken.ids]
-            batches = [self._task.augment(batch, keys) for batch, keys in zip(batches, draws, strict=True)]
+            batches = [
+                self._task.augment(batch, keys) for batch, keys in zip(batches, draws, strict=True)
+            ]
         if self.saw is not None:
             for batch in batches:
                 self.saw(batch)
@@ -215,14 +273,25 @@ class Stepper:
         """Return the sample count of each batch of an iterable; None if the batch does not say."""
         source: Any = self._feed.source
         pairs = zip(taken.ids, taken.batches, strict=True)
-        return [source.count_samples(taken.window.epoch, int(ids[0]), batch) for ids, batch in pairs]
+        return [
+            source.count_samples(taken.window.epoch, int(ids[0]), batch) for ids, batch in pairs
+        ]
 
     def _is_whole(self, number: int) -> bool:
         """Return whether a step is run as one compiled graph."""
-        return self.whole is not None and self.whole.is_on and not (self.records and number <= EAGER_STEPS)
+        return (
+            self.whole is not None
+            and self.whole.is_on
+            and not (self.records and number <= EAGER_STEPS)
+        )
 
     def _update(
-        self, update: LiveUpdate, index: int, number: int, batches: list[Batch], totals: dict[str, tuple[Tensor, Count, float]]
+        self,
+        update: LiveUpdate,
+        index: int,
+        number: int,
+        batches: list[Batch],
+        totals: dict[str, tuple[Tensor, Count, float]],
     ) -> tuple[float | Tensor, bool | Tensor, bool | Tensor]:
         guarded, switch = update.guarded, self.clock.switch
         if index:
@@ -236,9 +305,17 @@ class Stepper:
         is_split = len(batches) > 1 or self.ranks is not None
         scale = self._power_of_two() if is_split and counts is None else None
         # a GAN's generator must not leave gradients in the critic
-        inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad] if len(self._updates) > 1 else None
+        inputs = (
+            [leaf_of(each) for each in guarded.parameters if each.requires_grad]
+            if len(self._updates) > 1
+            else None
+        )
         mine: dict[str, tuple[Tensor, Count, float]] = {}
-        num_idle = 0 if self.ranks is None else self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
+        num_idle = (
+            0
+            if self.ranks is None
+            else self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
+        )
         if self.ranks is not None:
             self.ranks.open(index, self._first, self._num_cut)
         if is_split or self._hooks.is_split:
@@ -254,7 +331,11 @@ class Stepper:
                     loss = update.loss(self._model, batch)
                 terms = loss.terms
                 if is_split:
-                    joins = gathered is not None and gathered.was_used and self._num_cut == gathered.group.size
+                    joins = (
+                        gathered is not None
+                        and gathered.was_used
+                        and self._num_cut == gathered.group.size
+                    )
                     check_splittable(update.name, loss, counts is not None, joins_ranks=joins)
                     self._prepare_hooks(guarded, terms, counts, scale)
                 factors = [self._factor(term, counts, scale) for term in terms]
@@ -264,12 +345,17 @@ class Stepper:
                 switch(BACKWARD)
                 if self.ranks is not None and position == len(batches) - 1 and not num_idle:
                     self.ranks.arm(index)
-                _backward_of(terms, factors, inputs, is_even=self.ranks is not None and self.ranks.is_even)
+                _backward_of(
+                    terms, factors, inputs, is_even=self.ranks is not None and self.ranks.is_even
+                )
                 _add(mine, terms)
                 if self.ranks is not None:
                     self.ranks.passed(index, self._first + position + 1, mine)
                 if self.noise is not None and position == 0:
-                    first = guarded.norm(), mine[terms[0].name][1]  # later passes add to these gradients
+                    first = (
+                        guarded.norm(),
+                        mine[terms[0].name][1],
+                    )  # later passes add to these gradients
         if self.ranks is not None:
             if num_idle:
                 self._pass_along(self.ranks, update, index, batches, num_idle)
@@ -279,7 +365,9 @@ class Stepper:
                 check_gathered(counts, mine)
         factor = self._remaining_factor(mine, scale)
         if guarded.on_device:
-            factor = factor + sum(total * 0.0 for total, _, _ in mine.values())  # 0, or nan where a loss is not finite
+            factor = factor + sum(
+                total * 0.0 for total, _, _ in mine.values()
+            )  # 0, or nan where a loss is not finite
         elif not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
             factor = math.nan  # a loss that is not finite skips the step even where its gradient is
         if self._scaler is not None:
@@ -291,7 +379,9 @@ class Stepper:
             switch(CHECKPOINT)
             self.before_update()
             switch(OPTIMISER)
-        totals.update(mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()})
+        totals.update(
+            mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()}
+        )
         self.has_moved = True
         norm, applied = guarded.step_if_finite(factor)
         if self.ranks is not None:
@@ -299,20 +389,29 @@ class Stepper:
         # a microbatch in which no item counts has no mean
         if self.noise is not None and (isinstance(first[1], Tensor) or first[1]):
             share = first[1] / mine[terms[0].name][1]
-            self.noise.add((first[0] * factor / share) ** 2, norm**2, self._sizes[0], sum(self._sizes))
+            self.noise.add(
+                (first[0] * factor / share) ** 2, norm**2, self._sizes[0], sum(self._sizes)
+            )
         return norm, applied, self._scaler is not None and _overflowed(norm, factor)
 
-    def _pass_along(self, ranks: Ranks, update: LiveUpdate, index: int, batches: list[Batch], count: int) -> None:
+    def _pass_along(
+        self, ranks: Ranks, update: LiveUpdate, index: int, batches: list[Batch], count: int
+    ) -> None:
         """Run passes with zero gradients while other ranks still gather weights from all ranks."""
         batch = batches[-1] if batches else self._place(self.loader.read(1))[0]
-        held, attributes = [(buffer, buffer.clone()) for buffer in self._model.buffers()], AttributeSnapshot(self._model)
+        held, attributes = (
+            [(buffer, buffer.clone()) for buffer in self._model.buffers()],
+            AttributeSnapshot(self._model),
+        )
         self._hooks.is_on = False
         for left in reversed(range(count)):
             with self.policy.context():
                 terms = update.loss(self._model, batch).terms
             if not left:
                 ranks.replicas[index].arm()
-            backward([term.total for term in terms], [torch.zeros_like(term.total) for term in terms])
+            backward(
+                [term.total for term in terms], [torch.zeros_like(term.total) for term in terms]
+            )
         self._hooks.is_on = True
         with torch.no_grad():
             for buffer, kept in held:
@@ -320,7 +419,11 @@ class Stepper:
         attributes.put_back()
 
     def _as_one_graph(
-        self, whole: WholeStep, number: int, batch: Batch, totals: dict[str, tuple[Tensor, Count, float]]
+        self,
+        whole: WholeStep,
+        number: int,
+        batch: Batch,
+        totals: dict[str, tuple[Tensor, Count, float]],
     ) -> tuple[float | Tensor, bool | Tensor] | None:
         """Run the step as one graph, timed as forward pass; return None if compilation failed."""
         if self.before_update is not None:
@@ -336,7 +439,9 @@ class Stepper:
         self._remaining_factor(totals, None)
         return done[1:]
 
-    def _update_in_backward(self, update: UpdateInBackward, terms: tuple[Term, ...], factors: list[Tensor]) -> tuple[float, bool]:
+    def _update_in_backward(
+        self, update: UpdateInBackward, terms: tuple[Term, ...], factors: list[Tensor]
+    ) -> tuple[float, bool]:
         """Run backward pass and update in one; check first, since the update cannot be undone."""
         for term in terms:
             check_count(term.name, term.count)
@@ -363,7 +468,9 @@ class Stepper:
                 with self.eager(), self._look:
                     yield gathered
 
-    def _known_counts(self, batches: list[Batch], update: str = "") -> Mapping[str, float] | float | None:
+    def _known_counts(
+        self, batches: list[Batch], update: str = ""
+    ) -> Mapping[str, float] | float | None:
         """Return the global batch's counts if known before the forward pass, else None."""
         if self._task.counts is None or (len(batches) == 1 and self.ranks is None):
             return None
@@ -375,19 +482,27 @@ class Stepper:
         return float(sum(counted))
 
     @staticmethod
-    def _counts_of_all(ranks: Ranks, update: str, counted: list[Any]) -> Mapping[str, float] | float:
+    def _counts_of_all(
+        ranks: Ranks, update: str, counted: list[Any]
+    ) -> Mapping[str, float] | float:
         """Return the counts summed over all ranks, one of which may have no batch."""
         rows = [each if isinstance(each, Mapping) else {"": each} for each in counted]
         names = rows[0] if rows else {}
-        if ranks.is_exact and not all(float(value).is_integer() for row in rows for value in row.values()):
+        if ranks.is_exact and not all(
+            float(value).is_integer() for row in rows for value in row.values()
+        ):
             raise TaskError(
                 "counts(batch) gives a number that is not whole, whose sum depends on its order",
                 hint="count items, or leave layout.virtual_ranks out",
             )
-        found = ranks.totals.add_counts(update, [(name, float(sum(row[name] for row in rows))) for name in names])
+        found = ranks.totals.add_counts(
+            update, [(name, float(sum(row[name] for row in rows))) for name in names]
+        )
         return found[""] if list(found) == [""] else found
 
-    def _remaining_factor(self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None) -> float | Tensor:
+    def _remaining_factor(
+        self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None
+    ) -> float | Tensor:
         """Return the factor that makes gradients means; NaN (skips the step) without items."""
         counts = [count for _, count, _ in totals.values()]
         is_known = not self._moves or not any(isinstance(count, Tensor) for count in counts)
@@ -397,19 +512,33 @@ class Stepper:
         if is_known and not any(map(float, counts)):
             return math.nan
         if scale is None:
-            return 1.0 if is_known else torch.where(torch.as_tensor(sum(counts), device=self._device) > 0, 1.0, math.nan)
+            return (
+                1.0
+                if is_known
+                else torch.where(
+                    torch.as_tensor(sum(counts), device=self._device) > 0, 1.0, math.nan
+                )
+            )
         (count,) = counts
         if not isinstance(count, Tensor):
             return 1.0 / (scale * float(count))
-        exact = count if count.device.type == "mps" else count.double()  # a model in float64 would show 32 bits
+        exact = (
+            count if count.device.type == "mps" else count.double()
+        )  # a model in float64 would show 32 bits
         return 1.0 / (scale * exact)
 
     def _prepare_hooks(
-        self, guarded: GuardedUpdate, terms: tuple[Term, ...], counts: Mapping[str, float] | float | None, scale: float | None
+        self,
+        guarded: GuardedUpdate,
+        terms: tuple[Term, ...],
+        counts: Mapping[str, float] | float | None,
+        scale: float | None,
     ) -> None:
         adds = self.ranks is None or not self.ranks.is_even  # stages 2 and 3 take each pass apart
         leaves = [leaf_of(each) for each in guarded.parameters]
-        self._hooks.begin_pass(leaves, terms, lambda term: self._divisor(term, counts, scale), adds=adds)
+        self._hooks.begin_pass(
+            leaves, terms, lambda term: self._divisor(term, counts, scale), adds=adds
+        )
 
     def _power_of_two(self) -> float:
         """Return a power of two near 1 / num_samples: exact in products, equal on all ranks."""
@@ -417,13 +546,23 @@ class Stepper:
         return 2.0 ** -round(math.log2(max(1, num_samples)))
 
     @staticmethod
-    def _divisor(term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Count:
+    def _divisor(
+        term: Term, counts: Mapping[str, float] | float | None, scale: float | None
+    ) -> Count:
         """Return the divisor of a term's total in its backward pass; see `_factor`."""
         if scale is not None:
             return 1.0 / scale
-        return term.count if counts is None or term.fixed else counts[term.name] if isinstance(counts, Mapping) else counts
+        return (
+            term.count
+            if counts is None or term.fixed
+            else counts[term.name]
+            if isinstance(counts, Mapping)
+            else counts
+        )
 
-    def _factor(self, term: Term, counts: Mapping[str, float] | float | None, scale: float | None) -> Tensor:
+    def _factor(
+        self, term: Term, counts: Mapping[str, float] | float | None, scale: float | None
+    ) -> Tensor:
         """Return the gradient of a term's total: weight / global count, or weight * `scale`."""
         total = term.total
         if scale is not None:
@@ -431,9 +570,17 @@ class Stepper:
         if term.fixed:  # once a step: each of its microbatches adds an equal share
             count: Count = term.count * self._num_cut
         else:
-            count = term.count if counts is None else counts[term.name] if isinstance(counts, Mapping) else counts
+            count = (
+                term.count
+                if counts is None
+                else counts[term.name]
+                if isinstance(counts, Mapping)
+                else counts
+            )
         if isinstance(count, Tensor):
-            count = count.to(torch.promote_types(total.dtype, torch.float32))  # 16 bits would round the count
+            count = count.to(
+                torch.promote_types(total.dtype, torch.float32)
+            )  # 16 bits would round the count
             return self._scaled(torch.where(count > 0, term.weight / count, 0.0).to(total))
         return self._scaled(
             self._constant(term.weight / float(count) if count else 0.0, total)
@@ -473,13 +620,19 @@ def _overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:
     return not math.isfinite(norm) and math.isfinite(float(factor))
 
 
-def _backward_of(terms: tuple[Term, ...], factors: list[Tensor], inputs: list[Tensor] | None, *, is_even: bool) -> None:
+def _backward_of(
+    terms: tuple[Term, ...], factors: list[Tensor], inputs: list[Tensor] | None, *, is_even: bool
+) -> None:
     """Run the backward pass of all terms except constant totals without items.
 
     With `is_even` ranks need equal numbers of backward passes: raises TaskError if none is left.
     """
     pairs = zip(terms, factors, strict=True)
-    kept = [(term.total, factor) for term, factor in pairs if term.total.requires_grad or float(term.count)]
+    kept = [
+        (term.total, factor)
+        for term, factor in pairs
+        if term.total.requires_grad or float(term.count)
+    ]
     if is_even and not kept:
         raise TaskError(
             "the loss of a batch without items is a constant, and stages 2 and 3 gather weights in the backward pass of every rank",

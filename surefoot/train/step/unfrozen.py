@@ -32,7 +32,9 @@ class TrainedSet:
         self._known = {id(each) for each in self._built.values()}
         self._tables: list[dict[str, Any]] = []  # where the modules register what they hold
         self._registered: list[Any] = []  # what was in them when that was asked last
-        self.unfrozen: list[list[str]] = []  # by name, those of one moment together: a checkpoint names them
+        self.unfrozen: list[
+            list[str]
+        ] = []  # by name, those of one moment together: a checkpoint names them
 
     def frozen(self) -> list[nn.Parameter]:
         """Return the parameters that do not train now."""
@@ -43,7 +45,11 @@ class TrainedSet:
         now = [*chain.from_iterable(map(dict.values, self._tables))]
         if now and len(now) == len(self._registered) and all(map(is_, now, self._registered)):
             return False
-        self._tables = [table for module in self._model.modules() for table in (module._modules, module._parameters)]
+        self._tables = [
+            table
+            for module in self._model.modules()
+            for table in (module._modules, module._parameters)
+        ]
         self._registered = [*chain.from_iterable(map(dict.values, self._tables))]
         return True
 
@@ -52,8 +58,14 @@ class TrainedSet:
 
         Raises UserCodeError if they cannot be added.
         """
-        held = {id(leaf_of(each)) for update in assembly.updates for each in update.guarded.parameters}
-        new = {name: each for name, each in self._model.named_parameters() if each.requires_grad and id(each) not in held}
+        held = {
+            id(leaf_of(each)) for update in assembly.updates for each in update.guarded.parameters
+        }
+        new = {
+            name: each
+            for name, each in self._model.named_parameters()
+            if each.requires_grad and id(each) not in held
+        }
         if not new:
             return []
         if added := [name for name, each in new.items() if id(each) not in self._known]:
@@ -64,7 +76,8 @@ class TrainedSet:
             )
         if why := _why_not(assembly):
             raise UserCodeError(
-                f"{_list(list(new))} trains from now on, and the run cannot take {_it(list(new))} in: {why}", hint=FROM_START
+                f"{_list(list(new))} trains from now on, and the run cannot take {_it(list(new))} in: {why}",
+                hint=FROM_START,
             )
         _extend(assembly, {id(each) for each in new.values()})
         self.unfrozen.append(list(new))
@@ -74,8 +87,14 @@ class TrainedSet:
         """Return the changes since the start for a checkpoint: unfrozen and frozen parameters."""
         names = {id(each): name for name, each in self._built.items()}
         held = [leaf_of(each) for update in assembly.updates for each in update.guarded.parameters]
-        frozen = sorted({names[id(each)] for each in held if not each.requires_grad and id(each) in names})
-        return {"unfrozen": self.unfrozen} | ({"frozen": frozen} if frozen else {}) if self.unfrozen or frozen else {}
+        frozen = sorted(
+            {names[id(each)] for each in held if not each.requires_grad and id(each) in names}
+        )
+        return (
+            {"unfrozen": self.unfrozen} | ({"frozen": frozen} if frozen else {})
+            if self.unfrozen or frozen
+            else {}
+        )
 
     def restore(self, assembly: Assembly, tree: Mapping[str, Any]) -> None:
         """Set requires_grad as in the checkpoint, before its optimizer state is read."""
@@ -92,7 +111,8 @@ class TrainedSet:
         for names in list(saved)[len(self.unfrozen) :]:
             if lost := [name for name in names if name not in self._built]:
                 raise UserCodeError(
-                    f"the checkpoint trains {_list(lost)}, which the model does not have", hint="build the model that was saved"
+                    f"the checkpoint trains {_list(lost)}, which the model does not have",
+                    hint="build the model that was saved",
                 )
             for name in names:
                 self._built[name].requires_grad_(True)
@@ -115,8 +135,10 @@ def _why_not(assembly: Assembly) -> str:
         "the task has parameter_groups of its own": task.parameter_groups is not None,
         "memory.update_in_backward is on": spec.memory.update_in_backward,
         'compile.what is "step"': assembly.engine.stepper.whole is not None,
-        "layout.shard splits what was trained at the start": ranks is not None and ranks.sharded is not None,
-        "precision.weights gives what is trained a master at the start": spec.precision.weights != "fp32",
+        "layout.shard splits what was trained at the start": ranks is not None
+        and ranks.sharded is not None,
+        "precision.weights gives what is trained a master at the start": spec.precision.weights
+        != "fp32",
         'memory.offload is "optimizer"': spec.memory.offload == "optimizer",
     }
     return next((why for why, holds in reasons.items() if holds), "")
@@ -124,10 +146,16 @@ def _why_not(assembly: Assembly) -> str:
 
 def _extend(assembly: Assembly, new: set[int]) -> None:
     """Add optimizers for the new parameters, with the same rules and separate moments."""
-    trained = [each for each in optim.find_trained(assembly.model) if id(leaf_of(each.parameter)) in new]
+    trained = [
+        each for each in optim.find_trained(assembly.model) if id(leaf_of(each.parameter)) in new
+    ]
     (update,) = assembly.updates
     update.guarded.extend(_build(assembly, trained))
-    average, ranks, table = assembly.engine.average, assembly.engine.stepper.ranks, assembly.spec.layout
+    average, ranks, table = (
+        assembly.engine.average,
+        assembly.engine.stepper.ranks,
+        assembly.spec.layout,
+    )
     if average is not None:
         average.add([each.parameter for each in trained])
     if ranks is not None:
@@ -138,8 +166,14 @@ def _build(assembly: Assembly, trained: Sequence[optim.Named]) -> Sequence[torch
     table, own = optim.table_of(assembly.spec.optim, trained), assembly.task.optimizer
     if own is None or ("name" in table.model_fields_set and table.name != "task"):
         return optim.build(table, trained).optimizers
-    groups = optim.build_groups(trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates)
-    made = own([{**group, "lr": table.lr} for group in groups] if "lr" in table.model_fields_set else groups)
+    groups = optim.build_groups(
+        trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates
+    )
+    made = own(
+        [{**group, "lr": table.lr} for group in groups]
+        if "lr" in table.model_fields_set
+        else groups
+    )
     moved: list[Tensor] = [each for group in made.param_groups for each in group["params"]]
     if {id(each) for each in moved} != {id(each.parameter) for each in trained}:
         raise UserCodeError(

@@ -44,13 +44,26 @@ class WholeStep:
     rate has changed.
     """
 
-    def __init__(self, model: nn.Module, update: LiveUpdate, policy: Policy, table: CompileTable, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        update: LiveUpdate,
+        policy: Policy,
+        table: CompileTable,
+        *,
+        deterministic: bool,
+    ) -> None:
         self._model, self._update, self._policy = model, update, policy
         self._settings, self._hooks = _settings_of(update.guarded), _Hooks(model)
         self.plan, self._compiled = compile_function(
-            NAME, _as_function(model, update, policy), mode=table.mode, dynamic=table.dynamic, on_failure=table.on_failure,
-            deterministic=deterministic, on_cpu=all(each.device.type == "cpu" for each in update.guarded.parameters),
-        )  # fmt: skip
+            NAME,
+            _as_function(model, update, policy),
+            mode=table.mode,
+            dynamic=table.dynamic,
+            on_failure=table.on_failure,
+            deterministic=deterministic,
+            on_cpu=all(each.device.type == "cpu" for each in update.guarded.parameters),
+        )
 
     @property
     def is_on(self) -> bool:
@@ -69,7 +82,10 @@ class WholeStep:
         if done is None:
             return None
         if isinstance(done, str):
-            raise TaskError(f"the loss gave a {done}, not a Loss", hint="return Loss.sum(total, count), the total being a sum")
+            raise TaskError(
+                f"the loss gave a {done}, not a Loss",
+                hint="return Loss.sum(total, count), the total being a sum",
+            )
         terms, norm, applied, grads = done
         for parameter, grad in zip(guarded.parameters, grads, strict=True):
             parameter.grad = grad
@@ -77,9 +93,15 @@ class WholeStep:
 
 
 def compile_step(
-    model: nn.Module, loss: Callable[[Any, Batch], Loss], update: GuardedUpdate, *, policy: Policy = PLAIN,
-    mode: Literal["default", "reduce-overhead", "max-autotune"] = "default", dynamic: bool | None = None, deterministic: bool = True,
-) -> WholeStep:  # fmt: skip
+    model: nn.Module,
+    loss: Callable[[Any, Batch], Loss],
+    update: GuardedUpdate,
+    *,
+    policy: Policy = PLAIN,
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = "default",
+    dynamic: bool | None = None,
+    deterministic: bool = True,
+) -> WholeStep:
     """Return a step as one graph for a user-defined loop.
 
     Called with a batch, the step returns the terms of the loss, the gradient norm, and whether the
@@ -90,11 +112,16 @@ def compile_step(
     compiled.
     """
     if not isinstance(update, GuardedUpdate):
-        raise SpecError(f"update is a {type(update).__name__}, no GuardedUpdate", hint="give GuardedUpdate([optimizer])")
+        raise SpecError(
+            f"update is a {type(update).__name__}, no GuardedUpdate",
+            hint="give GuardedUpdate([optimizer])",
+        )
     if mode not in get_args(Mode):
         raise SpecError(f"mode is {mode!r}", hint=f"use one of {', '.join(get_args(Mode))}")
     if not isinstance(dynamic, bool | None):
-        raise SpecError(f"dynamic is {dynamic!r}", hint="use True, False, or None, which leaves it to torch")
+        raise SpecError(
+            f"dynamic is {dynamic!r}", hint="use True, False, or None, which leaves it to torch"
+        )
     problems = {
         "an update that holds no parameter": not update.parameters,
         "bf16 weights with masters": any(leaf_of(each) is not each for each in update.parameters),
@@ -103,7 +130,9 @@ def compile_step(
     _refuse(problems)
     update.check_traceable()
     table = CompileTable(what="step", mode=mode, dynamic=dynamic, on_failure="stop")
-    return WholeStep(model, LiveUpdate(NAME, loss, update), policy, table, deterministic=deterministic)
+    return WholeStep(
+        model, LiveUpdate(NAME, loss, update), policy, table, deterministic=deterministic
+    )
 
 
 class _Hooks:
@@ -114,13 +143,18 @@ class _Hooks:
         self._parameters = list(model.parameters())
 
     def __bool__(self) -> bool:
-        return any(self._kept) or any(each._backward_hooks or each._post_accumulate_grad_hooks for each in self._parameters)
+        return any(self._kept) or any(
+            each._backward_hooks or each._post_accumulate_grad_hooks for each in self._parameters
+        )
 
 
 def _refuse(problems: Mapping[str, bool]) -> None:
     problem = next((words for words, is_so in problems.items() if is_so), None)
     if problem is not None:
-        raise SpecError(f"a step as one graph does not go with {problem}", hint="take the step in order, or leave that out")
+        raise SpecError(
+            f"a step as one graph does not go with {problem}",
+            hint="take the step in order, or leave that out",
+        )
 
 
 def _settings_of(guarded: GuardedUpdate) -> list[tuple[Any, ...]]:
@@ -131,7 +165,9 @@ def _settings_of(guarded: GuardedUpdate) -> list[tuple[Any, ...]]:
 
 def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
     rules = [
-        UpdateRule.of(type(each).__name__.lower(), group) for each in update.guarded.optimizers for group in each.param_groups
+        UpdateRule.of(type(each).__name__.lower(), group)
+        for each in update.guarded.optimizers
+        for group in each.param_groups
     ]
     clip, clip_value = update.guarded.limits
 
@@ -139,16 +175,29 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
         with policy.context():
             made = update.loss(model, batch)
         if not isinstance(made, Loss):
-            return type(made).__name__  # raised outside: what is raised in a graph is told as the compiler's
+            return type(
+                made
+            ).__name__  # raised outside: what is raised in a graph is told as the compiler's
         terms = made.terms
         losses = [term.total for term in terms]
         parameters = [parameter for tensors in held for parameter in tensors[0]]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        found = iter(torch.autograd.grad(losses, trained, [_factor(term) for term in terms], allow_unused=True))
+        found = iter(
+            torch.autograd.grad(
+                losses, trained, [_factor(term) for term in terms], allow_unused=True
+            )
+        )
         grads = [next(found) if parameter.requires_grad else None for parameter in parameters]
         with torch.no_grad():
-            norm, applied, limited = move(rules, held, grads, rates, [*losses, _validity(terms)], clip, clip_value)
-        return [(term.name, term.total.detach(), term.count, term.weight) for term in terms], norm, applied, limited
+            norm, applied, limited = move(
+                rules, held, grads, rates, [*losses, _validity(terms)], clip, clip_value
+            )
+        return (
+            [(term.name, term.total.detach(), term.count, term.weight) for term in terms],
+            norm,
+            applied,
+            limited,
+        )
 
     return whole
 
@@ -168,10 +217,17 @@ def _validity(terms: tuple[Term, ...]) -> Tensor:
     NaN keeps all weights unchanged until the error is raised.
     """
     like = terms[0].total.detach()
-    counts = torch.stack([
-        term.count.to(like) if isinstance(term.count, Tensor) else torch.full_like(like, term.count) for term in terms
-    ])  # fmt: skip
-    return torch.where(torch.isfinite(counts).all() & (counts >= 0).all() & (counts.sum() > 0), 0.0, math.nan)
+    counts = torch.stack(
+        [
+            term.count.to(like)
+            if isinstance(term.count, Tensor)
+            else torch.full_like(like, term.count)
+            for term in terms
+        ]
+    )
+    return torch.where(
+        torch.isfinite(counts).all() & (counts >= 0).all() & (counts.sum() > 0), 0.0, math.nan
+    )
 
 
 def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Module) -> None:
@@ -181,10 +237,12 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
             words
             for words, is_so in {
                 f"several updates ({len(updates)})": len(updates) > 1,
-                "train.microbatch, which makes a step several passes": spec.train.microbatch not in (None, spec.train.batch),
+                "train.microbatch, which makes a step several passes": spec.train.microbatch
+                not in (None, spec.train.batch),
                 "train.ramp": bool(spec.train.ramp),
                 "memory.update_in_backward": spec.memory.update_in_backward,
-                'memory.on_oom = "halve", which makes a step several passes': spec.memory.on_oom == "halve",
+                'memory.on_oom = "halve", which makes a step several passes': spec.memory.on_oom
+                == "halve",
                 "memory.offload": spec.memory.offload != "none",
                 "memory.recompute": spec.memory.recompute != "none",
                 'precision.weights = "bf16"': spec.precision.weights == "bf16",
@@ -195,7 +253,10 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
         None,
     )
     if problem is not None:
-        raise SpecError(f"{KEY} does not go with {problem}", hint='use compile.what = "model", or leave that out')
+        raise SpecError(
+            f"{KEY} does not go with {problem}",
+            hint='use compile.what = "model", or leave that out',
+        )
     updates[0].guarded.check_traceable()
 
 
@@ -209,5 +270,8 @@ def _problems_of(model: nn.Module, policy: Policy) -> dict[str, bool]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    of_parameters = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in module.parameters(recurse=False))
+    of_parameters = any(
+        each._backward_hooks or each._post_accumulate_grad_hooks
+        for each in module.parameters(recurse=False)
+    )
     return bool(module._backward_hooks or module._backward_pre_hooks or of_parameters)

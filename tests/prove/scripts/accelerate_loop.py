@@ -18,12 +18,21 @@ EPOCHS, EVERY = 8, 5
 
 def main(out: Path, has_own: bool) -> None:
     set_seed(0)
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+    )
     inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(2) if has_own else None
-    loader = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=8, shuffle=True, generator=generator)
+    loader = DataLoader(
+        TensorDataset(inputs, inputs[:, :3].argmax(1)),
+        batch_size=8,
+        shuffle=True,
+        generator=generator,
+    )
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), loader)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01), loader
+    )
     newest = max(out.glob("step-*"), default=None)
     step = 0
     if newest is not None:

@@ -32,12 +32,21 @@ def main(out: str, when: str) -> None:
     inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
     seed_everything(0)
     loader = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=8, shuffle=True)
-    often = {"every_n_train_steps": 5} if when == "mid" else {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+    often = (
+        {"every_n_train_steps": 5}
+        if when == "mid"
+        else {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+    )
     saving = ModelCheckpoint(dirpath=out, filename="newest", save_last=True, **often)
     trainer = Trainer(
-        max_epochs=8, callbacks=[saving], logger=False, accelerator="cpu", default_root_dir=out, enable_progress_bar=False,
+        max_epochs=8,
+        callbacks=[saving],
+        logger=False,
+        accelerator="cpu",
+        default_root_dir=out,
+        enable_progress_bar=False,
         enable_model_summary=False,
-    )  # fmt: skip
+    )
     model = Model()
     trainer.fit(model, loader, ckpt_path="last")
     torch.save(model.state_dict(), f"{out}/final.pt")

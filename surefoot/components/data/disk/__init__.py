@@ -4,4 +4,13 @@ from surefoot.components.data.disk.convert import ConvertedShards, ShardNaming, 
 from surefoot.components.data.disk.given import Folder, Samples, of_arrays
 from surefoot.components.data.disk.stage import Staged, stage
 
-__all__ = ["ConvertedShards", "Folder", "ShardNaming", "Samples", "Staged", "convert", "of_arrays", "stage"]
+__all__ = [
+    "ConvertedShards",
+    "Folder",
+    "ShardNaming",
+    "Samples",
+    "Staged",
+    "convert",
+    "of_arrays",
+    "stage",
+]

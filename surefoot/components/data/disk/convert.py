@@ -64,10 +64,14 @@ class ShardNaming:
 
     def __post_init__(self) -> None:
         if self.shard_bytes < LEAST_SHARD:
-            raise DataError(f"tars of {self.shard_bytes:,} bytes are too small", hint=f"give {LEAST_SHARD:,} bytes or more")
+            raise DataError(
+                f"tars of {self.shard_bytes:,} bytes are too small",
+                hint=f"give {LEAST_SHARD:,} bytes or more",
+            )
         if not PLAIN.fullmatch(self.name):
             raise DataError(
-                f"tars cannot be called {self.name!r}", hint="a name has letters, digits, _ and -, and begins with one"
+                f"tars cannot be called {self.name!r}",
+                hint="a name has letters, digits, _ and -, and begins with one",
             )
 
 
@@ -93,7 +97,12 @@ class ConvertedShards:
 
 
 def convert(
-    given: Given, out: Path, layout: ShardNaming, *, tell: Tell = lambda done: None, say: Say = lambda text: None
+    given: Given,
+    out: Path,
+    layout: ShardNaming,
+    *,
+    tell: Tell = lambda done: None,
+    say: Say = lambda text: None,
 ) -> ConvertedShards:
     """Write the samples as tars into the folder `out`, or resume there; write `SHA256SUMS` last.
 
@@ -102,7 +111,9 @@ def convert(
     has too little space. Raises StorageError for what the disk refuses later.
     """
     if layout.shuffle is not None and not given.seekable:
-        raise DataError("a source that is read in a row cannot be shuffled", hint="leave --shuffle out")
+        raise DataError(
+            "a source that is read in a row cannot be shuffled", hint="leave --shuffle out"
+        )
     if not (out / PROGRESS).exists():
         _check_empty(out, given)
         check_room(nearest(out), given.num_bytes or 0)
@@ -120,7 +131,9 @@ def convert(
         framed = next(samples, None)
         while framed is not None:
             if len(shards) == MOST_SHARDS:
-                raise DataError(f"there are more than {MOST_SHARDS:,} tars", hint="give a larger --shard-size")
+                raise DataError(
+                    f"there are more than {MOST_SHARDS:,} tars", hint="give a larger --shard-size"
+                )
             path = out / f"{layout.name}-{len(shards):05}.tar"
             made, framed = _write(path, framed, samples, layout.shard_bytes, tell)
             _append(file, asdict(made))
@@ -129,19 +142,33 @@ def convert(
         write_whole(out / name, content)
     beside = {name: hashlib.sha256(content).hexdigest() for name, content in given.beside.items()}
     write_sums(out, {each.name: each.sha256 for each in shards} | beside)
-    num_samples, num_bytes = sum(each.samples for each in shards), sum(each.bytes for each in shards)
-    return ConvertedShards(shards=tuple(shards), kept=kept, num_samples=num_samples, num_bytes=num_bytes, beside=tuple(beside))
+    num_samples, num_bytes = (
+        sum(each.samples for each in shards),
+        sum(each.bytes for each in shards),
+    )
+    return ConvertedShards(
+        shards=tuple(shards),
+        kept=kept,
+        num_samples=num_samples,
+        num_bytes=num_bytes,
+        beside=tuple(beside),
+    )
 
 
 def _frames(given: Given, shuffle: int | None, first: int) -> Iterator[bytes]:
     """Yield the samples as members of a tar, from position `first` of the order."""
-    digits, order = max(LEAST_DIGITS, len(str(len(given) - 1))), Order(len(given), shuffle or 0, shuffle=shuffle is not None)
+    digits, order = (
+        max(LEAST_DIGITS, len(str(len(given) - 1))),
+        Order(len(given), shuffle or 0, shuffle=shuffle is not None),
+    )
     for begin in range(first, len(given), LOOKED_UP):
         for number in order.ids(0, begin, min(begin + LOOKED_UP, len(given))).tolist():
             yield frame(f"{number:0{digits}}", given.sample(number))
 
 
-def _write(path: Path, first: bytes, samples: Iterator[bytes], most_bytes: int, tell: Tell) -> tuple[Written, bytes | None]:
+def _write(
+    path: Path, first: bytes, samples: Iterator[bytes], most_bytes: int, tell: Tell
+) -> tuple[Written, bytes | None]:
     """Write `first` and as many samples as fit into one shard.
 
     Returns the shard, and the first sample of the next shard (None if there is none).
@@ -157,7 +184,9 @@ def _write(path: Path, first: bytes, samples: Iterator[bytes], most_bytes: int, 
         file.write(END)
         digest.update(END)
         file.flush()  # drafted() syncs the file
-    return Written(name=path.name, samples=count, bytes=size + len(END), sha256=digest.hexdigest()), after
+    return Written(
+        name=path.name, samples=count, bytes=size + len(END), sha256=digest.hexdigest()
+    ), after
 
 
 def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> None:
@@ -168,7 +197,9 @@ def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> N
     for number, each in enumerate(shards):
         is_there = (out / each.name).is_file()
         if not is_there or digest_of(out / each.name) != each.sha256:
-            say(f"{each.name} is {'damaged' if is_there else 'missing'}: the tars from there on are written again")
+            say(
+                f"{each.name} is {'damaged' if is_there else 'missing'}: the tars from there on are written again"
+            )
             del shards[number:]
             break
     file.seek(0)
@@ -177,7 +208,9 @@ def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> N
 
 
 @contextlib.contextmanager
-def _progress_of(out: Path, given: Given, layout: ShardNaming) -> Iterator[tuple[BinaryIO, list[Written]]]:
+def _progress_of(
+    out: Path, given: Given, layout: ShardNaming
+) -> Iterator[tuple[BinaryIO, list[Written]]]:
     """Open and lock the progress file; yield it together with the shards that it lists."""
     with lock_folder(out, PROGRESS) as file:
         file.seek(0)
@@ -213,12 +246,20 @@ def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Writte
         raise damaged from None
     if not same_format:
         raise DataError(f"{out} was begun by another version", hint=hint)
-    changed = [f"{name} {was.get(name)}, not {value}" for name, value in now.items() if was.get(name) != value]
+    changed = [
+        f"{name} {was.get(name)}, not {value}"
+        for name, value in now.items()
+        if was.get(name) != value
+    ]
     if changed:
         raise DataError(f"{out} was begun with {'; '.join(changed)}", hint=hint)
     if not same_source:
-        raise DataError(f"{out} was begun of another source, or this one has changed since", hint=hint)
-    if [each.name for each in known] != [f"{now['name']}-{number:05}.tar" for number in range(len(known))]:
+        raise DataError(
+            f"{out} was begun of another source, or this one has changed since", hint=hint
+        )
+    if [each.name for each in known] != [
+        f"{now['name']}-{number:05}.tar" for number in range(len(known))
+    ]:
         raise damaged
     return known
 
@@ -231,7 +272,9 @@ def _check_empty(out: Path, given: Given) -> None:
 def _refuse(out: Path, others: list[Path]) -> None:
     found = sorted(path.name for path in others if path.exists())
     if found:
-        raise DataError(f"{out} holds {name_some(found, 1)}, which is of another set", hint="name a new folder")
+        raise DataError(
+            f"{out} holds {name_some(found, 1)}, which is of another set", hint="name a new folder"
+        )
 
 
 def plain_name(folder: Path) -> str:

@@ -18,10 +18,16 @@ import psutil
 
 FILE_SYSTEMS = {  # file systems whose type names the kind of storage
     **dict.fromkeys(("tmpfs", "ramfs"), "memory"),
-    **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "glusterfs", "beegfs"), "network"),
+    **dict.fromkeys(
+        ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "glusterfs", "beegfs"), "network"
+    ),
     **dict.fromkeys(("9p", "virtiofs", "fuse.sshfs", "fuse.s3fs"), "network"),
 }
-DISKS = {"vd": "virtual disk", "xvd": "virtual disk", "nvme": "NVMe"}  # by the prefix of a block device's name
+DISKS = {
+    "vd": "virtual disk",
+    "xvd": "virtual disk",
+    "nvme": "NVMe",
+}  # by the prefix of a block device's name
 PIECE_BYTES = 1 << 20
 BLOCKS = Path("/sys/class/block")
 
@@ -47,12 +53,18 @@ def find_device(path: Path, *, blocks: Path = BLOCKS) -> Device:
     """Return the device of the nearest mount above a file or folder; unknown fields are None."""
     real, mounts = Path(os.path.realpath(path)), list[Any]()
     with contextlib.suppress(OSError):
-        mounts = [each for each in psutil.disk_partitions(all=True) if real.is_relative_to(each.mountpoint)]
+        mounts = [
+            each
+            for each in psutil.disk_partitions(all=True)
+            if real.is_relative_to(each.mountpoint)
+        ]
     if not mounts:
         return Device()
     # of two mounts at one path, the later hides the other
     mount = max(reversed(mounts), key=lambda each: len(each.mountpoint))
-    kind = FILE_SYSTEMS.get(mount.fstype) or _kind_of_disk(Path(os.path.realpath(mount.device)).name, blocks)
+    kind = FILE_SYSTEMS.get(mount.fstype) or _kind_of_disk(
+        Path(os.path.realpath(mount.device)).name, blocks
+    )
     return Device(name=mount.device or None, kind=kind, file_system=mount.fstype)
 
 
@@ -61,7 +73,9 @@ def _kind_of_disk(name: str, blocks: Path) -> str | None:
     disk = (blocks / name).resolve()
     for folder in (disk, disk.parent):  # a partition's folder is inside that of its disk
         with contextlib.suppress(OSError):
-            kind = kind or ("HDD" if (folder / "queue" / "rotational").read_text().strip() == "1" else "SSD")
+            kind = kind or (
+                "HDD" if (folder / "queue" / "rotational").read_text().strip() == "1" else "SSD"
+            )
     return kind
 
 
@@ -101,7 +115,9 @@ def cached_share(path: Path) -> float | None:
         content = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError):
         return None
-    failed = ctypes.CDLL(None).mincore(*map(ctypes.c_void_p, (content.ctypes.data, content.size, held.ctypes.data)))
+    failed = ctypes.CDLL(None).mincore(
+        *map(ctypes.c_void_p, (content.ctypes.data, content.size, held.ctypes.data))
+    )
     return None if failed else float((held & 1).mean())
 
 
@@ -126,7 +142,11 @@ def read_speed(paths: Sequence[Path], *, most_bytes: int, most_s: float) -> Spee
     begun_s = time.perf_counter()
     for path in paths:
         with path.open("rb", buffering=0) as file:
-            while done < most_bytes and time.perf_counter() - begun_s < most_s and (count := file.readinto(piece)):
+            while (
+                done < most_bytes
+                and time.perf_counter() - begun_s < most_s
+                and (count := file.readinto(piece))
+            ):
                 done += count
     elapsed_s = time.perf_counter() - begun_s
     return Speed(bytes_per_s=done / elapsed_s if done else None, num_bytes=done, cold=cold)

@@ -49,14 +49,20 @@ def kind_of(value: Any) -> str:
     if isinstance(value, int | np.integer):
         return "cls"
     if isinstance(value, Tensor):
-        is_whole = value.ndim == 0 and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+        is_whole = value.ndim == 0 and not (
+            value.is_floating_point() or value.is_complex() or value.dtype is torch.bool
+        )
         return "cls" if is_whole else "npy"
     if isinstance(value, np.ndarray | np.generic):
         return "cls" if value.ndim == 0 and value.dtype.kind in "iu" else "npy"
     if isinstance(value, str):
         return "txt"
     is_dict = isinstance(value, Mapping) and len(value) > 0
-    return "safetensors" if is_dict and all(isinstance(each, Tensor | np.ndarray) for each in value.values()) else "json"
+    return (
+        "safetensors"
+        if is_dict and all(isinstance(each, Tensor | np.ndarray) for each in value.values())
+        else "json"
+    )
 
 
 def encode(value: Any, kind: str, what: str) -> bytes:
@@ -66,7 +72,10 @@ def encode(value: Any, kind: str, what: str) -> bytes:
     """
     content = _ENCODERS[kind](value, what)
     if len(content) > MAX_MEMBER_BYTES:
-        raise DataError(f"{what} has {len(content):,} bytes as {kind}", hint=f"a part has {MAX_MEMBER_BYTES:,} at the most")
+        raise DataError(
+            f"{what} has {len(content):,} bytes as {kind}",
+            hint=f"a part has {MAX_MEMBER_BYTES:,} at the most",
+        )
     return content
 
 
@@ -93,10 +102,15 @@ def _array(value: Any, what: str) -> np.ndarray:
         try:
             value = value.detach().cpu().numpy()
         except TypeError as error:  # bfloat16, float8
-            raise DataError(f"{what} cannot be written: {error}", hint="give numbers that numpy has: x.float()") from None
+            raise DataError(
+                f"{what} cannot be written: {error}", hint="give numbers that numpy has: x.float()"
+            ) from None
     array = np.asarray(value, order="C")
     if array.dtype.kind not in NUMBERS:
-        raise DataError(f"{what} is an array of {array.dtype}", hint="npy parts are numbers; give a string as txt or json")
+        raise DataError(
+            f"{what} is an array of {array.dtype}",
+            hint="npy parts are numbers; give a string as txt or json",
+        )
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
@@ -109,7 +123,11 @@ def _as_npy(value: Any, what: str) -> bytes:
 def _as_class(value: Any, what: str) -> bytes:
     array = _array(value, what)
     if array.ndim or array.dtype.kind not in "iu" or not 0 <= int(array) <= LARGEST_CLASS:
-        shown = int(array) if not array.ndim and array.dtype.kind in "iu" else f"{array.dtype} {array.shape}"
+        shown = (
+            int(array)
+            if not array.ndim and array.dtype.kind in "iu"
+            else f"{array.dtype} {array.shape}"
+        )
         name = what.partition(" ")[0]
         hint = f"cls is a whole number from 0 to {LARGEST_CLASS:,}; write it otherwise: --as {name}=npy"
         raise DataError(f"{what} is {shown}, which is no class", hint=hint)
@@ -118,11 +136,16 @@ def _as_class(value: Any, what: str) -> bytes:
 
 def _as_text(value: Any, what: str) -> bytes:
     if not isinstance(value, str):
-        raise DataError(f"{what} is a {type(value).__name__}, not a string", hint="write it as json or npy")
+        raise DataError(
+            f"{what} is a {type(value).__name__}, not a string", hint="write it as json or npy"
+        )
     try:
         return value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{what} has no UTF-8: {error.reason} at {error.start}", hint="give text that can be written") from None
+        raise DataError(
+            f"{what} has no UTF-8: {error.reason} at {error.start}",
+            hint="give text that can be written",
+        ) from None
 
 
 def _as_json(value: Any, what: str) -> bytes:
@@ -130,7 +153,8 @@ def _as_json(value: Any, what: str) -> bytes:
         return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
-            f"{what} cannot be written as JSON: {error}", hint="give numbers, strings, lists and dicts of them"
+            f"{what} cannot be written as JSON: {error}",
+            hint="give numbers, strings, lists and dicts of them",
         ) from None
 
 
@@ -144,14 +168,31 @@ def _plain(value: Any) -> Any:
 
 
 def _as_tensors(value: Any, what: str) -> bytes:
-    if not isinstance(value, Mapping) or not value or not all(isinstance(name, str) for name in value):
-        raise DataError(f"{what} is a {type(value).__name__}", hint="safetensors parts are dicts of arrays by name")
+    if (
+        not isinstance(value, Mapping)
+        or not value
+        or not all(isinstance(name, str) for name in value)
+    ):
+        raise DataError(
+            f"{what} is a {type(value).__name__}",
+            hint="safetensors parts are dicts of arrays by name",
+        )
     held = {name: _array(each, f"{what}, its {name}") for name, each in value.items()}
     try:
-        content: bytes = safetensors.numpy.save({name: np.ascontiguousarray(held[name]) for name in sorted(held)})
+        content: bytes = safetensors.numpy.save(
+            {name: np.ascontiguousarray(held[name]) for name in sorted(held)}
+        )
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise DataError(f"{what} cannot be written as safetensors: {error}", hint="write it as json or npy") from None
+        raise DataError(
+            f"{what} cannot be written as safetensors: {error}", hint="write it as json or npy"
+        ) from None
     return content
 
 
-_ENCODERS = {"npy": _as_npy, "cls": _as_class, "txt": _as_text, "json": _as_json, "safetensors": _as_tensors}
+_ENCODERS = {
+    "npy": _as_npy,
+    "cls": _as_class,
+    "txt": _as_text,
+    "json": _as_json,
+    "safetensors": _as_tensors,
+}

@@ -45,7 +45,8 @@ def drafted(path: Path) -> Iterator[Path]:
         if not isinstance(error, OSError):
             raise
         raise StorageError(
-            f"{path} cannot be written: {error.strerror}", hint=hint_unwritten(error) + "; the same command goes on from there"
+            f"{path} cannot be written: {error.strerror}",
+            hint=hint_unwritten(error) + "; the same command goes on from there",
         ) from error
 
 
@@ -59,12 +60,16 @@ def lock_folder(folder: Path, name: str) -> Iterator[BinaryIO]:
     try:
         file = (folder / name).open("a+b")
     except OSError as error:
-        raise DataError(f"nothing can be written into {folder}: {error.strerror}", hint="name another folder") from None
+        raise DataError(
+            f"nothing can be written into {folder}: {error.strerror}", hint="name another folder"
+        ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise DataError(f"another process writes into {folder}", hint="wait for it, or name another folder") from None
+            raise DataError(
+                f"another process writes into {folder}", hint="wait for it, or name another folder"
+            ) from None
         yield file
 
 
@@ -85,7 +90,9 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
-        raise DataError(f"the folder {folder} cannot be made: {why}", hint="name another folder to write into") from None
+        raise DataError(
+            f"the folder {folder} cannot be made: {why}", hint="name another folder to write into"
+        ) from None
 
 
 def nearest(folder: Path) -> Path:
@@ -112,12 +119,17 @@ def digest_of(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check that it is there and who may read it") from None
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}",
+            hint="check that it is there and who may read it",
+        ) from None
 
 
 def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
     """Write the list of digests that `sha256sum --check` reads."""
-    write_whole(folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)).encode())
+    write_whole(
+        folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)).encode()
+    )
 
 
 def read_sums(folder: Path) -> dict[str, str]:

@@ -65,13 +65,19 @@ class Folder:
         try:
             changed = [(self.images.folder / name).stat().st_mtime_ns for name in names]
         except OSError as error:
-            raise DataError(f"{error.filename} cannot be read: {error.strerror}", hint="is it still there?") from None
+            raise DataError(
+                f"{error.filename} cannot be read: {error.strerror}", hint="is it still there?"
+            ) from None
         told = f"{self.images.digest} {changed}"
         self.identity = hashlib.sha256(told.encode()).hexdigest()
         label_bytes = len(str(len(self.images.classes)))
-        self.num_bytes: int | None = sum(framed_bytes([size, label_bytes]) for size in self.images.sizes)
+        self.num_bytes: int | None = sum(
+            framed_bytes([size, label_bytes]) for size in self.images.sizes
+        )
         classes = {str(number): name for number, name in enumerate(self.images.classes)}
-        listing = "".join(f"{json.dumps(name) if not name.isprintable() else name}\n" for name in names)
+        listing = "".join(
+            f"{json.dumps(name) if not name.isprintable() else name}\n" for name in names
+        )
         self.beside: Mapping[str, bytes] = {
             CLASSES: (json.dumps(classes, indent=1) + "\n").encode(),
             FILES: listing.encode("utf-8", "surrogateescape"),
@@ -97,10 +103,19 @@ class Samples:
     rows, and for names that a tar cannot hold.
     """
 
-    def __init__(self, source: Source, *, kinds: Mapping[str, str] | None = None, uniform: bool = False, known: str = "") -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        kinds: Mapping[str, str] | None = None,
+        uniform: bool = False,
+        known: str = "",
+    ) -> None:
         self.source, self.seekable = source, source.guarantee == "proven"
         first = self._rows(0)
-        self.kinds = {name: kind_of(value) for name, value in first.items()} | _checked(kinds or {}, first)
+        self.kinds = {name: kind_of(value) for name, value in first.items()} | _checked(
+            kinds or {}, first
+        )
         self.parts: Mapping[str, str] = extensions_of(self.kinds)
         self.beside: Mapping[str, bytes] = {}
         looked = sorted({0, len(source) // 2, len(source) - 1}) if self.seekable else [0]
@@ -126,7 +141,10 @@ class Samples:
                 f"sample {number:,} has the parts {', '.join(rows)}, and the first one {', '.join(self.kinds)}",
                 hint="give samples of the same parts",
             )
-        return {self.parts[name]: encode(value, self.kinds[name], f"{name} of sample {number:,}") for name, value in rows.items()}
+        return {
+            self.parts[name]: encode(value, self.kinds[name], f"{name} of sample {number:,}")
+            for name, value in rows.items()
+        }
 
     def _rows(self, number: int) -> dict[str, Any]:
         batch = self.source.read(np.array([number], dtype=np.int64))
@@ -155,10 +173,15 @@ def of_arrays(named: Mapping[str, str | Path], kinds: Mapping[str, str] | None =
     chosen = {
         name: "npy"
         for name, array in arrays.items()
-        if array.ndim == 1 and array.dtype.kind in "iu" and len(array) and (array.min() < 0 or array.max() > LARGEST_CLASS)
+        if array.ndim == 1
+        and array.dtype.kind in "iu"
+        and len(array)
+        and (array.min() < 0 or array.max() > LARGEST_CLASS)
     }
     changed = [Path(path).expanduser().stat().st_mtime_ns for path in named.values()]
-    return Samples(Arrays(**arrays), kinds={**chosen, **(kinds or {})}, uniform=True, known=str(changed))
+    return Samples(
+        Arrays(**arrays), kinds={**chosen, **(kinds or {})}, uniform=True, known=str(changed)
+    )
 
 
 def _row(value: Any, what: str) -> Any:
@@ -166,9 +189,15 @@ def _row(value: Any, what: str) -> Any:
     if isinstance(value, Mapping):
         return {name: _row(each, f"{what}, its {name}") for name, each in value.items()}
     is_array = isinstance(value, Tensor | np.ndarray)
-    if (is_array and value.ndim and len(value) == 1) or (isinstance(value, list | tuple) and len(value) == 1):
+    if (is_array and value.ndim and len(value) == 1) or (
+        isinstance(value, list | tuple) and len(value) == 1
+    ):
         return value[0]
-    if isinstance(value, list | tuple) and value and all(isinstance(each, Tensor) and each.shape[:1] == (1,) for each in value):
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and all(isinstance(each, Tensor) and each.shape[:1] == (1,) for each in value)
+    ):
         return [each[0] for each in value]  # each sample has a list, and torch collates it so
     shown = f"{tuple(value.shape)}" if is_array else f"a {type(value).__name__}"
     raise DataError(
@@ -181,6 +210,7 @@ def _checked(kinds: Mapping[str, str], first: Mapping[str, Any]) -> dict[str, st
     for name, kind in kinds.items():
         if name not in first or kind not in KINDS:
             raise DataError(
-                f"{name} as {kind} is not possible", hint=f"the parts are {', '.join(first)}, the forms {', '.join(KINDS)}"
+                f"{name} as {kind} is not possible",
+                hint=f"the parts are {', '.join(first)}, the forms {', '.join(KINDS)}",
             )
     return dict(kinds)

@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from surefoot.components.data.disk.devices import Device, Speed, drop_cached, find_device, read_speed
+from surefoot.components.data.disk.devices import (
+    Device,
+    Speed,
+    drop_cached,
+    find_device,
+    read_speed,
+)
 from surefoot.components.data.disk.files import (
     PIECE_BYTES,
     check_room,
@@ -71,40 +77,71 @@ def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -
     with lock_folder(dest, LOCK):
         sweep(dest, names)
         before = read_speed(tars, most_bytes=MEASURED_BYTES, most_s=MEASURED_S)
-        digests = {path.name: _copy(path, dest / path.name, known.get(path.name), tell) for path in tars}
-        beside = {name: _copy(home / name, dest / name) for name in BESIDE if (home / name).is_file()}
+        digests = {
+            path.name: _copy(path, dest / path.name, known.get(path.name), tell) for path in tars
+        }
+        beside = {
+            name: _copy(home / name, dest / name) for name in BESIDE if (home / name).is_file()
+        }
         copies = [dest / name for name in names]
         drop_cached(copies)  # so that the copies are read from the disk
         index = open_index(copies, dest, beside=True)
-        wrong = next((shard.name for shard in index.shards if shard.digest != digests[shard.name]), None)
+        wrong = next(
+            (shard.name for shard in index.shards if shard.digest != digests[shard.name]), None
+        )
         if wrong is not None:
-            raise DataError(f"{dest / wrong} is not what was written", hint="is the disk sound? remove the file and stage again")
+            raise DataError(
+                f"{dest / wrong} is not what was written",
+                hint="is the disk sound? remove the file and stage again",
+            )
         write_sums(dest, digests | beside)
         after = read_speed(copies, most_bytes=MEASURED_BYTES, most_s=MEASURED_S)
     return Staged(
-        index=index, num_bytes=sum(sizes.values()), copied_bytes=needed, kept=len(names) - len(missing), checked=len(known),
-        source=find_device(home), dest=find_device(dest), before=before, after=after,
-    )  # fmt: skip
+        index=index,
+        num_bytes=sum(sizes.values()),
+        copied_bytes=needed,
+        kept=len(names) - len(missing),
+        checked=len(known),
+        source=find_device(home),
+        dest=find_device(dest),
+        before=before,
+        after=after,
+    )
 
 
 def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
     """Return the folder of the tars, and the names of the tars in order. Raises DataError."""
     folders, names = {path.resolve().parent for path in tars}, sorted(path.name for path in tars)
     if len(folders) > 1:
-        raise DataError(f"the tars lie in {len(folders)} folders", hint="stage one folder after the other, each into its own")
-    twice = [name for name in set(names) if names.count(name) > 1] if len(set(names)) < len(names) else []
+        raise DataError(
+            f"the tars lie in {len(folders)} folders",
+            hint="stage one folder after the other, each into its own",
+        )
+    twice = (
+        [name for name in set(names) if names.count(name) > 1]
+        if len(set(names)) < len(names)
+        else []
+    )
     if twice:
         raise DataError(f"the tar {twice[0]} is named twice", hint="name each once")
     home = tars[0].parent
     if dest.exists() and not dest.is_dir():
         raise DataError(f"{dest} is a file", hint="name a folder to copy into")
     if dest.resolve() in folders:
-        raise DataError(f"{dest} is where the tars lie", hint="name a folder on another disk: /dev/shm/tars")
-    others = sorted(path.name for path in dest.glob("*.tar") if path.name not in set(names)) if dest.is_dir() else []
+        raise DataError(
+            f"{dest} is where the tars lie", hint="name a folder on another disk: /dev/shm/tars"
+        )
+    others = (
+        sorted(path.name for path in dest.glob("*.tar") if path.name not in set(names))
+        if dest.is_dir()
+        else []
+    )
     if (dest / SUMS).exists() and not (dest / LOCK).exists():
         others.append(SUMS)  # written by another program
     if others:
-        raise DataError(f"{dest} holds {others[0]}, which is of another set", hint="name a new folder")
+        raise DataError(
+            f"{dest} holds {others[0]}, which is of another set", hint="name a new folder"
+        )
     return home, names
 
 
@@ -116,7 +153,11 @@ def _digests(home: Path, tars: Sequence[Path]) -> dict[str, str]:
     held, stamps = read_sums(home), {stamp_of(path) for path in tars}
     for place in home.glob(f"*{SUFFIX}"):
         index = read_index(place, home)
-        held |= {shard.name: shard.digest for shard in (index.shards if index else ()) if shard.stamp in stamps}
+        held |= {
+            shard.name: shard.digest
+            for shard in (index.shards if index else ())
+            if shard.stamp in stamps
+        }
     return {path.name: held[path.name] for path in tars if path.name in held}
 
 
@@ -128,14 +169,19 @@ def _copy(path: Path, made: Path, wanted: str | None = None, tell: Tell = lambda
     if made.exists():
         found = digest_of(made)
         if found != (wanted or digest_of(path)):
-            raise DataError(f"{made} is there already, and is another one than {path}", hint="remove it, or name a new folder")
+            raise DataError(
+                f"{made} is there already, and is another one than {path}",
+                hint="remove it, or name a new folder",
+            )
         tell(path.stat().st_size)
         return found
     digest = hashlib.sha256()
     try:
         source = path.open("rb", buffering=0)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check who may read it") from None
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}", hint="check who may read it"
+        ) from None
     with source, drafted(made) as draft, draft.open("wb") as file:
         while piece := source.read(PIECE_BYTES):
             digest.update(piece)

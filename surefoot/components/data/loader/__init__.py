@@ -3,7 +3,14 @@
 from surefoot.components.data.loader.ahead import Ahead
 from surefoot.components.data.loader.bad import Read, Sound, read_sound
 from surefoot.components.data.loader.jobs import Job, Reader, look
-from surefoot.components.data.loader.loader import Kind, Loader, LoaderNotice, LoaderSettings, Taken, bytes_of
+from surefoot.components.data.loader.loader import (
+    Kind,
+    Loader,
+    LoaderNotice,
+    LoaderSettings,
+    Taken,
+    bytes_of,
+)
 
 __all__ = [
     "Ahead",

@@ -25,7 +25,9 @@ class Ahead:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._copied: tuple[int, list[Batch]] | None = None
-        self._leaving: list[tuple[Any, Taken]] = []  # the sources of copies in progress must stay in memory
+        self._leaving: list[
+            tuple[Any, Taken]
+        ] = []  # the sources of copies in progress must stay in memory
 
     def take(self, taken: Taken, peek: Peek | None = None) -> list[Batch]:
         """Return the batches of a step on the device.
@@ -50,7 +52,9 @@ class Ahead:
     def _copy(self, taken: Taken, stream: Any) -> list[Batch]:
         self._leaving = [each for each in self._leaving if not each[0].query()]
         with torch.cuda.stream(stream):
-            batches = [to_device(map_tensors(batch, _pinned), self._device) for batch in taken.batches]
+            batches = [
+                to_device(map_tensors(batch, _pinned), self._device) for batch in taken.batches
+            ]
             self._leaving.append((stream.record_event(), taken))
         return batches
 

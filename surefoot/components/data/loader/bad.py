@@ -33,7 +33,8 @@ class Read(NamedTuple):
         """The batch. Raises DataError if no sample is left."""
         if self.batch is None:
             raise DataError(
-                f"none of {len(self.bad)} samples can be read, the last one {self.bad[-1].reason}", hint="is this the right data?"
+                f"none of {len(self.bad)} samples can be read, the last one {self.bad[-1].reason}",
+                hint="is this the right data?",
             )
         return self.batch
 
@@ -61,7 +62,9 @@ def _try(source: Source, sample: int) -> UnreadableSample | None:
         source.read(np.array([sample], dtype=np.int64))
     except Exception as error:  # noqa: BLE001 - a decoder can raise anything
         _raise_unless_of_a_record(error)
-        return UnreadableSample(sample, f"{getattr(error, 'message', None) or f'{type(error).__name__}: {error}'}")
+        return UnreadableSample(
+            sample, f"{getattr(error, 'message', None) or f'{type(error).__name__}: {error}'}"
+        )
     return None
 
 

@@ -98,7 +98,9 @@ class Threads:
 
     def _begin(self, place: int) -> None:
         inbox: queue.SimpleQueue[tuple[int, Job] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._work, args=(place, inbox), name=f"surefoot-loader-{place}", daemon=True)
+        thread = threading.Thread(
+            target=self._work, args=(place, inbox), name=f"surefoot-loader-{place}", daemon=True
+        )
         self._inboxes[place : place + 1], self._threads[place : place + 1] = [inbox], [thread]
         thread.start()
 
@@ -133,7 +135,13 @@ class Threads:
 
     def cpu_s(self, place: int) -> float:
         wanted = self._threads[place].native_id
-        return float(sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id == wanted))
+        return float(
+            sum(
+                each.user_time + each.system_time
+                for each in psutil.Process().threads()
+                if each.id == wanted
+            )
+        )
 
     def replace(self, place: int) -> None:
         self._inboxes[place].put(None)  # a thread cannot be killed; if it ever returns, it ends
@@ -165,7 +173,9 @@ def gain_of_threads(reader: Reader, epoch: int, ids: np.ndarray) -> float:
     read()  # not timed: the first read may do more
     while _seconds(read) < LONG_ENOUGH_S and times < MOST_TIMES:
         times *= 2
-    alone_s, both_s = zip(*((_seconds(read), _seconds(read_twice)) for _ in range(ROUNDS)), strict=True)
+    alone_s, both_s = zip(
+        *((_seconds(read), _seconds(read_twice)) for _ in range(ROUNDS)), strict=True
+    )
     return float(2 * min(alone_s) / min(both_s))
 
 
@@ -221,14 +231,25 @@ class Processes:
         ours, theirs = self._context.Pipe()
         inherited = [each.pipe for each in self._workers] + [ours] if self.start == "fork" else []
         of_main = threading.current_thread() is threading.main_thread()
-        args = (theirs, slots, self._reader if self.start == "fork" else _Sent(self._reader), os.getpid(), inherited, of_main)
-        process = self._context.Process(target=serve, args=args, name=f"surefoot-loader-{place}", daemon=True)
+        args = (
+            theirs,
+            slots,
+            self._reader if self.start == "fork" else _Sent(self._reader),
+            os.getpid(),
+            inherited,
+            of_main,
+        )
+        process = self._context.Process(
+            target=serve, args=args, name=f"surefoot-loader-{place}", daemon=True
+        )
         with warnings.catch_warnings():
             # the warning that this process has threads: the child uses none of them
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
-        self._workers[place : place + 1] = [_WorkerProcess(process, ours, slots, deque(range(self._num_slots)))]
+        self._workers[place : place + 1] = [
+            _WorkerProcess(process, ours, slots, deque(range(self._num_slots)))
+        ]
 
     def has_room(self, place: int) -> bool:
         return bool(self._workers[place].free)
@@ -237,7 +258,9 @@ class Processes:
         worker = self._workers[place]
         slot = worker.free.pop()  # the slot that was freed last: no more slots fill than are needed
         with contextlib.suppress(OSError):  # the worker is dead, as `receive` will report
-            worker.pipe.send((serial, slot, job.window.epoch, pack_ids(job.ids, worker.slots[slot])))
+            worker.pipe.send(
+                (serial, slot, job.window.epoch, pack_ids(job.ids, worker.slots[slot]))
+            )
 
     def receive(self, timeout_s: float) -> list[Message]:
         pipes = {id(worker.pipe): place for place, worker in enumerate(self._workers)}
@@ -253,11 +276,15 @@ class Processes:
             return Message(place, None, problem=_how_it_ended(worker.process.exitcode))
         if problem is not None:
             worker.free.append(slot)
-            return Message(place, serial, problem=problem, took_s=took_s, is_unsendable=is_unsendable)
+            return Message(
+                place, serial, problem=problem, took_s=took_s, is_unsendable=is_unsendable
+            )
         try:
             read = unpack(lies, worker.slots[slot], lambda: worker.free.append(slot))
         except Exception:  # noqa: BLE001 - unpickling the types of a batch can raise anything
-            return Message(place, serial, problem=traceback.format_exc(), took_s=took_s, is_unsendable=True)
+            return Message(
+                place, serial, problem=traceback.format_exc(), took_s=took_s, is_unsendable=True
+            )
         if not worker.free:  # the caller keeps what it received: a free slot is needed to continue
             read = copy.deepcopy(read)
         return Message(place, serial, read, took_s=took_s)
@@ -325,7 +352,10 @@ def find_start(start: Start) -> str:
     if start == "auto":
         return "fork" if sys.platform == "linux" else "spawn"
     if start not in known:
-        raise DataError(f"loader.start is {start!r}, which this system has not", hint=f"use one of {', '.join(known)}")
+        raise DataError(
+            f"loader.start is {start!r}, which this system has not",
+            hint=f"use one of {', '.join(known)}",
+        )
     return start
 
 
@@ -334,7 +364,11 @@ def check_picklable(reader: Reader) -> None:
     for what, given in (("the source", reader.source), ("the task", reader.augment)):
         found = _find_unpicklable(given, what)
         if found is not None:
-            forks = 'loader.start = "fork", or ' if "fork" in multiprocessing.get_all_start_methods() else ""
+            forks = (
+                'loader.start = "fork", or '
+                if "fork" in multiprocessing.get_all_start_methods()
+                else ""
+            )
             raise DataError(
                 f"{found[0]} cannot be sent to a worker that is spawned: {found[1]}",
                 hint=f'define it in a file, under a name of its own, and import it; or set {forks}loader.kind = "thread", or '
@@ -349,7 +383,9 @@ def _find_unpicklable(given: Any, path: str) -> tuple[str, str] | None:
     except Exception as error:  # noqa: BLE001 - an object can raise anything when it is pickled
         inside = (_find_unpicklable(part, f"{path}{name}") for name, part in _parts_of(given))
         why = error.message if isinstance(error, DataError) else str(error)
-        return next((found for found in inside if found is not None), (path, why or type(error).__name__))
+        return next(
+            (found for found in inside if found is not None), (path, why or type(error).__name__)
+        )
     return None
 
 
@@ -360,7 +396,11 @@ class _Pickler(reduction.ForkingPickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
+        if (
+            isinstance(obj, type | FunctionType)
+            and obj.__module__ == "__main__"
+            and not _is_importable(sys.modules["__main__"])
+        ):
             raise DataError(
                 f"{obj.__qualname__} is defined in an interactive session, a notebook or a script on standard input, which no other "
                 "process can import",
@@ -371,7 +411,10 @@ class _Pickler(reduction.ForkingPickler):
 
 def _is_importable(main: Any) -> bool:
     """Return whether multiprocessing can import the main module, by its name or its file."""
-    return getattr(main, "__spec__", None) is not None or Path(getattr(main, "__file__", None) or "<none>").is_file()
+    return (
+        getattr(main, "__spec__", None) is not None
+        or Path(getattr(main, "__file__", None) or "<none>").is_file()
+    )
 
 
 def _parts_of(given: Any) -> list[tuple[str, Any]]:
@@ -381,4 +424,8 @@ def _parts_of(given: Any) -> list[tuple[str, Any]]:
         return [(f"[{number}]", part) for number, part in enumerate(given)]
     # for a method those of its object
     attributes = getattr(getattr(given, "__self__", given), "__dict__", None)
-    return [(f".{name}", part) for name, part in attributes.items()] if isinstance(attributes, dict) else []
+    return (
+        [(f".{name}", part) for name, part in attributes.items()]
+        if isinstance(attributes, dict)
+        else []
+    )

@@ -80,7 +80,9 @@ class Reader:
             own = getattr(self.source, "explain", None)
             begun_s = time.perf_counter()
             batch = self.source.read(ids.copy())
-            costs: dict[str, float] = {"read": time.perf_counter() - begun_s} if own is None else dict(own(ids))
+            costs: dict[str, float] = (
+                {"read": time.perf_counter() - begun_s} if own is None else dict(own(ids))
+            )
             if self.augment is not None:
                 begun_s = time.perf_counter()
                 self.augment(batch, Keys(self.seed, epoch, ids))
@@ -89,7 +91,11 @@ class Reader:
 
     def _streams(self, epoch: int, ids: np.ndarray) -> AbstractContextManager[None]:
         seeds = not getattr(self.source, "thread_safe", False) if self.seeds is None else self.seeds
-        return _streams_of(derive(self.seed, epoch, *ids[:1].tolist(), DRAWS)) if seeds else nullcontext()
+        return (
+            _streams_of(derive(self.seed, epoch, *ids[:1].tolist(), DRAWS))
+            if seeds
+            else nullcontext()
+        )
 
 
 def of_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> Source:
@@ -154,7 +160,9 @@ def _numpy_stream_of(key: int) -> Iterator[None]:
         mtrand.set_bit_generator(theirs)
         _unused.append(own)
         if normal is not None:
-            mtrand.set_state({**dict(mtrand.get_state(legacy=False)), "has_gauss": 1, "gauss": normal})
+            mtrand.set_state(
+                {**dict(mtrand.get_state(legacy=False)), "has_gauss": 1, "gauss": normal}
+            )
 
 
 def _held_normal(generator: Any) -> float | None:

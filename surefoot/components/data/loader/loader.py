@@ -21,7 +21,14 @@ from torch import Tensor
 
 from surefoot.components.data.feed import Feed, SampleWindow
 from surefoot.components.data.loader.bad import BadRecords, Read, UnreadableSample
-from surefoot.components.data.loader.crew import Message, Processes, Start, Threads, WorkerPool, gain_of_threads
+from surefoot.components.data.loader.crew import (
+    Message,
+    Processes,
+    Start,
+    Threads,
+    WorkerPool,
+    gain_of_threads,
+)
 from surefoot.components.data.loader.jobs import Job, Reader, streams_of_epoch
 from surefoot.components.data.loader.pilot import (
     STARVES,
@@ -111,11 +118,24 @@ class Taken(NamedTuple):
     first: int = 0
 
     @classmethod
-    def of(cls, number: int, window: SampleWindow, cut: Iterable[np.ndarray], reads: Iterable[Read], first: int = 0) -> Self:
+    def of(
+        cls,
+        number: int,
+        window: SampleWindow,
+        cut: Iterable[np.ndarray],
+        reads: Iterable[Read],
+        first: int = 0,
+    ) -> Self:
         """Return the batches of a step from the reads of its microbatches, with samples `cut`."""
-        kept = [(read.batch, read.kept(ids)) for ids, read in zip(cut, reads, strict=True) if read.batch is not None]
+        kept = [
+            (read.batch, read.kept(ids))
+            for ids, read in zip(cut, reads, strict=True)
+            if read.batch is not None
+        ]
         bad = tuple(bad for read in reads for bad in read.bad)
-        return cls(number, window, [batch for batch, _ in kept], [ids for _, ids in kept], bad, first)
+        return cls(
+            number, window, [batch for batch, _ in kept], [ids for _, ids in kept], bad, first
+        )
 
     @property
     def num_samples(self) -> int:
@@ -126,7 +146,14 @@ class Taken(NamedTuple):
 class Loader:
     """Batches by step, numbered from 1: `loader.take(n)`; consecutive steps are read ahead."""
 
-    def __init__(self, feed: Feed, reader: Reader, settings: LoaderSettings | None = None, *, last: int | None = None) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        reader: Reader,
+        settings: LoaderSettings | None = None,
+        *,
+        last: int | None = None,
+    ) -> None:
         """Create a loader up to step `last`; without settings, steps read without workers."""
         self._feed, self._reader, self._last = feed, reader, last
         self.bad = BadRecords(len(feed.source), 0.0)
@@ -184,7 +211,11 @@ class Loader:
     def peek(self, number: int) -> Taken | None:
         """Return the batches of step `number` if they have been read already, else None."""
         found = list(itertools.takewhile(lambda each: each.job.number <= number, self._tickets))
-        if not found or len(found) == len(self._tickets) or not all(each.is_there and each.problem is None for each in found):
+        if (
+            not found
+            or len(found) == len(self._tickets)
+            or not all(each.is_there and each.problem is None for each in found)
+        ):
             return None
         return _joined(number, found)
 
@@ -192,7 +223,9 @@ class Loader:
         """Return the batches of step `number`, read at once in this process without workers."""
         window = self._feed.window(number - 1)
         first, cut = self._feed.mine(window)
-        return Taken.of(number, window, cut, [self._reader(window.epoch, ids) for ids in cut], first)
+        return Taken.of(
+            number, window, cut, [self._reader(window.epoch, ids) for ids in cut], first
+        )
 
     def _leave_out(self, taken: Taken) -> None:
         for each in self.bad.add(taken.bad):
@@ -242,7 +275,11 @@ class Loader:
         if not getattr(self._reader.source, "thread_safe", False):
             return "process"
         window = self._feed.window(max(self._next - 2, 0))
-        return "thread" if gain_of_threads(self._reader, window.epoch, window.ids[:MOST_TRIED]) >= WORTH else "process"
+        return (
+            "thread"
+            if gain_of_threads(self._reader, window.epoch, window.ids[:MOST_TRIED]) >= WORTH
+            else "process"
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: records left out, and the position of the source."""
@@ -261,13 +298,19 @@ class Loader:
         Raises OtherDataError if the data read again on the way differ from the data read before.
         """
         if isinstance(self.source, Iterated):
-            window, streams_of = self._feed.window(number - 1), functools.partial(streams_of_epoch, self._reader.seed)
+            window, streams_of = (
+                self._feed.window(number - 1),
+                functools.partial(streams_of_epoch, self._reader.seed),
+            )
             self.source.seek(window.epoch, int(window.ids[0]), streams_of)
 
     def skip_bad(self, share: float) -> None:
         """Leave out unreadable samples, up to a share of the data set."""
         self.close()
-        self._reader, self.bad = replace(self._reader, skips=True), BadRecords(len(self._feed.source), share)
+        self._reader, self.bad = (
+            replace(self._reader, skips=True),
+            BadRecords(len(self._feed.source), share),
+        )
 
     @property
     def depth(self) -> int:
@@ -291,7 +334,11 @@ class Loader:
         crew = self._crew or self._make_crew()
         while len(self._tickets) < self._depth:
             loads = self._loads(crew)
-            place = min((place for place in range(crew.size) if crew.has_room(place)), key=loads.__getitem__, default=None)
+            place = min(
+                (place for place in range(crew.size) if crew.has_room(place)),
+                key=loads.__getitem__,
+                default=None,
+            )
             job = next(self._jobs, None) if place is not None else None
             if job is None or place is None:
                 return
@@ -302,7 +349,10 @@ class Loader:
 
     def _loads(self, crew: WorkerPool) -> list[tuple[int, int]]:
         """Return the load of each worker: jobs still to be read, and all jobs not yet consumed."""
-        reads, holds = Counter(each.place for each in self._given.values()), Counter(each.place for each in self._tickets)
+        reads, holds = (
+            Counter(each.place for each in self._given.values()),
+            Counter(each.place for each in self._tickets),
+        )
         return [(reads[place], holds[place]) for place in range(crew.size)]
 
     def _make_crew(self) -> WorkerPool:
@@ -311,7 +361,9 @@ class Loader:
             self._crew = Threads(settings.workers, self._reader)
         else:
             num_slots = 2 * settings.prefetch + 2
-            self._crew = Processes(settings.workers, self._reader, num_slots=num_slots, start=settings.start)
+            self._crew = Processes(
+                settings.workers, self._reader, num_slots=num_slots, start=settings.start
+            )
         return self._crew
 
     def _give(self, crew: WorkerPool, ticket: _Ticket) -> None:
@@ -324,7 +376,9 @@ class Loader:
         # many workers on few cores get little CPU time each
         share = BUSY_SHARE * min(1.0, count_cores() / crew.size)
         while not ticket.is_there:
-            allowed_s = max(self.settings.timeout_s, PATIENCE * self._slowest_s) * 2 ** (ticket.tries - 1)
+            allowed_s = max(self.settings.timeout_s, PATIENCE * self._slowest_s) * 2 ** (
+                ticket.tries - 1
+            )
             messages = crew.receive(allowed_s / LOOKS)
             before_s, looked_s = looked_s, time.monotonic()
             # a check that took longer: this process was stopped, too
@@ -350,7 +404,12 @@ class Loader:
         self._slowest_s = max(self._slowest_s, message.took_s)
         if message.serial is None:
             waiting = [each for each in self._given.values() if each.place == message.place]
-            self._lose(crew, message.place, message.problem or "ended", min(waiting, key=lambda each: each.serial, default=None))
+            self._lose(
+                crew,
+                message.place,
+                message.problem or "ended",
+                min(waiting, key=lambda each: each.serial, default=None),
+            )
             return
         ticket = self._given.pop(message.serial, None)
         if ticket is not None:  # else the ticket was discarded meanwhile
@@ -364,10 +423,15 @@ class Loader:
         have failed with this job.
         """
         name = crew.name(place)
-        lost = sorted((each for each in self._given.values() if each.place == place), key=lambda each: each.serial)
+        lost = sorted(
+            (each for each in self._given.values() if each.place == place),
+            key=lambda each: each.serial,
+        )
         step = self._next - 1 if guilty is None else guilty.job.number
         what = f"{name} {how}" + (
-            "" if guilty is None else f" while it read {_told(guilty.job.ids)} of step {guilty.job.number:,}"
+            ""
+            if guilty is None
+            else f" while it read {_told(guilty.job.ids)} of step {guilty.job.number:,}"
         )
         if guilty is not None:
             guilty.tries += 1
@@ -381,7 +445,11 @@ class Loader:
         crew.replace(place)
         for ticket in lost:
             self._give(crew, ticket)
-        self.tell(LoaderNotice("worker", step, what, "it was replaced, and the same samples are read again"))
+        self.tell(
+            LoaderNotice(
+                "worker", step, what, "it was replaced, and the same samples are read again"
+            )
+        )
 
     def _read_again(self, ticket: _Ticket) -> None:
         """Read a microbatch again in this process, after a worker raised an exception.
@@ -401,14 +469,25 @@ class Loader:
         self._in_vain += 1
         crew = self._crew or self._make_crew()
         what = f"{crew.name(ticket.place)} raised {raised} while it read {_told(job.ids)} of step {job.number:,}"
-        self.tell(LoaderNotice("worker", job.number, what, "the same samples were read again, without an error"))
+        self.tell(
+            LoaderNotice(
+                "worker", job.number, what, "the same samples were read again, without an error"
+            )
+        )
 
     def _go_on_alone(self, number: int) -> None:
         """Continue without workers, since reading fails in them each time."""
         self.use(replace(self.settings, workers=0))
         what = f"{self._in_vain} batches in a row raised in a worker, and did not in the run"
         self._in_vain = 0
-        self.tell(LoaderNotice("worker", number, what, "the workers are let go, and each step reads its own samples"))
+        self.tell(
+            LoaderNotice(
+                "worker",
+                number,
+                what,
+                "the workers are let go, and each step reads its own samples",
+            )
+        )
 
     def _bound_depth(self, batch: Batch) -> None:
         """Limit the read-ahead to the allowed memory, but at least one microbatch per worker."""
@@ -416,7 +495,9 @@ class Loader:
         if self.batch_bytes and held <= self.batch_bytes:
             return
         self.batch_bytes = max(1, held)
-        self._depth = min(self._depth, max(settings.workers, settings.memory_bytes // self.batch_bytes))
+        self._depth = min(
+            self._depth, max(settings.workers, settings.memory_bytes // self.batch_bytes)
+        )
 
     def _watch(self, number: int, begun_s: float, done_s: float) -> None:
         """Evaluate the previous step, from the start of its read to the start of this one."""
@@ -447,7 +528,10 @@ class Loader:
         ids = (cut or [window.ids])[0]
         costs = self._reader.explain(window.epoch, ids)
         total_s = sum(costs.values())
-        causes = ", ".join(f"{name} {cost / total_s:.0%}" for name, cost in sorted(costs.items(), key=lambda each: -each[1]))
+        causes = ", ".join(
+            f"{name} {cost / total_s:.0%}"
+            for name, cost in sorted(costs.items(), key=lambda each: -each[1])
+        )
         what = (
             f"steps wait {seen.waiting:.0%} of their time for data, {seen.waiting * seen.step_s * 1e3:.3g} ms of "
             f"{seen.step_s * 1e3:.3g}, with {seen.workers} worker{'s' * (seen.workers != 1)}"
@@ -462,9 +546,17 @@ class Loader:
         settings = self.settings
         if not settings.workers:
             return "each step reads its own samples: no worker"
-        named = {"thread": "threads", "process": "processes"}[self.kind] if settings.workers > 1 else self.kind
+        named = (
+            {"thread": "threads", "process": "processes"}[self.kind]
+            if settings.workers > 1
+            else self.kind
+        )
         workers = f"{settings.workers} worker {named}"
-        held = f", {math.ceil(self._depth * self.batch_bytes / 2**20):,} MiB" if self.batch_bytes else ""
+        held = (
+            f", {math.ceil(self._depth * self.batch_bytes / 2**20):,} MiB"
+            if self.batch_bytes
+            else ""
+        )
         return f"{workers} hold {self._depth} microbatches ahead{held}"
 
     def __del__(self) -> None:
@@ -474,7 +566,13 @@ class Loader:
 
 def _joined(number: int, tickets: list[_Ticket]) -> Taken:
     job = tickets[0].job
-    return Taken.of(number, job.window, [each.job.ids for each in tickets], [each.read for each in tickets], job.first)
+    return Taken.of(
+        number,
+        job.window,
+        [each.job.ids for each in tickets],
+        [each.read for each in tickets],
+        job.first,
+    )
 
 
 def bytes_of(batch: Batch) -> int:
@@ -486,10 +584,20 @@ def bytes_of(batch: Batch) -> int:
     if isinstance(batch, str | bytes | int | float | None):
         return 0
     own = getattr(batch, "__dict__", {})
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else own.values()
+    parts = (
+        batch.values()
+        if isinstance(batch, dict)
+        else batch
+        if isinstance(batch, tuple | list)
+        else own.values()
+    )
     return sum(map(bytes_of, parts))
 
 
 def _told(ids: np.ndarray) -> str:
     shown = ", ".join(map(str, ids[:4].tolist()))
-    return f"sample {shown}" if len(ids) == 1 else f"samples {shown}{', ...' if len(ids) > 4 else ''} ({len(ids)} of them)"
+    return (
+        f"sample {shown}"
+        if len(ids) == 1
+        else f"samples {shown}{', ...' if len(ids) > 4 else ''} ({len(ids)} of them)"
+    )

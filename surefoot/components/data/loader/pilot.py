@@ -102,10 +102,16 @@ class WorkerTuner:
             return self.workers
         self.is_done = True
         enough_s = min(each.step_s for each in self.tried) * (1 + GAIN)
-        before, self.workers = self.workers, next(each.workers for each in self.tried if each.step_s <= enough_s)
+        before, self.workers = (
+            self.workers,
+            next(each.workers for each in self.tried if each.step_s <= enough_s),
+        )
         return self.workers if self.workers != before else None
 
     def describe(self) -> str:
         """Return the result and the numbers that were tried, in words."""
-        tried = "; ".join(f"{each.workers}: {each.step_s * 1e3:.3g} ms a step, {each.waiting:.0%} waiting" for each in self.tried)
+        tried = "; ".join(
+            f"{each.workers}: {each.step_s * 1e3:.3g} ms a step, {each.waiting:.0%} waiting"
+            for each in self.tried
+        )
         return f"{self.workers} worker{'s' * (self.workers != 1)} for the data ({tried})"

@@ -120,9 +120,21 @@ class _Packer(pickle.Pickler):
             dense = obj.detach().resolve_conj().resolve_neg()
             flat = dense.contiguous().view(-1) if dense.numel() else dense.new_empty(0)
             named = str(obj.dtype).removeprefix("torch.")
-            return "tensor", named, tuple(obj.shape), self._lay(flat.view(torch.uint8).numpy()), obj.requires_grad
+            return (
+                "tensor",
+                named,
+                tuple(obj.shape),
+                self._lay(flat.view(torch.uint8).numpy()),
+                obj.requires_grad,
+            )
         if type(obj) is np.ndarray and obj.dtype.kind in "biufc":
-            return "array", obj.dtype.str, obj.shape, self._lay(np.ascontiguousarray(obj).reshape(-1).view(np.uint8)), False
+            return (
+                "array",
+                obj.dtype.str,
+                obj.shape,
+                self._lay(np.ascontiguousarray(obj).reshape(-1).view(np.uint8)),
+                False,
+            )
         return None
 
     def _lay(self, content: np.ndarray) -> int:
@@ -144,7 +156,11 @@ class _Unpacker(pickle.Unpickler):
         dtype: Any = getattr(torch, named) if kind == "tensor" else np.dtype(named)
         count = int(np.prod(shape, dtype=np.int64))
         if count == 0:
-            return torch.empty(shape, dtype=dtype, requires_grad=requires_grad) if kind == "tensor" else np.empty(shape, dtype)
+            return (
+                torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+                if kind == "tensor"
+                else np.empty(shape, dtype)
+            )
         content = np.frombuffer(self._memory, np.uint8, count * dtype.itemsize, start)
         self._lease.hold(content)
         if kind == "array":

@@ -27,8 +27,13 @@ MOST_TOLD = 3_000  # characters of a traceback: at 4 bytes each, they fit into a
 
 
 def serve(
-    pipe: Connection, slots: tuple[Slot, ...], reader: Reader, parent: int, inherited: list[Connection], of_main: bool
-) -> None:  # fmt: skip
+    pipe: Connection,
+    slots: tuple[Slot, ...],
+    reader: Reader,
+    parent: int,
+    inherited: list[Connection],
+    of_main: bool,
+) -> None:
     """Answer each (serial, slot, epoch, number of ids in the slot) until the pipe is closed.
 
     An answer is (serial, slot, seconds, position of the batch, problem, whether the batch was read
@@ -70,7 +75,11 @@ def _read(reader: Reader, epoch: int, ids: Any, slot: Slot) -> tuple[Any, str | 
         is_read = True
         return pack(read, slot), None, False
     except BaseException as error:  # noqa: BLE001 - sent to the parent, which reads again
-        return None, traceback.format_exc()[-MOST_TOLD:], is_read and not isinstance(error, OSError | MemoryError)
+        return (
+            None,
+            traceback.format_exc()[-MOST_TOLD:],
+            is_read and not isinstance(error, OSError | MemoryError),
+        )
 
 
 def _end_with(parent: int) -> None:

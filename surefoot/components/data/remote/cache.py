@@ -106,7 +106,9 @@ class Cache:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
-                with locked(self.folder / LOCK):  # else who adds up the files may find it under neither name
+                with locked(
+                    self.folder / LOCK
+                ):  # else who adds up the files may find it under neither name
                     draft.rename(path)
             except BaseException:
                 with suppress(OSError):
@@ -158,7 +160,11 @@ class Cache:
 
     def _files(self) -> list[Path]:
         return [
-            path for folder in self.folder.iterdir() if folder.is_dir() for path in folder.iterdir() if path.suffix != ".index"
+            path
+            for folder in self.folder.iterdir()
+            if folder.is_dir()
+            for path in folder.iterdir()
+            if path.suffix != ".index"
         ]
 
 
@@ -197,5 +203,6 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"the cache cannot keep {path}: {error.strerror or error}", hint=hint_unwritten(error, "give another cache")
+            f"the cache cannot keep {path}: {error.strerror or error}",
+            hint=hint_unwritten(error, "give another cache"),
         ) from error

@@ -56,7 +56,8 @@ class Far:
         size = self._patiently(ask)
         if size is None:
             raise DataError(
-                f"{self.place.shown}: the server does not say how large it is", hint="serve it with Content-Length, as a file"
+                f"{self.place.shown}: the server does not say how large it is",
+                hint="serve it with Content-Length, as a file",
             )
         return size
 
@@ -86,7 +87,9 @@ class Far:
 
     def _piece(self, start: int, stop: int, size: int) -> bytes:
         def ask(system: Any, path: str) -> bytes:
-            piece: bytes = system.cat_file(path, start=start, end=stop, timeout=self._patience.request_s)
+            piece: bytes = system.cat_file(
+                path, start=start, end=stop, timeout=self._patience.request_s
+            )
             return piece
 
         piece = self._patiently(ask, (stop - start, size - start, size))
@@ -175,12 +178,17 @@ def _is_mendable(error: BaseException) -> bool:
         return False
     if status is not None:
         return not 400 <= status < 500 or status in AGAIN
-    return not isinstance(last, FileNotFoundError | PermissionError) and "Credentials" not in type(last).__name__
+    return (
+        not isinstance(last, FileNotFoundError | PermissionError)
+        and "Credentials" not in type(last).__name__
+    )
 
 
 def _is_absent(error: BaseException) -> bool:
     status = _status(error)
-    return status in (403, 404) or (status is None and isinstance(list(_causes(error))[-1], FileNotFoundError))
+    return status in (403, 404) or (
+        status is None and isinstance(list(_causes(error))[-1], FileNotFoundError)
+    )
 
 
 class Stream(io.RawIOBase):

@@ -39,8 +39,14 @@ class ShardUrl:
 
     def beside(self, name: str) -> ShardUrl:
         """Return the URL of another file in the same folder, with the same query."""
-        base, mark, query = self.url.partition("?") if self.url.startswith("http") else (self.url, "", "")
-        return ShardUrl(f"{base.rpartition('/')[0]}/{name}{mark}{query}", f"{self.shown.rpartition('/')[0]}/{name}", name)
+        base, mark, query = (
+            self.url.partition("?") if self.url.startswith("http") else (self.url, "", "")
+        )
+        return ShardUrl(
+            f"{base.rpartition('/')[0]}/{name}{mark}{query}",
+            f"{self.shown.rpartition('/')[0]}/{name}",
+            name,
+        )
 
 
 def find_places(urls: str | Sequence[str]) -> list[ShardUrl]:
@@ -50,7 +56,9 @@ def find_places(urls: str | Sequence[str]) -> list[ShardUrl]:
     not accepted, for names that are not plain, for duplicates, and for shards of several folders.
     """
     given = [urls] if isinstance(urls, str) else list(urls)
-    places = sorted((_read(url) for pattern in given for url in expand(pattern)), key=lambda place: place.name)
+    places = sorted(
+        (_read(url) for pattern in given for url in expand(pattern)), key=lambda place: place.name
+    )
     if not places:
         raise DataError("no URL is given", hint="name one shard or more")
     for one, other in itertools.pairwise(places):
@@ -58,7 +66,10 @@ def find_places(urls: str | Sequence[str]) -> list[ShardUrl]:
             raise DataError(f"the shard {one.name} is named twice", hint="name each shard once")
     folders = {place.shown.rpartition("/")[0] for place in places}
     if len(folders) != 1:
-        raise DataError(f"the shards lie in {len(folders)} places", hint="give the shards of one place, one or more")
+        raise DataError(
+            f"the shards lie in {len(folders)} places",
+            hint="give the shards of one place, one or more",
+        )
     return places
 
 
@@ -75,9 +86,13 @@ def expand(pattern: str) -> list[str]:
     try:
         urls = list(itertools.islice(braceexpand(pattern, escape=False), MOST + 1))
     except ValueError as error:  # unbalanced braces
-        raise DataError(f"{pattern[:200]} is no pattern: {error}", hint="write {000..099} or {a,b}") from None
+        raise DataError(
+            f"{pattern[:200]} is no pattern: {error}", hint="write {000..099} or {a,b}"
+        ) from None
     if len(urls) > MOST:
-        raise DataError(f"{pattern[:200]} stands for more than {MOST:,} shards", hint="make larger shards")
+        raise DataError(
+            f"{pattern[:200]} stands for more than {MOST:,} shards", hint="make larger shards"
+        )
     return urls
 
 
@@ -85,11 +100,16 @@ def _read(url: str) -> ShardUrl:
     parts = urlsplit(url)
     hint = f"give https://host/folder/name.tar, or s3://bucket/folder/name.tar; taken are {', '.join(SCHEMES)}"
     if parts.scheme not in SCHEMES or "::" in url:
-        raise DataError(f"shards are not read from {parts.scheme or url[:40]}: {_shown(url)}", hint=hint)
+        raise DataError(
+            f"shards are not read from {parts.scheme or url[:40]}: {_shown(url)}", hint=hint
+        )
     path = url.removeprefix(f"s3://{parts.netloc}") if parts.scheme == "s3" else parts.path
     name = path.rpartition("/")[2]
     if not parts.netloc or not PLAIN.match(name):
-        raise DataError(f"{_shown(url)} names no shard", hint=f"{hint}; a name has letters, digits, '.', '_' and '-'")
+        raise DataError(
+            f"{_shown(url)} names no shard",
+            hint=f"{hint}; a name has letters, digits, '.', '_' and '-'",
+        )
     return ShardUrl(url, _shown(url), name)
 
 

@@ -41,15 +41,22 @@ class Remote:
     _lock: threading.Lock
 
     def __init__(
-        self, urls: str | Sequence[str], *, cache: str | Path | None = None, cache_bytes: str | int = "20 GiB", ahead: int = 2,
-        digests: Mapping[str, str] | None = None, patience: RetryPolicy | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        urls: str | Sequence[str],
+        *,
+        cache: str | Path | None = None,
+        cache_bytes: str | int = "20 GiB",
+        ahead: int = 2,
+        digests: Mapping[str, str] | None = None,
+        patience: RetryPolicy | None = None,
+    ) -> None:
         self.places = find_places(urls)
         self.ahead, self._patience = ahead, patience or RetryPolicy()
         most_bytes = parse_bytes(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes
         if ahead < 0 or most_bytes < 1:
             raise DataError(
-                f"a cache of {cache_bytes} with {ahead} shards ahead is none", hint='give cache_bytes="20 GiB" and ahead=2, or 0'
+                f"a cache of {cache_bytes} with {ahead} shards ahead is none",
+                hint='give cache_bytes="20 GiB" and ahead=2, or 0',
             )
         self.cache = Cache(whole_path(cache) if cache else cache_folder() / "remote", most_bytes)
         where = self.places[0].shown.rpartition("/")[0]
@@ -85,7 +92,11 @@ class Remote:
 
     def size(self, number: int) -> int:
         """Return the bytes of a shard."""
-        return self._known[number][0] if number in self._known else Far(self.places[number], self._patience).size()
+        return (
+            self._known[number][0]
+            if number in self._known
+            else Far(self.places[number], self._patience).size()
+        )
 
     def most_open(self, allowed: int) -> int:
         """Return how many shards one reader may hold open, at most `allowed`.
@@ -110,7 +121,10 @@ class Remote:
 
         After each shard, the next `ahead` shards of the order are downloaded in advance.
         """
-        self._after = {number: list(order[place + 1 : place + 1 + self.ahead]) for place, number in enumerate(order)}
+        self._after = {
+            number: list(order[place + 1 : place + 1 + self.ahead])
+            for place, number in enumerate(order)
+        }
         self._fetch_ahead(list(order[: self.ahead]))
 
     def stream(self, number: int) -> BinaryIO:
@@ -126,7 +140,9 @@ class Remote:
 
     def digest(self, number: int) -> str | None:
         """Return the digest that the shard must have; None while it is unknown."""
-        return self.listed.get(self.places[number].name) or (self._known[number][1] if number in self._known else None)
+        return self.listed.get(self.places[number].name) or (
+            self._known[number][1] if number in self._known else None
+        )
 
     def _read_digests(self, given: Mapping[str, str] | None) -> dict[str, str]:
         """Return the given digests, else those in SHA256SUMS next to the shards.
@@ -135,13 +151,20 @@ class Remote:
         """
         if given is None:
             content = self.read_beside(SUMS)
-            lines = (SUM_LINE.fullmatch(line) for line in (content or b"").decode("utf-8", "replace").splitlines())
+            lines = (
+                SUM_LINE.fullmatch(line)
+                for line in (content or b"").decode("utf-8", "replace").splitlines()
+            )
             return {line[2]: line[1].lower() for line in lines if line is not None}
-        bad = next((name for name, digest in given.items() if not DIGEST.match(str(digest).lower())), None)
+        bad = next(
+            (name for name, digest in given.items() if not DIGEST.match(str(digest).lower())), None
+        )
         unknown = next((name for name in given if name not in set(self.names)), None)
         if bad is not None or unknown is not None:
             raise DataError(
-                f"digests has {unknown}, which is no shard" if bad is None else f"the digest of {bad} is {given[bad]!r}",
+                f"digests has {unknown}, which is no shard"
+                if bad is None
+                else f"the digest of {bad} is {given[bad]!r}",
                 hint="give {name of the shard: its SHA-256 in 64 hex digits}",
             )
         return {name: digest.lower() for name, digest in given.items()}
@@ -149,9 +172,15 @@ class Remote:
     def _open(self, number: int, **how: float) -> int:
         size, wanted = self.size(number), self.digest(number)
         while True:
-            descriptor = self.cache.open(self.path(number), size, lambda file: self._fill(file, number, size), **how)
+            descriptor = self.cache.open(
+                self.path(number), size, lambda file: self._fill(file, number, size), **how
+            )
             inode = os.fstat(descriptor).st_ino
-            if wanted is None or self._sound.get(number) == inode or _digest_of(descriptor) == wanted:
+            if (
+                wanted is None
+                or self._sound.get(number) == inode
+                or _digest_of(descriptor) == wanted
+            ):
                 self._sound[number] = inode
                 return descriptor
             # the copy in the cache is damaged or another version: it is downloaded again, once

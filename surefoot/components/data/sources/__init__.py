@@ -3,7 +3,12 @@
 from surefoot.components.data.sources.arrays import ArrayLike, Arrays
 from surefoot.components.data.sources.images import ImageFolder
 from surefoot.components.data.sources.iterated import BatchRead, Iterated
-from surefoot.components.data.sources.packed import Packed, TokenFile, block_diagonal, find_documents
+from surefoot.components.data.sources.packed import (
+    Packed,
+    TokenFile,
+    block_diagonal,
+    find_documents,
+)
 from surefoot.components.data.sources.synthetic import Synthetic
 from surefoot.components.data.sources.tables import Table
 from surefoot.components.data.sources.tensors import Safetensors
@@ -13,6 +18,23 @@ from surefoot.components.data.sources.watched import Watched, as_ids
 from surefoot.components.data.sources.wrapped import TorchDataset, as_source
 
 __all__ = [
-    "ArrayLike", "Arrays", "BatchRead", "ImageFolder", "Iterated", "Packed", "Safetensors", "Synthetic", "Table", "Texts", "TokenFile",
-    "Tokens", "TorchDataset", "Watched", "as_ids", "as_source", "block_diagonal", "find_documents", "join_texts",
-]  # fmt: skip
+    "ArrayLike",
+    "Arrays",
+    "BatchRead",
+    "ImageFolder",
+    "Iterated",
+    "Packed",
+    "Safetensors",
+    "Synthetic",
+    "Table",
+    "Texts",
+    "TokenFile",
+    "Tokens",
+    "TorchDataset",
+    "Watched",
+    "as_ids",
+    "as_source",
+    "block_diagonal",
+    "find_documents",
+    "join_texts",
+]

@@ -24,7 +24,15 @@ ArrayLike = Tensor | np.ndarray
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 # rows hashed of each array: enough to distinguish two sets without reading a whole memory map
 DIGEST_SAMPLES = 256
-NO_NPY = (ValueError, SyntaxError, TypeError, EOFError, OverflowError, RecursionError, tokenize.TokenError)  # what numpy raises
+NO_NPY = (
+    ValueError,
+    SyntaxError,
+    TypeError,
+    EOFError,
+    OverflowError,
+    RecursionError,
+    tokenize.TokenError,
+)  # what numpy raises
 
 
 def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
@@ -35,23 +43,33 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
     """
     if isinstance(array, Tensor):
         if array.is_nested:
-            raise DataError(f"{what} is a nested tensor", hint="pad it: torch.nested.to_padded_tensor(x, 0.0)")
+            raise DataError(
+                f"{what} is a nested tensor", hint="pad it: torch.nested.to_padded_tensor(x, 0.0)"
+            )
         if array.is_meta:
             raise DataError(f"{what} is a tensor on the meta device", hint="make it on the CPU")
         if array.layout is not torch.strided:
             raise DataError(f"{what} is a tensor of {array.layout}", hint="give x.to_dense()")
         return array
-    kinds = sorted(set(map(str, getattr(array, "dtypes", ())))) if hasattr(array, "iloc") and hasattr(array, "columns") else []
+    kinds = (
+        sorted(set(map(str, getattr(array, "dtypes", ()))))
+        if hasattr(array, "iloc") and hasattr(array, "columns")
+        else []
+    )
     if len(kinds) > 1:
         raise DataError(
             f"a frame whose columns are {', '.join(kinds)} is no one array",
             hint="give its columns by name: Arrays(**{name: frame[name].to_numpy() for name in frame})",
         )
     if np.ma.is_masked(array):
-        raise DataError(f"{what} has masked values, which no tensor has", hint="fill them: x.filled(0)")
+        raise DataError(
+            f"{what} has masked values, which no tensor has", hint="fill them: x.filled(0)"
+        )
     held = np.asarray(array)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only arrays; a source never writes into them
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # torch warns of read-only arrays; a source never writes into them
         try:
             return torch.from_numpy(held)
         except (TypeError, ValueError) as error:
@@ -67,7 +85,11 @@ def _hint_for(array: np.ndarray) -> str:
         return "give numbers: x.astype('float32'), without missing values"
     if not array.dtype.isnative:
         return "write it in this machine's order of bytes: x.astype(x.dtype.newbyteorder('='))"
-    return "copy it: x.copy()" if min(array.strides, default=0) < 0 else "copy it as numbers: x.astype('float64')"
+    return (
+        "copy it: x.copy()"
+        if min(array.strides, default=0) < 0
+        else "copy it as numbers: x.astype('float64')"
+    )
 
 
 def open_npy(path: str | Path) -> np.ndarray:
@@ -80,7 +102,8 @@ def open_npy(path: str | Path) -> np.ndarray:
         return np.lib.format.open_memmap(given, mode="r")
     except OSError as error:
         raise DataError(
-            f"{given} cannot be read: {error.strerror or error}", hint="check the name, and who may read it"
+            f"{given} cannot be read: {error.strerror or error}",
+            hint="check the name, and who may read it",
         ) from None
     except NO_NPY as error:
         hint = "write numbers with numpy.save, and copy the file again if it is cut"
@@ -118,16 +141,24 @@ class Arrays:
 
     def __init__(self, *arrays: ArrayLike, **named: ArrayLike) -> None:
         if bool(arrays) == bool(named):
-            raise DataError("Arrays takes arrays either by position or by name", hint="Arrays(images=x, labels=y)")
+            raise DataError(
+                "Arrays takes arrays either by position or by name",
+                hint="Arrays(images=x, labels=y)",
+            )
         self._names = tuple(named) or None
         given = list(named.values() if named else arrays)
-        called = [f"array {name}" for name in named] or [f"array {number}" for number in range(len(given))]
+        called = [f"array {name}" for name in named] or [
+            f"array {number}" for number in range(len(given))
+        ]
         self._tensors = [as_tensor(array, what) for array, what in zip(given, called, strict=True)]
         self._has_unsigned = any(tensor.dtype in SIGNED for tensor in self._tensors)
         lengths = {len(tensor) if tensor.ndim else 0 for tensor in self._tensors}
         if len(lengths) != 1 or lengths == {0}:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._tensors)
-            raise DataError(f"arrays of shapes {shapes} are no set of samples", hint="give arrays of one length, at least 1")
+            raise DataError(
+                f"arrays of shapes {shapes} are no set of samples",
+                hint="give arrays of one length, at least 1",
+            )
         self._length = lengths.pop()
         with ExitStack() as stack:
             for array in given:
@@ -147,7 +178,9 @@ class Arrays:
         rows = np.unique(np.linspace(0, self._length - 1, DIGEST_SAMPLES).astype(np.int64))
         for tensor in self._tensors:
             digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-            digest.update(tensor[torch.from_numpy(rows)].contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                tensor[torch.from_numpy(rows)].contiguous().view(torch.uint8).numpy().tobytes()
+            )
         return digest.hexdigest()
 
     def __len__(self) -> int:
@@ -162,10 +195,17 @@ class Arrays:
 
     def describe(self) -> str:
         names = self._names or tuple(str(number) for number in range(len(self._tensors)))
-        parts = (f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in zip(names, self._tensors, strict=True))
+        parts = (
+            f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+            for name, tensor in zip(names, self._tensors, strict=True)
+        )
         return f"{self._length:,} samples: {', '.join(parts)}"
 
 
 def _select(tensor: Tensor, dim: int, rows: Tensor) -> Tensor:
     signed = SIGNED.get(tensor.dtype)
-    return tensor.index_select(dim, rows) if signed is None else tensor.view(signed).index_select(dim, rows).view(tensor.dtype)
+    return (
+        tensor.index_select(dim, rows)
+        if signed is None
+        else tensor.view(signed).index_select(dim, rows).view(tensor.dtype)
+    )

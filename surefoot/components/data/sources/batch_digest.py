@@ -20,7 +20,9 @@ MAX_DEPTH = 8  # nesting of containers
 MAX_PARTS = 256  # of one container
 ARRAYS = (Tensor, np.ndarray)
 DIGESTS = ("first", "first_values", "digest", "spot")
-VALUES_HINT = "augmentation that draws from the global streams of torch, NumPy or Python is the same again"
+VALUES_HINT = (
+    "augmentation that draws from the global streams of torch, NumPy or Python is the same again"
+)
 SPOT_EVERY = 8  # batches
 AGAIN = "that are read again to resume"
 OTHER_HINT = "give an iterable that gives the same batches each time it is iterated, or one with state_dict and load_state_dict"
@@ -95,13 +97,19 @@ class PassDigest:
         if self.count == 0:
             self.first = digest
         self.digest = chain(self.digest, digest)
-        if samples is not None and spots and (self.count < SPOT_EVERY or self.count % SPOT_EVERY == 0):
+        if (
+            samples is not None
+            and spots
+            and (self.count < SPOT_EVERY or self.count % SPOT_EVERY == 0)
+        ):
             self.spot_number, self.spot = self.count, digest_of(batch)
             self.first_values = self.first_values if self.count else self.spot
         self.count += 1
         return digest
 
-    def compare(self, before: PassDigest, *, knows_samples: bool, values: bool = True) -> ReadingDifference | None:
+    def compare(
+        self, before: PassDigest, *, knows_samples: bool, values: bool = True
+    ) -> ReadingDifference | None:
         """Return how this second reading of an epoch differs from the first, or None.
 
         Both readings must cover the same number of batches. Without `values`, the contents of the
@@ -116,7 +124,9 @@ class PassDigest:
                     f"the {self.count:,} batches {AGAIN} hold other samples than those trained on",
                     "give the sampler a generator, or seed it by the epoch: the same order must come again",
                 )
-            return ReadingDifference(f"the {self.count:,} batches {AGAIN} are not those trained on", OTHER_HINT)
+            return ReadingDifference(
+                f"the {self.count:,} batches {AGAIN} are not those trained on", OTHER_HINT
+            )
         if values and self.spot_number == before.spot_number >= 0 and self.spot != before.spot:
             return ReadingDifference(
                 f"batch {self.spot_number + 1:,}, read again to resume, holds the same samples with other values than before",
@@ -128,10 +138,15 @@ class PassDigest:
     def compare_first(self, before: PassDigest) -> ReadingDifference | None:
         """Return how the first batch of a finished epoch, read again, differs, or None."""
         if self.first != before.first:
-            return ReadingDifference("the first batch of the pass before, read again, is not the one trained on", OTHER_HINT)
+            return ReadingDifference(
+                "the first batch of the pass before, read again, is not the one trained on",
+                OTHER_HINT,
+            )
         if self.first_values and before.first_values and self.first_values != before.first_values:
             return ReadingDifference(
-                "the first batch of the pass before, read again, holds the same samples with other values", VALUES_HINT, True
+                "the first batch of the pass before, read again, holds the same samples with other values",
+                VALUES_HINT,
+                True,
             )
         return None
 
@@ -174,7 +189,12 @@ def _find_parts(batch: Any, found: list[Any], depth: int) -> None:
         found.append(f"{type(batch).__name__} {sorted(map(repr, batch))[:MAX_PARTS]}")
     else:  # graphs, tokenizer encodings, dataclasses, dates
         found.append(type(batch).__name__)
-        slots = [name for kind in type(batch).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(batch, name)]
+        slots = [
+            name
+            for kind in type(batch).__mro__
+            for name in getattr(kind, "__slots__", ())
+            if hasattr(batch, name)
+        ]
         held = [*getattr(batch, "__dict__", {}).values(), *(getattr(batch, name) for name in slots)]
         words = repr(batch) if not held else ""
         found.append("" if " at 0x" in words else words)
@@ -218,4 +238,8 @@ def _as_array(tensor: Tensor) -> np.ndarray:
         return tensor.numpy()
     except (TypeError, RuntimeError):  # NumPy has no bfloat16, no float8 and no lazy conjugation
         plain = tensor.resolve_conj().resolve_neg()
-        return (torch.view_as_real(plain) if plain.is_complex() else plain.view(SAME_SIZE[plain.element_size()])).numpy()
+        return (
+            torch.view_as_real(plain)
+            if plain.is_complex()
+            else plain.view(SAME_SIZE[plain.element_size()])
+        ).numpy()

@@ -41,7 +41,9 @@ class ImageFolder:
     guarantee: Guarantee = "proven"
     thread_safe = True
 
-    def __init__(self, folder: str | Path, *, transform: Transform | None = None, follow_links: bool = False) -> None:
+    def __init__(
+        self, folder: str | Path, *, transform: Transform | None = None, follow_links: bool = False
+    ) -> None:
         self.folder, self._transform = whole_path(folder), transform
         files: list[tuple[str, int]] = []
         labels: list[int] = []
@@ -50,14 +52,22 @@ class ImageFolder:
             for label, name in enumerate(self.classes):
                 found = sorted(_find_images(self.folder, name, follow_links, ()))
                 if not found:
-                    raise DataError(f"{self.folder / name} holds no image", hint=f"put {', '.join(IMAGES)} there, or remove it")
+                    raise DataError(
+                        f"{self.folder / name} holds no image",
+                        hint=f"put {', '.join(IMAGES)} there, or remove it",
+                    )
                 files += found
                 labels += [label] * len(found)
         except OSError as error:
             raise DataError(
-                f"{error.filename or self.folder} cannot be read: {error.strerror}", hint="check the name, and who may read it"
+                f"{error.filename or self.folder} cannot be read: {error.strerror}",
+                hint="check the name, and who may read it",
             ) from None
-        self.names, self.sizes, self._labels = [name for name, _ in files], [size for _, size in files], labels
+        self.names, self.sizes, self._labels = (
+            [name for name, _ in files],
+            [size for _, size in files],
+            labels,
+        )
         self.digest = hashlib.sha256(
             "\n".join(f"{name} {size}" for name, size in files).encode("utf-8", "surrogateescape")
         ).hexdigest()
@@ -109,10 +119,13 @@ class ImageFolder:
             with (self.folder / name).open("rb") as file:
                 content = file.read(size + 1)
         except OSError as error:
-            raise DataError(f"{self.folder / name} cannot be read: {error.strerror}", hint="is it still there?") from None
+            raise DataError(
+                f"{self.folder / name} cannot be read: {error.strerror}", hint="is it still there?"
+            ) from None
         if len(content) != size:
             raise DataError(
-                f"{self.folder / name} had {size:,} bytes when it was found", hint="leave images alone while they are read"
+                f"{self.folder / name} had {size:,} bytes when it was found",
+                hint="leave images alone while they are read",
             )
         key, _, extension = name.rpartition(".")
         return Sample(self.folder, key, {extension.lower(): content})
@@ -125,21 +138,31 @@ def _find_classes(folder: Path, follow_links: bool) -> list[str]:
             continue
         _check_link(entry, follow_links)
         if not entry.is_dir():
-            raise DataError(f"{entry.path} lies beside the classes", hint="each image lies in the folder of its class: cat/1.jpg")
+            raise DataError(
+                f"{entry.path} lies beside the classes",
+                hint="each image lies in the folder of its class: cat/1.jpg",
+            )
         names.append(entry.name)
     if not names:
-        raise DataError(f"{folder} has no folder of a class", hint="each image lies in the folder of its class: cat/1.jpg")
+        raise DataError(
+            f"{folder} has no folder of a class",
+            hint="each image lies in the folder of its class: cat/1.jpg",
+        )
     return sorted(names)
 
 
-def _find_images(folder: Path, below: str, follow_links: bool, above: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+def _find_images(
+    folder: Path, below: str, follow_links: bool, above: tuple[str, ...]
+) -> Iterator[tuple[str, int]]:
     """Yield the name and the bytes of each image below a folder.
 
     `above` are the real paths of the folders that contain it, since links can form a circle.
     """
     real = os.path.realpath(folder / below)
     if real in above:
-        raise DataError(f"{folder / below} leads back to {real}", hint="remove the link that leads in a circle")
+        raise DataError(
+            f"{folder / below} leads back to {real}", hint="remove the link that leads in a circle"
+        )
     for entry in os.scandir(folder / below):
         if entry.name.startswith("."):
             continue
@@ -149,10 +172,15 @@ def _find_images(folder: Path, below: str, follow_links: bool, above: tuple[str,
             yield from _find_images(folder, name, follow_links, (*above, real))
             continue
         if entry.name.rpartition(".")[2].lower() not in IMAGES or not entry.is_file():
-            raise DataError(f"{entry.path} is no image", hint=f"images are files named {', '.join(IMAGES)}; move all else away")
+            raise DataError(
+                f"{entry.path} is no image",
+                hint=f"images are files named {', '.join(IMAGES)}; move all else away",
+            )
         size = entry.stat().st_size
         if not 0 < size <= MAX_MEMBER_BYTES:
-            raise DataError(f"{entry.path} has {size:,} bytes", hint=f"an image has 1 to {MAX_MEMBER_BYTES:,}")
+            raise DataError(
+                f"{entry.path} has {size:,} bytes", hint=f"an image has 1 to {MAX_MEMBER_BYTES:,}"
+            )
         yield name, size
 
 

@@ -46,7 +46,12 @@ class _Pass:
     seen: PassDigest = field(default_factory=PassDigest)
 
     def as_state(self) -> dict[str, Any]:
-        own = {"epoch": self.epoch, "generators": self.generators, "sampler": self.sampler, "state": self.state}
+        own = {
+            "epoch": self.epoch,
+            "generators": self.generators,
+            "sampler": self.sampler,
+            "state": self.state,
+        }
         return {**own, "seen": self.seen.as_state()}
 
     @classmethod
@@ -80,14 +85,19 @@ class Iterated:
                 hint="give something that starts anew each time it is iterated",
             )
         if length == 0:
-            raise DataError(f"the {type(iterable).__name__} gives no batch: its length is 0", hint="give 1 batch or more")
+            raise DataError(
+                f"the {type(iterable).__name__} gives no batch: its length is 0",
+                hint="give 1 batch or more",
+            )
         self._watched = Watched(iterable)
         self._iterable = self._watched.data
         self._num_batches, self._is_cut = length, num_batches is not None
         self._iterator: Iterator[Batch] | None = None
         self._next = 0
         self._pass: _Pass | None = None
-        self._has_state = all(callable(getattr(iterable, part, None)) for part in ("state_dict", "load_state_dict"))
+        self._has_state = all(
+            callable(getattr(iterable, part, None)) for part in ("state_dict", "load_state_dict")
+        )
         self._states: deque[tuple[int | None, int, Any]] = deque(
             maxlen=KEPT_STATES
         )  # (epoch, batches drawn, the state after them)
@@ -101,7 +111,9 @@ class Iterated:
         self._is_loaded = False  # the iterable is not at the position of `_states`
         self._has_told = False
         self.notices: list[tuple[str, str]] = []
-        self.on_read: Callable[[BatchRead], None] = lambda row: None  # called with each batch that is read
+        self.on_read: Callable[[BatchRead], None] = lambda row: (
+            None
+        )  # called with each batch that is read
         self._row = BatchRead(0, 0, ())
         self.digest = hashlib.sha256(f"{type(iterable).__qualname__} {length}".encode()).hexdigest()
 
@@ -117,7 +129,12 @@ class Iterated:
         """Read the requested batch of this epoch; after its last batch, of the next epoch."""
         number = _only(ids)
         epoch = 0 if self._pass is None else self._pass.epoch
-        return self._read(epoch + (self._next >= len(self) and number < self._next), number, _as_they_are, keep=True)
+        return self._read(
+            epoch + (self._next >= len(self) and number < self._next),
+            number,
+            _as_they_are,
+            keep=True,
+        )
 
     def at(self, epoch: int, streams: Streams, *, keep: bool = False) -> _At:
         """Return a reader of an epoch; `streams(k)` sets the global random streams for batch k.
@@ -136,7 +153,9 @@ class Iterated:
         return self._sizes.get((epoch, number)) or size_of(batch)
 
     def describe(self) -> str:
-        return f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
+        return (
+            f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
+        )
 
     def close(self) -> None:
         """End the workers of a DataLoader, if it has any.
@@ -163,7 +182,12 @@ class Iterated:
 
     def _go_to(self, epoch: int, number: int, streams: Streams) -> None:
         """Advance to batch `number` of an epoch; restart the epoch if the batch was read before."""
-        if self._iterator is None or self._pass is None or self._pass.epoch != epoch or number < self._next:
+        if (
+            self._iterator is None
+            or self._pass is None
+            or self._pass.epoch != epoch
+            or number < self._next
+        ):
             self._begin(epoch, number)
         while self._next < number:
             with streams(self._next):
@@ -199,8 +223,17 @@ class Iterated:
         if number == 0 and is_next and not self._is_loaded:
             return 0, NOTHING
         self._is_loaded = False
-        found = [(drawn, state) for of, drawn, state in self._states if of in (epoch, None) and drawn <= number]
-        if not found and self._pass is not None and self._pass.epoch == epoch and self._pass.state is not None:
+        found = [
+            (drawn, state)
+            for of, drawn, state in self._states
+            if of in (epoch, None) and drawn <= number
+        ]
+        if (
+            not found
+            and self._pass is not None
+            and self._pass.epoch == epoch
+            and self._pass.state is not None
+        ):
             found = [(0, self._pass.state)]
         return max(found, key=lambda each: each[0], default=(0, NOTHING))
 
@@ -219,10 +252,14 @@ class Iterated:
                 if self._is_cut
                 else f"len() of the {type(self._iterable).__name__} must be what it gives"
             )
-            raise DataError(f"the iterable ended after {self._next} batches of {self._num_batches}", hint=hint)
+            raise DataError(
+                f"the iterable ended after {self._next} batches of {self._num_batches}", hint=hint
+            )
         if self._next == 0:
             self._pass.sampler = self._watched.sampler_start()
-        self._row = BatchRead(self._pass.epoch, self._next, self._watched.record(batch, self._pass.seen))
+        self._row = BatchRead(
+            self._pass.epoch, self._next, self._watched.record(batch, self._pass.seen)
+        )
         if self._watched.num_drawn is not None:
             self._sizes[self._row[:2]] = self._watched.num_drawn
             if len(self._sizes) > KEPT_SIZES:
@@ -252,7 +289,11 @@ class Iterated:
     def _describe_surplus(self) -> tuple[str, str]:
         data = self._iterable
         what = f"the {type(data).__name__} gives more batches than its length, {self._num_batches:,}, and each pass ends there"
-        if isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and data.num_workers > 1:
+        if (
+            isinstance(data, DataLoader)
+            and isinstance(data.dataset, IterableDataset)
+            and data.num_workers > 1
+        ):
             name = type(data.dataset).__name__
             return (
                 f"{what}: each of its {data.num_workers} workers reads all of {name}, so that samples come twice and others never",
@@ -274,17 +315,33 @@ class Iterated:
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
         current = held.get("pass")
         is_new = self._first is not None and current is None and not held["states"]
-        is_same = self._pass is not None and current is not None and _is_same(current, self._pass.as_state())
+        is_same = (
+            self._pass is not None
+            and current is not None
+            and _is_same(current, self._pass.as_state())
+        )
         if is_new or is_same:
             return  # only batch 0 was read, and the next read returns it again
-        if current is not None and not held["states"] and self._is_beginning_of(_Pass.from_state(current)):
+        if (
+            current is not None
+            and not held["states"]
+            and self._is_beginning_of(_Pass.from_state(current))
+        ):
             self._expected = _Pass.from_state(current)
             return
         self._watched.restore_generators(held.get("generators", ()))
-        self._begun = None if self._first is None or self._pass is None else (self._pass.epoch, self._pass.seen)
+        self._begun = (
+            None
+            if self._first is None or self._pass is None
+            else (self._pass.epoch, self._pass.seen)
+        )
         self._iterator, self._first, self._next, self._is_loaded = None, None, 0, True
-        rows = [each if len(each) == 3 else (None, *each) for each in held["states"]]  # (drawn, state), as version 0.1 wrote them
-        self._states = deque(((of, int(drawn), state) for of, drawn, state in rows), maxlen=KEPT_STATES)
+        rows = [
+            each if len(each) == 3 else (None, *each) for each in held["states"]
+        ]  # (drawn, state), as version 0.1 wrote them
+        self._states = deque(
+            ((of, int(drawn), state) for of, drawn, state in rows), maxlen=KEPT_STATES
+        )
         if current is None:
             if self._pass is not None and self._pass.state is not None and not self._states:
                 self._states.append((self._pass.epoch, 0, self._pass.state))
@@ -299,9 +356,17 @@ class Iterated:
         If so, reading continues in it, since a restarted epoch may have another order.
         """
         mine = self._pass
-        if mine is None or self._first is None or mine.epoch != saved.epoch or len(mine.generators) != len(saved.generators):
+        if (
+            mine is None
+            or self._first is None
+            or mine.epoch != saved.epoch
+            or len(mine.generators) != len(saved.generators)
+        ):
             return False
-        return all(torch.equal(one, other) for one, other in zip(mine.generators, saved.generators, strict=True))
+        return all(
+            torch.equal(one, other)
+            for one, other in zip(mine.generators, saved.generators, strict=True)
+        )
 
     def forget_states(self) -> None:
         """Stop saving the state of the iterable, which no checkpoint can hold; replay to resume."""
@@ -310,7 +375,12 @@ class Iterated:
         if self._pass is not None:
             self._pass.state = None
         name = type(self._iterable).__name__
-        self.notices.append((f"state_dict() of the {name} gives what a checkpoint cannot hold", "it is read again to resume"))
+        self.notices.append(
+            (
+                f"state_dict() of the {name} gives what a checkpoint cannot hold",
+                "it is read again to resume",
+            )
+        )
 
     @contextlib.contextmanager
     def keep_generators(self) -> Iterator[None]:
@@ -336,7 +406,9 @@ class Iterated:
         if number and expected.epoch == epoch:
             self._go_to(epoch, number, streams_of(epoch))
             if self._pass is not None and self._pass.seen.count == expected.seen.count:
-                found = self._pass.seen.compare(expected.seen, knows_samples=self._watched.knows_samples)
+                found = self._pass.seen.compare(
+                    expected.seen, knows_samples=self._watched.knows_samples
+                )
         elif number == 0 and expected.epoch == epoch - 1 and expected.seen.count:
             found = self._compare_first(expected, streams_of(expected.epoch))
         if found is None:
@@ -381,7 +453,10 @@ class _At(NamedTuple):
 
 def _only(ids: np.ndarray) -> int:
     if len(ids) != 1:
-        raise DataError(f"an iterable gives whole batches, {len(ids)} were asked for at once", hint="set train.batch = 1")
+        raise DataError(
+            f"an iterable gives whole batches, {len(ids)} were asked for at once",
+            hint="set train.batch = 1",
+        )
     return int(ids[0])
 
 
@@ -406,4 +481,6 @@ def _length_of(iterable: Any) -> int:
     try:
         return len(iterable)
     except TypeError:
-        raise DataError(f"{type(iterable).__name__} has no length", hint="Iterated(iterable, num_batches=...)") from None
+        raise DataError(
+            f"{type(iterable).__name__} has no length", hint="Iterated(iterable, num_batches=...)"
+        ) from None

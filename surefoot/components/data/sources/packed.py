@@ -23,7 +23,14 @@ from torch import Tensor
 
 from surefoot.components.data.sources.arrays import ArrayLike, open_npy
 from surefoot.components.data.sources.asked import check_asked
-from surefoot.components.data.sources.tokens import IGNORED, Tokens, check_stream, digest_of, open_tokens, to_int64
+from surefoot.components.data.sources.tokens import (
+    IGNORED,
+    Tokens,
+    check_stream,
+    digest_of,
+    open_tokens,
+    to_int64,
+)
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path
@@ -59,7 +66,11 @@ class Packed:
                 hint="is the end token the right one?",
             )
         order, self._rows = pack(lengths, length)
-        self._starts, self._lengths, self._is_end = starts[order], lengths[order].astype(np.int64), is_end[order]
+        self._starts, self._lengths, self._is_end = (
+            starts[order],
+            lengths[order].astype(np.int64),
+            is_end[order],
+        )
         self.num_documents, self.num_tokens = len(offsets) - 1, int(lengths.sum())
         self.tokens_per_sample = self.num_tokens / len(self)
         digest = hashlib.sha256(f"packed {length} {digest_of(self._ids)}".encode())
@@ -81,17 +92,23 @@ class Packed:
         pieces = np.repeat(first, count) + within
         lengths = self._lengths[pieces]
         positions = count_up(lengths)
-        places = positions + np.repeat(_places(lengths, within, np.repeat(np.arange(len(ids)), count) * self._length), lengths)
+        places = positions + np.repeat(
+            _places(lengths, within, np.repeat(np.arange(len(ids)), count) * self._length), lengths
+        )
         tokens = positions + np.repeat(self._starts[pieces], lengths)
         targets = to_int64(self._ids[np.minimum(tokens + 1, len(self._ids) - 1)])
         targets[torch.from_numpy(np.cumsum(lengths)[self._is_end[pieces]] - 1)] = IGNORED
         filled = {
-            "inputs": (to_int64(self._ids[tokens]), 0), "targets": (targets, IGNORED), "positions": (torch.from_numpy(positions), 0),
+            "inputs": (to_int64(self._ids[tokens]), 0),
+            "targets": (targets, IGNORED),
+            "positions": (torch.from_numpy(positions), 0),
             "documents": (torch.from_numpy(np.repeat(within, lengths)), NO_DOCUMENT),
-        }  # fmt: skip
+        }
         where = torch.from_numpy(places)
         return {
-            name: torch.full((len(ids) * self._length,), padding).scatter_(0, where, values).view(len(ids), self._length)
+            name: torch.full((len(ids) * self._length,), padding)
+            .scatter_(0, where, values)
+            .view(len(ids), self._length)
             for name, (values, padding) in filled.items()
         }
 
@@ -116,15 +133,29 @@ class TokenFile:
     thread_safe = True
 
     def __init__(
-        self, path: str | Path, length: int, *, dtype: str = "uint16", end: int | None = None, offsets: str | Path | None = None
-    ) -> None:  # fmt: skip
+        self,
+        path: str | Path,
+        length: int,
+        *,
+        dtype: str = "uint16",
+        end: int | None = None,
+        offsets: str | Path | None = None,
+    ) -> None:
         if end is not None and offsets is not None:
-            raise DataError("TokenFile is given an end token and offsets", hint="give one of the two")
+            raise DataError(
+                "TokenFile is given an end token and offsets", hint="give one of the two"
+            )
         self.path = whole_path(path)
         offsets = offsets if offsets is None else whole_path(offsets)
         self._again = partial(TokenFile, length=length, dtype=dtype, end=end, offsets=offsets)
         ids = open_tokens(self.path, dtype)
-        found = find_documents(ids, end) if end is not None else None if offsets is None else _open_offsets(offsets)
+        found = (
+            find_documents(ids, end)
+            if end is not None
+            else None
+            if offsets is None
+            else _open_offsets(offsets)
+        )
         self._source = Tokens(ids, length) if found is None else Packed(ids, found, length)
         self.digest, self.tokens_per_sample = self._source.digest, self._source.tokens_per_sample
 
@@ -165,14 +196,18 @@ def find_documents(ids: ArrayLike, end: int) -> np.ndarray:
     """
     tokens = check_stream(ids)
     ends = [
-        np.flatnonzero(tokens[start : start + SCAN_TOKENS] == end) + start + 1 for start in range(0, len(tokens), SCAN_TOKENS)
+        np.flatnonzero(tokens[start : start + SCAN_TOKENS] == end) + start + 1
+        for start in range(0, len(tokens), SCAN_TOKENS)
     ]
     found = np.concatenate(ends)
     if not len(found):
         raise DataError(
-            f"the token {end} stands nowhere in the {len(tokens):,} of the stream", hint="which token ends a document?"
+            f"the token {end} stands nowhere in the {len(tokens):,} of the stream",
+            hint="which token ends a document?",
         )
-    return np.concatenate(([0], found, [len(tokens)] if found[-1] < len(tokens) else [])).astype(np.int64)
+    return np.concatenate(([0], found, [len(tokens)] if found[-1] < len(tokens) else [])).astype(
+        np.int64
+    )
 
 
 def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -182,7 +217,8 @@ def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
     """
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
         raise DataError(
-            f"offsets of {offsets.dtype} {offsets.shape} are none", hint="give one row of int64: where documents begin"
+            f"offsets of {offsets.dtype} {offsets.shape} are none",
+            hint="give one row of int64: where documents begin",
         )
     whole = np.ascontiguousarray(offsets, dtype=np.int64)
     if whole[-1] < num_tokens:
@@ -191,7 +227,8 @@ def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
     if len(wrong):
         at = int(wrong[0])
         raise DataError(
-            f"document {at:,} begins at token {whole[at]:,} and ends at {whole[at + 1]:,}", hint="offsets rise, by 1 or more"
+            f"document {at:,} begins at token {whole[at]:,} and ends at {whole[at + 1]:,}",
+            hint="offsets rise, by 1 or more",
         )
     if whole[0] != 0 or whole[-1] != num_tokens:
         raise DataError(
@@ -225,16 +262,22 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
     order = np.argsort(capacity - lengths.astype(np.int32), kind="stable")
-    first = dict(enumerate((len(lengths) - np.cumsum(counts)).tolist()))  # length -> start of its pieces in `order`
+    first = dict(
+        enumerate((len(lengths) - np.cumsum(counts)).tolist())
+    )  # length -> start of its pieces in `order`
     parts, sizes = [], []
     for group in _pack_histogram(counts, capacity):
         columns = []
         for length, count in group.runs:
-            columns.append(order[first[length] : first[length] + group.rows * count].reshape(group.rows, count))
+            columns.append(
+                order[first[length] : first[length] + group.rows * count].reshape(group.rows, count)
+            )
             first[length] += group.rows * count
         parts.append(np.hstack(columns))
         sizes.append(np.full(group.rows, parts[-1].shape[1]))
-    return np.concatenate([part.ravel() for part in parts]), np.concatenate(([0], np.cumsum(np.concatenate(sizes))))
+    return np.concatenate([part.ravel() for part in parts]), np.concatenate(
+        ([0], np.cumsum(np.concatenate(sizes)))
+    )
 
 
 def _pack_histogram(counts: np.ndarray, capacity: int) -> list[RowGroup]:
@@ -255,7 +298,11 @@ def _pack_histogram(counts: np.ndarray, capacity: int) -> list[RowGroup]:
         while left:
             at = bisect.bisect_left(spaces, length)
             space = spaces[at] if at < len(spaces) else capacity
-            group = open_rows[space].pop() if at < len(spaces) else RowGroup(-(-left // (capacity // length)))
+            group = (
+                open_rows[space].pop()
+                if at < len(spaces)
+                else RowGroup(-(-left // (capacity // length)))
+            )
             if at < len(spaces) and not open_rows[space]:
                 del open_rows[space], spaces[at]
             each = space // length
@@ -298,7 +345,9 @@ def _places(lengths: np.ndarray, within: np.ndarray, row_starts: np.ndarray) -> 
     """
     before = np.cumsum(lengths) - lengths
     firsts = np.flatnonzero(within == 0)
-    places: np.ndarray = row_starts + before - np.repeat(before[firsts], np.diff(np.append(firsts, len(within))))
+    places: np.ndarray = (
+        row_starts + before - np.repeat(before[firsts], np.diff(np.append(firsts, len(within))))
+    )
     return places
 
 

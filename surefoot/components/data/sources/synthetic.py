@@ -25,15 +25,24 @@ class Synthetic:
     thread_safe = True
 
     def __init__(
-        self, num_samples: int, *, shape: Sequence[int] = (3, 32, 32), num_classes: int = 10, delay_s: float = 0.0, seed: int = 0
+        self,
+        num_samples: int,
+        *,
+        shape: Sequence[int] = (3, 32, 32),
+        num_classes: int = 10,
+        delay_s: float = 0.0,
+        seed: int = 0,
     ) -> None:
         if num_samples < 1 or delay_s < 0:
             raise DataError(
-                f"{num_samples} samples with a delay of {delay_s} s are no set", hint="use 1 or more, and 0 s or more"
+                f"{num_samples} samples with a delay of {delay_s} s are no set",
+                hint="use 1 or more, and 0 s or more",
             )
         self._num_samples, self._shape, self._num_classes = num_samples, tuple(shape), num_classes
         self._delay_s, self._seed = delay_s, seed
-        self.digest = hashlib.sha256(f"{num_samples} {self._shape} {num_classes} {seed}".encode()).hexdigest()
+        self.digest = hashlib.sha256(
+            f"{num_samples} {self._shape} {num_classes} {seed}".encode()
+        ).hexdigest()
 
     def __len__(self) -> int:
         return self._num_samples
@@ -43,8 +52,13 @@ class Synthetic:
             time.sleep(self._delay_s * len(ids))
         images = np.empty((len(ids), *self._shape), dtype=np.float32)
         for row, number in enumerate(ids):
-            images[row] = np.random.default_rng((self._seed, int(number))).random(self._shape, dtype=np.float32)
-        return {"images": torch.from_numpy(images), "labels": torch.from_numpy(ids % self._num_classes)}
+            images[row] = np.random.default_rng((self._seed, int(number))).random(
+                self._shape, dtype=np.float32
+            )
+        return {
+            "images": torch.from_numpy(images),
+            "labels": torch.from_numpy(ids % self._num_classes),
+        }
 
     def describe(self) -> str:
         return f"{self._num_samples:,} synthetic samples of {self._shape}, {self._delay_s} s each"

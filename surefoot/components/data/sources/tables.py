@@ -68,13 +68,18 @@ class Table:
     _lock: threading.Lock
 
     def __init__(
-        self, paths: str | Path | Sequence[str | Path], *, transform: Transform | None = None, cache_bytes: int = CACHE_BYTES,
+        self,
+        paths: str | Path | Sequence[str | Path],
+        *,
+        transform: Transform | None = None,
+        cache_bytes: int = CACHE_BYTES,
         **columns: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         given = [whole_path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
         if not given or not columns:
             raise DataError(
-                "Table is told of no file, or no column, to read", hint='Table("a.parquet", text="text", label="class")'
+                "Table is told of no file, or no column, to read",
+                hint='Table("a.parquet", text="text", label="class")',
             )
         self._again = partial(Table, given, transform=transform, cache_bytes=cache_bytes, **columns)
         self._columns, self._transform, self._cache_bytes = columns, transform, cache_bytes
@@ -82,7 +87,8 @@ class Table:
         for other in self._files[1:]:
             if other.types != self._files[0].types:
                 raise DataError(
-                    f"{other.path} has {_shown(other)}, {given[0]} {_shown(self._files[0])}", hint="give files of one kind"
+                    f"{other.path} has {_shown(other)}, {given[0]} {_shown(self._files[0])}",
+                    hint="give files of one kind",
                 )
         self._groups = [(file, group) for file in self._files for group in range(len(file.rows))]
         self._starts = np.cumsum([0] + [rows for file in self._files for rows in file.rows])
@@ -101,7 +107,10 @@ class Table:
             raise DataError("no sample is asked for", hint="give one number or more")
         groups = np.searchsorted(self._starts, ids, side="right") - 1
         rows: list[dict[str, Any]] = [{} for _ in ids]
-        samples = [Sample(self._groups[group][0].path, f"row {number:,}") for group, number in zip(groups, ids, strict=True)]
+        samples = [
+            Sample(self._groups[group][0].path, f"row {number:,}")
+            for group, number in zip(groups, ids, strict=True)
+        ]
         for group in np.unique(groups).tolist():
             where = np.flatnonzero(groups == group).tolist()
             table = self._group(group)
@@ -151,13 +160,18 @@ def _open(path: Path, columns: dict[str, str]) -> Opened:
         if head.startswith(PARQUET):
             parquet = pyarrow.parquet.ParquetFile(path, memory_map=True)
             found = parquet.schema_arrow
-            rows = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+            rows = [
+                parquet.metadata.row_group(group).num_rows
+                for group in range(parquet.num_row_groups)
+            ]
             read: Callable[[int], Any] = partial(parquet.read_row_group, columns=wanted)
         else:
             mapped = pyarrow.memory_map(str(path))
             if head == ARROW:
                 stored = pyarrow.ipc.open_file(mapped)
-                rows = [stored.get_batch(group).num_rows for group in range(stored.num_record_batches)]
+                rows = [
+                    stored.get_batch(group).num_rows for group in range(stored.num_record_batches)
+                ]
                 read = stored.get_batch
             else:  # a stream, as in the cache of Hugging Face's datasets
                 stored = pyarrow.ipc.open_stream(mapped)
@@ -172,15 +186,25 @@ def _check_columns(path: Path, wanted: Sequence[str], schema: Any) -> None:
     """Raise DataError for a column that is missing, occurs twice, or has the type null."""
     missing = sorted(set(wanted) - set(schema.names))
     if missing:
-        raise DataError(f"{path} has no column {', '.join(missing)}", hint=f"it has {', '.join(schema.names)}")
+        raise DataError(
+            f"{path} has no column {', '.join(missing)}", hint=f"it has {', '.join(schema.names)}"
+        )
     for column in wanted:
         if (times := schema.names.count(column)) > 1:
-            raise DataError(f"{path} has {times} columns of the name {column}", hint="write it again with a name for each")
+            raise DataError(
+                f"{path} has {times} columns of the name {column}",
+                hint="write it again with a name for each",
+            )
         if _types().is_null(schema.field(column).type):
-            raise DataError(f"column {column} of {path} is of the type null: it holds no values", hint="leave it out, or fill it")
+            raise DataError(
+                f"column {column} of {path} is of the type null: it holds no values",
+                hint="leave it out, or fill it",
+            )
 
 
-def _check_int64(columns: dict[str, str], rows: Sequence[dict[str, Any]], samples: Sequence[Sample]) -> None:
+def _check_int64(
+    columns: dict[str, str], rows: Sequence[dict[str, Any]], samples: Sequence[Sample]
+) -> None:
     """Raise DataError for an integer that int64 does not hold.
 
     A batch with such an integer would be a list, and all other batches a tensor.
@@ -204,7 +228,8 @@ def _faults_of(path: Path) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError, EOFError) as error:  # ArrowInvalid is a ValueError too
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise DataError(
-            f"{path} cannot be read as Parquet or Arrow: {reason}", hint="check the name, who may read it, and copy it again"
+            f"{path} cannot be read as Parquet or Arrow: {reason}",
+            hint="check the name, who may read it, and copy it again",
         ) from None
 
 
@@ -227,7 +252,9 @@ def _value_of(sample: Sample, column: str, value: Any) -> Any:
     if _is_list(value.type):
         array = _numbers_of(sample, column, value.values)
         if array is not None and shape is not None:
-            return array.reshape(shape.shape).transpose(shape.permutation or range(len(shape.shape)))
+            return array.reshape(shape.shape).transpose(
+                shape.permutation or range(len(shape.shape))
+            )
         return _plain_of(sample, column, value) if array is None else array
     plain = _plain_of(sample, column, value)
     if isinstance(plain, dict) and "bytes" in plain:
@@ -238,10 +265,15 @@ def _value_of(sample: Sample, column: str, value: Any) -> Any:
         extension = next((name for head, name in IMAGES.items() if plain.startswith(head)), None)
         if extension is None:
             raise DataError(
-                f"{sample.shard}: {column} of {sample.key} is no jpg, png or webp", hint="decode it into numbers first"
+                f"{sample.shard}: {column} of {sample.key} is no jpg, png or webp",
+                hint="decode it into numbers first",
             )
         return decode(Sample(sample.shard, f"{sample.key}.{column}", {extension: plain}), extension)
-    return plain if isinstance(plain, int) and not isinstance(plain, bool) else _as_number(plain, value.type)
+    return (
+        plain
+        if isinstance(plain, int) and not isinstance(plain, bool)
+        else _as_number(plain, value.type)
+    )
 
 
 def _stored(value: Any) -> tuple[Any, Any]:
@@ -298,8 +330,15 @@ def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
         shape.append(max(lengths, default=0))
         inside = _decoded(inside.flatten())
     if inside.null_count:
-        raise DataError(f"{sample.shard}: {sample.key} has no {column} in a place", hint="leave such rows out, or fill them")
-    if not is_even or not (types.is_integer(inside.type) or types.is_floating(inside.type) or types.is_boolean(inside.type)):
+        raise DataError(
+            f"{sample.shard}: {sample.key} has no {column} in a place",
+            hint="leave such rows out, or fill them",
+        )
+    if not is_even or not (
+        types.is_integer(inside.type)
+        or types.is_floating(inside.type)
+        or types.is_boolean(inside.type)
+    ):
         return None
     flat: np.ndarray = inside.to_numpy(zero_copy_only=False)
     return flat if len(shape) == 1 else flat.reshape(shape).copy()
@@ -311,17 +350,27 @@ def _decoded(array: Any) -> Any:
 
     if _types().is_dictionary(array.type):
         return array.dictionary_decode()
-    return pyarrow.compute.run_end_decode(array) if _types().is_run_end_encoded(array.type) else array
+    return (
+        pyarrow.compute.run_end_decode(array) if _types().is_run_end_encoded(array.type) else array
+    )
 
 
 def _is_list(kind: Any) -> bool:
     types = _types()
-    checks = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    checks = (
+        types.is_list,
+        types.is_large_list,
+        types.is_fixed_size_list,
+        types.is_list_view,
+        types.is_large_list_view,
+    )
     return any(check(kind) for check in checks)
 
 
 def _missing(sample: Sample, column: str) -> DataError:
-    return DataError(f"{sample.shard}: {sample.key} has no {column}", hint="leave such rows out, or fill them")
+    return DataError(
+        f"{sample.shard}: {sample.key} has no {column}", hint="leave such rows out, or fill them"
+    )
 
 
 def _digest(files: Sequence[Opened], columns: dict[str, str]) -> str:

@@ -26,10 +26,23 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 METADATA = "__metadata__"  # a table of texts besides the tensors
 TORCH = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32,
-    "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
-}  # fmt: skip
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
 
 
 @dataclass(frozen=True)
@@ -60,13 +73,22 @@ class Safetensors:
         held = read_header(self.path)
         missing = sorted(set(parts.values()) - held.keys())
         if missing:
-            raise DataError(f"{self.path} has no tensor {', '.join(missing)}", hint=f"it has {', '.join(sorted(held)) or 'none'}")
-        self.entries = {name: held[tensor] for name, tensor in parts.items()} if parts else dict(held)
+            raise DataError(
+                f"{self.path} has no tensor {', '.join(missing)}",
+                hint=f"it has {', '.join(sorted(held)) or 'none'}",
+            )
+        self.entries = (
+            {name: held[tensor] for name, tensor in parts.items()} if parts else dict(held)
+        )
         shapes = ", ".join(f"{name} {each.shape}" for name, each in self.entries.items())
         lengths = {each.shape[0] if each.shape else 0 for each in self.entries.values()}
         if len(lengths) != 1 or 0 in lengths:
-            hint = "name tensors of one length, at least 1: Safetensors(path, images='x', labels='y')"
-            raise DataError(f"{self.path}: {shapes or 'no tensors'} are no set of samples", hint=hint)
+            hint = (
+                "name tensors of one length, at least 1: Safetensors(path, images='x', labels='y')"
+            )
+            raise DataError(
+                f"{self.path}: {shapes or 'no tensors'} are no set of samples", hint=hint
+            )
         self._length = lengths.pop()
         content = np.memmap(self.path, dtype=np.uint8, mode="r")
         self._rows = {name: _as_rows(content, each) for name, each in self.entries.items()}
@@ -77,10 +99,15 @@ class Safetensors:
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
         check_asked(ids, self._length)
-        return {name: torch.from_numpy(rows[ids]).view(TORCH[self.entries[name].dtype]) for name, rows in self._rows.items()}
+        return {
+            name: torch.from_numpy(rows[ids]).view(TORCH[self.entries[name].dtype])
+            for name, rows in self._rows.items()
+        }
 
     def describe(self) -> str:
-        parts = ", ".join(f"{name} {each.shape} {each.dtype}" for name, each in self.entries.items())
+        parts = ", ".join(
+            f"{name} {each.shape} {each.dtype}" for name, each in self.entries.items()
+        )
         return f"{self._length:,} samples of {self.path.name}: {parts}"
 
     def _digest(self, content: np.ndarray) -> str:
@@ -109,22 +136,33 @@ def read_header(path: Path) -> Mapping[str, TensorEntry]:
             file.seek(0)
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if num_bytes < LENGTH_BYTES or length > num_bytes - LENGTH_BYTES:
-                raise _fault(path, f"its header has {length:,} bytes by its own word, the file {num_bytes:,}")
+                raise _fault(
+                    path, f"its header has {length:,} bytes by its own word, the file {num_bytes:,}"
+                )
             if length > MAX_HEADER_BYTES:
-                raise _fault(path, f"its header has {length:,} bytes, and at most {MAX_HEADER_BYTES:,} are allowed")
+                raise _fault(
+                    path,
+                    f"its header has {length:,} bytes, and at most {MAX_HEADER_BYTES:,} are allowed",
+                )
             text = file.read(length)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check the name, and who may read it") from None
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}", hint="check the name, and who may read it"
+        ) from None
     if not text.startswith(b"{"):
         raise _fault(path, "its header does not begin with {")
     try:
         header = json.loads(
-            text.decode(), object_pairs_hook=partial(_without_doubles, path), parse_constant=partial(_refuse_constant, path)
+            text.decode(),
+            object_pairs_hook=partial(_without_doubles, path),
+            parse_constant=partial(_refuse_constant, path),
         )
     except (ValueError, RecursionError) as error:
         raise _fault(path, f"its header is no JSON: {error}") from None
     metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise _fault(path, f"its {METADATA} is no table of texts: {metadata!r:.80}")
     begin = LENGTH_BYTES + length
     held = {name: _entry(path, name, row, begin, num_bytes) for name, row in header.items()}
@@ -142,7 +180,9 @@ def _check_tiling(path: Path, held: Mapping[str, TensorEntry], begin: int, num_b
         if entry.start < end:
             raise _fault(path, f"its tensors {before} and {name} overlap")
         if entry.start > end:
-            raise _fault(path, f"{entry.start - end:,} bytes before its tensor {name} belong to no tensor")
+            raise _fault(
+                path, f"{entry.start - end:,} bytes before its tensor {name} belong to no tensor"
+            )
         end, before = entry.stop, name
     if end < num_bytes:
         raise _fault(path, f"{num_bytes - end:,} bytes at its end belong to no tensor")
@@ -156,19 +196,33 @@ def _entry(path: Path, name: str, row: Any, begin: int, num_bytes: int) -> Tenso
     said: dict[str, Any] = row if isinstance(row, dict) else {}
     dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise _fault(path, f"its tensor {name} is of the dtype {dtype!r:.40}; read are {', '.join(ITEM_BYTES)}")
-    if not (_are_counts(shape) and len(shape) <= MAX_DIMS and _are_counts(offsets) and len(offsets) == 2):
-        raise _fault(path, f"its tensor {name} has no shape, or no place: {shape!r:.80}, {offsets!r:.80}")
+        raise _fault(
+            path,
+            f"its tensor {name} is of the dtype {dtype!r:.40}; read are {', '.join(ITEM_BYTES)}",
+        )
+    if not (
+        _are_counts(shape) and len(shape) <= MAX_DIMS and _are_counts(offsets) and len(offsets) == 2
+    ):
+        raise _fault(
+            path, f"its tensor {name} has no shape, or no place: {shape!r:.80}, {offsets!r:.80}"
+        )
     start, stop = (begin + offset for offset in offsets)
     if start > stop or stop > num_bytes:
-        raise _fault(path, f"its tensor {name} lies at bytes {start:,} to {stop:,}, and the file has {num_bytes:,}")
+        raise _fault(
+            path,
+            f"its tensor {name} lies at bytes {start:,} to {stop:,}, and the file has {num_bytes:,}",
+        )
     if math.prod(shape) * ITEM_BYTES[dtype] != stop - start:
-        raise _fault(path, f"its tensor {name} is {dtype} {tuple(shape)} and has {stop - start:,} bytes")
+        raise _fault(
+            path, f"its tensor {name} is {dtype} {tuple(shape)} and has {stop - start:,} bytes"
+        )
     return TensorEntry(dtype, tuple(shape), start, stop)
 
 
 def _are_counts(given: Any) -> TypeGuard[list[int]]:
-    return isinstance(given, list) and all(type(each) is int and 0 <= each < 1 << 48 for each in given)
+    return isinstance(given, list) and all(
+        type(each) is int and 0 <= each < 1 << 48 for each in given
+    )
 
 
 def _without_doubles(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -179,7 +233,10 @@ def _without_doubles(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]
 
 
 def _fault(path: Path, reason: str) -> DataError:
-    return DataError(f"{path} is no sound safetensors file: {reason}", hint="copy it again, or write it with safetensors")
+    return DataError(
+        f"{path} is no sound safetensors file: {reason}",
+        hint="copy it again, or write it with safetensors",
+    )
 
 
 def _as_rows(content: np.ndarray, entry: TensorEntry) -> np.ndarray:

@@ -37,24 +37,36 @@ class Texts:
     thread_safe = True
 
     def __init__(
-        self, ids: ArrayLike, offsets: np.ndarray, *, labels: ArrayLike | None = None, bounds: Sequence[int] | None = None,
+        self,
+        ids: ArrayLike,
+        offsets: np.ndarray,
+        *,
+        labels: ArrayLike | None = None,
+        bounds: Sequence[int] | None = None,
         together: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ids = check_stream(ids)
         whole = check_offsets(offsets, len(self._ids))
         self._starts, self._lengths = whole[:-1], np.diff(whole)
         self._labels = None if labels is None else as_tensor(labels)
         longest = int(self._lengths.max())
         self.bounds = _check_bounds(bounds, longest, int(self._lengths.argmax()))
-        if self._labels is not None and (self._labels.ndim == 0 or len(self._labels) != len(self._lengths)):
+        if self._labels is not None and (
+            self._labels.ndim == 0 or len(self._labels) != len(self._lengths)
+        ):
             raise DataError(
-                f"labels of shape {tuple(self._labels.shape)} for {len(self._lengths):,} texts", hint="give one a text"
+                f"labels of shape {tuple(self._labels.shape)} for {len(self._lengths):,} texts",
+                hint="give one a text",
             )
         if together < 1:
             raise DataError(f"{together} texts together are none", hint="use 1 or more")
         self._together = together
         is_grouped = together > 1  # otherwise sample k is text k
-        self._order = np.argsort(self._lengths, kind="stable") if is_grouped else np.arange(len(self._lengths))
+        self._order = (
+            np.argsort(self._lengths, kind="stable")
+            if is_grouped
+            else np.arange(len(self._lengths))
+        )
         self.tokens_per_sample = len(self._ids) / len(self)
         digest = hashlib.sha256(f"texts {self.bounds} {together} {digest_of(self._ids)}".encode())
         digest.update(whole.data)
@@ -74,12 +86,21 @@ class Texts:
         within = count_up(lengths)
         rows = np.repeat(np.arange(len(texts)), lengths)
         tokens = to_int64(self._ids[np.repeat(self._starts[texts], lengths) + within])
-        inputs, targets = torch.zeros(len(texts), width, dtype=torch.int64), torch.full((len(texts), width), IGNORED)
+        inputs, targets = (
+            torch.zeros(len(texts), width, dtype=torch.int64),
+            torch.full((len(texts), width), IGNORED),
+        )
         inputs[torch.from_numpy(rows), torch.from_numpy(within)] = tokens
         has_before = torch.from_numpy(within > 0)
-        targets[torch.from_numpy(rows)[has_before], torch.from_numpy(within - 1)[has_before]] = tokens[has_before]
+        targets[torch.from_numpy(rows)[has_before], torch.from_numpy(within - 1)[has_before]] = (
+            tokens[has_before]
+        )
         batch = {"inputs": inputs, "targets": targets, "lengths": torch.from_numpy(lengths)}
-        return batch if self._labels is None else {**batch, "labels": self._labels[torch.from_numpy(texts)]}
+        return (
+            batch
+            if self._labels is None
+            else {**batch, "labels": self._labels[torch.from_numpy(texts)]}
+        )
 
     def efficiency(self, batch: int = 1) -> float:
         """Return the share of real tokens if `batch` samples drawn at random form a batch.
@@ -96,7 +117,11 @@ class Texts:
         return len(self._ids) / (len(self._order) * widest)
 
     def describe(self) -> str:
-        grouped = f" in {len(self):,} groups of {self._together} of about one length" if self._together > 1 else ""
+        grouped = (
+            f" in {len(self):,} groups of {self._together} of about one length"
+            if self._together > 1
+            else ""
+        )
         return (
             f"{len(self._lengths):,} texts of {self._lengths.min()} to {self._lengths.max()} tokens{grouped}, padded to "
             f"{', '.join(map(str, self.bounds))}: of a sample's tokens {self.efficiency():.0%} are real, of those of a batch of 32 "
@@ -132,12 +157,18 @@ def join_texts(texts: Sequence[ArrayLike | Sequence[int]]) -> tuple[np.ndarray, 
 
 def _check_bounds(bounds: Sequence[int] | None, longest: int, which: int) -> tuple[int, ...]:
     if bounds is None:
-        powers = (1 << power for power in range(SHORTEST_BOUND.bit_length() - 1, longest.bit_length()))
+        powers = (
+            1 << power for power in range(SHORTEST_BOUND.bit_length() - 1, longest.bit_length())
+        )
         return (*(power for power in powers if power < longest), longest)
     if not len(bounds) or min(bounds) < 1 or list(bounds) != sorted(set(bounds)):
-        raise DataError(f"bounds {tuple(bounds)} are none", hint="give lengths that rise, such as (64, 128, 256)")
+        raise DataError(
+            f"bounds {tuple(bounds)} are none",
+            hint="give lengths that rise, such as (64, 128, 256)",
+        )
     if bounds[-1] < longest:
         raise DataError(
-            f"text {which:,} has {longest:,} tokens, the last bound is {bounds[-1]:,}", hint="add a bound, or cut longer texts"
+            f"text {which:,} has {longest:,} tokens, the last bound is {bounds[-1]:,}",
+            hint="add a bound, or cut longer texts",
         )
     return tuple(bounds)

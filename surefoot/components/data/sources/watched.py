@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from surefoot.components.data.sources.batch_digest import PassDigest
 from surefoot.contract.loop_ledger import MOST_IDS, LoopGuarantee
@@ -93,10 +99,20 @@ class Watched:
         for place in places:
             inner = (getattr(place, name, None) for name in ("sampler", "batch_sampler"))
             places += [
-                each for each in inner if each is not None and len(places) < MAX_NESTED and all(each is not one for one in places)
+                each
+                for each in inner
+                if each is not None
+                and len(places) < MAX_NESTED
+                and all(each is not one for one in places)
             ]
-        found = [getattr(place, name, None) for place in places for name in ("generator", "synchronized_generator")]
-        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        found = [
+            getattr(place, name, None)
+            for place in places
+            for name in ("generator", "synchronized_generator")
+        ]
+        return list(
+            {id(each): each for each in found if isinstance(each, torch.Generator)}.values()
+        )
 
     def generator_states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self.generators()]
@@ -113,7 +129,11 @@ class Watched:
         draw their seed once; the workers that replace them after a restart draw one in the middle
         of the run.
         """
-        return self._sampler.started if self._sampler is not None and self.has_lasting_workers else None
+        return (
+            self._sampler.started
+            if self._sampler is not None and self.has_lasting_workers
+            else None
+        )
 
     def start_sampler_at(self, states: Sequence[Tensor] | None) -> None:
         """Make the sampler start its next epoch at `states`, whatever is drawn before."""
@@ -127,8 +147,15 @@ class Watched:
         change the order.
         """
         sampler = self._sampler
-        if sampler is not None and self.has_lasting_workers and not is_first and self.data._iterator is None:  # type: ignore[attr-defined]
-            sampler.start_at = sampler.start_at or [generator.get_state() for generator in sampler.generators()]
+        if (
+            sampler is not None
+            and self.has_lasting_workers
+            and not is_first
+            and self.data._iterator is None  # type: ignore[attr-defined]
+        ):
+            sampler.start_at = sampler.start_at or [
+                generator.get_state() for generator in sampler.generators()
+            ]
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the loader, else of its samplers and its dataset.
@@ -176,7 +203,9 @@ def _promise_of(data: Any) -> LoopGuarantee:
         samples = len(data.dataset)
     except TypeError:
         return LoopGuarantee()
-    is_plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    is_plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement
+    )
     once = type(batches) is BatchSampler and is_plain and len(sampler) == samples
     return LoopGuarantee(samples=samples, once=once, all=once and not batches.drop_last)
 
@@ -202,8 +231,15 @@ class _Recorder:
             yield ids
 
     def generators(self) -> list[torch.Generator]:
-        own = (getattr(self._inner, "generator", None), getattr(getattr(self._inner, "sampler", None), "generator", None))
-        unique = {id(each): each for each in (torch.default_generator, *own) if isinstance(each, torch.Generator)}
+        own = (
+            getattr(self._inner, "generator", None),
+            getattr(getattr(self._inner, "sampler", None), "generator", None),
+        )
+        unique = {
+            id(each): each
+            for each in (torch.default_generator, *own)
+            if isinstance(each, torch.Generator)
+        }
         return list(unique.values())
 
     def __len__(self) -> int:

@@ -30,14 +30,21 @@ class TorchDataset:
 
     def __init__(self, dataset: Any, collate: Any = None) -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise DataError(f"{type(dataset).__name__} has no length or cannot be indexed", hint="wrap an iterable with Iterated")
+            raise DataError(
+                f"{type(dataset).__name__} has no length or cannot be indexed",
+                hint="wrap an iterable with Iterated",
+            )
         if len(dataset) == 0:
             raise DataError(f"the {type(dataset).__name__} is empty", hint="give 1 sample or more")
         self._dataset = dataset
         self._collate = collate or torch.utils.data.default_collate
         self._read_many = getattr(dataset, "__getitems__", None)
         fingerprint = getattr(dataset, "_fingerprint", None)
-        known = fingerprint if isinstance(fingerprint, str) else f"{type(dataset).__qualname__} {len(dataset)}"
+        known = (
+            fingerprint
+            if isinstance(fingerprint, str)
+            else f"{type(dataset).__qualname__} {len(dataset)}"
+        )
         self.digest = hashlib.sha256(known.encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -46,7 +53,11 @@ class TorchDataset:
     def read(self, ids: np.ndarray) -> Batch:
         check_asked(ids, len(self))
         numbers = ids.tolist()
-        items = [self._dataset[number] for number in numbers] if self._read_many is None else self._read_many(numbers)
+        items = (
+            [self._dataset[number] for number in numbers]
+            if self._read_many is None
+            else self._read_many(numbers)
+        )
         if len(items) != len(numbers):
             raise DataError(
                 f"{type(self._dataset).__name__}.__getitems__ gave {len(items)} items for {len(numbers)} numbers",
@@ -77,13 +88,18 @@ def as_source(given: Any) -> Source:
         return given
     if isinstance(given, (Tensor, np.ndarray)):
         return Arrays(given)
-    if isinstance(given, tuple) and given and all(isinstance(part, (Tensor, np.ndarray)) for part in given):
+    if (
+        isinstance(given, tuple)
+        and given
+        and all(isinstance(part, (Tensor, np.ndarray)) for part in given)
+    ):
         return Arrays(*given)
     # a frame of pandas: indexed by number it gives a column, not a row
     if hasattr(given, "iloc") and hasattr(given, "columns"):
         return Arrays(**_checked({name: given[name].to_numpy() for name in given.columns}))
     if isinstance(given, dict) or (
-        isinstance(given, Mapping) and all(isinstance(part, (Tensor, np.ndarray)) for part in given.values())
+        isinstance(given, Mapping)
+        and all(isinstance(part, (Tensor, np.ndarray)) for part in given.values())
     ):
         return Arrays(**_checked(given))
     if isinstance(
@@ -113,11 +129,24 @@ def _checked(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
     Raises DataError otherwise: a dict of splits, or of lists, is often given instead.
     """
     if not given:
-        raise DataError("a task's data gave an empty dict", hint="give its arrays by name: {'images': x, 'labels': y}")
+        raise DataError(
+            "a task's data gave an empty dict",
+            hint="give its arrays by name: {'images': x, 'labels': y}",
+        )
     for name, part in given.items():
         if not isinstance(name, str):
-            raise DataError(f"a task's data gave a dict with the key {name!r}", hint="give a list of samples, or arrays by name")
+            raise DataError(
+                f"a task's data gave a dict with the key {name!r}",
+                hint="give a list of samples, or arrays by name",
+            )
         if not isinstance(part, (Tensor, np.ndarray)):
-            hint = f"return the one split: given[{name!r}]" if hasattr(part, "__getitems__") else "make each a tensor or an array"
-            raise DataError(f"a task's data gave a {type(given).__name__} whose {name!r} is a {type(part).__name__}", hint=hint)
+            hint = (
+                f"return the one split: given[{name!r}]"
+                if hasattr(part, "__getitems__")
+                else "make each a tensor or an array"
+            )
+            raise DataError(
+                f"a task's data gave a {type(given).__name__} whose {name!r} is a {type(part).__name__}",
+                hint=hint,
+            )
     return cast(Mapping[str, ArrayLike], given)

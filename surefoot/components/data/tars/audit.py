@@ -39,11 +39,19 @@ def find_tars(named: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for place in map(Path, named):
         try:
-            inside = sorted(path for path in place.iterdir() if path.suffix == ".tar") if place.is_dir() else [place]
+            inside = (
+                sorted(path for path in place.iterdir() if path.suffix == ".tar")
+                if place.is_dir()
+                else [place]
+            )
         except OSError as error:
-            raise DataError(f"{place} cannot be read: {error.strerror}", hint="check who may read it") from None
+            raise DataError(
+                f"{place} cannot be read: {error.strerror}", hint="check who may read it"
+            ) from None
         if not inside:
-            raise DataError(f"{place} holds no tar", hint="name a folder of *.tar, or the files themselves")
+            raise DataError(
+                f"{place} holds no tar", hint="name a folder of *.tar, or the files themselves"
+            )
         found += inside
     missing = next((path for path in found if not path.is_file()), None)
     if missing is not None:
@@ -70,7 +78,9 @@ def audit(paths: Iterable[Path], *, tell: Tell = lambda done: None) -> Audit:
                             decode(sample, extension)
                         except DataError as error:
                             member = f"{sample.key}.{extension}"
-                            found.bad.append(DamagedSample(path.name, member, _reason(error, path, member)))
+                            found.bad.append(
+                                DamagedSample(path.name, member, _reason(error, path, member))
+                            )
                 found.num_samples += len(found.bad) == num_bad
                 tell(stop - start)
         except DataError as error:

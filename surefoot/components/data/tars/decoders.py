@@ -50,7 +50,9 @@ def find_decoder(extension: str) -> Decoder:
 
 
 def _refuse(sample: Sample, extension: str) -> Any:
-    raise sample.fault(extension, "is of a kind that is not decoded", f"decoded are {', '.join(DECODERS)}")
+    raise sample.fault(
+        extension, "is of a kind that is not decoded", f"decoded are {', '.join(DECODERS)}"
+    )
 
 
 def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jpg") -> np.ndarray:
@@ -73,16 +75,25 @@ def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") ->
     return number
 
 
-def _decode_image(sample: Sample, extension: str, *, kind: str, size: tuple[int, int] | None = None) -> np.ndarray:
+def _decode_image(
+    sample: Sample, extension: str, *, kind: str, size: tuple[int, int] | None = None
+) -> np.ndarray:
     pillow, turning = _pillow(kind)
     try:
-        image = pillow.open(io.BytesIO(sample.parts[extension]), formats=KINDS)  # many PNGs are called .jpg
+        image = pillow.open(
+            io.BytesIO(sample.parts[extension]), formats=KINDS
+        )  # many PNGs are called .jpg
         orientation = image.getexif().get(ORIENTATION, 1) if "exif" in image.info else 1
         width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
         if size is not None and (width, height) != size:
-            raise sample.fault(extension, f"is an image of {width} x {height} pixels, not {size[0]} x {size[1]}")
+            raise sample.fault(
+                extension, f"is an image of {width} x {height} pixels, not {size[0]} x {size[1]}"
+            )
         if width * height > MOST_PIXELS:
-            raise sample.fault(extension, f"is an image of {width:,} x {height:,} pixels, {MOST_PIXELS:,} are allowed")
+            raise sample.fault(
+                extension,
+                f"is an image of {width:,} x {height:,} pixels, {MOST_PIXELS:,} are allowed",
+            )
         if image.mode != "RGB":
             if image.mode.startswith(("I", "F")):
                 raise sample.fault(
@@ -94,11 +105,21 @@ def _decode_image(sample: Sample, extension: str, *, kind: str, size: tuple[int,
         if orientation != 1:
             image = turning.exif_transpose(image)
         return np.frombuffer(image.tobytes(), np.uint8).reshape(height, width, 3)
-    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:  # Pillow's errors for damaged files
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        pillow.DecompressionBombError,
+    ) as error:  # Pillow's errors for damaged files
         if "BytesIO" in str(error):
-            what, hint = f"is none of {', '.join(KINDS)}", "convert it, or copy the file again if it is cut"
+            what, hint = (
+                f"is none of {', '.join(KINDS)}",
+                "convert it, or copy the file again if it is cut",
+            )
             raise sample.fault(extension, what, hint) from None
-        raise sample.fault(extension, f"is a broken {kind}: {error}", "copy the file again") from None
+        raise sample.fault(
+            extension, f"is a broken {kind}: {error}", "copy the file again"
+        ) from None
 
 
 @functools.cache
@@ -117,17 +138,34 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
     file = io.BytesIO(content)
     try:
         version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
         shape, in_fortran, dtype = read(file)
-    except (ValueError, SyntaxError, TypeError, RecursionError, OverflowError, tokenize.TokenError) as error:
+    except (
+        ValueError,
+        SyntaxError,
+        TypeError,
+        RecursionError,
+        OverflowError,
+        tokenize.TokenError,
+    ) as error:
         raise sample.fault(extension, f"is no npy file: {error}", "copy the file again") from None
     held = len(content) - file.tell()
     if dtype.hasobject:
         raise sample.fault(
-            extension, "holds Python objects, which could run code", "write numbers: numpy.save(..., allow_pickle=False)"
+            extension,
+            "holds Python objects, which could run code",
+            "write numbers: numpy.save(..., allow_pickle=False)",
         )
     if math.prod(shape) * dtype.itemsize != held or min(shape, default=0) < 0:
-        raise sample.fault(extension, f"says that it is {dtype} {shape}, and holds {held:,} bytes", "copy the file again")
+        raise sample.fault(
+            extension,
+            f"says that it is {dtype} {shape}, and holds {held:,} bytes",
+            "copy the file again",
+        )
     try:
         flat = np.frombuffer(content, dtype=dtype, offset=file.tell()).copy()
         return flat.reshape(shape, order="F" if in_fortran else "C")
@@ -135,7 +173,9 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
         raise sample.fault(extension, f"is {dtype} {shape}, which is no array: {error}") from None
 
 
-def _decode_number(sample: Sample, extension: str, wanted: str = "a whole number of up to 9 digits") -> int:
+def _decode_number(
+    sample: Sample, extension: str, wanted: str = "a whole number of up to 9 digits"
+) -> int:
     text = sample.parts[extension]
     if not (text.isdigit() and len(text) <= 9) and not WHOLE_NUMBER.match(text):
         raise sample.fault(extension, f"is {text[:20]!r}, not {wanted}")
@@ -146,7 +186,9 @@ def _decode_text(sample: Sample, extension: str) -> str:
     try:
         return sample.parts[extension].decode("utf-8")
     except UnicodeDecodeError as error:
-        raise sample.fault(extension, f"is no UTF-8: {error.reason} at byte {error.start}") from None
+        raise sample.fault(
+            extension, f"is no UTF-8: {error.reason} at byte {error.start}"
+        ) from None
 
 
 def _decode_json(sample: Sample, extension: str) -> Any:
@@ -160,15 +202,27 @@ def _decode_tensors(sample: Sample, extension: str) -> dict[str, np.ndarray]:
     try:
         return dict(safetensors.numpy.load(sample.parts[extension]))
     except KeyError as error:
-        raise sample.fault(extension, f"holds numbers that numpy does not have: {error}", "write them as F32 or F16") from None
+        raise sample.fault(
+            extension,
+            f"holds numbers that numpy does not have: {error}",
+            "write them as F32 or F16",
+        ) from None
     except (safetensors.SafetensorError, ValueError, TypeError) as error:
-        raise sample.fault(extension, f"is no safetensors file: {error}", "copy the file again") from None
+        raise sample.fault(
+            extension, f"is no safetensors file: {error}", "copy the file again"
+        ) from None
 
 
 Decoder = Callable[[Sample, str], Any]
 DECODERS: dict[str, Decoder] = {
-    **{extension: functools.partial(_decode_image, kind=kind) for extension, kind in IMAGES.items()},
-    "npy": _decode_array, "cls": _decode_number, "txt": _decode_text, "json": _decode_json, "safetensors": _decode_tensors,
-}  # fmt: skip
+    **{
+        extension: functools.partial(_decode_image, kind=kind) for extension, kind in IMAGES.items()
+    },
+    "npy": _decode_array,
+    "cls": _decode_number,
+    "txt": _decode_text,
+    "json": _decode_json,
+    "safetensors": _decode_tensors,
+}
 
 __all__ = ["DECODERS", "DataError", "decode", "decode_class", "decode_jpeg"]

@@ -16,13 +16,24 @@ import numpy as np
 
 from surefoot.components.data.remote import Remote, is_url
 from surefoot.components.data.remote.cache import locked
-from surefoot.components.data.tars.index import Index, Shard, Tell, cut, look_through, name_of, read_index, write_index
+from surefoot.components.data.tars.index import (
+    Index,
+    Shard,
+    Tell,
+    cut,
+    look_through,
+    name_of,
+    read_index,
+    write_index,
+)
 from surefoot.core.errors import DataError, hint_unwritten
 
 Made = list[tuple[Shard, np.ndarray]]
 
 
-def find_remote(paths: Remote | str | Path | Sequence[str | Path], cache: str | Path | None = None) -> Remote | None:
+def find_remote(
+    paths: Remote | str | Path | Sequence[str | Path], cache: str | Path | None = None
+) -> Remote | None:
     """Return the remote shards that `paths` name; None for local files.
 
     Raises DataError if some paths are URLs and some are files.
@@ -34,7 +45,9 @@ def find_remote(paths: Remote | str | Path | Sequence[str | Path], cache: str | 
     if not urls:
         return None
     if len(urls) != len(named):
-        raise DataError("some shards are URLs and some are files", hint="give the shards of one place")
+        raise DataError(
+            "some shards are URLs and some are files", hint="give the shards of one place"
+        )
     return Remote(urls, cache=cache)
 
 
@@ -49,17 +62,22 @@ def open_remote(remote: Remote, *, tell: Tell | None = None) -> Index:
     try:
         remote.folder.mkdir(parents=True, exist_ok=True)
         with locked(remote.folder / ".index-lock"):  # of several processes, one builds it
-            index = _usable(read_index(place, remote.folder, remote), remote) or _from_beside(remote, place)
+            index = _usable(read_index(place, remote.folder, remote), remote) or _from_beside(
+                remote, place
+            )
             if index is None:
                 write_index(place, _make(remote, place, tell))
                 index = read_index(place, remote.folder, remote)
     except OSError as error:
         raise DataError(
-            f"the index {place} cannot be written: {error.strerror}", hint=hint_unwritten(error, "give another cache")
+            f"the index {place} cannot be written: {error.strerror}",
+            hint=hint_unwritten(error, "give another cache"),
         ) from error
     if index is None:
         raise DataError(f"the index {place} is not what was written", hint="is the disk sound?")
-    remote.know([shard.num_bytes for shard in index.shards], [shard.digest for shard in index.shards])
+    remote.know(
+        [shard.num_bytes for shard in index.shards], [shard.digest for shard in index.shards]
+    )
     return index
 
 
@@ -77,7 +95,9 @@ def _usable(index: Index | None, remote: Remote) -> Index | None:
     """Return the index if it is of these shards and agrees with the listed digests, else None."""
     if index is None or [shard.name for shard in index.shards] != remote.names:
         return None
-    is_listed = all(remote.listed.get(shard.name, shard.digest) == shard.digest for shard in index.shards)
+    is_listed = all(
+        remote.listed.get(shard.name, shard.digest) == shard.digest for shard in index.shards
+    )
     return index if is_listed else None
 
 
@@ -107,7 +127,10 @@ def _make(remote: Remote, place: Path, tell: Tell | None) -> Made:
     known = (
         {}
         if old is None
-        else {(shard.name, shard.digest): (shard, starts) for shard, starts in zip(old.shards, cut(old), strict=True)}
+        else {
+            (shard.name, shard.digest): (shard, starts)
+            for shard, starts in zip(old.shards, cut(old), strict=True)
+        }
     )
     made: Made = []
     for number, name in enumerate(remote.names):
@@ -116,7 +139,10 @@ def _make(remote: Remote, place: Path, tell: Tell | None) -> Made:
             descriptor = remote.open(number)
             try:
                 digest, starts = look_through(remote.path(number))
-                found = Shard(name, os.fstat(descriptor).st_size, 0, 0, digest, len(starts) - 1), starts
+                found = (
+                    Shard(name, os.fstat(descriptor).st_size, 0, 0, digest, len(starts) - 1),
+                    starts,
+                )
             finally:
                 os.close(descriptor)
         made.append(found)

@@ -36,14 +36,27 @@ def find_samples(read: Read, *, most_bytes: int, most_members: int) -> np.ndarra
     while (block := read(at, BLOCK)) != bytes(BLOCK):
         try:
             member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except (tarfile.HeaderError, ValueError, OverflowError):  # the last two for malformed headers
+        except (
+            tarfile.HeaderError,
+            ValueError,
+            OverflowError,
+        ):  # the last two for malformed headers
             return None
         begin, size, at = at, member.size, at + BLOCK + -(-member.size // BLOCK) * BLOCK
-        if member.type == EXTENDED and extended is None and 0 <= size <= BLOCK and says_little(read(begin + BLOCK, size)):
+        if (
+            member.type == EXTENDED
+            and extended is None
+            and 0 <= size <= BLOCK
+            and says_little(read(begin + BLOCK, size))
+        ):
             extended = begin  # the next member begins with its pax header
             continue
         key, extension = split_name(member.name)
-        is_file = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and 0 <= size <= most_bytes and is_plain(member.name)
+        is_file = (
+            member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
+            and 0 <= size <= most_bytes
+            and is_plain(member.name)
+        )
         if key != last:
             starts.append(begin if extended is None else extended)
             is_file, extensions = is_file and key not in keys, set()

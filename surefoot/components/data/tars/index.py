@@ -64,9 +64,20 @@ class Index:
     """
 
     def __init__(
-        self, folder: Path, place: Path, shards: Sequence[Shard], starts: np.ndarray, remote: Remote | None = None
+        self,
+        folder: Path,
+        place: Path,
+        shards: Sequence[Shard],
+        starts: np.ndarray,
+        remote: Remote | None = None,
     ) -> None:
-        self.folder, self.place, self.shards, self.starts, self._remote = folder, place, tuple(shards), starts, remote
+        self.folder, self.place, self.shards, self.starts, self._remote = (
+            folder,
+            place,
+            tuple(shards),
+            starts,
+            remote,
+        )
         counts = np.array([shard.num_samples for shard in shards], dtype=np.int64)
         self._ends = np.cumsum(counts)
         text = json.dumps([[shard.name, shard.digest] for shard in shards])
@@ -80,7 +91,11 @@ class Index:
 
         Raises OSError, and DataError for a remote shard that cannot be downloaded.
         """
-        return os.open(self.folder / self.shards[shard].name, os.O_RDONLY) if self._remote is None else self._remote.open(shard)
+        return (
+            os.open(self.folder / self.shards[shard].name, os.O_RDONLY)
+            if self._remote is None
+            else self._remote.open(shard)
+        )
 
     def most_open(self, allowed: int) -> int:
         """Return how many shards may be open at a time, at most `allowed`."""
@@ -93,20 +108,30 @@ class Index:
         """
         if ids.ndim != 1 or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self)):
             raise DataError(
-                f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[:200], hint="give such numbers"
+                f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[
+                    :200
+                ],
+                hint="give such numbers",
             )
         ids = ids.astype(np.int64)
         shard = np.searchsorted(self._ends, ids, side="right")
         place = ids + shard  # each earlier shard has one position more than samples
         first = self.starts[place]
         count = self.starts[place + 1] - first
-        sizes = np.array([self.shards[number].num_bytes for number in shard.tolist()], dtype=np.int64)
+        sizes = np.array(
+            [self.shards[number].num_bytes for number in shard.tolist()], dtype=np.int64
+        )
         if (first < 0).any() or (count <= 0).any() or (count > sizes - first).any():
-            raise DataError(f"the index {self.place} is damaged: it leads out of its tars", hint="remove it; it is made again")
+            raise DataError(
+                f"the index {self.place} is damaged: it leads out of its tars",
+                hint="remove it; it is made again",
+            )
         return shard, first, count
 
 
-def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, beside: bool = False) -> Index:
+def open_index(
+    paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, beside: bool = False
+) -> Index:
     """Return the index of the tars `paths`, which is built or updated first if necessary.
 
     All tars are in one folder. An index next to them is used if it is up to date, else the one
@@ -120,7 +145,12 @@ def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, 
     stamps = [stamp_of(path) for path in ordered]
     name = name_of([path.name for path in ordered])
     places = (
-        [folder / name] if beside else [folder / name, cache / hashlib.sha256(bytes(folder.resolve())).hexdigest()[:16] / name]
+        [folder / name]
+        if beside
+        else [
+            folder / name,
+            cache / hashlib.sha256(bytes(folder.resolve())).hexdigest()[:16] / name,
+        ]
     )
     known: Known = {}
     for place in places:
@@ -128,7 +158,12 @@ def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, 
         if index is not None and [shard.stamp for shard in index.shards] == stamps:
             return index
         known |= (
-            {} if index is None else {shard.stamp: (shard, each) for shard, each in zip(index.shards, cut(index), strict=True)}
+            {}
+            if index is None
+            else {
+                shard.stamp: (shard, each)
+                for shard, each in zip(index.shards, cut(index), strict=True)
+            }
         )
     made = _make(ordered, stamps, known, tell)
     try:
@@ -138,7 +173,12 @@ def open_index(paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, 
             f"the index {places[-1]} cannot be written: {error.strerror}",
             hint="check who may write there, and whether there is room",
         ) from error
-    return Index(folder, places[-1], [shard for shard, _ in made], np.concatenate([starts for _, starts in made]))
+    return Index(
+        folder,
+        places[-1],
+        [shard for shard, _ in made],
+        np.concatenate([starts for _, starts in made]),
+    )
 
 
 def name_of(names: Sequence[str]) -> str:
@@ -151,7 +191,10 @@ def _check(paths: Sequence[Path]) -> Path:
         raise DataError("no tar is given", hint="name one or more")
     folders = {path.parent.resolve() for path in paths}
     if len(folders) != 1:
-        raise DataError(f"the shards lie in {len(folders)} folders", hint="give the shards of one folder, one or more")
+        raise DataError(
+            f"the shards lie in {len(folders)} folders",
+            hint="give the shards of one folder, one or more",
+        )
     twice = [one.name for one, other in itertools.pairwise(paths) if one == other]
     if twice:
         raise DataError(f"the shard {twice[0]} is named twice", hint="name each shard once")
@@ -166,15 +209,21 @@ def stamp_of(path: Path) -> Stamp:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check that the file is there") from None
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}", hint="check that the file is there"
+        ) from None
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is no file", hint="name tars")
     return path.name, status.st_size, max(status.st_mtime_ns, status.st_ctime_ns), status.st_ino
 
 
-def _make(paths: Sequence[Path], stamps: Sequence[Stamp], known: Known, tell: Tell | None) -> list[tuple[Shard, np.ndarray]]:
+def _make(
+    paths: Sequence[Path], stamps: Sequence[Stamp], known: Known, tell: Tell | None
+) -> list[tuple[Shard, np.ndarray]]:
     """Return each shard with the positions of its samples; scan unknown shards in parallel."""
-    missing = [(path, stamp) for path, stamp in zip(paths, stamps, strict=True) if stamp not in known]
+    missing = [
+        (path, stamp) for path, stamp in zip(paths, stamps, strict=True) if stamp not in known
+    ]
     total, done = sum(stamp[1] for _, stamp in missing), 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(_look_through, path, stamp) for path, stamp in missing]
@@ -217,7 +266,9 @@ def look_through(path: Path) -> tuple[str, np.ndarray]:
             while piece := file.read(PIECE_BYTES):
                 digest.update(piece)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint="check who may read it") from None
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}", hint="check who may read it"
+        ) from None
     if starts is None:
         starts = find_starts(path)
     return digest.hexdigest(), starts
@@ -231,7 +282,9 @@ def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index
             begin = -(-file.tell() // ALIGNED) * ALIGNED
         shards = [Shard(**each) for each in row["shards"]] if row["format"] == FORMAT else []
         count = sum(shard.num_samples + 1 for shard in shards)
-        if not all(isinstance(shard.name, str) and isinstance(shard.digest, str) for shard in shards):
+        if not all(
+            isinstance(shard.name, str) and isinstance(shard.digest, str) for shard in shards
+        ):
             return None
         if not shards or place.stat().st_size != begin + 8 * count:
             return None
@@ -249,7 +302,10 @@ def cut(index: Index) -> list[np.ndarray]:
 
 def write_index(place: Path, made: Sequence[tuple[Shard, np.ndarray]]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    head = json.dumps({"format": FORMAT, "shards": [asdict(shard) for shard, _ in made]}).encode() + b"\n"
+    head = (
+        json.dumps({"format": FORMAT, "shards": [asdict(shard) for shard, _ in made]}).encode()
+        + b"\n"
+    )
     # not made by tempfile: the mode follows the umask
     draft = place.with_name(f".draft-{uuid.uuid4().hex}")
     with draft.open("xb") as file:

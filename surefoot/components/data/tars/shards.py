@@ -54,15 +54,23 @@ def find_shards(folder: str | Path | None, pattern: str, *, home: str) -> list[P
         if not given.is_dir():
             raise DataError(f"{given} is {'no folder' if given.exists() else 'missing'}", hint=hint)
         for place in (given, given / home):
-            found = sorted(path for path in place.iterdir() if path.match(pattern)) if place.is_dir() else []
+            found = (
+                sorted(path for path in place.iterdir() if path.match(pattern))
+                if place.is_dir()
+                else []
+            )
             if found:
                 return found
     except OSError as error:
-        raise DataError(f"{given} cannot be read: {error.strerror}", hint="check who may read it") from None
+        raise DataError(
+            f"{given} cannot be read: {error.strerror}", hint="check who may read it"
+        ) from None
     raise DataError(f"{given} holds no {pattern}, nor does a folder {home} in it", hint=hint)
 
 
-def read_shard(path: Path, *, needs: Sequence[str] = (), max_member_bytes: int = MAX_MEMBER_BYTES) -> Iterator[Sample]:
+def read_shard(
+    path: Path, *, needs: Sequence[str] = (), max_member_bytes: int = MAX_MEMBER_BYTES
+) -> Iterator[Sample]:
     """Yield the samples of an uncompressed tar in the order written, with extensions `needs`.
 
     Raises DataError, with file, member and reason, for a file that is not a tar, truncated or
@@ -78,7 +86,9 @@ def find_starts(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> np.n
 
     Raises what `read_shard` raises.
     """
-    spans = [(start, stop) for _, start, stop in read_spans(path, max_member_bytes=max_member_bytes)]
+    spans = [
+        (start, stop) for _, start, stop in read_spans(path, max_member_bytes=max_member_bytes)
+    ]
     return np.array([start for start, _ in spans] + [spans[-1][1]], dtype=np.int64)
 
 
@@ -100,7 +110,8 @@ def read_spans(
                 yield sample, start, end
             if key in seen:
                 raise DataError(
-                    f"{path}: {name} belongs to the sample {key}, which ended before", hint="write each sample's members in a row"
+                    f"{path}: {name} belongs to the sample {key}, which ended before",
+                    hint="write each sample's members in a row",
                 )
             seen.add(key)
             sample, start = Sample(path, key), first
@@ -109,7 +120,10 @@ def read_spans(
         sample.parts[extension] = content
         end = last
     if sample is None:
-        raise DataError(f"{path} holds no sample", hint="its members should be named like 000123.jpg and 000123.cls")
+        raise DataError(
+            f"{path} holds no sample",
+            hint="its members should be named like 000123.jpg and 000123.cls",
+        )
     yield sample, start, end
 
 
@@ -135,7 +149,9 @@ def complete(sample: Sample, needs: Sequence[str]) -> Sample:
     """Return the sample. Raises DataError for a part in `needs` that it lacks."""
     for extension in needs:
         if extension not in sample.parts:
-            raise sample.fault(extension, f"is missing; the sample has {', '.join(sorted(sample.parts))}")
+            raise sample.fault(
+                extension, f"is missing; the sample has {', '.join(sorted(sample.parts))}"
+            )
     return sample
 
 
@@ -168,7 +184,9 @@ class _Stream:
         self._file.close()
 
 
-def _members(path: Path, max_member_bytes: int, stream: BinaryIO | None = None) -> Iterator[tuple[str, bytes, int, int]]:
+def _members(
+    path: Path, max_member_bytes: int, stream: BinaryIO | None = None
+) -> Iterator[tuple[str, bytes, int, int]]:
     """Yield name, content, first byte and end of each member.
 
     tarfile ends silently at a truncated or damaged header, so that the end marker is checked too.
@@ -177,7 +195,9 @@ def _members(path: Path, max_member_bytes: int, stream: BinaryIO | None = None) 
     try:
         with (
             path.open("rb") if stream is None else _Stream(stream) as file,
-            tarfile.open(fileobj=cast(BinaryIO, file), mode="r:" if stream is None else "r|") as archive,
+            tarfile.open(
+                fileobj=cast(BinaryIO, file), mode="r:" if stream is None else "r|"
+            ) as archive,
         ):
             for number, member in enumerate(archive):
                 _check(path, member, number, max_member_bytes)
@@ -197,29 +217,42 @@ def _members(path: Path, max_member_bytes: int, stream: BinaryIO | None = None) 
     # the last two are tarfile's errors for malformed headers
     except (tarfile.TarError, ValueError, OverflowError) as error:
         what = f"is damaged after byte {end}" if end else "is no tar"
-        raise DataError(f"{path} {what}: {error}", hint="shards are plain tars, not compressed; copy the file again") from None
+        raise DataError(
+            f"{path} {what}: {error}",
+            hint="shards are plain tars, not compressed; copy the file again",
+        ) from None
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror or error}", hint="check that the file is there and who may read it"
+            f"{path} cannot be read: {error.strerror or error}",
+            hint="check that the file is there and who may read it",
         ) from None
     if marker.count(0) != BLOCK:
-        what = "is truncated: it has no end marker" if len(marker) < BLOCK else "is damaged: no member begins"
+        what = (
+            "is truncated: it has no end marker"
+            if len(marker) < BLOCK
+            else "is damaged: no member begins"
+        )
         raise DataError(f"{path} {what} at byte {end}", hint="copy the shard again")
 
 
 def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: int) -> None:
     shown = member.name[:128]
     if number >= MAX_MEMBERS:
-        raise DataError(f"{path} has more than {MAX_MEMBERS:,} members", hint="split it into several shards")
+        raise DataError(
+            f"{path} has more than {MAX_MEMBERS:,} members", hint="split it into several shards"
+        )
     if not member.isreg() or member.issparse():
         raise DataError(
-            f"{path}: {shown!r} is no regular file", hint="shards hold files only: no folders, links, devices or sparse files"
+            f"{path}: {shown!r} is no regular file",
+            hint="shards hold files only: no folders, links, devices or sparse files",
         )
     if not is_plain(member.name):
         raise DataError(
-            f"{path}: {shown!r} is no plain name", hint="use letters, digits, '.', '_' and '-', and no path out of the shard"
+            f"{path}: {shown!r} is no plain name",
+            hint="use letters, digits, '.', '_' and '-', and no path out of the shard",
         )
     if not 0 <= member.size <= max_member_bytes:
         raise DataError(
-            f"{path}: {shown} has {member.size:,} bytes, {max_member_bytes:,} are allowed", hint="is it a sample at all?"
+            f"{path}: {shown} has {member.size:,} bytes, {max_member_bytes:,} are allowed",
+            hint="is it a sample at all?",
         )

@@ -31,7 +31,9 @@ from surefoot.core.place import cache_folder, whole_path
 from surefoot.core.process.forked import make_lock
 
 MOST_OPEN = 64  # shards at a time
-HEADER = struct.Struct("100s 24x 12s 20x c 100x 5s 83x c")  # name, size, kind, magic, first of the prefix
+HEADER = struct.Struct(
+    "100s 24x 12s 20x c 100x 5s 83x c"
+)  # name, size, kind, magic, first of the prefix
 KINDS = frozenset(bytes([kind]) for kind in FILES + EXTENDED)
 SEVEN = ord("7")
 Transform = Callable[[dict[str, Any]], dict[str, Any]]
@@ -54,11 +56,18 @@ class Tars:
     _lock: threading.Lock
 
     def __init__(
-        self, paths: Remote | str | Path | Sequence[str | Path], *, cache: str | Path | None = None, transform: Transform | None = None,
-        tell: Tell | None = None, **parts: str,
-    ) -> None:  # fmt: skip
+        self,
+        paths: Remote | str | Path | Sequence[str | Path],
+        *,
+        cache: str | Path | None = None,
+        transform: Transform | None = None,
+        tell: Tell | None = None,
+        **parts: str,
+    ) -> None:
         if not parts:
-            raise DataError("Tars is told of no part to read", hint='Tars(paths, image="jpg", label="cls")')
+            raise DataError(
+                "Tars is told of no part to read", hint='Tars(paths, image="jpg", label="cls")'
+            )
         self.parts, self.transform = parts, transform
         below = whole_path(cache) if cache else cache_folder() / "tars"
         self._remote = remote = find_remote(paths, cache)
@@ -82,7 +91,10 @@ class Tars:
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
         if len(ids) == 0:
             raise DataError("no sample is asked for", hint="give one number or more")
-        samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
+        samples = [
+            self.sample(*place)
+            for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)
+        ]
         return make_batch(samples, self.parts, self.transform)
 
     @property
@@ -99,7 +111,10 @@ class Tars:
     def explain(self, ids: np.ndarray) -> dict[str, float]:
         """Return the seconds that reading, decoding and transforming these samples take."""
         marks = [time.perf_counter()]
-        samples = [self.sample(*place) for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)]
+        samples = [
+            self.sample(*place)
+            for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)
+        ]
         marks.append(time.perf_counter())
         wanted = _find_decoders(self.parts)
         rows = [_decode(sample, wanted) for sample in samples]
@@ -121,7 +136,8 @@ class Tars:
             content = os.pread(held.number, count, first)
         except OSError as error:
             raise DataError(
-                f"{path} cannot be read: {error.strerror}", hint="is the disk sound, and the file still there?"
+                f"{path} cannot be read: {error.strerror}",
+                hint="is the disk sound, and the file still there?",
             ) from None
         if len(content) < count:
             raise DataError(
@@ -145,7 +161,10 @@ class Tars:
         # downloads a remote shard, while other threads continue to read
         opened = Descriptor(self.index.open(shard))
         if os.fstat(opened.number).st_size != self.index.shards[shard].num_bytes:
-            raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
+            raise DataError(
+                f"{path} is not what it was when it was indexed",
+                hint="leave shards alone while they are read",
+            )
         with self._lock:
             opened = self._open.setdefault(shard, opened)
             # several threads opened a shard at once
@@ -154,7 +173,9 @@ class Tars:
             return opened
 
     def __getstate__(self) -> dict[str, Any]:  # another process opens the shards itself
-        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock")}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock")
+        }
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         self.__dict__ |= {**held, "_open": OrderedDict()}
@@ -174,7 +195,9 @@ class Descriptor:
         os.close(self.number)
 
 
-def make_batch(samples: list[Sample], parts: dict[str, str], transform: Transform | None) -> dict[str, Tensor | list[Any]]:
+def make_batch(
+    samples: list[Sample], parts: dict[str, str], transform: Transform | None
+) -> dict[str, Tensor | list[Any]]:
     """Return the batch of whole samples: parts decoded, samples transformed, all joined."""
     wanted = _find_decoders(parts)
     decoded = (_decode(sample, wanted) for sample in samples)
@@ -186,7 +209,9 @@ Wanted = list[tuple[str, str, decoders.Decoder]]
 
 
 def _find_decoders(parts: dict[str, str]) -> Wanted:
-    return [(name, extension, decoders.find_decoder(extension)) for name, extension in parts.items()]
+    return [
+        (name, extension, decoders.find_decoder(extension)) for name, extension in parts.items()
+    ]
 
 
 def _decode(sample: Sample, wanted: Wanted) -> dict[str, Any]:
@@ -206,17 +231,29 @@ def read_sample(path: Path, content: bytes) -> Sample:
     while at + BLOCK <= end:
         name, size, kind, magic, prefix = HEADER.unpack_from(content, at)
         digits = size.rstrip(b"\0 ")
-        if magic != b"ustar" or prefix != b"\0" or name[-1] or kind not in KINDS or not digits.isdigit() or max(digits) > SEVEN:
+        if (
+            magic != b"ustar"
+            or prefix != b"\0"
+            or name[-1]
+            or kind not in KINDS
+            or not digits.isdigit()
+            or max(digits) > SEVEN
+        ):
             return _read_slowly(path, content)
         first = at + BLOCK
         last = first + int(digits, 8)
         if kind != EXTENDED:
-            sample = _add(path, sample, name[: name.index(0)].decode("ascii", "replace"), content[first:last])
+            sample = _add(
+                path, sample, name[: name.index(0)].decode("ascii", "replace"), content[first:last]
+            )
         elif not says_little(content[first:last]):
             return _read_slowly(path, content)
         at = last + -last % BLOCK
     if sample is None or at != end:
-        raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
+        raise DataError(
+            f"{path} is not what it was when it was indexed",
+            hint="leave shards alone while they are read",
+        )
     return sample
 
 
@@ -240,12 +277,17 @@ def _read_slowly(path: Path, content: bytes) -> Sample:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
             for member in archive:
                 opened = archive.extractfile(member)
-                sample = _add(path, sample, member.name, opened.read() if opened is not None else b"")
+                sample = _add(
+                    path, sample, member.name, opened.read() if opened is not None else b""
+                )
     # the last two are tarfile's errors for malformed headers
     except (tarfile.TarError, ValueError, OverflowError):
         sample = None
     if sample is None:
-        raise DataError(f"{path} is not what it was when it was indexed", hint="leave shards alone while they are read")
+        raise DataError(
+            f"{path} is not what it was when it was indexed",
+            hint="leave shards alone while they are read",
+        )
     return sample
 
 
@@ -260,11 +302,17 @@ def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[A
         return values
     arrays = [np.asarray(value) for value in values]
     kinds = {(each.shape, each.dtype) for each in arrays}
-    if any(dtype.kind not in "biufc" or dtype.char in "gG" for _, dtype in kinds):  # strings, times, rows, long doubles
+    if any(
+        dtype.kind not in "biufc" or dtype.char in "gG" for _, dtype in kinds
+    ):  # strings, times, rows, long doubles
         return values
     if len(kinds) > 1:
         first = arrays[0]
-        other = next(number for number, each in enumerate(arrays) if (each.shape, each.dtype) != (first.shape, first.dtype))
+        other = next(
+            number
+            for number, each in enumerate(arrays)
+            if (each.shape, each.dtype) != (first.shape, first.dtype)
+        )
         raise DataError(
             f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {arrays[other].dtype} {arrays[other].shape} in "
             f"{samples[other].key} of {samples[other].shard}",

@@ -46,9 +46,14 @@ class TarStream:
     thread_safe = False
 
     def __init__(
-        self, shards: Sequence[Opener | BinaryIO | str | Path] | Remote, counts: Sequence[int], *, window: int = 1,
-        transform: Transform | None = None, **parts: str,
-    ) -> None:  # fmt: skip
+        self,
+        shards: Sequence[Opener | BinaryIO | str | Path] | Remote,
+        counts: Sequence[int],
+        *,
+        window: int = 1,
+        transform: Transform | None = None,
+        **parts: str,
+    ) -> None:
         given: list[Any] = list(range(len(shards))) if isinstance(shards, Remote) else list(shards)
         if len(given) != len(counts) or not given or min(counts) < 1 or window < 1 or not parts:
             raise DataError(
@@ -57,7 +62,9 @@ class TarStream:
             )
         self.window, self.parts, self.transform = window, parts, transform
         if isinstance(shards, Remote):
-            self._set_shards([partial(shards.stream, number) for number in given], counts, list(shards.names))
+            self._set_shards(
+                [partial(shards.stream, number) for number in given], counts, list(shards.names)
+            )
         else:
             names = [str(Path(each)) if isinstance(each, str | Path) else None for each in given]
             self._set_shards([_opener(each) for each in given], counts, names)
@@ -65,11 +72,15 @@ class TarStream:
         self._lock = threading.Lock()
         call_in_children(self, TarStream._open_own)
 
-    def _set_shards(self, openers: Sequence[Opener], counts: Sequence[int], names: Sequence[str | None]) -> None:
+    def _set_shards(
+        self, openers: Sequence[Opener], counts: Sequence[int], names: Sequence[str | None]
+    ) -> None:
         self._openers, self.counts, self._given_names = openers, list(counts), names
         self._names = [name or f"stream-{number}" for number, name in enumerate(names)]
         self._ends = np.cumsum(self.counts)
-        self.digest = hashlib.sha256(f"{self.counts} {self.parts} {self._names}".encode()).hexdigest()
+        self.digest = hashlib.sha256(
+            f"{self.counts} {self.parts} {self._names}".encode()
+        ).hexdigest()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -77,7 +88,10 @@ class TarStream:
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
         if len(ids) == 0 or not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
             raise DataError(
-                f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[:200], hint="give such numbers"
+                f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[
+                    :200
+                ],
+                hint="give such numbers",
             )
         shards = np.searchsorted(self._ends, ids, side="right").tolist()
         with self._lock:  # a stream has one reader
@@ -133,7 +147,11 @@ class TarStream:
 
     def _open_own(self) -> None:
         """Open shards again in a forked process: processes would share the file positions."""
-        once = [(shard, each) for shard, each in self._reading.items() if isinstance(self._openers[shard], _Once)]
+        once = [
+            (shard, each)
+            for shard, each in self._reading.items()
+            if isinstance(self._openers[shard], _Once)
+        ]
         self._reading, self._lock = OrderedDict(once), threading.Lock()
 
 
@@ -158,13 +176,15 @@ class _Forwards:
             found = next(self._samples, None)
             if found is None:
                 raise DataError(
-                    f"{self._name} ended after {self._next:,} samples of {self._count:,}", hint="give the right counts"
+                    f"{self._name} ended after {self._next:,} samples of {self._count:,}",
+                    hint="give the right counts",
                 )
             self._waiting[self._next] = found[0]
             self._next += 1
             if self._next == self._count and next(self._samples, None) is not None:
                 raise DataError(
-                    f"{self._name} holds more than {self._count:,} samples", hint="give the right counts: none may be lost"
+                    f"{self._name} holds more than {self._count:,} samples",
+                    hint="give the right counts: none may be lost",
                 )
         return self._waiting.pop(place)
 

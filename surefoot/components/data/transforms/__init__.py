@@ -14,15 +14,55 @@ from surefoot.components.data.transforms.colours import (
     adjust_saturation,
     color_jitter,
     normalise,
-)  # fmt: skip
+)
 from surefoot.components.data.transforms.erasing import Cutout, Erase, cutout, erase
 from surefoot.components.data.transforms.mixing import cutmix, mixup, soft_targets
-from surefoot.components.data.transforms.moving import Mirror, Translate, crop, mirror, reflect_pad, translate
+from surefoot.components.data.transforms.moving import (
+    Mirror,
+    Translate,
+    crop,
+    mirror,
+    reflect_pad,
+    translate,
+)
 from surefoot.components.data.transforms.pipeline import Pipeline, TransformCost
-from surefoot.components.data.transforms.resizing import CenterCrop, Crop, Resize, center_crop, random_resized_crop, resize
+from surefoot.components.data.transforms.resizing import (
+    CenterCrop,
+    Crop,
+    Resize,
+    center_crop,
+    random_resized_crop,
+    resize,
+)
 
 __all__ = [
-    "CenterCrop", "TransformCost", "Crop", "Cutout", "Erase", "Jitter", "Mirror", "Normalise", "Pipeline", "Resize", "Translate",
-    "adjust_brightness", "adjust_contrast", "adjust_hue", "adjust_saturation", "center_crop", "color_jitter", "crop", "cutmix",
-    "cutout", "erase", "mirror", "mixup", "normalise", "random_resized_crop", "reflect_pad", "resize", "soft_targets", "translate",
-]  # fmt: skip
+    "CenterCrop",
+    "TransformCost",
+    "Crop",
+    "Cutout",
+    "Erase",
+    "Jitter",
+    "Mirror",
+    "Normalise",
+    "Pipeline",
+    "Resize",
+    "Translate",
+    "adjust_brightness",
+    "adjust_contrast",
+    "adjust_hue",
+    "adjust_saturation",
+    "center_crop",
+    "color_jitter",
+    "crop",
+    "cutmix",
+    "cutout",
+    "erase",
+    "mirror",
+    "mixup",
+    "normalise",
+    "random_resized_crop",
+    "reflect_pad",
+    "resize",
+    "soft_targets",
+    "translate",
+]

@@ -12,7 +12,9 @@ def check_images(images_BHWC: Tensor) -> None:
 
     Values are expected from 0 to 255 for uint8, from 0 to 1 for floating point.
     """
-    if images_BHWC.ndim != 4 or not (images_BHWC.dtype.is_floating_point or str(images_BHWC.dtype) == "torch.uint8"):
+    if images_BHWC.ndim != 4 or not (
+        images_BHWC.dtype.is_floating_point or str(images_BHWC.dtype) == "torch.uint8"
+    ):
         raise DataError(
             f"a tensor {tuple(images_BHWC.shape)} of {images_BHWC.dtype} is no batch of images",
             hint="give (B, H, W, C), uint8 from 0 to 255 or float from 0 to 1",
@@ -32,10 +34,16 @@ def check_colours(images_BHWC: Tensor) -> None:
 def check_range(what: str, given: tuple[float, float], low: float, high: float) -> None:
     """Raise DataError unless low <= given[0] <= given[1] <= high."""
     if len(given) != 2 or not low <= given[0] <= given[1] <= high:
-        raise DataError(f"{what} from {given} is no range", hint=f"give two numbers, the lesser first, from {low:g} to {high:g}")
+        raise DataError(
+            f"{what} from {given} is no range",
+            hint=f"give two numbers, the lesser first, from {low:g} to {high:g}",
+        )
 
 
 def check_size(what: str, *sizes: int) -> None:
     """Raise DataError for sizes that are not integers of 1 or more."""
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise DataError(f"{what} of {' x '.join(map(str, sizes))} pixels is none", hint="give whole numbers of 1 or more")
+        raise DataError(
+            f"{what} of {' x '.join(map(str, sizes))} pixels is none",
+            hint="give whole numbers of 1 or more",
+        )

@@ -66,9 +66,13 @@ def adjust_hue(images_BHWC: Tensor, turns_B: Tensor) -> Tensor:
 
 
 def color_jitter(
-    images_BHWC: Tensor, *, brightness: Tensor | None = None, contrast: Tensor | None = None, saturation: Tensor | None = None,
+    images_BHWC: Tensor,
+    *,
+    brightness: Tensor | None = None,
+    contrast: Tensor | None = None,
+    saturation: Tensor | None = None,
     hue: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Change brightness, contrast, saturation and hue, in this order.
 
     Each argument is (B,) factors, or None for no change. torchvision draws an order for each call;
@@ -76,8 +80,11 @@ def color_jitter(
     """
     check_colours(images_BHWC)
     steps = (
-        (adjust_brightness, brightness), (adjust_contrast, contrast), (adjust_saturation, saturation), (adjust_hue, hue),
-    )  # fmt: skip
+        (adjust_brightness, brightness),
+        (adjust_contrast, contrast),
+        (adjust_saturation, saturation),
+        (adjust_hue, hue),
+    )
     for adjust, factors_B in steps:
         if factors_B is not None:
             images_BHWC = adjust(images_BHWC, factors_B)
@@ -97,12 +104,17 @@ def normalise(images_BHWC: Tensor, mean: Sequence[float], deviation: Sequence[fl
             hint="give one of each a colour",
         )
     # a whole row at once: three channels alone are too short for vector instructions
-    means, deviations = (torch.tensor(each, device=images_BHWC.device).float().repeat(width) for each in (mean, deviation))
+    means, deviations = (
+        torch.tensor(each, device=images_BHWC.device).float().repeat(width)
+        for each in (mean, deviation)
+    )
     rows = images_BHWC.flatten(2).to(torch.float32, copy=True)
     return rows.sub_(means).div_(deviations).view(images_BHWC.shape).permute(0, 3, 1, 2)
 
 
-def _in_pieces(images_BHWC: Tensor, factors_B: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _in_pieces(
+    images_BHWC: Tensor, factors_B: Tensor, change: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
     """Apply `change` to a few images at a time, as float32, with their factors (B, 1, 1, 1).
 
     The results are clamped to the range of the images and have their dtype.
@@ -122,7 +134,11 @@ def _pieces(images_BHWC: Tensor) -> Iterator[slice]:
     On a device other than the CPU, which would wait for each slice, there is one slice.
     """
     batch, height, width, _ = images_BHWC.shape
-    count = max(1, PIECE // max(1, height * width)) if images_BHWC.device.type == "cpu" else max(1, batch)
+    count = (
+        max(1, PIECE // max(1, height * width))
+        if images_BHWC.device.type == "cpu"
+        else max(1, batch)
+    )
     return (slice(start, start + count) for start in range(0, batch, count))
 
 
@@ -181,7 +197,9 @@ class Jitter:
         draws = keys.uniform(4).unbind(1)
         factors = {
             name: max(0.0, 1 - change) + (1 + change - max(0.0, 1 - change)) * draw
-            for name, change, draw in zip(("brightness", "contrast", "saturation"), self._changes, draws, strict=False)
+            for name, change, draw in zip(
+                ("brightness", "contrast", "saturation"), self._changes, draws, strict=False
+            )
             if change
         }
         hue = self.hue * (2 * draws[3] - 1) if self.hue else None
@@ -207,7 +225,11 @@ class Normalise:
     deviation: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if len(self.mean) != len(self.deviation) or not self.mean or not all(each > 0 for each in self.deviation):
+        if (
+            len(self.mean) != len(self.deviation)
+            or not self.mean
+            or not all(each > 0 for each in self.deviation)
+        ):
             raise DataError(
                 f"mean {self.mean} and deviation {self.deviation} cannot normalise",
                 hint="give as many of each as colours, and deviations above 0",

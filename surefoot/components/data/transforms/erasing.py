@@ -27,14 +27,18 @@ def erase(images_BHWC: Tensor, boxes_B4: Tensor, value: float | Sequence[float] 
     channels = images_BHWC.shape[3]
     colour = torch.as_tensor(value, dtype=images_BHWC.dtype)
     if colour.ndim > 1 or colour.numel() not in (1, channels):
-        raise DataError(f"{value} is no colour of {channels}", hint="give one number, or one a colour")
+        raise DataError(
+            f"{value} is no colour of {channels}", hint="give one number, or one a colour"
+        )
     painted = images_BHWC.clone()
     for image, (top, left, rows, columns) in zip(painted, boxes_B4.tolist(), strict=True):
         image[max(0, top) : max(0, top + rows), max(0, left) : max(0, left + columns)] = colour
     return painted
 
 
-def cutout(images_BHWC: Tensor, centres_B2: Tensor, size: int, value: float | Sequence[float] = 0) -> Tensor:
+def cutout(
+    images_BHWC: Tensor, centres_B2: Tensor, size: int, value: float | Sequence[float] = 0
+) -> Tensor:
     """Return the images with a square of `size` pixels around each center (row, column) painted.
 
     Parts of a square outside the image are ignored (DeVries, 2017).
@@ -65,7 +69,9 @@ class Erase:
 
     def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:
         check_images(images_BHWC)
-        return erase(images_BHWC, self.draw(keys, images_BHWC.shape[1], images_BHWC.shape[2]), self.value)
+        return erase(
+            images_BHWC, self.draw(keys, images_BHWC.shape[1], images_BHWC.shape[2]), self.value
+        )
 
     def draw(self, keys: Keys, height: int, width: int) -> Tensor:
         """Return the box (top, left, rows, columns) of each sample, (B, 4) int64.
@@ -73,9 +79,14 @@ class Erase:
         The box is empty if nothing is painted.
         """
         low, high = map(math.log, self.ratio)
-        area_BK = (self.scale[0] + (self.scale[1] - self.scale[0]) * keys.uniform(TRIES, stream=0).double()) * (height * width)
+        area_BK = (
+            self.scale[0] + (self.scale[1] - self.scale[0]) * keys.uniform(TRIES, stream=0).double()
+        ) * (height * width)
         aspect_BK = (low + (high - low) * keys.uniform(TRIES, stream=1).double()).exp()
-        rows, columns = (area_BK * aspect_BK).sqrt().round().long(), (area_BK / aspect_BK).sqrt().round().long()
+        rows, columns = (
+            (area_BK * aspect_BK).sqrt().round().long(),
+            (area_BK / aspect_BK).sqrt().round().long(),
+        )
         fits = (rows < height) & (columns < width)
         first = fits.long().argmax(1, keepdim=True)
         size = torch.cat([rows.gather(1, first), columns.gather(1, first)], dim=1)
@@ -104,7 +115,10 @@ class Cutout:
 
     def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:
         check_images(images_BHWC)
-        rows, columns = (keys.integers(0, size, stream=number) for number, size in enumerate(images_BHWC.shape[1:3]))
+        rows, columns = (
+            keys.integers(0, size, stream=number)
+            for number, size in enumerate(images_BHWC.shape[1:3])
+        )
         return cutout(images_BHWC, torch.cat([rows, columns], dim=1), self.size, self.value)
 
     def settled(self) -> tuple[Any, ...]:

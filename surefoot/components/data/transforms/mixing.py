@@ -35,7 +35,11 @@ def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
     """
     if labels_B.ndim == 2 and labels_B.shape[1] == num_classes and labels_B.dtype.is_floating_point:
         return labels_B
-    if labels_B.ndim != 1 or labels_B.dtype.is_floating_point or (len(labels_B) and not _are_classes(labels_B, num_classes)):
+    if (
+        labels_B.ndim != 1
+        or labels_B.dtype.is_floating_point
+        or (len(labels_B) and not _are_classes(labels_B, num_classes))
+    ):
         raise DataError(
             f"labels {tuple(labels_B.shape)} of {labels_B.dtype} are no classes from 0 to {num_classes - 1}",
             hint="give whole numbers (B,), or rows (B, num_classes) of shares",
@@ -45,7 +49,7 @@ def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
 
 def mixup(
     images_BHWC: Tensor, labels_B: Tensor, keys: Keys, *, num_classes: int, alpha: float = 0.2
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Mix each image and its target with those of its partner; return images and targets (B, N).
 
     The image has the share s, its partner 1 - s, with s drawn from Beta(alpha, alpha). The images
@@ -53,15 +57,19 @@ def mixup(
     """
     share_B = draw_shares(keys_of(keys, "mixup"), alpha)
     partner_B, targets_BN = _pair(images_BHWC, labels_B, num_classes)
-    share_B = torch.where(partner_B == torch.arange(len(partner_B)), 1.0, share_B).to(images_BHWC.device)
+    share_B = torch.where(partner_B == torch.arange(len(partner_B)), 1.0, share_B).to(
+        images_BHWC.device
+    )
     ours = images_BHWC.float()
-    mixed = torch.lerp(ours[partner_B.to(ours.device)], ours, share_B.view(-1, *[1] * (images_BHWC.ndim - 1)))
+    mixed = torch.lerp(
+        ours[partner_B.to(ours.device)], ours, share_B.view(-1, *[1] * (images_BHWC.ndim - 1))
+    )
     return mixed, _join(targets_BN, partner_B, share_B)
 
 
 def cutmix(
     images_BHWC: Tensor, labels_B: Tensor, keys: Keys, *, num_classes: int, alpha: float = 1.0
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Paste a box of its partner into each image (B, H, W, C); return images and targets (B, N).
 
     The box covers 1 - s of the image, with s drawn from Beta(alpha, alpha). It is centered at a
@@ -116,10 +124,14 @@ def _beta(alpha: float) -> tuple[np.ndarray, np.ndarray]:
 def _pair(images: Tensor, labels_B: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Return the index of each sample's partner, and the targets (B, N)."""
     if len(images) != len(labels_B):
-        raise DataError(f"{len(images)} images have {len(labels_B)} labels", hint="give one label an image")
+        raise DataError(
+            f"{len(images)} images have {len(labels_B)} labels", hint="give one label an image"
+        )
     places = torch.arange(len(images))
     partner_B = places ^ 1
-    return torch.where(partner_B < len(images), partner_B, places), soft_targets(labels_B, num_classes)
+    return torch.where(partner_B < len(images), partner_B, places), soft_targets(
+        labels_B, num_classes
+    )
 
 
 def _join(targets_BN: Tensor, partner_B: Tensor, share_B: Tensor) -> Tensor:

@@ -44,7 +44,9 @@ def crop(images_BHWC: Tensor, corners_B2: Tensor, height: int, width: int) -> Te
     batch, rows, columns, channels = images.shape
     run = width * channels
     flat = images.view(-1)
-    starts = (torch.arange(batch, device=images.device) * rows + corners_B2[:, 0]) * columns + corners_B2[:, 1]
+    starts = (
+        torch.arange(batch, device=images.device) * rows + corners_B2[:, 0]
+    ) * columns + corners_B2[:, 1]
     starts = (starts[:, None] + torch.arange(height, device=images.device) * columns) * channels
     runs = flat.as_strided((flat.numel() - run + 1, run), (1, 1))
     return runs.index_select(0, starts.view(-1)).view(batch, height, width, channels)
@@ -55,7 +57,9 @@ def translate(images_BHWC: Tensor, corners_B2: Tensor, size: int) -> Tensor:
 
     `corners_B2` is in [0, 2 size]; `size` leaves an image unchanged.
     """
-    return crop(reflect_pad(images_BHWC, size), corners_B2, images_BHWC.shape[1], images_BHWC.shape[2])
+    return crop(
+        reflect_pad(images_BHWC, size), corners_B2, images_BHWC.shape[1], images_BHWC.shape[2]
+    )
 
 
 def mirror(images_BHWC: Tensor, chosen_B: Tensor) -> Tensor:
@@ -86,7 +90,9 @@ class Translate:
                 f"images {tuple(images_BHWC.shape)} cannot be moved by {self.size} pixels",
                 hint="move them by less than their size",
             )
-        return translate(images_BHWC, keys.integers(0, 2 * self.size + 1, 2).to(images_BHWC.device), self.size)
+        return translate(
+            images_BHWC, keys.integers(0, 2 * self.size + 1, 2).to(images_BHWC.device), self.size
+        )
 
     def settled(self) -> tuple[Any, ...]:
         """Return the steps for evaluation: none."""

@@ -27,7 +27,9 @@ def keys_of(keys: Keys, name: str, number: int = 0) -> Keys:
 
     They are independent of the draws of all other steps, and of which other steps there are.
     """
-    return dataclasses.replace(keys, seed=derive(keys.seed, STREAM, zlib.crc32(name.encode()), number))
+    return dataclasses.replace(
+        keys, seed=derive(keys.seed, STREAM, zlib.crc32(name.encode()), number)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,4 +105,7 @@ class Pipeline:
                 elapsed_s.append(time.perf_counter() - started_s)
             took.append((name, 1e6 * statistics.median(elapsed_s[1:]) / max(1, len(given))))
         total = sum(each for _, each in took) or 1.0
-        return sorted((TransformCost(name, each, each / total) for name, each in took), key=lambda cost: -cost.ms_per_1000)
+        return sorted(
+            (TransformCost(name, each, each / total) for name, each in took),
+            key=lambda cost: -cost.ms_per_1000,
+        )

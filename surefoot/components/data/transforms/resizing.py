@@ -31,7 +31,11 @@ def resize(images_BHWC: Tensor, height: int, width: int) -> Tensor:
     check_size("a size", height, width)
     if images_BHWC.shape[1:3] == (height, width):
         return images_BHWC
-    return _interpolate(images_BHWC.permute(0, 3, 1, 2), height, width).permute(0, 2, 3, 1).contiguous()
+    return (
+        _interpolate(images_BHWC.permute(0, 3, 1, 2), height, width)
+        .permute(0, 2, 3, 1)
+        .contiguous()
+    )
 
 
 def center_crop(images_BHWC: Tensor, height: int, width: int) -> Tensor:
@@ -44,7 +48,8 @@ def center_crop(images_BHWC: Tensor, height: int, width: int) -> Tensor:
     _, rows, columns, _ = images_BHWC.shape
     if height > rows or width > columns:
         raise DataError(
-            f"a crop of {height} x {width} does not lie in images of {rows} x {columns}", hint="resize them first, or crop less"
+            f"a crop of {height} x {width} does not lie in images of {rows} x {columns}",
+            hint="resize them first, or crop less",
         )
     top, left = round((rows - height) / 2), round((columns - width) / 2)
     return images_BHWC[:, top : top + height, left : left + width].contiguous()
@@ -65,7 +70,9 @@ def random_resized_crop(images_BHWC: Tensor, boxes_B4: Tensor, height: int, widt
     return resized
 
 
-def draw_boxes(keys: Keys, rows: int, columns: int, scale: tuple[float, float], ratio: tuple[float, float]) -> Tensor:
+def draw_boxes(
+    keys: Keys, rows: int, columns: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> Tensor:
     """Return a random box (top, left, rows, columns) of each sample, (B, 4) int64.
 
     The definition is torchvision's. The area is drawn from `scale` of the image's area, the width
@@ -74,14 +81,19 @@ def draw_boxes(keys: Keys, rows: int, columns: int, scale: tuple[float, float], 
     """
     area_BK = _spread(keys.uniform(TRIES, stream=0), *scale) * (rows * columns)
     aspect_BK = _spread(keys.uniform(TRIES, stream=1), *map(math.log, ratio)).exp()
-    wide, high = (area_BK * aspect_BK).sqrt().round().long(), (area_BK / aspect_BK).sqrt().round().long()
+    wide, high = (
+        (area_BK * aspect_BK).sqrt().round().long(),
+        (area_BK / aspect_BK).sqrt().round().long(),
+    )
     fits = (wide >= 1) & (wide <= columns) & (high >= 1) & (high <= rows)
     first = fits.long().argmax(1, keepdim=True)
     high, wide = high.gather(1, first)[:, 0], wide.gather(1, first)[:, 0]
     free = torch.stack([rows - high, columns - wide], dim=1)
     corner = torch.minimum((keys.uniform(2, stream=2) * (free + 1)).long(), free)
     boxes = torch.stack([corner[:, 0], corner[:, 1], high, wide], dim=1)
-    return torch.where(fits.any(1, keepdim=True), boxes, torch.tensor(_middle(rows, columns, ratio)))
+    return torch.where(
+        fits.any(1, keepdim=True), boxes, torch.tensor(_middle(rows, columns, ratio))
+    )
 
 
 def _spread(uniform: Tensor, low: float, high: float) -> Tensor:
@@ -98,8 +110,12 @@ def _middle(rows: int, columns: int, ratio: tuple[float, float]) -> tuple[int, i
 
 
 def _interpolate(images_BCHW: Tensor, height: int, width: int) -> Tensor:
-    if images_BCHW.dtype == torch.uint8 and images_BCHW.device.type != "cpu":  # only the CPU has a kernel for uint8
-        return _interpolate(images_BCHW.float(), height, width).round().clamp(0, 255).to(torch.uint8)
+    if (
+        images_BCHW.dtype == torch.uint8 and images_BCHW.device.type != "cpu"
+    ):  # only the CPU has a kernel for uint8
+        return (
+            _interpolate(images_BCHW.float(), height, width).round().clamp(0, 255).to(torch.uint8)
+        )
     return F.interpolate(images_BCHW, (height, width), mode="bilinear", antialias=True)
 
 
@@ -161,7 +177,9 @@ class Crop:
 
     def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:
         check_images(images_BHWC)
-        boxes_B4 = draw_boxes(keys, images_BHWC.shape[1], images_BHWC.shape[2], self.scale, self.ratio)
+        boxes_B4 = draw_boxes(
+            keys, images_BHWC.shape[1], images_BHWC.shape[2], self.scale, self.ratio
+        )
         return random_resized_crop(images_BHWC, boxes_B4, self.height, self.width)
 
     def settled(self) -> tuple[Any, ...]:

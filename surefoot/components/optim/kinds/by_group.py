@@ -19,7 +19,14 @@ from surefoot.core.errors import SpecError
 Traced = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 # the allowed values of a group's settings
 LEAST, MORE_THAN_0, BELOW_1 = "0 or more", "more than 0", "0 or more, and below 1"
-ALLOWED = {"lr": LEAST, "weight_decay": LEAST, "eps": LEAST, "trust": MORE_THAN_0, "momentum": BELOW_1, "betas": BELOW_1}
+ALLOWED = {
+    "lr": LEAST,
+    "weight_decay": LEAST,
+    "eps": LEAST,
+    "trust": MORE_THAN_0,
+    "momentum": BELOW_1,
+    "betas": BELOW_1,
+}
 
 
 class ByGroup(Optimizer, ABC):
@@ -32,7 +39,9 @@ class ByGroup(Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         for name, allowed in ALLOWED.items():
             value = param_group.get(name, self.defaults.get(name))
-            for each in value if isinstance(value, tuple | list) else () if value is None else (value,):
+            for each in (
+                value if isinstance(value, tuple | list) else () if value is None else (value,)
+            ):
                 if not _is_allowed(each, allowed):
                     raise SpecError(f"{name} is {value!r}", hint=f"use a finite number: {allowed}")
         super().add_param_group(param_group)
@@ -51,20 +60,31 @@ class ByGroup(Optimizer, ABC):
 
     @torch.no_grad()
     def step_group(
-        self, group: dict[str, Any], lr: float | Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+        self,
+        group: dict[str, Any],
+        lr: float | Tensor,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
     ) -> None:
         """Update one group at the learning rate `lr`; `grad_scale` and `found_inf` are for fused
         groups only."""
         params = [parameter for parameter in group["params"] if parameter.grad is not None]
         if params:
             self.create_state(group)
-            self._move(group, params, [parameter.grad for parameter in params], lr, grad_scale, found_inf)
+            self._move(
+                group, params, [parameter.grad for parameter in params], lr, grad_scale, found_inf
+            )
 
     @abstractmethod
     def _move(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        lr: float | Tensor,
+        grad_scale: Tensor | None,
         found_inf: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Update the parameters of a group that have a gradient; their state exists already."""
 
     def traced(self, group: dict[str, Any]) -> Traced | None:

@@ -25,9 +25,19 @@ from surefoot.runtime.lowbit import torchao
 BLOCK = 256  # values with one scale
 LEAST = 4096  # elements; 8 bits save nothing for a smaller tensor: torchao's limit
 PIECE = 1 << 16  # elements dequantized at a time: they fit into the CPU cache
-WIDENED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights, which are computed in fp32
+WIDENED = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # dtypes of weights, which are computed in fp32
 NAMES = ("exp_avg", "exp_avg_sq")
-SHARES = (1, 1, BLOCK, 1, BLOCK)  # elements per entry of weights, and of codes and scales of both moments
+SHARES = (
+    1,
+    1,
+    BLOCK,
+    1,
+    BLOCK,
+)  # elements per entry of weights, and of codes and scales of both moments
 HALVINGS = 64  # bisections between two values, until no fp32 number is between
 
 
@@ -49,7 +59,9 @@ class Codes:
         return Codes(self.values.to(device), self.ends.to(device), self.begins.to(device))
 
     def widen(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return (self.values.index_select(0, codes.int()).view(-1, BLOCK) * scales.view(-1, 1)).view(-1)
+        return (self.values.index_select(0, codes.int()).view(-1, BLOCK) * scales.view(-1, 1)).view(
+            -1
+        )
 
     def narrow(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the code of each number, and the scale of each block."""
@@ -69,8 +81,12 @@ def load_codes() -> tuple[Codes, Codes]:
     """
     with torchao('optim.state = "8bit"'):
         from torchao.optim import quant_utils
-    signed, unsigned = (torch.tensor(quant_utils.create_dynamic_map(signed=each)) for each in (True, False))
-    return _look_up(signed, quant_utils.quantize_8bit_with_qmap), _look_up(unsigned, quant_utils.quantize_8bit_with_qmap)
+    signed, unsigned = (
+        torch.tensor(quant_utils.create_dynamic_map(signed=each)) for each in (True, False)
+    )
+    return _look_up(signed, quant_utils.quantize_8bit_with_qmap), _look_up(
+        unsigned, quant_utils.quantize_8bit_with_qmap
+    )
 
 
 def _look_up(values: Tensor, find: Callable[[Tensor, Tensor], Tensor]) -> Codes:
@@ -109,10 +125,23 @@ class Adam8bit(ByGroup):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.01, decoupled: bool = True,
-    ) -> None:  # fmt: skip
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled, "fused": True}
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        decoupled: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled": decoupled,
+            "fused": True,
+        }
         self._codes: dict[torch.device, list[Codes]] = {}
         super().__init__(params, defaults)
 
@@ -127,7 +156,8 @@ class Adam8bit(ByGroup):
                 self.param_groups.pop()
                 shape = " x ".join(map(str, parameter.shape))
                 raise SpecError(
-                    f"a parameter of {shape or 'no dimensions'} has no 8-bit state: {reason}", hint="give it to another optimiser"
+                    f"a parameter of {shape or 'no dimensions'} has no 8-bit state: {reason}",
+                    hint="give it to another optimiser",
                 )
             self._codes_on(parameter.device)
 
@@ -142,33 +172,57 @@ class Adam8bit(ByGroup):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 for name in NAMES:
-                    state[name] = torch.zeros(parameter.shape, dtype=torch.uint8, device=parameter.device)
-                    state[f"{name}_scale"] = torch.zeros(parameter.numel() // BLOCK, device=parameter.device)
+                    state[name] = torch.zeros(
+                        parameter.shape, dtype=torch.uint8, device=parameter.device
+                    )
+                    state[f"{name}_scale"] = torch.zeros(
+                        parameter.numel() // BLOCK, device=parameter.device
+                    )
             for name in NAMES:
-                state[name] = state[name].byte()  # torch's load_state_dict casts it to the parameter's dtype
+                state[name] = state[
+                    name
+                ].byte()  # torch's load_state_dict casts it to the parameter's dtype
 
     def _move(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        lr: float | Tensor,
+        grad_scale: Tensor | None,
         found_inf: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         rate = torch.as_tensor(lr, dtype=torch.float32, device=params[0].device)
         for parameter, grad in zip(params, grads, strict=True):
             state = self.state[parameter]
             state["step"] += 1 if found_inf is None else 1 - found_inf
             weights, slopes = parameter.contiguous().view(-1), grad.contiguous().view(-1)
-            rows = [weights, *(row for name in NAMES for row in (state[name].view(-1), state[f"{name}_scale"]))]
+            rows = [
+                weights,
+                *(row for name in NAMES for row in (state[name].view(-1), state[f"{name}_scale"])),
+            ]
             for start in range(0, len(weights), PIECE):
                 slope = slopes[start : start + PIECE].float()
                 if grad_scale is not None:
                     slope = slope / grad_scale
-                before = [row[start // share : (start + PIECE) // share] for row, share in zip(rows, SHARES, strict=True)]
-                for old, new in zip(before, self._moved(group, before, slope, rate, state["step"]), strict=True):
+                before = [
+                    row[start // share : (start + PIECE) // share]
+                    for row, share in zip(rows, SHARES, strict=True)
+                ]
+                for old, new in zip(
+                    before, self._moved(group, before, slope, rate, state["step"]), strict=True
+                ):
                     old.copy_(new if found_inf is None else torch.where(found_inf > 0, old, new))
             if not parameter.is_contiguous():
                 parameter.copy_(weights.view(parameter.shape))
 
     def _moved(
-        self, group: dict[str, Any], before: Sequence[Tensor], slope: Tensor, rate: Tensor, step: Tensor
+        self,
+        group: dict[str, Any],
+        before: Sequence[Tensor],
+        slope: Tensor,
+        rate: Tensor,
+        step: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return a piece of the weights, and the codes and scales of both moments, after a step
         along `slope`."""

@@ -36,7 +36,10 @@ class _Layerwise(ByGroup):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["fused"] is None:
-            group["fused"] = all(each.device.type in FUSED_DEVICES and each.is_floating_point() for each in group["params"])
+            group["fused"] = all(
+                each.device.type in FUSED_DEVICES and each.is_floating_point()
+                for each in group["params"]
+            )
 
     def _norms(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the 2-norms of the layers `some` and of `others`, each as a vector."""
@@ -63,43 +66,78 @@ class Lars(_Layerwise):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 0.1, *, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 0.001,
-        adapt: bool = True, fused: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        adapt: bool = True,
+        fused: bool | None = None,
+    ) -> None:
         super().__init__(
             params,
-            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust, "adapt": adapt, "fused": fused},
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "weight_decay": weight_decay,
+                "trust": trust,
+                "adapt": adapt,
+                "fused": fused,
+            },
         )
 
     def create_state(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
             if not self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                    parameter, memory_format=torch.preserve_format
+                )
 
     def traced(self, group: dict[str, Any]) -> Traced:
         params = list(group["params"])
         return params, [], [], [], [self.state[each]["momentum_buffer"] for each in params]
 
     def _move(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        lr: float | Tensor,
+        grad_scale: Tensor | None,
         found_inf: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if grad_scale is not None:
-            fused.scale_gradients(grads, 1.0 / grad_scale)  # in place, as torch's kernels leave the scaled gradients
+            fused.scale_gradients(
+                grads, 1.0 / grad_scale
+            )  # in place, as torch's kernels leave the scaled gradients
         rates: float | Tensor = lr
         if group["adapt"]:
             weights, slopes = self._norms(params, grads)
             whole = slopes + group["weight_decay"] * weights
-            rates = lr * torch.where((weights > 0) & (slopes > 0), group["trust"] * weights / whole, 1.0)
+            rates = lr * torch.where(
+                (weights > 0) & (slopes > 0), group["trust"] * weights / whole, 1.0
+            )
         decays = _each(rates * group["weight_decay"], params)
         moves = fused.times(grads, _each(rates, params))
         fused.add_products(moves, params, decays)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in params]
         with fused.in_one_layout([params, moves, buffers]) as (alike, steps, held):
             sgd(
-                alike, steps, [*held], momentum=group["momentum"], lr=1.0, weight_decay=0.0, dampening=0.0, nesterov=False,
-                maximize=False, fused=group["fused"], foreach=not group["fused"], found_inf=found_inf,
-            )  # fmt: skip
+                alike,
+                steps,
+                [*held],
+                momentum=group["momentum"],
+                lr=1.0,
+                weight_decay=0.0,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                fused=group["fused"],
+                foreach=not group["fused"],
+                found_inf=found_inf,
+            )
 
 
 @final
@@ -117,42 +155,89 @@ class Lamb(_Layerwise):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
-        weight_decay: float = 0.0, adapt: bool = True, fused: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adapt: bool = True,
+        fused: bool | None = None,
+    ) -> None:
         super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt, "fused": fused}
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "adapt": adapt,
+                "fused": fused,
+            },
         )
 
     def create_state(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
+                state["step"] = torch.zeros(
+                    (), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"
+                )
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def traced(self, group: dict[str, Any]) -> Traced:
         params = list(group["params"])
-        steps, first, second = ([self.state[each][name] for each in params] for name in ("step", "exp_avg", "exp_avg_sq"))
+        steps, first, second = (
+            [self.state[each][name] for each in params]
+            for name in ("step", "exp_avg", "exp_avg_sq")
+        )
         return params, steps, first, second, []
 
     def _move(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], lr: float | Tensor, grad_scale: Tensor | None,
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        lr: float | Tensor,
+        grad_scale: Tensor | None,
         found_inf: Tensor | None,
-    ) -> None:  # fmt: skip
-        if grad_scale is not None and grad_scale.dtype == torch.float64:  # the kernel accepts grad_scale in fp32 only
+    ) -> None:
+        if (
+            grad_scale is not None and grad_scale.dtype == torch.float64
+        ):  # the kernel accepts grad_scale in fp32 only
             fused.scale_gradients(grads, 1.0 / grad_scale)
             grad_scale = None
         states = [self.state[parameter] for parameter in params]
         moves = fused.times(params, float(group["weight_decay"]))
-        rows = [moves, grads, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]]
+        rows = [
+            moves,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+        ]
         with fused.in_one_layout(rows) as (alike, slopes, first, second):
             adam(  # Adam on decay * w with lr -1, which adds the direction to it
-                alike, slopes, first, second, [], [state["step"] for state in states], lr=-1.0, beta1=group["betas"][0],
-                beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0, amsgrad=False, maximize=False, fused=group["fused"],
-                foreach=not group["fused"], has_complex=any(map(torch.is_complex, params)), grad_scale=grad_scale, found_inf=found_inf,
-            )  # fmt: skip
+                alike,
+                slopes,
+                first,
+                second,
+                [],
+                [state["step"] for state in states],
+                lr=-1.0,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=0.0,
+                amsgrad=False,
+                maximize=False,
+                fused=group["fused"],
+                foreach=not group["fused"],
+                has_complex=any(map(torch.is_complex, params)),
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            )
         rates: float | Tensor = lr
         if group["adapt"]:
             weights, lengths = self._norms(params, moves)
@@ -165,8 +250,13 @@ class Lamb(_Layerwise):
 def _each(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """Return a scalar tensor for every parameter, in fp64 for a parameter in fp64: its element of a
     vector, else the same value for all."""
-    made = torch.as_tensor(rates, dtype=None if isinstance(rates, Tensor) else torch.float64, device=params[0].device)
-    by_dtype = {wide: made.to(wide) for wide in {torch.promote_types(each.dtype, torch.float32) for each in params}}
+    made = torch.as_tensor(
+        rates, dtype=None if isinstance(rates, Tensor) else torch.float64, device=params[0].device
+    )
+    by_dtype = {
+        wide: made.to(wide)
+        for wide in {torch.promote_types(each.dtype, torch.float32) for each in params}
+    }
     if len(by_dtype) == 1:
         (one,) = by_dtype.values()
         return list(one.unbind()) if one.ndim else [one] * len(params)

@@ -27,7 +27,11 @@ def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     `like` is a tensor of the same shape, `tensor` itself if None. The matrix is a view where the
     memory layout allows one, else a copy.
     """
-    return tensor if tensor.ndim == 2 else _in_order(tensor, tensor if like is None else like).reshape(tensor.shape[0], -1)
+    return (
+        tensor
+        if tensor.ndim == 2
+        else _in_order(tensor, tensor if like is None else like).reshape(tensor.shape[0], -1)
+    )
 
 
 def _in_order(tensor: Tensor, like: Tensor) -> Tensor:
@@ -47,11 +51,22 @@ class FlatMuon(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, *, momentum: float = 0.95, nesterov: bool = True, weight_decay: float = 0.0
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
     ) -> None:
         checked = Muon(
-            [torch.empty(1, 1)], lr, weight_decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
-        )  # fmt: skip
+            [torch.empty(1, 1)],
+            lr,
+            weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            adjust_lr_fn="match_rms_adamw",
+        )
         super().__init__(params, checked.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -77,13 +92,20 @@ class FlatMuon(Optimizer):
         params = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not params:
             return
-        matrices = [parameter if parameter.ndim == 2 else as_matrix(parameter.detach()) for parameter in params]
+        matrices = [
+            parameter if parameter.ndim == 2 else as_matrix(parameter.detach())
+            for parameter in params
+        ]
         muon = Muon([{**group, "params": matrices}])
         for parameter, matrix in zip(params, matrices, strict=True):
             if matrix is not parameter:
                 matrix.grad = as_matrix(parameter.grad, like=parameter)
-            muon.state[matrix] = self.state[parameter]  # the same dict: a buffer that Muon creates is in both states
-        inspect.unwrap(Muon.step)(muon)  # without Muon's hooks: torch has run the global ones for this optimizer
+            muon.state[matrix] = self.state[
+                parameter
+            ]  # the same dict: a buffer that Muon creates is in both states
+        inspect.unwrap(Muon.step)(
+            muon
+        )  # without Muon's hooks: torch has run the global ones for this optimizer
         for parameter, matrix in zip(params, matrices, strict=True):
             if not _is_view(parameter):
                 into = _in_order(parameter, parameter)

@@ -54,9 +54,17 @@ class FullySharded:
     first_weights = ""  # a digest of the initial weights of a rank
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, units: Mapping[str, nn.Module], *, stage: int, narrow: torch.dtype | None = None,
-        wide: Collection[nn.Module] = (), on_host: bool = False, replicated: Collection[Tensor] = (),
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        units: Mapping[str, nn.Module],
+        *,
+        stage: int,
+        narrow: torch.dtype | None = None,
+        wide: Collection[nn.Module] = (),
+        on_host: bool = False,
+        replicated: Collection[Tensor] = (),
+    ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -71,27 +79,53 @@ class FullySharded:
                 f"stages 2 and 3 gather weights where a module is called, and the task calls parts of a {kind}",
                 hint="give a model with a forward of its own, or set layout.stage = 1",
             )
-        self._stage, self.group, self.replicas, self.unit_names = stage, mesh.shard, mesh.replicate, tuple(units)
+        self._stage, self.group, self.replicas, self.unit_names = (
+            stage,
+            mesh.shard,
+            mesh.replicate,
+            tuple(units),
+        )
         self._all, self._whole = mesh.whole, whole
-        device_mesh = DeviceMesh.from_group(mesh.shard.channel, mesh.shard.device.type, mesh_dim_names=("shard",))
+        device_mesh = DeviceMesh.from_group(
+            mesh.shard.channel, mesh.shard.device.type, mesh_dim_names=("shard",)
+        )
         own = MixedPrecisionPolicy(cast_forward_inputs=False)
-        policy = own if narrow is None else MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
-        apart = [] if narrow is None else [each for each in wide if any(True for _ in each.parameters())]
+        policy = (
+            own
+            if narrow is None
+            else MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
+        )
+        apart = (
+            []
+            if narrow is None
+            else [each for each in wide if any(True for _ in each.parameters())]
+        )
         hooks = _hooks_of(split)
         for module in (*apart, *units.values(), model):
             _check_one_dtype(module, whole)
             kept = {each for each in module.parameters() if id(each) in whole} or None
             used = own if module in apart else policy
-            fully_shard(module, mesh=device_mesh, reshard_after_forward=True, mp_policy=used, ignored_params=kept)
+            fully_shard(
+                module,
+                mesh=device_mesh,
+                reshard_after_forward=True,
+                mp_policy=used,
+                ignored_params=kept,
+            )
         held_here = [each for each in model.parameters() if id(each) not in whole]
         self._moved = held_here if on_host else []
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._units = Units(model, self._modules)
         self._gathered = _Gathered(model, hooks, whole)
         for module, unit in zip(self._modules, self._units.names, strict=True):
-            gathering, scattering = _Gathering(mesh.shard, self._units, unit), _Scattering(mesh.shard, self._units, unit)
+            gathering, scattering = (
+                _Gathering(mesh.shard, self._units, unit),
+                _Scattering(mesh.shard, self._units, unit),
+            )
             self._gathered.watch(module)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13; before, all ranks must use the same parameters
+            if hasattr(
+                module, "set_reduce_scatter_unused_params"
+            ):  # torch 2.13; before, all ranks must use the same parameters
                 module.set_reduce_scatter_unused_params(True)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -103,7 +137,13 @@ class FullySharded:
             for parameter in held_here:
                 held: Tensor = parameter.to_local()  # type: ignore[attr-defined]
                 most = -(-len(parameter) // mesh.shard.size)  # rows per rank, as torch.chunk splits
-                serve_part(parameter, held, min(len(parameter), mesh.shard.rank * most), self, on_host=on_host)
+                serve_part(
+                    parameter,
+                    held,
+                    min(len(parameter), mesh.shard.rank * most),
+                    self,
+                    on_host=on_host,
+                )
 
     def _add_replicas(self, rows: Tensor) -> None:
         self.replicas.add(rows)
@@ -114,7 +154,13 @@ class FullySharded:
         whole = [each for each in trained if id(each) in self._whole]
         split = [each for each in trained if id(each) not in self._whole]
         replicas = Replicas(whole, self._all) if whole else None
-        return _HandedOver(split, self._keep_weights if self._stage == 2 else None, self._gathered, self._units, replicas)
+        return _HandedOver(
+            split,
+            self._keep_weights if self._stage == 2 else None,
+            self._gathered,
+            self._units,
+            replicas,
+        )
 
     def begin(self) -> None:
         """Start the forward and backward passes of a step: gathered weights stay as long as the
@@ -126,7 +172,9 @@ class FullySharded:
         self._gathered.let_go()
         self._units.begin()
         for module in self._modules:
-            module.set_reshard_after_forward(self._stage == 3 and module is not self._modules[0], recurse=False)
+            module.set_reshard_after_forward(
+                self._stage == 3 and module is not self._modules[0], recurse=False
+            )
         if self._stage == 2:
             self._keep_weights(True)
 
@@ -154,14 +202,21 @@ class _Gathered:
     """The whole parameters that FSDP substitutes for the sharded ones during a pass; their hooks
     call the user's hooks on the sharded ones."""
 
-    def __init__(self, model: nn.Module, hooks: Mapping[str, Hooks], whole: Collection[int]) -> None:
+    def __init__(
+        self, model: nn.Module, hooks: Mapping[str, Hooks], whole: Collection[int]
+    ) -> None:
         self.used: set[int] = set()  # ids of the sharded parameters that had a gradient
         self.handed_over: list[Tensor] = []  # parameters whose gradient belongs to the last update
         self._whole = whole
         self._sharded = dict(model.named_parameters())
         self._names = {id(module): name for name, module in model.named_modules()}
         self._seen: set[str] = set()
-        for name, (before, after) in hooks.items():  # the hooks of the whole parameter, so that existing handles can remove them
+        for (
+            name,
+            (before, after),
+        ) in (
+            hooks.items()
+        ):  # the hooks of the whole parameter, so that existing handles can remove them
             held: Any = self._sharded[name]
             held._backward_hooks, held._post_accumulate_grad_hooks = before, after
 
@@ -187,7 +242,9 @@ class _Gathered:
                 continue
             self._seen.add(name)
             parameter.register_hook(partial(_call_before, self._sharded[name]))  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(partial(self._call_after, self._sharded[name]))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(
+                partial(self._call_after, self._sharded[name])
+            )  # type: ignore[no-untyped-call]
 
     def _call_after(self, sharded: Any, parameter: Tensor) -> None:
         """Call the current hooks of the sharded parameter, including those that the loop has
@@ -224,15 +281,27 @@ class _HandedOver:
     """
 
     def __init__(
-        self, leaves: Sequence[Tensor], keep_weights: Any, gathered: _Gathered, units: Units, replicas: Replicas | None
-    ) -> None:  # fmt: skip
-        self._leaves, self._keep_weights, self._gathered, self._units = leaves, keep_weights, gathered, units
+        self,
+        leaves: Sequence[Tensor],
+        keep_weights: Any,
+        gathered: _Gathered,
+        units: Units,
+        replicas: Replicas | None,
+    ) -> None:
+        self._leaves, self._keep_weights, self._gathered, self._units = (
+            leaves,
+            keep_weights,
+            gathered,
+            units,
+        )
         self._replicas = replicas
 
     def used(self) -> list[float]:
         """Return 1 for each parameter with a gradient on this rank in this step, else 0; and how
         often this rank has gathered each unit."""
-        return [float(id(leaf) in self._gathered.used) for leaf in self._leaves] + self._units.counts()
+        return [
+            float(id(leaf) in self._gathered.used) for leaf in self._leaves
+        ] + self._units.counts()
 
     def keep_used(self, counts: Sequence[float]) -> None:
         """Remove the gradient of a parameter that no rank has used, as in one process: else weight
@@ -297,7 +366,9 @@ class _Gathering(_SendMemory):
     """All-gather for FSDP that goes through `Group`, so that it is counted and visible to the hang
     detection."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
         with self._units.gathering(self._unit):
             return self._group.gather_into(output_tensor, input_tensor, is_async=async_op)
 
@@ -305,7 +376,14 @@ class _Gathering(_SendMemory):
 class _Scattering(_SendMemory):
     """Reduce-scatter for FSDP that goes through `Group`."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
         assert op == dist.ReduceOp.SUM
         with self._units.scattering(self._unit):
             self._group.begin_to_scatter(output_tensor, input_tensor)()
@@ -317,7 +395,11 @@ def _find_whole(model: nn.Module, replicated: Collection[Tensor]) -> set[int]:
     own = {id(each) for each in model.parameters()}
     for each in replicated:
         if id(each) not in own:
-            what = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"{each!r}, which is no tensor"
+            what = (
+                f"of shape {list(each.shape)}"
+                if isinstance(each, Tensor)
+                else f"{each!r}, which is no tensor"
+            )
             raise SpecError(
                 f"replicated has a parameter that {type(model).__name__} does not have: {what}",
                 hint="give parameters of the model, as {model.scale}; sum the gradients of others with Replicas",
@@ -342,7 +424,11 @@ def _check_gathered(named: Named) -> None:
 
 
 def _check_one_dtype(module: nn.Module, whole: Collection[int]) -> None:
-    dtypes = {each.dtype for each in module.parameters() if id(each) not in whole and not hasattr(each, "device_mesh")}
+    dtypes = {
+        each.dtype
+        for each in module.parameters()
+        if id(each) not in whole and not hasattr(each, "device_mesh")
+    }
     if len(dtypes) > 1:
         raise SpecError(
             f"stages 2 and 3 gather parameters of one dtype, and {type(module).__name__} has {', '.join(sorted(map(str, dtypes)))}",

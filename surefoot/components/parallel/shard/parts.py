@@ -16,7 +16,9 @@ from surefoot.core.errors import SpecError
 from surefoot.runtime.comm import Group
 
 Named = Sequence[tuple[str, Tensor]]
-Given = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]  # as for torch's optimizers
+Given = (
+    nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+)  # as for torch's optimizers
 
 TAKES = "give a module, parameters, pairs of a name and a parameter, or groups: dicts with an entry 'params'"
 
@@ -33,14 +35,19 @@ def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[ra
     total = sum(rows * width for rows, width in tensors)
     begin, found = 0, []
     for rows, width in tensors:
-        ends = [min(rows, max(0, round((total * rank / num_ranks - begin) / max(1, width)))) for rank in range(num_ranks)]
+        ends = [
+            min(rows, max(0, round((total * rank / num_ranks - begin) / max(1, width))))
+            for rank in range(num_ranks)
+        ]
         ends = [0, *ends[1:], rows]
         found.append([range(*pair) for pair in pairwise(ends)])
         begin += rows * width
     return found
 
 
-def serve_part(parameter: Tensor, held: Tensor, start: int, owner: Owner, *, on_host: bool = False) -> Tensor:
+def serve_part(
+    parameter: Tensor, held: Tensor, start: int, owner: Owner, *, on_host: bool = False
+) -> Tensor:
     """Make `held`, the rows of `parameter` from `start` on, the parameter's master, and return it:
     in place, or as a copy in host memory."""
     rows = held.detach().to("cpu", copy=True) if on_host else held.detach()
@@ -56,10 +63,14 @@ def check_has_rows(named: Named) -> None:
     for name, parameter in named:
         if parameter.ndim == 0:
             raise SpecError(
-                f"layout.shard splits parameters by rows, and {name} has no dimension", hint="give it the shape (1,) in the model"
+                f"layout.shard splits parameters by rows, and {name} has no dimension",
+                hint="give it the shape (1,) in the model",
             )
         if parameter.is_complex():
-            raise SpecError(f"layout.shard takes real parameters, and {name} is complex", hint="use layout.replicate alone")
+            raise SpecError(
+                f"layout.shard takes real parameters, and {name} is complex",
+                hint="use layout.replicate alone",
+            )
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,10 @@ class Listed:
     def with_masters(self) -> dict[str, Any]:
         """Return the group for an optimizer, with the master of each trained parameter."""
         pairs = [(name, master_of(each)) for name, each in self.named if each.requires_grad]
-        return {**self.settings, "params": pairs if self.has_names else [master for _, master in pairs]}
+        return {
+            **self.settings,
+            "params": pairs if self.has_names else [master for _, master in pairs],
+        }
 
 
 def read_groups(given: Given) -> list[Listed]:
@@ -87,7 +101,9 @@ def read_groups(given: Given) -> list[Listed]:
     if isinstance(given, nn.Module):
         return [Listed({}, [*given.named_parameters()], False)]
     if isinstance(given, Tensor) or not isinstance(given, Iterable):
-        raise SpecError(f"there are parameters to split, and {_kind_of(given)} was given", hint=TAKES)
+        raise SpecError(
+            f"there are parameters to split, and {_kind_of(given)} was given", hint=TAKES
+        )
     items: list[Any] = list(given)
     are_groups = [isinstance(each, Mapping) for each in items]
     if not items or len(set(are_groups)) > 1:
@@ -100,7 +116,10 @@ def read_groups(given: Given) -> list[Listed]:
     for number, group in enumerate(groups):
         for name, parameter in group.named:
             if homes.setdefault(id(parameter), number) != number:
-                raise SpecError(f"{name} is in group {homes[id(parameter)]}, too", hint="give each parameter in one group")
+                raise SpecError(
+                    f"{name} is in group {homes[id(parameter)]}, too",
+                    hint="give each parameter in one group",
+                )
     return groups
 
 
@@ -108,29 +127,46 @@ def _read_group(given: Mapping[str, Any], prefix: str) -> Listed:
     settings = dict(given)
     held: Any = settings.pop("params", None)
     if isinstance(held, set | frozenset) or not isinstance(held, Iterable):
-        what = "a set, which each rank may read in another order" if isinstance(held, set | frozenset) else _kind_of(held)
-        raise SpecError(f"the 'params' of a group with the entries {sorted(given)} are {what}", hint=TAKES)
+        what = (
+            "a set, which each rank may read in another order"
+            if isinstance(held, set | frozenset)
+            else _kind_of(held)
+        )
+        raise SpecError(
+            f"the 'params' of a group with the entries {sorted(given)} are {what}", hint=TAKES
+        )
     items = [held] if isinstance(held, Tensor) else list(held)
     if "param_names" in settings:  # as in the groups of a torch optimizer
         items = [*zip(settings.pop("param_names"), items, strict=True)]
     are_pairs = [isinstance(each, tuple) and len(each) == 2 for each in items]
     if len(set(are_pairs)) > 1:
-        raise SpecError("some parameters of a group have a name, and others have none", hint="give a name to all, or to none")
+        raise SpecError(
+            "some parameters of a group have a name, and others have none",
+            hint="give a name to all, or to none",
+        )
     found: dict[int, tuple[str, Tensor]] = {}
     for number, each in enumerate(items):
         name, parameter = each if are_pairs[number] else (f"{prefix}{number}", each)
         if not isinstance(parameter, Tensor):
-            raise SpecError(f"there are parameters to split, and {_kind_of(parameter)} is among them", hint=TAKES)
+            raise SpecError(
+                f"there are parameters to split, and {_kind_of(parameter)} is among them",
+                hint=TAKES,
+            )
         if not parameter.is_leaf:
             raise SpecError(
-                f"{name} is no leaf: it was computed, and has no gradient of its own", hint="give what it was computed of"
+                f"{name} is no leaf: it was computed, and has no gradient of its own",
+                hint="give what it was computed of",
             )
         found.setdefault(id(parameter), (name, parameter))
     return Listed(settings, [*found.values()], any(are_pairs))
 
 
 def _kind_of(given: Any) -> str:
-    return f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else f"{type(given).__name__} {given!r:.60}"
+    return (
+        f"a tensor of shape {list(given.shape)}"
+        if isinstance(given, Tensor)
+        else f"{type(given).__name__} {given!r:.60}"
+    )
 
 
 @torch.no_grad()
@@ -141,4 +177,6 @@ def gather_rows(group: Group, held: Tensor, part: Part) -> Tensor:
     padded = held.new_zeros((max(counts), *held.shape[1:]))
     padded[: len(held)] = held
     rows = group.gather(padded.contiguous())
-    return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)]).reshape(part.whole)
+    return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)]).reshape(
+        part.whole
+    )

@@ -27,7 +27,13 @@ from surefoot.components.parallel.replicate import (
     pack_up,
     wide_of,
 )
-from surefoot.components.parallel.shard.parts import Given, check_has_rows, cut_rows, read_groups, serve_part
+from surefoot.components.parallel.shard.parts import (
+    Given,
+    check_has_rows,
+    cut_rows,
+    read_groups,
+    serve_part,
+)
 from surefoot.components.parallel.wires import Wait
 from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
@@ -81,9 +87,14 @@ class ShardedState:
     first_weights = ""  # a digest of the initial weights of a rank
 
     def __init__(
-        self, model: Given, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, first_bytes: int = FIRST_BUCKET_BYTES,
+        self,
+        model: Given,
+        mesh: Mesh,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bytes: int = FIRST_BUCKET_BYTES,
         on_host: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._listed = read_groups(model)
         named = [pair for group in self._listed for pair in group.named]
         check_has_rows(named)
@@ -96,7 +107,9 @@ class ShardedState:
             for parameter, rows in zip(pack, cut_rows(sizes, mesh.shard.size), strict=True):
                 self._cuts[id(parameter)] = rows
                 mine = rows[mesh.shard.rank]
-                serve_part(parameter, parameter[mine.start : mine.stop], mine.start, self, on_host=on_host)
+                serve_part(
+                    parameter, parameter[mine.start : mine.stop], mine.start, self, on_host=on_host
+                )
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -133,7 +146,9 @@ class ShardedState:
             cuts = [self._cuts[id(each)] for each in pack]
             sent = group.allocate(_longest(pack, cuts), pack[0].dtype, pack[0].device).zero_()
             into = pack[0].new_empty(group.size * len(sent))
-            for parameter, cut, slot in zip(pack, cuts, _slots(sent, pack, cuts, group.rank), strict=True):
+            for parameter, cut, slot in zip(
+                pack, cuts, _slots(sent, pack, cuts, group.rank), strict=True
+            ):
                 mine = parameter[cut[group.rank].start : cut[group.rank].stop]
                 if self._on_host:
                     mine.copy_(master_of(parameter))
@@ -141,7 +156,9 @@ class ShardedState:
             group.gather_into(into, sent)
             for rank, part in enumerate(into.view(group.size, -1)):
                 if rank != group.rank:
-                    for parameter, rows, slot in zip(pack, cuts, _slots(part, pack, cuts, rank), strict=True):
+                    for parameter, rows, slot in zip(
+                        pack, cuts, _slots(part, pack, cuts, rank), strict=True
+                    ):
                         parameter[rows[rank].start : rows[rank].stop].copy_(slot)
 
 
@@ -149,7 +166,9 @@ class _Scattered(Replicas):
     """Reduce-scatter of the gradients of an update; the gradients of other ranks' rows are freed as
     soon as they are sent."""
 
-    def __init__(self, leaves: Iterable[Tensor], mesh: Mesh, cuts: dict[int, Rows], sizes: tuple[int, int]) -> None:
+    def __init__(
+        self, leaves: Iterable[Tensor], mesh: Mesh, cuts: dict[int, Rows], sizes: tuple[int, int]
+    ) -> None:
         self._mesh, self._cuts = mesh, cuts
         super().__init__(leaves, mesh.shard, bucket_bytes=sizes[0], first_bytes=sizes[1])
 
@@ -161,7 +180,9 @@ class _Scattered(Replicas):
         group, count = self._group, len(parameters)
         cuts = [self._cuts[id(each)] for each in parameters]
         most = _longest(parameters, cuts)
-        flat = group.allocate(group.size * (most + count), wide_of(parameters[0]), parameters[0].device).zero_()
+        flat = group.allocate(
+            group.size * (most + count), wide_of(parameters[0]), parameters[0].device
+        ).zero_()
         parts = flat.view(group.size, -1)
         slots = [_slots(part, parameters, cuts, rank) for rank, part in enumerate(parts)]
         wire = _InParts(flat, parts[group.rank], self._mesh)
@@ -197,10 +218,15 @@ class _Scattered(Replicas):
 def _longest(parameters: Sequence[Tensor], cuts: Sequence[Rows]) -> int:
     """Return the largest number of elements that a rank holds of these parameters."""
     widths = [math.prod(each.shape[1:]) for each in parameters]
-    return max(sum(len(rows) * width for rows, width in zip(each, widths, strict=True)) for each in zip(*cuts, strict=True))
+    return max(
+        sum(len(rows) * width for rows, width in zip(each, widths, strict=True))
+        for each in zip(*cuts, strict=True)
+    )
 
 
-def _slots(flat: Tensor, parameters: Sequence[Tensor], cuts: Sequence[Rows], rank: int) -> list[Tensor]:
+def _slots(
+    flat: Tensor, parameters: Sequence[Tensor], cuts: Sequence[Rows], rank: int
+) -> list[Tensor]:
     """Return the views of a rank's rows in `flat`, one after the other, each in the shape and
     memory layout of the rows."""
     found, begin = [], 0

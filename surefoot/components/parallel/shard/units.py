@@ -31,7 +31,9 @@ class Units:
         self._empty = {name for name, parameters in own.items() if not parameters}
         self._gathered = dict.fromkeys(self.names, 0)
         self._order: list[str] = []  # the order of first gathers on this rank in this step
-        self._order_before: list[str] = []  # the same of the previous step, or of a trial before the first
+        self._order_before: list[
+            str
+        ] = []  # the same of the previous step, or of a trial before the first
 
     def begin(self) -> None:
         """Start a step."""
@@ -79,13 +81,21 @@ class Units:
         except LostRank as error:
             if not error.message.startswith(DIFFERENT):
                 raise
-            comes = looks_ahead and name in self._order_before  # units that came later in the previous step may still come
+            comes = (
+                looks_ahead and name in self._order_before
+            )  # units that came later in the previous step may still come
             later = self._order_before[self._order_before.index(name) :] if comes else []
-            done = {*later, *self._empty, *(each for each, count in self._gathered.items() if count)}
+            done = {
+                *later,
+                *self._empty,
+                *(each for each, count in self._gathered.items() if count),
+            }
             skipped = [title for each, title in self._titles.items() if each not in done]
             listed = name_some(skipped, MOST_NAMED)
             more = f", and has not called in this step: {listed}" if skipped else ""
-            raise UserCodeError(f"{error.message}: this rank {does} {self._titles[name]}{more}", hint=HINT) from error
+            raise UserCodeError(
+                f"{error.message}: this rank {does} {self._titles[name]}{more}", hint=HINT
+            ) from error
 
 
 def _own_parameters(model: nn.Module, name: str, names: Sequence[str]) -> list[str]:
@@ -93,7 +103,9 @@ def _own_parameters(model: nn.Module, name: str, names: Sequence[str]) -> list[s
     inside of it."""
     prefix = f"{name}." if name else ""
     inner = tuple(f"{each}." for each in names if each != name and each.startswith(prefix))
-    split = [each for each, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")]
+    split = [
+        each for each, parameter in model.named_parameters() if hasattr(parameter, "device_mesh")
+    ]
     return [each for each in split if each.startswith(prefix) and not each.startswith(inner)]
 
 

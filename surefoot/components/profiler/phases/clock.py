@@ -22,7 +22,9 @@ from surefoot.components.profiler.phases.tally import Tally
 from surefoot.contract.events import PHASES
 from surefoot.contract.state import Timing
 
-DATA, COPY, FORWARD, BACKWARD, OPTIMISER, COMMUNICATION, CHECKPOINT, EVALUATION, LOGGING, OTHER = range(len(PHASES))
+DATA, COPY, FORWARD, BACKWARD, OPTIMISER, COMMUNICATION, CHECKPOINT, EVALUATION, LOGGING, OTHER = (
+    range(len(PHASES))
+)
 ON_DEVICE = frozenset((COPY, FORWARD, BACKWARD, OPTIMISER))  # the host only launches these
 
 
@@ -30,7 +32,16 @@ ON_DEVICE = frozenset((COPY, FORWARD, BACKWARD, OPTIMISER))  # the host only lau
 class PhaseClock:
     """Clock of one run that counts time by phase and by step, from `start` on."""
 
-    __slots__ = ("_collecting_ns", "_collection_began_ns", "_line", "_phase", "_since_ns", "_spent_ns", "_tally", "listener")
+    __slots__ = (
+        "_collecting_ns",
+        "_collection_began_ns",
+        "_line",
+        "_phase",
+        "_since_ns",
+        "_spent_ns",
+        "_tally",
+        "listener",
+    )
 
     def __init__(self, device: torch.device) -> None:
         self._line = DeviceLine(make_cuda_event, ON_DEVICE) if device.type == "cuda" else None

@@ -37,7 +37,9 @@ class DeviceLine:
         self._line: list[
             tuple[Any, ...]
         ] = []  # (HOST, phase, ns) | (MARK, event, phase that begins) | (STEP, its number, ns of collections)
-        self._inside: int | None = None  # the phase of `timed` that was running when the window started
+        self._inside: int | None = (
+            None  # the phase of `timed` that was running when the window started
+        )
 
     def start(self, now_ns: int) -> None:
         """Reset at `now_ns`, when the device is idle."""
@@ -81,7 +83,10 @@ class DeviceLine:
                 waited.append((row[0], row[1]))
             elif kind == MARK:
                 passed_ns = round(last.elapsed_time(row[0]) * 1e6)
-                _add(tally, [(inside, passed_ns)] if inside is not None else _exposed(waited, passed_ns))
+                _add(
+                    tally,
+                    [(inside, passed_ns)] if inside is not None else _exposed(waited, passed_ns),
+                )
                 waited, last, done_ns = [], row[0], done_ns + passed_ns
                 inside = row[1] if row[1] in self._timed else None
             else:

@@ -17,7 +17,9 @@ OUTLIER_TIMES = 3  # an outlier takes this many times the usual time
 OUTLIER_NS = 1_000_000  # and is longer by this much: below that it is system noise
 FEWEST = 8  # steps needed to know the usual time
 OFTEN = 100  # steps after which the usual time is updated; at once if most are outliers
-Noted = tuple[int, int, int, list[int]]  # a step's number, when it ended, nanoseconds of collections and of each phase until then
+Noted = tuple[
+    int, int, int, list[int]
+]  # a step's number, when it ended, nanoseconds of collections and of each phase until then
 
 
 @final
@@ -92,9 +94,14 @@ class Tally:
             elapsed_ns = ended[1] - begun[1]
             if done == 0:
                 cause = self._cause(begun, ended, done, has_compiled)
-                self._first = elapsed_ns, _outlier(ended[0], elapsed_ns, cause if cause in CAUSES else "first step")
+                self._first = (
+                    elapsed_ns,
+                    _outlier(ended[0], elapsed_ns, cause if cause in CAUSES else "first step"),
+                )
             elif 0 < self._limit_ns < elapsed_ns and len(self._outliers) < MOST_OUTLIERS:
-                self._add_outlier(_outlier(ended[0], elapsed_ns, self._cause(begun, ended, done, has_compiled)))
+                self._add_outlier(
+                    _outlier(ended[0], elapsed_ns, self._cause(begun, ended, done, has_compiled))
+                )
 
     def _cause(self, begun: Noted, ended: Noted, done: int, has_compiled: bool) -> str:
         """Return the cause of a slow step, after `done` others.
@@ -104,7 +111,9 @@ class Tally:
         """
         if done and 2 * (ended[2] - begun[2]) > ended[1] - begun[1] - self._usual_ns:
             return "garbage collection"
-        grown = [now - then - then // max(1, done) for now, then in zip(ended[3], begun[3], strict=True)]
+        grown = [
+            now - then - then // max(1, done) for now, then in zip(ended[3], begun[3], strict=True)
+        ]
         largest = PHASES[grown.index(max(grown))]  # the phase that grew most over the earlier steps
         return "compile" if has_compiled and largest in COMPILED else largest
 
@@ -141,7 +150,9 @@ class Tally:
         slowest outlier steps."""
         phases = _seconds(self.spent_ns, [0] * len(self.spent_ns))
         sample = [*self._sample, *self._sampled(self._recent)]
-        return Timing(phases=phases, step_s=_rounded(sample), outliers=tuple(_slowest(self._slowest)))
+        return Timing(
+            phases=phases, step_s=_rounded(sample), outliers=tuple(_slowest(self._slowest))
+        )
 
 
 COMPILED = ("forward", "backward", "optimiser")  # the phases of compiled code
@@ -161,7 +172,9 @@ def _seconds(spent_ns: Sequence[int], before_ns: Sequence[int]) -> dict[str, flo
 
 
 def _rounded(steps_ns: Sequence[int]) -> tuple[float, ...]:
-    return tuple([(each + 50) // 100 / 1e7 for each in steps_ns])  # to 0.1 us: a shorter line of the log
+    return tuple(
+        [(each + 50) // 100 / 1e7 for each in steps_ns]
+    )  # to 0.1 us: a shorter line of the log
 
 
 def _slowest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -31,7 +31,12 @@ class Timed:
         self._began_s = time.perf_counter()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not self._events:
             self.elapsed_s = time.perf_counter() - self._began_s
             return

@@ -17,8 +17,18 @@ from surefoot.components.profiler.tracing.operators import OperatorStats, find_o
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError, hint_unwritten
 
-TRACE_FILE, FACTS_FILE, OPERATORS_FILE, MEMORY_FILE = "trace.json.gz", "facts.json", "operators.json", "memory.json"
-STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_PLOT = "flame_stack.svg", "flame_module.svg", "flame_device.svg", "memory.svg"
+TRACE_FILE, FACTS_FILE, OPERATORS_FILE, MEMORY_FILE = (
+    "trace.json.gz",
+    "facts.json",
+    "operators.json",
+    "memory.json",
+)
+STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_PLOT = (
+    "flame_stack.svg",
+    "flame_module.svg",
+    "flame_device.svg",
+    "memory.svg",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +56,20 @@ class TraceAnalysis:
 
     def as_row(self) -> dict[str, Any]:
         rows = [each.as_row() for each in self.operators]
-        together = None if self.collectives is None else [each.as_row() for each in self.collectives]
+        together = (
+            None if self.collectives is None else [each.as_row() for each in self.collectives]
+        )
         return {
-            "version": 1, "num_steps": self.num_steps, "window_s": self.window_s, "first_step": self.facts.get("first_step"),
-            "levels": self.facts.get("levels"), "step_s": self.facts.get("step_s"), "slowdown": self.slowdown, "rows": rows,
+            "version": 1,
+            "num_steps": self.num_steps,
+            "window_s": self.window_s,
+            "first_step": self.facts.get("first_step"),
+            "levels": self.facts.get("levels"),
+            "step_s": self.facts.get("step_s"),
+            "slowdown": self.slowdown,
+            "rows": rows,
             "collectives": together,
-        }  # fmt: skip
+        }
 
 
 def analyse(path: Path) -> TraceAnalysis:
@@ -63,11 +81,18 @@ def analyse(path: Path) -> TraceAnalysis:
     has_stacks = any(each.category == trace.PYTHON for each in found.slices)
     memory = facts.get("memory")
     return TraceAnalysis(
-        num_steps=len(found.steps) or None, window_s=(last_ns - first_ns) / 1e9, operators=find_operators(found),
-        by_stack=fold.by_stack(found) if has_stacks else None, by_module=fold.by_module(found), by_device=fold.by_device(found),
-        memory=None if memory is None or not found.changes else find_timeline(found, Known.of_row(memory)), facts=facts,
+        num_steps=len(found.steps) or None,
+        window_s=(last_ns - first_ns) / 1e9,
+        operators=find_operators(found),
+        by_stack=fold.by_stack(found) if has_stacks else None,
+        by_module=fold.by_module(found),
+        by_device=fold.by_device(found),
+        memory=None
+        if memory is None or not found.changes
+        else find_timeline(found, Known.of_row(memory)),
+        facts=facts,
         collectives=find_collectives(found),
-    )  # fmt: skip
+    )
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -108,7 +133,10 @@ def draw(found: TraceAnalysis, folder: Path) -> list[Path]:
         if root is not None:
             texts[name] = draw_flame(root, title)
     if found.memory is not None:
-        texts |= {MEMORY_FILE: json.dumps(found.memory.as_row()), MEMORY_PLOT: draw_memory(found.memory)}
+        texts |= {
+            MEMORY_FILE: json.dumps(found.memory.as_row()),
+            MEMORY_PLOT: draw_memory(found.memory),
+        }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in {STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_FILE, MEMORY_PLOT} - texts.keys():
@@ -116,5 +144,8 @@ def draw(found: TraceAnalysis, folder: Path) -> list[Path]:
         for name, text in texts.items():
             files.write_whole(folder, name, text.encode())
     except OSError as error:
-        raise InputError(f"the profile cannot be written into {folder}: {error.strerror}", hint=hint_unwritten(error)) from error
+        raise InputError(
+            f"the profile cannot be written into {folder}: {error.strerror}",
+            hint=hint_unwritten(error),
+        ) from error
     return [folder / name for name in texts]

@@ -73,13 +73,25 @@ def find_collectives(trace: Trace) -> list[CollectiveStats] | None:
     None where the trace has none, or does not show what was waited for: for gloo, only the trace of
     a surefoot run does.
     """
-    work = [each for each in trace.slices if each.category in DEVICE_WORK and each.name.startswith(ON_DEVICE)]
+    work = [
+        each
+        for each in trace.slices
+        if each.category in DEVICE_WORK and each.name.startswith(ON_DEVICE)
+    ]
     is_idle: Spans
     if work:
-        kernels = _joined(each for each in trace.slices if each.category in DEVICE_WORK and not each.name.startswith(ON_DEVICE))
+        kernels = _joined(
+            each
+            for each in trace.slices
+            if each.category in DEVICE_WORK and not each.name.startswith(ON_DEVICE)
+        )
         is_idle = _gaps(kernels)
     else:
-        work = [each for each in trace.slices if each.category == RANGE and each.name.startswith(ON_HOST)]
+        work = [
+            each
+            for each in trace.slices
+            if each.category == RANGE and each.name.startswith(ON_HOST)
+        ]
         is_idle = _joined(each for each in trace.slices if _is_ours(each))
         if not is_idle:
             return None
@@ -87,7 +99,9 @@ def find_collectives(trace: Trace) -> list[CollectiveStats] | None:
     calls: dict[tuple[str, int], list[_Call]] = {}
     for call in _find_calls(trace, sorted(paired, key=lambda each: each[0].start_ns), is_idle):
         calls.setdefault((call.name, call.place), []).append(call)
-    return sorted((_summed(each) for each in calls.values()), key=lambda each: each.begins_s) or None
+    return (
+        sorted((_summed(each) for each in calls.values()), key=lambda each: each.begins_s) or None
+    )
 
 
 def _is_ours(each: Slice) -> bool:
@@ -97,7 +111,9 @@ def _is_ours(each: Slice) -> bool:
 def _paired(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
     """Return each collective with its name: calls are matched with the work in the order in which
     they were issued."""
-    asked = [each for each in trace.slices if each.category == OPERATOR and each.name.startswith(CALL)]
+    asked = [
+        each for each in trace.slices if each.category == OPERATOR and each.name.startswith(CALL)
+    ]
     ranges: dict[Any, list[Slice]] = {}
     for each in filter(_is_ours, trace.slices):
         ranges.setdefault(each.thread, []).append(each)
@@ -111,7 +127,9 @@ def _paired(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
         around = ranges.get(op.thread, [])
         before = bisect_right(around, op.start_ns, key=lambda each: each.start_ns) - 1
         is_inside = before >= 0 and around[before].end_ns >= op.end_ns
-        found.append((done, around[before].name.removeprefix(flight.RANGE) if is_inside else done.name))
+        found.append(
+            (done, around[before].name.removeprefix(flight.RANGE) if is_inside else done.name)
+        )
     return found
 
 
@@ -143,10 +161,16 @@ def _through_memory(trace: Trace) -> list[tuple[Slice, str]]:
     return found
 
 
-def _find_calls(trace: Trace, paired: Sequence[tuple[Slice, str]], is_idle: Spans) -> Iterable[_Call]:
+def _find_calls(
+    trace: Trace, paired: Sequence[tuple[Slice, str]], is_idle: Spans
+) -> Iterable[_Call]:
     """Yield the collectives that start in a step of the window."""
     starts = [each.start_ns for each in trace.steps]
-    passes = [each for each in trace.slices if each.category == OPERATOR and each.name.startswith(BACKWARD)]
+    passes = [
+        each
+        for each in trace.slices
+        if each.category == OPERATOR and each.name.startswith(BACKWARD)
+    ]
     seen: Counter[tuple[int, str]] = Counter()
     for work, name in paired:
         number = bisect_right(starts, work.start_ns) - 1
@@ -155,10 +179,16 @@ def _find_calls(trace: Trace, paired: Sequence[tuple[Slice, str]], is_idle: Span
         step = trace.steps[number]
         ends = [each.end_ns for each in passes if step.start_ns <= each.start_ns < step.end_ns]
         seen[number, name] += 1
-        exposed_ns = sum(min(end, work.end_ns) - max(begin, work.start_ns) for begin, end in is_idle if _meets(begin, end, work))
+        exposed_ns = sum(
+            min(end, work.end_ns) - max(begin, work.start_ns)
+            for begin, end in is_idle
+            if _meets(begin, end, work)
+        )
         begun, over = work.start_ns - step.start_ns, work.end_ns - step.start_ns
         last = max(ends) - step.start_ns if ends else None
-        yield _Call(name, seen[number, name], begun, over, last, work.end_ns - work.start_ns, exposed_ns)
+        yield _Call(
+            name, seen[number, name], begun, over, last, work.end_ns - work.start_ns, exposed_ns
+        )
 
 
 def _meets(begin: int, end: int, work: Slice) -> bool:
@@ -171,12 +201,19 @@ def _summed(calls: Sequence[_Call]) -> CollectiveStats:
 
     known = [each.backward_ends_ns for each in calls if each.backward_ends_ns is not None]
     return CollectiveStats(
-        name=calls[0].name, place=calls[0].place, num_calls=len(calls),
-        num_early=sum(each.backward_ends_ns is not None and each.begins_ns < each.backward_ends_ns for each in calls),
-        begins_s=mean_s(each.begins_ns for each in calls), ends_s=mean_s(each.ends_ns for each in calls),
+        name=calls[0].name,
+        place=calls[0].place,
+        num_calls=len(calls),
+        num_early=sum(
+            each.backward_ends_ns is not None and each.begins_ns < each.backward_ends_ns
+            for each in calls
+        ),
+        begins_s=mean_s(each.begins_ns for each in calls),
+        ends_s=mean_s(each.ends_ns for each in calls),
         backward_ends_s=mean_s(known) if len(known) == len(calls) else None,
-        overlapped_s=mean_s(each.lasts_ns - each.exposed_ns for each in calls), exposed_s=mean_s(each.exposed_ns for each in calls),
-    )  # fmt: skip
+        overlapped_s=mean_s(each.lasts_ns - each.exposed_ns for each in calls),
+        exposed_s=mean_s(each.exposed_ns for each in calls),
+    )
 
 
 def _joined(slices: Iterable[Slice]) -> Spans:

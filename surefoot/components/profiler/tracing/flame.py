@@ -90,7 +90,9 @@ def _add_up(root: StackFrame, totals: dict[int, int]) -> None:
         order.append(frame)
         waiting.extend(frame.children.values())
     for frame in reversed(order):
-        totals[id(frame)] = frame.self_ns + sum(totals[id(child)] for child in frame.children.values())
+        totals[id(frame)] = frame.self_ns + sum(
+            totals[id(child)] for child in frame.children.values()
+        )
 
 
 def draw(root: StackFrame, title: str) -> str:

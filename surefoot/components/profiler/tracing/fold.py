@@ -6,7 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, PYTHON, RANGE, STEP_PREFIX, Slice, Trace
+from surefoot.components.profiler.tracing.trace import (
+    DEVICE_WORK,
+    OPERATOR,
+    PYTHON,
+    RANGE,
+    STEP_PREFIX,
+    Slice,
+    Trace,
+)
 
 MODULE_PREFIX = "module "
 BACKWARD = "backward"
@@ -68,7 +76,11 @@ def by_module(trace: Trace) -> StackFrame:
     pass.
     """
     modules = _module_of_node(trace)
-    kept = (each for each in _of_main_thread(trace) if each.category in (RANGE, OPERATOR) and not _is_of_one_step(each.name))
+    kept = (
+        each
+        for each in _of_main_thread(trace)
+        if each.category in (RANGE, OPERATOR) and not _is_of_one_step(each.name)
+    )
 
     def path(each: Slice, above: Sequence[str]) -> tuple[str, ...]:
         if not each.name.startswith(_NODE):
@@ -87,7 +99,9 @@ def by_device(trace: Trace) -> StackFrame | None:
     paths = {each.mark("External id"): names for each, names in _with_names(_of_main_thread(trace))}
     root = StackFrame("device time")
     for each in work:
-        root.child(*paths.get(each.mark("External id"), _NO_PATH), each.name).self_ns += each.end_ns - each.start_ns
+        root.child(*paths.get(each.mark("External id"), _NO_PATH), each.name).self_ns += (
+            each.end_ns - each.start_ns
+        )
     return root
 
 

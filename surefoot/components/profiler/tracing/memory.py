@@ -21,7 +21,13 @@ from typing import Any, Self
 
 from surefoot.components.profiler.tracing.trace import OPERATOR, Trace
 
-PARAMETERS, GRADIENTS, OPTIMISER, ACTIVATIONS, TEMPORARIES = "parameters", "gradients", "optimiser", "activations", "temporaries"
+PARAMETERS, GRADIENTS, OPTIMISER, ACTIVATIONS, TEMPORARIES = (
+    "parameters",
+    "gradients",
+    "optimiser",
+    "activations",
+    "temporaries",
+)
 CATEGORIES = (PARAMETERS, OPTIMISER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # the longest-lived first
 MOST_POINTS = 2000
 _NODE = "autograd::engine::evaluate_function"
@@ -46,11 +52,17 @@ class Known:
             name: {key: list(map(list, blocks.items())) for key, blocks in found.items()}
             for name, found in (("before", self.before), ("after", self.after))
         }
-        return {**blocks, "gradients": [list(pair) for pair in self.gradients], "device": self.device}
+        return {
+            **blocks,
+            "gradients": [list(pair) for pair in self.gradients],
+            "device": self.device,
+        }
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:
-        before, after = ({key: dict(pairs) for key, pairs in row[name].items()} for name in ("before", "after"))
+        before, after = (
+            {key: dict(pairs) for key, pairs in row[name].items()} for name in ("before", "after")
+        )
         return cls(before=before, after=after, gradients=row["gradients"], device=row["device"])
 
 
@@ -80,7 +92,9 @@ class Timeline:
         """The time of the largest sum, and the bytes of each category at that time."""
         sums = [sum(values) for values in zip(*self.categories.values(), strict=True)]
         place = sums.index(max(sums))
-        return self.times_s[place], {name: values[place] for name, values in self.categories.items()}
+        return self.times_s[place], {
+            name: values[place] for name, values in self.categories.items()
+        }
 
     def as_row(self) -> dict[str, Any]:
         return {"version": 1, "times_s": self.times_s, "categories": self.categories}
@@ -91,9 +105,18 @@ def find_timeline(trace: Trace, known: Known) -> Timeline:
     once they are freed."""
     changes = [each for each in trace.changes if each.device == known.device]
     allocated = {each.address for each in changes if each.num_bytes > 0}
-    kept = known.after.get(GRADIENTS, {}).keys() - allocated  # for other earlier blocks, torch does not record the release
-    before = {**known.before, GRADIENTS: {at: size for at, size in known.before.get(GRADIENTS, {}).items() if at in kept}}
-    blocks = [Allocation(at, size, None, None, name) for name, found in before.items() for at, size in found.items()]
+    kept = (
+        known.after.get(GRADIENTS, {}).keys() - allocated
+    )  # for other earlier blocks, torch does not record the release
+    before = {
+        **known.before,
+        GRADIENTS: {at: size for at, size in known.before.get(GRADIENTS, {}).items() if at in kept},
+    }
+    blocks = [
+        Allocation(at, size, None, None, name)
+        for name, found in before.items()
+        for at, size in found.items()
+    ]
     blocks = _pair(((each.time_ns, each.address, each.num_bytes) for each in changes), blocks)
     passes, seen = backward_passes(trace), defaultdict[int, list[int]](list)
     for clock_ns, address in known.gradients:
@@ -140,7 +163,9 @@ def backward_passes(trace: Trace) -> list[tuple[int, int]]:
     return found
 
 
-def _category(block: Allocation, known: Known, passes: Sequence[tuple[int, int]], seen_ns: Iterable[int]) -> str:
+def _category(
+    block: Allocation, known: Known, passes: Sequence[tuple[int, int]], seen_ns: Iterable[int]
+) -> str:
     if block.began_ns is None and block.category != TEMPORARIES:
         return block.category
     if block.ended_ns is None:
@@ -153,7 +178,9 @@ def _category(block: Allocation, known: Known, passes: Sequence[tuple[int, int]]
 
 
 def _lives_at(block: Allocation, time_ns: int) -> bool:
-    return (block.began_ns is None or block.began_ns <= time_ns) and (block.ended_ns is None or time_ns <= block.ended_ns)
+    return (block.began_ns is None or block.began_ns <= time_ns) and (
+        block.ended_ns is None or time_ns <= block.ended_ns
+    )
 
 
 def _is_activation(block: Allocation, passes: Sequence[tuple[int, int]]) -> bool:
@@ -173,7 +200,10 @@ def _sample(blocks: Sequence[Allocation], window: tuple[int, int]) -> Timeline:
         began_ns = window[0] if block.began_ns is None else max(window[0], block.began_ns)
         ended_ns = window[1] if block.ended_ns is None else block.ended_ns
         if window[0] < ended_ns and began_ns < window[1]:
-            moments += [(began_ns, block.category, block.num_bytes), (ended_ns, block.category, -block.num_bytes)]
+            moments += [
+                (began_ns, block.category, block.num_bytes),
+                (ended_ns, block.category, -block.num_bytes),
+            ]
     now = dict.fromkeys(CATEGORIES, 0)
     points: list[tuple[int, tuple[int, ...]]] = [(window[0], tuple(now.values()))]
     for time_ns, category, num_bytes in sorted(moments):
@@ -185,7 +215,10 @@ def _sample(blocks: Sequence[Allocation], window: tuple[int, int]) -> Timeline:
         points.append((time_ns, tuple(now.values())))
     points.append((window[1], points[-1][1]))
     stride = -(-len(points) // MOST_POINTS)
-    most = [max((values for _, values in points[at : at + stride]), key=sum) for at in range(0, len(points), stride)]
+    most = [
+        max((values for _, values in points[at : at + stride]), key=sum)
+        for at in range(0, len(points), stride)
+    ]
     columns = list(zip(*most, strict=True))
     unknown = sum(block.began_ns is None and block.category == TEMPORARIES for block in blocks)
     return Timeline(

@@ -35,22 +35,40 @@ def draw_memory(found: Timeline) -> str:
     below = [0] * len(found.times_s)
     for number, name in enumerate(CATEGORIES):
         above = [low + value for low, value in zip(below, found.categories[name], strict=True)]
-        path = _steps(found.times_s, above, last_s, at) + list(reversed(_steps(found.times_s, below, last_s, at)))
+        path = _steps(found.times_s, above, last_s, at) + list(
+            reversed(_steps(found.times_s, below, last_s, at))
+        )
         told = f"{name}: {format_bytes(parts[name])} at the peak"
-        lines.append(f'<polygon points="{" ".join(path)}" fill="{COLOURS[number]}"><title>{told}</title></polygon>')
-        lines.append(f'<rect x="{8 + 238 * number}" y="34" width="11" height="11" fill="{COLOURS[number]}"/>')
-        lines.append(f'<text x="{24 + 238 * number}" y="44">{name} {format_bytes(parts[name])}</text>')
+        lines.append(
+            f'<polygon points="{" ".join(path)}" fill="{COLOURS[number]}"><title>{told}</title></polygon>'
+        )
+        lines.append(
+            f'<rect x="{8 + 238 * number}" y="34" width="11" height="11" fill="{COLOURS[number]}"/>'
+        )
+        lines.append(
+            f'<text x="{24 + 238 * number}" y="44">{name} {format_bytes(parts[name])}</text>'
+        )
         below = above
     for number in range(NUM_LINES + 1):
         y = TOP + high * number / NUM_LINES
         lines.append(f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y}" y2="{y}"/>')
-        lines.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{format_bytes(peak * (1 - number / NUM_LINES))}</text>')
+        lines.append(
+            f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{format_bytes(peak * (1 - number / NUM_LINES))}</text>'
+        )
     lines.append(f'<text x="{LEFT}" y="{HEIGHT - 12}">0 s</text>')
-    lines.append(f'<text x="{WIDTH - 10}" y="{HEIGHT - 12}" text-anchor="end">{format_seconds(last_s)}</text>')
+    lines.append(
+        f'<text x="{WIDTH - 10}" y="{HEIGHT - 12}" text-anchor="end">{format_seconds(last_s)}</text>'
+    )
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _steps(times_s: list[float], values: list[int], last_s: float, at: Callable[[float, float], str]) -> list[str]:
+def _steps(
+    times_s: list[float], values: list[int], last_s: float, at: Callable[[float, float], str]
+) -> list[str]:
     """Return the points of a step function: each value holds until the next time."""
     ends = [*times_s[1:], last_s]
-    return [at(time_s, value) for first, last, value in zip(times_s, ends, values, strict=True) for time_s in (first, last)]
+    return [
+        at(time_s, value)
+        for first, last, value in zip(times_s, ends, values, strict=True)
+        for time_s in (first, last)
+    ]

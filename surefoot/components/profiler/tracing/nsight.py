@@ -20,8 +20,20 @@ def render(words: Sequence[str], folder: Path, *, world_size: int = 1) -> dict[s
     """
     rank = "-%q{RANK}" if world_size > 1 else ""
     nsys = [
-        "nsys", "profile", "--trace=cuda,nvtx,osrt,cudnn,cublas", "--cuda-memory-usage=true", "--capture-range=cudaProfilerApi",
-        "--capture-range-end=stop", "--force-overwrite=true", f"--output={folder / f'nsys{rank}'}",
-    ]  # fmt: skip
-    ncu = ["ncu", "--profile-from-start=off", "--nvtx", "--set=full", f"--export={folder / f'ncu{rank}'}"]
+        "nsys",
+        "profile",
+        "--trace=cuda,nvtx,osrt,cudnn,cublas",
+        "--cuda-memory-usage=true",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+        "--force-overwrite=true",
+        f"--output={folder / f'nsys{rank}'}",
+    ]
+    ncu = [
+        "ncu",
+        "--profile-from-start=off",
+        "--nvtx",
+        "--set=full",
+        f"--export={folder / f'ncu{rank}'}",
+    ]
     return {"nsys": shlex.join([*nsys, *words]), "ncu": shlex.join([*ncu, *words])}

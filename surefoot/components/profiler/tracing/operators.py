@@ -9,29 +9,70 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, MemoryChange, Slice, Trace, is_shape
+from surefoot.components.profiler.tracing.trace import (
+    DEVICE_WORK,
+    OPERATOR,
+    MemoryChange,
+    Slice,
+    Trace,
+    is_shape,
+)
 from surefoot.core.cost import shape
 
 ITEM_BYTES = {
-    "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short int": 2, "short": 2,
-    "bool": 1, "unsigned char": 1, "signed char": 1, "c10::complex<float>": 8, "c10::complex<double>": 16, "c10::complex<c10::Half>": 4,
-    "short unsigned int": 2, "unsigned int": 4, "long unsigned int": 8, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
-    "c10::Float8_e4m3fnuz": 1, "c10::Float8_e5m2fnuz": 1, "c10::Float8_e8m0fnu": 1,
-}  # fmt: skip
+    "double": 8,
+    "long int": 8,
+    "long": 8,
+    "float": 4,
+    "int": 4,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "short int": 2,
+    "short": 2,
+    "bool": 1,
+    "unsigned char": 1,
+    "signed char": 1,
+    "c10::complex<float>": 8,
+    "c10::complex<double>": 16,
+    "c10::complex<c10::Half>": 4,
+    "short unsigned int": 2,
+    "unsigned int": 4,
+    "long unsigned int": 8,
+    "c10::Float8_e4m3fn": 1,
+    "c10::Float8_e5m2": 1,
+    "c10::Float8_e4m3fnuz": 1,
+    "c10::Float8_e5m2fnuz": 1,
+    "c10::Float8_e8m0fnu": 1,
+}
 NO_TENSORS = ("", "Scalar", "ScalarList")  # torch's types for None, a scalar, a list of scalars
 INDEXED = {  # operators with a list of optional tensors, which torch records as None
-    "aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put",
-}  # fmt: skip
+    "aten::index",
+    "aten::_unsafe_index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index_put",
+}
 CONVOLUTIONS = {  # indices of stride and padding in the arguments
-    "aten::conv1d": (3, 4), "aten::conv2d": (3, 4), "aten::conv3d": (3, 4), "aten::mkldnn_convolution": (4, 3),
+    "aten::conv1d": (3, 4),
+    "aten::conv2d": (3, 4),
+    "aten::conv3d": (3, 4),
+    "aten::mkldnn_convolution": (4, 3),
     "aten::cudnn_convolution": (3, 2),
-}  # fmt: skip
-EITHER_WAY = {"aten::convolution": (3, 4), "aten::_convolution": (3, 4)}  # argument 6 says whether it is transposed
+}
+EITHER_WAY = {
+    "aten::convolution": (3, 4),
+    "aten::_convolution": (3, 4),
+}  # argument 6 says whether it is transposed
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 TRANSPOSED = {
-    "aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d", "aten::slow_conv_transpose2d",
-    "aten::slow_conv_transpose3d", "aten::cudnn_convolution_transpose",
-}  # fmt: skip
+    "aten::conv_transpose1d",
+    "aten::conv_transpose2d",
+    "aten::conv_transpose3d",
+    "aten::slow_conv_transpose2d",
+    "aten::slow_conv_transpose3d",
+    "aten::cudnn_convolution_transpose",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +120,15 @@ def find_operators(trace: Trace) -> list[OperatorStats]:
     for thread, slices in by_thread.items():
         _add_thread(sums, slices, changes[thread])
     has_device = _add_device(sums, trace)
-    made = [_as_operator(name, found, bool(trace.changes), has_device) for name, found in sums.items()]
+    made = [
+        _as_operator(name, found, bool(trace.changes), has_device) for name, found in sums.items()
+    ]
     return sorted(made, key=lambda each: (-(each.self_device_s or 0.0), -each.self_s, each.name))
 
 
-def _add_thread(sums: Mapping[str, _OperatorSum], slices: Sequence[Slice], changes: Iterable[MemoryChange]) -> None:
+def _add_thread(
+    sums: Mapping[str, _OperatorSum], slices: Sequence[Slice], changes: Iterable[MemoryChange]
+) -> None:
     """Add the operators of a thread, in order, and attribute each memory change to the innermost
     running operator."""
     stack: list[Slice] = []
@@ -111,7 +156,9 @@ def _add_thread(sums: Mapping[str, _OperatorSum], slices: Sequence[Slice], chang
             not stack or stack[-1].name != each.name
         )  # an operator that hands on to itself is called once, as torch counts
         found.self_ns += length_ns
-        if all(one.name != each.name for one in stack):  # of recursive calls only the outermost counts
+        if all(
+            one.name != each.name for one in stack
+        ):  # of recursive calls only the outermost counts
             found.total_ns += length_ns
         _add_shapes(found, each)
         stack.append(each)
@@ -121,12 +168,16 @@ def _add_thread(sums: Mapping[str, _OperatorSum], slices: Sequence[Slice], chang
 def _add_shapes(found: _OperatorSum, each: Slice) -> None:
     """Add the bytes and FLOPs of a call; a value that is unknown for one call is unknown for
     all."""
-    shapes, types, values = (each.details.get(key) for key in ("Input Dims", "Input type", "Concrete Inputs"))
+    shapes, types, values = (
+        each.details.get(key) for key in ("Input Dims", "Input type", "Concrete Inputs")
+    )
     if not isinstance(shapes, list) or not isinstance(types, list):
         found.bytes = found.flops = None
         return
     found.bytes = _plus(found.bytes, None if each.name in INDEXED else _given_bytes(shapes, types))
-    is_complex = any(isinstance(kind, str) and "complex" in kind for kind in types)  # has no convention: not counted
+    is_complex = any(
+        isinstance(kind, str) and "complex" in kind for kind in types
+    )  # has no convention: not counted
     values = values if isinstance(values, list) else []
     found.flops = _plus(found.flops, None if is_complex else count_flops(each.name, shapes, values))
 
@@ -140,8 +191,12 @@ def _given_bytes(shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
     record, or for odd entries."""
     if len(shapes) != len(types):
         return None
-    given = [(sizes, kind) for sizes, kind in zip(shapes, types, strict=True) if kind not in NO_TENSORS]
-    if not all(isinstance(kind, str) and kind in ITEM_BYTES and is_shape(sizes) for sizes, kind in given):
+    given = [
+        (sizes, kind) for sizes, kind in zip(shapes, types, strict=True) if kind not in NO_TENSORS
+    ]
+    if not all(
+        isinstance(kind, str) and kind in ITEM_BYTES and is_shape(sizes) for sizes, kind in given
+    ):
         return None
     found: int = sum(ITEM_BYTES[kind] * math.prod(sizes) for sizes, kind in given)
     return found
@@ -154,9 +209,18 @@ def count_flops(name: str, shapes: Sequence[Any], values: Sequence[Any]) -> int 
     >>> count_flops("aten::mm", [[32, 64], [64, 10]], [])
     40960
     """
-    places = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1), "aten::baddbmm": (1, 2)}
+    places = {
+        "aten::mm": (0, 1),
+        "aten::addmm": (1, 2),
+        "aten::bmm": (0, 1),
+        "aten::baddbmm": (1, 2),
+    }
     if name in places:
-        factors = [shapes[place] for place in places[name] if place < len(shapes) and is_shape(shapes[place])]
+        factors = [
+            shapes[place]
+            for place in places[name]
+            if place < len(shapes) and is_shape(shapes[place])
+        ]
         if len(factors) < 2 or min(map(len, factors)) < 2:
             return None
         first, second = factors
@@ -171,7 +235,9 @@ def count_flops(name: str, shapes: Sequence[Any], values: Sequence[Any]) -> int 
     return _count_backward(shapes, values) if name == "aten::convolution_backward" else None
 
 
-def _count_convolution(shapes: Sequence[Any], values: Sequence[Any], places: tuple[int, int]) -> int | None:
+def _count_convolution(
+    shapes: Sequence[Any], values: Sequence[Any], places: tuple[int, int]
+) -> int | None:
     """Return the FLOPs of a convolution: 2 x outputs x (input channels of a group x kernel).
 
     `places` are the indices of stride and padding in `values`; dilation comes after them.
@@ -179,23 +245,38 @@ def _count_convolution(shapes: Sequence[Any], values: Sequence[Any], places: tup
     sizes, weight = shapes[0][2:], shapes[1]
     if not sizes or len(shapes[0]) != len(weight):
         return None
-    stride, padding, dilation = (_numbers(values, place, len(sizes)) for place in (*places, max(places) + 1))
+    stride, padding, dilation = (
+        _numbers(values, place, len(sizes)) for place in (*places, max(places) + 1)
+    )
     if stride is None or padding is None or dilation is None or min(stride) < 1:
         return None
     outputs = [
         (size + 2 * pad - dilate * (kernel - 1) - 1) // step + 1
-        for size, pad, dilate, kernel, step in zip(sizes, padding, dilation, weight[2:], stride, strict=True)
+        for size, pad, dilate, kernel, step in zip(
+            sizes, padding, dilation, weight[2:], stride, strict=True
+        )
     ]
-    return shape.convolution_flops(weight, shapes[0][0] * weight[0] * math.prod(outputs)) if is_shape(outputs) else None
+    return (
+        shape.convolution_flops(weight, shapes[0][0] * weight[0] * math.prod(outputs))
+        if is_shape(outputs)
+        else None
+    )
 
 
 def _count_backward(shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
     """Return the FLOPs of a convolution's backward pass: once for each requested gradient of input
     and weights."""
-    if len(shapes) < 3 or not is_shape(shapes[2]) or len(values) < 11 or str(values[7]) not in ("True", "False"):
+    if (
+        len(shapes) < 3
+        or not is_shape(shapes[2])
+        or len(values) < 11
+        or str(values[7]) not in ("True", "False")
+    ):
         return None
     num_wanted = sum("True" in each for each in str(values[10]).strip("[]").split(",")[:2])
-    return num_wanted * shape.convolution_flops(shapes[2], math.prod(shapes[1 if str(values[7]) == "True" else 0]))
+    return num_wanted * shape.convolution_flops(
+        shapes[2], math.prod(shapes[1 if str(values[7]) == "True" else 0])
+    )
 
 
 def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
@@ -213,7 +294,9 @@ def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
 def _add_device(sums: Mapping[str, _OperatorSum], trace: Trace) -> bool:
     """Add the time of device work to the operator that launched it; return whether there was any
     device work."""
-    names = {each.mark("External id"): each.name for each in trace.slices if each.category == OPERATOR}
+    names = {
+        each.mark("External id"): each.name for each in trace.slices if each.category == OPERATOR
+    }
     has_any = False
     for each in trace.slices:
         if each.category in DEVICE_WORK:
@@ -224,9 +307,16 @@ def _add_device(sums: Mapping[str, _OperatorSum], trace: Trace) -> bool:
     return has_any
 
 
-def _as_operator(name: str, found: _OperatorSum, has_memory: bool, has_device: bool) -> OperatorStats:
+def _as_operator(
+    name: str, found: _OperatorSum, has_memory: bool, has_device: bool
+) -> OperatorStats:
     return OperatorStats(
-        name=name, calls=found.calls, self_s=found.self_ns / 1e9, total_s=found.total_ns / 1e9,
-        self_device_s=found.device_ns / 1e9 if has_device else None, self_bytes=found.self_bytes if has_memory else None,
-        flops=found.flops, bytes=found.bytes,
-    )  # fmt: skip
+        name=name,
+        calls=found.calls,
+        self_s=found.self_ns / 1e9,
+        total_s=found.total_ns / 1e9,
+        self_device_s=found.device_ns / 1e9 if has_device else None,
+        self_bytes=found.self_bytes if has_memory else None,
+        flops=found.flops,
+        bytes=found.bytes,
+    )

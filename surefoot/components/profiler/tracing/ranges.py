@@ -49,14 +49,19 @@ class ModuleRanges:
     `close`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {id(part): f"{MODULE_PREFIX}{name or type(model).__name__}" for name, part in model.named_modules()}
+        self._names = {
+            id(part): f"{MODULE_PREFIX}{name or type(model).__name__}"
+            for name, part in model.named_modules()
+        }
         self._entered: list[tuple[int, record_function]] = []
         self._hooked = ExitStack()
 
     def open(self) -> None:
         for handle in (
             hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, always_call=True),  # also for a module that raised
+            hooks.register_module_forward_hook(
+                self._leave, always_call=True
+            ),  # also for a module that raised
         ):
             self._hooked.callback(handle.remove)
 

@@ -67,15 +67,23 @@ class Trace:
     slices: Sequence[Slice]
     changes: Sequence[MemoryChange]
     epoch_ns: int
-    most_steps: int | None = None  # number of complete steps: an interrupted loop has started one more
+    most_steps: int | None = (
+        None  # number of complete steps: an interrupted loop has started one more
+    )
 
     @cached_property
     def steps(self) -> list[Slice]:
         """A slice for each step of the window: surefoot's ranges, else torch.profiler's; empty
         where the trace has neither."""
         ranges = [each for each in self.slices if each.category == RANGE]
-        ours = [each for each in ranges if each.name.startswith(OUR_STEP) and each.name.removeprefix(OUR_STEP).isdigit()]
-        return (ours or [each for each in ranges if each.name.startswith(STEP_PREFIX)])[: self.most_steps]
+        ours = [
+            each
+            for each in ranges
+            if each.name.startswith(OUR_STEP) and each.name.removeprefix(OUR_STEP).isdigit()
+        ]
+        return (ours or [each for each in ranges if each.name.startswith(STEP_PREFIX)])[
+            : self.most_steps
+        ]
 
     @cached_property
     def window(self) -> tuple[int, int]:
@@ -108,17 +116,24 @@ def _load(path: Path) -> Any:
         with gzip.open(path) if is_packed else path.open("rb") as file:
             text = file.read(MAX_TEXT_BYTES + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise InputError(f"the trace {path} is truncated or damaged: it cannot be unpacked", hint="record it again") from None
+        raise InputError(
+            f"the trace {path} is truncated or damaged: it cannot be unpacked",
+            hint="record it again",
+        ) from None
     except OSError as error:
         raise InputError(f"the trace {path} cannot be read: {error.strerror}", hint=_HINT) from None
     if len(text) > MAX_TEXT_BYTES:
-        raise InputError(f"the trace {path} is longer than {MAX_TEXT_BYTES >> 30} GiB", hint="record fewer steps")
+        raise InputError(
+            f"the trace {path} is longer than {MAX_TEXT_BYTES >> 30} GiB", hint="record fewer steps"
+        )
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         is_cut = error.pos >= len(text.rstrip()) - 1 or "Unterminated" in error.msg
         what = "is truncated" if is_cut and text.lstrip()[:1] in (b"{", b"[") else "is no JSON"
-        raise InputError(f"the trace {path} {what}: {error.msg} at character {error.pos:,}", hint=_HINT) from None
+        raise InputError(
+            f"the trace {path} {what}: {error.msg} at character {error.pos:,}", hint=_HINT
+        ) from None
     except (UnicodeDecodeError, ValueError, RecursionError):
         raise InputError(f"{path} is no trace: it is no JSON", hint=_HINT) from None
 
@@ -136,9 +151,15 @@ def _of_document(document: Any, path: Path, most_steps: int | None) -> Trace:
             slices.append(_slice(event))
         elif event.get("name") == "[memory]":
             changes.append(_change(event))
-    known = sorted((each for each in slices if each is not None), key=lambda each: (each.start_ns, -each.end_ns))
+    known = sorted(
+        (each for each in slices if each is not None),
+        key=lambda each: (each.start_ns, -each.end_ns),
+    )
     if not any(each.category == OPERATOR for each in known):
-        raise InputError(f"the trace {path} holds no operator: it is not of torch.profiler, or its window was empty", hint=_HINT)
+        raise InputError(
+            f"the trace {path} holds no operator: it is not of torch.profiler, or its window was empty",
+            hint=_HINT,
+        )
     memory = sorted(each for each in changes if each is not None)
     damage = _find_damage(known, memory)
     if damage is not None:
@@ -149,10 +170,23 @@ def _of_document(document: Any, path: Path, most_steps: int | None) -> Trace:
 
 def _find_damage(slices: Sequence[Slice], changes: Sequence[MemoryChange]) -> str | None:
     """Return a text for values that no tensor and no allocator can have; None without any."""
-    odd = next((each for each in slices if each.category == OPERATOR and has_odd_sizes(each.details.get("Input Dims"))), None)
+    odd = next(
+        (
+            each
+            for each in slices
+            if each.category == OPERATOR and has_odd_sizes(each.details.get("Input Dims"))
+        ),
+        None,
+    )
     if odd is not None:
-        return f"{odd.name[:60]!a} was given a tensor of a negative size or of 2^63 elements or more"
-    return "2^63 bytes or more were allocated at once" if any(abs(each.num_bytes) >= MOST_ELEMENTS for each in changes) else None
+        return (
+            f"{odd.name[:60]!a} was given a tensor of a negative size or of 2^63 elements or more"
+        )
+    return (
+        "2^63 bytes or more were allocated at once"
+        if any(abs(each.num_bytes) >= MOST_ELEMENTS for each in changes)
+        else None
+    )
 
 
 def _slice(event: Mapping[str, Any]) -> Slice | None:
@@ -162,7 +196,14 @@ def _slice(event: Mapping[str, Any]) -> Slice | None:
     details = event.get("args")
     thread = (str(event.get("pid")), str(event.get("tid")))
     name, category = str(event.get("name", "")), str(event.get("cat", ""))
-    return Slice(start_ns, start_ns + length_ns, name, category, thread, details if isinstance(details, dict) else {})
+    return Slice(
+        start_ns,
+        start_ns + length_ns,
+        name,
+        category,
+        thread,
+        details if isinstance(details, dict) else {},
+    )
 
 
 def _change(event: Mapping[str, Any]) -> MemoryChange | None:
@@ -172,7 +213,9 @@ def _change(event: Mapping[str, Any]) -> MemoryChange | None:
     address, num_bytes, device = (details.get(key) for key in ("Addr", "Bytes", "Device Id"))
     if not (isinstance(address, int) and isinstance(num_bytes, int) and isinstance(device, int)):
         return None
-    return MemoryChange(time_ns, address, num_bytes, device, (str(event.get("pid")), str(event.get("tid"))))
+    return MemoryChange(
+        time_ns, address, num_bytes, device, (str(event.get("pid")), str(event.get("tid")))
+    )
 
 
 def _nanoseconds(microseconds: Any) -> int | None:
@@ -213,7 +256,9 @@ def has_odd_sizes(shapes: Any) -> bool:
         return False
     inside = [each for each in shapes if each and isinstance(each, list)]
     tensors = inside + [sizes for each in inside for sizes in each if isinstance(sizes, list)]
-    return any(all(type(size) is int for size in sizes) and not is_shape(sizes) for sizes in tensors)
+    return any(
+        all(type(size) is int for size in sizes) and not is_shape(sizes) for sizes in tensors
+    )
 
 
 def shrink(path: Path, limit_bytes: int) -> int | None:
@@ -224,11 +269,20 @@ def shrink(path: Path, limit_bytes: int) -> int | None:
     document, steps = _load(path), read(path).steps
     num_kept = len(steps)
     while num_kept > 1 and path.stat().st_size > limit_bytes:
-        num_kept = min(num_kept - 1, max(1, int(0.9 * num_kept * limit_bytes / path.stat().st_size)))
+        num_kept = min(
+            num_kept - 1, max(1, int(0.9 * num_kept * limit_bytes / path.stat().st_size))
+        )
         end_us = steps[num_kept - 1].end_ns / 1000
-        events = [each for each in document["traceEvents"] if not isinstance(each.get("ts"), int | float) or each["ts"] <= end_us]
+        events = [
+            each
+            for each in document["traceEvents"]
+            if not isinstance(each.get("ts"), int | float) or each["ts"] <= end_us
+        ]
         draft = path.with_name(files.draft_of(path.name))
-        with files.open_new(path.parent, draft.name) as raw, gzip.open(raw, "wt", encoding="utf-8") as file:
+        with (
+            files.open_new(path.parent, draft.name) as raw,
+            gzip.open(raw, "wt", encoding="utf-8") as file,
+        ):
             json.dump({**document, "traceEvents": events}, file)
         draft.replace(path)
     return num_kept

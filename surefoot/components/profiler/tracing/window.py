@@ -61,10 +61,14 @@ class Window:
         if num_left is None or num_left >= self.num_steps:
             return self
         if num_left < 1:
-            raise InputError("there is no step to record", hint="profile a run that has steps left, or its spec")
+            raise InputError(
+                "there is no step to record", hint="profile a run that has steps left, or its spec"
+            )
         before = min(self.wait + self.warmup, num_left // 2)
         warmup = min(self.warmup, (before + 1) // 2)
-        return Window(wait=before - warmup, warmup=warmup, active=min(self.active, num_left - before))
+        return Window(
+            wait=before - warmup, warmup=warmup, active=min(self.active, num_left - before)
+        )
 
     def __str__(self) -> str:
         return f"{self.active} steps, after {self.wait} that wait and {self.warmup} that warm up"
@@ -99,12 +103,24 @@ class Profiler:
     """
 
     def __init__(
-        self, model: nn.Module, folder: str | Path, *, window: Window = Window(), levels: Sequence[str] = LEVELS,
-        optimizers: Iterable[Optimizer] = (), more_state: Iterable[Tensor] = (), first_step: int = 1, nvtx: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        folder: str | Path,
+        *,
+        window: Window = Window(),
+        levels: Sequence[str] = LEVELS,
+        optimizers: Iterable[Optimizer] = (),
+        more_state: Iterable[Tensor] = (),
+        first_step: int = 1,
+        nvtx: bool = False,
+    ) -> None:
         if nvtx:
             check_gpu()
-        self.folder, self.window, self.levels = Path(folder).absolute(), window, () if nvtx else check_levels(levels)
+        self.folder, self.window, self.levels = (
+            Path(folder).absolute(),
+            window,
+            () if nvtx else check_levels(levels),
+        )
         self._nvtx = nvtx
         self._model, self._optimizers, self._more = model, list(optimizers), list(more_state)
         self.ranges: Ranges | None = None  # None unless the window is open
@@ -115,7 +131,9 @@ class Profiler:
         self._gradients: list[tuple[int, int]] = []
         self._marks_s: list[float] = []  # the end of every step so far
         self.is_done = self._is_short = False
-        self._resident: list[int] = []  # resident bytes of this process, every LOOK_EVERY recorded steps
+        self._resident: list[
+            int
+        ] = []  # resident bytes of this process, every LOOK_EVERY recorded steps
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._advance(None)
 
@@ -194,17 +212,25 @@ class Profiler:
         lead = min(1, self.window.warmup)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch advises a warm-up, which the window defines
-            plan = schedule(wait=0, warmup=self.window.warmup - lead, active=lead + self.window.active, repeat=1)
+            plan = schedule(
+                wait=0, warmup=self.window.warmup - lead, active=lead + self.window.active, repeat=1
+            )
             return profile(
-                activities=activities, schedule=plan, record_shapes=SHAPES in self.levels, with_stack=STACKS in self.levels,
-                profile_memory=MEMORY in self.levels, acc_events=True,
-            )  # fmt: skip
+                activities=activities,
+                schedule=plan,
+                record_shapes=SHAPES in self.levels,
+                with_stack=STACKS in self.levels,
+                profile_memory=MEMORY in self.levels,
+                acc_events=True,
+            )
 
     def _watch_memory(self) -> None:
         self._before = self._known()
         for parameter in self._model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
-                hook: Any = parameter.register_post_accumulate_grad_hook  # torch has no type annotations for it
+                hook: Any = (
+                    parameter.register_post_accumulate_grad_hook
+                )  # torch has no type annotations for it
                 self._open.callback(hook(self._saw_gradient).remove)
 
     def _saw_gradient(self, parameter: Tensor) -> None:
@@ -213,12 +239,25 @@ class Profiler:
 
     def _known(self) -> dict[str, dict[int, int]]:
         """Return the blocks whose category is known now, by category."""
-        held = [value for each in self._optimizers for state in each.state.values() for value in state.values()]
+        held = [
+            value
+            for each in self._optimizers
+            for state in each.state.values()
+            for value in state.values()
+        ]
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         whole = [*self._model.parameters(), *self._model.buffers()]
         return {
-            name: {_address(each): each.untyped_storage().nbytes() for each in found if _lies_on(each, self._device)}
-            for name, found in ((OPTIMISER, [*held, *self._more]), (GRADIENTS, grads), (PARAMETERS, whole))
+            name: {
+                _address(each): each.untyped_storage().nbytes()
+                for each in found
+                if _lies_on(each, self._device)
+            }
+            for name, found in (
+                (OPTIMISER, [*held, *self._more]),
+                (GRADIENTS, grads),
+                (PARAMETERS, whole),
+            )
         }
 
     def close(self) -> bool:
@@ -255,12 +294,23 @@ class Profiler:
             running.export_chrome_trace(str(draft))
             num_kept = trace.shrink(draft, MOST_TRACE_BYTES)
             draft.replace(path)
-            known = Known(before=self._before, after=after, gradients=self._gradients, device=_number(self._device))
+            known = Known(
+                before=self._before,
+                after=after,
+                gradients=self._gradients,
+                device=_number(self._device),
+            )
             facts = {
-                "version": 1, "first_step": self._first_step + self._num_done - self._num_recorded, "num_steps": self._num_recorded,
-                "num_kept": num_kept, "short_of_memory": self._is_short, "levels": list(self.levels), "step_s": self._paces(),
-                "device": str(self._device), "memory": known.as_row() if self._before else None,
-            }  # fmt: skip
+                "version": 1,
+                "first_step": self._first_step + self._num_done - self._num_recorded,
+                "num_steps": self._num_recorded,
+                "num_kept": num_kept,
+                "short_of_memory": self._is_short,
+                "levels": list(self.levels),
+                "step_s": self._paces(),
+                "device": str(self._device),
+                "memory": known.as_row() if self._before else None,
+            }
             files.write_whole(self.folder, FACTS_FILE, json.dumps(facts).encode())
         except OSError as error:
             raise InputError(
@@ -271,14 +321,25 @@ class Profiler:
     def _paces(self) -> dict[str, float | None]:
         """Return the median step time before the profiler ran and inside the window, in seconds;
         None where no step ran."""
-        lengths = [later - earlier for earlier, later in zip(self._marks_s, self._marks_s[1:], strict=False)]
+        lengths = [
+            later - earlier
+            for earlier, later in zip(self._marks_s, self._marks_s[1:], strict=False)
+        ]
         before, inside = lengths[: max(0, self.window.wait - 1)], lengths[-self._num_recorded :]
-        return {"before": median(before) if before else None, "inside": median(inside) if inside else None}
+        return {
+            "before": median(before) if before else None,
+            "inside": median(inside) if inside else None,
+        }
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not self.close() and error is None:
             raise InputError(
                 f"the loop ended after {self._num_done} steps, before the window of {self.window}",
@@ -299,7 +360,9 @@ def check_levels(levels: Sequence[str]) -> tuple[str, ...]:
     """Return the levels in their fixed order. Raises InputError for an unknown one."""
     for each in levels:
         if each not in LEVELS:
-            raise InputError(f"{each!r} cannot be recorded", hint=f"give some of {', '.join(LEVELS)}")
+            raise InputError(
+                f"{each!r} cannot be recorded", hint=f"give some of {', '.join(LEVELS)}"
+            )
     return tuple(each for each in LEVELS if each in levels)
 
 

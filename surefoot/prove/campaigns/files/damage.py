@@ -26,7 +26,9 @@ from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, digests
 from surefoot.prove.outcome import Campaign, TrialResult
 
-LEFT_AT = 3 * EVERY + 1  # step at which the run stops: it then has three saved checkpoints and that of its best evaluation
+LEFT_AT = (
+    3 * EVERY + 1
+)  # step at which the run stops: it then has three saved checkpoints and that of its best evaluation
 TO_THE_END_EVERY = 40  # one in 40 trials resumes to the end, which takes longest
 
 
@@ -57,9 +59,10 @@ class Left:
             return [folder]
         pairs = [(path, folder / path.name) for path in sorted(own.iterdir())]
         return [
-            found for path, found in pairs
+            found
+            for path, found in pairs
             if not found.is_file() or found.is_symlink() or found.read_bytes() != path.read_bytes()
-        ]  # fmt: skip
+        ]
 
 
 def find_left(workshop: Workshop, variant: str, seed: int = 0) -> Left:
@@ -71,11 +74,18 @@ def find_left(workshop: Workshop, variant: str, seed: int = 0) -> Left:
 
 
 def _leave(workshop: Workshop, variant: str, seed: int) -> Left:
-    attempt = ProbedRun(run=str(workshop.fresh("left") / "run"), variant=variant, background=False, seed=seed)
+    attempt = ProbedRun(
+        run=str(workshop.fresh("left") / "run"), variant=variant, background=False, seed=seed
+    )
     child = workshop.train(replace(attempt, marks_states=True, die_at=LEFT_AT))
     if child.wait() != KILLED:
-        raise TaskError(f"the run that is to be damaged failed: {child.said[-500:]}", hint="this is a fault of surefoot")
-    return Left(attempt, {int(mark.split()[1]): mark for mark in child.marks if mark.startswith("state")})
+        raise TaskError(
+            f"the run that is to be damaged failed: {child.said[-500:]}",
+            hint="this is a fault of surefoot",
+        )
+    return Left(
+        attempt, {int(mark.split()[1]): mark for mark in child.marks if mark.startswith("state")}
+    )
 
 
 def copy_run(source: Path, target: Path) -> None:
@@ -104,7 +114,10 @@ def damage(workshop: Workshop, seed: int, *, kinds: Mapping[str, mutate.Kind]) -
         path = folder / "run" / name
         kinds[kind](MutationTarget(path, other.attempt.folder, folder, draws))
         wrong = find_wrong(workshop, left, path, to_the_end=seed % TO_THE_END_EVERY == 0)
-        return TrialResult(wrong and f"{kind}: {name} ({variant}): {wrong}", (path.name if len(kinds) == 1 else kind,))
+        return TrialResult(
+            wrong and f"{kind}: {name} ({variant}): {wrong}",
+            (path.name if len(kinds) == 1 else kind,),
+        )
 
 
 def take_another_run_s_commit(workshop: Workshop, seed: int) -> TrialResult:
@@ -132,18 +145,32 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
     """Return what is wrong with a run after one of its files was changed; None if nothing is."""
     run = next(path for path in touched.parents if path.name == "run")
     attempt = replace(left.attempt, run=str(run))
-    changed = {folder: left.find_changed(folder) for folder in sorted((run / manifest.FOLDER).glob("step-*"))}
+    changed = {
+        folder: left.find_changed(folder)
+        for folder in sorted((run / manifest.FOLDER).glob("step-*"))
+    }
     # if the manifest is valid, but that of another run, either it or the files beside it may be misplaced
-    foreign = {folder for folder, files in changed.items() if folder / manifest.FILE in files and _is_manifest(folder)}
+    foreign = {
+        folder
+        for folder, files in changed.items()
+        if folder / manifest.FILE in files and _is_manifest(folder)
+    }
     before, num_rows = {folder: _bytes_of(folder) for folder in changed}, _count_rows(run)
     child = workshop.fork(jobs.open_run, attempt)
     status = child.wait()
     for folder, files in changed.items():
         verdict = next(
-            (mark for mark in child.marks if mark.startswith(("whole", "damaged")) and folder.name in mark.split()), ""
+            (
+                mark
+                for mark in child.marks
+                if mark.startswith(("whole", "damaged")) and folder.name in mark.split()
+            ),
+            "",
         )
         named = [folder] if folder in foreign else files
-        if verdict.startswith("damaged") != bool(files) or (files and not any(str(path) in verdict for path in named)):
+        if verdict.startswith("damaged") != bool(files) or (
+            files and not any(str(path) in verdict for path in named)
+        ):
             return f"of {folder.name} {[path.name for path in files]} are damaged, and the check says: {verdict}"
     if status == RunFolderError.exit_code:
         named_file = (
@@ -160,15 +187,24 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
     if num_rows < whole and f"the rows of {whole - num_rows} steps" not in child.said:
         return f"rows of {whole - num_rows} steps are lost, and nothing says so"
     if to_the_end and (
-        workshop.train(attempt).wait() != EXIT_OK or digests(run, STEPS) != workshop.golden(attempt.variant).states[STEPS]
+        workshop.train(attempt).wait() != EXIT_OK
+        or digests(run, STEPS) != workshop.golden(attempt.variant).states[STEPS]
     ):
         return "the run went on to other bits"
     return None
 
 
-def _find_wrong_events(run: Path, damaged: list[Path], before: Mapping[Path, Mapping[str, bytes]], child: Child) -> str | None:
-    told = [event.detail for event in events.read(run) if isinstance(event, Fault) and event.fault == "damaged-commit"]
-    if len(told) != len(damaged) or any(sum(f"{folder}" in detail for detail in told) != 1 for folder in damaged):
+def _find_wrong_events(
+    run: Path, damaged: list[Path], before: Mapping[Path, Mapping[str, bytes]], child: Child
+) -> str | None:
+    told = [
+        event.detail
+        for event in events.read(run)
+        if isinstance(event, Fault) and event.fault == "damaged-commit"
+    ]
+    if len(told) != len(damaged) or any(
+        sum(f"{folder}" in detail for detail in told) != 1 for folder in damaged
+    ):
         return f"{len(damaged)} commits are damaged, and the events tell of {told}"
     if any(detail not in child.said for detail in told):
         return f"the console says {child.said!r} of {told}"
@@ -206,12 +242,21 @@ def _step(folder: Path) -> int:
 
 CAMPAIGNS = (
     Campaign(
-        case="F05", title="one flipped bit in any file of a run", few=200,
+        case="F05",
+        title="one flipped bit in any file of a run",
+        few=200,
         trial=partial(damage, kinds={"a flipped bit": mutate.flip}),
     ),
     Campaign(
-        case="F06", title="files cut, emptied, zeroed, swapped, spliced, doubled, lost, added, linked", few=50,
+        case="F06",
+        title="files cut, emptied, zeroed, swapped, spliced, doubled, lost, added, linked",
+        few=50,
         trial=partial(damage, kinds=KINDS),
     ),
-    Campaign(case="F06-run", title="the commit of another run in the place of one", trial=take_another_run_s_commit, few=4),
-)  # fmt: skip
+    Campaign(
+        case="F06-run",
+        title="the commit of another run in the place of one",
+        trial=take_another_run_s_commit,
+        few=4,
+    ),
+)

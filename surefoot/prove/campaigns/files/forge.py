@@ -13,9 +13,17 @@ from typing import Any
 
 from surefoot.contract import commits, digest, manifest
 
-SPARSE_BYTES = 3 << 29  # a sparse file of this size takes no space on the disk, and does not fit into memory
+SPARSE_BYTES = (
+    3 << 29
+)  # a sparse file of this size takes no space on the disk, and does not fit into memory
 MANY = 2_000_000
-SLOTS = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "clock.json")
+SLOTS = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "state.safetensors",
+    "state.json",
+    "clock.json",
+)
 STATED = ("optimizer", "average", "random", "buffers", "task", "guard", "num_samples")
 Row = dict[str, Any]
 
@@ -33,7 +41,9 @@ class ForgedCommit:
     draws: random.Random
 
     def entry(self, *, tensors: bool) -> Row:
-        row: Row = self.draws.choice([each for each in self.row["files"] if (each["tensors"] is not None) == tensors])
+        row: Row = self.draws.choice(
+            [each for each in self.row["files"] if (each["tensors"] is not None) == tensors]
+        )
         return row
 
     def named(self, name: str) -> Row:
@@ -53,7 +63,9 @@ class ForgedCommit:
         path = self.folder / entry["name"]
         path.unlink(missing_ok=True)  # it may be a hard link to a file of another checkpoint
         path.write_bytes(data)
-        os.truncate(path, max(len(data), entry["num_bytes"] if entry["num_bytes"] == SPARSE_BYTES else 0))
+        os.truncate(
+            path, max(len(data), entry["num_bytes"] if entry["num_bytes"] == SPARSE_BYTES else 0)
+        )
 
     def rewrite_header(self, entry: Row, change: Callable[[bytes], bytes]) -> None:
         """Give a safetensors file another JSON header, and the digest of the changed file."""
@@ -64,7 +76,9 @@ class ForgedCommit:
         self.put(entry, header + data[size:])
         pieces = {name: manifest.Piece(**piece) for name, piece in entry["tensors"].items()}
         entry["num_bytes"] += len(header) - size
-        entry["sha256"] = commits.digest_of(header, {name: piece.sha256 for name, piece in pieces.items()}, pieces)
+        entry["sha256"] = commits.digest_of(
+            header, {name: piece.sha256 for name, piece in pieces.items()}, pieces
+        )
 
     def sign(self) -> None:
         own = hashlib.sha256(json.dumps(self.row, sort_keys=True).encode()).hexdigest()
@@ -77,7 +91,9 @@ Forge = Callable[[ForgedCommit], object]
 def forge(change: Forge, folder: Path, outside: Path, draws: random.Random) -> None:
     """Make a checkpoint hostile, and sign it unless `change` did, elsewhere or as other bytes."""
     row = json.loads((folder / manifest.FILE).read_text())
-    one = ForgedCommit(folder, {key: value for key, value in row.items() if key != "sha256"}, outside, draws)
+    one = ForgedCommit(
+        folder, {key: value for key, value in row.items() if key != "sha256"}, outside, draws
+    )
     change(one)
     if one.row and not folder.is_symlink() and not (folder / manifest.FILE).is_symlink():
         one.sign()
@@ -104,7 +120,9 @@ def _of_piece(key: str, value: Any) -> Forge:
 
 
 def _shape(*sizes: int) -> Forge:
-    return lambda one: one.piece().update(shape=list(sizes), whole=list(sizes), offset=[0] * len(sizes))
+    return lambda one: one.piece().update(
+        shape=list(sizes), whole=list(sizes), offset=[0] * len(sizes)
+    )
 
 
 def _of_all(key: str, value: Any) -> Forge:
@@ -116,7 +134,9 @@ def _reach_out(name: Callable[[Path], str]) -> Forge:
 
     def do(one: ForgedCommit) -> None:
         data = (one.outside / "secret").read_bytes()
-        one.entry(tensors=False).update(name=name(one.outside / "secret"), num_bytes=len(data), sha256=digest.of_bytes(data))
+        one.entry(tensors=False).update(
+            name=name(one.outside / "secret"), num_bytes=len(data), sha256=digest.of_bytes(data)
+        )
 
     return do
 
@@ -161,7 +181,11 @@ def _sparse_tensor(one: ForgedCommit) -> None:
     name, piece = max(entry["tensors"].items(), key=lambda pair: pair[1]["start"])
     entry["num_bytes"] += SPARSE_BYTES - piece["shape"][0]
     piece.update(dtype="U8", shape=[SPARSE_BYTES], whole=[SPARSE_BYTES], offset=[0])
-    row = {"dtype": "U8", "shape": [SPARSE_BYTES], "data_offsets": [piece["start"], piece["start"] + SPARSE_BYTES]}
+    row = {
+        "dtype": "U8",
+        "shape": [SPARSE_BYTES],
+        "data_offsets": [piece["start"], piece["start"] + SPARSE_BYTES],
+    }
     one.rewrite_header(entry, lambda header: json.dumps({**json.loads(header), name: row}).encode())
     os.truncate(one.folder / entry["name"], entry["num_bytes"])
 
@@ -176,7 +200,10 @@ def _state(change: Callable[[Row], Any]) -> Forge:
 
     def do(one: ForgedCommit) -> None:
         changed = change(json.loads((one.folder / "state.json").read_text()))
-        one.write(one.named("state.json"), changed if isinstance(changed, bytes) else json.dumps(changed).encode())
+        one.write(
+            one.named("state.json"),
+            changed if isinstance(changed, bytes) else json.dumps(changed).encode(),
+        )
 
     return do
 
@@ -217,48 +244,90 @@ def _twice(one: ForgedCommit) -> bytes:
 SCORE = {"name": "a", "value": 0.5, "better": "higher"}
 HOSTILE: Mapping[str, Forge] = {
     # names and links that lead out of the folder
-    "a file outside": _reach_out(lambda path: "../../../outside/secret"), "a file by its path": _reach_out(str),
+    "a file outside": _reach_out(lambda path: "../../../outside/secret"),
+    "a file by its path": _reach_out(str),
     "a link outside": _reach_by_link,
-    "a linked manifest": _link(lambda one: one.folder / manifest.FILE), "a linked folder": _link(lambda one: one.folder), "a pipe": _pipe,
-    "an endless device": lambda one: one.entry(tensors=False).update(name="../../../../../../../../dev/zero"),
-    **{f"the name {text[:12]!r}": _name(text) for text in ("..", "a/../b", "/dev/zero", "x" * 300, "a\0b", "-rf", "manifest.json", "")},
+    "a linked manifest": _link(lambda one: one.folder / manifest.FILE),
+    "a linked folder": _link(lambda one: one.folder),
+    "a pipe": _pipe,
+    "an endless device": lambda one: one.entry(tensors=False).update(
+        name="../../../../../../../../dev/zero"
+    ),
+    **{
+        f"the name {text[:12]!r}": _name(text)
+        for text in ("..", "a/../b", "/dev/zero", "x" * 300, "a\0b", "-rf", "manifest.json", "")
+    },
     # sizes
-    **{f"a size of {size}": _of_entry("num_bytes", size) for size in (2**63, 2**48, -1, 1e300, True, "9")},
+    **{
+        f"a size of {size}": _of_entry("num_bytes", size)
+        for size in (2**63, 2**48, -1, 1e300, True, "9")
+    },
     "a sparse tensor": _sparse_tensor,
-    "a sparse header": lambda one: _sparse_file(one, one.entry(tensors=True), {}, (SPARSE_BYTES - 8).to_bytes(8, "little")),
+    "a sparse header": lambda one: _sparse_file(
+        one, one.entry(tensors=True), {}, (SPARSE_BYTES - 8).to_bytes(8, "little")
+    ),
     "a sparse text": lambda one: _sparse_file(one, one.named("state.json"), None),
     "a tensor larger than its file": _claim,
     # tensors
-    "dimensions of 2^63": _shape(2**63, 2), "of 2^48 and 0": _shape(0, 2**48, 2**48), "65 dimensions": _shape(*[1] * 65),
-    "a negative dimension": _shape(-1, -1), "an offset outside": _of_piece("offset", [2**40]), "an owner": _of_piece("owner", -1),
-    "a negative offset": _of_piece("offset", [-1]), "a stride": _of_piece("stride", [0]), "a negative start": _of_piece("start", -8),
+    "dimensions of 2^63": _shape(2**63, 2),
+    "of 2^48 and 0": _shape(0, 2**48, 2**48),
+    "65 dimensions": _shape(*[1] * 65),
+    "a negative dimension": _shape(-1, -1),
+    "an offset outside": _of_piece("offset", [2**40]),
+    "an owner": _of_piece("owner", -1),
+    "a negative offset": _of_piece("offset", [-1]),
+    "a stride": _of_piece("stride", [0]),
+    "a negative start": _of_piece("start", -8),
     "a start of NaN": _of_piece("start", float("nan")),
-    "a dtype that is a list": _of_piece("dtype", ["F32"]), "a dtype of Python": _of_piece("dtype", "O"),
+    "a dtype that is a list": _of_piece("dtype", ["F32"]),
+    "a dtype of Python": _of_piece("dtype", "O"),
     # the manifest's fields
-    "a step of NaN": _of_all("step", float("nan")), "a step of infinity": _of_all("step", float("inf")),
-    "a huge step": _of_all("step", 10**4000), "a huge generation": _of_all("generation", 10**4000), "no format": _of_all("format", -1),
+    "a step of NaN": _of_all("step", float("nan")),
+    "a step of infinity": _of_all("step", float("inf")),
+    "a huge step": _of_all("step", 10**4000),
+    "a huge generation": _of_all("generation", 10**4000),
+    "no format": _of_all("format", -1),
     "a huge score": _of_all("score", {"name": "a", "value": 10**400, "better": "higher"}),
     "a score of objects": _of_all("score", {"name": [], "value": {}, "better": 3}),
-    **{f"a score of {value}": _of_all("score", {**SCORE, "value": value}) for value in (True, float("nan"), float("-inf"))},
+    **{
+        f"a score of {value}": _of_all("score", {**SCORE, "value": value})
+        for value in (True, float("nan"), float("-inf"))
+    },
     "a score where up is better": _of_all("score", {**SCORE, "better": "up"}),
-    "two ranks": _of_all("layout", {"world_size": 2}), "no ranks": _of_all("layout", {}),
+    "two ranks": _of_all("layout", {"world_size": 2}),
+    "no ranks": _of_all("layout", {}),
     "deep parents": _of_all("parent", {"a": json.loads("[" * 900 + "]" * 900)}),
-    "a key twice": _raw(_twice), "deep nesting": _raw(lambda one: b"[" * 10**6), "no text": _raw(lambda one: bytes(range(128, 256))),
+    "a key twice": _raw(_twice),
+    "deep nesting": _raw(lambda one: b"[" * 10**6),
+    "no text": _raw(lambda one: bytes(range(128, 256))),
     "many entries": _raw(lambda one: b'{"files": [' + b"{}," * MANY + b"{}]}"),
     "many lists": _raw(lambda one: b"[" + b"[]," * (10 * MANY) + b"1]"),
     "long digits": _raw(lambda one: b'{"step": ' + b"9" * 10**6 + b"}"),
     "a pickle as the manifest": _raw(lambda one: gadget(one.outside / "canary")),
     # headers of safetensors files
-    "a long header": lambda one: one.rewrite_header(one.entry(tensors=True), lambda header: header + b" " * (1 << 20)),
-    "a deep header": lambda one: one.rewrite_header(one.entry(tensors=True), lambda header: b"[" * 10**6),
+    "a long header": lambda one: one.rewrite_header(
+        one.entry(tensors=True), lambda header: header + b" " * (1 << 20)
+    ),
+    "a deep header": lambda one: one.rewrite_header(
+        one.entry(tensors=True), lambda header: b"[" * 10**6
+    ),
     # files of another kind, and invalid states
-    **{f"a pickle as {name}": _pickled(name) for name in SLOTS}, **{f"a state without {key}": _without(key) for key in STATED},
-    "a state that is a list": _state(lambda tree: [tree]), "a deep state": _state(lambda tree: b"[" * 10**6),
-    "a state of another kind": _state(lambda tree: {**tree, "random": {"$": "os.system", "value": "touch canary"}}),
-    "random states of none": _state(lambda tree: {**tree, "random": {"torch": 1, "cuda": 2, "numpy": 3, "python": 4}}),
-    "a state of a dtype": _state(lambda tree: {**tree, "plateau": {"$": "dtype", "value": "__import__('os')"}}),
+    **{f"a pickle as {name}": _pickled(name) for name in SLOTS},
+    **{f"a state without {key}": _without(key) for key in STATED},
+    "a state that is a list": _state(lambda tree: [tree]),
+    "a deep state": _state(lambda tree: b"[" * 10**6),
+    "a state of another kind": _state(
+        lambda tree: {**tree, "random": {"$": "os.system", "value": "touch canary"}}
+    ),
+    "random states of none": _state(
+        lambda tree: {**tree, "random": {"torch": 1, "cuda": 2, "numpy": 3, "python": 4}}
+    ),
+    "a state of a dtype": _state(
+        lambda tree: {**tree, "plateau": {"$": "dtype", "value": "__import__('os')"}}
+    ),
     "a state of another step": _state(lambda tree: {**tree, "step": 1}),
     "counters of no number": _state(lambda tree: {**tree, "num_samples": "many", "guard": None}),
-    "a clock that is a list": _clock(b"[]"), "a clock of another kind": _clock(b'{"training_s": "soon"}'),
+    "a clock that is a list": _clock(b"[]"),
+    "a clock of another kind": _clock(b'{"training_s": "soon"}'),
     "a clock of nothing": _clock(b""),
-}  # fmt: skip
+}

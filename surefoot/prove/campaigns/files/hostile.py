@@ -42,9 +42,15 @@ def open_a_hostile_commit(workshop: Workshop, seed: int) -> TrialResult:
             forge(HOSTILE[kind], newest, outside, draws)
         else:
             (run / kind.rpartition(" ")[2]).write_bytes(gadget(outside / "canary"))
-        child = workshop.fork(jobs.open_run, replace(left.attempt, run=str(run), memory_bytes=MEMORY_BYTES))
+        child = workshop.fork(
+            jobs.open_run, replace(left.attempt, run=str(run), memory_bytes=MEMORY_BYTES)
+        )
         status = child.wait()
-        wrong = "code of it ran" if (outside / "canary").exists() else _find_wrong(left, newest, status, child)
+        wrong = (
+            "code of it ran"
+            if (outside / "canary").exists()
+            else _find_wrong(left, newest, status, child)
+        )
         return TrialResult(wrong and f"{kind}: {wrong}", ("refused" if status else "set aside",))
 
 
@@ -55,15 +61,26 @@ def _find_wrong(left: Left, newest: Path, status: int, child: Child) -> str | No
     if status not in (EXIT_OK, InputError.exit_code) or "Traceback" in said:
         return f"the child ended with {status}: {said[-600:]}"
     if status == InputError.exit_code:
-        return None if str(run) in said or f"step {step}" in said else f"it was refused, and not named: {said}"
+        return (
+            None
+            if str(run) in said or f"step {step}" in said
+            else f"it was refused, and not named: {said}"
+        )
     told = [event.detail for event in events.read(run) if isinstance(event, Fault)]
     is_aside = not newest.exists() and len(told) == 1 and str(newest) in told[0]
     # any other output is harmless if the state is that of the run
-    return None if is_aside or left.states[step] in child.marks else f"another state was loaded, and the events tell of {told}"
+    return (
+        None
+        if is_aside or left.states[step] in child.marks
+        else f"another state was loaded, and the events tell of {told}"
+    )
 
 
 CAMPAIGNS = (
     Campaign(
-        case="M01", title="hostile commits with right digests, pickles in every place", trial=open_a_hostile_commit, few=100
+        case="M01",
+        title="hostile commits with right digests, pickles in every place",
+        trial=open_a_hostile_commit,
+        few=100,
     ),
 )

@@ -26,7 +26,11 @@ class MutationTarget:
     @property
     def commits(self) -> Path:
         """Folder of all checkpoints if the file is in a checkpoint, else the run folder."""
-        return self.path.parents[1] if manifest.STEP_FOLDER.match(self.path.parent.name) else self.path.parent
+        return (
+            self.path.parents[1]
+            if manifest.STEP_FOLDER.match(self.path.parent.name)
+            else self.path.parent
+        )
 
 
 Kind = Callable[[MutationTarget], object]
@@ -66,7 +70,11 @@ def in_its_place(make: Callable[[Path], object]) -> Kind:
 def swap(at: MutationTarget) -> None:
     """Swap the contents with a file of other bytes, of the same size if there is one."""
     own = at.path.read_bytes()
-    others = [path for path in sorted(at.commits.rglob("*")) if path.is_file() and path.read_bytes() != own]
+    others = [
+        path
+        for path in sorted(at.commits.rglob("*"))
+        if path.is_file() and path.read_bytes() != own
+    ]
     same = [path for path in others if path.stat().st_size == len(own)]
     other = at.draws.choice(same or others)
     at.path.write_bytes(other.read_bytes())
@@ -76,7 +84,9 @@ def swap(at: MutationTarget) -> None:
 def splice(at: MutationTarget) -> None:
     """Overwrite the file with the file of that name from another step or another run."""
     runs = (at.commits, at.other)
-    others = [path for run in runs for path in sorted(run.glob(f"**/{at.path.name}")) if path != at.path]
+    others = [
+        path for run in runs for path in sorted(run.glob(f"**/{at.path.name}")) if path != at.path
+    ]
     at.path.write_bytes(at.draws.choice(others).read_bytes())
 
 
@@ -97,10 +107,19 @@ def link_the_folder(at: MutationTarget) -> None:
 
 KINDS: Mapping[str, Kind] = {
     "truncated": lambda at: os.truncate(at.path, at.draws.randrange(at.path.stat().st_size)),
-    "empty": lambda at: os.truncate(at.path, 0), "4 KiB zeroed": zero_a_block, "missing": lambda at: at.path.unlink(),
-    "swapped": swap, "spliced": splice, "duplicated": duplicate, "symbolic link": link_by_name,
-    "a folder": in_its_place(Path.mkdir), "a pipe": in_its_place(os.mkfifo), "folder linked": link_the_folder,
+    "empty": lambda at: os.truncate(at.path, 0),
+    "4 KiB zeroed": zero_a_block,
+    "missing": lambda at: at.path.unlink(),
+    "swapped": swap,
+    "spliced": splice,
+    "duplicated": duplicate,
+    "symbolic link": link_by_name,
+    "a folder": in_its_place(Path.mkdir),
+    "a pipe": in_its_place(os.mkfifo),
+    "folder linked": link_the_folder,
     # no damage: a file that no manifest names, and a hard link outside of the run
-    "extra file": lambda at: at.path.with_name("more.safetensors").write_bytes(at.path.read_bytes()),
+    "extra file": lambda at: at.path.with_name("more.safetensors").write_bytes(
+        at.path.read_bytes()
+    ),
     "linked elsewhere": lambda at: (at.outside / "linked").hardlink_to(at.path),
-}  # fmt: skip
+}

@@ -28,9 +28,13 @@ def cut_power(workshop: Workshop, seed: int) -> TrialResult:
     """
     variant = WHOLE[seed % len(WHOLE)]
     golden = workshop.golden(variant)
-    recorder, attempt = workshop.once(("recording", variant, workshop.plant), lambda: _record(workshop, variant), planted=True)
+    recorder, attempt = workshop.once(
+        ("recording", variant, workshop.plant), lambda: _record(workshop, variant), planted=True
+    )
     ops, draws = recorder.ops, random.Random(seed)
-    cut = disk.PowerCut(draws.randint(0, len(ops)), draws.choice(disk.ENTRIES), draws.choice(disk.BLOCKS), seed)
+    cut = disk.PowerCut(
+        draws.randint(0, len(ops)), draws.choice(disk.ENTRIES), draws.choice(disk.BLOCKS), seed
+    )
     goes_on = draws.randrange(GOES_ON_EVERY) == 0
     with workshop.scratch("power") as folder:
         disk.write_state(ops, recorder.folders, cut, folder)
@@ -38,7 +42,10 @@ def cut_power(workshop: Workshop, seed: int) -> TrialResult:
         wrong = _look(run, disk.acknowledged(ops, cut.moment), golden)
         if wrong is None and goes_on:
             wrong = go_on(workshop, replace(attempt, run=str(run), pauses=()), golden)
-        return TrialResult(wrong and f"{cut}: {wrong}", (cut.blocks, cut.entries, *(["gone on to the end"] if goes_on else [])))
+        return TrialResult(
+            wrong and f"{cut}: {wrong}",
+            (cut.blocks, cut.entries, *(["gone on to the end"] if goes_on else [])),
+        )
 
 
 def _record(workshop: Workshop, variant: str) -> tuple[disk.Recorder, ProbedRun]:
@@ -48,10 +55,15 @@ def _record(workshop: Workshop, variant: str) -> tuple[disk.Recorder, ProbedRun]
         attempt = ProbedRun(run=str(root / "run"), variant=variant, pauses=(0,))
         child = workshop.train(attempt)
         child.wait_for("paused 0")
-        with Tracer(child, folder / "trace", "-y", "-e", f"trace={','.join(disk.TRACED)}") as tracer:
+        with Tracer(
+            child, folder / "trace", "-y", "-e", f"trace={','.join(disk.TRACED)}"
+        ) as tracer:
             child.go()
             if child.wait() != 0:
-                raise TaskError(f"the run that is traced failed: {child.said[-500:]}", hint="this is a fault of surefoot")
+                raise TaskError(
+                    f"the run that is traced failed: {child.said[-500:]}",
+                    hint="this is a fault of surefoot",
+                )
         recorder = disk.Recorder(root)
         recorder.record(tracer.calls())
         return recorder, attempt
@@ -77,4 +89,12 @@ def _look(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
     return None
 
 
-CAMPAIGNS = (Campaign(case="F04", title="power cut at any moment of a run", trial=cut_power, few=400, missing=strace.missing),)
+CAMPAIGNS = (
+    Campaign(
+        case="F04",
+        title="power cut at any moment of a run",
+        trial=cut_power,
+        few=400,
+        missing=strace.missing,
+    ),
+)

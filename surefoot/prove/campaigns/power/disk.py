@@ -27,10 +27,25 @@ COMMITTED = re.compile(rb'^\{.*"kind": "committed".*"step": (\d+),', re.MULTILIN
 RETIRED = re.compile(r"/step-0*(\d+)$")
 OF_DESCRIPTORS = ("write", "pwrite64", "read", "lseek", "ftruncate", "fsync", "fdatasync")
 TRACED = (
-    *OF_DESCRIPTORS, "openat", "mkdir", "rename", "link", "linkat", "unlink", "rmdir", "unlinkat",
+    *OF_DESCRIPTORS,
+    "openat",
+    "mkdir",
+    "rename",
+    "link",
+    "linkat",
+    "unlink",
+    "rmdir",
+    "unlinkat",
     # unsupported calls: one of these on a file of the run ends the campaign
-    "creat", "open", "renameat", "renameat2", "mkdirat", "symlink", "symlinkat", "truncate",
-)  # fmt: skip
+    "creat",
+    "open",
+    "renameat",
+    "renameat2",
+    "mkdirat",
+    "symlink",
+    "symlinkat",
+    "truncate",
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,9 @@ class Recorder:
                 node = self._nodes.get(strace.named(call.arguments[0]))
                 if node is not None:
                     self._use(call, int(call.arguments[0].partition("<")[0]), node)
-            elif (names := strace.paths(call)) and all(name.startswith(self._root) for name in names):
+            elif (names := strace.paths(call)) and all(
+                name.startswith(self._root) for name in names
+            ):
                 self._change(call, names)
 
     def _use(self, call: SystemCall, descriptor: int, node: int) -> None:
@@ -102,7 +119,9 @@ class Recorder:
             case "ftruncate":
                 self._resize(node, int(call.arguments[1]))
             case "lseek" | "read" if offset is not None:
-                self._offsets[descriptor] = call.result if call.name == "lseek" else offset + call.result
+                self._offsets[descriptor] = (
+                    call.result if call.name == "lseek" else offset + call.result
+                )
             case "write" | "pwrite64":
                 start = self._sizes[node] if offset is None else offset
                 start = int(call.arguments[3]) if call.name == "pwrite64" else start
@@ -131,14 +150,19 @@ class Recorder:
                     self.ops.append(Note("retired", int(retired[1])))
                 self._enter(to, self._nodes[path], self._where(path))
                 below = [name for name in self._nodes if f"{name}/".startswith(f"{path}/")]
-                self._nodes |= {to + name.removeprefix(path): self._nodes.pop(name) for name in below}
+                self._nodes |= {
+                    to + name.removeprefix(path): self._nodes.pop(name) for name in below
+                }
             case "link" | "linkat":
                 self._enter(to, self._nodes[path])
             case "unlink" | "rmdir" | "unlinkat":
                 self._enter(path, None)
                 self._nodes.pop(path, None)
             case _:
-                raise TaskError(f"the trace has {call.name}, which is not understood", hint="teach the recorder this call")
+                raise TaskError(
+                    f"the trace has {call.name}, which is not understood",
+                    hint="teach the recorder this call",
+                )
 
     def _open(self, path: str, flags: list[str], descriptor: int) -> None:
         if path not in self._nodes and "O_CREAT" in flags:
@@ -186,15 +210,26 @@ def find_tree(ops: Sequence[Op], cut: PowerCut, draws: random.Random) -> dict[in
     """
     before = ops[: cut.moment]
     synced = {op.node: place for place, op in enumerate(before) if isinstance(op, Sync)}
-    changes = [(op, synced.get(op.folder, -1) > place) for place, op in enumerate(before) if isinstance(op, FolderChange)]
-    least = max((number for number, (_, is_forced) in enumerate(changes, start=1) if is_forced), default=0)
+    changes = [
+        (op, synced.get(op.folder, -1) > place)
+        for place, op in enumerate(before)
+        if isinstance(op, FolderChange)
+    ]
+    least = max(
+        (number for number, (_, is_forced) in enumerate(changes, start=1) if is_forced), default=0
+    )
     length = draws.randint(least, len(changes))
     tree: dict[int, dict[str, int]] = {ROOT: {}}
     for number, (op, is_forced) in enumerate(changes):
-        if not ((number < length) if cut.entries == "prefix" else (is_forced or draws.random() < 0.5)):
+        if not (
+            (number < length) if cut.entries == "prefix" else (is_forced or draws.random() < 0.5)
+        ):
             continue
         inside = tree.setdefault(op.folder, {})
-        if op.origin is not None and tree.setdefault(op.origin[0], {}).pop(op.origin[1], None) is None:
+        if (
+            op.origin is not None
+            and tree.setdefault(op.origin[0], {}).pop(op.origin[1], None) is None
+        ):
             continue
         inside.pop(op.name, None)
         if op.node is not None:
@@ -204,8 +239,13 @@ def find_tree(ops: Sequence[Op], cut: PowerCut, draws: random.Random) -> dict[in
 
 def find_bytes(ops: Sequence[Op], node: int, cut: PowerCut, draws: random.Random) -> bytes:
     """Return the bytes of a file: all synced ones, and of the others what `cut.blocks` says."""
-    moment = max((place for place, op in enumerate(ops[: cut.moment]) if op == Sync(node)), default=0)
-    kept, whole = (replay(op for op in ops[:end] if isinstance(op, Data) and op.node == node) for end in (moment, cut.moment))
+    moment = max(
+        (place for place, op in enumerate(ops[: cut.moment]) if op == Sync(node)), default=0
+    )
+    kept, whole = (
+        replay(op for op in ops[:end] if isinstance(op, Data) and op.node == node)
+        for end in (moment, cut.moment)
+    )
     if cut.blocks in ("none", "all"):
         return kept if cut.blocks == "none" else whole
     found = bytearray(kept[: len(whole)].ljust(len(whole), b"\0"))
@@ -248,4 +288,7 @@ def write_state(ops: Sequence[Op], folders: set[int], cut: PowerCut, into: Path)
 def acknowledged(ops: Sequence[Op], moment: int) -> list[int]:
     """Return the steps that were logged as committed before `moment` and not yet being deleted."""
     noted = [op for op in ops[:moment] if isinstance(op, Note)]
-    return sorted({op.step for op in noted if op.word == "committed"} - {op.step for op in noted if op.word == "retired"})
+    return sorted(
+        {op.step for op in noted if op.word == "committed"}
+        - {op.step for op in noted if op.word == "retired"}
+    )

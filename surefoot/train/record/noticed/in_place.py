@@ -22,11 +22,16 @@ class WatchedForWrites:
     A check in evaluation mode does not find all of these writes.
     """
 
-    def __init__(self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling) -> None:
+    def __init__(
+        self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling
+    ) -> None:
         self._step, self._telling, self._stepper = step, telling, assembly.engine.stepper
         self._what = in_place.describe("the forward pass")
         is_known = any(warning.startswith(self._what) for warning in assembly.warnings)
-        self._lent, self._num_left = in_place.Lent(assembly.feed.source), 0 if is_known else NUM_WATCHED
+        self._lent, self._num_left = (
+            in_place.Lent(assembly.feed.source),
+            0 if is_known else NUM_WATCHED,
+        )
 
     def __call__(self, number: int) -> StepReport:
         if not self._num_left:

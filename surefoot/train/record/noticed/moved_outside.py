@@ -52,18 +52,30 @@ def find_outside(moved: Iterable[Tensor], saved: Sequence[Any]) -> list[Tensor]:
         for tensor in _attributes_of(each) if isinstance(each, nn.Module) else ():
             leaves.pop(id(tensor), None)
     if leaves:
-        places = {_place(tensor) for each in others if hasattr(each, "state_dict") for tensor in find_tensors(each.state_dict())}
+        places = {
+            _place(tensor)
+            for each in others
+            if hasattr(each, "state_dict")
+            for tensor in find_tensors(each.state_dict())
+        }
         return [leaf for leaf in leaves.values() if _place(leaf) not in places]
     return []
 
 
-def find_holders(outside: Sequence[Tensor], roots: Mapping[str, Any], saved: Sequence[Any]) -> tuple[Holders, list[Tensor]]:
+def find_holders(
+    outside: Sequence[Tensor], roots: Mapping[str, Any], saved: Sequence[Any]
+) -> tuple[Holders, list[Tensor]]:
     """Return the modules or tensors below `roots` that hold `outside`, and the tensors not found.
 
     The keys are the code that reads each holder.
     """
     left = {id(each): each for each in outside}
-    taken = {id(parameter) for each in saved if isinstance(each, nn.Module) for parameter in each.parameters()}
+    taken = {
+        id(parameter)
+        for each in saved
+        if isinstance(each, nn.Module)
+        for parameter in each.parameters()
+    }
     found: Holders = {}
     for wanted in (nn.Module, Tensor):  # a list of parameters is a list of those of modules, mostly
         for name, value in walk(roots):
@@ -81,7 +93,9 @@ def _attributes_of(module: nn.Module) -> Iterator[Tensor]:
         yield from (leaf for leaf in find_leaves(value) or () if isinstance(leaf, Tensor))
 
 
-def _cover(name: str, value: nn.Module | Tensor, left: dict[int, Tensor], taken: set[int]) -> Iterator[tuple[str, Any]]:
+def _cover(
+    name: str, value: nn.Module | Tensor, left: dict[int, Tensor], taken: set[int]
+) -> Iterator[tuple[str, Any]]:
     """Yield `value` or, if it shares parameters with saved objects, its parts that do not.
 
     The tensors covered by the yielded parts are removed from `left`.
@@ -126,15 +140,25 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list | tuple):
         yield from ((f"{name}[{number}]", part) for number, part in enumerate(value[:MOST_PARTS]))
     elif isinstance(value, dict):
-        yield from ((f"{name}[{key!r}]", part) for key, part in list(value.items())[:MOST_PARTS] if isinstance(key, str | int))
+        yield from (
+            (f"{name}[{key!r}]", part)
+            for key, part in list(value.items())[:MOST_PARTS]
+            if isinstance(key, str | int)
+        )
     elif isinstance(value, nn.Module):
         for path, module in value.named_modules():
             inside = f"{name}.{path}" if path else name
             if path:
                 yield inside, module
-            yield from ((f"{inside}.{key}", part) for key, part in vars(module).items() if key not in OF_TORCH)
+            yield from (
+                (f"{inside}.{key}", part)
+                for key, part in vars(module).items()
+                if key not in OF_TORCH
+            )
     elif not type(value).__module__.startswith(("torch", "numpy", "pandas", "builtins")):
-        yield from ((f"{name}.{key}", part) for key, part in list(getattr(value, "__dict__", {}).items()))
+        yield from (
+            (f"{name}.{key}", part) for key, part in list(getattr(value, "__dict__", {}).items())
+        )
 
 
 def describe_kept(holders: Mapping[str, Any]) -> list[str]:
@@ -148,7 +172,9 @@ def describe_kept(holders: Mapping[str, Any]) -> list[str]:
 def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
     """Raise TaskError if there are trained tensors that no known object holds."""
     if left:
-        shapes = ", ".join(str(list(each.shape)) for each in left[:3]) + (" ..." if len(left) > 3 else "")
+        shapes = ", ".join(str(list(each.shape)) for each in left[:3]) + (
+            " ..." if len(left) > 3 else ""
+        )
         raise TaskError(
             f"an optimizer trains {len(left)} parameter{'s' * (len(left) > 1)} that no checkpoint would hold, of shape {shapes}: "
             "the model does not register them",
@@ -180,7 +206,9 @@ def keep_outside(
             hint="register it in the model, or train with layout.replicate alone",
         )
     named = list(own().values()) if own is not None else []
-    outside = find_outside(outside, [_AsSaved(each) if isinstance(each, nn.Module) else each for each in named])
+    outside = find_outside(
+        outside, [_AsSaved(each) if isinstance(each, nn.Module) else each for each in named]
+    )
     held, left = find_holders(outside, roots_of_task(task, model), [model, *named])
     refuse(left, "in the task's state()")
     if not held:
@@ -195,11 +223,18 @@ def keep_outside(
 
 def warn_of_unregistered(model: nn.Module, updates: Sequence[LiveUpdate]) -> list[str]:
     """Return a warning on modules in a plain list or dict whose parameters no optimizer trains."""
-    known, registered = {id(each) for each in model.parameters()}, {id(each) for each in model.modules()}
+    known, registered = (
+        {id(each) for each in model.parameters()},
+        {id(each) for each in model.modules()},
+    )
     known |= {id(leaf_of(each)) for update in updates for each in update.guarded.parameters}
     found: dict[int, str] = {}
     for name, value in walk({"model": model}):
-        for parameter in value.parameters() if isinstance(value, nn.Module) and id(value) not in registered else ():
+        for parameter in (
+            value.parameters()
+            if isinstance(value, nn.Module) and id(value) not in registered
+            else ()
+        ):
             if parameter.requires_grad and id(parameter) not in known:
                 found.setdefault(id(parameter), name)
     if not found:
@@ -222,7 +257,9 @@ def roots_of_task(task: Resolved, model: nn.Module) -> dict[str, Any]:
 
     These are the model, the attributes of the task, and the globals of its file.
     """
-    attributes = {f"self.{name}": value for name, value in getattr(task.task, "__dict__", {}).items()}
+    attributes = {
+        f"self.{name}": value for name, value in getattr(task.task, "__dict__", {}).items()
+    }
     module = sys.modules.get(type(task.task).__module__)
     return {"model": model, **attributes, **(vars(module).copy() if module is not None else {})}
 
@@ -237,12 +274,16 @@ def load_outside(task: Resolved, model: nn.Module, run: Path, step: int) -> None
         return
     tree = one.json(TREE)
     updates = tree.get("optimizer") if isinstance(tree, dict) else None
-    if not any("shapes" in each for update in (updates or {}).values() for each in update["optimizers"]):
+    if not any(
+        "shapes" in each for update in (updates or {}).values() for each in update["optimizers"]
+    ):
         return  # nothing was trained but the model
     with checkpoint.taken_from(one.folder):
         saved = checkpoint.join(tree["task"], one.read("state.safetensors"), one.folder)
     named = task.state() if task.state is not None else {}
-    known: Holders = {name: value for name, value in named.items() if isinstance(value, nn.Module | nn.Parameter)}
+    known: Holders = {
+        name: value for name, value in named.items() if isinstance(value, nn.Module | nn.Parameter)
+    }
     wanted = {name for name in saved if name not in named}
     known |= {name: value for name, value in walk(roots_of_task(task, model)) if name in wanted}
     if lost := sorted(wanted - known.keys()):
@@ -267,7 +308,12 @@ def find_beside(
 
     Raises TaskError for a trained tensor that no variable of the loop holds.
     """
-    moved = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    moved = [
+        each
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for each in group["params"]
+    ]
     saved = list(objects.values())
     outside = find_outside(moved, saved)
     if not outside:
@@ -276,7 +322,12 @@ def find_beside(
     refuse(left, "in attach: state={'head': head}")
     made: Holders = {}
     for name, value in held.items():
-        plain = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in name).strip("-") or "part"
+        plain = (
+            "".join(
+                letter if letter.isalnum() and letter.isascii() else "-" for letter in name
+            ).strip("-")
+            or "part"
+        )
         while plain in objects or plain in made:
             plain += "-2"
         made[plain] = value

@@ -13,7 +13,9 @@ class Movement:
 
     def __init__(self, model: nn.Module, step: int) -> None:
         self._step = step
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self._before = [_some_of(parameter) for parameter in self._parameters]
 
     def describe_none(self, step: int) -> str:
@@ -22,7 +24,10 @@ class Movement:
         if (
             step <= self._step
             or not held
-            or any(not _is_same(_some_of(now), before) for now, before in zip(self._parameters, self._before, strict=True))
+            or any(
+                not _is_same(_some_of(now), before)
+                for now, before in zip(self._parameters, self._before, strict=True)
+            )
         ):
             return ""
         return (

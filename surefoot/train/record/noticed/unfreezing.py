@@ -9,7 +9,9 @@ from surefoot.contract.state import StepReport
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.telling import Telling
 
-NUM_LOOKED_AT = 2  # steps whose modules are all looked at afterwards: many a layer is made in the first pass
+NUM_LOOKED_AT = (
+    2  # steps whose modules are all looked at afterwards: many a layer is made in the first pass
+)
 
 
 @final
@@ -19,7 +21,9 @@ class Unfreezing:
     Frozen parameters are checked before each step, all modules after each log window.
     """
 
-    def __init__(self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling) -> None:
+    def __init__(
+        self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling
+    ) -> None:
         self._step, self._assembly, self._telling = step, assembly, telling
         self._frozen = assembly.trained.frozen()
         self._ends_window = assembly.course.rhythm(assembly.spec.observe.every)
@@ -28,7 +32,9 @@ class Unfreezing:
     def __call__(self, number: int) -> StepReport:
         trained = self._assembly.trained
         is_look = self._num_left or self._ends_window(number - 1)
-        if (is_look and trained.has_changed()) or (self._frozen and any(each.requires_grad for each in self._frozen)):
+        if (is_look and trained.has_changed()) or (
+            self._frozen and any(each.requires_grad for each in self._frozen)
+        ):
             trained.take_new(self._assembly)
             self._frozen = trained.frozen()
         self._num_left = max(0, self._num_left - 1)

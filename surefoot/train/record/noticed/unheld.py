@@ -38,14 +38,28 @@ class Unheld:
         parts = [getattr(data, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         self._held = _with_parts([*objects.values(), data, *parts])
         self._own = {id(each) for each in self._model.parameters()}
-        trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+        trained = {
+            id(each)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
         self._apart = trained - self._own
         self._told = {name for name, each in self._model.named_parameters() if each.requires_grad}
 
     def find_untrained(self) -> list[str]:
         """Return a warning, once each, on parameters with gradients that are in no optimizer."""
-        held = {id(each) for optimizer in self._optimizers for group in optimizer.param_groups for each in group["params"]}
-        trained = {name: each for name, each in self._model.named_parameters() if each.requires_grad and name not in self._told}
+        held = {
+            id(each)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
+        trained = {
+            name: each
+            for name, each in self._model.named_parameters()
+            if each.requires_grad and name not in self._told
+        }
         self._told |= trained.keys()
         new = [name for name, each in trained.items() if id(each) not in held]
         return [UNTRAINED.format(names=name_some(new, 3))] if new else []
@@ -58,7 +72,9 @@ class Unheld:
         names = dict(variables(caller))
         found = {id(each): each for each in names.values() if self._is_state(each)}
         found |= {id(each): each for each in self._schedulers()}
-        inside = {part for each in found.values() for part in _with_parts([each]) if part != id(each)}
+        inside = {
+            part for each in found.values() for part in _with_parts([each]) if part != id(each)
+        }
         known = {id(each): name for name, each in reversed(names.items())}
         lines = []
         for number, each in found.items():
@@ -76,7 +92,11 @@ class Unheld:
         parameters = {id(each) for each in value.parameters()}
         if parameters & self._own:
             return False  # the model, wrapped, or a part of it
-        return isinstance(value, AveragedModel) or bool(parameters & self._apart) or _is_copy(value, self._model)
+        return (
+            isinstance(value, AveragedModel)
+            or bool(parameters & self._apart)
+            or _is_copy(value, self._model)
+        )
 
     def _schedulers(self) -> Iterator[Any]:
         """Yield all objects with a state whose attribute `optimizer` is one of the loop's."""
@@ -109,7 +129,10 @@ def variables(caller: FrameType | None) -> Iterator[tuple[str, Any]]:
         yield from vars(sys.modules["__main__"]).copy().items()
         return
     yield from caller.f_locals.items()
-    yield from ((f"self.{name}", value) for name, value in getattr(caller.f_locals.get("self"), "__dict__", {}).items())
+    yield from (
+        (f"self.{name}", value)
+        for name, value in getattr(caller.f_locals.get("self"), "__dict__", {}).items()
+    )
     yield from caller.f_globals.copy().items()
 
 
@@ -119,8 +142,14 @@ def _with_parts(objects: Iterable[Any]) -> set[int]:
     for each in objects:
         found.add(id(each))
         values = getattr(each, "__dict__", {}).values()
-        parts = chain.from_iterable(value if isinstance(value, list | tuple) else [value] for value in values)
-        found.update(id(part) for part in parts if isinstance(each, Optimizer) or not isinstance(part, Optimizer))
+        parts = chain.from_iterable(
+            value if isinstance(value, list | tuple) else [value] for value in values
+        )
+        found.update(
+            id(part)
+            for part in parts
+            if isinstance(each, Optimizer) or not isinstance(part, Optimizer)
+        )
     return found
 
 

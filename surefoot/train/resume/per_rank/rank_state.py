@@ -85,9 +85,13 @@ def describe(group: Group, task: Resolved) -> list[str]:
             '"replicated"} for what is the same on all ranks, "per_rank" for one on each rank'
         )
     if same := [name for name, word in words.items() if word == "replicated"]:
-        told.append(f"state() names {_list(same)}, replicated on {group.size} ranks: all ranks are compared at each save")
+        told.append(
+            f"state() names {_list(same)}, replicated on {group.size} ranks: all ranks are compared at each save"
+        )
     if own := find_per_rank(task):
-        told.append(f"state() names {_list(own)}, one for each of {group.size} ranks: each rank's is saved and restored")
+        told.append(
+            f"state() names {_list(own)}, one for each of {group.size} ranks: each rank's is saved and restored"
+        )
     digests = [json.loads(text) for text in group.exchange(json.dumps(digest_entries(task, own)))]
     if alike := [name for name in own if len({each[name] for each in digests}) == 1]:
         told.append(
@@ -108,7 +112,9 @@ def digest_entries(task: Resolved, names: list[str]) -> dict[str, str]:
 
 def digest_replicated(task: Resolved) -> dict[str, str]:
     """Return the SHA-256 (hex) of each "replicated" entry on this rank."""
-    return digest_entries(task, [name for name, word in task.state_on_ranks.items() if word == "replicated"])
+    return digest_entries(
+        task, [name for name, word in task.state_on_ranks.items() if word == "replicated"]
+    )
 
 
 def _digest(name: str, value: Any) -> str:
@@ -152,7 +158,9 @@ def gather(group: Group, task: Resolved) -> Gathered:
     if contents is None:
         return Gathered()
     files = {
-        f"{OF_RANK}{rank}.safetensors": _unpack(table, contents[rank]) for rank, (_, table) in enumerate(rows) if rank and table
+        f"{OF_RANK}{rank}.safetensors": _unpack(table, contents[rank])
+        for rank, (_, table) in enumerate(rows)
+        if rank and table
     }
     trees = {str(rank): each for rank, (each, _) in enumerate(rows) if rank}
     return Gathered(files, {TREES: json.dumps(trees).encode()})
@@ -184,7 +192,11 @@ def _unpack(table: Mapping[str, Any], content: Tensor) -> dict[str, Tensor]:
 
 def count_saved(commit: Commit) -> int:
     """Return for how many ranks a checkpoint holds `per_rank` entries; 1 if it has none."""
-    return 1 + (len(commit.json(TREES)) if any(entry.name == TREES for entry in commit.manifest.files) else 0)
+    return 1 + (
+        len(commit.json(TREES))
+        if any(entry.name == TREES for entry in commit.manifest.files)
+        else 0
+    )
 
 
 def check_fit(group: Group, task: Resolved, commit: Commit) -> None:

@@ -29,7 +29,11 @@ def held_by(ranks: Ranks | None, names: Names) -> dict[str, LowRankState]:
     if ranks is None:
         return {}
     pairs = zip(ranks.names, ranks.replicas, strict=True)
-    return {f"{update}/{names[id(each.parameter)]}": each for update, replicas in pairs for each in replicas.held()}
+    return {
+        f"{update}/{names[id(each.parameter)]}": each
+        for update, replicas in pairs
+        for each in replicas.held()
+    }
 
 
 def num_bytes(ranks: Ranks | None) -> int:
@@ -52,7 +56,9 @@ def gather(ranks: Ranks | None, names: Names) -> Files:
         if rows is None:
             continue
         alike = {f"warm/{name}": each.warm, f"unit/{name}": each.unit}
-        files.setdefault(ALIKE, {}).update({key: tensor.clone().cpu() for key, tensor in alike.items()})
+        files.setdefault(ALIKE, {}).update(
+            {key: tensor.clone().cpu() for key, tensor in alike.items()}
+        )
         for rank, row in enumerate(rows.cpu().unbind()):
             files.setdefault(f"unsent-rank-{rank}.safetensors", {})[f"unsent/{rank}/{name}"] = row
     return files
@@ -68,13 +74,21 @@ def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
     held = held_by(ranks, names)
     for each in held.values():
         each.residual.zero_()
-    saved = sorted(int(found.group(1)) for name in commit.names("") if (found := OF_RANK.fullmatch(name)))
+    saved = sorted(
+        int(found.group(1)) for name in commit.names("") if (found := OF_RANK.fullmatch(name))
+    )
     if not saved:
         return []
     if ranks is None or not held:
-        return [f"what {len(saved)} ranks had not yet sent of their gradients is left out: nothing is compressed by powersgd"]
+        return [
+            f"what {len(saved)} ranks had not yet sent of their gradients is left out: nothing is compressed by powersgd"
+        ]
     alike = commit.read(ALIKE)
-    lost = [key.removeprefix("unit/") for key in alike if key.startswith("unit/") and key.removeprefix("unit/") not in held]
+    lost = [
+        key.removeprefix("unit/")
+        for key in alike
+        if key.startswith("unit/") and key.removeprefix("unit/") not in held
+    ]
     for name, each in held.items():
         if f"unit/{name}" in alike:
             each.unit.copy_(alike[f"unit/{name}"])
@@ -90,7 +104,9 @@ def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
             f"what {len(saved)} ranks had not yet sent of their gradients is rank 0's as a sum: {ranks.group.size} ranks go on"
         ]
     if lost:
-        told.append(f"what was not yet sent of {', '.join(lost[:8])} is left out: it is no longer compressed")
+        told.append(
+            f"what was not yet sent of {', '.join(lost[:8])} is left out: it is no longer compressed"
+        )
     return told
 
 
