@@ -12,12 +12,4 @@ from surefoot.components.checkpoint import (
     save,
 )
 
-__all__ = [
-    "Commit",
-    "find_step",
-    "load",
-    "load_into",
-    "newest_loadable",
-    "retain",
-    "save",
-]
+__all__ = ["Commit", "find_step", "load", "load_into", "newest_loadable", "retain", "save"]

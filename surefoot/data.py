@@ -26,13 +26,8 @@ from surefoot.components.data import (
     join_texts,
     to_device,
 )
-from surefoot.components.data.blocks import (
-    measure_mixing,
-)
-from surefoot.components.data.remote import (
-    Remote,
-    RetryPolicy,
-)
+from surefoot.components.data.blocks import measure_mixing
+from surefoot.components.data.remote import Remote, RetryPolicy
 from surefoot.components.data.transforms import (
     CenterCrop,
     Crop,

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from surefoot.components.memory import (
-    Offloaded,
-    linear_cross_entropy,
-    recompute,
-)
+from surefoot.components.memory import Offloaded, linear_cross_entropy, recompute
 
-__all__ = [
-    "Offloaded",
-    "linear_cross_entropy",
-    "recompute",
-]
+__all__ = ["Offloaded", "linear_cross_entropy", "recompute"]

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from surefoot.components.observe import (
-    Console,
-    Meter,
-    TensorBoard,
-)
+from surefoot.components.observe import Console, Meter, TensorBoard
 
-__all__ = [
-    "Console",
-    "Meter",
-    "TensorBoard",
-]
+__all__ = ["Console", "Meter", "TensorBoard"]

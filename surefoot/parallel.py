@@ -14,13 +14,7 @@ from surefoot.components.parallel import (
 from surefoot.contract.state import part_of
 from surefoot.core.place import here as this_rank
 from surefoot.core.ranks.layout import Layout
-from surefoot.runtime.comm import (
-    ALONE,
-    Group,
-    Mesh,
-    join,
-    lay_out,
-)
+from surefoot.runtime.comm import ALONE, Group, Mesh, join, lay_out
 
 __all__ = [
     "ALONE",

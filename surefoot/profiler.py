@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from surefoot.components.profiler import (
-    PhaseClock,
-    timed,
-)
-from surefoot.components.profiler.tracing import (
-    Profiler,
-    Window,
-    analyse,
-    draw,
-)
+from surefoot.components.profiler import PhaseClock, timed
+from surefoot.components.profiler.tracing import Profiler, Window, analyse, draw
 
-__all__ = [
-    "PhaseClock",
-    "Profiler",
-    "Window",
-    "analyse",
-    "draw",
-    "timed",
-]
+__all__ = ["PhaseClock", "Profiler", "Window", "analyse", "draw", "timed"]

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from surefoot.components.stability import (
-    GradientNoise,
-    Guard,
-    convert_batchnorm,
-)
+from surefoot.components.stability import GradientNoise, Guard, convert_batchnorm
 
-__all__ = [
-    "GradientNoise",
-    "Guard",
-    "convert_batchnorm",
-]
+__all__ = ["GradientNoise", "Guard", "convert_batchnorm"]
