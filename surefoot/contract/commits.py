@@ -148,9 +148,8 @@ def opened(folder: Path, entry: Entry) -> Iterator[int]:
     except RunFolderError as error:
         if str(path) in error.message:
             raise
-        raise RunFolderError(
-            f"{path}: {error.message}", hint=error.hint
-        ) from None  # the file was truncated while it was read
+        # the file was truncated while it was read
+        raise RunFolderError(f"{path}: {error.message}", hint=error.hint) from None
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
     finally:

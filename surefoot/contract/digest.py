@@ -53,9 +53,8 @@ def chunks(num_bytes: int) -> list[tuple[int, int]]:
 class Pending:
     """Digests that threads are computing: for each name those of its chunks, in order."""
 
-    parts: Mapping[
-        str, list[tuple[Future[list[bytes]], int]]
-    ]  # the group that a chunk is hashed with, its index there
+    # the group that a chunk is hashed with, its index there
+    parts: Mapping[str, list[tuple[Future[list[bytes]], int]]]
 
     def finish(self) -> dict[str, str]:
         """Wait for the threads and return the digest under each name, as hex.
@@ -218,9 +217,8 @@ def make_room(num_bytes: int) -> memoryview:
     A direct read into small pages is split where they are not adjacent, and takes up to twice as
     long.
     """
-    memory = mmap.mmap(
-        -1, num_bytes, access=mmap.ACCESS_COPY
-    )  # private to this process: shared memory gets no huge pages
+    # private to this process: shared memory gets no huge pages
+    memory = mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)
     if num_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -23,10 +23,8 @@ from surefoot.core.units import LARGEST
 
 VERSION = 1
 FILE = "events.jsonl"
-CLOSED = (
-    "finished",
-    "stopped",
-)  # the outcomes of a run that has nothing left to train, unless its loop was left early
+# the outcomes of a run that has nothing left to train, unless its loop was left early
+CLOSED = ("finished", "stopped")
 PHASES = (
     "data",
     "copy",
@@ -275,7 +273,7 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
             row = _row(line)
             if row is None:
                 if "\0" in line:
-                    continue  # a power cut left it: these bytes were not synced, and so belong to no checkpoint
+                    continue  # a power cut left bytes that were not synced: no checkpoint needs them
                 if not line.endswith("\n"):
                     break
                 found.append(f"{path}:{number} is no event: {line[:60].rstrip()!r}")
@@ -283,9 +281,8 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
             if row.get("v", 0) > VERSION:
                 newer = newer or f"{path}:{number} is of format {row['v']}, newer than {VERSION}"
                 continue
-            if (
-                newer and row["kind"] != Started.kind
-            ):  # an attempt does not mix the formats of two versions
+            if newer and row["kind"] != Started.kind:
+                # an attempt does not mix the formats of two versions
                 found.append(newer)
                 newer = ""
             event = (

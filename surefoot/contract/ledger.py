@@ -30,9 +30,8 @@ FORMAT = 1
 HEADER_BYTES = 256
 LARGEST = 2**63
 ROW = struct.Struct("<IIQ")
-MOST_HELD_BYTES = (
-    4096 * ROW.size
-)  # buffered at most: a kill loses these rows together with the steps that they belong to
+# buffered at most: a kill loses these rows together with the steps that they belong to
+MOST_HELD_BYTES = 4096 * ROW.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +73,8 @@ class Appended:
     def __init__(self, path: Path, header: bytes, end_of: Callable[[int], int]) -> None:
         self._path, self._descriptor = path, -1
         close_in_children(self)
-        self._rows, self._num_written = (
-            bytearray(),
-            0,
-        )  # rows since the last sync, and how many of their bytes are in the file
+        # rows since the last sync, and how many of their bytes are in the file
+        self._rows, self._num_written = bytearray(), 0
         self._is_spoiled = False
         try:
             self._descriptor = files.open_descriptor(
@@ -98,9 +95,8 @@ class Appended:
     def add(self, rows: bytes) -> None:
         self._rows += rows
         if len(self._rows) - self._num_written >= MOST_HELD_BYTES:
-            with contextlib.suppress(
-                OSError
-            ):  # the rows are kept until `sync`, which reports the error
+            with contextlib.suppress(OSError):
+                # the rows are kept until `sync`, which reports the error
                 self._flush()
 
     def sync(self) -> None:

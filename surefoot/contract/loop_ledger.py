@@ -28,10 +28,8 @@ HEAD = struct.Struct("<IIIII")
 ID_BYTES = 4
 MOST_IDS = 1 << 32
 MOST_ATTEMPTS = 1 << 16  # a larger difference between two rows is damage
-NEAR, LONG_CHAIN = (
-    64,
-    3,
-)  # rows that damage may remove at once; rows needed in a sequence to be accepted as rows
+# rows that damage may remove at once; rows needed in a sequence to be accepted as rows
+NEAR, LONG_CHAIN = 64, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +123,8 @@ class LoopLedger:
             raise RunFolderError(
                 f"{path} is of other data: {found}, now {promise}", hint="give another folder"
             )
-        self._leaves_out = (
-            promise.digests and not found.digests
-        )  # a ledger that was started without digests stays without
+        # a ledger that was started without digests stays without
+        self._leaves_out = promise.digests and not found.digests
 
     def add(self, step: int, number_of_pass: int, place: int, ids: Sequence[int]) -> None:
         ids = () if self._leaves_out else ids
@@ -258,9 +255,10 @@ def _find_row(file: BinaryIO, start: int, size: int, before: Batch | None) -> in
         row = _read_head(file, at, size)
         if row is not None and _is_near(before, row):
             num_rows, is_last = _count_chain(file, at, size)
+            # ids may look like a row
             is_certain = num_rows > 1 or (
                 before is not None and row.generation == before.generation
-            )  # ids may look like a row
+            )
             if num_rows == LONG_CHAIN or (is_last and is_certain):
                 return at
     return None
@@ -299,9 +297,8 @@ def _is_damaged(
     at, end, found = places
     if row is None or found == end:
         return row is None
-    if _goes_on(
-        file, end, size
-    ):  # a loop may really have left out a batch; but no row contains the next one
+    if _goes_on(file, end, size):
+        # a loop may really have left out a batch; but no row contains the next one
         inside = _read_head(file, found, size)
         return found < end and inside is not None and _follows(row, inside)
     is_as_before = before is not None and found - at == _num_bytes(before)

@@ -29,20 +29,17 @@ UNLINK = (
     "put the run folder itself on the other disk and link that; or mount the disk at checkpoints/"
 )
 MAX_BYTES = 64 << 20
-MAX_NESTED = (
-    1 << 20
-)  # lists and objects in a manifest; with four and a digest per tensor MAX_BYTES hold fewer
+# lists and objects in a manifest; with four and a digest per tensor MAX_BYTES hold fewer
+MAX_NESTED = 1 << 20
 MAX_TEXT_BYTES = 1 << 30  # of a file without tensors, which is read whole
 MAX_COUNT = 2**48  # elements of a tensor, bytes of a file: more is not a plausible checkpoint
 MAX_DIMS = 64
 MAX_STEP = 10**12  # the name of a folder has twelve digits
-STEP_FOLDER = re.compile(
-    r"^step-([0-9]{12})\Z"
-)  # \d would match the digits of other scripts, $ a newline
+# \d would match the digits of other scripts, $ a newline
+STEP_FOLDER = re.compile(r"^step-([0-9]{12})\Z")
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-RANK_FILE = re.compile(
-    r"^(.+)\.rank-[0-9]{5}\.safetensors\Z"
-)  # the part of a file that one of several ranks wrote
+# the part of a file that one of several ranks wrote
+RANK_FILE = re.compile(r"^(.+)\.rank-[0-9]{5}\.safetensors\Z")
 BETTER = ("higher", "lower")
 # the dtype names of safetensors, and their bytes
 ITEM_BYTES = {
@@ -151,9 +148,8 @@ def find_excess(shape: Sequence[int]) -> str | None:
     """
     if len(shape) > MAX_DIMS:
         return f"{len(shape):,} dimensions, more than {MAX_DIMS}"
-    count = math.prod(
-        max(size, 1) for size in shape
-    )  # sizes beside a 0 count, too: who makes such a tensor multiplies them
+    # sizes beside a 0 count, too: who makes such a tensor multiplies them
+    count = math.prod(max(size, 1) for size in shape)
     return f"{count:,} numbers, more than {MAX_COUNT:,}" if count > MAX_COUNT else None
 
 
@@ -259,9 +255,8 @@ def _read_row(path: Path) -> dict[str, Any]:
 def _read_text(path: Path) -> bytes:
     """Return the bytes of a manifest: a regular file of at most `MAX_BYTES`."""
     with files.opened(path.parent, path.name) as file:
-        text = file.read(
-            min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1
-        )  # memory is allocated before a byte is read
+        # memory is allocated before a byte is read
+        text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)
     if (excess := find_excess_text(text)) is not None:
         raise RunFolderError(f"{path} is no manifest: it {excess}")
     return text
@@ -271,9 +266,8 @@ def find_excess_text(text: bytes) -> str | None:
     """Return why the text of a manifest is refused, in words; None if it is accepted."""
     if len(text) > MAX_BYTES:
         return f"is larger than {MAX_BYTES >> 20} MiB"
-    too_many = (
-        text.count(b"[") + text.count(b"{") > MAX_NESTED
-    )  # each takes twenty times its text in memory
+    # each takes twenty times its text in memory
+    too_many = text.count(b"[") + text.count(b"{") > MAX_NESTED
     return f"holds more than {MAX_NESTED:,} lists and objects" if too_many else None
 
 

@@ -30,9 +30,8 @@ except ImportError:  # pragma: no cover - not on Linux
 
 FILE = "run.lock"
 WIDTH_BYTES = 256
-BOOT_ID = Path(
-    "/proc/sys/kernel/random/boot_id"
-)  # one for each boot of a kernel, the same in all its containers
+# one for each boot of a kernel, the same in all its containers
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LARGEST_TIME_S = 1e11  # largest time that a file may claim
 NAMED_WITHIN_S, LOOK_S = 2.0, 0.01  # an owner writes its process id right after it gets the lock
 
@@ -46,9 +45,8 @@ class RunLock:
         Raises RunFolderError, naming the owner, when another process holds the lock, or when the
         file cannot be written.
         """
-        self._path = (
-            folder.absolute() / FILE
-        )  # absolute, so that it does not depend on the working folder
+        # absolute, so that it does not depend on the working folder
+        self._path = folder.absolute() / FILE
         self._descriptor = -1
         self._process = os.getpid()
         close_in_children(self)
@@ -82,9 +80,8 @@ class RunLock:
         while True:
             self._descriptor = files.open_descriptor(folder, FILE, os.O_RDWR | os.O_CREAT)
             self._lock(folder)
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # a launcher may have removed the file that was locked
+            with contextlib.suppress(FileNotFoundError):
+                # a launcher may have removed the file that was locked
                 if os.path.samestat(os.fstat(self._descriptor), self._path.lstat()):
                     return
             self.release()
@@ -188,9 +185,8 @@ class RunLock:
     def release(self) -> None:
         if self._descriptor >= 0:
             if fcntl is not None and os.getpid() == self._process:
-                with contextlib.suppress(
-                    OSError
-                ):  # workers of a loader hold the file too: closing this descriptor alone would leave it locked
+                with contextlib.suppress(OSError):
+                    # workers of a loader hold the file too, and closing it here alone leaves it locked
                     fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1

@@ -144,12 +144,8 @@ def find_parameters(use: str) -> list[Parameter] | None:
         raise TaskError(
             f"{path} cannot be read: {error.strerror}", hint="a task file is one that you may read"
         ) from None
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # bad text, null bytes, a nesting too deep
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        # bad text, null bytes, a nesting too deep
         raise TaskError(
             f"{path} is not Python: {error}", hint="mend the file, then run again"
         ) from None

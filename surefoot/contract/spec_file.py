@@ -216,10 +216,8 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
     text = _read_text(path)
     try:
         stated = tomllib.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # tomllib lets through errors of huge integers and of deep nesting
+    except (ValueError, RecursionError) as error:
+        # tomllib lets through errors of huge integers and of deep nesting
         classes = re.findall(r"^class (\w+)", text, re.MULTILINE) if path.suffix == ".py" else []
         ways = (
             f"name its class: {path.name}:{classes[0]}"
@@ -258,9 +256,8 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
             into[key] = value
             line = lines.get(f"{table}.{key}", lines.get(table, 1))
             places[f"{table}.{key}"] = f"{path.name}:{line}"
-        places[table] = (
-            f"{path.name}:{lines.get(table, 1)}"  # for what is wrong with the table as a whole
-        )
+        # for what is wrong with the table as a whole
+        places[table] = f"{path.name}:{lines.get(table, 1)}"
     return (tables if base is None else _without_overruled(tables, places, kept)), places
 
 
@@ -268,9 +265,8 @@ def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise SpecError(f"{path} is larger than 1 MiB, which no spec is")
-        return path.read_text(
-            encoding="utf-8-sig"
-        )  # with or without the byte order mark that editors on Windows write
+        # with or without the byte order mark that editors on Windows write
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise SpecError(
             f"{path} is not UTF-8 text", hint="a spec is a TOML file, which is saved as UTF-8"

@@ -95,9 +95,8 @@ class StepReport:
     was_applied: bool | Tensor = field(repr=False)
     waiting_s: float = 0.0
     scaling: Scaling | None = field(default=None, init=False, repr=False)
-    updates: dict[str, tuple[str, ...]] = field(
-        default_factory=dict, init=False, repr=False
-    )  # update -> its keys in `totals`
+    # update -> its keys in `totals`
+    updates: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def terms(self) -> dict[str, float | None]:

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 Batch = Any
 Output = Any
 Guarantee = Literal["proven", "replayed", "none"]
-OnRanks = Literal[
-    "replicated", "per_rank"
-]  # an entry of a task's state(): the same on all ranks, or one per rank
+# an entry of a task's state(): the same on all ranks, or one per rank
+OnRanks = Literal["replicated", "per_rank"]
 SHOULD_HAVE = ("model", "data", "forward", "loss")
 MAY_HAVE = (
     "augment",
@@ -47,9 +46,8 @@ MAY_HAVE = (
     "updates",
 )
 OF_A_FILE = "surefoot_task_"  # prefix of the module name of a task file
-_imported: ContextVar[tuple[str, ...]] = ContextVar(
-    "imported", default=()
-)  # modules that surefoot is importing, outermost first
+# modules that surefoot is importing, outermost first
+_imported: ContextVar[tuple[str, ...]] = ContextVar("imported", default=())
 
 
 @runtime_checkable
@@ -208,9 +206,8 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
             f"the task is the class {task.__name__}, not an object", hint=f"give {task.__name__}()"
         )
     missing = [part for part in SHOULD_HAVE if not callable(getattr(task, part, None))]
-    if callable(
-        getattr(task, "updates", None)
-    ):  # `updates` defines the training; `forward` is for evaluation and prediction
+    if callable(getattr(task, "updates", None)):
+        # `updates` defines the training; `forward` is for evaluation and prediction
         evaluated = any(callable(getattr(task, part, None)) for part in ("metrics", "loss"))
         missing = [part for part in missing if part != "loss" and (part != "forward" or evaluated)]
     if missing:
@@ -354,9 +351,8 @@ def find_use(task: object) -> str | None:
         return None
     file = Path(getattr(module, "__file__", None) or "")
     found = getattr(module, "__spec__", None)
-    if (
-        found is not None and (file.parent / "__init__.py").is_file()
-    ):  # in a package: its relative imports need the full name
+    if found is not None and (file.parent / "__init__.py").is_file():
+        # in a package: its relative imports need the full name
         return f"{found.name}:{kind.__name__}"
     return f"{file.resolve()}:{kind.__name__}" if file.suffix == ".py" else None
 
@@ -425,9 +421,8 @@ def import_file(path: Path) -> Any:
 
     Raises TaskError where the file is missing, and where importing it would start a run.
     """
-    if (
-        str(path.resolve()) in _imported.get()
-    ):  # the file starts a run of its task: use what it has defined so far
+    if str(path.resolve()) in _imported.get():
+        # the file starts a run of its task: use what it has defined so far
         return sys.modules[f"{OF_A_FILE}{path.stem}"]
     if not path.is_file():
         raise TaskError(
@@ -438,9 +433,8 @@ def import_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise TaskError(f"{path} is not a Python file", hint="a task file ends in .py")
-    if (
-        line := signature.find_unguarded_run(path)
-    ) is not None:  # before any of it runs: it may clear its run folder
+    if (line := signature.find_unguarded_run(path)) is not None:
+        # before any of it runs: it may clear its run folder
         raise _unguarded(f"{path}:{line}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

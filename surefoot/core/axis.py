@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 DECADES = 4  # of a log axis, at most: a cosine that ends near 0 would flatten everything else
-LARGEST, TINY = (
-    1e300,
-    1e-300,
-)  # beyond these values the arithmetic of an axis overflows or underflows
+# beyond these values the arithmetic of an axis overflows or underflows
+LARGEST, TINY = 1e300, 1e-300
 
 
 @dataclass(frozen=True)

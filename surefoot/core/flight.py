@@ -23,15 +23,12 @@ RANGE = "ranks: "  # prefix of the name of a collective in a trace
 KEPT = 16  # number of the newest collectives whose kind and size are recorded
 NUM_BYTES = 64 + 8 * KEPT
 BUSY = -2  # value of the microbatch while a rank is busy alone
-ROW = struct.Struct(
-    "<6q"
-)  # step, microbatch, collectives started, kind of the last, its bytes, its start (0: it has ended)
+# step, microbatch, collectives started, kind of the last, its bytes, its start (0: it has ended)
+ROW = struct.Struct("<6q")
 FIELD = struct.Struct("<q")
 STEP, MICROBATCH, COUNT, KIND, SIZE, SINCE = range(0, 48, 8)
-RECALL, RECALLED = (
-    48,
-    0x7265_6361_6C6C,
-)  # where a launcher writes that it restarts the ranks, and the value
+# where a launcher writes that it restarts the ranks, and the value
+RECALL, RECALLED = 48, 0x7265_6361_6C6C
 DISMISSED = 0x6469_736D_6973  # value at the same offset: the rank must end itself at once
 RECENT = struct.Struct(f"<{KEPT}q")  # collective n at index n % KEPT: its size * 16 + its kind
 

@@ -20,16 +20,13 @@ from surefoot.core.errors import InputError
 from surefoot.core.process import launchers
 from surefoot.core.process.forked import call_in_children
 
-# environment variables that a run records: those that can change results or speed
-FLIGHT, STACKS = (
-    "SUREFOOT_FLIGHT",
-    "SUREFOOT_STACKS",
-)  # descriptors of the flight record and the stacks of a rank
+# descriptors of the flight record and the stacks of a rank
+FLIGHT, STACKS = "SUREFOOT_FLIGHT", "SUREFOOT_STACKS"
 LISTENS = "SUREFOOT_LISTENS"  # the descriptor of the socket at which rank 0 accepts the others
-FORKS = (
-    "SUREFOOT_FORKS"  # the descriptor of the socket over which a process is requested to fork ranks
-)
+# the descriptor of the socket over which a process is requested to fork ranks
+FORKS = "SUREFOOT_FORKS"
 PROFILER_LOG = "KINETO_LOG_LEVEL"
+# environment variables that a run records: those that can change results or speed
 RECORDED = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -72,9 +69,8 @@ class Place:
     has_agent: bool = False
     has_interface: bool = False
     restart: int = 0
-    told: tuple[int, int] | None = (
-        None  # descriptors of the flight record and the stacks, if a launcher watches
-    )
+    # descriptors of the flight record and the stacks, if a launcher watches
+    told: tuple[int, int] | None = None
 
     @property
     def is_on_loopback(self) -> bool:

@@ -16,9 +16,8 @@ from surefoot.core.errors import SpecError
 from surefoot.core.units import format_bytes, parse_bytes
 
 Kind = Literal["none", "full", "every", "operators", "budget"]
-RESOLUTION = (
-    1 << 13
-)  # unit of time, as a share of all blocks' time; rounding 24 blocks costs under 0.15 %
+# unit of time, as a share of all blocks' time; rounding 24 blocks costs under 0.15 %
+RESOLUTION = 1 << 13
 WORDS = '"none", "full", "every 2", "operators", or a budget as "12 MiB"'
 
 

@@ -31,10 +31,8 @@ ENDINGS = {  # signal -> what it does to a run, its display name, the exit code
     "SIGUSR2": ("ended by SIGUSR2", "SIGUSR2", EXIT_USER_SIGNAL),
     "SIGXCPU": ("ended by SIGXCPU", "SIGXCPU", EXIT_CPU_TIME),
 }
-OURS_BY_DEFAULT = (
-    "SIGUSR2",
-    "SIGXCPU",
-)  # handled only where no handler is set: submitit has one for SIGUSR2
+# handled only where no handler is set: submitit has one for SIGUSR2
+OURS_BY_DEFAULT = ("SIGUSR2", "SIGXCPU")
 # asks a rank for the stacks of its threads: no scheduler sends it, as SIGUSR1 and SIGUSR2 are sent
 STACKS_SIGNAL: int = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)

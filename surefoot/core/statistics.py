@@ -20,11 +20,10 @@ from surefoot.core.units import format_number
 CONFIDENCE = 0.95
 RESAMPLES = 4000
 MAD_TO_SD = 1.4826  # median absolute deviation of a normal distribution, in standard deviations
-FALSE_CALL = 0.015  # per side, over all looks of a trial: with 20 trials without effect, 3 of 100 such series show one twice
-FIRST_LOOK, LOOK_EVERY = (
-    7,
-    4,
-)  # when a trial that may stop early is tested: after 7 pairs, then after every 4 more
+# per side, over all looks of a trial: of 100 series of 20 trials without effect, 3 show one twice
+FALSE_CALL = 0.015
+# when a trial that may stop early is tested: after 7 pairs, then after every 4 more
+FIRST_LOOK, LOOK_EVERY = 7, 4
 _BLOCK = 1 << 22  # resampled values held at once
 
 Verdict = Literal["no effect", "higher", "lower", "too few"]
@@ -153,9 +152,8 @@ def sign_test_rank(count: int) -> int | None:
     >>> [sign_test_rank(count) for count in (5, 6, 9, 15)]
     [None, 0, 1, 3]
     """
-    if (
-        count >= 1000
-    ):  # the normal approximation, one rank wider; 0.5^n leaves float64's range from n = 1075 on
+    if count >= 1000:
+        # the normal approximation, one rank wider; 0.5^n leaves float64's range from n = 1075 on
         return math.floor(count / 2 - 1.96 * math.sqrt(count) / 2) - 1
     term, tail, rank = 0.5**count, 0.0, None
     for k in range(count // 2):
@@ -237,9 +235,8 @@ def looks(most: int) -> dict[int, int]:
     ({7: 0, 11: 1, 15: 2}, {})
     """
     found: dict[int, int] = {}
-    going = {
-        0: 1.0
-    }  # number of heads so far -> the share of sequences with that number that were not stopped
+    # number of heads so far -> the share of sequences with that number that were not stopped
+    going = {0: 1.0}
     spent = 0.0
     for count in range(1, most + 1):
         thrown: dict[int, float] = {}

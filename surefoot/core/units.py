@@ -95,9 +95,8 @@ class Duration:
                 f"{given} is more than the run", hint="a share of the run is at most 100 %"
             )
         if float(self.value).is_integer():
-            object.__setattr__(
-                self, "value", int(self.value)
-            )  # 2.0 and 2 mean the same, so they must be equal
+            # 2.0 and 2 mean the same, so they must be equal
+            object.__setattr__(self, "value", int(self.value))
         elif self.unit not in ("epochs", "s", "%"):
             raise SpecError(
                 f"{given} is not a whole number of {self.unit}",
@@ -128,9 +127,8 @@ class Duration:
         name = self.unit.removesuffix("s") if self.value == 1 else self.unit
         for prefix in "TBM":
             scale = _PREFIXES[prefix]
-            if (
-                self.value >= scale and self.value % (scale // 1000) == 0
-            ):  # at most three decimals, so nothing is lost
+            if self.value >= scale and self.value % (scale // 1000) == 0:
+                # at most three decimals, so nothing is lost
                 return f"{self.value / scale:.3f}".rstrip("0").rstrip(".") + f" {prefix} {name}"
         return f"{self.value} {name}"
 
@@ -150,9 +148,8 @@ class Duration:
         >>> Duration.parse("0.07 epochs").to_steps(100, 32, None), Duration.parse("33 samples").to_steps(100, 32, None)
         (7, 2)
         """
-        exact = Fraction(
-            str(self.value)
-        )  # the decimal that was written: 0.07 * 100 is 7 steps, not 7.000000000000001
+        # the decimal that was written: 0.07 * 100 is 7 steps, not 7.000000000000001
+        exact = Fraction(str(self.value))
         if self.unit == "steps":
             return int(self.value)
         if self.unit == "epochs":

@@ -76,14 +76,12 @@ class Lanes:
         return [b"".join(word.to_bytes(4, "big") for word in each) for each in words]
 
     def _run(self, parts: Sequence[memoryview]) -> None:
-        held = [
-            memoryview(bytearray(part)) if part.readonly else part for part in parts
-        ]  # ctypes accepts writable buffers only
+        # ctypes accepts writable buffers only
+        held = [memoryview(bytearray(part)) if part.readonly else part for part in parts]
         addresses = (ctypes.c_void_p * self._num)(*map(_address, held))
         blocks = (ctypes.c_size_t * self._num)(*(len(part) // BLOCK_BYTES for part in parts))
-        self._library.update(
-            self._width, self._num, self._states, addresses, blocks
-        )  # releases the GIL
+        # releases the GIL
+        self._library.update(self._width, self._num, self._states, addresses, blocks)
 
 
 @cache
@@ -120,11 +118,8 @@ def _open() -> tuple[ctypes.CDLL | None, int]:
     try:
         library = ctypes.CDLL(str(LIBRARY))
         width, _ = library.num_lanes(), library.update
-    except (
-        OSError,
-        InputError,
-        AttributeError,
-    ):  # not built; another library; or a process that reads untrusted data
+    except (OSError, InputError, AttributeError):
+        # not built; another library; or a process that reads untrusted data
         return None, 0
     return (library, width) if 0 <= width <= MOST else (None, 0)
 

@@ -28,10 +28,8 @@ TIMED_IN_RUN, TIMED_IN_COMMIT = (
 )
 TIMED_PREFIXES = ("events.out.tfevents",)
 FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
-RANDOM = {
-    "random",
-    "pass_random",
-}  # random streams that a script does not seed differ between processes; their effects are compared
+# random streams that a script does not seed differ between processes; their effects are compared
+RANDOM = {"random", "pass_random"}
 
 
 def list_files(folder: Path) -> list[str]:
@@ -180,15 +178,11 @@ def _tensors_apart(one: Tensor, two: Tensor) -> str | None:
         return f" in {int((one != two).sum())} of its {one.numel()} values"
     try:
         apart = _numbers_apart(_wide(one), _wide(two))
-    except (
-        RuntimeError,
-        TypeError,
-    ):  # a dtype without conversion, such as float4: the bytes showed that they differ
+    except (RuntimeError, TypeError):
+        # a dtype without conversion, such as float4: the bytes showed that they differ
         return ""
-    if apart is None and one.dtype in (
-        torch.int64,
-        torch.uint64,
-    ):  # integers that float64 rounds to the same value
+    if apart is None and one.dtype in (torch.int64, torch.uint64):
+        # integers that float64 rounds to the same value
         return f" by {int((_bits(one, torch.int64) - _bits(two, torch.int64)).abs().max())} at most"
     return " in the bits of equal numbers" if apart is None else apart
 
@@ -198,9 +192,8 @@ def _name(tensor: Tensor) -> str:
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return (
-        tensor.contiguous().reshape(-1).view(dtype)
-    )  # no arithmetic, which few operators support in every dtype
+    # no arithmetic, which few operators support in every dtype
+    return tensor.contiguous().reshape(-1).view(dtype)
 
 
 def _wide(tensor: Tensor) -> Tensor:

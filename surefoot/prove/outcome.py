@@ -13,7 +13,9 @@ from surefoot.core.errors import SurefootError
 if TYPE_CHECKING:
     from surefoot.prove.campaigns.workshop import Workshop
 
-RULE_OF_THREE = 3.0  # n clean trials: the failure rate is below 3/n with 95 % confidence (Hanley & Lippman-Hand, JAMA 1983)
+# after n clean trials the failure rate is below 3/n with 95 % confidence
+# (Hanley & Lippman-Hand, JAMA 1983)
+RULE_OF_THREE = 3.0
 Tell = Callable[[str], None]
 
 

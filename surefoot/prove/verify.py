@@ -23,10 +23,8 @@ from surefoot.core.units import Duration
 from surefoot.prove.attempts import Interpreters, Kill
 
 LEAST_STEPS, SAVES = 4, 6
-KILL_MS, KILL_IN_SAVE_MS = (
-    40.0,
-    10.0,
-)  # longest time of a kill after the step, or after the start of its save
+# longest time of a kill after the step, or after the start of its save
+KILL_MS, KILL_IN_SAVE_MS = 40.0, 10.0
 
 Tell = Callable[[str], None]
 

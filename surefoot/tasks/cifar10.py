@@ -39,10 +39,8 @@ SIZE, NUM_CLASSES = 32, 10
 HOME = "cifar10-webdataset"
 SPLITS = ("train", "test")
 DECODER = "cifar10 jpg+cls 1"  # another number when what is decoded changes
-PIXEL_MEAN, PIXEL_DEVIATION = (
-    (125.3, 123.0, 113.9),
-    (62.5, 61.9, 66.5),
-)  # of red, green, blue over the training images, 0 to 255
+# of red, green, blue over the training images, 0 to 255
+PIXEL_MEAN, PIXEL_DEVIATION = (125.3, 123.0, 113.9), (62.5, 61.9, 66.5)
 NUM_WHITENED = 2000  # images whose patches, 1.9 million, give the whitening filters
 WHITENING_FLOOR = 5e-4  # added to each variance, so that the faintest directions are not blown up
 MAX_MEMBER_BYTES = 1 << 20  # a 32 x 32 JPEG has about 1 KB

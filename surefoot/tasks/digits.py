@@ -28,7 +28,8 @@ __all__ = ["Digits"]
 
 SIZE = 8  # pixels a side
 VIEWS = ((0.0, 0.0), (1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0))
-TEST_EVERY = 5  # every fifth image of the set sorted by digit: 360 of 1,797, stratified and the same for every seed
+# every fifth image of the set sorted by digit: 360 of 1,797, stratified and the same for every seed
+TEST_EVERY = 5
 
 
 class Digits:
@@ -125,8 +126,7 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
 def _move(images: Tensor, moves: Tensor) -> Tensor:
     """Return images (B, 1, 8, 8) moved up and left by `moves` (B, 2) pixels, interpolated."""
     along = torch.arange(SIZE, device=images.device, dtype=images.dtype)
-    apart = (
-        along[:, None] + moves[:, :, None, None] - along
-    )  # (B, 2, 8, 8): how far pixel j lies from where pixel i comes from
+    # (B, 2, 8, 8): how far pixel j lies from where pixel i comes from
+    apart = along[:, None] + moves[:, :, None, None] - along
     weights = (1.0 - apart.abs()).clamp(min=0.0)
     return weights[:, :1] @ images @ weights[:, 1:].transpose(-1, -2)

@@ -73,9 +73,8 @@ class Transformer(nn.Module):
         self, ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None
     ) -> Tensor | Unprojected:
         x_BTD = self.dropout(self.norm(self.embedding(ids_BT)))
-        where = (
-            slice(ids_BT.shape[1]) if positions_BT is None else positions_BT[:, None]
-        )  # the same for all heads
+        # the same for all heads
+        where = slice(ids_BT.shape[1]) if positions_BT is None else positions_BT[:, None]
         mask = () if documents_BT is None else (block_diagonal(documents_BT),)
         for block in self.blocks:
             x_BTD = block(x_BTD, self.cos[where], self.sin[where], *mask)

@@ -14,9 +14,8 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError, TaskError
 
 REPORT, WORK, SHARED, STARTED, TURNS = "{report}", "{work}", "{shared}", "{started_s}", "{turns}"
-REFUSED = (
-    "it is refused here"  # what a process says whose spec this task, or this machine, cannot run
-)
+# what a process says whose spec this task, or this machine, cannot run
+REFUSED = "it is refused here"
 _NAME = re.compile(r"[\w.+-][\w .+-]*")  # a name is also a folder
 
 

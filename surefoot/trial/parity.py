@@ -23,9 +23,8 @@ from surefoot.trial.process import run_arm
 from surefoot.trial.report import read_arrays
 
 TOLERANCE = 1e-5
-NOISE_FACTOR = (
-    3.0  # the floor is one draw of a largest difference; another one seldom is three times as large
-)
+# the floor is one draw of a largest difference; another one seldom is three times as large
+NOISE_FACTOR = 3.0
 SMALLEST_SHARE = 1e-3
 Arrays = Mapping[str, np.ndarray]
 Verdict = Literal["equal", "within noise", "differs"]

@@ -273,9 +273,8 @@ def _tail(folder: Path) -> str:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 8 * TAIL_CHARACTERS))
             lines = file.read().decode(errors="replace").strip().splitlines()
-        lines = [
-            re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines
-        ]  # torch's, before each while ranks are joined
+        # torch's, before each while ranks are joined
+        lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines]
         if lines:
             return "\n".join(lines[-TAIL_LINES:])[-TAIL_CHARACTERS:]
     return ""

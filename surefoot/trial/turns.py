@@ -80,9 +80,8 @@ class _Player:
         """Run one turn, until the process hands it over or ends, or the arm's time is over."""
         begun_s = time.perf_counter()
         if self.pid is not None:
-            with contextlib.suppress(
-                ProcessLookupError, BrokenPipeError
-            ):  # it was ended while it stood still
+            with contextlib.suppress(ProcessLookupError, BrokenPipeError):
+                # it was ended while it stood still
                 os.kill(self.pid, signal.SIGCONT)
                 self.channel.send_bytes(b"go")
         result, channel = self.rank.result, self.channel.fileno()

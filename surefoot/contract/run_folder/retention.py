@@ -155,10 +155,8 @@ def retain(
         )
         if doomed:
             commits.check(manifests.step_folder(run, manifests.steps(run)[-1]))
-    except (
-        OSError,
-        RunFolderError,
-    ):  # the disk does not answer, or the newest checkpoint is damaged
+    except (OSError, RunFolderError):
+        # the disk does not answer, or the newest checkpoint is damaged
         return []
     return _delete(run, doomed)
 
@@ -182,10 +180,8 @@ def find_in_the_way(
     multiples = [step for step in steps if every and step % every == 0]
     stay = {*commits.rank(run, steps)[:keep_best], *multiples, *milestones}
     loose = [step for step in steps if step not in stay]
-    before_bytes, free_bytes = (
-        _bytes_of(run, steps),
-        free_bytes if free_bytes < need_bytes else 0,
-    )  # else a quota refuses, or inodes are missing
+    # where there is space enough, a quota refuses, or inodes are missing
+    before_bytes, free_bytes = _bytes_of(run, steps), free_bytes if free_bytes < need_bytes else 0
     for count in range(1, len(loose) + 1):
         left = [step for step in steps if step not in loose[:count]]
         if left and free_bytes + before_bytes - _bytes_of(run, left) >= need_bytes:
@@ -215,10 +211,8 @@ def make_room(
             commits.check(
                 manifests.step_folder(run, max(step for step in steps if step not in doomed))
             )
-    except (
-        OSError,
-        RunFolderError,
-    ):  # the disk does not answer, or the checkpoint to keep is damaged
+    except (OSError, RunFolderError):
+        # the disk does not answer, or the checkpoint to keep is damaged
         return []
     return _delete(run, doomed)
 
@@ -227,9 +221,8 @@ def _delete(run: Path, doomed: Sequence[int]) -> list[int]:
     gone = []
     is_recorded = removals.record(run, doomed)
     for step in doomed:
-        with contextlib.suppress(
-            OSError
-        ):  # a folder that cannot be deleted does no harm; the next checkpoint tries again
+        with contextlib.suppress(OSError):
+            # a folder that cannot be deleted does no harm; the next checkpoint tries again
             commits.remove(manifests.step_folder(run, step))
             gone.append(step)
     if not is_recorded:  # the disk was full, and has space now

@@ -29,9 +29,8 @@ def _checked_by(parse: Callable[[str], object]) -> BeforeValidator:
         try:
             parse(given)
         except SpecError as error:
-            raise ValueError(
-                f"{error.message}; {error.hint}"
-            ) from None  # so that pydantic adds the key
+            # so that pydantic adds the key
+            raise ValueError(f"{error.message}; {error.hint}") from None
         return given
 
     return BeforeValidator(check)
@@ -70,9 +69,8 @@ TimeText = Annotated[str, _checked_by(_some_time), AfterValidator(_canonical_dur
 Never = Annotated[
     Literal["never"], BeforeValidator(lambda given: "never" if given is None else given)
 ]
-SHORTEST_RUN_S = (
-    0.01  # a run that is over before its first step would train nothing, and count as finished
-)
+# a run that is over before its first step would train nothing, and count as finished
+SHORTEST_RUN_S = 0.01
 
 
 class SpecTable(BaseModel):

@@ -138,9 +138,8 @@ def _account(group: Sequence[Event], after: int | None) -> dict[str, float]:
         if _is_redone(event, after):
             rework = {name: rework[name] + number_of(event.phases.get(name)) for name in PHASES}
     known = {name: sum(number_of(event.phases.get(name)) for event in windows) for name in PHASES}
-    if windows and _is_redone(
-        windows[-1], after
-    ):  # the time after the last record of steps belongs to that record
+    if windows and _is_redone(windows[-1], after):
+        # the time after the last record of steps belongs to that record
         rework = {name: rework[name] + max(0.0, spent[name] - known[name]) for name in PHASES}
     kept = {name: max(0.0, spent[name] - rework[name]) for name in PHASES}
     ended = next((event for event in group if isinstance(event, Ended)), None)
@@ -187,9 +186,8 @@ def _account_without_phases(group: Sequence[Event], after: int | None) -> dict[s
             sums["evaluate"] += event.elapsed_s
         elif isinstance(event, Committed):
             sums["save"] += event.waited_s
-    sums["productive"] = max(
-        0.0, sums["productive"] - sums["save"]
-    )  # the times of the steps include the waits for saves
+    # the times of the steps include the waits for saves
+    sums["productive"] = max(0.0, sums["productive"] - sums["save"])
     return {**sums, "other": total_s - sum(sums.values())} if total_s >= 0 else {}
 
 

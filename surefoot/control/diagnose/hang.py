@@ -39,9 +39,8 @@ def is_stalled(rows: Sequence[RankSnapshot], after_s: float) -> bool:
 
     In the first step, which compiles, the limit is `EARLY` times as long.
     """
-    if any(
-        row.record.is_busy and row.record.waits_s is None for row in rows
-    ):  # one that saves alone waits as the others do
+    if any(row.record.is_busy and row.record.waits_s is None for row in rows):
+        # one that saves alone waits as the others do
         return False
     return any(
         row.record.waits_s is not None

@@ -21,9 +21,8 @@ from surefoot.core.units import UNKNOWN, format_seconds
 
 RUNNING, STUCK, DEAD, UNKNOWN_STATE = "running", "stuck", "dead", "unknown"
 IN_ORDER = (RUNNING, "finished", "stopped")  # the states that need no action
-STUCK_AFTER_S = (
-    300.0  # minimum: the first evaluation of a run may take longer than anything before it
-)
+# minimum: the first evaluation of a run may take longer than anything before it
+STUCK_AFTER_S = 300.0
 STUCK_FACTOR = 5.0  # times the longest time between two records
 LOCK_STATES = {True: "held", False: "free", None: UNKNOWN_STATE}
 
@@ -114,9 +113,10 @@ def find_health(
     )
     if not lock and not is_local:
         lock = None  # this kernel does not know the locks of another host
+    # its first record follows
     is_next = (
         owner.generation is not None and owner.generation > started.generation and lock is True
-    )  # its first record follows
+    )
     limit_s = stuck_after_s if stuck_after_s is not None else _limit_s(events)
     newest_s = max(last_s, owner.since_s or 0.0) if is_next else last_s
     now_s = time.time() if now_s is None else now_s

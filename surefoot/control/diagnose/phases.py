@@ -100,9 +100,8 @@ def sum_phases(attempt: Sequence[Event]) -> dict[str, float]:
     time by phase calls this function.
     """
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]
-    whole = _whole(
-        attempt
-    )  # the last evaluation and checkpoint come after the last record of steps
+    # the last evaluation and checkpoint come after the last record of steps
+    whole = _whole(attempt)
     sums = {
         name: number_of(whole.get(name))
         if whole

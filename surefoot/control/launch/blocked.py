@@ -112,9 +112,8 @@ def _text_at(task: Path, address: int) -> str:
         content = b""
         while b"\0" not in content and len(content) < LONGEST_PATH:
             place = address + len(content)
-            content += os.pread(
-                descriptor, 256 - place % 256, place
-            )  # never past the end of a page, which may be the last
+            # never past the end of a page, which may be the last
+            content += os.pread(descriptor, 256 - place % 256, place)
         return content.split(b"\0")[0].decode(errors="replace")
     finally:
         os.close(descriptor)

@@ -15,15 +15,10 @@ from typing import NamedTuple
 from surefoot.core.errors import InputError, LostRank
 from surefoot.core.signals import ENDINGS
 
-FIRST_WAIT = (
-    3  # checkpoints until a slot that was left out is tried again; doubled each time it fails again
-)
-CRASHES = (
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGILL,
-    signal.SIGFPE,
-)  # by a fault of the code, or of memory or processor
+# checkpoints until a slot that was left out is tried again; doubled each time it fails again
+FIRST_WAIT = 3
+# by a fault of the code, or of memory or processor
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 TOLD = tuple(getattr(signal, name) for name in ENDINGS if hasattr(signal, name))
 
 

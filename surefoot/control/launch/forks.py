@@ -21,12 +21,12 @@ from typing import IO, Any
 from surefoot.core import place
 from surefoot.core.signals import dying_with, process_control
 
-LOST = -int(
-    signal.SIGKILL
-)  # exit status of a rank whose fork server has died: it was killed with it
+# exit status of a rank whose fork server has died: it was killed with it
+LOST = -int(signal.SIGKILL)
 NAME = 15  # PR_SET_NAME of prctl(2)
 MOST_BYTES = 1 << 16
-ANSWER_S = 20.0  # seconds to fork a rank or to report its exit status; a server that takes longer is killed
+# seconds to fork a rank or to report its exit status; a server that takes longer is killed
+ANSWER_S = 20.0
 
 
 class Forked:

@@ -35,10 +35,11 @@ LOOK_S = 0.05
 MOST_SAID = 200  # lines of a rank that are kept, from its first error on
 GRACE_S = 5.0  # seconds for the ranks to end by themselves once one has failed
 LOST = LostRank.exit_code
+# signals from outside: what a rank did at that time is not the reason
 ENDED = (
     signal.SIGKILL,
     *(getattr(signal, name) for name in signals.ENDINGS if hasattr(signal, name)),
-)  # signals from outside: what a rank did at that time is not the reason
+)
 STALL_LOOK_S = 0.5
 FLAGS = ("--ranks", "--max-restarts")
 HEARD = (*signals.ENDINGS, "SIGUSR1")
@@ -104,9 +105,8 @@ def launch(
             hint="leave --ranks out under torchrun and the like",
         )
     _fill_standard_streams()
-    run = (
-        None if run is not None and events.is_finished(run) else run
-    )  # the command makes a new run folder then, each time
+    # the command makes a new run folder then, each time
+    run = None if run is not None and events.is_finished(run) else run
     rules = Rules(
         places=num_ranks, numbers=tuple(numbers) or (num_ranks,), max_restarts=max_restarts
     )
@@ -371,9 +371,10 @@ def _judge(
     first = failed[0]
     assert first.code is not None
     if first.code > 0:
+        # all failed alike
         first = next(
             (each for each in failed if each.number == 0 and each.code == first.code), first
-        )  # all failed alike
+        )
     assert first.code is not None
     code = first.code if first.code > 0 else 128 - first.code
     for line in first.said if first.number else ():

@@ -16,16 +16,13 @@ from surefoot.core.flight import RankSnapshot
 from surefoot.core.process.frames import is_of_surefoot
 from surefoot.core.signals import STACKS_SIGNAL
 
-STACK_S, LONGEST_STACK_S = (
-    0.3,
-    5.0,
-)  # seconds for a rank to write its stack; a busy machine needs longer
+# seconds for a rank to write its stack; a busy machine needs longer
+STACK_S, LONGEST_STACK_S = 0.3, 5.0
 FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 STOPPED = "tT"
 LOOP = "train"  # the part of surefoot in the stack of the thread that takes the steps
-ESCAPED = re.compile(
-    r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})"
-)  # how faulthandler writes non-ASCII characters
+# how faulthandler writes non-ASCII characters
+ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
 class Judge(NamedTuple):

@@ -12,7 +12,8 @@ import signal
 from surefoot.control.launch.forks import wait_for
 from surefoot.core import flight
 
-ENDS_S = 5.0  # seconds for a rank to end itself: a stopped process, or one that never releases the GIL, does not
+# seconds for a rank to end itself: a stopped process, or one that never releases the GIL, does not
+ENDS_S = 5.0
 
 
 class Peer:

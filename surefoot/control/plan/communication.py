@@ -16,10 +16,8 @@ from surefoot.core.errors import InputError
 from surefoot.core.statistics import MAD_TO_SD, median
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "send")
-FAR, LEAST_FAR = (
-    3.0,
-    0.1,
-)  # a size is left out if its error exceeds this many robust standard deviations, and 10 %
+# a size is left out if its error exceeds this many robust standard deviations, and 10 %
+FAR, LEAST_FAR = 3.0, 0.1
 Point = tuple[int, float]  # bytes, seconds
 
 

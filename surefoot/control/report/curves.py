@@ -15,9 +15,8 @@ from surefoot.control.report.rows import RunRows
 from surefoot.core.axis import LARGEST, find_axis, is_drawn
 from surefoot.core.units import format_number
 
-WIDE_RANGE = (
-    30.0  # max / min from which the axis is logarithmic: a linear one hides the small values
-)
+# max / min from which the axis is logarithmic: a linear one hides the small values
+WIDE_RANGE = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,8 @@ VERSION = 1
 FILE = "profile/roofline.json"  # in a run folder
 Bound = Literal["compute", "memory"]
 Kind = Literal["module", "operator"]
-FUSIBLE = {
-    "pointwise",
-    "normalisation",
-    "reduction",
-    "move",
-}  # what a compiler fuses into adjacent operators, saving memory traffic
+# what a compiler fuses into adjacent operators, saving memory traffic
+FUSIBLE = {"pointwise", "normalisation", "reduction", "move"}
 MFU = "model FLOPs of a sample x samples/s / peak FLOP/s"
 
 

@@ -10,20 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-SOFTMAX, SOFTMAX_BACKWARD = (
-    5,
-    4,
-)  # per element: maximum, difference, exponential, sum, quotient; two products, a sum, a difference
-NORM_FORWARD = {
-    "layer": 5,
-    "rms": 3,
-}  # per element: mean, difference, square, sum, scale; square, sum, scale
+# per element: maximum, difference, exponential, sum, quotient; two products, a sum, a difference
+SOFTMAX, SOFTMAX_BACKWARD = 5, 4
+# per element: mean, difference, square, sum, scale; square, sum, scale
+NORM_FORWARD = {"layer": 5, "rms": 3}
 NORM_BACKWARD = {"layer": 9, "rms": 5}
-GATE_WORK = {
-    4: 13,
-    3: 11,
-    1: 2,
-}  # per hidden unit of a cell with that number of gates: LSTM, GRU, plain; sums, activations, the new state
+# per hidden unit of a cell with 4 gates (LSTM), 3 (GRU) or 1 (plain): sums, activations, the new
+# state
+GATE_WORK = {4: 13, 3: 11, 1: 2}
 
 
 def product_flops(out_elements: int, inner: int) -> int:

@@ -71,9 +71,8 @@ def never_end_in_children(owner: Any) -> None:
 
 
 def _hold() -> None:
-    _forking.held = list(
-        _kept
-    )  # strong references, before the fork: a collection in the child finds them in use
+    # strong references, before the fork: a collection in the child finds them in use
+    _forking.held = list(_kept)
 
 
 def _let_go() -> None:

@@ -53,9 +53,8 @@ def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
         strict=True,
     ):
         file = summary.filename
-        is_typed = (
-            file.startswith("<") and frame[0].f_globals.get("__name__") == "__main__"
-        )  # a session, a cell, `python -c`
+        # a session, a cell, `python -c`
+        is_typed = file.startswith("<") and frame[0].f_globals.get("__name__") == "__main__"
         if is_typed or not (is_of_surefoot(file) or is_of_library(file)):
             chosen = summary
     return chosen

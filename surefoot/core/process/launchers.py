@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 JOINED = ("RANK", "WORLD_SIZE")  # set by torchrun and `--ranks`, and read by surefoot
-LAST_STEP = 0xFFFF_FFF0  # Slurm step ids from here on are not srun: batch script, interactive shell, external processes
+# Slurm step ids from here on are not srun: batch script, interactive shell, external processes
+LAST_STEP = 0xFFFF_FFF0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,8 @@ class Tasks:
 class _Launcher:
     name: str
     size: str  # variable with the number of tasks
-    rank: str  # variable with the index of this task, without which `size` may be that of an allocation
+    # variable with the index of this task, without which `size` may be that of an allocation
+    rank: str
     local_size: str = ""  # variable with the number of tasks on this host
 
 
@@ -59,11 +61,8 @@ PROTOCOLS = (  # spoken by several launchers, srun among them
     _Launcher(name="mpirun", size="MPI_LOCALNRANKS", rank="MPI_LOCALRANKID"),
     _Launcher(name="mpiexec", size="PALS_LOCAL_SIZE", rank="PALS_RANKID"),
 )
-RANKS_ALONE = (
-    ("PALS_RANKID", "mpiexec"),
-    ("PMIX_RANK", "mpirun"),
-    ("ALPS_APP_PE", "aprun"),
-)  # an index above 0 means that there are other tasks
+# an index above 0 means that there are other tasks
+RANKS_ALONE = (("PALS_RANKID", "mpiexec"), ("PMIX_RANK", "mpirun"), ("ALPS_APP_PE", "aprun"))
 
 
 def find_tasks(environ: Mapping[str, str]) -> Tasks | None:

@@ -55,9 +55,8 @@ def find_available_bytes(root: Path | None = None) -> int:
         ):
             limit, taken = _number(folder / most), _number(folder / used)
             if limit is not None and taken is not None and limit < UNLIMITED:
-                cached = _entries(folder / "memory.stat").get(
-                    "inactive_file", 0
-                )  # freed before memory is refused
+                # freed before memory is refused
+                cached = _entries(folder / "memory.stat").get("inactive_file", 0)
                 left.append(max(0, limit - max(0, taken - cached)))
     if (space := address_space_bytes()) is not None:
         left.append(max(0, space - psutil.Process().memory_info().vms))
@@ -88,9 +87,8 @@ def _cgroups(root: Path | None) -> Iterator[Path]:
         else:
             continue
         own = base / path.strip("/")
-        if (
-            not own.is_dir() or ".." in own.parts
-        ):  # the path is that of the host, and the container sees its own group as the topmost
+        if not own.is_dir() or ".." in own.parts:
+            # the path is that of the host, and the container sees its own group as the topmost
             own = base
         yield from (own, *(each for each in own.parents if each == base or base in each.parents))
 

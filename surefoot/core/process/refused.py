@@ -17,7 +17,8 @@ REFUSED = (
     "not enough memory: you tried to allocate",
     "failed to map segment from shared object",
 )
-NO_THREAD = "can't start new thread"  # under `ulimit -v` there was no memory for its stack; else there are too many threads
+# under `ulimit -v` there was no memory for its stack; else there are too many threads
+NO_THREAD = "can't start new thread"
 TYPES = ("OutOfMemoryError", "AcceleratorOutOfMemoryError")
 
 
@@ -28,9 +29,8 @@ def is_refused(error: BaseException | None) -> bool:
     (True, True, False)
     """
     seen = set[int]()
-    while (
-        error is not None and id(error) not in seen
-    ):  # `raise error from error` makes it its own cause
+    while error is not None and id(error) not in seen:
+        # `raise error from error` makes it its own cause
         seen.add(id(error))
         if isinstance(error, MemoryError) or type(error).__name__ in TYPES:
             return True

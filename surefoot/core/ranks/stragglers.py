@@ -106,10 +106,8 @@ def least_often(num_ranks: int, num_steps: int = WINDOW) -> int:
     allowed = FALSE_CALL / num_ranks
     if num_steps > EXACT:
         return math.ceil((num_steps - NormalDist().inv_cdf(allowed) * math.sqrt(num_steps) + 1) / 2)
-    tail, k = (
-        1,
-        num_steps,
-    )  # of 2 ** num_steps outcomes, those in which it is behind at least k times
+    # of 2 ** num_steps outcomes, those in which it is behind at least k times
+    tail, k = 1, num_steps
     while (tail + math.comb(num_steps, k - 1)) / 2**num_steps <= allowed:
         k -= 1
         tail += math.comb(num_steps, k)

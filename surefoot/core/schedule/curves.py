@@ -302,9 +302,8 @@ def _cosine_between(start: float, end: float, share: float) -> float:
 def _up_and_down(
     step: int, length: int, peak: float, levels: tuple[float, float, float], shape: Shape
 ) -> float:
-    rise = (
-        peak * length - 1
-    )  # in steps, not rounded, as torch has it: its first phase ends at pct_start * total_steps - 1
+    # in steps, not rounded, as torch has it: its first phase ends at pct_start * total_steps - 1
+    rise = peak * length - 1
     first, top, last = levels
     if rise > 0 and step <= rise:
         start, end, share = first, top, step / rise

@@ -180,9 +180,8 @@ def _sequence(
     elif all(share.unit == "%" for share in shares) and math.isclose(
         sum(share.value for share in shares), 100
     ):
-        lengths[-1] = total_steps - sum(
-            lengths[:-1]
-        )  # each is rounded up, and together they are the run
+        # each is rounded up, and together they are the run
+        lengths[-1] = total_steps - sum(lengths[:-1])
     if min(lengths) < 1:
         raise SpecError(
             f"schedule.sequence: a table has {min(lengths)} of the run's {total_steps} steps",

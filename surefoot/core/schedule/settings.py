@@ -100,11 +100,12 @@ class ScheduleSettings:
     there.
     """
 
+    # read by contract/spec
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "extra": "forbid",
         "strict": True,
         "allow_inf_nan": False,
-    }  # read by contract/spec
+    }
 
     name: Name = field(default="cosine", metadata=_means("the curve"))
     warmup: str = field(
@@ -216,9 +217,8 @@ class ScheduleSettings:
             _check_used(self.name, stated)
         for key, value in stated.items():
             if USES[self.name].get(key, self) == value:
-                object.__setattr__(
-                    self, key, None
-                )  # a given default has the same meaning, so it is the same spec
+                # a given default has the same meaning, so it is the same spec
+                object.__setattr__(self, key, None)
 
     def value(self, key: str) -> Any:
         """Return the value of `key` for this curve, given or default."""

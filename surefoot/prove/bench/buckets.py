@@ -31,10 +31,8 @@ from surefoot.train.resume.program import Program
 from surefoot.train.step.ranks import Ranks
 
 STEPS, UNTIMED = 3, 1  # steps per visit to a bucket layout
-SHORTEST_LINK, LONGEST_LINK = (
-    64 << 10,
-    64 << 20,
-)  # bytes of the largest all-reduce from which latency and bandwidth are fitted
+# bytes of the largest all-reduce from which latency and bandwidth are fitted
+SHORTEST_LINK, LONGEST_LINK = 64 << 10, 64 << 20
 Tell = Callable[[str], None]
 
 
@@ -128,9 +126,8 @@ def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> B
     error of the task.
     """
     own = Laid(parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket))
-    most = (
-        (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)
-    )  # each size, the spec's layout, and two duels
+    # each size, the spec's layout, and two duels
+    most = (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(together.joined(spec))
         try:

@@ -31,10 +31,8 @@ from surefoot.core.hardware import Peaks, find_published
 from surefoot.core.statistics import median
 from surefoot.prove.bench.rehearsal import Rehearsal
 
-WARMUP, COUNTED = (
-    3,
-    5,
-)  # untimed warm-up steps; steps that are counted, the first of them as a warm-up
+# untimed warm-up steps; steps that are counted, the first of them as a warm-up
+WARMUP, COUNTED = 3, 5
 Tell = Callable[[str], None]
 
 

@@ -33,10 +33,8 @@ from surefoot.prove.campaigns.workshop import (
 )
 from surefoot.prove.outcome import Campaign, TrialResult
 
-AT, UNTIL = (
-    2 * EVERY,
-    3 * EVERY,
-)  # a disk fails before the save of step AT and works again before that of step UNTIL
+# a disk fails before the save of step AT and works again before that of step UNTIL
+AT, UNTIL = 2 * EVERY, 3 * EVERY
 WIDTH = 64  # so that a checkpoint has many pages, between which it can be cut
 DISK_BYTES = 16 << 20
 PERCENTS = tuple(range(0, 101, 5))
@@ -55,10 +53,8 @@ CALLS = (
     "close",
 )
 ERRORS = ("ENOSPC", "EDQUOT", "EIO")
-SLOW_S, NUM_SLOW = (
-    0.1,
-    12,
-)  # delay and number of fsync calls: a save has about eight, so that it overlaps the next one
+# delay and number of fsync calls: a save has about eight, so that it overlaps the next one
+SLOW_S, NUM_SLOW = 0.1, 12
 FOLDER = re.compile(rf"/(run|{manifest.FOLDER}|[^/]*step-\d+)$")
 OF_RUN = "".join(f"\\x{letter:02x}" for letter in b"/run")  # as strace prints it
 CANNOT = "a file system of our own cannot be mounted here"
@@ -246,9 +242,8 @@ def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
         if call.thread == main and OF_RUN in "".join(call.arguments)
     ]
     first = dict(reversed(of_run))
-    return sorted(
-        of_run, key=lambda each: (each[1] - first[each[0]], each)
-    )  # the first call of each name, then the second
+    # the first call of each name, then the second
+    return sorted(of_run, key=lambda each: (each[1] - first[each[0]], each))
 
 
 def find_second_fsync(calls: Sequence[SystemCall]) -> str | None:
@@ -264,9 +259,8 @@ def find_second_fsync(calls: Sequence[SystemCall]) -> str | None:
             failed.discard(strace.paths(call)[-1])  # another file has the name now
         if call.name == "fsync" and (path := strace.named(call.arguments[0])) in failed:
             return f"a file was synced again after its fsync had failed: {path}"
-        if (
-            call.name == "fsync" and call.failed and not FOLDER.search(path)
-        ):  # a folder has no data to lose
+        if call.name == "fsync" and call.failed and not FOLDER.search(path):
+            # a folder has no data to lose
             failed.add(path)
     return None
 

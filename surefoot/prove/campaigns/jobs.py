@@ -28,7 +28,8 @@ from surefoot.core.errors import EXIT_INTERRUPTED, RunFolderError, SurefootError
 from surefoot.prove.campaigns.probe import ProbedRun
 from surefoot.train.run import Run
 
-TRACER = 0x59616D61  # PR_SET_PTRACER of prctl(2): strace may attach, though it is not a parent of this process
+# PR_SET_PTRACER of prctl(2): strace may attach, though it is not a parent of this process
+TRACER = 0x59616D61
 RUNS_CODE = (
     "os.system",
     "os.exec",
@@ -66,9 +67,8 @@ def begin(
     `plant` breaks something first; the tests of the campaigns use it.
     """
     os.setsid()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell ignores SIGINT in background jobs
+    # a shell ignores SIGINT in background jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target in (1, 2):
         os.dup2(output, target)
@@ -183,9 +183,8 @@ def _watch_out(run: Path, line: Line) -> None:
     """
 
     def hear(event: str, given: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen" and list(given[1])[:1] == [
-            "git"
-        ]:  # the commit of the task's own project is recorded
+        if event == "subprocess.Popen" and list(given[1])[:1] == ["git"]:
+            # the commit of the task's own project is recorded
             return
         if event in RUNS_CODE:
             line.mark(f"outside {event}")

@@ -23,11 +23,10 @@ from surefoot.prove.outcome import Campaign, TrialResult
 DEPTH = 3  # consecutive kills, of which only the first hits an undisturbed run
 LATER_S = 0.02  # longest wait before the kill, about as long as a save
 SAVED = 4 * EVERY  # the step whose save is killed at every call; checkpoints are retired after it
-STRIDE = 1_000_003  # a prime: consecutive seeds select distant calls, and a whole sweep selects each call once
-WAITS = (
-    "futex",
-    "sched_yield",
-)  # their number depends on thread timing; they change nothing outside the process
+# a prime: consecutive seeds select distant calls, and a whole sweep selects each call once
+STRIDE = 1_000_003
+# their number depends on thread timing; they change nothing outside the process
+WAITS = ("futex", "sched_yield")
 ANYWHERE = ("any step", "a save")
 PHASES = ("first save", "last save", "load", "retention", "recovery", "clearing")
 PLACES = ("any step", "a save", "an evaluation", "the first step", "going on")

@@ -49,7 +49,8 @@ STALL_S, NAMED_S, GONE_S = 1.0, 6.0, 10.0
 LATER_S = 0.1  # longest wait after a checkpoint
 RESTARTS = 3
 RANK = "surefoot:"  # prefix of the process name of a rank, before its number
-OWN = "state/random/"  # random states, which differ between ranks: each rank draws for its pieces alone
+# random states, which differ between ranks: each rank draws for its pieces alone
+OWN = "state/random/"
 KINDS = ("loss", "gradient", "buffer")
 TASK = f"{__name__}:Spoiled"
 NOTHING: Mapping[str, Any] = {}

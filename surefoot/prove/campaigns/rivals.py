@@ -89,10 +89,10 @@ def _go_on_as(
     last = owner
     if kind == "the owner is killed":
         owner.kill()
-        owner.wait()  # a user who restarts a run also waits for its end: until then the kernel keeps the lock
-    if (
-        kind == "the lock is lost"
-    ):  # a file server loses locks like this: the same name and bytes, but another file
+        # a user who restarts a run also waits for its end: until then the kernel keeps the lock
+        owner.wait()
+    if kind == "the lock is lost":
+        # a file server loses locks like this: the same name and bytes, but another file
         lock = attempt.folder / runlock.FILE
         os.replace(shutil.copyfile(lock, attempt.folder / "forgotten"), lock)
     if kind != "all at once":

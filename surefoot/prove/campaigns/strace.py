@@ -23,9 +23,8 @@ from surefoot.prove.campaigns.workshop import PATIENCE_S, Child, Workshop
 LINE = re.compile(r"^(\d+) +(.*)$")
 CALL = re.compile(r"^(\w+)\((.*)\) += (-?\d+)(.*)$")
 RESUMED = re.compile(r"^<\.\.\. (\w+) resumed>(.*)$")
-ARGUMENT = re.compile(
-    r'(?:"[^"]*"|<[^>]*>|\[[^\]]*\]|\{[^}]*\}|[^,])+'
-)  # with -xx no string holds a quote or a bracket
+# with -xx no string holds a quote or a bracket
+ARGUMENT = re.compile(r'(?:"[^"]*"|<[^>]*>|\[[^\]]*\]|\{[^}]*\}|[^,])+')
 UNFINISHED = " <unfinished ...>"
 LONGEST = 1 << 26  # the most bytes of a string that strace prints
 

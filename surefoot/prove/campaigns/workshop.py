@@ -301,9 +301,8 @@ def go_on(workshop: Workshop, attempt: ProbedRun, golden: Golden) -> str | None:
     It must resume after its newest checkpoint. Return what is wrong, or None.
     """
     newest = max(manifest.steps(attempt.folder), default=0)
-    if _is_finished(
-        attempt.folder
-    ):  # the fault came after the end was recorded; a restart would start a new run
+    if _is_finished(attempt.folder):
+        # the fault came after the end was recorded; a restart would start a new run
         return find_difference(attempt.folder, golden)
     child = workshop.train(attempt)
     status = child.wait()

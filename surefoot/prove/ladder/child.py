@@ -92,9 +92,8 @@ def tensors(
     found: dict[str, np.ndarray] = {}
     with Run(spec, folder=folder, quiet=True) as run:
         engine = run.assembly.engine
-        engine.stepper.records = (
-            engine.compiled is None
-        )  # what is looked at is not compiled, and the first step is compared
+        # what is looked at is not compiled, and the first step is compared
+        engine.stepper.records = engine.compiled is None
         if unit is not None:
             blur(run.model, unit, spec.train.seed)
         for report in islice(run.steps(), steps):

@@ -26,8 +26,10 @@ from surefoot.prove.ladder.workbench import BELOW, START, LadderSettings, Measur
 from surefoot.trial import Trial, find_conditions
 from surefoot.trial.arm import REFUSED, num_ranks
 
-SAME_WORK = 0.99  # of the baseline's items per sample: the last text of a run, which may be cut, changes 1 %
-WORTH = 0.99  # the highest ratio to the rung below with which a rung is measured beyond an interim analysis
+# of the baseline's items per sample: the last text of a run, which may be cut, changes 1 %
+SAME_WORK = 0.99
+# the highest ratio to the rung below with which a rung is measured beyond an interim analysis
+WORTH = 0.99
 MEASURES: tuple[Measure, ...] = ("time", "wall", "memory", "startup")
 PURPOSES: Mapping[str, Measure] = {"time": "time", "wall time": "wall", "memory": "memory"}
 Standing = Literal["kept", "rejected", "skipped"]
@@ -93,9 +95,8 @@ class Climb:
         self._ground_name = START
         self._bench, self._tell = bench, tell
         self._kept: list[Rung] = []
-        self._tensors: dict[
-            int | None, Arrays
-        ] = {}  # tensors of the reference, by the size of the pieces of its batch
+        # tensors of the reference, by the size of the pieces of its batch
+        self._tensors: dict[int | None, Arrays] = {}
         self._blurred: dict[tuple[int | None, float], Arrays] = {}
         self._scores: dict[range, SeedScores | None] = {}  # scores of the baseline, by the seeds
 

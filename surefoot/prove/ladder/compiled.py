@@ -18,9 +18,8 @@ from surefoot.prove.ladder.gate import GateVerdict
 from surefoot.prove.ladder.workbench import LadderSettings, Tell, Workbench
 from surefoot.trial import check_finite
 
-UNITS = {
-    "fp32": (1, 2, 4, 4)
-}  # units per draw; with fewer bits a compiled step rounds less often than eager mode does
+# units per draw; with fewer bits a compiled step rounds less often than eager mode does
+UNITS = {"fp32": (1, 2, 4, 4)}
 FLOOR = "floor/"
 
 

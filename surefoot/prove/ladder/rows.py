@@ -237,12 +237,8 @@ def as_toml(ladder: Ladder) -> str:
     return f"{comment}\n{spec_file.write(ladder.best)}"
 
 
-WIDE, LINE, LEFT, RIGHT = (
-    720,
-    30,
-    150,
-    130,
-)  # pixels: the picture, a row of it, the names, the verdicts
+# pixels: the picture, a row of it, the names, the verdicts
+WIDE, LINE, LEFT, RIGHT = 720, 30, 150, 130
 
 
 def as_svg(ladder: Ladder) -> str:

@@ -26,10 +26,8 @@ from surefoot.trial.arm import REPORT, SHARED, WORK, absolute, num_ranks
 START, BELOW = "start", "below"
 OUTCOMES = "outcomes.jsonl"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the cache folder of torch.compile
-WARMUP_STEPS, LEAST_STEPS = (
-    8,
-    8,
-)  # the whole step is compiled after five: surefoot.train.step.stepper.EAGER_STEPS
+# the whole step is compiled after five: surefoot.train.step.stepper.EAGER_STEPS
+WARMUP_STEPS, LEAST_STEPS = 8, 8
 WARMUP_S = 0.3  # processes take turns of 0.1 s, and each gets some of them during the warm-up
 TARGET_S = 1.5  # duration of the baseline's measured steps, where no number of samples is given
 ROOM = 1.25  # allowed memory of a process, relative to the baseline
@@ -91,9 +89,8 @@ class Workbench:
                 whole_length=True,
             )
             outcome = run_arm(arm, work)
-        total_steps = outcome.measures.get(
-            "total_steps", math.inf
-        )  # infinite if the length of the run is a time
+        # infinite if the length of the run is a time
+        total_steps = outcome.measures.get("total_steps", math.inf)
         if (
             outcome.ended != "done"
             or "num_samples" not in outcome.measures

@@ -25,12 +25,11 @@ from surefoot.prove.whatif.batch import QUIET, peak_of
 from surefoot.train.environment import find_device
 from surefoot.trial import find_conditions, resident_bytes, run_rounds, spec_arm
 
-MARGIN = 0.1  # share of the limit for the further needs of a longer run, its evaluations and fragmentation
+# share of the limit for the further needs of a longer run, its evaluations and fragmentation
+MARGIN = 0.1
 STEPS, STEPS_OF_THE_ANSWER = 5, 50
-SHORT = (
-    OutOfMemory.exit_code,
-    -signal.SIGKILL,
-)  # the kernel kills a process with SIGKILL if it finds no memory
+# the kernel kills a process with SIGKILL if it finds no memory
+SHORT = (OutOfMemory.exit_code, -signal.SIGKILL)
 Tell = Callable[[str], None]
 
 
@@ -192,9 +191,8 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
         tell(
             f"microbatch {size}, {steps} steps: {tries[-1].failure or format_bytes(tries[-1].peak_bytes)}"
         )
-        if len(tries) == len(sizes[:2]) and all(
-            each.is_refused for each in tries
-        ):  # one refusal may be due to the size, as BatchNorm refuses one sample
+        if len(tries) == len(sizes[:2]) and all(each.is_refused for each in tries):
+            # one refusal may be due to the size, as BatchNorm refuses one sample
             raise UserCodeError(
                 f"a microbatch of {tries[0].microbatch} could not be measured: {tries[0].failure}",
                 hint="does surefoot train run it?",
@@ -203,9 +201,8 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
 
     found = find_largest(sizes, (predicted and predicted.microbatch) or sizes[0], fits)
     larger = [size for size in sizes if size > tries[-1].microbatch]
-    if (
-        found is None and tries[-1].is_refused and larger
-    ):  # BatchNorm, for example, refuses one sample
+    if found is None and tries[-1].is_refused and larger:
+        # BatchNorm, for example, refuses one sample
         found = find_largest(larger, larger[0], fits)
     return Fitted(
         batch=spec.train.batch,

@@ -222,10 +222,8 @@ def _is_changed(value: Any, copy: Any) -> bool:
             return not (
                 value.shape == copy.shape and value.dtype == copy.dtype and torch.equal(value, copy)
             )
-        except (
-            RuntimeError,
-            NotImplementedError,
-        ):  # a tensor without values, in a trace of sizes alone
+        except (RuntimeError, NotImplementedError):
+            # a tensor without values, in a trace of sizes alone
             return True
     if isinstance(value, np.ndarray):
         return bool(value.shape != copy.shape or value.tobytes() != copy.tobytes())
@@ -240,7 +238,8 @@ def _is_changed(value: Any, copy: Any) -> bool:
 
 def _restore(value: Any, copy: Any) -> None:
     if copy is None or not _is_changed(value, copy):
-        return  # writing to a tensor in a graph, even the same values, would keep that graph from its backward pass
+        # writing to a tensor of a graph, even the same values, would break its backward pass
+        return
     if isinstance(value, Tensor):
         if value.shape == copy.shape and value.dtype == copy.dtype:
             value.copy_(copy)

@@ -15,9 +15,8 @@ from surefoot.core.errors import RunFolderError
 from surefoot.runtime.attributes.tracker import Changed
 from surefoot.runtime.attributes.values import NOTHING, Aliases, find_owner, map_leaves
 
-Stored = dict[
-    str, Any
-]  # "values" by name; "aliases": paths and what stands there; "grad", "host": paths; "deleted": names
+# "values" by name; "aliases": paths and what stands there; "grad", "host": paths; "deleted": names
+Stored = dict[str, Any]
 
 
 def encode_attributes(model: nn.Module, changed: Changed) -> Stored:

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 LEAVES = (Tensor, np.ndarray, bool, int, float, complex, str, bytes, type(None))
-SEQUENCES, MAPPINGS = (
-    {list, tuple, deque, torch.Size},
-    {dict, OrderedDict, defaultdict, Counter},
-)  # and namedtuples
-MAX_VALUES = 10_000  # in one attribute: what holds more is a table, and reading it would cost more than a step
+# besides namedtuples
+SEQUENCES, MAPPINGS = {list, tuple, deque, torch.Size}, {dict, OrderedDict, defaultdict, Counter}
+# in one attribute: what holds more is a table, and reading it would cost more than a step
+MAX_VALUES = 10_000
 OF_TORCH = frozenset(vars(nn.Module()))
 Slot = tuple[nn.Module, str]
 NOTHING: Mapping[str, Any] = {}

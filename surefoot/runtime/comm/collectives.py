@@ -29,9 +29,10 @@ FLIGHT: Final = {
     ALL_TO_ALL: Kind.SWAP,
     SEND: Kind.SEND,
 }
+# the older name goes with torch 2.13
 _gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # the older name goes with torch 2.13
+)
 _scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
@@ -90,9 +91,10 @@ class Collective:
         Every rank must call this; all ranks hold zeros again afterwards.
         """
         size, rank = self._group.size, self._group.rank
+        # of each piece
         number_of = torch.arange(size, device=self._whole.device).repeat_interleave(
             len(self._whole) // size
-        )  # of each piece
+        )
         from_rank = [
             (1 + size * sender + number_of).to(self._whole.dtype) for sender in range(size)
         ]

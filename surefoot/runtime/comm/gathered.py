@@ -24,9 +24,8 @@ class Gathering:
         _current.remove(self)
 
 
-_current: list[
-    Gathering
-] = []  # the innermost last; no context variable, since a backward pass may run in another thread
+# the innermost last; no context variable, since a backward pass may run in another thread
+_current: list[Gathering] = []
 
 
 def all_gather(tensor: Tensor) -> Tensor:

@@ -26,9 +26,8 @@ GONE, GONE_HINT = (
     "the rank that failed first says why",
 )
 FLAT_BYTES = 32 << 20  # sent at a time where many tensors go together
-_scatter: Any = getattr(
-    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-)  # torch 2.13 renamed both
+# torch 2.13 renamed both
+_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -53,16 +52,13 @@ class Group:
     device: torch.device = CPU
     flight: Flight | None = None  # where its launcher looks on
     channel: Any = None  # torch's group of these ranks; None: all of them
-    roll: Callable[[], str] = field(
-        default=lambda: "", compare=False
-    )  # who says nothing, once they are out of reach; in words
-    traffic: Counter[Kind] = field(
-        default_factory=Counter, compare=False
-    )  # bytes of what was summed, gathered ..., by kind
+    # who says nothing, once they are out of reach; in words
+    roll: Callable[[], str] = field(default=lambda: "", compare=False)
+    # bytes of what was summed, gathered ..., by kind
+    traffic: Counter[Kind] = field(default_factory=Counter, compare=False)
     waiting: Waiting = field(default_factory=Waiting, compare=False)
-    memory: Shared | None = field(
-        default=None, compare=False
-    )  # where all ranks are processes of one host
+    # where all ranks are processes of one host
+    memory: Shared | None = field(default=None, compare=False)
 
     @property
     def is_alone(self) -> bool:
@@ -222,9 +218,8 @@ class Group:
         """Return every rank's text, by rank."""
         if self.is_alone:
             return [text]
-        content = np.frombuffer(
-            text.encode(errors="surrogatepass"), dtype=np.uint8
-        )  # names of files hold any byte
+        # names of files hold any byte
+        content = np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8)
         sizes = self.gather(torch.tensor(len(content), device=self.device)).tolist()
         padded = np.zeros(max(1, *sizes), dtype=np.uint8)
         padded[: len(content)] = content

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 32 << 10  # at most this goes with the word
 PIECE = 1 << 16  # numbers added up at a time: their rows stay in the cache of a core
-HEAD = struct.Struct(
-    "<3BxIqqq"
-)  # what, axis, kind, number of the collective on that axis; a file of memory, offset, bytes
+# what, axis, kind, number of the collective on that axis; a file of memory, offset, bytes
+HEAD = struct.Struct("<3BxIqqq")
 ANSWER_S = 0.05
 HINT = "the rank that failed first says why"
 SILENT = (
@@ -189,9 +188,8 @@ class Links:
                 size, carried, _, _ = self._sockets[rank].recvmsg_into(
                     [self._buffer], socket.CMSG_SPACE(4), flags
                 )
-            except (
-                ConnectionResetError
-            ):  # it went without reading all, which is said once; what it had sent comes after that
+            except ConnectionResetError:
+                # it went without reading all, which is said once; what it had sent comes after that
                 continue
             break
         if not size:
@@ -228,9 +226,8 @@ class _RunningSum:
     number: int
     kind: Kind
     mine: Tensor
-    into: (
-        Tensor | None
-    )  # what takes this rank's share alone; None: every rank's numbers become the sum
+    # what takes this rank's share alone; None: every rank's numbers become the sum
+    into: Tensor | None
     num_bytes: int
     is_added: bool = False
 

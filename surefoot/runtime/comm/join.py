@@ -33,7 +33,8 @@ from surefoot.runtime.comm.group import ALONE, GONE, GONE_HINT, Group, lost_whil
 from surefoot.runtime.comm.host_memory import meet
 
 LOOK_S, ROLL_S = 0.05, 1.0
-_rounds = itertools.count()  # how often this process has joined others: one run may follow the other, and all ranks count alike
+# how often this process has joined others: one run may follow the other, and all ranks count alike
+_rounds = itertools.count()
 LOOPBACK = "lo"
 
 
@@ -57,9 +58,8 @@ def join(
         return
     _collect_at_exit()
     if here.has_agent:
-        dying_with(
-            os.getppid()
-        )()  # torchrun that is killed ends nobody: its ranks would train on, and hold the run
+        # torchrun that is killed ends nobody: its ranks would train on, and hold the run
+        dying_with(os.getppid())()
     interface = (
         None if here.has_interface else LOOPBACK if here.is_on_loopback else _find_interface(here)
     )

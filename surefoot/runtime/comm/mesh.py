@@ -46,9 +46,8 @@ def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
     for number, axis in enumerate((across, along), start=1):
         for ranks in axis:
             with lost_while_joining():
-                channel = dist.new_group(
-                    list(ranks), timeout=timedelta(seconds=timeout_s)
-                )  # all ranks make every one of them
+                # all ranks make every one of them
+                channel = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
             if group.rank in ranks:
                 found.append(_within(group, ranks, channel, number))
     return Mesh(group, *found)

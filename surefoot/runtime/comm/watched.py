@@ -115,9 +115,8 @@ class _Watch:
             {"pid": pid, "files": files} for pid, files in zip(self._pids, self._files, strict=True)
         ]
         words = json.dumps({"stall_s": self._stall_s, "parent": os.getpid(), "ranks": ranks})
-        safe = (
-            [] if os.getcwd() in sys.path else ["-P"]
-        )  # an installed `surefoot` does not look here for modules
+        # an installed `surefoot` does not look here for modules
+        safe = [] if os.getcwd() in sys.path else ["-P"]
         return subprocess.Popen(
             [sys.executable, *safe, "-m", "surefoot.cli.watch", words],
             stdin=subprocess.DEVNULL,

@@ -26,9 +26,8 @@ from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, digests
 from surefoot.prove.outcome import Campaign, TrialResult
 
-LEFT_AT = (
-    3 * EVERY + 1
-)  # step at which the run stops: it then has three saved checkpoints and that of its best evaluation
+# step at which the run stops: it then has three saved checkpoints and that of its best evaluation
+LEFT_AT = 3 * EVERY + 1
 TO_THE_END_EVERY = 40  # one in 40 trials resumes to the end, which takes longest
 
 
@@ -173,9 +172,8 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
         ):
             return f"of {folder.name} {[path.name for path in files]} are damaged, and the check says: {verdict}"
     if status == RunFolderError.exit_code:
-        named_file = (
-            touched if any(changed.values()) else run
-        )  # a file beside the commits may have changed places with one of a commit
+        # a file beside the commits may have changed places with one of a commit
+        named_file = touched if any(changed.values()) else run
         is_told = touched.parent == run and str(named_file) in child.said.rpartition("Error: ")[2]
         return None if is_told else f"the run was refused: {child.said[-600:]}"
     whole = max((_step(folder) for folder, files in changed.items() if not files), default=0)

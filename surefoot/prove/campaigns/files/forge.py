@@ -13,9 +13,8 @@ from typing import Any
 
 from surefoot.contract import commits, digest, manifest
 
-SPARSE_BYTES = (
-    3 << 29
-)  # a sparse file of this size takes no space on the disk, and does not fit into memory
+# a sparse file of this size takes no space on the disk, and does not fit into memory
+SPARSE_BYTES = 3 << 29
 MANY = 2_000_000
 SLOTS = (
     "model.safetensors",
