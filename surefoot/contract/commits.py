@@ -165,7 +165,8 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
     num_data = sum(piece.num_bytes for piece in pieces.values())
     if entry.num_bytes - num_data > manifest.MAX_BYTES:
         raise RunFolderError(
-            f"{path} has a header of more than {manifest.MAX_BYTES >> 20} MiB, which no file of tensors has"
+            f"{path} has a header of more than {manifest.MAX_BYTES >> 20} MiB, "
+            "which no file of tensors has"
         )
     header = os.pread(descriptor, entry.num_bytes - num_data, 0)
     stated = int.from_bytes(header[:LENGTH_BYTES], "little")

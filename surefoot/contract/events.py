@@ -273,7 +273,7 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
             row = _row(line)
             if row is None:
                 if "\0" in line:
-                    continue  # a power cut left bytes that were not synced: no checkpoint needs them
+                    continue  # left by a power cut: not synced, and so part of no checkpoint
                 if not line.endswith("\n"):
                     break
                 found.append(f"{path}:{number} is no event: {line[:60].rstrip()!r}")

@@ -347,7 +347,8 @@ def _told_of_damage(damage: DamagedBytes) -> LoopFault:
     return LoopFault(
         "damaged",
         damage.step,
-        f"bytes {damage.start:,} to {damage.end:,} of {FILE}, behind a row of step {damage.step:,}, are no rows",
+        f"bytes {damage.start:,} to {damage.end:,} of {FILE}, "
+        f"behind a row of step {damage.step:,}, are no rows",
     )
 
 
@@ -397,7 +398,8 @@ def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[LoopFau
         LoopFault(
             "other samples",
             now.step,
-            f"batch {now.place + 1:,} of pass {now.number_of_pass + 1:,} held other samples in attempt {batch.generation} "
+            f"batch {now.place + 1:,} of pass {now.number_of_pass + 1:,} held other samples in "
+            f"attempt {batch.generation} "
             f"than in attempt {now.generation}",
         )
         for now, batch in others.items()
@@ -418,7 +420,8 @@ def _places(kept: list[Batch]) -> Iterator[LoopFault]:
             yield LoopFault(
                 kind,
                 batch.step,
-                f"step {batch.step:,} read {at} where batch {expected[1] + 1:,} of pass {expected[0] + 1:,} was next",
+                f"step {batch.step:,} read {at} where batch {expected[1] + 1:,} of pass "
+                f"{expected[0] + 1:,} was next",
             )
         elif not step <= batch.step <= step + 1:
             kind = "lost" if batch.step > step + 1 else "out of order"

@@ -351,7 +351,8 @@ def check_score(row: Mapping[str, Any]) -> None:
     _demand(is_number, f"the value of its score is {str(value)[:40]}, which is no finite number")
     _demand(
         row.get("better") in BETTER,
-        f"its score says {str(row.get('better'))[:40]!r} for better, which is none of {', '.join(BETTER)}",
+        f"its score says {str(row.get('better'))[:40]!r} for better, "
+        f"which is none of {', '.join(BETTER)}",
     )
     _demand(
         isinstance(row.get("name"), str) and isinstance(row.get("split", ""), str),

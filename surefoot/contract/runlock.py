@@ -99,7 +99,8 @@ class RunLock:
                 self.release()
                 is_own = str(owner) == str(os.getpid())
                 raise RunFolderError(
-                    f"{folder} is being written by process {owner}{', which is this one' if is_own else ''}",
+                    f"{folder} is being written by process "
+                    f"{owner}{', which is this one' if is_own else ''}",
                     hint="close() the run that is open first"
                     if is_own
                     else "wait for it, or give another --run folder",
@@ -186,7 +187,7 @@ class RunLock:
         if self._descriptor >= 0:
             if fcntl is not None and os.getpid() == self._process:
                 with contextlib.suppress(OSError):
-                    # workers of a loader hold the file too, and closing it here alone leaves it locked
+                    # workers of a loader hold the file too: it stays locked if only this one closes
                     fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1

@@ -119,13 +119,17 @@ def as_loss(made: object, name: str) -> Loss:
     if not isinstance(made, Loss):
         raise TaskError(
             f"the loss of {name} is a {type(made).__name__}, not a Loss",
-            hint='return Loss.sum(total, count), the total being a sum: cross_entropy(..., reduction="sum")',
+            hint=(
+                "return Loss.sum(total, count), the total being a sum: "
+                'cross_entropy(..., reduction="sum")'
+            ),
         )
     for term in made.terms:
         for part, value in (("total", term.total), ("count", term.count)):
             if getattr(value, "ndim", 0):
                 raise TaskError(
-                    f"the {part} of term {term.name} has shape {tuple(getattr(value, 'shape', ()))}",
+                    f"the {part} of term {term.name} has shape "
+                    f"{tuple(getattr(value, 'shape', ()))}",
                     hint="make it a scalar with .sum()",
                 )
     return made
@@ -213,7 +217,8 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
     if missing:
         raise TaskError(
             f"task {kind} has no method {', '.join(missing)}",
-            hint="a task has model(), data(split), forward(model, batch) and loss(output, batch); with updates(model) it needs no loss, "
+            hint="a task has model(), data(split), forward(model, batch) and loss(output, batch); "
+            "with updates(model) it needs no loss, "
             "and forward only to be evaluated",
         )
     parts = {part: getattr(task, part, None) for part in MAY_HAVE}
@@ -228,7 +233,10 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
     ):
         raise TaskError(
             f"task {kind}: state_on_ranks is {words!r}",
-            hint="make it a dict of entries of state(), each 'replicated' (the same on all ranks) or 'per_rank' (each rank its own)",
+            hint=(
+                "make it a dict of entries of state(), "
+                "each 'replicated' (the same on all ranks) or 'per_rank' (each rank its own)"
+            ),
         )
     unit = getattr(task, "unit", "samples")
     return Resolved(
@@ -315,21 +323,21 @@ def check_not_importing() -> None:
     The script is imported by surefoot for its task, or by a spawned process.
     """
     names = _imported.get()
-    # the attribute by which multiprocessing refuses to start processes while a spawned one imports the script
+    # multiprocessing starts no processes where this is set: a spawned one is importing the script
     is_spawned = getattr(
         getattr(sys.modules.get("multiprocessing"), "current_process", lambda: None)(),
         "_inheriting",
         False,
     )
     if names or is_spawned:
-        raise _unguarded(
-            f"{names[-1] if names else getattr(sys.modules.get('__mp_main__'), '__file__', 'the script')}"
-        )
+        script = getattr(sys.modules.get("__mp_main__"), "__file__", "the script")
+        raise _unguarded(names[-1] if names else str(script))
 
 
 def _unguarded(where: str) -> TaskError:
     return TaskError(
-        f"{where} starts a run when it is imported, and it is imported here only for what it defines",
+        f"{where} starts a run when it is imported, "
+        "and it is imported here only for what it defines",
         hint='write `if __name__ == "__main__":` above the lines that train, and indent them',
     )
 

@@ -110,7 +110,10 @@ class Place:
             if not environ.get(name):
                 raise InputError(
                     f"{name} is not set in a world of {here.world_size}",
-                    hint="surefoot train SPEC --ranks N and torchrun set it; by hand: the host of rank 0, and a free port of it",
+                    hint=(
+                        "surefoot train SPEC --ranks N and torchrun set it; by hand: "
+                        "the host of rank 0, and a free port of it"
+                    ),
                 )
         port = _whole(environ, "MASTER_PORT", 0)
         if not 0 < port < 1 << 16:

@@ -78,8 +78,8 @@ def peak_bytes(costs: Sequence[RecomputeCost], again: Container[int]) -> int:
     """Return the peak bytes of the blocks when those with an index in `again` are recomputed.
 
     >>> blocks = [RecomputeCost("a", 1, 10, 1.0), RecomputeCost("b", 1, 10, 1.0)]
-    >>> peak_bytes(blocks, ()), peak_bytes(blocks, {0}), peak_bytes(blocks, {1}), peak_bytes(blocks, {0, 1})
-    (22, 12, 22, 12)
+    >>> [peak_bytes(blocks, again) for again in ((), {0}, {1}, {0, 1})]
+    [22, 12, 22, 12]
     """
     held = peak = 0
     for number, cost in enumerate(costs):
@@ -95,14 +95,19 @@ def choose(costs: Sequence[RecomputeCost], budget_bytes: int) -> frozenset[int]:
     only the faster of two choices with equal bytes. A larger budget never takes more time. Raises
     SpecError, with the smallest possible budget, where this one cannot be met.
 
-    >>> sorted(choose([RecomputeCost("a", 1, 10, 3.0), RecomputeCost("b", 1, 10, 1.0), RecomputeCost("c", 1, 10, 1.0)], 30))
+    >>> blocks = [RecomputeCost(name, 1, 10, s) for name, s in (("a", 3.0), ("b", 1.0), ("c", 1.0))]
+    >>> sorted(choose(blocks, 30))
     [1]
     """
     least = smallest_budget(costs)
     if budget_bytes < least:
         raise SpecError(
-            f"memory.recompute is {format_bytes(budget_bytes)}, and the blocks hold {format_bytes(least)} even when each is computed again",
-            hint=f'use "{-(-least // 1024)} KiB" or more, a smaller microbatch, or smaller blocks: memory.blocks',
+            f"memory.recompute is {format_bytes(budget_bytes)}, "
+            f"and the blocks hold {format_bytes(least)} even when each is computed again",
+            hint=(
+                f'use "{-(-least // 1024)} KiB" or more, a smaller microbatch, or smaller blocks: '
+                "memory.blocks"
+            ),
         )
     unit_s = sum(cost.again_s for cost in costs) / RESOLUTION or 1.0
     front = [(0, 0, 0)]  # bytes held, time in units, the blocks as bits: fewer bytes take more time

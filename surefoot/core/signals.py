@@ -37,7 +37,8 @@ OURS_BY_DEFAULT = ("SIGUSR2", "SIGXCPU")
 STACKS_SIGNAL: int = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
-# seconds in which repeats are ignored: a user presses Ctrl-C twice; a scheduler's signals meet a busy machine
+# seconds in which repeats are ignored: a user presses Ctrl-C twice; a scheduler's signals meet a
+# busy machine
 ECHO_S = {"SIGINT": 1.0, **dict.fromkeys(("SIGTERM", "SIGHUP", "SIGUSR2", "SIGXCPU"), 5.0)}
 _before: dict[int, Any] = {}  # what each signal did before this process first set a handler
 

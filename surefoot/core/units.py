@@ -1,6 +1,7 @@
 """Parse and format quantities with their units; unknown values are None and print as n/a.
 
-Prefixes of counts are k, M, B, T (10^3, 10^6, 10^9, 10^12); of FLOP k, M, G, T, P; of bytes KiB, MiB ... (1024) and KB, MB ... (1000).
+Prefixes of counts are k, M, B, T (10^3, 10^6, 10^9, 10^12); of FLOP k, M, G, T, P; of bytes KiB,
+MiB ... (1024) and KB, MB ... (1000).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ _SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(sorted(_BYTES, key=len, reverse=Tru
 _LONGEST = 40  # characters; limits the cost of an untrusted number
 _HINT = (
     "a duration is a number with its unit: "
-    '"5000 steps", "10 epochs", "60000 samples", "20 M tokens", "90 s", "10 min", "2 h", or "5 %" of the run'
+    '"5000 steps", "10 epochs", "60000 samples", "20 M tokens", "90 s", "10 min", "2 h", '
+    'or "5 %" of the run'
 )
 
 
@@ -69,7 +71,8 @@ class Duration:
 
     >>> Duration.parse("20 M tokens")
     Duration(value=20000000, unit='tokens')
-    >>> [str(Duration.parse(text)) for text in ("1 epochs", "0.01 k steps", "10 min", "5_000 steps", "2500 M tokens")]
+    >>> texts = ("1 epochs", "0.01 k steps", "10 min", "5_000 steps", "2500 M tokens")
+    >>> [str(Duration.parse(text)) for text in texts]
     ['1 epoch', '10 steps', '600 s', '5000 steps', '2.5 B tokens']
     >>> str(Duration.parse("5%"))
     '5 %'
@@ -145,8 +148,8 @@ class Duration:
         time, for tokens if `tokens_per_step` is unknown, and for a share if `total_steps` is
         unknown.
 
-        >>> Duration.parse("0.07 epochs").to_steps(100, 32, None), Duration.parse("33 samples").to_steps(100, 32, None)
-        (7, 2)
+        >>> [Duration.parse(text).to_steps(100, 32, None) for text in ("0.07 epochs", "33 samples")]
+        [7, 2]
         """
         # the decimal that was written: 0.07 * 100 is 7 steps, not 7.000000000000001
         exact = Fraction(str(self.value))
@@ -306,7 +309,8 @@ def format_number(value: float | None) -> str:
     From 1,000 on it is rounded to an integer; from a million on, and below 1e-4, it has an
     exponent.
 
-    >>> [format_number(value) for value in (164.23, 0.0006, 60_000, 1.5e7, 3e-5, float("nan"), None)]
+    >>> values = (164.23, 0.0006, 60_000, 1.5e7, 3e-5, float("nan"), None)
+    >>> [format_number(value) for value in values]
     ['164.2', '0.0006', '60000', '1.5e+07', '3e-05', 'nan', 'n/a']
     """
     if value is None:

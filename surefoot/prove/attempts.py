@@ -116,7 +116,8 @@ def _last_words(said: Path) -> str:
 def last_words(text: str) -> str:
     """Return the error at the end of a process's output, without the traceback before it.
 
-    >>> last_words("Traceback (most recent call last):\\n  File\\nsurefoot.core.errors.TaskError: no such task\\nhint: name it")
+    >>> error = "surefoot.core.errors.TaskError: no such task\\nhint: name it"
+    >>> last_words(f"Traceback (most recent call last):\\n  File\\n{error}")
     'no such task\\nhint: name it'
     """
     lines = text.strip().splitlines()

@@ -223,7 +223,8 @@ def _run_killed(
             if _kill_after(one, state, wanted, draws.uniform(0.0, longest_s)):
                 done.append(wanted)
                 tell(
-                    f"kill {len(done)} of {kills}: after {wanted} of {pace.num_changes} changes in {state}"
+                    f"kill {len(done)} of {kills}: "
+                    f"after {wanted} of {pace.num_changes} changes in {state}"
                 )
                 continue
             if code := one.process.returncode:

@@ -211,7 +211,10 @@ def _numbers_apart(one: Tensor, two: Tensor) -> str | None:
     """
     in_one = int((one.isnan() != two.isnan()).sum())
     if in_one:
-        return f": {in_one} of its {one.numel()} numbers {'is' if in_one == 1 else 'are'} nan in one of them alone"
+        return (
+            f": {in_one} of its {one.numel()} numbers {'is' if in_one == 1 else 'are'} nan "
+            "in one of them alone"
+        )
     differ = (one != two) & ~one.isnan()
     return (
         f" by {(one[differ] - two[differ]).abs().max().item():.3g} at most"

@@ -173,7 +173,8 @@ def _killed_run(
     """
     for number, kill in enumerate(planned, start=1):
         tell(
-            f"kill {number} of {len(planned)}: after step {kill.step}{', in its save' if kill.in_save else ''}"
+            f"kill {number} of {len(planned)}: "
+            f"after step {kill.step}{', in its save' if kill.in_save else ''}"
         )
         if interpreters.attempt(file, run, steps=steps, kill=kill):
             raise TaskError(
@@ -261,8 +262,14 @@ def _differing_tensor(whole: Path, other: Path) -> str | None:
 
 def _cause_of_noise(component: str) -> str:
     if component == "random states":
-        return "something draws from a random stream as often as it happens to: once a second, once a worker"
-    return "an operator without a fixed order, the time of day, or what other processes do decides a number"
+        return (
+            "something draws from a random stream as often as it happens to: once a second, "
+            "once a worker"
+        )
+    return (
+        "an operator without a fixed order, the time of day, "
+        "or what other processes do decides a number"
+    )
 
 
 def _cause_of_loss(component: str, guarantee: str, forgotten: Sequence[str]) -> str:
@@ -271,5 +278,11 @@ def _cause_of_loss(component: str, guarantee: str, forgotten: Sequence[str]) -> 
     if guarantee != "proven":
         return f"the data are {guarantee}: read anew they gave other batches than before"
     if component == "random states":
-        return "a draw from torch, numpy or Python's random that is made once a process and not once a run"
-    return "state that no commit holds, as an attribute or a generator of the task's own: name it in state()"
+        return (
+            "a draw from torch, numpy or Python's random that is made once a process "
+            "and not once a run"
+        )
+    return (
+        "state that no commit holds, as an attribute or a generator of the task's own: "
+        "name it in state()"
+    )

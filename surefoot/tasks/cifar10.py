@@ -73,8 +73,12 @@ class Cifar10:
             or views not in (1, 2, 6)
         ):
             raise TaskError(
-                f"cifar10 with widths {list(widths)}, translate {translate}, smoothing {smoothing}, views {views} cannot be built",
-                hint=f"use 3 positive widths, 0 <= translate < {SIZE}, 0 <= smoothing < 1, and 1, 2 or 6 views",
+                f"cifar10 with widths {list(widths)}, translate {translate}, "
+                f"smoothing {smoothing}, views {views} cannot be built",
+                hint=(
+                    f"use 3 positive widths, 0 <= translate < {SIZE}, 0 <= smoothing < 1, "
+                    "and 1, 2 or 6 views"
+                ),
             )
         self.folder = None if folder is None else str(whole_path(folder))
         self.cache = whole_path(cache) if cache else cache_folder() / "cifar10"
@@ -132,7 +136,8 @@ class Cifar10:
                 keys.integers(0, 2 * self.translate + 1, 2).to(images.device),
                 self.translate,
             )
-        # alternating flip (Jordan 2024): drawn once a sample, then exchanged each epoch, so two epochs see both sides of all
+        # alternating flip (Jordan 2024): drawn once a sample, then exchanged each epoch: two epochs
+        # see both sides of all
         first = dataclasses.replace(keys, epoch=0).integers(0, 2, stream=1)[:, 0]
         return mirror(images, ((first + keys.epoch) % 2 == 1).to(images.device)), labels
 
@@ -196,7 +201,8 @@ class NormalizeImages(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # a whole row at once: three channels alone are too short a run for vector instructions, 3 times as slow
+        # a whole row at once: three channels alone are too short a run for vector instructions, and
+        # take 3 times as long
         self.register_buffer("mean", torch.tensor(PIXEL_MEAN).repeat(SIZE), persistent=False)
         self.register_buffer(
             "deviation", torch.tensor(PIXEL_DEVIATION).repeat(SIZE), persistent=False

@@ -1,6 +1,7 @@
 """Handwritten digits: scikit-learn's 1,797 images of 8 x 8 pixels and a small convolutional net.
 
-E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+Repository, 1998.
 """
 
 # B batch, C channels, H height, W width
@@ -48,7 +49,8 @@ class Digits:
         if width < 1 or not 0 <= shift < SIZE or not 0 <= reach < SIZE or not 0 <= dropout < 1:
             raise ValueError(
                 f"width {width}, shift {shift}, dropout {dropout}, reach {reach}: "
-                f"use a width of 1 or more, a shift and a reach from 0 to under {SIZE}, a dropout from 0 to under 1"
+                f"use a width of 1 or more, a shift and a reach from 0 to under {SIZE}, "
+                "a dropout from 0 to under 1"
             )
         self.width, self.shift, self.dropout, self.reach = width, shift, dropout, reach
 

@@ -145,7 +145,10 @@ class Files:
         return self._tokens.read(ids)
 
     def describe(self) -> str:
-        what = f"{len(self.names)} files of Python {platform.python_version()}, list {self.listing[:12]}"
+        what = (
+            f"{len(self.names)} files of Python {platform.python_version()}, "
+            f"list {self.listing[:12]}"
+        )
         return f"{what}: {self._tokens.describe().replace('tokens', 'bytes')}"
 
 
@@ -168,7 +171,7 @@ def find_files(folder: Path) -> list[str]:
 
 
 def is_held_out(name: str) -> bool:
-    """Return whether a file is kept for evaluation; depends on its name alone, for any Python version."""
+    """Return whether a file is kept for evaluation, by its name alone, in any Python version."""
     return hashlib.sha256(name.encode()).digest()[0] < 256 * HELD_OUT_SHARE
 
 

@@ -54,7 +54,8 @@ class Transformer(nn.Module):
         self.chunked_loss = chunked_loss
         if min(layers, width, heads, length) < 1 or width % (2 * heads):
             raise ValueError(
-                f"layers {layers}, width {width}, heads {heads}: the width is a multiple of twice the heads, none is 0"
+                f"layers {layers}, width {width}, heads {heads}: "
+                "the width is a multiple of twice the heads, none is 0"
             )
         self.embedding = nn.Embedding(vocabulary, width)
         self.dropout = nn.Dropout(dropout)

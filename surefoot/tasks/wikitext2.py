@@ -1,7 +1,7 @@
 """WikiText-2: next-word prediction on Wikipedia articles with a small decoder-only transformer.
 
-S. Merity et al., "Pointer Sentinel Mixture Models", 2016. Word level, with the 33,278-word vocabulary of its training split;
-2,088,628 / 217,646 / 245,569 tokens, line ends counted.
+S. Merity et al., "Pointer Sentinel Mixture Models", 2016. Word level, with the 33,278-word
+vocabulary of its training split; 2,088,628 / 217,646 / 245,569 tokens, line ends counted.
 """
 
 # B batch, T tokens, V vocabulary

@@ -2,9 +2,11 @@
 
 Compare two arms, the second with one setting changed:
 
-    arms = [spec_arm("plain", spec, steps=200), spec_arm("unclipped", spec.replace(optim={"clip": 0.0}), steps=200)]
+    unclipped = spec.replace(optim={"clip": 0.0})
+    arms = [spec_arm("plain", spec, steps=200), spec_arm("unclipped", unclipped, steps=200)]
     outcomes = tuple(run_rounds(arms, rounds=15))
-    trial = Trial(title="clipping", arms=("plain", "unclipped"), rounds=15, seed=0, outcomes=outcomes)
+    names = tuple(arm.name for arm in arms)
+    trial = Trial(title="clipping", arms=names, rounds=15, seed=0, outcomes=outcomes)
     find_effect(trial, "unclipped", "plain", "cpu_s_per_step").words
 
 A change for speed must not change results: `compare_arms` compares loss, gradients and weights, and

@@ -114,7 +114,8 @@ def spec_arm(
         )
     if steps < 1 or warmup < 0 or any(not 1 <= step <= warmup + steps for step in capture):
         raise InputError(
-            f"{warmup} warm-up steps, {steps} measured ones and captures after {list(capture)} do not fit",
+            f"{warmup} warm-up steps, "
+            f"{steps} measured ones and captures after {list(capture)} do not fit",
             hint="measure 1 step or more, capture within them",
         )
     length = {} if whole_length else {"length": f"{warmup + steps} steps"}

@@ -168,8 +168,10 @@ def judge(trial: Trial, bars: Sequence[Bar]) -> list[tuple[Bar, Effect, Standing
 def format_measure(measure: str, value: float | None) -> str:
     """Return a value in the unit that the name of its measure contains.
 
-    >>> format_measure("cpu_s_per_step", 0.0004), format_measure("peak_bytes", 2**30), format_measure("samples_per_cpu_s", 250.0)
-    ('400 us', '1 GiB', '250')
+    >>> format_measure("cpu_s_per_step", 0.0004), format_measure("peak_bytes", 2**30)
+    ('400 us', '1 GiB')
+    >>> format_measure("samples_per_cpu_s", 250.0)
+    '250'
     """
     words = measure.replace("/", "_").partition("_per_")[0].split("_")
     if value is None or "bytes" in words:
@@ -191,7 +193,10 @@ def _bounds(effect: Effect) -> str:
     between = (
         f" ({show(interval.low)} to {show(interval.high)})" if interval.low is not None else ""
     )
-    return f"{show(interval.estimate)}{' times' if effect.kind == 'ratio' else ''}{between}, n = {interval.count}"
+    return (
+        f"{show(interval.estimate)}{' times' if effect.kind == 'ratio' else ''}{between}, "
+        f"n = {interval.count}"
+    )
 
 
 def _spoken(measure: str) -> str:

@@ -81,14 +81,23 @@ class Parity:
     def words(self) -> str:
         """The verdict in a sentence that names the worst tensor."""
         if self.failure is not None or not self.gaps:
-            return f"{self.arm} was not compared with {self.reference}: {self.failure or 'no tensors were reported'}"
+            return (
+                f"{self.arm} was not compared with {self.reference}: "
+                f"{self.failure or 'no tensors were reported'}"
+            )
         worst, count = self.gaps[0], len(self.gaps)
         off = f"{worst.name} {worst.problem or f'is off by {format_number(worst.distance)}'}"
         both = f"{self.arm} and {self.reference}"
         if worst.verdict == "equal":
-            return f"{both} are equal in all {count} tensors within {worst.tolerance:g}: the worst, {off}"
+            return (
+                f"{both} are equal in all {count} tensors within {worst.tolerance:g}: the worst, "
+                f"{off}"
+            )
         if worst.verdict == "within noise":
-            return f"{both} differ no more than two equal runs: {off}, those by {format_number(worst.floor)}"
+            return (
+                f"{both} differ no more than two equal runs: {off}, "
+                f"those by {format_number(worst.floor)}"
+            )
         num_bad = sum(gap.verdict == "differs" for gap in self.gaps)
         return (
             f"{both} differ in {num_bad} of {count} tensors: {off}, {worst.tolerance:g} is allowed"

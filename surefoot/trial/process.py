@@ -251,13 +251,19 @@ def _problem(
         if result is not None and result["exit_code"] != 0:
             return (
                 "crashed",
-                f"{_place(arm, index)}exit code {result['exit_code']}\n{_tail(ranks[index].folder)}",
+                (
+                    f"{_place(arm, index)}exit code {result['exit_code']}\n"
+                    f"{_tail(ranks[index].folder)}"
+                ),
             )
     if None in results:
         index = results.index(None)
         return (
             "timed out",
-            f"{_place(arm, index)}still running after {arm.timeout_s:g} s\n{_tail(ranks[index].folder)}",
+            (
+                f"{_place(arm, index)}still running after {arm.timeout_s:g} s\n"
+                f"{_tail(ranks[index].folder)}"
+            ),
         )
     return None
 

@@ -60,7 +60,10 @@ def describe_lost(gone: Sequence[Gone], after: int) -> str:
     if not lost:
         return ""
     steps = ", ".join(f"{each.step:,}" for each in lost)
-    return f"the log names the commit of step{'s' if len(lost) > 1 else ''} {steps}, and it is not in checkpoints/"
+    return (
+        f"the log names the commit of step{'s' if len(lost) > 1 else ''} {steps}, "
+        "and it is not in checkpoints/"
+    )
 
 
 def _judge(

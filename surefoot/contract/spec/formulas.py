@@ -21,8 +21,13 @@ UPDATES: Mapping[str, str] = {
     "sgd, nesterov": "g = g + decay * w; v = momentum * v + g; w = w - lr * (g + momentum * v)",
     "adam": f"g = g + decay * w; {_MOMENTS}w = w - lr * {_STEP}",
     "adamw": _ADAMW,
-    "muon": f"of embeddings, the head, norms and biases, of others as torch.optim.Muon does: {_ADAMW}",
-    "lars": "r = trust * norm(w) / (norm(g) + decay * norm(w)); v = momentum * v + lr * r * (g + decay * w); w = w - v",
+    "muon": (
+        f"of embeddings, the head, norms and biases, of others as torch.optim.Muon does: {_ADAMW}"
+    ),
+    "lars": (
+        "r = trust * norm(w) / (norm(g) + decay * norm(w)); "
+        "v = momentum * v + lr * r * (g + decay * w); w = w - v"
+    ),
     "lamb": f"{_MOMENTS}u = {_STEP} + decay * w; w = w - lr * norm(w) / norm(u) * u",
 }
 CURVES: Mapping[str, str] = {

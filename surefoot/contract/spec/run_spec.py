@@ -373,7 +373,10 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
         )
         return SpecError(f"{dotted} is not given", hint=hint, key=path)
     if kind == "string_unicode":
-        hint = "TOML is UTF-8: rename what is called so; or, where it is UTF-8 and this terminal is not, set LC_ALL=C.UTF-8"
+        hint = (
+            "TOML is UTF-8: rename what is called so; or, "
+            "where it is UTF-8 and this terminal is not, set LC_ALL=C.UTF-8"
+        )
         return SpecError(f"{dotted} is {given!r}, which is no text", hint=hint, key=path)
     if kind == "value_error":
         text, _, hint = str(fault["msg"]).removeprefix("Value error, ").partition("; ")

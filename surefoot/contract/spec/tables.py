@@ -107,7 +107,10 @@ class DataTable(SpecTable):
     )
     window: Positive | None = Field(
         None,
-        description="shards that are mixed with each other at a time, of a source that has some; none: all samples are",
+        description=(
+            "shards that are mixed with each other at a time, of a source that has some; "
+            "none: all samples are"
+        ),
     )
     last_batch: Literal["keep", "drop"] = Field(
         "keep", description="the short last training batch; evaluation never drops any"
@@ -140,11 +143,17 @@ class OptimTable(SpecTable):
     trust: float = Field(
         0.001,
         gt=0,
-        description="of lars: the rate of a layer is so many times the size of its weights over its gradient's",
+        description=(
+            "of lars: "
+            "the rate of a layer is so many times the size of its weights over its gradient's"
+        ),
     )
     reference_batch: Positive | None = Field(
         None,
-        description="the batch that lr was found for: the rate is multiplied by train.batch over this; none: it is not",
+        description=(
+            "the batch that lr was found for: the rate is multiplied by train.batch over this; "
+            "none: it is not"
+        ),
     )
     scaling: Literal["linear", "sqrt"] = Field(
         "linear", description="by that ratio, or its square root (for Adam and its kin)"
@@ -162,34 +171,48 @@ class OptimTable(SpecTable):
     freeze: tuple[str, ...] = Field((), description="patterns of parameters that are not trained")
     fused: bool = Field(
         True,
-        description="the kernels of torch that update in one pass, where it has them; false: as torch does it by itself",
+        description=(
+            "the kernels of torch that update in one pass, where it has them; "
+            "false: as torch does it by itself"
+        ),
     )
     state: Literal["fp32", "8bit"] = Field(
         "fp32",
-        description="what adam and adamw keep their moments in; 8bit: a tensor of fewer than 4,096 numbers keeps fp32",
+        description=(
+            "what adam and adamw keep their moments in; "
+            "8bit: a tensor of fewer than 4,096 numbers keeps fp32"
+        ),
     )
     ema: Fraction | None = Field(
         None,
-        description="decay d of the average of weights, min(d, (1 + n) / (10 + n)) after n updates; evaluated and saved in their place",
+        description=(
+            "decay d of the average of weights, min(d, (1 + n) / (10 + n)) after n updates; "
+            "evaluated and saved in their place"
+        ),
     )
     ema_ramp: bool = Field(
         True, description="false: the decay of the average is d from the first update on"
     )
     ema_buffers: bool = Field(
         False,
-        description="average buffers too, as BatchNorm's statistics, by the same formula, and copy those of integers",
+        description=(
+            "average buffers too, as BatchNorm's statistics, by the same formula, "
+            "and copy those of integers"
+        ),
     )
 
     @model_validator(mode="after")
     def _together(self) -> Self:
         if self.clip_value is not None and self.clip:
             raise ValueError(
-                f"clip = {self.clip} and clip_value = {self.clip_value} contradict each other; set clip = 0 or drop one"
+                f"clip = {self.clip} and clip_value = {self.clip_value} contradict each other; "
+                "set clip = 0 or drop one"
             )
         if self.state == "8bit" and (self.name not in ("adam", "adamw") or not self.fused):
             given = f'name = "{self.name}"' if self.fused else "fused = false"
             raise ValueError(
-                f'state = "8bit" is of the adam and adamw of surefoot, not of {given}; use "adamw" or "adam", or leave state out'
+                f'state = "8bit" is of the adam and adamw of surefoot, not of {given}; '
+                'use "adamw" or "adam", or leave state out'
             )
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
@@ -209,11 +232,17 @@ class TrainTable(SpecTable):
     ramp: tuple[tuple[Count, Positive], ...] = Field(
         (),
         max_length=8,
-        description="pairs (samples seen, batch from there on), from 0 up to train.batch: a batch that grows",
+        description=(
+            "pairs (samples seen, batch from there on), from 0 up to train.batch: "
+            "a batch that grows"
+        ),
     )
     batchnorm: Literal["keep", "group", "layer", "sync"] = Field(
         "keep",
-        description="BatchNorm: keep it, put GroupNorm in its place, a LayerNorm over channels and positions, or join it over ranks",
+        description=(
+            "BatchNorm: keep it, put GroupNorm in its place, "
+            "a LayerNorm over channels and positions, or join it over ranks"
+        ),
     )
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, order, augmentation, dropout")
     deterministic: bool = Field(True, description="deterministic kernels where torch has them")
@@ -228,11 +257,16 @@ class TrainTable(SpecTable):
     )
     memory_format: Literal["contiguous", "channels_last"] = Field(
         "contiguous",
-        description="how weights of convolutions lie: channels_last is what most of their kernels work in",
+        description=(
+            "how weights of convolutions lie: channels_last is what most of their kernels work in"
+        ),
     )
     attention: Literal["auto", "fused", "math"] = Field(
         "auto",
-        description="kernels of scaled_dot_product_attention: torch's choice; fused: so, and none in step 1 ends the run; math: none fused",
+        description=(
+            "kernels of scaled_dot_product_attention: torch's choice; fused: so, "
+            "and none in step 1 ends the run; math: none fused"
+        ),
     )
     cudnn_benchmark: bool = Field(
         False, description="cuDNN times its algorithms for each convolution and takes the fastest"
@@ -243,17 +277,20 @@ class TrainTable(SpecTable):
         if self.microbatch is not None and self.batch % self.microbatch:
             legal = [size for size in range(1, self.batch + 1) if self.batch % size == 0]
             raise ValueError(
-                f"microbatch = {self.microbatch} does not divide batch = {self.batch}; use one of {legal}"
+                f"microbatch = {self.microbatch} does not divide batch = {self.batch}; "
+                f"use one of {legal}"
             )
         self._check_ramp()
         length = Duration.parse(self.length)
         if length.unit == "%":
             raise ValueError(
-                f"length = {self.length} is a share of itself; say how long the run is, for example in epochs or steps"
+                f"length = {self.length} is a share of itself; say how long the run is, "
+                "for example in epochs or steps"
             )
         if length.unit == "s" and length.value < SHORTEST_RUN_S:
             raise ValueError(
-                f"length = {self.length} is over before the first step; use at least {SHORTEST_RUN_S} s, or 1 step"
+                f"length = {self.length} is over before the first step; "
+                f"use at least {SHORTEST_RUN_S} s, or 1 step"
             )
         return self
 
@@ -261,7 +298,10 @@ class TrainTable(SpecTable):
         if not self.ramp:
             return
         starts, batches = zip(*self.ramp, strict=True)
-        form = f"; it is [[0, SMALL], ..., [SAMPLES, {self.batch}]]: samples that rise from 0, and at last train.batch"
+        form = (
+            f"; it is [[0, SMALL], ..., [SAMPLES, {self.batch}]]: samples that rise from 0, "
+            "and at last train.batch"
+        )
         if (
             starts[0] != 0
             or any(later <= before for before, later in pairwise(starts))
@@ -274,7 +314,8 @@ class TrainTable(SpecTable):
                 size for size in range(1, math.gcd(*batches) + 1) if math.gcd(*batches) % size == 0
             ]
             raise ValueError(
-                f"microbatch = {self.microbatch} does not divide {wrong[0]} of ramp; use one of {legal}"
+                f"microbatch = {self.microbatch} does not divide {wrong[0]} of ramp; "
+                f"use one of {legal}"
             )
 
 
@@ -302,7 +343,10 @@ Format = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 class PrecisionTable(SpecTable):
     compute: Literal["fp32", "tf32", "bf16", "fp16", "float8", "auto"] = Field(
         "fp32",
-        description="dtype of forward and backward; float8: of linear layers; auto: the best besides; weights and state stay fp32",
+        description=(
+            "dtype of forward and backward; float8: of linear layers; auto: the best besides; "
+            "weights and state stay fp32"
+        ),
     )
     emulate: bool = Field(
         False,
@@ -330,14 +374,17 @@ class PrecisionTable(SpecTable):
     )
     contract: dict[Role, Format] = Field(
         default_factory=dict,
-        description="role -> dtype that step 1 must show of every trained parameter, as master -> fp32",
+        description=(
+            "role -> dtype that step 1 must show of every trained parameter, as master -> fp32"
+        ),
     )
 
     @model_validator(mode="after")
     def _together(self) -> Self:
         if math.frexp(self.init_scale)[0] != 0.5:
             raise ValueError(
-                f"init_scale = {self.init_scale:g} is no power of two; use one as 65536.0, so that scaling is exact"
+                f"init_scale = {self.init_scale:g} is no power of two; use one as 65536.0, "
+                "so that scaling is exact"
             )
         if self.min_scale > self.init_scale:
             scales = f"min_scale = {self.min_scale:g} is above init_scale = {self.init_scale:g}"
@@ -347,7 +394,8 @@ class PrecisionTable(SpecTable):
             )
         if self.weights == "bf16" and self.compute != "bf16":
             raise ValueError(
-                f"weights = 'bf16' with compute = {self.compute!r} widens in each pass; set compute = 'bf16'"
+                f"weights = 'bf16' with compute = {self.compute!r} widens in each pass; "
+                "set compute = 'bf16'"
             )
         return self
 
@@ -365,22 +413,30 @@ class MemoryTable(SpecTable):
     )
     update_in_backward: bool = Field(
         False,
-        description="update each parameter as soon as its gradient is there, and let the gradient go",
+        description=(
+            "update each parameter as soon as its gradient is there, and let the gradient go"
+        ),
     )
     on_oom: Literal["stop", "halve"] = Field(
         "stop",
-        description="a step that runs out of memory ends the run, or is done again with half the microbatch, as all behind it",
+        description=(
+            "a step that runs out of memory ends the run, "
+            "or is done again with half the microbatch, as all behind it"
+        ),
     )
     predict: bool = Field(
         False,
-        description="predict the peak of a step before the first one, and compare it with that of the third",
+        description=(
+            "predict the peak of a step before the first one, and compare it with that of the third"
+        ),
     )
 
     @model_validator(mode="after")
     def _together(self) -> Self:
         if self.offload == "optimizer" and self.update_in_backward:
             raise ValueError(
-                'offload = "optimizer" gathers gradients on the host; drop it, or set update_in_backward = false'
+                'offload = "optimizer" gathers gradients on the host; drop it, '
+                "or set update_in_backward = false"
             )
         return self
 
@@ -390,7 +446,8 @@ def _pointed(given: Any) -> Any:
     name = str(given).lower()
     if name in ("torchscript", "jit"):
         raise ValueError(
-            'TorchScript is retired, and made no training faster; use "model", and torch.export for serving'
+            'TorchScript is retired, and made no training faster; use "model", '
+            "and torch.export for serving"
         )
     if name in ("tensorrt", "trt"):
         raise ValueError(
@@ -402,7 +459,10 @@ def _pointed(given: Any) -> Any:
 class CompileTable(SpecTable):
     what: Annotated[Literal["none", "blocks", "model", "step"], BeforeValidator(_pointed)] = Field(
         "none",
-        description="what torch.compile compiles: the blocks of the model, of which equal ones share it, all of it, or the whole step",
+        description=(
+            "what torch.compile compiles: the blocks of the model, of which equal ones share it, "
+            "all of it, or the whole step"
+        ),
     )
     blocks: tuple[str, ...] = Field(
         (), description="patterns of the modules that are blocks; none: those that repeat"
@@ -412,7 +472,10 @@ class CompileTable(SpecTable):
     )
     dynamic: bool | None = Field(
         None,
-        description="whether sizes may differ from step to step; none: torch assumes it after the second size",
+        description=(
+            "whether sizes may differ from step to step; "
+            "none: torch assumes it after the second size"
+        ),
     )
     on_failure: Literal["eager", "stop"] = Field(
         "eager", description="what a region that cannot be compiled does to the run"
@@ -428,18 +491,27 @@ class CompileTable(SpecTable):
 class LoaderTable(SpecTable):
     workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = Field(
         0,
-        description="who reads ahead of the steps; auto finds how many it takes; 0: each step reads by itself",
+        description=(
+            "who reads ahead of the steps; auto finds how many it takes; "
+            "0: each step reads by itself"
+        ),
     )
     kind: Literal["auto", "thread", "process"] = Field(
         "auto",
-        description="what a worker is; auto: a thread where the source says that threads may read it, else a process",
+        description=(
+            "what a worker is; auto: a thread where the source says that threads may read it, "
+            "else a process"
+        ),
     )
     prefetch: Positive | None = Field(
         None, description="microbatches that each worker holds ahead; none: 2"
     )
     start: Literal["auto", "fork", "spawn"] = Field(
         "auto",
-        description="how worker processes begin; auto: forked on Linux, else spawned, which needs a source that pickles",
+        description=(
+            "how worker processes begin; auto: forked on Linux, else spawned, "
+            "which needs a source that pickles"
+        ),
     )
     timeout: float = Field(
         4.0, gt=0, description="seconds after which a worker that is waited for is replaced"
@@ -460,18 +532,25 @@ class CheckpointTable(SpecTable):
     keep_best: Positive = Field(1, description="how many of the best by evaluate.score stay")
     budget: Annotated[str, _checked_by(parse_bytes)] | None = Field(
         None,
-        description="the disk that all commits may take; the oldest go, never the newest two nor the best",
+        description=(
+            "the disk that all commits may take; the oldest go, never the newest two nor the best"
+        ),
     )
     max_unsaved: TimeText | Never = Field(
         "6 h",
-        description="a run ends when the disk has refused each of its saves for this long; or never",
+        description=(
+            "a run ends when the disk has refused each of its saves for this long; or never"
+        ),
     )
     store: str | None = Field(
         None, min_length=1, description="a URL that fsspec knows; every commit is copied there too"
     )
     background: bool = Field(
         True,
-        description="write while training goes on, at the lowest priority; costs one copy of the state in host memory",
+        description=(
+            "write while training goes on, at the lowest priority; "
+            "costs one copy of the state in host memory"
+        ),
     )
 
 
@@ -492,7 +571,9 @@ class ObserveTable(SpecTable):
     tensorboard: bool | None = Field(None, description="none: when the extra is installed")
     noise: bool = Field(
         False,
-        description="the gradient noise scale, from the first microbatch of each step and the whole of it",
+        description=(
+            "the gradient noise scale, from the first microbatch of each step and the whole of it"
+        ),
     )
 
 
@@ -501,7 +582,10 @@ class FaultTable(SpecTable):
 
     forget: tuple[Literal["optimizer", "schedule", "random", "task"], ...] = Field(
         (),
-        description="parts of the state that going on leaves as a new run has them: optimizer, schedule, random, task",
+        description=(
+            "parts of the state that going on leaves as a new run has them: optimizer, schedule, "
+            "random, task"
+        ),
     )
 
 
@@ -510,39 +594,58 @@ class LayoutTable(SpecTable):
 
     replicate: Positive | None = Field(
         None,
-        description="ranks that hold the same weights and read other samples; none: all that `shard` leaves",
+        description=(
+            "ranks that hold the same weights and read other samples; none: all that `shard` leaves"
+        ),
     )
     shard: Positive = Field(
         1,
-        description="ranks that hold a part each of what `stage` says; `replicate` times it makes all ranks",
+        description=(
+            "ranks that hold a part each of what `stage` says; `replicate` times it makes all ranks"
+        ),
     )
     stage: Literal[1, 2, 3] = Field(
         3,
-        description="what shard ranks split: 1 the optimiser's state, 2 gradients too, 3 weights too",
+        description=(
+            "what shard ranks split: 1 the optimiser's state, 2 gradients too, 3 weights too"
+        ),
     )
     sync_buffers: bool = Field(
         True, description="BatchNorm's statistics as one process would have them; else rank 0's"
     )
     virtual_ranks: Annotated[int, AfterValidator(_power_of_two)] | None = Field(
         None,
-        description="exact mode: sums as so many ranks would have them, a power of two, with the same bits on any that divide it",
+        description=(
+            "exact mode: sums as so many ranks would have them, a power of two, "
+            "with the same bits on any that divide it"
+        ),
     )
     transport: Transport = Field(
         "auto",
-        description="how ranks on CPUs reach each other: through memory that those of one host share, or by gloo's sockets; "
+        description="how ranks on CPUs reach each other: "
+        "through memory that those of one host share, "
+        "or by gloo's sockets; "
         "auto: the memory where all are on one host",
     )
     bucket: Size = Field(
         "25 MiB",
-        description="gradients are sent so many bytes at a time; surefoot bench comm SPEC measures which are best",
+        description=(
+            "gradients are sent so many bytes at a time; "
+            "surefoot bench comm SPEC measures which are best"
+        ),
     )
     first_bucket: Size = Field(
         "1 MiB",
-        description="the same of a step's first, which is on its way while most is still to be computed",
+        description=(
+            "the same of a step's first, which is on its way while most is still to be computed"
+        ),
     )
     compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
         "none",
-        description="what gradients are sent as: as they are, in 16 bits, or as products of low rank with error feedback",
+        description=(
+            "what gradients are sent as: as they are, in 16 bits, "
+            "or as products of low rank with error feedback"
+        ),
     )
     compress_rank: Positive = Field(
         4, description="with powersgd: columns of each side of a matrix's gradient"
@@ -554,7 +657,9 @@ class LayoutTable(SpecTable):
     stall: float = Field(
         60.0,
         gt=0,
-        description="seconds that a rank may keep the others waiting before it is named and the run ends",
+        description=(
+            "seconds that a rank may keep the others waiting before it is named and the run ends"
+        ),
     )
     timeout: float = Field(
         1800.0,
@@ -573,7 +678,10 @@ class NcclTable(SpecTable):
     interface: str | None = Field(
         None,
         min_length=1,
-        description='NCCL_SOCKET_IFNAME: network interfaces by how they begin; "=eth0": that one, "^docker": not these',
+        description=(
+            'NCCL_SOCKET_IFNAME: network interfaces by how they begin; "=eth0": that one, '
+            '"^docker": not these'
+        ),
     )
     infiniband: bool | None = Field(
         None, description="NCCL_IB_DISABLE, the other way round: whether it uses InfiniBand or RoCE"
@@ -588,7 +696,9 @@ class NcclTable(SpecTable):
     )
     infiniband_retries: Annotated[int, Field(ge=1, le=7)] | None = Field(
         None,
-        description="NCCL_IB_RETRY_CNT: so often a message is sent again before the link is given up",
+        description=(
+            "NCCL_IB_RETRY_CNT: so often a message is sent again before the link is given up"
+        ),
     )
     algorithm: tuple[
         Literal["tree", "ring", "collnetdirect", "collnetchain", "nvls", "nvlstree", "pat"], ...
@@ -598,5 +708,8 @@ class NcclTable(SpecTable):
     )
     peer_access: bool | None = Field(
         None,
-        description="NCCL_P2P_DISABLE, the other way round: whether GPUs of a host copy to each other directly",
+        description=(
+            "NCCL_P2P_DISABLE, the other way round: "
+            "whether GPUs of a host copy to each other directly"
+        ),
     )

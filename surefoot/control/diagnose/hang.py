@@ -90,7 +90,8 @@ def find_hang(rows: Sequence[RankSnapshot]) -> Hang:
     where = _where(rows[0])
     return Hang(
         (),
-        f"all {len(rows)} ranks are in {where}, and it does not end: the network between them is cut, or too slow",
+        f"all {len(rows)} ranks are in {where}, and it does not end: "
+        "the network between them is cut, or too slow",
     )
 
 
@@ -183,7 +184,8 @@ def find_frame(stack: Sequence[str]) -> str:
 
     A frame is written `file.py:31 in loss`.
 
-    >>> find_frame([f"{re.__file__}:3 in f", "/home/me/surefoot/task.py:31 in loss", f"{__file__}:9 in g"])
+    >>> task = "/home/me/surefoot/task.py:31 in loss"
+    >>> find_frame([f"{re.__file__}:3 in f", task, f"{__file__}:9 in g"])
     '/home/me/surefoot/task.py:31 in loss'
     """
     own = [

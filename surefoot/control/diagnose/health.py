@@ -73,15 +73,27 @@ class Health:
             if self.age_s is None
             else f"{format_seconds(self.age_s)} old"
         )
-        process = f"process {self.process if self.process is not None else UNKNOWN} on {self.host or UNKNOWN}"
+        process = (
+            f"process {self.process if self.process is not None else UNKNOWN} on "
+            f"{self.host or UNKNOWN}"
+        )
         if self.state == RUNNING:
             return f"not yet: {process} is running it; the last record is {age}"
         if self.state == STUCK:
             limit = format_seconds(self.stuck_after_s)
-            return f"not yet, but it is stuck: {process} holds run.lock, and the last record is {age} (the limit is {limit})"
+            return (
+                f"not yet, but it is stuck: {process} holds run.lock, "
+                f"and the last record is {age} (the limit is {limit})"
+            )
         if self.state == DEAD:
-            return f"no end is recorded and no process holds run.lock: it was killed; the last record is {age}"
-        return f"no end is recorded; {process} took run.lock, and only that host can tell whether it is running; the last record is {age}"
+            return (
+                "no end is recorded and no process holds run.lock: it was killed; "
+                f"the last record is {age}"
+            )
+        return (
+            f"no end is recorded; {process} took run.lock, "
+            f"and only that host can tell whether it is running; the last record is {age}"
+        )
 
 
 def find_health(

@@ -68,7 +68,10 @@ class Remedy:
         """The effect in words, such as `12 MiB less, as measured: ...`."""
         if self.saved_bytes is None:
             return self.known
-        return f"{format_bytes(abs(self.saved_bytes))} {'less' if self.saved_bytes >= 0 else 'more'}, {self.known}"
+        return (
+            f"{format_bytes(abs(self.saved_bytes))} {'less' if self.saved_bytes >= 0 else 'more'}, "
+            f"{self.known}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +223,10 @@ def _grow(
         )
     known = "not known; surefoot memory SPEC predicts it"
     if shape is not None:
-        known = f"{format_bytes(shape.parameter_bytes)} a parameter and its activations, as predicted of this one"
+        known = (
+            f"{format_bytes(shape.parameter_bytes)} a parameter and its activations, "
+            "as predicted of this one"
+        )
     yield Remedy(change="a larger model", saved_bytes=None, known=known)
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# calls that may wait for a file: number on x86-64, on arm64 (None: no such call), and which argument is a descriptor or a path
+# calls that may wait for a file: their number on x86-64, on arm64 (None: no such call), and which
+# argument is a descriptor or a path
 CALLS = {
     "read": (0, 63, "descriptor"),
     "write": (1, 64, "descriptor"),

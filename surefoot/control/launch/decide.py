@@ -207,7 +207,8 @@ def find_numbers(
     wrong = [number for number, reason in reasons.items() if reason]
     if not numbers:
         raise InputError(
-            f"--ranks is {least}:{most}, and no number of these may train this spec: {reasons[most]}",
+            f"--ranks is {least}:{most}, and no number of these may train this spec: "
+            f"{reasons[most]}",
             hint="give another range",
         )
     names = ", ".join(map(str, wrong))

@@ -107,7 +107,8 @@ class Places:
         """Log that all ranks save and end, to restart as more ranks."""
         found = choose(self._rules, replace(self._course, num_commits=self._commits.count))
         self._say(
-            f"{_names(set(found) - set(self.now))} will be tried again: all ranks save and end, to begin anew as {len(found)}"
+            f"{_names(set(found) - set(self.now))} will be tried again: all ranks save and end, "
+            f"to begin anew as {len(found)}"
         )
 
     def after(self, end: AttemptEnd) -> int | None:

@@ -175,11 +175,13 @@ def _name_memory(
     if num_kills <= 0 or end.fault is None or end.fault.how is not ExitKind.KILLED:
         return end
     say(
-        f"error: the kernel killed {num_kills} process{'es' * (num_kills > 1)} of this run's cgroup for memory; all ranks together may "
+        f"error: the kernel killed {num_kills} process{'es' * (num_kills > 1)} of this run's "
+        "cgroup for memory; all ranks together may "
         f"use {memory.find_limit().words}"
     )
     say(
-        "hint: use a smaller train.microbatch, memory.recompute, layout.shard or fewer ranks, or raise the limit"
+        "hint: use a smaller train.microbatch, memory.recompute, layout.shard or fewer ranks, "
+        "or raise the limit"
     )
     how = end.fault.how if places.is_elastic else ExitKind.SHORT
     return end._replace(code=OutOfMemory.exit_code, fault=end.fault._replace(how=how))
@@ -392,7 +394,8 @@ def _judge(
     for each in ranks if how is ExitKind.PARTED else ():
         if each.code == 0:
             say(
-                f"error: rank {each.number} of {len(ranks)} ended with exit code 0, as if the run were over"
+                f"error: rank {each.number} of {len(ranks)} ended with exit code 0, "
+                "as if the run were over"
             )
             how = ExitKind.LEFT
     return AttemptEnd(

@@ -123,7 +123,8 @@ def parse_stacks(text: str) -> tuple[str, ...]:
 
     `text` is the output of faulthandler.
 
-    >>> parse_stacks('Current thread 0x1 (most recent call first):\\n  File "a.py", line 3 in f\\n  File "b.py", line 9 in g\\n')
+    >>> stack = '  File "a.py", line 3 in f\\n  File "b.py", line 9 in g\\n'
+    >>> parse_stacks("Current thread 0x1 (most recent call first):\\n" + stack)
     ('a.py:3 in f', 'b.py:9 in g')
     """
     plain = ESCAPED.sub(lambda found: found[0].encode().decode("unicode_escape"), text)

@@ -86,7 +86,8 @@ def fit_link(points: Sequence[Point]) -> Link:
     of log errors, which a few bad points do not move. Neither parameter is below 0. Raises
     InputError for fewer than two sizes.
 
-    >>> link = fit_link([(size, 5e-5 + size / 2e9) for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22)] + [(1 << 20, 0.5)])
+    >>> points = [(size, 5e-5 + size / 2e9) for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22)]
+    >>> link = fit_link(points + [(1 << 20, 0.5)])
     >>> round(link.latency_s * 1e6), round(link.bytes_per_s / 1e9, 3), link.num_left_out
     (50, 2.0, 1)
     """
@@ -166,7 +167,8 @@ def best_bucket_bytes(total_bytes: float, link: Link) -> float | None:
     bucket + bucket / bandwidth has its minimum at sqrt(latency * bandwidth * total). Never more
     than `total_bytes`.
 
-    >>> round(best_bucket_bytes(400e6, Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0)))
+    >>> link = Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0)
+    >>> round(best_bucket_bytes(400e6, link))
     6324555
     """
     if link.bytes_per_s is None:

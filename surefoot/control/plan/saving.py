@@ -1,6 +1,7 @@
 """Checkpoint interval: the cost of a save against the work that a failure loses.
 
-J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly, 2006, for its limits.
+J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly,
+2006, for its limits.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def compare_stages(
 
     >>> [f"{each.num_bytes / 1e9:.2f}" for each in compare_stages(175_000_000_000, 64)]
     ['2800.00', '1421.88', '732.81', '43.75']
-    >>> mixed = compare_stages(175_000_000_000, 64, weight_bytes=2, gradient_bytes=2, state_bytes=12)
+    >>> num_parameters = 175_000_000_000
+    >>> mixed = compare_stages(num_parameters, 64, weight_bytes=2, gradient_bytes=2, state_bytes=12)
     >>> [f"{each.num_bytes / 1e9:.1f}" for each in mixed]
     ['2800.0', '732.8', '388.3', '43.8']
     """

@@ -107,7 +107,8 @@ def _best(lines: Sequence[PlottedCurve]) -> Iterator[str]:
     for line in lines:
         if line.best is not None:
             step, value = line.best
-            yield f"{f'{line.label}: ' if len(lines) > 1 else ''}best {format_number(value)} at step {step:,.0f}"
+            name = f"{line.label}: " if len(lines) > 1 else ""
+            yield f"{name}best {format_number(value)} at step {step:,.0f}"
 
 
 def _note(values: Sequence[float | None]) -> Iterator[str]:

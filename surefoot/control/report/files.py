@@ -186,7 +186,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise RunFolderError(f"{path} is damaged: it is no JSON object")
     if row.get("version") != VERSION:
         raise RunFolderError(
-            f"{path} is of version {str(row.get('version'))[:20]}, and version {VERSION} is known here"
+            f"{path} is of version {str(row.get('version'))[:20]}, "
+            f"and version {VERSION} is known here"
         )
     return row
 

@@ -121,7 +121,10 @@ def _roof(frame: Frame, index: int, peak: float, width: float | None) -> Iterato
         )
         return
     ridge, start = peak / width, max(frame.x.low, frame.y.low / width)
-    d = f"M{frame.across(start):.1f} {frame.up(start * width):.1f}L{frame.across(ridge):.1f} {frame.up(peak):.1f}H{right:.1f}"
+    d = (
+        f"M{frame.across(start):.1f} {frame.up(start * width):.1f}"
+        f"L{frame.across(ridge):.1f} {frame.up(peak):.1f}H{right:.1f}"
+    )
     yield Path(d=d, style=f"line s{index % NUM_STYLES}")
 
 
@@ -165,7 +168,10 @@ def _powers(frame: Frame) -> Iterator[Words]:
 
 def _tell(place: RooflinePoint) -> str:
     x, y = _stand(place)
-    return f"{place.name}: {format_count(x)} FLOP a byte, {_giga(y)} GFLOP/s, {format_seconds(place.elapsed_s)}"
+    return (
+        f"{place.name}: {format_count(x)} FLOP a byte, {_giga(y)} GFLOP/s, "
+        f"{format_seconds(place.elapsed_s)}"
+    )
 
 
 def table_of_places(found: Roofline) -> TableRows | None:

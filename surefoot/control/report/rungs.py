@@ -24,7 +24,8 @@ def format_ratio(ratio: Ratio) -> str:
         return UNKNOWN
     if ratio.low is None or ratio.high is None:
         return format_number(ratio.estimate)
-    return f"{format_number(ratio.estimate)} ({format_number(ratio.low)} to {format_number(ratio.high)})"
+    low, high = format_number(ratio.low), format_number(ratio.high)
+    return f"{format_number(ratio.estimate)} ({low} to {high})"
 
 
 def tables_of_rungs(ladder: LadderRows) -> list[TableRows]:

@@ -149,7 +149,10 @@ def tell_phases(phases: Phases) -> Iterator[str]:
     """Yield a sentence that compares the sum of the phases with an independent clock."""
     if phases.coverage is not None:
         wall = format_seconds(phases.wall_s)
-        yield f"the phases add up to {format_seconds(phases.total_s)}, {100 * phases.coverage:.1f} % of the {wall} of another clock"
+        yield (
+            f"the phases add up to {format_seconds(phases.total_s)}, "
+            f"{100 * phases.coverage:.1f} % of the {wall} of another clock"
+        )
 
 
 def _spread(spread: Spread | None) -> list[str]:

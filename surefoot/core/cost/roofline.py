@@ -194,10 +194,15 @@ class Utilisation:
     def words(self, samples_per_s: float | None) -> str:
         """Return the formula with its values.
 
-        >>> Utilisation(flops_per_sample=2e6, peak_flops_per_s=1e11, dtype="fp32", source="measured").words(5000.0)
+        >>> Utilisation(
+        ...     flops_per_sample=2e6, peak_flops_per_s=1e11, dtype="fp32", source="measured"
+        ... ).words(5000.0)
         '10 % = 0.002 GFLOP a sample x 5000 samples/s / 100 GFLOP/s (fp32, measured)'
         """
-        terms = f"{giga(self.flops_per_sample)} GFLOP a sample x {format_number(samples_per_s)} samples/s"
+        terms = (
+            f"{giga(self.flops_per_sample)} GFLOP a sample x {format_number(samples_per_s)} "
+            "samples/s"
+        )
         peak = f"{giga(self.peak_flops_per_s)} GFLOP/s ({self.dtype}, {self.source})"
         return f"{format_percent(self.share(samples_per_s))} = {terms} / {peak}"
 

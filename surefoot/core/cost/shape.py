@@ -46,8 +46,10 @@ def attention_pairs(queries: int, keys: int, *, causal: bool) -> int:
 
     The i-th query of causal attention uses the first i keys.
 
-    >>> attention_pairs(4, 4, causal=False), attention_pairs(4, 4, causal=True), attention_pairs(4, 2, causal=True)
-    (16, 10, 7)
+    >>> attention_pairs(4, 4, causal=False)
+    16
+    >>> attention_pairs(4, 4, causal=True), attention_pairs(4, 2, causal=True)
+    (10, 7)
     """
     if not causal:
         return queries * keys

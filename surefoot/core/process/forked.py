@@ -28,14 +28,20 @@ class OwningProcess:
         return os.getpid() == self._process
 
     def describe(self, what: str) -> str:
-        return f"{what} belongs to process {self._process}, and this is process {os.getpid()}, which was forked from it"
+        return (
+            f"{what} belongs to process {self._process}, and this is process {os.getpid()}, "
+            "which was forked from it"
+        )
 
     def check(self, what: str) -> None:
         """Raise InputError in another process than the owner."""
         if os.getpid() != self._process:  # called at every step
             raise InputError(
                 self.describe(what),
-                hint="call it in that process alone, and send it what this one finds: by a multiprocessing.Queue, or a file",
+                hint=(
+                    "call it in that process alone, and send it what this one finds: "
+                    "by a multiprocessing.Queue, or a file"
+                ),
             )
 
 
@@ -81,7 +87,8 @@ def _let_go() -> None:
 
 def _begin_child() -> None:
     _inherited.extend(_forking.held)
-    # the workers of the parent: multiprocessing ends those in its list at exit, whichever process started them
+    # the workers of the parent: multiprocessing ends those in its list at exit, whichever process
+    # started them
     getattr(sys.modules.get("multiprocessing.process"), "_children", set()).clear()
     for owner, call in list(_calls.items()):
         call(owner)

@@ -72,7 +72,8 @@ def find_tasks(environ: Mapping[str, str]) -> Tasks | None:
 
     >>> find_tasks({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}).number
     4
-    >>> find_tasks({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "RANK": "0", "WORLD_SIZE": "4"})
+    >>> environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
+    >>> find_tasks({**environ, "RANK": "0", "WORLD_SIZE": "4"})
     """
     if any(environ.get(name) for name in JOINED):
         return None
@@ -138,18 +139,20 @@ def describe(tasks: Tasks) -> tuple[str, str]:
         else f" ({tasks.variable} is set)"
     )
     message = (
-        f"{tasks.launcher} started this command {number} times{shown}, and each process would train the whole task alone: "
+        f"{tasks.launcher} started this command {number} times{shown}, "
+        "and each process would train the whole task alone: "
         f"surefoot reads {' and '.join(JOINED)}, which are not set"
     )
     local = "N" if tasks.number is None else str(-(-tasks.number // (tasks.num_hosts or 1)))
-    one_host = f"{'srun --ntasks=1 ' if tasks.launcher == 'srun' else ''}surefoot train SPEC --ranks {local}"
+    alone = "srun --ntasks=1 " if tasks.launcher == "srun" else ""
+    one_host = f"{alone}surefoot train SPEC --ranks {local}"
     hosts = tasks.num_hosts or "H"
     each = {"srun": f"srun --ntasks={hosts} --ntasks-per-node=1 "}.get(
         tasks.launcher, "on each host: "
     )
     several = (
-        f"{each}torchrun --nnodes={hosts} --nproc-per-node={local} --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 "
-        "-m -- surefoot train SPEC"
+        f"{each}torchrun --nnodes={hosts} --nproc-per-node={local} --rdzv-backend=c10d "
+        "--rdzv-endpoint=FIRST_HOST:29500 -m -- surefoot train SPEC"
     )
     line = (
         one_host
@@ -158,7 +161,5 @@ def describe(tasks: Tasks) -> tuple[str, str]:
         if tasks.num_hosts
         else f"on one host: {one_host}; on several, {several}"
     )
-    return (
-        message,
-        f"{line}; for runs that are independent of each other set RANK=0 and WORLD_SIZE=1 for each process",
-    )
+    apart = "for runs that are independent of each other set RANK=0 and WORLD_SIZE=1"
+    return message, f"{line}; {apart} for each process"

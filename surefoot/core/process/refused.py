@@ -9,7 +9,8 @@ try:
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]
 
-# out-of-memory messages of C++, torch's allocators and the C library; CUDA and Python have exception types
+# out-of-memory messages of C++, torch's allocators and the C library; CUDA and Python have
+# exception types
 REFUSED = (
     "std::bad_alloc",
     "can't allocate memory",
@@ -25,8 +26,10 @@ TYPES = ("OutOfMemoryError", "AcceleratorOutOfMemoryError")
 def is_refused(error: BaseException | None) -> bool:
     """Return whether `error`, or its cause, says that memory was refused, on host or device.
 
-    >>> is_refused(MemoryError()), is_refused(RuntimeError("std::bad_alloc")), is_refused(RuntimeError("a wrong shape"))
-    (True, True, False)
+    >>> is_refused(MemoryError()), is_refused(RuntimeError("std::bad_alloc"))
+    (True, True)
+    >>> is_refused(RuntimeError("a wrong shape"))
+    False
     """
     seen = set[int]()
     while error is not None and id(error) not in seen:

@@ -50,13 +50,20 @@ class Layout:
             ):
                 raise SpecError(
                     f"{part.strip()!r} in the layout {text.strip()!r} is no axis with its ranks",
-                    hint=f"write 1 for one process, or {', '.join(f'{each}=2' for each in AXES)}, or shard=2,stage=1",
+                    hint=(
+                        f"write 1 for one process, or {', '.join(f'{each}=2' for each in AXES)}, "
+                        "or shard=2,stage=1"
+                    ),
                 )
             values[name] = int(value)
         if "stage" in values and (values["stage"] not in STAGES or values.get("shard", 1) == 1):
             raise SpecError(
-                f"the layout {text.strip()!r} has stage {values['stage']} on {values.get('shard', 1)} shard rank(s)",
-                hint="a stage says what 2 or more shard ranks split: 1 the optimiser's state, 2 gradients too, 3 weights too",
+                f"the layout {text.strip()!r} has stage {values['stage']} on "
+                f"{values.get('shard', 1)} shard rank(s)",
+                hint=(
+                    "a stage says what 2 or more shard ranks split: 1 the optimiser's state, "
+                    "2 gradients too, 3 weights too"
+                ),
             )
         return cls(**values)
 
@@ -93,6 +100,9 @@ def fit(world_size: int, replicate: int | None, shard: int = 1, stage: int = 3) 
         times = "" if shard == 1 else f" times a layout.shard of {shard}"
         raise SpecError(
             f"layout.replicate is {replicate}{times}, and {are}",
-            hint=f"start {made.world_size} ranks, or leave layout.replicate out: it is then as many as there are",
+            hint=(
+                f"start {made.world_size} ranks, or leave layout.replicate out: "
+                "it is then as many as there are"
+            ),
         )
     return made

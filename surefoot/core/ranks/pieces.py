@@ -14,7 +14,8 @@ def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int)
     if pieces < num_ranks:
         cut = "" if microbatch is None else f" in microbatches of {microbatch}"
         raise SpecError(
-            f"a batch of {smallest}{cut} gives {num_ranks} ranks {pieces} piece{'s' * (pieces != 1)} to compute",
+            f"a batch of {smallest}{cut} gives {num_ranks} ranks {pieces} "
+            f"piece{'s' * (pieces != 1)} to compute",
             hint=f"use fewer ranks, or train.microbatch = {smallest // num_ranks} or less"
             if smallest >= num_ranks
             else f"use fewer ranks, or batches of {num_ranks} and more",
@@ -32,8 +33,12 @@ def check_equal_passes(
         size = microbatch or -(-batch // num_ranks)
         if has_ramp or -(-batch // size) % num_ranks:
             raise SpecError(
-                f'train.batchnorm is "sync", and a batch of {batch} cut into pieces of {size} does not give {num_ranks} ranks equally many',
-                hint='set data.last_batch = "drop", and train.batch to a multiple of train.microbatch times the ranks; no ramp',
+                f'train.batchnorm is "sync", and a batch of {batch} cut into pieces of {size} '
+                f"does not give {num_ranks} ranks equally many",
+                hint=(
+                    'set data.last_batch = "drop", '
+                    "and train.batch to a multiple of train.microbatch times the ranks; no ramp"
+                ),
             )
 
 

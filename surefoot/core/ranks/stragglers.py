@@ -82,7 +82,10 @@ class Straggler:
     @property
     def words(self) -> str:
         often = f"in {self.num_behind:,} of {self.num_steps:,} steps"
-        cost = f"{format_seconds(self.waited_s)} a step, {format_percent(self.share)} of what the others take"
+        cost = (
+            f"{format_seconds(self.waited_s)} a step, "
+            f"{format_percent(self.share)} of what the others take"
+        )
         return f"rank {self.rank} is waited for {often}, {cost}: {self.why}"
 
 
@@ -212,10 +215,17 @@ def explain(mine: Pace, others: Pace) -> tuple[Cause, str]:
     cause = max(parts, key=parts.__getitem__)
     slower = format_number(mine.compute_s / others.compute_s if others.compute_s > 0 else None)
     words: dict[Cause, str] = {
-        "data": f"its data come late, {format_seconds(mine.data_s)} a step, {format_seconds(others.data_s)} on the others",
-        "work": f"it has {format_number(times)} times as many {unit}, and computes {slower} times as long",
+        "data": (
+            f"its data come late, {format_seconds(mine.data_s)} a step, "
+            f"{format_seconds(others.data_s)} on the others"
+        ),
+        "work": (
+            f"it has {format_number(times)} times as many {unit}, "
+            f"and computes {slower} times as long"
+        ),
         "compute": f"it computes {slower} times as long, for {_amount(times)} as much work",
-        "other": f"{format_seconds(mine.other_s)} go between two of its steps, {format_seconds(others.other_s)} on the others: saving, "
+        "other": f"{format_seconds(mine.other_s)} go between two of its steps, "
+        f"{format_seconds(others.other_s)} on the others: saving, "
         "records, code of the loop",
     }
     return cause, words[cause]

@@ -209,7 +209,8 @@ def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier
     Each piece is (curve, number of steps). Raises SpecError where the lengths do not add up to
     `total`, the length of the run.
 
-    >>> curve = sequence([(lambda step: warmup(step, 2), 2), (constant, 2), (lambda step: linear(step, 4), 4)], total=8)
+    >>> rise, fall = lambda step: warmup(step, 2), lambda step: linear(step, 4)
+    >>> curve = sequence([(rise, 2), (constant, 2), (fall, 4)], total=8)
     >>> [curve(step) for step in range(9)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """

@@ -160,8 +160,12 @@ def check_for_ramp(settings: ScheduleSettings) -> None:
             ]
             if wrong:
                 raise SpecError(
-                    f"schedule.{key} is {wrong[0]!r}, and with train.ramp that is another number of steps everywhere",
-                    hint="say it in steps; only schedule.warmup, which begins with the run, may be in epochs or samples",
+                    f"schedule.{key} is {wrong[0]!r}, "
+                    "and with train.ramp that is another number of steps everywhere",
+                    hint=(
+                        "say it in steps; only schedule.warmup, which begins with the run, "
+                        "may be in epochs or samples"
+                    ),
                 )
 
 
@@ -208,7 +212,8 @@ class _Builder:
         self._warmup = to_steps(settings.warmup)
         if self._total is not None and self._warmup > self._total:
             raise SpecError(
-                f"schedule.warmup is {settings.warmup}, which ends at step {self._warmup}, and there are {self._total} in all",
+                f"schedule.warmup is {settings.warmup}, which ends at step {self._warmup}, "
+                f"and there are {self._total} in all",
                 hint="make the warm-up shorter, or the run longer",
             )
 
@@ -314,7 +319,10 @@ class _Builder:
         if self._total is None:
             raise SpecError(
                 f"{self._settings.name} must know where it ends, and the run's length is a time",
-                hint='give schedule.length in steps or epochs, or use a curve without an end, such as "constant"',
+                hint=(
+                    "give schedule.length in steps or epochs, or use a curve without an end, "
+                    'such as "constant"'
+                ),
             )
         return self._total - self._warmup
 
@@ -358,7 +366,8 @@ class _Builder:
             stable = room - decay
         if stable < 0 or decay < 0 or stable + decay > room:
             raise SpecError(
-                f"stable and decay_length take {max(stable, 0)} + {max(decay, 0)} steps, and {room} follow the warm-up",
+                f"stable and decay_length take {max(stable, 0)} + {max(decay, 0)} steps, "
+                f"and {room} follow the warm-up",
                 hint="make them shorter, or leave one of them out",
             )
         return stable, decay

@@ -168,13 +168,15 @@ class ScheduleSettings:
     decay_length: str | None = field(
         default=None,
         metadata=_means(
-            "warmup_stable_decay: how long it falls; none: what `stable` leaves, else a fifth after the warm-up"
+            "warmup_stable_decay: how long it falls; none: what `stable` leaves, "
+            "else a fifth after the warm-up"
         ),
     )
     timescale: str | None = field(
         default=None,
         metadata=_means(
-            "inverse_square_root: the curve is halved after three of these; none: the warm-up's length"
+            "inverse_square_root: the curve is halved after three of these; "
+            "none: the warm-up's length"
         ),
     )
     mode: Mode | None = field(

@@ -100,8 +100,12 @@ def check(group: Group, name: str) -> None:
     )
     if wrong:
         raise NumbersError(
-            f"{name} gives wrong numbers on rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} of {group.size}",
-            hint="nothing that these ranks train together is right: another version of torch, or of the driver?",
+            f"{name} gives wrong numbers on rank{'s' * (len(wrong) > 1)} "
+            f"{', '.join(map(str, wrong))} of {group.size}",
+            hint=(
+                "nothing that these ranks train together is right: another version of torch, "
+                "or of the driver?"
+            ),
         )
 
 

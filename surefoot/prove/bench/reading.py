@@ -1,7 +1,8 @@
 """Read and decode speed of samples: cold and warm, with several numbers of workers.
 
-Each sample is read and decoded once, in random order as training does, and then dropped. `cold` is the first read after the files were
-dropped from the page cache; `warm` reads the same samples again.
+Each sample is read and decoded once, in random order as training does, and then dropped. `cold` is
+the first read after the files were dropped from the page cache; `warm` reads the same samples
+again.
 """
 
 from __future__ import annotations
@@ -113,7 +114,10 @@ def measure(
         or not 0 < seconds < 3600
         or not 0 <= delay_s < 60
     ):
-        given = f"{','.join(map(str, workers))} workers, {samples} samples, {seconds} s and a delay of {delay_s} s"
+        given = (
+            f"{','.join(map(str, workers))} workers, {samples} samples, "
+            f"{seconds} s and a delay of {delay_s} s"
+        )
         raise InputError(
             f"{given} measure nothing",
             hint=f"use --workers 0,2,4 (up to {MOST_WORKERS}) --samples 2000 --seconds 5",

@@ -100,8 +100,10 @@ def _split(text: str) -> list[tuple[str, Any, str]]:
 
     Commas inside a list or a string stay.
 
-    >>> [value for _, value, _ in _split("task.sizes=[64, 64],[128]")], [value for _, value, _ in _split("precision.compute=fp32,bf16")]
-    ([[64, 64], [128]], ['fp32', 'bf16'])
+    >>> [value for _, value, _ in _split("task.sizes=[64, 64],[128]")]
+    [[64, 64], [128]]
+    >>> [value for _, value, _ in _split("precision.compute=fp32,bf16")]
+    ['fp32', 'bf16']
     """
     wrong = SpecError(
         f"--vary {text!r} is not table.key=value,value", hint="for example --vary task.width=64,128"

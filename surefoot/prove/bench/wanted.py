@@ -60,7 +60,8 @@ class Sizes:
         needed, there = HELD * self.largest * ranks, find_machine().memory_bytes
         if needed > there / 2:
             raise InputError(
-                f"{ranks} ranks with buffers of {self.largest:,} bytes need {needed:,} bytes, and this host has {there:,}",
+                f"{ranks} ranks with buffers of {self.largest:,} bytes need {needed:,} bytes, "
+                f"and this host has {there:,}",
                 hint=f'use --largest "{there // (2 * HELD * ranks) >> 20} MiB" or less',
             )
 

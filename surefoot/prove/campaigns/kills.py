@@ -133,7 +133,10 @@ def preempt(workshop: Workshop, seed: int) -> TrialResult:
             and times == 1
             and newest < max(child.steps, default=0)
         ):
-            wrong = f"it was given the time to save, did step {child.steps[-1]}, and step {newest} is committed"
+            wrong = (
+                f"it was given the time to save, did step {child.steps[-1]}, "
+                f"and step {newest} is committed"
+            )
         wrong = wrong or go_on(workshop, attempt, golden)
         return TrialResult(wrong and f"{', '.join(tags)}: {wrong}", tags, fell=status != EXIT_OK)
 

@@ -22,37 +22,55 @@ KEPT = (
         number=1,
         name="Committed means committed",
         cases=("F01", "F02", "F03", "F04", "F24"),
-        words="If the log says that step N is committed, it survives kill -9 and a power cut at any instant.",
+        words=(
+            "If the log says that step N is committed, "
+            "it survives kill -9 and a power cut at any instant."
+        ),
     ),
     Promise(
         number=2,
         name="Never silently wrong",
         cases=("F05", "F06", "F06-run"),
-        words="Every byte that is loaded was verified. A damaged checkpoint is named, set aside and skipped.",
+        words=(
+            "Every byte that is loaded was verified. A damaged checkpoint is named, "
+            "set aside and skipped."
+        ),
     ),
     Promise(
         number=3,
         name="The same result",
         cases=("F01", "F02", "F03", "F24"),
-        words="A run that was broken off ends bit for bit equal to one that was not: weights, optimiser, random state, order, metrics.",
+        words=(
+            "A run that was broken off ends bit for bit equal to one that was not: weights, "
+            "optimiser, random state, order, metrics."
+        ),
     ),
     Promise(
         number=4,
         name="Every sample exactly once",
         cases=("F26",),
-        words="In the same order, also when a run goes on with another number of processes and the same global batch.",
+        words=(
+            "In the same order, "
+            "also when a run goes on with another number of processes and the same global batch."
+        ),
     ),
     Promise(
         number=5,
         name="No poisoned weights",
         cases=("F12", "F13"),
-        words="No NaN on any rank reaches the weights or a checkpoint; all ranks decide the same, and it is logged.",
+        words=(
+            "No NaN on any rank reaches the weights or a checkpoint; all ranks decide the same, "
+            "and it is logged."
+        ),
     ),
     Promise(
         number=6,
         name="No hangs, no endless restarts",
         cases=("F20", "F23", "F01-loop"),
-        words="A dead, stuck or cut-off rank is named within 60 s; without progress after 3 restarts the run stops and says why.",
+        words=(
+            "A dead, stuck or cut-off rank is named within 60 s; "
+            "without progress after 3 restarts the run stops and says why."
+        ),
     ),
     Promise(
         number=7,

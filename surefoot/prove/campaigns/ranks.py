@@ -454,7 +454,10 @@ def kill_each_attempt(workshop: Workshop, seed: int) -> TrialResult:
         code, said = command.wait(), command.said
     anew = said.count("begin anew")
     is_well = code != EXIT_OK and anew == RESTARTS and "without a commit" in said
-    wrong = f"rank {given['guilty']} of {ranks}: it began anew {anew} times and ended with {code}: {said[-300:]}"
+    wrong = (
+        f"rank {given['guilty']} of {ranks}: it began anew {anew} times and ended with {code}: "
+        f"{said[-300:]}"
+    )
     return TrialResult(None if is_well else wrong, (f"{ranks} ranks",))
 
 

@@ -75,7 +75,10 @@ def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
             ):
                 return (
                     left[0],
-                    f"process {left[0].pid} trains, and another ended with {status}: {child.said[-300:]}",
+                    (
+                        f"process {left[0].pid} trains, and another ended with {status}: "
+                        f"{child.said[-300:]}"
+                    ),
                 )
             if any(mark.startswith(("step", "draft")) for mark in child.marks):
                 return left[0], f"one that was refused did {child.marks}"
@@ -103,7 +106,10 @@ def _go_on_as(
         owner.go()
         status, after = owner.wait(), _find_committed(attempt)
         if status != StorageError.exit_code or after != before:
-            return f"it lost its lock, ended with {status} and has committed {after} instead of {before}: {owner.said[-300:]}"
+            return (
+                f"it lost its lock, ended with {status} and has committed {after} instead of "
+                f"{before}: {owner.said[-300:]}"
+            )
     last.go()
     if (status := last.wait()) != EXIT_OK:
         return f"the owner ended with {status}: {last.said[-300:]}"

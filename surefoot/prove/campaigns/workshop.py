@@ -257,7 +257,10 @@ def find_damage(run: Path, golden: Golden) -> str | None:
         if differing and (
             differing != {STATE} or not json.loads((folder / STATE).read_text())["scores"]["owed"]
         ):
-            return f"the commit of step {step} holds another state than the unbroken run had: {differing}"
+            return (
+                f"the commit of step {step} holds another state than the unbroken run had: "
+                f"{differing}"
+            )
     return None
 
 

@@ -204,7 +204,8 @@ class Climb:
         if not ratios:
             return False
         self._tell(
-            f"{rung.name}: pair {len(ratios)} of at most {trial.rounds}, {format_number(median(ratios))} times so far"
+            f"{rung.name}: pair {len(ratios)} of at most {trial.rounds}, "
+            f"{format_number(median(ratios))} times so far"
         )
         return is_settled(ratios, trial.rounds)
 
@@ -238,7 +239,8 @@ class Climb:
 
         def take(seeds: range) -> tuple[SeedScores | None, SeedScores | None]:
             self._tell(
-                f"{rung.name}: its score after {self._bench.num_samples:,} samples, {len(seeds)} seeds"
+                f"{rung.name}: its score after {self._bench.num_samples:,} samples, "
+                f"{len(seeds)} seeds"
             )
             if seeds not in self._scores:
                 self._scores[seeds] = self._bench.scores(START, self.start, seeds)
@@ -262,7 +264,9 @@ class Climb:
         if interval is None:
             return "no pair of runs was measured"
         said = {
-            "too few": f"{interval.count} pairs are too few to show a gain, which takes {FIRST_LOOK}",
+            "too few": (
+                f"{interval.count} pairs are too few to show a gain, which takes {FIRST_LOOK}"
+            ),
             "higher": "it is larger" if rung.purpose == "memory" else "it is slower",
         }.get(interval.verdict, "no gain is shown")
         return f"{said}: it takes {interval} of the {self._named(rung)} of the rung below"
@@ -296,10 +300,10 @@ def is_settled(ratios: Sequence[float], most: int) -> bool:
     rung that gains less than a hundredth so far is not pursued: to show so little takes more runs
     than it saves.
 
-    >>> is_settled([0.9] * 7, 15), is_settled([0.9] * 6, 15), is_settled([1.1] * 7, 15), is_settled([0.9] * 5 + [1.1] * 2, 15)
-    (True, False, True, False)
-    >>> is_settled([0.995] * 6 + [1.01], 15)
-    True
+    >>> is_settled([0.9] * 7, 15), is_settled([0.9] * 6, 15), is_settled([1.1] * 7, 15)
+    (True, False, True)
+    >>> is_settled([0.9] * 5 + [1.1] * 2, 15), is_settled([0.995] * 6 + [1.01], 15)
+    (False, True)
     """
     ranks = looks(most)
     if len(ratios) not in ranks:
@@ -345,7 +349,10 @@ def find_skipped_work(trial: Trial, name: str) -> str | None:
     ):
         mine, theirs = trial.pairs(name, BELOW, measure)
         if mine and median(mine) < least * median(theirs):
-            return f"it skips work: {format_number(median(mine) / median(theirs))} times the {what}, for the same samples"
+            return (
+                f"it skips work: {format_number(median(mine) / median(theirs))} times the {what}, "
+                "for the same samples"
+            )
     return None
 
 
@@ -412,11 +419,13 @@ def climb_ladder(
         signature.check(changed.task.use or "", changed.task.parameters, {})
     bench = Workbench(start, settings, folder)
     tell(
-        f"the start: {', '.join(f'{key}={value}' for key, value in rungs.PLAIN.items() if value is not None)}"
+        "the start: "
+        + ", ".join(f"{key}={value}" for key, value in rungs.PLAIN.items() if value is not None)
     )
     step_s = bench.begin()
     tell(
-        f"{format_seconds(step_s)} a step on {bench.device}; each run is measured over {bench.num_samples:,} samples"
+        f"{format_seconds(step_s)} a step on {bench.device}; "
+        f"each run is measured over {bench.num_samples:,} samples"
     )
     known = rungs.find_rungs(
         start, device=bench.device, cores=cores, devices=bench.devices, blocks=spec.memory.blocks

@@ -103,7 +103,10 @@ def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> GateVerdi
         )
     shapes = [name for name in start if start[name].shape != rung[name].shape]
     if shapes:
-        words = f"{shapes[0]} has the shape {rung[shapes[0]].shape}, the start's {start[shapes[0]].shape}"
+        words = (
+            f"{shapes[0]} has the shape {rung[shapes[0]].shape}, "
+            f"the start's {start[shapes[0]].shape}"
+        )
         return GateVerdict(verdict="fails", words=words, worst=float("inf"))
     has_floor = _has_floor(start, blurred)
     floor = blurred if has_floor else start
@@ -114,7 +117,10 @@ def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> GateVerdi
     claims.sort(key=lambda claim: claim.share, reverse=True)
     worst = claims[0]
     fails = worst.share > 1
-    words = f"{worst.what} is off by {format_number(worst.off)}, {format_number(worst.allowed)} is allowed"
+    words = (
+        f"{worst.what} is off by {format_number(worst.off)}, "
+        f"{format_number(worst.allowed)} is allowed"
+    )
     if not fails:
         words = f"{len(claims)} comparisons hold; the nearest to its bound: {words}"
     if not has_floor:
@@ -281,7 +287,10 @@ class Score:
     def words(self) -> str:
         """The comparison of the scores as a sentence."""
         show = format_percent if self.unit == "%" else format_number
-        both = f"{self.name} after the same samples is {show(self.value)}, the start's {show(self.start)}"
+        both = (
+            f"{self.name} after the same samples is {show(self.value)}, "
+            f"the start's {show(self.start)}"
+        )
         return f"{both}, whose own runs scatter by {show(self.spread)}"
 
     @property

@@ -218,13 +218,19 @@ def as_toml(ladder: Ladder) -> str:
     """Return the winning spec as TOML, with its evidence in comments above it."""
     last = ladder.kept[-1] if ladder.kept else None
     lines = [
-        f"the best of the ladder of {ladder.spec} on {ladder.conditions.get('processor', ladder.device)}"
+        (
+            f"the best of the ladder of {ladder.spec} on "
+            f"{ladder.conditions.get('processor', ladder.device)}"
+        )
     ]
     if last is None:
         lines.append("no rung was kept: this is the start")
     else:
         lines += [
-            f"time {_shown(last.total['time'])}, memory {_shown(last.total['memory'])} of the start's for the same samples"
+            (
+                f"time {_shown(last.total['time'])}, "
+                f"memory {_shown(last.total['memory'])} of the start's for the same samples"
+            )
         ]
         lines += [
             f"{each.rung.name}: {each.rung.words}: time {_shown(each.step['time'])}"
@@ -260,7 +266,10 @@ def as_svg(ladder: Ladder) -> str:
         return LEFT + (WIDE - LEFT - RIGHT) * math.log(value / low) / math.log(high / low)
 
     height = LINE * (len(shown) + 2)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height}" font-family="sans-serif" font-size="12"'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {height}" '
+        'font-family="sans-serif" font-size="12"'
+    )
     title = "time for the same samples, as a share of the start"
     parts = [f'{head} fill="currentColor" stroke="none"><title>{title}</title>']
     for tick in _ticks(low, high):
@@ -296,10 +305,14 @@ def _mark(ratio: Interval | None, x: Any, y: float, kept: bool) -> list[str]:
     parts = []
     if ratio.low is not None and ratio.high is not None:
         parts.append(
-            f'<line x1="{x(ratio.low):.1f}" x2="{x(ratio.high):.1f}" y1="{y}" y2="{y}" stroke="currentColor" stroke-width="2"/>'
+            f'<line x1="{x(ratio.low):.1f}" x2="{x(ratio.high):.1f}" y1="{y}" y2="{y}" '
+            'stroke="currentColor" stroke-width="2"/>'
         )
     fill = "currentColor" if kept else "none"
     return [
         *parts,
-        f'<circle cx="{x(ratio.estimate):.1f}" cy="{y}" r="5" fill="{fill}" stroke="currentColor" stroke-width="1.5"/>',
+        (
+            f'<circle cx="{x(ratio.estimate):.1f}" cy="{y}" r="5" fill="{fill}" '
+            'stroke="currentColor" stroke-width="1.5"/>'
+        ),
     ]

@@ -89,7 +89,8 @@ class Rung:
         changed = change(spec, self.change)
         if _meaning(changed) == _meaning(spec):
             raise InputError(
-                f"the rung {self.name!r} changes nothing: {self.words} is what the spec below it has",
+                f"the rung {self.name!r} changes nothing: "
+                f"{self.words} is what the spec below it has",
                 hint="leave it out",
             )
         return changed
@@ -388,7 +389,10 @@ def parse_rung(text: str) -> Rung:
     """
     found = _GIVEN.fullmatch(text)
     kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
-    hint = f'for example --rung "half the batch (algorithm): train.batch=32"; the kinds are {", ".join(kinds)}'
+    hint = (
+        'for example --rung "half the batch (algorithm): train.batch=32"; '
+        f"the kinds are {', '.join(kinds)}"
+    )
     if found is None:
         raise SpecError(f"--rung {text!r} is not name: table.key=value", hint=hint)
     name, kind, stated = found.groups()
@@ -420,9 +424,9 @@ def choose(given: Sequence[str], rungs: Sequence[Rung]) -> tuple[Rung, ...]:
     for name in given:
         if name not in named:
             near = difflib.get_close_matches(name, named, n=1)
+            guess = f"did you mean {near[0]!r}? " if near else ""
             raise InputError(
-                f"there is no rung {name!r}",
-                hint=f"{f'did you mean {near[0]!r}? ' if near else ''}there are: {', '.join(named)}",
+                f"there is no rung {name!r}", hint=f"{guess}there are: {', '.join(named)}"
             )
     check_names([named[name] for name in given])
     return tuple(named[name] for name in given)

@@ -39,9 +39,10 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LadderSettings:
-    """Settings with which a ladder is measured: at most `pairs` pairs of runs per rung, `samples` per run.
+    """Settings with which a ladder is measured.
 
-    With `samples` None, the measured steps of the baseline take TARGET_S seconds. With
+    Each rung is measured with at most `pairs` pairs of runs, of `samples` samples per run. With
+    `samples` None, the measured steps of the baseline take TARGET_S seconds. With
     `measures_refused`, a rung whose results failed is measured up to the first interim analysis, to
     show what it would have gained.
     """
@@ -97,8 +98,12 @@ class Workbench:
             or total_steps < WARMUP_STEPS + LEAST_STEPS
         ):
             raise TaskError(
-                f"the start of the ladder does not run: {last_words(outcome.error or 'it is over before its last measured step')}",
-                hint=f"make the plain loop train {WARMUP_STEPS + LEAST_STEPS} steps first: surefoot train SPEC",
+                "the start of the ladder does not run: "
+                f"{last_words(outcome.error or 'it is over before its last measured step')}",
+                hint=(
+                    f"make the plain loop train {WARMUP_STEPS + LEAST_STEPS} steps first: "
+                    "surefoot train SPEC"
+                ),
             )
         self._keep(outcome)
         self.device, self._peak_bytes = outcome.facts["device"], outcome.measures["peak_bytes"]

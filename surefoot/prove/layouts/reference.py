@@ -68,16 +68,19 @@ class Reference:
         plain, draws = self._judge_cut(uncut, again, batch), json.loads(facts["draws"])
         if plain.holds:
             self.notes.append(
-                f"{plain.layout}: compared with BatchNorm and dropout as in evaluation, since both depend on the microbatch"
+                f"{plain.layout}: compared with BatchNorm and dropout as in evaluation, "
+                "since both depend on the microbatch"
             )
         elif draws:
             self.notes.append(
-                f"{plain.layout}: not compared with the whole batch, since the task draws numbers: {describe(draws)}"
+                f"{plain.layout}: not compared with the whole batch, "
+                f"since the task draws numbers: {describe(draws)}"
             )
             return []
         else:
             self.notes.append(
-                f"{plain.layout}: the loss of microbatches does not add up to that of the whole batch; where it compares samples with "
+                f"{plain.layout}: the loss of microbatches does not add up to that of the whole "
+                "batch; where it compares samples with "
                 "each other, return it with additive=False and leave train.microbatch out"
             )
         return [plain]
@@ -110,7 +113,10 @@ class Reference:
         )
         if exact.holds or least <= unit:
             return exact
-        told = f"the task computes in fewer bits than {precision}, whose bound is used: {describe(self.narrow)}"
+        told = (
+            f"the task computes in fewer bits than {precision}, whose bound is used: "
+            f"{describe(self.narrow)}"
+        )
         if told not in self.notes:
             self.notes.append(told)
         return compare(layout, precision, whole, found, batch * least, only_first=True)
@@ -152,7 +158,10 @@ def take_reference(run: LayoutTrial, wide: RunSpec, cut: RunSpec) -> Reference:
             compute,
             [f"not compared with the whole batch, whose step fails: {facts['failed']}"],
         )
-    why = f"not compared in float64, since the task keeps numbers in fewer bits: {describe(narrow)}; {facts['failed']}"
+    why = (
+        f"not compared in float64, since the task keeps numbers in fewer bits: {describe(narrow)}; "
+        f"{facts['failed']}"
+    )
     arrays, facts = run.run(
         _uncut(cut),
         Layout(),
@@ -176,8 +185,9 @@ def take_reference(run: LayoutTrial, wide: RunSpec, cut: RunSpec) -> Reference:
 def describe(operators: Operators) -> str:
     """Describe the first few operators with module and line, and how many more there are."""
     named = [
-        f"{each['operator']}{' to ' + each['dtype'] if each['dtype'] else ''}{' in ' + each['module'] if each['module'] else ''} "
-        f"({each['line']})"
+        f"{each['operator']}"
+        f"{' to ' + each['dtype'] if each['dtype'] else ''}"
+        f"{' in ' + each['module'] if each['module'] else ''} ({each['line']})"
         for each in operators[:NUM_NAMED]
     ]
     more = len(operators) - len(named)

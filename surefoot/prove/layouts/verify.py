@@ -78,12 +78,14 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
         )
     if spec.train.batchnorm == "sync":
         raise SpecError(
-            'train.batchnorm is "sync", which joins what ranks see: other numbers of ranks compute something else on purpose',
+            'train.batchnorm is "sync", which joins what ranks see: '
+            "other numbers of ranks compute something else on purpose",
             hint="verify with --set train.batchnorm=keep",
         )
     if spec.layout.compress != "none":
         raise SpecError(
-            f'layout.compress is "{spec.layout.compress}", which sends less than the gradients: several ranks compute something else '
+            f'layout.compress is "{spec.layout.compress}", which sends less than the gradients: '
+            "several ranks compute something else "
             "on purpose",
             hint="verify with --set layout.compress=none",
         )

@@ -75,7 +75,8 @@ def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
                 return Fit(size, way, found)
             least = needs if least is None else min(least, needs)
     raise InputError(
-        f"nothing fits into {format_bytes(budget_bytes)}: one sample at a time needs up to {format_bytes(least)}",
+        f"nothing fits into {format_bytes(budget_bytes)}: "
+        f"one sample at a time needs up to {format_bytes(least)}",
         hint='use a smaller model, or an optimiser with less state: optim.name = "sgd"',
     )
 

@@ -153,7 +153,10 @@ def _row(trial: Trial, arm: str, batch: int, part: int) -> Split:
         return Split(
             batch=batch,
             microbatch=part,
-            failure=f"there are {done[0]['samples_per_epoch']:,.0f} samples, fewer than one batch of {batch:,}",
+            failure=(
+                f"there are {done[0]['samples_per_epoch']:,.0f} samples, "
+                f"fewer than one batch of {batch:,}"
+            ),
         )
     samples_per_s = 1 / mean([each["wall_s_per_sample"] for each in done])
     updates = math.ceil(done[0]["samples_per_epoch"] / batch)

@@ -114,7 +114,8 @@ def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda tex
         bench.warm_up_what_is_compiled()
         specs, left_out = find_specs(made, bench.device)
         tell(
-            f"{len(specs) + 1} arms in {rounds} rounds; in the first each compiles with empty caches"
+            f"{len(specs) + 1} arms in {rounds} rounds; "
+            "in the first each compiles with empty caches"
         )
         trial = bench.measure_all(
             "compiling", {EAGER: eager, **specs}, rounds, caches=Path(work) / "caches", tell=tell

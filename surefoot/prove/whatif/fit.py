@@ -121,7 +121,8 @@ def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
     )
     if asked_bytes is None and not is_gpu:
         raise InputError(
-            "the run is on a CPU, whose memory is not its own: there is no limit but the one that you set",
+            "the run is on a CPU, whose memory is not its own: "
+            "there is no limit but the one that you set",
             hint="say how much it may take: --fit 2GiB",
         )
     limit = there if asked_bytes is None else asked_bytes
@@ -189,7 +190,8 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
     def fits(size: int, steps: int) -> bool:
         tries.append(_try(specs[size], size, steps, most))
         tell(
-            f"microbatch {size}, {steps} steps: {tries[-1].failure or format_bytes(tries[-1].peak_bytes)}"
+            f"microbatch {size}, {steps} steps: "
+            f"{tries[-1].failure or format_bytes(tries[-1].peak_bytes)}"
         )
         if len(tries) == len(sizes[:2]) and all(each.is_refused for each in tries):
             # one refusal may be due to the size, as BatchNorm refuses one sample

@@ -97,7 +97,8 @@ def find_ways(costs: list[RecomputeCost]) -> dict[str, int | None]:
     The bytes that "every 2" leaves are also a budget: it chooses those of uneven blocks that take
     less time.
 
-    >>> find_ways([RecomputeCost("a", 1024, 9216, 3.0), RecomputeCost("b", 1024, 9216, 1.0), RecomputeCost("c", 1024, 4096, 1.0)])
+    >>> first, second = RecomputeCost("a", 1024, 9216, 3.0), RecomputeCost("b", 1024, 9216, 1.0)
+    >>> find_ways([first, second, RecomputeCost("c", 1024, 4096, 1.0)])
     {'none': 25600, 'every 2': 16384, '16 KiB': 16384, 'operators': None, 'full': 11264}
     """
     sparse = [f"every {number}" for number in range(SPARSEST, 1, -1) if number < len(costs)]

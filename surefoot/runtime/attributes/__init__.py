@@ -1,4 +1,4 @@
-"""State that a model keeps in plain attributes of its modules, which PyTorch neither moves nor saves."""
+"""State in plain attributes of a model's modules, which PyTorch neither moves nor saves."""
 
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
 from surefoot.runtime.attributes.stored import (

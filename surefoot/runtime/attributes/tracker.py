@@ -69,6 +69,6 @@ MISSING = object()
 
 
 def _is_view(value: Any, aliases: Aliases) -> bool:
-    """Return whether a tensor in `value` is a view of a parameter or buffer, which saving would break."""
+    """Return whether a tensor in `value` views a parameter or buffer, which saving would break."""
     tensors = (each for each in find_leaves(value) or () if isinstance(each, Tensor))
     return any(id(each) not in aliases.names and aliases.is_alias(each) for each in tensors)

@@ -310,11 +310,15 @@ class Group:
                 is_of_all = self.channel is None or self.channel is dist.group.WORLD
                 return self.flight.during(kind, num_bytes, job, is_of_all=is_of_all)
         except LostRank as error:  # of the memory of this host, where it is known who
-            told = f"{error.message}, after {_since(begun_ns):.1f} s in {kind.words} of {num_bytes:,} bytes"
+            told = (
+                f"{error.message}, "
+                f"after {_since(begun_ns):.1f} s in {kind.words} of {num_bytes:,} bytes"
+            )
             raise LostRank(told, hint=error.hint) from error
         except RuntimeError as error:  # gloo and NCCL raise nothing more exact
             raise LostRank(
-                f"the other ranks are out of reach, after {_since(begun_ns):.1f} s in {kind.words} of {num_bytes:,} bytes{self.roll()}",
+                f"the other ranks are out of reach, after {_since(begun_ns):.1f} s in "
+                f"{kind.words} of {num_bytes:,} bytes{self.roll()}",
                 hint="the rank that failed first says why",
             ) from error
         finally:

@@ -269,7 +269,8 @@ class Shared:
         word = self.links.take(rank, (self.axis, number, False))
         if word[:2] != (what, kind) or word[4] != num_bytes:
             raise LostRank(
-                f"{DIFFERENT}: rank {rank} is in {word[1].words} of {word[4]:,} bytes, this rank in another",
+                f"{DIFFERENT}: rank {rank} is in {word[1].words} of {word[4]:,} bytes, "
+                "this rank in another",
                 hint="every rank calls the same things of a run, in the same order",
             )
         return word
@@ -397,7 +398,9 @@ def _sized(descriptor: int, size: int) -> Any:
 def _no_memory(size: int) -> InputError:
     return InputError(
         f"{size:,} bytes of memory that ranks share are not to be had",
-        hint='raise the limits of this process (ulimit -n, -f, -v), or set layout.transport = "gloo"',
+        hint=(
+            'raise the limits of this process (ulimit -n, -f, -v), or set layout.transport = "gloo"'
+        ),
     )
 
 

@@ -89,8 +89,12 @@ def join(
                 raise LostRank(GONE, hint=GONE_HINT) from error
             by = f" by {interface}" if interface is not None else ""
             raise InputError(
-                f"rank {here.rank} of {here.world_size} met the others at {here.meeting}, and cannot be joined to them{by}: {error}",
-                hint="GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface that leads to the other hosts",
+                f"rank {here.rank} of {here.world_size} met the others at {here.meeting}, "
+                f"and cannot be joined to them{by}: {error}",
+                hint=(
+                    "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface that "
+                    "leads to the other hosts"
+                ),
             ) from error
         try:
             where = device if backend == "nccl" else torch.device("cpu")
@@ -208,7 +212,10 @@ def _call_the_roll(store: Store, here: Place) -> str:
     asking.start()
     asking.join(2 * ROLL_S)
     if not silent:
-        return f"; {here.meeting}, where rank 0 is, does not answer: it has ended, or the network to it is cut"
+        return (
+            f"; {here.meeting}, where rank 0 is, does not answer: it has ended, "
+            "or the network to it is cut"
+        )
     (named,) = silent
     if not named:
         return (
@@ -233,7 +240,8 @@ def _open_store(here: Place, wait_s: float) -> Store:
         )[0]
     except OSError as error:
         raise InputError(
-            f"the ranks are to meet at {here.meeting}, which is no host that is known here: {error.strerror or error}",
+            f"the ranks are to meet at {here.meeting}, which is no host that is known here: "
+            f"{error.strerror or error}",
             hint="MASTER_ADDR is the name or the address of the host of rank 0",
         ) from None
     holds = here.rank == 0 and not here.has_agent
@@ -253,7 +261,8 @@ def _open_store(here: Place, wait_s: float) -> Store:
         return store
     except RuntimeError as error:
         raise InputError(
-            f"rank {here.rank} of {here.world_size} found nobody at {here.meeting}:{here.port} within {wait_s:g} s",
+            f"rank {here.rank} of {here.world_size} found nobody at {here.meeting}:{here.port} "
+            f"within {wait_s:g} s",
             hint="is rank 0 there, and are MASTER_ADDR and MASTER_PORT the same everywhere?",
         ) from error
 
@@ -269,7 +278,10 @@ def _listen(here: Place, family: socket.AddressFamily, address: Any) -> int:
         listener.close()
         raise InputError(
             f"rank 0 cannot listen at {here.meeting}:{here.port}: {error.strerror}",
-            hint="set MASTER_PORT to a free port, and MASTER_ADDR to an address of the host of rank 0",
+            hint=(
+                "set MASTER_PORT to a free port, "
+                "and MASTER_ADDR to an address of the host of rank 0"
+            ),
         ) from None
     return listener.detach()
 
@@ -286,7 +298,8 @@ def _await_all(store: Store, here: Place, wait_s: float) -> None:
         if time.monotonic() >= until_s:
             told = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
             raise InputError(
-                f"rank{'s' * (len(missing) > 1)} {told} of {here.world_size} did not come within {wait_s:g} s",
+                f"rank{'s' * (len(missing) > 1)} {told} of {here.world_size} did not come within "
+                f"{wait_s:g} s",
                 hint="start every rank with the same WORLD_SIZE, and a RANK of its own",
             )
         time.sleep(look_s)

@@ -148,7 +148,8 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
         folder: left.find_changed(folder)
         for folder in sorted((run / manifest.FOLDER).glob("step-*"))
     }
-    # if the manifest is valid, but that of another run, either it or the files beside it may be misplaced
+    # if the manifest is valid, but that of another run, either it or the files beside it may be
+    # misplaced
     foreign = {
         folder
         for folder, files in changed.items()
@@ -170,7 +171,10 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
         if verdict.startswith("damaged") != bool(files) or (
             files and not any(str(path) in verdict for path in named)
         ):
-            return f"of {folder.name} {[path.name for path in files]} are damaged, and the check says: {verdict}"
+            return (
+                f"of {folder.name} {[path.name for path in files]} are damaged, "
+                f"and the check says: {verdict}"
+            )
     if status == RunFolderError.exit_code:
         # a file beside the commits may have changed places with one of a commit
         named_file = touched if any(changed.values()) else run
@@ -178,7 +182,10 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
         return None if is_told else f"the run was refused: {child.said[-600:]}"
     whole = max((_step(folder) for folder, files in changed.items() if not files), default=0)
     if status != EXIT_OK or left.states[whole] not in child.marks:
-        return f"step {whole} is whole, and what was loaded is another state than it had: {status}, {child.said[-600:]}"
+        return (
+            f"step {whole} is whole, and what was loaded is another state than it had: {status}, "
+            f"{child.said[-600:]}"
+        )
     damaged = [folder for folder, files in changed.items() if files and _step(folder) > whole]
     if (wrong := _find_wrong_events(run, damaged, before, child)) is not None:
         return wrong

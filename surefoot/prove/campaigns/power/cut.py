@@ -85,7 +85,10 @@ def _look(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
         if acknowledged:
             spec_file.read(str(run / "spec.toml"))
     except SurefootError as error:
-        return f"step {step} was committed or can be seen, and the run cannot be resumed from it: {error.message}"
+        return (
+            f"step {step} was committed or can be seen, and the run cannot be resumed from it: "
+            f"{error.message}"
+        )
     return None
 
 

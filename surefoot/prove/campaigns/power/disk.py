@@ -200,7 +200,10 @@ class PowerCut:
     seed: int
 
     def __str__(self) -> str:
-        return f"power cut before operation {self.moment}, entries: {self.entries}, unsynced blocks: {self.blocks}"
+        return (
+            f"power cut before operation {self.moment}, entries: {self.entries}, unsynced blocks: "
+            f"{self.blocks}"
+        )
 
 
 def find_tree(ops: Sequence[Op], cut: PowerCut, draws: random.Random) -> dict[int, dict[str, int]]:
