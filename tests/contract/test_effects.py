@@ -19,7 +19,7 @@ from surefoot.components.optim import Named
 from surefoot.contract import spec_file
 from surefoot.contract.spec import find_idle_keys, formulas
 from surefoot.contract.spec.effects import NEEDS, keys_of
-from surefoot.contract.spec.tables import OptimTable
+from surefoot.contract.spec.training import OptimTable
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import build as build_schedule
 from surefoot.core.units import Duration

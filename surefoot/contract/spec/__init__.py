@@ -1,5 +1,6 @@
 """The specification of a run as one value, a table per subject."""
 
+from surefoot.contract.spec.execution import CompileTable, NcclTable, PrecisionTable
 from surefoot.contract.spec.run_spec import (
     ALLOWED,
     RunSpec,
@@ -9,15 +10,8 @@ from surefoot.contract.spec.run_spec import (
     key_names,
     leave_out_idle,
 )
-from surefoot.contract.spec.tables import (
-    CheckpointTable,
-    CompileTable,
-    NcclTable,
-    OptimTable,
-    PrecisionTable,
-    SpecTable,
-    StabilityTable,
-)
+from surefoot.contract.spec.training import CheckpointTable, OptimTable, StabilityTable
+from surefoot.contract.spec.values import SpecTable
 
 __all__ = [
     "ALLOWED",

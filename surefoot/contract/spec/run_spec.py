@@ -26,24 +26,26 @@ from pydantic import (
 )
 
 from surefoot.contract.spec.effects import Read, describe, find_idle
-from surefoot.contract.spec.tables import (
-    CheckpointTable,
+from surefoot.contract.spec.execution import (
     CompileTable,
-    DataTable,
-    EvaluateTable,
-    FaultTable,
     LayoutTable,
     LoaderTable,
     MemoryTable,
     NcclTable,
+    PrecisionTable,
+)
+from surefoot.contract.spec.training import (
+    CheckpointTable,
+    DataTable,
+    EvaluateTable,
+    FaultTable,
     ObserveTable,
     OptimTable,
-    PrecisionTable,
-    SpecTable,
     StabilityTable,
     TaskTable,
     TrainTable,
 )
+from surefoot.contract.spec.values import SpecTable
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import ScheduleSettings
 from surefoot.core.schedule.settings import DURATIONS

@@ -1,0 +1,75 @@
+"""Types of a spec's values, each with its check, and the base class of its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from surefoot.core.errors import SpecError
+from surefoot.core.units import Duration, parse_bytes
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0, le=2**40)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def checked_by(parse: Callable[[str], object]) -> BeforeValidator:
+    """Return a validator that accepts what `parse` accepts, and reports the SpecError of `parse`.
+
+    A number without its unit is also passed to `parse`.
+    """
+
+    def check(given: Any) -> Any:
+        try:
+            parse(given)
+        except SpecError as error:
+            # so that pydantic adds the key
+            raise ValueError(f"{error.message}; {error.hint}") from None
+        return given
+
+    return BeforeValidator(check)
+
+
+def _canonical_duration(text: str) -> str:
+    length = Duration.parse(text)
+    if length.value == 0:
+        raise ValueError(f"{text} is nothing; use at least 1 step")
+    return str(length)
+
+
+def _some_time(text: str) -> None:
+    if Duration.parse(text).unit != "s":
+        raise SpecError(
+            f"{text} is not a time", hint='a time has its unit: "90 s", "10 min", "6 h"'
+        )
+
+
+def power_of_two(value: int) -> int:
+    if value < 1 or value & (value - 1):
+        raise ValueError("use a power of two: 1, 2, 4, 8 ...")
+    return value
+
+
+def _some_bytes(text: str) -> None:
+    if parse_bytes(text) < 1:
+        raise SpecError(
+            f"{text} is nothing", hint='a size has its unit: "512 B", "1.5 GiB", "80 GB"'
+        )
+
+
+Size = Annotated[str, checked_by(_some_bytes)]
+DurationText = Annotated[str, checked_by(Duration.parse), AfterValidator(_canonical_duration)]
+TimeText = Annotated[str, checked_by(_some_time), AfterValidator(_canonical_duration)]
+Never = Annotated[
+    Literal["never"], BeforeValidator(lambda given: "never" if given is None else given)
+]
+
+
+class SpecTable(BaseModel):
+    """A table of the spec: frozen, without unknown keys, type conversion or NaN."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
+    )
