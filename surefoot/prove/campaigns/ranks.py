@@ -110,20 +110,10 @@ class Command:
         self.ranks, self.run = ranks, run
         self._said = spec.with_name(f"said-{time.monotonic_ns()}")
         several = ["--ranks", str(ranks), "--max-restarts", str(restarts)] if ranks > 1 else []
-        command = [
-            sys.executable,
-            "-m",
-            "surefoot",
-            "train",
-            str(spec),
-            "--run",
-            str(run),
-            "--quiet",
-            *several,
-        ]
+        train = [sys.executable, "-m", "surefoot", "train"]
         with self._said.open("wb") as said:
             self._process = psutil.Popen(
-                command,
+                [*train, str(spec), "--run", str(run), "--quiet", *several],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=said,
@@ -226,15 +216,13 @@ def write_spec(folder: Path, given: Mapping[str, Any] = NOTHING, *, is_exact: bo
 
 def look(run: Path) -> RunEnd:
     """Return how a run ended. Raises RunFolderError where it has no checkpoint of the last step."""
-    held = Commit(run, STEPS).read("").items()
     tensors = {
         name: sha256(tensor.numpy().tobytes()).hexdigest()
-        for name, tensor in held
+        for name, tensor in Commit(run, STEPS).read("").items()
         if not name.startswith(OWN)
     }
-    return RunEnd(
-        tensors, read_consumed(run), {step: repr(loss) for step, loss in read_losses(run).items()}
-    )
+    losses = {step: repr(loss) for step, loss in read_losses(run).items()}
+    return RunEnd(tensors, read_consumed(run), losses)
 
 
 def find_golden(workshop: Workshop, given: Mapping[str, Any] = NOTHING) -> RunEnd:
@@ -306,10 +294,8 @@ def poison_a_sample(workshop: Workshop, seed: int) -> TrialResult:
     All ranks must skip every step with that sample, as one process does.
     """
     draws = random.Random(seed)
-    given: dict[str, Any] = {
-        "sample": draws.randrange(SAMPLES),
-        "value": draws.choice(("nan", "inf", "-inf")),
-    }
+    given: dict[str, Any] = {"sample": draws.randrange(SAMPLES)}
+    given["value"] = draws.choice(("nan", "inf", "-inf"))
     ranks = draws.choice(SIZES[1:])
     golden = find_golden(workshop, given)
     with (
@@ -333,11 +319,8 @@ def poison_a_step(workshop: Workshop, seed: int) -> TrialResult:
     """
     draws = random.Random(seed)
     kind, ranks = KINDS[seed % len(KINDS)], draws.choice(SIZES[1:])
-    given: dict[str, Any] = {
-        "kind": kind,
-        "guilty": draws.randrange(ranks),
-        "at": draws.randint(16, STEPS - 2),
-    }
+    guilty, at = draws.randrange(ranks), draws.randint(16, STEPS - 2)
+    given: dict[str, Any] = {"kind": kind, "guilty": guilty, "at": at}
     with workshop.scratch("poison") as folder:
         with Command(write_spec(folder, given, is_exact=False), folder / "run", ranks) as command:
             code, said = command.wait(), command.said
@@ -350,7 +333,7 @@ def poison_a_step(workshop: Workshop, seed: int) -> TrialResult:
         if wrong is None and not is_well:
             wrong = f"it ended with {code} and skipped {num_skipped} steps: {said[-300:]}"
     return TrialResult(
-        wrong and f"{kind} of rank {given['guilty']} of {ranks}: {wrong}", (kind, f"{ranks} ranks")
+        wrong and f"{kind} of rank {guilty} of {ranks}: {wrong}", (kind, f"{ranks} ranks")
     )
 
 
@@ -442,11 +425,8 @@ def kill_each_attempt(workshop: Workshop, seed: int) -> TrialResult:
     """
     draws = random.Random(seed)
     ranks = draws.choice((2, 3))
-    given: dict[str, Any] = {
-        "kind": "dead",
-        "guilty": draws.randrange(ranks),
-        "at": draws.randint(1, EVERY),
-    }
+    guilty, at = draws.randrange(ranks), draws.randint(1, EVERY)
+    given: dict[str, Any] = {"kind": "dead", "guilty": guilty, "at": at}
     with (
         workshop.scratch("again") as folder,
         Command(write_spec(folder, given, is_exact=False), folder / "run", ranks) as command,
@@ -455,19 +435,16 @@ def kill_each_attempt(workshop: Workshop, seed: int) -> TrialResult:
     anew = said.count("begin anew")
     is_well = code != EXIT_OK and anew == RESTARTS and "without a commit" in said
     wrong = (
-        f"rank {given['guilty']} of {ranks}: it began anew {anew} times and ended with {code}: "
-        f"{said[-300:]}"
+        f"rank {guilty} of {ranks}: it began anew {anew} times and ended with {code}: {said[-300:]}"
     )
     return TrialResult(None if is_well else wrong, (f"{ranks} ranks",))
 
 
 def missing() -> str | None:
     """Return why ranks cannot be found by their process name on this machine, or None."""
-    return (
-        None
-        if sys.platform.startswith("linux")
-        else "it needs Linux, where a process tells its rank by its name"
-    )
+    if sys.platform.startswith("linux"):
+        return None
+    return "it needs Linux, where a process tells its rank by its name"
 
 
 CAMPAIGNS = (

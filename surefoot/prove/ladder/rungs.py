@@ -1,6 +1,6 @@
 """The rungs: optimizations that a ladder switches on, one at a time.
 
-To add a rung, add a line to `find_rungs`, and the value before it to `PLAIN`.
+To add a rung, add it to the rungs of its subject, and the value before it to `PLAIN`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from surefoot.contract import signature, spec_file
@@ -63,7 +63,7 @@ MOST_RANKS = 8  # the most ranks that a ladder starts at a time
 _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DOTALL)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rung:
     """A change of the spec.
 
@@ -74,8 +74,9 @@ class Rung:
     """
 
     name: str
-    kind: Kind
     change: Mapping[str, Any]
+    _: KW_ONLY
+    kind: Kind = "nothing"
     purpose: Purpose = "time"
     expected: Mapping[str, float] = field(default_factory=dict)
     needs: str | None = None
@@ -106,6 +107,63 @@ class Rung:
         return ", ".join(f"{key}={value}" for key, value in self.change.items())
 
 
+ON_CPU, ON_GPU, COMPILER = "training on a CPU", "a GPU", "a compiler for C++"
+# other kernels for the same arithmetic
+KERNELS = (
+    Rung("allocator", {"train.keep_freed_memory": True}, expected={"time": 0.9}, needs=ON_CPU),
+    Rung("fused", {"optim.fused": True}, expected={"time": 0.95}),
+    Rung(
+        "channels last",
+        {"train.memory_format": "channels_last"},
+        expected={"time": 0.9},
+        needs="a model with convolutions",
+    ),
+    Rung(
+        "attention",
+        {"train.attention": "fused"},
+        expected={"time": 0.9, "memory": 0.7},
+        needs="a model with attention",
+    ),
+    Rung("kernels", {"train.deterministic": False}, expected={"time": 0.95}, needs=ON_GPU),
+    Rung(
+        "chunked loss",
+        {"task.chunked_loss": True},
+        purpose="memory",
+        expected={"memory": 0.5},
+        needs="a task with the parameter chunked_loss",
+    ),
+    Rung("compile", {"compile.what": "model"}, expected={"time": 0.7}, needs=COMPILER),
+    Rung(
+        "cuda graphs",
+        {"compile.what": "model", "compile.mode": "reduce-overhead"},
+        expected={"time": 0.9},
+        needs=ON_GPU,
+    ),
+    Rung(
+        "cudnn search",
+        {"train.cudnn_benchmark": True, "train.deterministic": False},
+        expected={"time": 0.95},
+        needs=ON_GPU,
+    ),
+)
+# from the most bits to the fewest
+PRECISIONS = tuple(
+    Rung(name, change, kind="rounding", expected=expected, needs=needs)
+    for name, change, expected, needs in (
+        ("tf32", {"precision.compute": "tf32"}, {"time": 0.6}, ON_GPU),
+        ("bf16", {"precision.compute": "bf16"}, {"time": 0.5, "memory": 0.5}, None),
+        ("fp16", {"precision.compute": "fp16"}, {"time": 0.5, "memory": 0.5}, ON_GPU),
+        ("float8", {"precision.compute": "float8"}, {"time": 0.8}, ON_GPU),
+        (
+            "masters",
+            {"precision.compute": "bf16", "precision.weights": "bf16"},
+            {"time": 0.95},
+            None,
+        ),
+    )
+)
+
+
 def find_rungs(
     spec: RunSpec, *, device: str, cores: int, devices: int = 1, blocks: Sequence[str] = ()
 ) -> tuple[Rung, ...]:
@@ -115,200 +173,104 @@ def find_rungs(
     baseline. Rungs of several ranks come last: a rank for each core, or each of the `devices`, as
     many as share a batch evenly. `blocks` names the blocks to recompute, where they have names.
     """
-    named = {"memory.blocks": tuple(blocks)} if blocks else {}
     gpu = device == "cuda"
     batch = math.gcd(*(batch for _, batch in spec.train.ramp)) or spec.train.batch
     part = find_part(batch)
-    ranks = next(
-        size
-        for size in range(min(devices if gpu else cores, MOST_RANKS), 0, -1)
-        if batch % size == 0
-    )
-    return (
+    most = min(devices if gpu else cores, MOST_RANKS)
+    ranks = next(size for size in range(most, 0, -1) if batch % size == 0)
+    several = f"two {'GPUs' if gpu else 'cores'} or more, and a batch that they can share"
+    is_met: dict[str | None, bool] = {
+        ON_CPU: not gpu,
+        ON_GPU: gpu,
+        COMPILER: gpu or _has_compiler(),
+        "a task with the parameter chunked_loss": _takes(spec, "chunked_loss"),
+        "a CPU with two cores or more": cores > 1 and not gpu,
+        "two cores or more": cores > 1,
+        "a batch that can be divided": part is not None,
+        "adam or adamw": spec.optim.name in ("adam", "adamw"),
+        "a batch of one size": not spec.train.ramp,
+        several: ranks > 1,
+    }
+    every = (
+        *KERNELS,
+        *PRECISIONS,
         Rung(
-            name="allocator",
-            kind="nothing",
-            change={"train.keep_freed_memory": True},
-            expected={"time": 0.9},
-            needs="training on a CPU",
-            is_here=not gpu,
-        ),
-        Rung(name="fused", kind="nothing", change={"optim.fused": True}, expected={"time": 0.95}),
-        Rung(
-            name="channels last",
-            kind="nothing",
-            change={"train.memory_format": "channels_last"},
-            expected={"time": 0.9},
-            needs="a model with convolutions",
-        ),
-        Rung(
-            name="attention",
-            kind="nothing",
-            change={"train.attention": "fused"},
-            expected={"time": 0.9, "memory": 0.7},
-            needs="a model with attention",
-        ),
-        Rung(
-            name="kernels",
-            kind="nothing",
-            change={"train.deterministic": False},
-            expected={"time": 0.95},
-            needs="a GPU",
-            is_here=gpu,
-        ),
-        Rung(
-            name="chunked loss",
-            kind="nothing",
-            change={"task.chunked_loss": True},
-            purpose="memory",
-            expected={"memory": 0.5},
-            needs="a task with the parameter chunked_loss",
-            is_here=_takes(spec, "chunked_loss"),
-        ),
-        Rung(
-            name="compile",
-            kind="nothing",
-            change={"compile.what": "model"},
-            expected={"time": 0.7},
-            needs="a compiler for C++",
-            is_here=gpu or _has_compiler(),
-        ),
-        Rung(
-            name="cuda graphs",
-            kind="nothing",
-            change={"compile.what": "model", "compile.mode": "reduce-overhead"},
-            expected={"time": 0.9},
-            needs="a GPU",
-            is_here=gpu,
-        ),
-        Rung(
-            name="cudnn search",
-            kind="nothing",
-            change={"train.cudnn_benchmark": True, "train.deterministic": False},
-            expected={"time": 0.95},
-            needs="a GPU",
-            is_here=gpu,
-        ),
-        Rung(
-            name="tf32",
-            kind="rounding",
-            change={"precision.compute": "tf32"},
-            expected={"time": 0.6},
-            needs="a GPU",
-            is_here=gpu,
-        ),
-        Rung(
-            name="bf16",
-            kind="rounding",
-            change={"precision.compute": "bf16"},
-            expected={"time": 0.5, "memory": 0.5},
-        ),
-        Rung(
-            name="fp16",
-            kind="rounding",
-            change={"precision.compute": "fp16"},
-            expected={"time": 0.5, "memory": 0.5},
-            needs="a GPU",
-            is_here=gpu,
-        ),
-        Rung(
-            name="float8",
-            kind="rounding",
-            change={"precision.compute": "float8"},
-            expected={"time": 0.8},
-            needs="a GPU",
-            is_here=gpu,
-        ),
-        Rung(
-            name="masters",
-            kind="rounding",
-            change={"precision.compute": "bf16", "precision.weights": "bf16"},
-            expected={"time": 0.95},
-        ),
-        Rung(
-            name="threads",
-            kind="nothing",
-            change={"train.threads": cores},
+            "threads",
+            {"train.threads": cores},
             purpose="wall time",
             expected={"wall": 1 / cores},
             needs="a CPU with two cores or more",
-            is_here=cores > 1 and not gpu,
         ),
         Rung(
-            name="workers",
-            kind="nothing",
-            change={"loader.workers": min(cores, 4)},
+            "workers",
+            {"loader.workers": min(cores, 4)},
             purpose="wall time",
             expected={"wall": 0.9},
             needs="two cores or more",
-            is_here=cores > 1,
+        ),
+        *_memory_rungs(spec, part, blocks),
+        Rung(
+            "whole step",
+            {"optim.fused": True, "compile.what": "step"},
+            expected={"time": 0.8},
+            needs=COMPILER,
         ),
         Rung(
-            name="microbatch",
-            kind="nothing",
-            change={"train.microbatch": part},
+            "8-bit state",
+            {"optim.fused": True, "optim.state": "8bit"},
+            kind="algorithm",
+            purpose="memory",
+            expected={"memory": 0.8},
+            needs="adam or adamw",
+        ),
+        Rung(
+            "large batch",
+            _enlarged(spec),
+            kind="algorithm",
+            expected={"time": 0.9},
+            needs="a batch of one size",
+        ),
+        Rung(
+            "data parallel",
+            {"layout.replicate": ranks, **({} if gpu else {"train.threads": 1})},
+            purpose="wall time",
+            expected={"wall": 1 / ranks},
+            needs=several,
+        ),
+    )
+    return tuple(replace(rung, is_here=is_met.get(rung.needs, True)) for rung in every)
+
+
+def _memory_rungs(spec: RunSpec, part: int | None, blocks: Sequence[str]) -> tuple[Rung, ...]:
+    """Return the rungs that save memory of a step; `part` is the size of the microbatch."""
+    named = {"memory.blocks": tuple(blocks)} if blocks else {}
+    return (
+        Rung(
+            "microbatch",
+            {"train.microbatch": part},
             purpose="memory",
             expected={"memory": 1.0 if part is None else part / spec.train.batch},
             needs="a batch that can be divided",
-            is_here=part is not None,
         ),
         Rung(
-            name="recompute",
-            kind="nothing",
-            change={"memory.recompute": "full", **named},
+            "recompute",
+            {"memory.recompute": "full", **named},
             purpose="memory",
             expected={"memory": 0.5, "time": 1.3},
             needs="a model with blocks",
         ),
         Rung(
-            name="offload",
-            kind="nothing",
-            change={"memory.offload": "activations"},
+            "offload",
+            {"memory.offload": "activations"},
             purpose="memory",
             expected={"memory": 0.5, "time": 1.2},
-            needs="a GPU",
-            is_here=gpu,
+            needs=ON_GPU,
         ),
         Rung(
-            name="update in backward",
-            kind="nothing",
-            change={"optim.fused": True, "memory.update_in_backward": True},
+            "update in backward",
+            {"optim.fused": True, "memory.update_in_backward": True},
             purpose="memory",
             expected={"memory": 0.9},
-        ),
-        Rung(
-            name="whole step",
-            kind="nothing",
-            change={"optim.fused": True, "compile.what": "step"},
-            expected={"time": 0.8},
-            needs="a compiler for C++",
-            is_here=gpu or _has_compiler(),
-        ),
-        Rung(
-            name="8-bit state",
-            kind="algorithm",
-            change={"optim.fused": True, "optim.state": "8bit"},
-            purpose="memory",
-            expected={"memory": 0.8},
-            needs="adam or adamw",
-            is_here=spec.optim.name in ("adam", "adamw"),
-        ),
-        Rung(
-            name="large batch",
-            kind="algorithm",
-            change=_enlarged(spec),
-            expected={"time": 0.9},
-            needs="a batch of one size",
-            is_here=not spec.train.ramp,
-        ),
-        Rung(
-            name="data parallel",
-            kind="nothing",
-            change={"layout.replicate": ranks, **({} if gpu else {"train.threads": 1})},
-            purpose="wall time",
-            expected={"wall": 1 / ranks},
-            needs=f"two {'GPUs' if gpu else 'cores'} or more, and a batch that they can share",
-            is_here=ranks > 1,
         ),
     )
 

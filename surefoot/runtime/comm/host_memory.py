@@ -79,13 +79,10 @@ class Links:
         self._numbers: dict[int, int] = {}  # of mapped files, by address
         self._buffer = bytearray(HEAD.size + SMALL_BYTES)
         whole, rest = divmod(timeout_s, 1)
+        limit = struct.pack("ll", int(whole), int(rest * 1e6))
         for each in self._sockets.values():
             each.setblocking(True)
-            each.setsockopt(
-                socket.SOL_SOCKET,
-                socket.SO_RCVTIMEO,
-                struct.pack("ll", int(whole), int(rest * 1e6)),
-            )
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def close(self) -> None:
         for each in self._sockets.values():
@@ -132,11 +129,9 @@ class Links:
         return self._theirs[rank][number][offset : offset + num_bytes]
 
     def send(self, rank: int, packet: bytes, descriptor: int | None = None) -> None:
-        carried = (
-            []
-            if descriptor is None
-            else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
-        )
+        carried = []
+        if descriptor is not None:
+            carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
         until_s: float | None = None
         while True:
             try:
@@ -209,14 +204,8 @@ class Links:
             self._theirs[rank][file] = torch.frombuffer(memoryview(mapped), dtype=torch.uint8)
             return
         row = bytes(self._buffer[HEAD.size : size])
-        self._inbox[rank][axis, number, what == What.DONE] = (
-            What(what),
-            Kind(kind),
-            file,
-            offset,
-            num_bytes,
-            row,
-        )
+        word = What(what), Kind(kind), file, offset, num_bytes, row
+        self._inbox[rank][axis, number, what == What.DONE] = word
 
 
 @dataclass(eq=False)
@@ -333,9 +322,8 @@ class Shared:
         """Add this rank's share of the open sums for which all ranks' values have arrived."""
         self.links.drain()
         for each in (begun for begun in self._open if not begun.is_added):
-            if not all(
-                self.links.has(rank, (self.axis, each.number, False)) for _, rank in self._others
-            ):
+            key = self.axis, each.number, False
+            if not all(self.links.has(rank, key) for _, rank in self._others):
                 return
             self._add_share(each)
 
@@ -448,14 +436,12 @@ def meet(group: Group, transport: Transport, *, wait_s: float, timeout_s: float)
                     hint='leave it out, or set layout.transport = "gloo"',
                 )
             return None
+        addresses = [bytes.fromhex(each[2]) for each in said]
         try:
-            sockets = _connect(
-                listener, [bytes.fromhex(each[2]) for each in said], group.rank, wait_s
-            )
+            sockets = _connect(listener, addresses, group.rank, wait_s)
         except OSError as error:
-            raise LostRank(
-                f"another rank of this host is out of reach: {error}", hint=HINT
-            ) from error
+            why = f"another rank of this host is out of reach: {error}"
+            raise LostRank(why, hint=HINT) from error
     return Shared(Links(sockets, timeout_s=timeout_s), group.rank, range(group.size), axis=0)
 
 
@@ -497,9 +483,8 @@ def _connect(
     listener.settimeout(wait_s)
     while len(found) < len(addresses) - 1:
         caller, _ = listener.accept()
-        _, user, _ = struct.unpack(
-            "3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        )
+        credentials = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        _, user, _ = struct.unpack("3i", credentials)
         if user != os.getuid():
             caller.close()
             continue
