@@ -20,43 +20,26 @@ from surefoot.core.errors import InputError, SpecError
 Kind = Literal["nothing", "rounding", "algorithm"]
 Purpose = Literal["time", "wall time", "memory"]
 
+# keys that the baseline leaves out
+_LEFT_OUT = """
+    compile.blocks compile.mode layout.bucket layout.compress layout.compress_rank
+    layout.first_bucket layout.replicate layout.shard layout.stage layout.virtual_ranks
+    observe.noise optim.state loader.kind loader.prefetch memory.blocks memory.offload
+    memory.update_in_backward precision.growth_interval precision.init_scale precision.min_scale
+    precision.master precision.weights precision.contract train.cudnn_benchmark
+    train.memory_format train.microbatch task.chunked_loss
+"""
 # the baseline: one thread, 32 bits, the whole batch at once, and no optimization
 PLAIN: Mapping[str, Any] = {
-    "compile.blocks": None,
-    "compile.mode": None,
+    **dict.fromkeys(_LEFT_OUT.split()),
     "compile.what": "none",
-    "layout.bucket": None,
-    "layout.compress": None,
-    "layout.compress_rank": None,
-    "layout.first_bucket": None,
-    "layout.replicate": None,
-    "layout.shard": None,
-    "layout.stage": None,
-    "layout.virtual_ranks": None,
-    "observe.noise": None,  # it needs a microbatch
     "optim.fused": False,
-    "optim.state": None,
-    "loader.kind": None,
-    "loader.prefetch": None,
     "loader.workers": 0,
-    "memory.blocks": None,
-    "memory.offload": None,
     "memory.recompute": "none",
-    "memory.update_in_backward": None,
     "precision.compute": "fp32",
-    "precision.growth_interval": None,
-    "precision.init_scale": None,
-    "precision.min_scale": None,
-    "precision.master": None,
-    "precision.weights": None,
-    "precision.contract": None,
     "train.attention": "math",
-    "train.cudnn_benchmark": None,
     "train.keep_freed_memory": False,
-    "train.memory_format": None,
-    "train.microbatch": None,
     "train.threads": 1,
-    "task.chunked_loss": None,
 }
 RESERVED = ("start", "below", "best")
 MOST_RANKS = 8  # the most ranks that a ladder starts at a time

@@ -26,26 +26,10 @@ ROOT = 0
 COMMITTED = re.compile(rb'^\{.*"kind": "committed".*"step": (\d+),', re.MULTILINE)
 RETIRED = re.compile(r"/step-0*(\d+)$")
 OF_DESCRIPTORS = ("write", "pwrite64", "read", "lseek", "ftruncate", "fsync", "fdatasync")
-TRACED = (
-    *OF_DESCRIPTORS,
-    "openat",
-    "mkdir",
-    "rename",
-    "link",
-    "linkat",
-    "unlink",
-    "rmdir",
-    "unlinkat",
-    # unsupported calls: one of these on a file of the run ends the campaign
-    "creat",
-    "open",
-    "renameat",
-    "renameat2",
-    "mkdirat",
-    "symlink",
-    "symlinkat",
-    "truncate",
-)
+OF_NAMES = ("openat", "mkdir", "rename", "link", "linkat", "unlink", "rmdir", "unlinkat")
+# one of these on a file of the run ends the campaign
+REFUSED = ("creat", "open", "renameat", "renameat2", "mkdirat", "symlink", "symlinkat", "truncate")
+TRACED = (*OF_DESCRIPTORS, *OF_NAMES, *REFUSED)
 
 
 @dataclass(frozen=True)
