@@ -127,7 +127,7 @@ class Gan:
 
 def main(folder: str | None = None) -> Run:
     spec = RunSpec(
-        optim={"name": "adam", "lr": 2e-3, "betas": [0.0, 0.99], "decay": 0.0, "clip": 0.0},
+        optim={"name": "adam", "lr": 2e-3, "betas": [0.0, 0.99], "weight_decay": 0.0, "clip": 0.0},
         train={"length": "800 steps", "batch": 64},
         evaluate={"every": "200 steps"},
     )

@@ -78,7 +78,7 @@ def main(folder: Path, stop_after: int | None = None) -> float:
     total_steps = EPOCHS * feed.steps_per_epoch
 
     model = build_model()
-    groups = build_groups(find_trained(model), decay=1e-4)  # norms and biases do not decay
+    groups = build_groups(find_trained(model), weight_decay=1e-4)  # norms and biases do not decay
     optimizer = torch.optim.SGD(groups, lr=0.3, momentum=0.7, fused=True)
     compute = compute_context("bf16", DEVICE)
 

@@ -44,7 +44,7 @@ COMPONENTS = {
         }
     ),
     "8-bit state": Component({"optim": {"state": "8bit"}}, GPT),
-    "recompute": Component({"memory": {"recompute": "full"}}, GPT),
+    "recompute": Component({"memory": {"activation_checkpointing": "full"}}, GPT),
     "compile blocks": Component({"compile": {"what": "blocks", "on_failure": "stop"}}, GPT),
     "compile model": Component({"compile": {"what": "model", "on_failure": "stop"}}),
 }

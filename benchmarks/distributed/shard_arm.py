@@ -81,7 +81,7 @@ def spec_of(stage: int, tables: dict[str, dict[str, Any]]) -> RunSpec:
         schedule={"name": "constant"},
         observe={"tensorboard": False},
         checkpoint={"every": "never"},
-        layout={"shard": place.here().world_size if stage else 1, "stage": stage or 3},
+        layout={"shard": place.here().world_size if stage else 1, "zero_stage": stage or 3},
         **tables,
     )
 

@@ -32,15 +32,15 @@ COMMON: Mapping[str, Mapping[str, Any]] = {
 }
 KINDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "sgd 256": {
-        "optim": {"name": "sgd", "lr": 0.1, "nesterov": True, "decay": 5e-4, "clip": 0.0},
+        "optim": {"name": "sgd", "lr": 0.1, "nesterov": True, "weight_decay": 5e-4, "clip": 0.0},
         "train": {"batch": 256},
     },
     "lars 2048": {
-        "optim": {"name": "lars", "lr": 8.0, "decay": 5e-4, "clip": 0.0},
+        "optim": {"name": "lars", "lr": 8.0, "weight_decay": 5e-4, "clip": 0.0},
         "train": {"batch": 2048, "microbatch": 256},
     },
     "lamb 2048": {
-        "optim": {"name": "lamb", "lr": 0.02, "decay": 0.01, "clip": 0.0},
+        "optim": {"name": "lamb", "lr": 0.02, "weight_decay": 0.01, "clip": 0.0},
         "train": {"batch": 2048, "microbatch": 256},
     },
 }

@@ -158,7 +158,7 @@ class Named:
         return RunSpec(
             task={"use": f"{__name__}:Case", "family": self.family},
             precision={"compute": self.precision},
-            memory={"recompute": self.way},
+            memory={"activation_checkpointing": self.way},
             optim={"name": self.optimiser},
             train={"batch": BATCH, "length": "10 steps", "threads": 1, "device": "cpu"},
             observe={"tensorboard": False},

@@ -16,7 +16,7 @@ from surefoot.metrics import Mean, mean_of
 LENGTH = 32
 Batch = tuple[Tensor, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 2e-2, "decay": 0.0},
+    optim={"name": "adam", "lr": 2e-2, "weight_decay": 0.0},
     train={"length": "10 epochs", "batch": 32},
     evaluate={"every": "5 epochs"},
 )

@@ -18,7 +18,7 @@ from surefoot.data import Arrays, Keys
 from surefoot.metrics import Mean, mean_of
 
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 2e-3, "decay": 0.0},
+    optim={"name": "adam", "lr": 2e-3, "weight_decay": 0.0},
     train={"length": "15 epochs", "batch": 128},
     data={"last_batch": "drop"},
     evaluate={"every": "5 epochs", "batch": 60},

@@ -18,7 +18,7 @@ LETTERS, LONGEST = 5, 5  # letters 1 to 5, 0 is the blank
 TIMES = 4 * LONGEST
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 5e-3, "decay": 0.0},
+    optim={"name": "adam", "lr": 5e-3, "weight_decay": 0.0},
     train={"length": "12 epochs", "batch": 32},
     evaluate={"every": "6 epochs"},
 )

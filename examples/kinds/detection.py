@@ -21,7 +21,7 @@ from surefoot.metrics import Mean, mean_of
 QUERIES, MOST, SIDE = 4, 2, 16
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 3e-3, "decay": 0.0},
+    optim={"name": "adam", "lr": 3e-3, "weight_decay": 0.0},
     train={"length": "10 epochs", "batch": 32},
     evaluate={"every": "5 epochs"},
 )

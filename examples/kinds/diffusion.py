@@ -22,7 +22,7 @@ KEPT = torch.cumprod(
     1 - torch.linspace(1e-3, 0.2, STEPS), 0
 )  # the share of the signal's variance after each of them
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 3e-3, "decay": 0.0},
+    optim={"name": "adam", "lr": 3e-3, "weight_decay": 0.0},
     train={"length": "600 steps", "batch": 128},
     evaluate={"every": "300 steps"},
 )

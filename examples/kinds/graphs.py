@@ -18,7 +18,7 @@ from surefoot.metrics import Mean, accuracy
 
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 3e-3, "decay": 0.0},
+    optim={"name": "adam", "lr": 3e-3, "weight_decay": 0.0},
     train={"length": "8 epochs", "batch": 32},
     evaluate={"every": "4 epochs"},
 )

@@ -19,7 +19,7 @@ from surefoot.metrics import Mean, mean_of
 
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 5e-3, "decay": 0.0},
+    optim={"name": "adam", "lr": 5e-3, "weight_decay": 0.0},
     train={"length": "500 steps", "batch": 32},
     evaluate={"every": "250 steps"},
 )

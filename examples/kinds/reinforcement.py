@@ -19,7 +19,7 @@ from surefoot.metrics import Mean, mean_of
 HORIZON, GAMMA = 60, 0.97
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 1e-2, "decay": 0.0},
+    optim={"name": "adam", "lr": 1e-2, "weight_decay": 0.0},
     train={"length": "80 steps", "batch": 32},
     evaluate={"every": "40 steps"},
 )

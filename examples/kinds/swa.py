@@ -25,7 +25,7 @@ from surefoot.metrics import Mean, accuracy
 FROM = 0.6  # of the run, with a constant learning rate from there on
 Batch = tuple[Tensor, Tensor]
 SPEC = RunSpec(
-    optim={"clip": 0.0, "decay": 0.0},
+    optim={"clip": 0.0, "weight_decay": 0.0},
     train={"length": "8 epochs", "batch": 64},
     evaluate={"every": "4 epochs"},
 )

@@ -25,7 +25,7 @@ ROWS, WINDOW, WINDOWS, DELAY = (
 )  # without the state, the first three answers of a window are guesses: accuracy 0.81
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 1e-2, "decay": 0.0},
+    optim={"name": "adam", "lr": 1e-2, "weight_decay": 0.0},
     train={"length": "25 epochs", "batch": ROWS},
     data={"shuffle": False},
     evaluate={"every": "5 epochs"},

@@ -21,7 +21,7 @@ from surefoot.metrics import Mean, mean_of
 NOISE, PENALTY = 4, 0.1  # the weight that its authors use for points in a plane
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
-    optim={"name": "adam", "lr": 1e-3, "betas": [0.0, 0.9], "decay": 0.0, "clip": 0.0},
+    optim={"name": "adam", "lr": 1e-3, "betas": [0.0, 0.9], "weight_decay": 0.0, "clip": 0.0},
     train={"length": "800 steps", "batch": 64},
     evaluate={"every": "400 steps", "batch": 1024},
 )

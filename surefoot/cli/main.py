@@ -7,9 +7,12 @@ import errno
 import io
 import os
 import sys
+import warnings
+from typing import Any, cast
 
 import typer
 
+from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.look import compare, ledger, profile, report, runs, show, spec, why
 from surefoot.cli.operate import archive, checkpoint, data, remove
@@ -27,12 +30,14 @@ from surefoot.cli.prove import (
     whatif,
 )
 from surefoot.cli.train import demo, evaluate, init, predict, resume, train
+from surefoot.core import place
 from surefoot.core.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_OK,
     InputError,
     OutOfMemory,
+    RenamedKeyWarning,
     StorageError,
     SurefootError,
     UserCodeError,
@@ -92,6 +97,7 @@ def main() -> None:
     """Run a verb and exit with its code; print errors as text, and tracebacks on `--traceback`."""
     _open_closed_streams()
     _allow_any_text()
+    _show_renamed_keys()
     try:
         code = app(prog_name="surefoot", standalone_mode=False)
     except SurefootError as error:
@@ -112,6 +118,21 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the last place that can put it into words
         code = _tell_other(error)
     sys.exit(_flush(code if isinstance(code, int) else EXIT_OK))
+
+
+def _show_renamed_keys() -> None:
+    """Print the warning of a renamed key as a line on standard error, once for all ranks."""
+    show = warnings.showwarning
+
+    def show_or_print(
+        message: Warning | str, category: type[Warning], *args: Any, **more: Any
+    ) -> None:
+        if not issubclass(category, RenamedKeyWarning):
+            show(message, category, *args, **more)
+        elif not place.is_started_rank():
+            options.warn(str(message))
+
+    warnings.showwarning = cast(Any, show_or_print)
 
 
 def _open_closed_streams() -> None:

@@ -262,8 +262,8 @@ def launch_ranks(
     elif most > 0 and trains:
         _check_ranks(spec, most)
     elif most > 0:
-        layout.fit(most, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
-    judge = find_judge(spec.layout.stall)
+        layout.fit(most, spec.layout.replicate, spec.layout.shard, spec.layout.zero_stage)
+    judge = find_judge(spec.layout.hang_timeout)
     judge = judge if trains else judge._replace(hint="nothing of it was kept; start it again")
     restarts = 3 if max_restarts is None else max_restarts
     try:
@@ -320,7 +320,7 @@ def _check_ranks(spec: RunSpec, number: int) -> None:
 
     table, train = spec.layout, spec.train
     batches = (train.batch, *(batch for _, batch in train.ramp))
-    layout.fit(number, table.replicate, table.shard, table.stage)
+    layout.fit(number, table.replicate, table.shard, table.zero_stage)
     if table.virtual_ranks is not None:
         pieces.check_virtual(table.virtual_ranks, number)
     if number > 1:

@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import re
 import tomllib
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,14 @@ import tomli_w
 from surefoot.contract import signature
 from surefoot.contract.run_folder import files
 from surefoot.contract.spec import ALLOWED, RunSpec, find_idle_keys, find_place, leave_out_idle
-from surefoot.core.errors import RunFolderError, SpecError, TaskError, hint_unread
+from surefoot.contract.spec.renamed import RENAMED, describe_renamed, with_new_names
+from surefoot.core.errors import (
+    RenamedKeyWarning,
+    RunFolderError,
+    SpecError,
+    TaskError,
+    hint_unread,
+)
 
 FILE = "spec.toml"  # in a run folder
 MAX_BYTES = 1 << 20
@@ -101,7 +109,7 @@ def read_of_run(
             f"{run} is no run: it holds no {FILE}",
             hint="surefoot runs lists the runs below a folder",
         )
-    tables, places = _tables_of_file((run / FILE).resolve(), depth=0)
+    tables, places = _tables_of_file((run / FILE).resolve(), depth=0, warns=False)
     if task is not None:
         tables.setdefault("task", {})["use"] = _absolute_use(task, Path.cwd())
         places["task.use"] = "--task"
@@ -212,7 +220,9 @@ def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], di
     return _tables_of_file(path, depth)
 
 
-def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, str]]:
+def _tables_of_file(
+    path: Path, depth: int, *, warns: bool = True
+) -> tuple[dict[str, Any], dict[str, str]]:
     text = _read_text(path)
     try:
         stated = tomllib.loads(text)
@@ -226,6 +236,7 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
         )
         raise SpecError(f"{path} is not TOML, the form of a spec: {error}", hint=ways) from None
     lines = _lines(text)
+    stated = _with_new_names(stated, path.name, lines, warns=warns)
     base = stated.pop("base", None)
     kept = {
         f"{table}.{key}" for table, keys in stated.items() if isinstance(keys, dict) for key in keys
@@ -259,6 +270,26 @@ def _tables_of_file(path: Path, depth: int) -> tuple[dict[str, Any], dict[str, s
         # for what is wrong with the table as a whole
         places[table] = f"{path.name}:{lines.get(table, 1)}"
     return (tables if base is None else _without_overruled(tables, places, kept)), places
+
+
+def _with_new_names(
+    stated: dict[str, Any], file: str, lines: dict[str, int], *, warns: bool
+) -> dict[str, Any]:
+    """Return the tables of a file with the current names of their keys; `lines` gets these too.
+
+    With `warns`, warn of each previous name.
+    """
+    try:
+        made, previous = with_new_names(stated)
+    except SpecError as error:
+        place = find_place(error.key or (), {key: f"{file}:{line}" for key, line in lines.items()})
+        raise SpecError(error.message, hint=error.hint, where=place) from None
+    for old in previous:
+        line = lines.get(old, lines.get(old.partition(".")[0], 1))
+        lines[RENAMED[old]] = line
+        if warns:
+            warnings.warn(describe_renamed(old, f"{file}:{line}"), RenamedKeyWarning, stacklevel=5)
+    return made
 
 
 def _read_text(path: Path) -> str:
@@ -315,6 +346,9 @@ def _absolute_use(use: str, beside: Path) -> str:
 def _override(
     tables: dict[str, Any], places: dict[str, str], key: str, value: Any, origin: str
 ) -> None:
+    if key in RENAMED:
+        warnings.warn(describe_renamed(key, origin.split()[0]), RenamedKeyWarning, stacklevel=5)
+        key = RENAMED[key]
     table, *inner = key.split(".")
     into = tables.setdefault(table, {})
     if table == "task" and inner == ["use"]:

@@ -58,6 +58,10 @@ class InputError(SurefootError):
     exit_code = 2
 
 
+class RenamedKeyWarning(FutureWarning):
+    """Warning that a key of a spec is given by its previous name."""
+
+
 class SpecError(InputError):
     """A wrong run specification.
 

@@ -152,6 +152,11 @@ def has_other_ranks() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
+def is_started_rank() -> bool:
+    """Return True in a rank that surefoot started, and in every rank but rank 0 of a launcher."""
+    return FLIGHT in os.environ or os.environ.get("RANK", "0") != "0"
+
+
 def check_launcher() -> None:
     """Raise InputError for one of several processes without rank variables, as srun starts them."""
     tasks = launchers.find_tasks(os.environ)

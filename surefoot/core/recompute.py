@@ -102,7 +102,7 @@ def choose(costs: Sequence[RecomputeCost], budget_bytes: int) -> frozenset[int]:
     least = smallest_budget(costs)
     if budget_bytes < least:
         raise SpecError(
-            f"memory.recompute is {format_bytes(budget_bytes)}, "
+            f"memory.activation_checkpointing is {format_bytes(budget_bytes)}, "
             f"and the blocks hold {format_bytes(least)} even when each is computed again",
             hint=(
                 f'use "{-(-least // 1024)} KiB" or more, a smaller microbatch, or smaller blocks: '

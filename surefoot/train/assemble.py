@@ -223,7 +223,7 @@ def assemble(
     without it a few samples are evaluated to find out. `mesh` holds the ranks of the run. Raises an
     InputError for a spec or a task that cannot be run.
     """
-    if not mesh.is_sharded or spec.layout.stage < 3:
+    if not mesh.is_sharded or spec.layout.zero_stage < 3:
         return _assemble(spec, task, better, mesh)
     give_back_large_blocks()
     with Spilled():  # what is built whole, and of which a rank keeps rows
@@ -260,7 +260,9 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     notes += [f"{len(frozen)} parameters are frozen"] if frozen else []
     notes += set_storage(model, spec)
     recomputed = recompute(
-        model, spec.memory.recompute, blocks=find_wanted_blocks(spec, resolved, model)
+        model,
+        spec.memory.activation_checkpointing,
+        blocks=find_wanted_blocks(spec, resolved, model),
     )
     notes += recomputed.notes
     if spec.fault.forget:
@@ -516,9 +518,9 @@ def _updates(
     if many:
         optim.build_groups(
             optim.find_trained(model),
-            decay=0.0,
+            weight_decay=0.0,
             no_decay=spec.optim.no_decay,
-            rates=spec.optim.rates,
+            lr_multipliers=spec.optim.lr_multipliers,
         )  # idle patterns
     made = []
     for update in stated:
@@ -658,7 +660,10 @@ def _optimizers(
         return built.optimizers, built.summary
     if groups is None:
         groups = optim.build_groups(
-            trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates
+            trained,
+            weight_decay=table.weight_decay,
+            no_decay=table.no_decay,
+            lr_multipliers=table.lr_multipliers,
         )
     made = own(_with_stated_rate(groups, table))
     if not isinstance(made, torch.optim.Optimizer):

@@ -340,7 +340,7 @@ def test_of_an_option_with_several_values_the_last_one_counts_and_is_named(
     [
         ("--steps", "3", "--steps", "3"),
         ("--json", "--json"),
-        ("--set", "optim.lr=0.1", "--set", "optim.decay=0.1"),
+        ("--set", "optim.lr=0.1", "--set", "optim.weight_decay=0.1"),
         ("--set", "train.seed=1", "--seed", "1"),
     ],
 )

@@ -126,9 +126,9 @@ def test_a_command_names_what_it_does_not_use_even_when_quiet(
         "--set",
         "layout.shard=2",
         "--set",
-        "layout.stage=1",
+        "layout.zero_stage=1",
         "--set",
-        "layout.bucket=1MiB",
+        "layout.bucket_size=1MiB",
         "--set",
         "train.device=cuda",
         "--quiet",
@@ -136,10 +136,10 @@ def test_a_command_names_what_it_does_not_use_even_when_quiet(
     )
     answer = surefoot("memory", small, *words)
     assert answer.code == 0, answer.err
-    assert answer.row["left_out"] == ["train.device", "layout.bucket"]
+    assert answer.row["left_out"] == ["train.device", "layout.bucket_size"]
     assert (
         answer.err
-        == "note: memory does not use train.device, layout.bucket: it predicts one training step on a CPU, in eager mode\n"
+        == "note: memory does not use train.device, layout.bucket_size: it predicts one training step on a CPU, in eager mode\n"
     )
     answer = surefoot("explain", small, "--set", "layout.shard=2")
     assert (answer.code, answer.err) == (
@@ -155,10 +155,10 @@ STATES = ("parameters", "gradients", "optimiser")
     ("layout", "divided", "num_microbatches"),
     [
         ({"replicate": 4}, (), 4),
-        ({"shard": 4, "stage": 1}, ("optimiser",), 4),
-        ({"shard": 4, "stage": 2}, STATES, 4),
-        ({"shard": 4, "stage": 3}, STATES, 4),
-        ({"shard": 2, "replicate": 2, "stage": 3}, STATES, 4),
+        ({"shard": 4, "zero_stage": 1}, ("optimiser",), 4),
+        ({"shard": 4, "zero_stage": 2}, STATES, 4),
+        ({"shard": 4, "zero_stage": 3}, STATES, 4),
+        ({"shard": 2, "replicate": 2, "zero_stage": 3}, STATES, 4),
     ],
 )
 def test_memory_predicts_what_a_rank_of_the_layout_holds(
@@ -174,8 +174,8 @@ def test_memory_predicts_what_a_rank_of_the_layout_holds(
         else:
             assert found.terms[kind] >= 0.99 * size * count / ranks
     assert whole.terms["batches"] == num_microbatches * found.terms["batches"]
-    assert ("gathered weights" in found.terms) == (layout.get("stage", 1) > 1)
-    if layout.get("stage") == 3:
+    assert ("gathered weights" in found.terms) == (layout.get("zero_stage", 1) > 1)
+    if layout.get("zero_stage") == 3:
         assert found.terms["gathered weights"] < 0.6 * 4 * count
         assert found.peak_bytes < whole.peak_bytes
 
@@ -184,7 +184,7 @@ def test_memory_predicts_what_a_rank_of_the_layout_holds(
     ("table", "smaller"),
     [
         ({"precision": {"compute": "bf16"}}, "activations"),
-        ({"memory": {"recompute": "full"}}, "activations"),
+        ({"memory": {"activation_checkpointing": "full"}}, "activations"),
         ({"train": {"microbatch": 4}}, "activations"),
         ({"optim": {"name": "sgd", "momentum": 0.0}}, "optimiser"),
     ],

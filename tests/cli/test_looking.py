@@ -347,7 +347,7 @@ def test_runs_lie_side_by_side_with_what_differs(surefoot: Command) -> None:
         "torch 2.13.0 2.11.0",
     ):
         assert line in lines, line
-    assert not any(line.startswith(("optim.decay", "python", "code")) for line in lines)
+    assert not any(line.startswith(("optim.weight_decay", "python", "code")) for line in lines)
 
 
 def test_a_comparison_in_json_has_a_value_for_each_run(surefoot: Command) -> None:

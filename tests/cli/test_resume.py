@@ -280,7 +280,7 @@ def test_a_fork_that_is_killed_goes_on_as_a_fork(spec: Path, surefoot: Command) 
 def test_what_a_fork_states_anew_holds_and_the_moments_stay(spec: Path, surefoot: Command) -> None:
     words = (
         "--set",
-        "optim.decay=0.25",
+        "optim.weight_decay=0.25",
         "--set",
         "optim.betas=[0.5, 0.9]",
         "--set",

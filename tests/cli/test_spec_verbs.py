@@ -36,7 +36,7 @@ def test_every_value_is_shown_with_the_place_it_came_from(
     assert found["train.length"] == ("7 steps", "--steps")
     assert found["train.seed"] == (3, "--seed")
     assert found["data.folder"] == (str(spec_file.parent / "here"), "--data")
-    assert found["optim.decay"] == (0.01, "default")
+    assert found["optim.weight_decay"] == (0.01, "default")
     assert found["task.width"] == (8, "default")
     assert found["task.use"] == (f"{spec_file.parent / 'task.py'}:Mine", "mine.toml:2")
 
@@ -46,12 +46,12 @@ def test_a_variant_shows_its_own_lines_and_those_of_its_base(
 ) -> None:
     (tmp_path / "wide.toml").write_text('base = "mine.toml"\n[task]\nwidth = 32\n')
     (tmp_path / "wider.toml").write_text(
-        'base = "wide.toml"\n[task]\nwidth = 64\n[optim]\ndecay = 0.0\n'
+        'base = "wide.toml"\n[task]\nwidth = 64\n[optim]\nweight_decay = 0.0\n'
     )
-    found = origins(surefoot, "wider.toml", "--set", "optim.decay=0.1")
+    found = origins(surefoot, "wider.toml", "--set", "optim.weight_decay=0.1")
     assert found["task.width"] == (64, "wider.toml:3")
     assert found["optim.lr"] == (0.02, "mine.toml:5")
-    assert found["optim.decay"] == (0.1, "--set optim.decay")
+    assert found["optim.weight_decay"] == (0.1, "--set optim.weight_decay")
     assert found["task.use"] == (f"{tmp_path / 'task.py'}:Mine", "mine.toml:2")
 
 
@@ -113,8 +113,8 @@ WRONG = {
         "a number with its unit",
     ),
     "a bare number for a size": (
-        "[layout]\nbucket = 0",
-        "mine.toml:4: layout.bucket: 0 is no size in bytes",
+        "[layout]\nbucket_size = 0",
+        "mine.toml:4: layout.bucket_size: 0 is no size in bytes",
         "has its unit",
     ),
     "none of several kinds": (
@@ -251,21 +251,23 @@ def identity(surefoot: Command, path: Path, text: str, *words: str) -> str:
 def test_an_id_is_over_meaning_and_not_over_form(surefoot: Command, spec_file: Path) -> None:
     head = '[task]\nuse = "task.py:Mine"\n'
     plain = identity(
-        surefoot, spec_file, f'{head}[optim]\nlr = 0.1\ndecay = 0.0\n[train]\nlength = "10 min"\n'
+        surefoot,
+        spec_file,
+        f'{head}[optim]\nlr = 0.1\nweight_decay = 0.0\n[train]\nlength = "10 min"\n',
     )
     same = [
-        f'# a comment\n[train]\nlength = "600 s" # spelt otherwise\n[optim]\ndecay = 0.0\nlr = 0.1\n{head}',
-        f'{head}[optim]\nlr = 1e-1\ndecay = 0.0\neps = 1e-8\n[train]\nlength = "10 minutes"\n[observe]\nevery = "3 steps"\n',
-        f'{head}[optim]\nlr = 0.1\ndecay = 0.0\n[train]\nlength = "10 min"\nthreads = 2\n[data]\nfolder = "elsewhere"\n',
+        f'# a comment\n[train]\nlength = "600 s" # spelt otherwise\n[optim]\nweight_decay = 0.0\nlr = 0.1\n{head}',
+        f'{head}[optim]\nlr = 1e-1\nweight_decay = 0.0\neps = 1e-8\n[train]\nlength = "10 minutes"\n[observe]\nevery = "3 steps"\n',
+        f'{head}[optim]\nlr = 0.1\nweight_decay = 0.0\n[train]\nlength = "10 min"\nthreads = 2\n[data]\nfolder = "elsewhere"\n',
     ]
     assert [identity(surefoot, spec_file, text) for text in same] == [plain] * 3
     other = [
-        f'{head}[optim]\nlr = 0.1\ndecay = 0.1\n[train]\nlength = "10 min"\n',
-        f'{head}width = 9\n[optim]\nlr = 0.1\ndecay = 0.0\n[train]\nlength = "10 min"\n',
-        f'{head}[optim]\nlr = 0.1\ndecay = 0.0\n[train]\nlength = "11 min"\n',
+        f'{head}[optim]\nlr = 0.1\nweight_decay = 0.1\n[train]\nlength = "10 min"\n',
+        f'{head}width = 9\n[optim]\nlr = 0.1\nweight_decay = 0.0\n[train]\nlength = "10 min"\n',
+        f'{head}[optim]\nlr = 0.1\nweight_decay = 0.0\n[train]\nlength = "11 min"\n',
     ]
     assert len({plain, *(identity(surefoot, spec_file, text) for text in other)}) == 4
-    assert identity(surefoot, spec_file, other[0], "--set", "optim.decay=0.0") == plain
+    assert identity(surefoot, spec_file, other[0], "--set", "optim.weight_decay=0.0") == plain
 
 
 def test_the_schema_is_json_schema_and_knows_every_table(surefoot: Command) -> None:

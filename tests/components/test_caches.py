@@ -174,7 +174,7 @@ def spec(**memory: Any) -> RunSpec:
 @pytest.mark.parametrize("name", ["Llama", "one of one's own"])
 def test_a_run_trains_to_the_same_weights_and_says_so(name: str, tmp_path: Path) -> None:
     weights = []
-    for number, memory in enumerate(({}, {"recompute": "full"})):
+    for number, memory in enumerate(({}, {"activation_checkpointing": "full"})):
         with Run(spec(**memory), Causal(name), folder=tmp_path / str(number), quiet=True) as run:
             drive(run)
             assert run.model.config.use_cache is True  # type: ignore[union-attr]
@@ -192,7 +192,7 @@ def test_a_cache_that_was_asked_for_is_named_with_the_switch(how: str, tmp_path:
     task = Causal("GPT-2", use_cache=True)
     with (
         pytest.raises(SurefootError) as caught,
-        Run(spec(recompute=how), task, folder=tmp_path / "a", quiet=True) as run,
+        Run(spec(activation_checkpointing=how), task, folder=tmp_path / "a", quiet=True) as run,
     ):
         drive(run)
     assert "use_cache=False" in str(caught.value.hint)

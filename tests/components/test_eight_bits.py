@@ -62,7 +62,7 @@ def gradients_of(model: nn.Module, step: int) -> None:
 
 def made(model: nn.Module, **more: Any) -> optim.Built:
     return optim.build(
-        OptimTable.model_validate({"lr": 0.01, "decay": 0.1, **STATE, **more}),
+        OptimTable.model_validate({"lr": 0.01, "weight_decay": 0.1, **STATE, **more}),
         optim.find_trained(model),
     )
 
@@ -130,7 +130,7 @@ def test_the_state_takes_a_quarter_of_the_bytes_and_what_stays_wide_is_told() ->
 
 def by_hand(model: nn.Module, steps: list[int], clip: float, clip_value: float | None) -> None:
     """The same optimisers, their gradients divided and clipped by torch's own functions."""
-    built = made(model, rates={"2.*": 0.5})
+    built = made(model, lr_multipliers={"2.*": 0.5})
     for done, step in enumerate(steps):
         gradients_of(model, step)
         for parameter in model.parameters():
@@ -154,7 +154,7 @@ def test_the_guard_divides_clips_schedules_and_skips_alike_on_host_and_device(
     for on_device in (False, True):
         model = network()
         guarded = optim.GuardedUpdate(
-            made(model, rates={"2.*": 0.5}).optimizers,
+            made(model, lr_multipliers={"2.*": 0.5}).optimizers,
             clip=clip,
             clip_value=clip_value,
             curve=lambda step: 1 / (1 + step),
@@ -213,7 +213,7 @@ def test_a_loop_of_ones_own_goes_on_exactly_from_a_state_dict_and_filters_may_st
 HOW: dict[str, dict[str, Any]] = {
     "accumulation": {"train": {"microbatch": 2}},
     "an average, rates and a schedule": {
-        "optim": {"ema": 0.9, "rates": {"4.*": 0.5}},
+        "optim": {"ema": 0.9, "lr_multipliers": {"4.*": 0.5}},
         "schedule": {"name": "linear"},
     },
     "bf16 weights": {"precision": {"compute": "bf16", "weights": "bf16"}},

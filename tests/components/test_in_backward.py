@@ -26,7 +26,7 @@ def tables(**optim: Any) -> dict[str, Any]:
     "optimizer",
     [
         {"name": "adamw"},
-        {"name": "adam", "decay": 0.1},
+        {"name": "adam", "weight_decay": 0.1},
         {"name": "sgd"},
         {"name": "sgd", "momentum": 0.0},
     ],

@@ -62,7 +62,8 @@ def train(
         for each in model.first.parameters():
             each.fill_(0.5)
     built = optim.build(
-        OptimTable.model_validate({"lr": 0.05, "decay": 0.01, **table}), optim.find_trained(model)
+        OptimTable.model_validate({"lr": 0.05, "weight_decay": 0.01, **table}),
+        optim.find_trained(model),
     )
     guarded = optim.GuardedUpdate(built.optimizers, clip=5.0)
     for step in range(STEPS):

@@ -258,7 +258,9 @@ def test_norms_biases_and_embeddings_do_not_decay_and_patterns_have_their_own_ra
             "head": nn.Linear(4, 5),
         }
     )
-    groups = optim.build_groups(optim.find_trained(model), decay=0.1, rates={"head.*": 0.5})
+    groups = optim.build_groups(
+        optim.find_trained(model), weight_decay=0.1, lr_multipliers={"head.*": 0.5}
+    )
     table = {
         name: (group["weight_decay"], group["rate"]) for group in groups for name in group["names"]
     }
@@ -273,7 +275,9 @@ def test_norms_biases_and_embeddings_do_not_decay_and_patterns_have_their_own_ra
 def test_a_pattern_that_matches_nothing_is_refused_with_the_names() -> None:
     model = network()
     with pytest.raises(SpecError, match="matches no parameter"):
-        optim.build_groups(optim.find_trained(model), decay=0.1, rates={"haed.*": 2.0})
+        optim.build_groups(
+            optim.find_trained(model), weight_decay=0.1, lr_multipliers={"haed.*": 2.0}
+        )
     with pytest.raises(SpecError, match="freeze"):
         optim.freeze(model, ["nothing.*"])
 

@@ -331,7 +331,7 @@ def test_a_budget_that_cannot_be_met_is_told_in_the_first_batch_with_one_that_ca
     recompute(model, "1 KiB")
     with pytest.raises(
         SpecError,
-        match=r"memory.recompute is 1 KiB, and the blocks hold .* even when each is computed again",
+        match=r"memory.activation_checkpointing is 1 KiB, and the blocks hold .* even when each is computed again",
     ):
         model(torch.randn(24, 8))
 
@@ -393,7 +393,7 @@ def test_a_pattern_that_matches_nothing_and_a_model_without_blocks_are_refused()
         find_blocks(lonely)
     assert (
         refused.value.hint
-        == 'name its blocks, as memory.recompute = "full" with memory.blocks = ["blocks.*"]'
+        == 'name its blocks, as memory.activation_checkpointing = "full" with memory.blocks = ["blocks.*"]'
     )
     assert list(find_blocks(lonely, ["blocks.*"])) == ["blocks.0"]
 
@@ -463,7 +463,9 @@ def test_a_run_recomputes_with_a_line_of_the_spec_and_trains_to_the_same_bits(
 ) -> None:
     found = []
     for way in ("none", how):
-        spec = small.spec(8, train={"microbatch": microbatch}, memory={"recompute": way})
+        spec = small.spec(
+            8, train={"microbatch": microbatch}, memory={"activation_checkpointing": way}
+        )
         with Run(spec, Repeats(), folder=tmp_path / way, quiet=True) as run:
             losses = [torch.tensor(report.loss) for report in islice(run.steps(), 8)]
             found.append(
@@ -484,7 +486,10 @@ def test_a_run_with_a_budget_that_cannot_be_met_is_refused_before_it_begins(tmp_
     with (
         pytest.raises(SpecError, match="even when each is computed again"),
         Run(
-            small.spec(memory={"recompute": "16 B"}), Repeats(), folder=tmp_path / "run", quiet=True
+            small.spec(memory={"activation_checkpointing": "16 B"}),
+            Repeats(),
+            folder=tmp_path / "run",
+            quiet=True,
         ),
     ):
         pass
@@ -495,7 +500,7 @@ def test_a_budget_is_chosen_by_what_training_keeps_and_by_the_largest_batch(tmp_
     """A trial in evaluation mode keeps no mask of a dropout, and of a batch that grows the first is the smallest."""
 
     def cost(name: str, **train: Any) -> int:
-        how = small.spec(4, train=train, memory={"recompute": "64 KiB"})
+        how = small.spec(4, train=train, memory={"activation_checkpointing": "64 KiB"})
         with Run(how, Repeats(), folder=tmp_path / name, quiet=True) as run:
             budget = run.assembly.engine.recomputed.budget
             assert budget is not None
@@ -516,13 +521,14 @@ def test_a_task_names_its_blocks_and_the_spec_overrules_it(tmp_path: Path) -> No
             return [model[1]]
 
     for blocks, expected in (((), ("1",)), (("2", "3"), ("2", "3"))):
-        spec = small.spec(memory={"recompute": "full", "blocks": blocks})
+        spec = small.spec(memory={"activation_checkpointing": "full", "blocks": blocks})
         with Run(spec, Names(), folder=tmp_path / str(len(blocks)), quiet=True) as run:
             assert run.assembly.engine.recomputed.names == expected
 
 
 def test_blocks_without_recomputation_say_nothing_and_are_refused() -> None:
     with pytest.raises(
-        SpecError, match=r'memory\.blocks = \["a"\] has no effect with memory\.recompute = "none"'
+        SpecError,
+        match=r'memory\.blocks = \["a"\] has no effect with memory\.activation_checkpointing = "none"',
     ):
         RunSpec(memory={"blocks": ("a",)})

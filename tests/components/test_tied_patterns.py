@@ -40,7 +40,7 @@ class TiedTask(Small):
 
 
 def groups(**patterns: Any) -> list[dict[str, Any]]:
-    return optim.build_groups(optim.find_trained(Tied()), decay=0.1, **patterns)
+    return optim.build_groups(optim.find_trained(Tied()), weight_decay=0.1, **patterns)
 
 
 def find_rate(name: str, made: list[dict[str, Any]]) -> tuple[float, float]:
@@ -49,9 +49,12 @@ def find_rate(name: str, made: list[dict[str, Any]]) -> tuple[float, float]:
 
 USES: dict[str, Callable[[], bool]] = {
     "no_decay": lambda: find_rate("inner.weight", groups(no_decay=["again.*"])) == (0.0, 1.0),
-    "rates": lambda: find_rate("words.weight", groups(rates={"head.*": 0.5})) == (0.0, 0.5),
+    "lr_multipliers": lambda: (
+        find_rate("words.weight", groups(lr_multipliers={"head.*": 0.5})) == (0.0, 0.5)
+    ),
     "the last of the rates": lambda: (
-        find_rate("inner.weight", groups(rates={"inner.*": 2.0, "again.weight": 0.5})) == (0.1, 0.5)
+        find_rate("inner.weight", groups(lr_multipliers={"inner.*": 2.0, "again.weight": 0.5}))
+        == (0.1, 0.5)
     ),
     "freeze": lambda: optim.freeze(Tied(), ["head.weight"]) == ["words.weight"],
     "freeze a layer": lambda: optim.freeze(Tied(), ["again.*"]) == ["inner.weight", "inner.bias"],
@@ -73,7 +76,7 @@ def test_a_pattern_that_matches_no_name_is_refused_with_all_names() -> None:
 
 
 def test_a_run_freezes_and_scales_a_tied_weight_by_its_second_name(tmp_path: Path) -> None:
-    how = spec(2, optim={"freeze": ["head.*"], "rates": {"again.*": 0.0}, "name": "sgd"})
+    how = spec(2, optim={"freeze": ["head.*"], "lr_multipliers": {"again.*": 0.0}, "name": "sgd"})
     with Run(how, TiedTask(), folder=tmp_path / "run", quiet=True) as run:
         before = {name: each.clone() for name, each in run.model.named_parameters()}
         for _ in run.steps():

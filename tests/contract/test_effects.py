@@ -32,7 +32,7 @@ VALUES = {key: value for key, (value, _) in EDITS.items()} | {
     "schedule.warmup_start": 0.5,
     "schedule.momentum_low": 0.7,
     "schedule.momentum_high": 0.8,
-    "optim.trust": 0.5,
+    "optim.trust_coefficient": 0.5,
 }
 CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.name": get_args(OptimTable.model_fields["name"].annotation),
@@ -48,9 +48,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "schedule.warmup_shape": ("linear", "cosine", "exponential"),
     "precision.weights": ("fp32", "bf16"),
     "precision.compute": ("fp32", "tf32", "bf16", "fp16", "float8", "auto"),
-    "memory.recompute": ("none", "full"),
+    "memory.activation_checkpointing": ("none", "full"),
     "layout.shard": (1, 2),
-    "layout.stage": (1, 2, 3),
+    "layout.zero_stage": (1, 2, 3),
     "layout.compress": ("none", "bf16", "powersgd"),
     "compile.what": ("none", "blocks", "model", "step"),
     "nccl.infiniband": (None, True, False),
@@ -140,8 +140,8 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
         ),
         (
             {"memory": {"blocks": ["a"]}},
-            'memory.blocks = ["a"] has no effect with memory.recompute = "none", its default and with layout.shard = 1, its default',
-            'leave memory.blocks out, or set memory.recompute to another value than "none", or set layout.shard to another value than 1',
+            'memory.blocks = ["a"] has no effect with memory.activation_checkpointing = "none", its default and with layout.shard = 1, its default',
+            'leave memory.blocks out, or set memory.activation_checkpointing to another value than "none", or set layout.shard to another value than 1',
         ),
     ],
 )
@@ -196,9 +196,11 @@ def test_what_is_given_beside_the_value_that_makes_it_idle_is_refused_with_its_p
     tmp_path: Path,
 ) -> None:
     given = write(tmp_path / "mine.toml", FILE)
-    with pytest.raises(SpecError, match=r"optim\.trust = 0\.5 has no effect") as refused:
-        spec_file.read(given, [("optim.trust", 0.5, "--set optim.trust")])
-    assert refused.value.where == "--set optim.trust"
+    with pytest.raises(
+        SpecError, match=r"optim\.trust_coefficient = 0\.5 has no effect"
+    ) as refused:
+        spec_file.read(given, [("optim.trust_coefficient", 0.5, "--set optim.trust_coefficient")])
+    assert refused.value.where == "--set optim.trust_coefficient"
     variant = write(
         tmp_path / "other.toml", 'base = "mine.toml"\n[optim]\nname = "adamw"\nmomentum = 0.7\n'
     )
@@ -268,8 +270,10 @@ def test_a_run_of_an_earlier_version_whose_spec_has_such_keys_is_resumed_as_it_i
     assert kept.optim.momentum == 0.5
     with Run(kept, Small(), folder=tmp_path / "run", quiet=True) as run:
         assert [report.step for report in run.steps()] == [5, 6, 7, 8]
-    with pytest.raises(SpecError, match=r"optim\.trust"):
-        spec_file.read_of_run(tmp_path / "run", [("optim.trust", 0.5, "--set")], checks_task=False)
+    with pytest.raises(SpecError, match=r"optim\.trust_coefficient"):
+        spec_file.read_of_run(
+            tmp_path / "run", [("optim.trust_coefficient", 0.5, "--set")], checks_task=False
+        )
 
 
 # ---- what the task builds itself
@@ -295,8 +299,8 @@ class OwnOptimizer(Small):
         ),
         (
             OwnGroups(),
-            {"rates": {"0.*": 0.5}},
-            r"optim\.rates has no effect: the task has parameter_groups",
+            {"lr_multipliers": {"0.*": 0.5}},
+            r"optim\.lr_multipliers has no effect: the task has parameter_groups",
         ),
         (
             OwnOptimizer(),
@@ -325,7 +329,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "sgd, nesterov": {"name": "sgd", "momentum": 0.8, "nesterov": True},
     "adam": {"name": "adam", "betas": (0.8, 0.95), "eps": 1e-3},
     "adamw": {"name": "adamw", "betas": (0.8, 0.95), "eps": 1e-3},
-    "lars": {"name": "lars", "trust": 0.1},
+    "lars": {"name": "lars", "trust_coefficient": 0.1},
     "lamb": {"name": "lamb", "betas": (0.8, 0.95), "eps": 1e-3},
 }
 
@@ -340,7 +344,14 @@ def test_a_plain_loop_of_the_formulas_that_spec_show_prints_trains_the_same(
     name: str, fused: bool
 ) -> None:
     made = RunSpec(
-        optim={**TABLES[name], "lr": 0.1, "decay": 0.1, "clip": 0.7, "ema": 0.9, "fused": fused}
+        optim={
+            **TABLES[name],
+            "lr": 0.1,
+            "weight_decay": 0.1,
+            "clip": 0.7,
+            "ema": 0.9,
+            "fused": fused,
+        }
     )
     (update,) = [each.text for each in formulas.find(made) if each.key == "optim.name"]
     (clip,) = [each.text for each in formulas.find(made) if each.key == "optim.clip"]

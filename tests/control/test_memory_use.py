@@ -97,7 +97,7 @@ def test_the_memory_is_that_of_the_host_or_of_the_gpu_and_the_newest_attempt_is_
 def test_what_is_tight_is_told_three_remedies_with_what_was_predicted_of_them() -> None:
     saved = {each.change: each.saved_bytes for each in use(520, shape=SHAPE).remedies}
     assert saved == {
-        "memory.recompute=full": 80 * MIB,
+        "memory.activation_checkpointing=full": 80 * MIB,
         "train.microbatch=32": 40 * MIB,
         "precision.compute=bf16": 40 * MIB,
     }
@@ -110,7 +110,11 @@ def test_what_is_tight_is_told_three_remedies_with_what_was_predicted_of_them() 
 
 
 def test_what_a_run_does_already_is_no_remedy() -> None:
-    spec = {**SPEC, "train": {"batch": 64, "microbatch": 1}, "memory": {"recompute": "full"}}
+    spec = {
+        **SPEC,
+        "train": {"batch": 64, "microbatch": 1},
+        "memory": {"activation_checkpointing": "full"},
+    }
     found = find_memory_use(
         [started(spec=spec, precision={"compute": "bf16"}), step(10, 1.0)], limit_bytes=400 * MIB
     )
@@ -119,7 +123,9 @@ def test_what_a_run_does_already_is_no_remedy() -> None:
 
 
 def test_what_was_measured_comes_first_and_takes_the_place_of_what_is_predicted() -> None:
-    rung = MeasuredMemory(change="memory.recompute=full", source="0.7 (0.6 to 0.8)", ratio=0.7)
+    rung = MeasuredMemory(
+        change="memory.activation_checkpointing=full", source="0.7 (0.6 to 0.8)", ratio=0.7
+    )
     splits = [
         MeasuredMemory(
             change=f"train.microbatch={part}",
@@ -136,7 +142,7 @@ def test_what_was_measured_comes_first_and_takes_the_place_of_what_is_predicted(
     )  # other numbers
     found = use(520, shape=SHAPE, measured=[*splits, rung]).remedies
     assert [each.change for each in found] == [
-        "memory.recompute=full",
+        "memory.activation_checkpointing=full",
         "train.microbatch=32",
         "precision.compute=bf16",
     ]
@@ -155,7 +161,7 @@ def changes(
 
 def test_a_remedy_is_one_that_the_spec_takes_with_numbers_of_its_own() -> None:
     assert changes(SPEC) == [
-        "memory.recompute=full",
+        "memory.activation_checkpointing=full",
         "train.microbatch=64",
         "precision.compute=bf16",
     ]  # of the default batch
@@ -185,7 +191,9 @@ def test_what_was_measured_to_help_nothing_is_not_predicted_to_help() -> None:
         )
         for part in (64, 16)
     ]
-    no_less = MeasuredMemory(change="memory.recompute=full", source="1.1 (1 to 1.2)", ratio=1.1)
+    no_less = MeasuredMemory(
+        change="memory.activation_checkpointing=full", source="1.1 (1 to 1.2)", ratio=1.1
+    )
     assert changes(BATCH_64, measured=[*same, no_less]) == ["precision.compute=bf16"]
     too_much = MeasuredMemory(
         change="train.batch=128 train.microbatch=64",
@@ -250,7 +258,7 @@ def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(
                 },
             }
             for name, key, value, ratio in (
-                ("recompute", "memory.recompute", "full", 0.5),
+                ("recompute", "memory.activation_checkpointing", "full", 0.5),
                 ("bf16", "precision.compute", "bf16", 0.95),
             )
         ],
@@ -260,7 +268,7 @@ def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(
     told = [" ".join(line.split()) for line in answer.out.partition("Memory\n")[2].splitlines()]
     assert told == [
         f"at its most 500 MiB, 96.15 % of {format_bytes(520 * MIB)} (the limit): little is left",
-        "memory.recompute=full 250 MiB less, as measured: 0.5 (0.4 to 0.6), rejected by .",
+        "memory.activation_checkpointing=full 250 MiB less, as measured: 0.5 (0.4 to 0.6), rejected by .",
         "train.batch=64 train.microbatch=16 30 MiB less, as measured: b.csv",
         "precision.compute=bf16 20 MiB less, at most, as predicted of its activations",
     ]

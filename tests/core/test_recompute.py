@@ -73,7 +73,7 @@ def test_what_fits_whole_is_kept_whole_and_what_can_never_fit_is_told_with_the_l
     assert least == (1 + 22) << 20
     assert choose(costs, least) == {0}
     with pytest.raises(
-        SpecError, match=r"memory.recompute is 23 MiB, and the blocks hold 23 MiB"
+        SpecError, match=r"memory.activation_checkpointing is 23 MiB, and the blocks hold 23 MiB"
     ) as raised:
         choose(costs, least - 1)
     told = re.search(r'use "([^"]+)"', str(raised.value.hint))

@@ -130,7 +130,7 @@ def spec_of(case: Case, tables: dict[str, Any]) -> RunSpec:
     train = {"length": f"{STEPS} steps", "threads": 1, **whole_batches, **tables.pop("train", {})}
     return RunSpec(
         train=train,
-        optim={"name": "task", "decay": 0.0, "clip": 0.0},
+        optim={"name": "task", "weight_decay": 0.0, "clip": 0.0},
         schedule={"name": "constant"},
         data={"shuffle": False},
         evaluate={"split": "train", "every": "1000 steps"},
@@ -280,7 +280,7 @@ class Comparison:
         return self._on_ranks({})
 
     def _two_ranks_sharded(self) -> float:
-        return self._on_ranks({"shard": 2, "stage": self.case.stage})
+        return self._on_ranks({"shard": 2, "zero_stage": self.case.stage})
 
     def _on_ranks(self, layout: dict[str, Any]) -> float:
         found = run_on_ranks(

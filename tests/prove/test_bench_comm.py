@@ -34,7 +34,7 @@ OWN = Laid(
 SPEC: dict[str, Any] = {
     "task": {"use": "mine.py:Mine"},
     "train": {"batch": 8, "length": "2 steps"},
-    "layout": {"bucket": "64 B", "first_bucket": "16 B"},
+    "layout": {"bucket_size": "64 B", "first_bucket_size": "16 B"},
 }
 
 
@@ -57,7 +57,7 @@ SPEC: dict[str, Any] = {
         ("digits --device cpu", "--device is of collectives alone, and a SPEC is given"),
         ("digits --buckets 1MiB,1MiB", "--buckets names no size, or one twice"),
         ("digits --rounds 0", "--rounds is 0"),
-        ("digits --set layout.bucket=0B", "0B is nothing"),
+        ("digits --set layout.bucket_size=0B", "0B is nothing"),
         (
             "digits --ranks 3 --set layout.replicate=2",
             "layout.replicate is 2, and there are 3 ranks",
@@ -282,7 +282,7 @@ def test_what_won_the_sweep_is_set_only_where_its_own_rounds_confirm_it(
 
 
 def test_the_verb_of_a_spec_says_what_to_set(task: Path) -> None:
-    buckets = "--set layout.bucket=64B --set layout.first_bucket=16B --buckets 16B"
+    buckets = "--set layout.bucket_size=64B --set layout.first_bucket_size=16B --buckets 16B"
     words = f"bench comm mine.py:Mine --set train.batch=8 {buckets} --rounds 1 --calls 2"
     (out, _), other = run_ranks(2, lambda rank: typed(words), task / "ranks")
     assert other == ["", ""]

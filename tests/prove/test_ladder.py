@@ -99,7 +99,7 @@ def test_the_start_is_plain_whatever_the_spec_switched_on() -> None:
         SPEC.replace(precision={"compute": "bf16"}, train={"microbatch": 8, "threads": 2})
     )
     assert start == rungs.plain(SPEC)
-    memory = {"recompute": "full", "blocks": ["a.*"], "update_in_backward": True}
+    memory = {"activation_checkpointing": "full", "blocks": ["a.*"], "update_in_backward": True}
     compiled = {"what": "blocks", "blocks": ["a.*"], "mode": "max-autotune"}
     tables = {
         "optim": {"clip": 0.0, "state": "8bit"},
@@ -408,7 +408,14 @@ def test_a_climb_records_a_crash_a_refusal_and_a_wrong_gradient_and_goes_on(
         "--rung",
         f"wrong: task.use={PLANTED}:WrongGradient",
     ]
-    words += ["--rung", "again: memory.recompute='full'", "--pairs", "1", "--samples", "512"]
+    words += [
+        "--rung",
+        "again: memory.activation_checkpointing='full'",
+        "--pairs",
+        "1",
+        "--samples",
+        "512",
+    ]
     code, row, said = climb(monkeypatch, capsys, start_spec(tmp_path), *words)
     assert (code, said) == (0, "")
     crash, wrong, refused = row["rungs"]
@@ -446,7 +453,7 @@ def test_a_rung_that_skips_work_is_thrown_out_and_one_that_its_first_run_refuses
         "--rung",
         f"skips (algorithm): task.use={PLANTED}:HalfBatch",
         "--rung",
-        "refused (algorithm): memory.recompute='full'",
+        "refused (algorithm): memory.activation_checkpointing='full'",
     ]
     _, row, _ = climb(
         monkeypatch, capsys, start_spec(tmp_path), "--pairs", "1", "--samples", "512", *words

@@ -83,7 +83,7 @@ def test_recomputation_and_a_smaller_microbatch_lower_the_prediction_and_what_fi
 ):
     spec = Named("gpt", "fp32", "none", "adamw").spec()
     plain = predict(spec).peak_bytes
-    full = predict(spec.replace(memory={"recompute": "full"})).peak_bytes
+    full = predict(spec.replace(memory={"activation_checkpointing": "full"})).peak_bytes
     assert full < 0.7 * plain
     found = fit(spec, round(1.1 * full), lambda text: None)
     assert (found.microbatch, found.recompute) == (spec.train.batch, "full")

@@ -34,7 +34,7 @@ BUILT: dict[str, Any] = {
     "cast": lambda model: model.float(),
     "cast there and back": lambda model: model.bfloat16().float(),
     "cast by dtype": lambda model: model.to(torch.float32),
-    "rates": with_rates,
+    "lr_multipliers": with_rates,
     "numbers of numpy": with_numbers_of_numpy,
     "a choice by numbers": with_a_choice,
     "a copy": copy.deepcopy,

@@ -221,7 +221,7 @@ def fill(folder: Path, *, leaving: int = 0) -> Path:
 
 OPTIMIZERS = {
     "adamw": {"name": "adamw"},
-    "adam": {"name": "adam", "decay": 0.1},
+    "adam": {"name": "adam", "weight_decay": 0.1},
     "sgd": {"name": "sgd", "momentum": 0.9, "nesterov": True},
     "plain sgd": {"name": "sgd", "momentum": 0.0},
     "muon": {"name": "muon"},

@@ -171,7 +171,7 @@ def test_a_region_inside_a_block_of_which_operators_are_computed_again_is_refuse
 
     def tables(inner: str) -> RunSpec:
         return spec(
-            memory={"recompute": "operators", "blocks": ("1", "2")},
+            memory={"activation_checkpointing": "operators", "blocks": ("1", "2")},
             compile={"what": "blocks", "blocks": (inner,)},
         )
 

@@ -54,7 +54,7 @@ class Product:
 
 def train(folder: Path, **optim: Any) -> list[float | None]:
     spec = RunSpec(
-        optim={"lr": LR, "decay": 0.0, **optim},
+        optim={"lr": LR, "weight_decay": 0.0, **optim},
         train={"length": f"{STEPS} steps", "batch": BATCH, "threads": 1},
         data={"shuffle": False},
         schedule={"name": "constant"},

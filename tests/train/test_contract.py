@@ -270,7 +270,7 @@ def test_the_last_update_of_an_epoch_is_the_mean_over_what_it_holds_and_leaves_n
     tmp_path: Path,
 ) -> None:
     spec = spec_of(batch=32, microbatch=8, length="4 steps").replace(
-        optim={"momentum": 0.0, "decay": 0.0, "clip": 0.0}, schedule={"name": "constant"}
+        optim={"momentum": 0.0, "weight_decay": 0.0, "clip": 0.0}, schedule={"name": "constant"}
     )
     task = Cells(num_rows=80)
     with Run(spec, task, folder=tmp_path / "run", quiet=True) as run:

@@ -145,7 +145,7 @@ def test_a_frozen_layer_takes_no_optimiser_memory(tmp_path: Path) -> None:
 
 def test_multipliers_of_the_rate_stand_in_the_log_of_each_group(tmp_path: Path) -> None:
     spec = spec_of(
-        "1 step", optim={"lr": 0.01, "rates": {"0.*": 0.1}}, schedule={"name": "constant"}
+        "1 step", optim={"lr": 0.01, "lr_multipliers": {"0.*": 0.1}}, schedule={"name": "constant"}
     )
     run = train(Plain(), tmp_path / "run", spec)
     steps = [event for event in surefoot.contract.events.read(run.folder) if event.kind == "step"]
@@ -244,12 +244,14 @@ def test_an_update_of_every_third_step_stands_where_the_run_does_on_its_schedule
 
 def test_a_pattern_may_mean_the_parameters_of_one_update_and_must_mean_some(tmp_path: Path) -> None:
     run = train(
-        TwoUpdates(), tmp_path / "run", spec_of(optim={"lr": 0.01, "rates": {"head.*": 4.0}})
+        TwoUpdates(),
+        tmp_path / "run",
+        spec_of(optim={"lr": 0.01, "lr_multipliers": {"head.*": 4.0}}),
     )
     rates = [{group["rate"] for group in update.guarded.groups} for update in run.assembly.updates]
     assert rates == [{1.0}, {4.0}]
     assert "matches no parameter" in refused(
-        TwoUpdates(), tmp_path, spec_of(optim={"rates": {"tail.*": 4.0}})
+        TwoUpdates(), tmp_path, spec_of(optim={"lr_multipliers": {"tail.*": 4.0}})
     )
 
 

@@ -195,7 +195,7 @@ def test_ranks_that_save_together_trade_together(
         "checkpoint.every='2 steps'",
         f"task.width={WIDTH}",
         "layout.shard=2",
-        "layout.stage=2",
+        "layout.zero_stage=2",
         "optim.name=adamw",
     )
     with mounted(tmp_path / "disk", TWO_OF_THREE) as disk:

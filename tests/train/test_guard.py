@@ -97,7 +97,7 @@ def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(tmp_path
     torch.manual_seed(0)
     model = task.model()
     optimizer = torch.optim.SGD(
-        optim.build_groups(optim.find_trained(model), decay=0.01), lr=0.05, momentum=0.9
+        optim.build_groups(optim.find_trained(model), weight_decay=0.01), lr=0.05, momentum=0.9
     )
     _feed, applied = run.assembly.feed, 0
     for number in range(6):

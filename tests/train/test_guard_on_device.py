@@ -31,7 +31,7 @@ def worked(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
     table = RunSpec(
-        optim={**OPTIMIZERS[name], "lr": 0.05, "clip": 0.0, "rates": {"3.*": 0.5}}
+        optim={**OPTIMIZERS[name], "lr": 0.05, "clip": 0.0, "lr_multipliers": {"3.*": 0.5}}
     ).optim
     built = optim.build(table, optim.find_trained(model))
     guarded = optim.GuardedUpdate(

@@ -29,7 +29,9 @@ class Still(Small):
 def test_weights_that_have_not_moved_are_said(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table: dict[str, Any] = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.0, "decay": 0.0}}
+    table: dict[str, Any] = {
+        "optim": {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+    }
     if kind != "gradient of 0":
         table["schedule"] = {"name": "constant", "factor": 0.0}
     with Run(

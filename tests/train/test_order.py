@@ -19,7 +19,7 @@ from tests.train.small import Small, spec
 from tests.world.ranks import run_ranks
 
 CHOICES: dict[str, tuple[dict[str, dict[str, Any]], ...]] = {
-    "recompute": ({}, {"memory": {"recompute": "full"}}),
+    "recompute": ({}, {"memory": {"activation_checkpointing": "full"}}),
     "compile": ({}, {"compile": {"what": "blocks", "on_failure": "stop"}}),
     "accumulate": ({}, {"train": {"microbatch": 2}}),
     "update": ({}, {"optim": {"ema": 0.9, "clip": 0.01}}),
@@ -79,11 +79,13 @@ def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Pa
     ("layout", "most"),
     [
         pytest.param({"replicate": 2}, (1, 1, 1, 1), id="replicate"),
-        pytest.param({"shard": 2, "stage": 1}, (1, 1, 1, 1), id="stage 1", marks=pytest.mark.slow),
         pytest.param(
-            {"shard": 2, "stage": 2}, (1, 0, 1, 1), id="stage 2", marks=pytest.mark.slow
+            {"shard": 2, "zero_stage": 1}, (1, 1, 1, 1), id="stage 1", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"shard": 2, "zero_stage": 2}, (1, 0, 1, 1), id="stage 2", marks=pytest.mark.slow
         ),  # which refuse to compile
-        pytest.param({"shard": 2, "stage": 3}, (1, 0, 1, 1), id="stage 3"),
+        pytest.param({"shard": 2, "zero_stage": 3}, (1, 0, 1, 1), id="stage 3"),
     ],
 )
 def test_on_two_ranks_every_combination_has_the_losses_of_one_process(

@@ -72,7 +72,7 @@ HOW = {
     "an average": (spec(14, optim={"ema": 0.9}, checkpoint=CHECKPOINT), Frozen),
     "the task's own": (spec(14, checkpoint=CHECKPOINT), lambda: Frozen(own=True)),
     "frozen by the spec": (
-        spec(14, optim={"freeze": ["0.*"], "rates": {"4.*": 0.5}}, checkpoint=CHECKPOINT),
+        spec(14, optim={"freeze": ["0.*"], "lr_multipliers": {"4.*": 0.5}}, checkpoint=CHECKPOINT),
         lambda: Frozen(whole=True),
     ),
     "in microbatches": (spec(14, train={"microbatch": 2}, checkpoint=CHECKPOINT), lambda: Small()),
@@ -118,7 +118,7 @@ def test_an_unfrozen_layer_takes_the_steps_that_plain_pytorch_takes(tmp_path: Pa
 
         how = spec(
             10,
-            optim={"name": "sgd", "lr": 0.1, "decay": 0.0, "clip": 0.0},
+            optim={"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "clip": 0.0},
             schedule={"name": "constant"},
         )
         weights: list[Tensor] = []

@@ -198,7 +198,9 @@ REFUSED: dict[str, dict[str, Any]] = {
         "optim": {"clip": 0.0},
         "stability": {"nonfinite": "stop"},
     },
-    "memory.recompute": {"memory": {"recompute": "full", "blocks": ["0"]}},
+    "memory.activation_checkpointing": {
+        "memory": {"activation_checkpointing": "full", "blocks": ["0"]}
+    },
     "memory.on_oom": {"memory": {"on_oom": "halve"}},
     "memory.offload": {"memory": {"offload": "optimizer"}},
     "fp16": {"precision": {"compute": "fp16"}},

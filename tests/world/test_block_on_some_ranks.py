@@ -71,7 +71,7 @@ class Routed:
 def train(folder: Path, branches: str, stage: int) -> int:
     spec = RunSpec(
         train={"length": "6 steps", "batch": 2, "threads": 1},
-        layout={"shard": 2, "stage": stage},
+        layout={"shard": 2, "zero_stage": stage},
         observe={"tensorboard": False},
     )
     with Run(spec, Routed(branches), folder=folder, quiet=True) as run:

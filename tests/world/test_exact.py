@@ -158,7 +158,7 @@ class Counting(Narrow):
         (
             Narrow,
             2,
-            {"layout": {"shard": 2, "stage": 1}},
+            {"layout": {"shard": 2, "zero_stage": 1}},
             "layout.shard is 2, and layout.virtual_ranks is 4",
         ),
         (

@@ -231,7 +231,7 @@ def test_the_command_names_a_rank_that_is_stopped(tmp_path: Path) -> None:
             "--max-restarts",
             "0",
             "--set",
-            "layout.stall=1.5",
+            "layout.hang_timeout=1.5",
             "--set",
             "observe.tensorboard=false",
         ],

@@ -64,7 +64,7 @@ def spec(microbatch: int | None, layout: dict[str, Any]) -> RunSpec:
         train={"length": f"{STEPS} steps", "batch": BATCH, "microbatch": microbatch, "threads": 1},
         layout=layout,
         data={"shuffle": False},
-        optim={"name": "sgd", "momentum": 0.0, "lr": 0.5, "decay": 0.0, "clip": 0.0},
+        optim={"name": "sgd", "momentum": 0.0, "lr": 0.5, "weight_decay": 0.0, "clip": 0.0},
         schedule={"name": "constant"},
         observe={"tensorboard": False},
         evaluate={"every": "99 steps"},
@@ -140,7 +140,7 @@ def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_a_hook_on_a_rank_sees_and_changes_the_mean_gradient_of_its_microbatch(
     stage: int, in_loop: bool, tmp_path: Path
 ) -> None:
-    layout = {"shard": 2, "stage": stage} if stage else {}
+    layout = {"shard": 2, "zero_stage": stage} if stage else {}
 
     def job(rank: int) -> Any:
         return {how: train(tmp_path / how, how, spec(None, layout), in_loop=in_loop) for how in HOW}

@@ -30,9 +30,9 @@ STEPS, FEW, LARGE_SEED = 12, 3, 10_000
 VICTIMS = ("rank 0", "rank 1", "supervisor")
 LAYOUTS: list[dict[str, Any]] = [
     {},
-    {"shard": 2, "stage": 1},
-    {"shard": 2, "stage": 2},
-    {"shard": 2, "stage": 3},
+    {"shard": 2, "zero_stage": 1},
+    {"shard": 2, "zero_stage": 2},
+    {"shard": 2, "zero_stage": 3},
 ]
 LONGEST_S = 1.0  # after which a kill comes at the latest: so long takes a run of these
 TRIES = 6
@@ -177,7 +177,7 @@ def draw_layout(draws: random.Random) -> tuple[int, dict[str, Any]]:
     num_ranks = draws.randrange(1, 5)
     shards = [0, *(count for count in (2, 3, 4) if num_ranks % count == 0)]
     shard = draws.choice(shards)
-    return num_ranks, {"shard": shard, "stage": draws.choice((1, 2, 3))} if shard else {}
+    return num_ranks, {"shard": shard, "zero_stage": draws.choice((1, 2, 3))} if shard else {}
 
 
 def changed(seed: int, folder: Path, golden: dict[str, torch.Tensor], loss: float) -> None:

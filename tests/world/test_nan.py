@@ -33,7 +33,7 @@ from tests.world.test_shard import Stacked
 FEW, MANY, LARGE_SEED = 20, 300, 10_000
 STEPS = 6
 COMPUTED, HELD = ("data", "loss", "gradient"), ("state", "buffer")
-LAYOUTS: list[dict[str, Any]] = [{}, *({"shard": 2, "stage": stage} for stage in (1, 2, 3))]
+LAYOUTS: list[dict[str, Any]] = [{}, *({"shard": 2, "zero_stage": stage} for stage in (1, 2, 3))]
 
 
 class Spoiled(Stacked):
@@ -93,7 +93,7 @@ def followed(folder: Path, task: Spoiled, layout: dict[str, Any]) -> dict[str, A
                 decided.append([report.applied, repr(report.loss), repr(report.gradient_norm)])
                 task.spoil_state(run.assembly.engine.stepper._updates[0].guarded.states())
             held = b"".join(each.detach().numpy().tobytes() for each in run.model.buffers())
-            if layout.get("stage", 1) == 1:
+            if layout.get("zero_stage", 1) == 1:
                 held += b"".join(each.detach().numpy().tobytes() for each in run.model.parameters())
         return {"decided": decided, "digest": hashlib.sha256(held).hexdigest(), "error": None}
     except NumbersError as raised:

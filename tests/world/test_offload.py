@@ -23,7 +23,7 @@ def train(folder: Path, offload: str, stage: int, length: int) -> Any:
         preflight.check = lambda assembly, is_again: []
     stated = spec(
         train={"length": "9 steps"},
-        layout={"shard": 2, "stage": stage},
+        layout={"shard": 2, "zero_stage": stage},
         memory={"offload": offload},
         evaluate={"every": "100 steps"},
     )
@@ -91,7 +91,7 @@ def test_copies_of_a_whole_model_do_not_go_to_the_host(tmp_path: Path) -> None:
 def test_a_gpu_holds_fewer_bytes_by_what_its_optimiser_has_of_the_rows(tmp_path: Path) -> None:
     def job(rank: int, offload: str) -> Any:
         stated = spec(
-            layout={"shard": 2, "stage": 3},
+            layout={"shard": 2, "zero_stage": 3},
             memory={"offload": offload},
             train={"length": "3 steps", "device": "cuda"},
         )

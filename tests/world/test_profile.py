@@ -66,7 +66,7 @@ def profiled(folder: Path, *, at_the_end: bool) -> None:
         train={"length": "8 steps", "batch": 8, "threads": 1},
         optim={"name": "sgd", "lr": 0.001},
         observe={"tensorboard": False},
-        layout={"bucket": "16KiB", "first_bucket": "128B"},
+        layout={"bucket_size": "16KiB", "first_bucket_size": "128B"},
         evaluate={"every": "100 steps"},
     )
     record(

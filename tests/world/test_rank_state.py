@@ -166,7 +166,9 @@ def test_each_rank_goes_on_with_its_own_state(member: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "layout", [{"shard": 2, "stage": 1}, {"shard": 2, "stage": 2}], ids=["stage 1", "stage 2"]
+    "layout",
+    [{"shard": 2, "zero_stage": 1}, {"shard": 2, "zero_stage": 2}],
+    ids=["stage 1", "stage 2"],
 )
 def test_each_rank_goes_on_with_its_own_state_where_ranks_hold_parts(
     layout: dict[str, int], tmp_path: Path

@@ -94,10 +94,10 @@ def followed(folder: Path, task: Any, layout: dict[str, Any]) -> dict[str, Any]:
     [
         *(
             (Masked, layout)
-            for layout in ({}, *({"shard": 2, "stage": stage} for stage in (1, 2, 3)))
+            for layout in ({}, *({"shard": 2, "zero_stage": stage} for stage in (1, 2, 3)))
         ),
         (Constant, {}),
-        (Constant, {"shard": 2, "stage": 1}),
+        (Constant, {"shard": 2, "zero_stage": 1}),
     ],
 )
 def test_ranks_skip_what_has_no_item_on_any_of_them_and_train_on_what_one_has(

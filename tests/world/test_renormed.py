@@ -70,7 +70,7 @@ def train(folder: Path, kind: str, num_ranks: int, **layout: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", TABLES)
-@pytest.mark.parametrize("layout", [{}, {"shard": 2, "stage": 1}], ids=["replicas", "stage 1"])
+@pytest.mark.parametrize("layout", [{}, {"shard": 2, "zero_stage": 1}], ids=["replicas", "stage 1"])
 def test_two_ranks_train_what_one_process_does(
     kind: str, layout: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -83,7 +83,7 @@ def test_two_ranks_train_what_one_process_does(
 def test_a_stage_that_gathers_weights_for_a_pass_refuses_and_says_why(tmp_path: Path) -> None:
     spec = RunSpec(
         train={"length": "2 steps", "batch": 8, "threads": 1},
-        layout={"shard": 2, "stage": 2},
+        layout={"shard": 2, "zero_stage": 2},
         observe={"tensorboard": False},
     )
 

@@ -112,8 +112,8 @@ def test_the_gradients_of_a_step_are_on_their_way_while_most_of_it_is_still_to_b
     spec = RunSpec(
         task={"use": f"{tmp_path}/mine.py:Mine"},
         train={"batch": 8, "length": "2 steps"},
-        optim={"decay": 0.1},
-        layout={"bucket": "48 B", "first_bucket": "48 B"},
+        optim={"weight_decay": 0.1},
+        layout={"bucket_size": "48 B", "first_bucket_size": "48 B"},
     )
 
     def job(group: Group) -> Any:

@@ -31,7 +31,7 @@ def test_rules_that_look_at_whole_layers_are_told_their_norms(
 ) -> None:
     num_ranks, axes = LAYOUTS[layout]
     tables: Any = {
-        "optim": {"name": name, "lr": 0.5 if name == "lars" else 0.02, "decay": 0.1},
+        "optim": {"name": name, "lr": 0.5 if name == "lars" else 0.02, "weight_decay": 0.1},
         "train": {"length": "5 steps"},
     }
     alone = followed(tmp_path / "alone", spec(**tables))
@@ -79,7 +79,7 @@ def test_weights_gathered_in_bf16_are_summed_and_moved_in_fp32(stage: int, tmp_p
     def on_two(weights: str) -> Any:
         return run_ranks(
             2,
-            lambda rank: job(rank, weights, {"shard": 2, "stage": stage}),
+            lambda rank: job(rank, weights, {"shard": 2, "zero_stage": stage}),
             tmp_path / f"ranks-{weights}",
         )
 
@@ -113,7 +113,7 @@ class Small64:
 def test_64_small_gradients_in_bf16_are_summed_without_loss(tmp_path: Path) -> None:
     def job(rank: int) -> Any:
         given = spec(
-            layout={"shard": 2, "stage": 2},
+            layout={"shard": 2, "zero_stage": 2},
             precision={"compute": "bf16", "weights": "bf16"},
             optim={"clip": 0.0, "name": "sgd"},
             train={"length": "1 steps", "batch": 64, "microbatch": 1},

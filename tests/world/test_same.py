@@ -160,7 +160,7 @@ def test_a_bit_that_flips_while_a_rank_loads_is_named_before_step_1(
 
 def test_copies_of_a_split_state_are_held_against_each_other_too(tmp_path: Path) -> None:
     given = spec(
-        layout={"shard": 2, "stage": 1},
+        layout={"shard": 2, "zero_stage": 1},
         train={"length": "2 steps"},
         evaluate={"every": "9 epochs"},
         **AVERAGED,

@@ -30,13 +30,13 @@ from tests.world.ranks import run_ranks
 from tests.world.test_run import Sentences, apart, spec, train
 
 LAYOUTS = {
-    "stage 1 on 2": (2, {"shard": 2, "stage": 1}),
-    "stage 1 on 3": (3, {"shard": 3, "stage": 1}),
-    "stage 2 on 2": (2, {"shard": 2, "stage": 2}),
-    "stage 3 on 3": (3, {"shard": 3, "stage": 3}),
+    "stage 1 on 2": (2, {"shard": 2, "zero_stage": 1}),
+    "stage 1 on 3": (3, {"shard": 3, "zero_stage": 1}),
+    "stage 2 on 2": (2, {"shard": 2, "zero_stage": 2}),
+    "stage 3 on 3": (3, {"shard": 3, "zero_stage": 3}),
     "stage 3 on 2": (2, {"shard": 2}),
-    "stage 1 on 2 x 2": (4, {"shard": 2, "stage": 1, "replicate": 2}),
-    "stage 3 on 2 x 2": (4, {"shard": 2, "stage": 3}),
+    "stage 1 on 2 x 2": (4, {"shard": 2, "zero_stage": 1, "replicate": 2}),
+    "stage 3 on 2 x 2": (4, {"shard": 2, "zero_stage": 3}),
 }
 
 
@@ -161,7 +161,7 @@ def test_ranks_that_hold_a_part_train_to_the_numbers_of_one_process(
 
 def test_each_rank_links_what_has_not_changed_of_its_part(tmp_path: Path) -> None:
     """The rows of the frozen layer; when the older commit goes, the newer one still holds them."""
-    given = sharded({"shard": 2, "stage": 3}, checkpoint={"every": "1 step", "keep": 2})
+    given = sharded({"shard": 2, "zero_stage": 3}, checkpoint={"every": "1 step", "keep": 2})
     run_ranks(2, lambda rank: _left(tmp_path / "run", given, 4), tmp_path / "ranks")
     newest = max(manifest.steps(tmp_path / "run"))
     assert 1 not in manifest.steps(tmp_path / "run")
@@ -192,13 +192,13 @@ def test_each_rank_links_what_has_not_changed_of_its_part(tmp_path: Path) -> Non
 def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Path) -> None:
     """Optimiser and averages too: the same run is left and taken up by other ranks, and ends with the weights of one process."""
     order: list[tuple[int, dict[str, Any]]] = [
-        (2, {"shard": 2, "stage": 3}),
+        (2, {"shard": 2, "zero_stage": 3}),
         (1, {}),
-        (3, {"shard": 3, "stage": 1}),
-        (4, {"shard": 2, "stage": 2}),
-        (2, {"shard": 2, "stage": 1}),
+        (3, {"shard": 3, "zero_stage": 1}),
+        (4, {"shard": 2, "zero_stage": 2}),
+        (2, {"shard": 2, "zero_stage": 1}),
         (2, {}),
-        (3, {"shard": 3, "stage": 3}),
+        (3, {"shard": 3, "zero_stage": 3}),
     ]
     averaged = {**AVERAGED, "checkpoint": {"every": "1 step", "keep": 9}}
     folder = tmp_path / "run"
@@ -253,7 +253,7 @@ def _left(folder: Path, given: RunSpec, most: int | None) -> Any:
 def test_a_commit_of_which_a_rank_s_part_is_damaged_is_set_aside_and_the_one_before_it_taken(
     tmp_path: Path,
 ) -> None:
-    folder, given = tmp_path / "run", sharded({"shard": 2, "stage": 1})
+    folder, given = tmp_path / "run", sharded({"shard": 2, "zero_stage": 1})
     run_ranks(2, lambda rank: _left(folder, given, 7), tmp_path / "first")
     newest = manifest.steps(folder)[-1]
     part = manifest.step_folder(folder, newest) / "optimizer.rank-00001.safetensors"
@@ -284,7 +284,7 @@ def test_a_manifest_whose_parts_are_no_whole_is_refused(
 ) -> None:
     folder = tmp_path / "run"
     run_ranks(
-        2, lambda rank: _left(folder, sharded({"shard": 2, "stage": 1}), 1), tmp_path / "ranks"
+        2, lambda rank: _left(folder, sharded({"shard": 2, "zero_stage": 1}), 1), tmp_path / "ranks"
     )
     place = manifest.step_folder(folder, 1)
     row = json.loads((place / manifest.FILE).read_text())
@@ -336,7 +336,7 @@ def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
 
     def job(rank: int, microbatch: int) -> Any:
         given = sharded(
-            {"shard": 2, "stage": stage},
+            {"shard": 2, "zero_stage": stage},
             train={"microbatch": microbatch, "length": "5 steps"},
             checkpoint={"every": "never"},
         )
@@ -401,7 +401,8 @@ def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
 def test_a_bit_that_flips_in_one_copy_of_a_split_model_is_named(tmp_path: Path) -> None:
     def job(rank: int) -> Any:
         given = spec(
-            layout={"shard": 2, "stage": 2, "check_every": "2 steps"}, checkpoint={"every": "never"}
+            layout={"shard": 2, "zero_stage": 2, "check_every": "2 steps"},
+            checkpoint={"every": "never"},
         )
         with Run(given, Stacked(), folder=tmp_path / "run", quiet=True) as run:
             for report in run.steps():
@@ -483,7 +484,7 @@ class ChannelsLast(Stacked):
         ),
         (
             Stacked,
-            {"shard": 2, "stage": 1},
+            {"shard": 2, "zero_stage": 1},
             {"optim": {"name": "muon"}},
             "optim.name is 'muon', and layout.shard is 2",
         ),
@@ -495,7 +496,7 @@ class ChannelsLast(Stacked):
         ),
         (
             Stacked,
-            {"shard": 2, "stage": 1},
+            {"shard": 2, "zero_stage": 1},
             {"precision": {"weights": "bf16", "compute": "bf16"}},
             "precision.weights is 'bf16', and layout",
         ),
@@ -517,19 +518,19 @@ class ChannelsLast(Stacked):
             {"compile": {"what": "model"}},
             "compile.what is 'model', and layout.shard is 2",
         ),
-        (Alone, {"shard": 2, "stage": 3}, {}, "gathers the weights of a block at a time"),
+        (Alone, {"shard": 2, "zero_stage": 3}, {}, "gathers the weights of a block at a time"),
         (
             Scalar,
-            {"shard": 2, "stage": 1},
+            {"shard": 2, "zero_stage": 1},
             {},
             "splits parameters by rows, and offset has no dimension",
         ),
         (TiedBlocks, {"shard": 2}, {}, "is tied to a parameter of another unit"),
-        (Empty, {"shard": 2, "stage": 2}, {}, "nothing is empty: [0, 3]"),
+        (Empty, {"shard": 2, "zero_stage": 2}, {}, "nothing is empty: [0, 3]"),
         (ChannelsLast, {"shard": 2}, {}, "filters.weight lies in memory in another order"),
-        (Apart, {"shard": 2, "stage": 2}, {}, "weights at the start: rank 1 has"),
-        (Sentences, {"shard": 2, "stage": 2}, {}, "calls parts of a ModuleDict"),
-        (Parts, {"shard": 2, "stage": 3}, {}, "gather weights where the model is called"),
+        (Apart, {"shard": 2, "zero_stage": 2}, {}, "weights at the start: rank 1 has"),
+        (Sentences, {"shard": 2, "zero_stage": 2}, {}, "calls parts of a ModuleDict"),
+        (Parts, {"shard": 2, "zero_stage": 3}, {}, "gather weights where the model is called"),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_anything_is_written(
@@ -557,8 +558,8 @@ def test_moments_of_a_parameter_with_a_slash_in_its_name_are_written_in_parts_to
     stage: int, tmp_path: Path
 ) -> None:
     """Without it rank 0's rows of them stood in the commit as if they were all."""
-    buckets = {"first_bucket": "8 B", "bucket": "8 B"} if stage == 1 else {}
-    given = spec(layout={"shard": 2, "stage": stage, **buckets}, train={"length": "2 steps"})
+    buckets = {"first_bucket_size": "8 B", "bucket_size": "8 B"} if stage == 1 else {}
+    given = spec(layout={"shard": 2, "zero_stage": stage, **buckets}, train={"length": "2 steps"})
 
     def job(rank: int) -> Any:
         with Run(given, Slashed(), folder=tmp_path / "run", quiet=True) as run:
@@ -577,11 +578,11 @@ def test_ranks_that_hold_a_part_begin_with_the_weights_of_a_commit(
 ) -> None:
     run_ranks(
         2,
-        lambda rank: _left(tmp_path / "run", sharded({"shard": 2, "stage": 1}), 1),
+        lambda rank: _left(tmp_path / "run", sharded({"shard": 2, "zero_stage": 1}), 1),
         tmp_path / "first",
     )
     given = spec(
-        layout={"shard": 2, "stage": stage},
+        layout={"shard": 2, "zero_stage": stage},
         train={"length": "1 step"},
         optim={"name": "sgd", "lr": 0.0, "clip": 0.0},
     )
@@ -609,7 +610,7 @@ def test_a_save_that_the_disk_refuses_to_one_rank_before_its_part_is_given_up_by
 ) -> None:
     def job(rank: int) -> Any:
         given = sharded(
-            {"shard": 2, "stage": 1, "timeout": 10.0},
+            {"shard": 2, "zero_stage": 1, "timeout": 10.0},
             train={"length": "5 steps"},
             checkpoint={"every": "1 step"},
         )

@@ -22,7 +22,7 @@ from tests.world.test_run import spec
 from tests.world.test_shard import AVERAGED, Stacked
 
 STEPS, PAUSE_S = 25, 0.01
-LAYOUTS: list[dict[str, Any]] = [{}, {"shard": 2, "stage": 1}, {"shard": 2, "stage": 3}]
+LAYOUTS: list[dict[str, Any]] = [{}, {"shard": 2, "zero_stage": 1}, {"shard": 2, "zero_stage": 3}]
 BEGUN = "begun"
 WHOM = ("supervisor", "rank 0", "rank 1", "ranks, then supervisor", "supervisor, then ranks")
 LARGE_SEED = 20_000

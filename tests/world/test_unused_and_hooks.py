@@ -74,7 +74,7 @@ def trained(folder: Path, layout: dict[str, Any], hooked: bool) -> dict[str, Any
     """The weights after the run, whole."""
     how = RunSpec(
         train={"length": f"{STEPS} steps", "batch": 4, "microbatch": 2, "threads": 1},
-        optim={"lr": 0.02, "decay": 0.1},
+        optim={"lr": 0.02, "weight_decay": 0.1},
         layout=layout,
         observe={"tensorboard": False},
     )
@@ -95,7 +95,7 @@ def test_unused_parameters_and_hooks_on_gradients_train_as_in_one_process(
     stage: int, hooked: bool, tmp_path: Path
 ) -> None:
     alone = trained(tmp_path / "alone", {}, hooked)
-    layout = {"shard": 2, "stage": stage} if stage else {}
+    layout = {"shard": 2, "zero_stage": stage} if stage else {}
     found = run_ranks(2, lambda rank: trained(tmp_path / "run", layout, hooked), tmp_path / "ranks")
     assert all("error" not in each for each in found), found
     assert found[0] == found[1]

@@ -106,7 +106,7 @@ def test_what_holds_up_the_others_is_named_where_no_supervisor_looks_on(
         train(
             tmp_path / "run",
             Hangs(kind, tmp_path),
-            spec(train={"length": "40 steps"}, layout={"stall": STALL_S}),
+            spec(train={"length": "40 steps"}, layout={"hang_timeout": STALL_S}),
         )
 
     codes, said = run_plain_ranks(job, tmp_path / "ranks")
@@ -156,7 +156,7 @@ def test_a_rank_that_saves_may_take_its_time_up_to_the_deadline_of_what_ranks_do
             given = spec(
                 train={"length": "20 steps"},
                 evaluate={"every": "99 epochs"},
-                layout={"stall": 1.0, "timeout": timeout_s},
+                layout={"hang_timeout": 1.0, "timeout": timeout_s},
             )
             train(tmp_path / name, Saves(takes_s), given)
 
@@ -175,7 +175,7 @@ def test_a_run_that_ends_leaves_no_watch_behind(tmp_path: Path) -> None:
         train(
             tmp_path / "run",
             Waits(tmp_path),
-            spec(train={"length": "6 steps"}, layout={"stall": LATE_S}),
+            spec(train={"length": "6 steps"}, layout={"hang_timeout": LATE_S}),
         )
         assert find_watchers({os.getpid()}) == []
 
@@ -309,7 +309,7 @@ def test_torchrun_hears_of_a_hang_by_an_exit_code_and_its_restart_goes_on(
             "--set",
             f'task.mark="{tmp_path / "mark"}"',
             "--set",
-            "layout.stall=3",
+            "layout.hang_timeout=3",
             "--set",
             'checkpoint.every="4 steps"',
             "--set",

@@ -390,7 +390,7 @@ def _verdict(found: BucketTuning) -> list[str]:
         lines = [
             said
             + (
-                f'layout.bucket = "{quick}"'
+                f'layout.bucket_size = "{quick}"'
                 if found.chosen != found.own
                 else f"{VERDICTS[ratio.verdict]}, {own} stays"
             )

@@ -250,7 +250,7 @@ def _print(row: Mapping[str, Any]) -> None:
         return
     peak = row["peak_bytes"]
     if "microbatch" in row:
-        print(f"microbatch {row['microbatch']}, memory.recompute {row['recompute']}")
+        print(f"microbatch {row['microbatch']}, memory.activation_checkpointing {row['recompute']}")
     rows = [
         (name, format_bytes(size), format_percent(size / peak))
         for name, size in sorted(row["terms"].items(), key=lambda pair: -pair[1])

@@ -494,7 +494,7 @@ def _print_recomputing(found: Recomputing) -> None:
     ]
     print_table(headers, blocks, right=headers[1:])
     print()
-    headers = ("memory.recompute", "blocks hold", "peak memory", "step", "of none")
+    headers = ("memory.activation_checkpointing", "blocks hold", "peak memory", "step", "of none")
     ways = [
         [
             each.how,

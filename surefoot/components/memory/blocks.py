@@ -10,7 +10,9 @@ from torch import nn
 
 from surefoot.core.errors import InputError
 
-RECOMPUTED = 'memory.recompute = "full" with '  # for the hint: block names alone do nothing
+RECOMPUTED = (
+    'memory.activation_checkpointing = "full" with '  # for the hint: block names alone do nothing
+)
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 

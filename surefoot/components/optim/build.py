@@ -39,12 +39,12 @@ OWN_KEYS = (
     "momentum",
     "nesterov",
     "state",
-    "trust",
+    "trust_coefficient",
     "fused",
 )  # [optim] keys of surefoot's optimizers only
 PLAIN_TABLE = OptimTable()
-GROUP_KEYS = ("no_decay", "rates")
-UPDATE_KEYS = ("name", "lr", "decay", *OWN_KEYS, *GROUP_KEYS)
+GROUP_KEYS = ("no_decay", "lr_multipliers")
+UPDATE_KEYS = ("name", "lr", "weight_decay", *OWN_KEYS, *GROUP_KEYS)
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,13 @@ def build(
         )
     if groups is None:
         groups = build_groups(
-            trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates
+            trained,
+            weight_decay=table.weight_decay,
+            no_decay=table.no_decay,
+            lr_multipliers=table.lr_multipliers,
         )
     for group in groups:
-        group.setdefault("weight_decay", table.decay)
+        group.setdefault("weight_decay", table.weight_decay)
     if table.name == "muon":
         return _muon(table, trained, groups)
     if table.state == "8bit":
@@ -121,9 +124,9 @@ def table_of(table: OptimTable, trained: Sequence[Named]) -> OptimTable:
     def speaks(pattern: str) -> bool:
         return any(each.matches(pattern) for each in trained)
 
-    rates = {pattern: rate for pattern, rate in table.rates.items() if speaks(pattern)}
+    rates = {pattern: rate for pattern, rate in table.lr_multipliers.items() if speaks(pattern)}
     return table.model_copy(
-        update={"no_decay": tuple(filter(speaks, table.no_decay)), "rates": rates}
+        update={"no_decay": tuple(filter(speaks, table.no_decay)), "lr_multipliers": rates}
     )
 
 
@@ -232,7 +235,7 @@ def _one(table: OptimTable, groups: list[dict[str, Any]]) -> Optimizer:
             groups,
             table.lr,
             momentum=table.momentum,
-            trust=table.trust,
+            trust=table.trust_coefficient,
             fused=None if table.fused else False,
         )
     if table.name == "lamb":

@@ -145,27 +145,27 @@ def _kind(module: nn.Module, parameter: nn.Parameter) -> str:
 def build_groups(
     trained: Sequence[Named],
     *,
-    decay: float,
+    weight_decay: float,
     no_decay: Sequence[str] = (),
-    rates: Mapping[str, float] | None = None,
+    lr_multipliers: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Return groups for a torch optimizer, with `params`, `names`, `weight_decay`, and `rate`, the
     learning-rate multiplier.
 
     Norms, biases and embeddings have no weight decay, nor do parameters that match `no_decay`. Of
-    several patterns in `rates` that match a parameter, the last one counts. Raises SpecError for a
+    several patterns in `lr_multipliers` that match a parameter, the last one counts. Raises SpecError for a
     pattern that matches nothing.
     """
-    rates = rates or {}
+    rates = lr_multipliers or {}
     _refuse_idle([*no_decay], trained, "no_decay")
-    _refuse_idle([*rates], trained, "rates")
+    _refuse_idle([*rates], trained, "lr_multipliers")
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for each in trained:
         exempt = each.kind in ("norm", "vector", "embedding") or each.matches(*no_decay)
         rate = next(
             (rates[pattern] for pattern in reversed(list(rates)) if each.matches(pattern)), 1.0
         )
-        key = (0.0 if exempt else decay, rate)
+        key = (0.0 if exempt else weight_decay, rate)
         group = groups.setdefault(
             key, {"params": [], "names": [], "weight_decay": key[0], "rate": rate}
         )

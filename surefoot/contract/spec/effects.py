@@ -71,7 +71,7 @@ NEEDS: tuple[Need, ...] = (
         "one_cycle moves the momentum from momentum_high to momentum_low and back",
     ),
     Need(("optim.nesterov",), _one_of("optim.name", "sgd", "muon")),
-    Need(("optim.trust",), _one_of("optim.name", "lars")),
+    Need(("optim.trust_coefficient",), _one_of("optim.name", "lars")),
     Need(("optim.fused",), _not("optim.name", "task")),
     Need(("optim.ema_ramp", "optim.ema_buffers"), _not("optim.ema", None)),
     Need(("optim.scaling",), _not("optim.reference_batch", None)),
@@ -97,7 +97,10 @@ NEEDS: tuple[Need, ...] = (
         _one_of("precision.compute", "bf16", "fp16", "float8", "auto"),
         "autocast narrows nothing there",
     ),
-    Need(("memory.blocks",), _not("memory.recompute", "none") + _not("layout.shard", 1)),
+    Need(
+        ("memory.blocks",),
+        _not("memory.activation_checkpointing", "none") + _not("layout.shard", 1),
+    ),
     Need(("compile.blocks",), _one_of("compile.what", "blocks")),
     Need(
         (
@@ -109,10 +112,10 @@ NEEDS: tuple[Need, ...] = (
         ),
         _not("compile.what", "none"),
     ),
-    Need(("layout.stage",), _not("layout.shard", 1)),
+    Need(("layout.zero_stage",), _not("layout.shard", 1)),
     Need(
-        ("layout.bucket", "layout.first_bucket"),
-        _one_of("layout.shard", 1) + _one_of("layout.stage", 1),
+        ("layout.bucket_size", "layout.first_bucket_size"),
+        _one_of("layout.shard", 1) + _one_of("layout.zero_stage", 1),
         "stages 2 and 3 send the gradients of a block at a time",
     ),
     Need(("layout.compress_rank",), _one_of("layout.compress", "powersgd")),

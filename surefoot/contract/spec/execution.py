@@ -28,38 +28,43 @@ class PrecisionTable(SpecTable):
     compute: Literal["fp32", "tf32", "bf16", "fp16", "float8", "auto"] = Field(
         "fp32",
         description=(
-            "dtype of forward and backward; float8: of linear layers; auto: the best besides; "
-            "weights and state stay fp32"
+            "Dtype of forward and backward pass; float8: in linear layers; auto: the best "
+            "other dtype of the device; weights and optimizer state stay fp32."
         ),
     )
     emulate: bool = Field(
         False,
-        description="float8 by its rounding alone, multiplied in fp32: on any device, and slowly",
+        description=(
+            "Emulate float8: round to float8 and multiply in fp32, on any device, slowly."
+        ),
     )
     init_scale: float = Field(
-        2.0**16, gt=0, description="the loss scale that fp16 begins with, a power of two"
+        2.0**16, gt=0, description="Initial loss scale of fp16, a power of two."
     )
     growth_interval: Positive = Field(
-        2000, description="so many steps without overflow double the loss scale"
+        2000, description="Double the loss scale after this many steps without overflow."
     )
-    min_scale: float = Field(
-        1.0, gt=0, description="a loss scale below this ends the run: it would halve for ever"
-    )
+    min_scale: float = Field(1.0, gt=0, description="Abort when the loss scale falls below this.")
     keep: tuple[str, ...] = Field(
         (),
-        description="patterns of modules that compute in fp32, by their names or their parameters'",
+        description="Patterns of modules, or of their parameters, that compute in fp32.",
     )
     weights: Literal["fp32", "bf16"] = Field(
-        "fp32", description="what weights are stored in; norms and what `keep` names stay fp32"
+        "fp32",
+        description="Dtype of the stored weights; norms and the modules of `keep` stay fp32.",
     )
     master: Literal["fp32", "none"] = Field(
         "fp32",
-        description="what updates of bf16 weights are added up in; none: small updates are lost",
+        description=(
+            "Dtype of the master weights of bf16 weights; none: no master weights, so "
+            "small updates are lost."
+        ),
     )
     contract: dict[Role, Format] = Field(
         default_factory=dict,
         description=(
-            "role -> dtype that step 1 must show of every trained parameter, as master -> fp32"
+            "Dtype that each role must have for every trained parameter in step 1, such as "
+            'master = "fp32"; else the run stops.'
         ),
     )
 
@@ -85,33 +90,39 @@ class PrecisionTable(SpecTable):
 
 
 class MemoryTable(SpecTable):
-    recompute: Annotated[str, checked_by(RecomputeChoice.parse)] = Field(
-        "none", description=f"what the backward pass computes again instead of keeping it: {WORDS}"
+    activation_checkpointing: Annotated[str, checked_by(RecomputeChoice.parse)] = Field(
+        "none", description=f"What to recompute in the backward pass: {WORDS}."
     )
     blocks: tuple[str, ...] = Field(
-        (), description="patterns of the modules to compute again; none: those that repeat"
+        (),
+        description=(
+            "Patterns of the modules to checkpoint; none: the repeated blocks of the model."
+        ),
     )
     offload: Literal["none", "activations", "optimizer"] = Field(
         "none",
-        description="what stands in host memory while the device does not need it; for a GPU alone",
+        description=(
+            "Tensors that are moved to host memory while the GPU does not need them; GPUs only."
+        ),
     )
     update_in_backward: bool = Field(
         False,
         description=(
-            "update each parameter as soon as its gradient is there, and let the gradient go"
+            "Update each parameter as soon as its gradient is computed, and free the gradient."
         ),
     )
     on_oom: Literal["stop", "halve"] = Field(
         "stop",
         description=(
-            "a step that runs out of memory ends the run, "
-            "or is done again with half the microbatch, as all behind it"
+            "If a step runs out of memory: stop, or repeat it, and run all later steps, "
+            "with half the microbatch."
         ),
     )
     predict: bool = Field(
         False,
         description=(
-            "predict the peak of a step before the first one, and compare it with that of the third"
+            "Predict the peak memory of a step before step 1, and compare it with the peak "
+            "of step 3."
         ),
     )
 
@@ -144,31 +155,36 @@ class CompileTable(SpecTable):
     what: Annotated[Literal["none", "blocks", "model", "step"], BeforeValidator(_pointed)] = Field(
         "none",
         description=(
-            "what torch.compile compiles: the blocks of the model, of which equal ones share it, "
-            "all of it, or the whole step"
+            "What torch.compile compiles: each block of the model (equal blocks share one "
+            "compilation), the whole model, or the whole step."
         ),
     )
     blocks: tuple[str, ...] = Field(
-        (), description="patterns of the modules that are blocks; none: those that repeat"
+        (),
+        description=(
+            "Patterns of the modules that are compiled as blocks; none: the repeated "
+            "blocks of the model."
+        ),
     )
     mode: Literal["default", "reduce-overhead", "max-autotune"] = Field(
-        "default", description="of torch.compile"
+        "default", description="`mode` of torch.compile."
     )
     dynamic: bool | None = Field(
         None,
         description=(
-            "whether sizes may differ from step to step; "
-            "none: torch assumes it after the second size"
+            "`dynamic` of torch.compile: true if shapes differ from step to step; none: "
+            "torch assumes dynamic shapes after the second shape."
         ),
     )
     on_failure: Literal["eager", "stop"] = Field(
-        "eager", description="what a region that cannot be compiled does to the run"
+        "eager",
+        description="If a region cannot be compiled: run it in eager mode, or stop the run.",
     )
     budget: Positive = Field(
-        8, description="how often code may be compiled again before over_budget holds"
+        8, description="Number of recompilations after which over_budget applies."
     )
     over_budget: Literal["warn", "stop"] = Field(
-        "warn", description="what one compilation more does"
+        "warn", description="At a further recompilation: warn, or stop the run."
     )
 
 
@@ -176,32 +192,31 @@ class LoaderTable(SpecTable):
     workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = Field(
         0,
         description=(
-            "who reads ahead of the steps; auto finds how many it takes; "
-            "0: each step reads by itself"
+            "Workers that read batches ahead; auto: measure how many are needed; 0: the "
+            "training process reads each batch."
         ),
     )
     kind: Literal["auto", "thread", "process"] = Field(
         "auto",
         description=(
-            "what a worker is; auto: a thread where the source says that threads may read it, "
-            "else a process"
+            "Kind of the workers; auto: threads if the source allows them, else processes."
         ),
     )
     prefetch: Positive | None = Field(
-        None, description="microbatches that each worker holds ahead; none: 2"
+        None, description="Microbatches that each worker prefetches; none: 2."
     )
     start: Literal["auto", "fork", "spawn"] = Field(
         "auto",
         description=(
-            "how worker processes begin; auto: forked on Linux, else spawned, "
-            "which needs a source that pickles"
+            "Start method of worker processes; auto: fork on Linux, else spawn, which "
+            "needs a source that can be pickled."
         ),
     )
     timeout: float = Field(
-        4.0, gt=0, description="seconds after which a worker that is waited for is replaced"
+        4.0, gt=0, description="Seconds without a batch after which a worker is restarted."
     )
     memory: Annotated[str, checked_by(parse_bytes)] = Field(
-        "2 GiB", description="what is read ahead takes so much at the most"
+        "2 GiB", description="Largest size of all prefetched batches together."
     )
 
 
@@ -211,77 +226,87 @@ class LayoutTable(SpecTable):
     replicate: Positive | None = Field(
         None,
         description=(
-            "ranks that hold the same weights and read other samples; none: all that `shard` leaves"
+            "Data-parallel replicas: ranks with the same weights and other samples; none: "
+            "world size / shard."
         ),
     )
     shard: Positive = Field(
         1,
         description=(
-            "ranks that hold a part each of what `stage` says; `replicate` times it makes all ranks"
+            "Ranks over which the state of zero_stage is sharded; replicate * shard is the "
+            "world size."
         ),
     )
-    stage: Literal[1, 2, 3] = Field(
+    zero_stage: Literal[1, 2, 3] = Field(
         3,
         description=(
-            "what shard ranks split: 1 the optimiser's state, 2 gradients too, 3 weights too"
+            "ZeRO stage, what is sharded: 1 the optimizer state, 2 also the gradients, 3 "
+            "also the weights."
         ),
     )
     sync_buffers: bool = Field(
-        True, description="BatchNorm's statistics as one process would have them; else rank 0's"
+        True,
+        description=(
+            "Compute BatchNorm's running statistics over all ranks, as one process would; "
+            "false: keep those of rank 0."
+        ),
     )
     virtual_ranks: Annotated[int, AfterValidator(power_of_two)] | None = Field(
         None,
         description=(
-            "exact mode: sums as so many ranks would have them, a power of two, "
-            "with the same bits on any that divide it"
+            "Exact mode: sum as this many ranks would, a power of two; every number of "
+            "ranks that divides it gives the same bits."
         ),
     )
     transport: Transport = Field(
         "auto",
-        description="how ranks on CPUs reach each other: "
-        "through memory that those of one host share, "
-        "or by gloo's sockets; "
-        "auto: the memory where all are on one host",
-    )
-    bucket: Size = Field(
-        "25 MiB",
         description=(
-            "gradients are sent so many bytes at a time; "
-            "surefoot bench comm SPEC measures which are best"
+            "Transport between ranks on CPUs: shared memory of one host, or gloo's "
+            "sockets; auto: shared memory if all ranks are on one host."
         ),
     )
-    first_bucket: Size = Field(
+    bucket_size: Size = Field(
+        "25 MiB",
+        description=(
+            "Gradients are reduced in buckets of this size; `surefoot bench comm SPEC` "
+            "measures which size is fastest."
+        ),
+    )
+    first_bucket_size: Size = Field(
         "1 MiB",
         description=(
-            "the same of a step's first, which is on its way while most is still to be computed"
+            "Size of the first bucket of a step, whose reduction starts while most of the "
+            "backward pass remains."
         ),
     )
     compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
         "none",
         description=(
-            "what gradients are sent as: as they are, in 16 bits, "
-            "or as products of low rank with error feedback"
+            "Gradient compression: none, 16 bits, or PowerSGD (low rank with error feedback)."
         ),
     )
     compress_rank: Positive = Field(
-        4, description="with powersgd: columns of each side of a matrix's gradient"
+        4, description="Rank of PowerSGD's approximation of a gradient matrix."
     )
     check_every: DurationText | Never = Field(
         "100 steps",
-        description="how often the weights of all ranks are held side by side; or never",
+        description=(
+            "Interval at which the weights of all ranks are compared; never: no comparison."
+        ),
     )
-    stall: float = Field(
+    hang_timeout: float = Field(
         60.0,
         gt=0,
         description=(
-            "seconds that a rank may keep the others waiting before it is named and the run ends"
+            "Seconds that one rank may block the others before the hang is reported with "
+            "its rank and line and the run ends."
         ),
     )
     timeout: float = Field(
         1800.0,
         ge=0.01,
         le=3e7,
-        description="seconds that a rank waits in a collective before it gives up",
+        description="Seconds that a rank waits in a collective before it fails.",
     )
 
 
@@ -289,43 +314,42 @@ class NcclTable(SpecTable):
     """Settings of NCCL, the communication library of GPUs; NCCL chooses what is not given."""
 
     debug: Literal["version", "warn", "info", "trace"] | None = Field(
-        None, description="NCCL_DEBUG: what it tells of itself"
+        None, description="NCCL_DEBUG: log level."
     )
     interface: str | None = Field(
         None,
         min_length=1,
         description=(
-            'NCCL_SOCKET_IFNAME: network interfaces by how they begin; "=eth0": that one, '
-            '"^docker": not these'
+            'NCCL_SOCKET_IFNAME: prefixes of network interfaces; "=eth0": exactly that '
+            'one, "^docker": all others.'
         ),
     )
     infiniband: bool | None = Field(
-        None, description="NCCL_IB_DISABLE, the other way round: whether it uses InfiniBand or RoCE"
+        None, description="Use InfiniBand or RoCE (NCCL_IB_DISABLE, inverted)."
     )
     adapter: str | None = Field(
         None,
         min_length=1,
-        description='NCCL_IB_HCA: InfiniBand adapters, as "mlx5_0,mlx5_1" or "=mlx5_0:1"',
+        description=('NCCL_IB_HCA: InfiniBand adapters, such as "mlx5_0,mlx5_1" or "=mlx5_0:1".'),
     )
     infiniband_timeout: Annotated[int, Field(ge=1, le=22)] | None = Field(
-        None, description="NCCL_IB_TIMEOUT: an answer is waited for 4.096 us times 2 to this power"
+        None, description="NCCL_IB_TIMEOUT: the timeout is 4.096 us * 2^value."
     )
     infiniband_retries: Annotated[int, Field(ge=1, le=7)] | None = Field(
         None,
-        description=(
-            "NCCL_IB_RETRY_CNT: so often a message is sent again before the link is given up"
-        ),
+        description="NCCL_IB_RETRY_CNT: retries before a link fails.",
     )
     algorithm: tuple[
         Literal["tree", "ring", "collnetdirect", "collnetchain", "nvls", "nvlstree", "pat"], ...
-    ] = Field((), description="NCCL_ALGO: those that it may choose from; none: all")
+    ] = Field((), description="NCCL_ALGO: algorithms that NCCL may choose from; none: all.")
     protocol: tuple[Literal["ll", "ll128", "simple"], ...] = Field(
-        (), description="NCCL_PROTO: those that it may choose from; none: all that are safe here"
+        (),
+        description=(
+            "NCCL_PROTO: protocols that NCCL may choose from; none: all that are safe on "
+            "this machine."
+        ),
     )
     peer_access: bool | None = Field(
         None,
-        description=(
-            "NCCL_P2P_DISABLE, the other way round: "
-            "whether GPUs of a host copy to each other directly"
-        ),
+        description="Copy directly between the GPUs of a host (NCCL_P2P_DISABLE, inverted).",
     )

@@ -15,20 +15,22 @@ from surefoot.contract.spec.run_spec import RunSpec
 
 _MOMENTS = "m = betas[0] * m + (1 - betas[0]) * g; s = betas[1] * s + (1 - betas[1]) * g * g; "
 _STEP = "m / (1 - betas[0] ** t) / (sqrt(s / (1 - betas[1] ** t)) + eps)"
-_ADAMW = f"w = w - lr * decay * w; {_MOMENTS}w = w - lr * {_STEP}"
+_ADAMW = f"w = w - lr * weight_decay * w; {_MOMENTS}w = w - lr * {_STEP}"
 UPDATES: Mapping[str, str] = {
-    "sgd": "g = g + decay * w; v = momentum * v + g; w = w - lr * v",
-    "sgd, nesterov": "g = g + decay * w; v = momentum * v + g; w = w - lr * (g + momentum * v)",
-    "adam": f"g = g + decay * w; {_MOMENTS}w = w - lr * {_STEP}",
+    "sgd": "g = g + weight_decay * w; v = momentum * v + g; w = w - lr * v",
+    "sgd, nesterov": (
+        "g = g + weight_decay * w; v = momentum * v + g; w = w - lr * (g + momentum * v)"
+    ),
+    "adam": f"g = g + weight_decay * w; {_MOMENTS}w = w - lr * {_STEP}",
     "adamw": _ADAMW,
     "muon": (
         f"of embeddings, the head, norms and biases, of others as torch.optim.Muon does: {_ADAMW}"
     ),
     "lars": (
-        "r = trust * norm(w) / (norm(g) + decay * norm(w)); "
-        "v = momentum * v + lr * r * (g + decay * w); w = w - v"
+        "r = trust_coefficient * norm(w) / (norm(g) + weight_decay * norm(w)); "
+        "v = momentum * v + lr * r * (g + weight_decay * w); w = w - v"
     ),
-    "lamb": f"{_MOMENTS}u = {_STEP} + decay * w; w = w - lr * norm(w) / norm(u) * u",
+    "lamb": f"{_MOMENTS}u = {_STEP} + weight_decay * w; w = w - lr * norm(w) / norm(u) * u",
 }
 CURVES: Mapping[str, str] = {
     "constant": "lr = lr * factor",

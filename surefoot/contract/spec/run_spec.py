@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
@@ -34,6 +35,11 @@ from surefoot.contract.spec.execution import (
     NcclTable,
     PrecisionTable,
 )
+from surefoot.contract.spec.renamed import (
+    describe_renamed,
+    with_new_names,
+    with_previous_names,
+)
 from surefoot.contract.spec.training import (
     CheckpointTable,
     DataTable,
@@ -46,7 +52,7 @@ from surefoot.contract.spec.training import (
     TrainTable,
 )
 from surefoot.contract.spec.values import SpecTable
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import RenamedKeyWarning, SpecError
 from surefoot.core.schedule.plan import ScheduleSettings
 from surefoot.core.schedule.settings import DURATIONS
 
@@ -113,7 +119,7 @@ class RunSpec(SpecTable):
     @classmethod
     def _in_words(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(with_tuples(given))
+            return handler(with_tuples(_renamed(given)))
         except ValidationError as error:
             raise explain(error) from None
 
@@ -128,9 +134,10 @@ class RunSpec(SpecTable):
     def of_record(cls, tables: Mapping[str, Any]) -> RunSpec:
         """Return the spec that a run recorded. Raises SpecError.
 
-        Keys without effect are accepted, as earlier versions accepted them.
+        Previous names of keys, and keys without effect, are accepted, as earlier versions did.
         """
-        return cls.model_validate(tables, context={ALLOWED: find_idle_keys(tables)})
+        current, _ = with_new_names(tables)
+        return cls.model_validate(current, context={ALLOWED: find_idle_keys(current)})
 
     def replace(self, **tables: Mapping[str, Any]) -> RunSpec:
         """Return this spec with some keys changed: `spec.replace(optim={"lr": 0.1})`.
@@ -196,8 +203,18 @@ class RunSpec(SpecTable):
         for key in ("threads", "device", "keep_freed_memory", "cudnn_benchmark", "attention"):
             tables.get("train", {}).pop(key, None)
         tables = {table: keys for table, keys in tables.items() if keys}
-        text = json.dumps({"format": FORMAT, **tables}, sort_keys=True)
+        text = json.dumps({"format": FORMAT, **with_previous_names(tables)}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _renamed(given: Any) -> Any:
+    """Return tables with the current names of the keys; warn of a previous name."""
+    if not isinstance(given, Mapping):
+        return given
+    made, old = with_new_names(given)
+    for key in old:
+        warnings.warn(describe_renamed(key), RenamedKeyWarning, stacklevel=4)
+    return made
 
 
 def _read_from(tables: Mapping[str, Any]) -> Read:

@@ -32,7 +32,7 @@ class TaskTable(SpecTable):
     use: str | None = Field(
         None,
         min_length=1,
-        description="a built-in task's name, file.py:Class or package.module:Class",
+        description="Name of a built-in task, file.py:Class or package.module:Class.",
     )
 
     @property
@@ -41,103 +41,123 @@ class TaskTable(SpecTable):
 
 
 class DataTable(SpecTable):
-    folder: str | None = Field(None, description="the data set's own folder, or its parent")
+    folder: str | None = Field(None, description="Folder of the data set, or its parent folder.")
     shuffle: bool = Field(
-        True, description="a new order each epoch, a pure function of (seed, epoch)"
+        True, description="Draw a new order each epoch, as a pure function of (seed, epoch)."
     )
     window: Positive | None = Field(
         None,
         description=(
-            "shards that are mixed with each other at a time, of a source that has some; "
-            "none: all samples are"
+            "Number of shards whose samples are shuffled together, for sources that have "
+            "shards; none: all shards."
         ),
     )
     last_batch: Literal["keep", "drop"] = Field(
-        "keep", description="the short last training batch; evaluation never drops any"
+        "keep",
+        description=(
+            "Keep or drop a last training batch that is smaller than train.batch; "
+            "evaluation never drops it."
+        ),
     )
     on_bad: Literal["stop", "skip"] = Field(
-        "stop", description="a sample that cannot be read ends the run, or is left out and told"
+        "stop",
+        description=(
+            "On a sample that cannot be read: stop the run, or skip the sample and record it."
+        ),
     )
     max_bad: float = Field(
         0.001,
         ge=0,
         le=1,
-        description="the share of a set that skip leaves out, rounded up; more end the run",
+        description=(
+            "Largest share of unreadable samples that `skip` accepts, rounded up to whole "
+            "samples; more stop the run."
+        ),
     )
 
 
 class OptimTable(SpecTable):
     name: Literal["sgd", "adam", "adamw", "muon", "lars", "lamb", "task"] = Field(
-        "adamw", description="'task' is the task's own optimizer()"
+        "adamw",
+        description="Optimizer; `task`: the optimizer that the task's `optimizer()` returns.",
     )
-    lr: float = Field(1e-3, ge=0, description="base learning rate, multiplied by the schedule")
-    decay: float = Field(
-        0.01, ge=0, description="weight decay; norms, biases and embeddings are exempt"
+    lr: float = Field(1e-3, ge=0, description="Base learning rate; the schedule multiplies it.")
+    weight_decay: float = Field(
+        0.01, ge=0, description="Weight decay; norms, biases and embeddings are exempt."
     )
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="moments of Adam and lamb")
+    betas: tuple[Fraction, Fraction] = Field(
+        (0.9, 0.999),
+        description="Coefficients of the running averages of adam, adamw, muon and lamb.",
+    )
     eps: float = Field(
-        1e-8, gt=0, description="epsilon of Adam and lamb; the paper of lamb has 1e-6"
+        1e-8, gt=0, description="Epsilon of adam, adamw, muon and lamb; the LAMB paper uses 1e-6."
     )
-    momentum: Fraction = Field(0.9, description="of sgd, muon and lars")
-    nesterov: bool = Field(False, description="of sgd and muon")
-    trust: float = Field(
+    momentum: Fraction = Field(0.9, description="Momentum of sgd, muon and lars.")
+    nesterov: bool = Field(False, description="Use Nesterov momentum in sgd and muon.")
+    trust_coefficient: float = Field(
         0.001,
         gt=0,
-        description=(
-            "of lars: "
-            "the rate of a layer is so many times the size of its weights over its gradient's"
-        ),
+        description="LARS trust coefficient: layer lr = coefficient * norm(w) / norm(g).",
     )
     reference_batch: Positive | None = Field(
         None,
         description=(
-            "the batch that lr was found for: the rate is multiplied by train.batch over this; "
-            "none: it is not"
+            "Batch size that lr was tuned for: the learning rate is scaled by train.batch "
+            "/ reference_batch; none: no scaling."
         ),
     )
     scaling: Literal["linear", "sqrt"] = Field(
-        "linear", description="by that ratio, or its square root (for Adam and its kin)"
+        "linear",
+        description=(
+            "Scale the learning rate by that ratio, or by its square root (for Adam-like "
+            "optimizers)."
+        ),
     )
-    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0 is off")
+    clip: float = Field(1.0, ge=0, description="Largest global gradient norm; 0: no clipping.")
     clip_value: float | None = Field(
-        None, gt=0, description="largest absolute gradient element; changes the direction"
+        None,
+        gt=0,
+        description=(
+            "Largest absolute value of a gradient element; clipping by value changes the "
+            "gradient's direction."
+        ),
     )
     no_decay: tuple[str, ...] = Field(
-        (), description="patterns of further parameters without decay"
+        (), description="Patterns of further parameters without weight decay."
     )
-    rates: dict[str, float] = Field(
-        default_factory=dict, description="pattern -> multiplier of the learning rate"
+    lr_multipliers: dict[str, float] = Field(
+        default_factory=dict, description="Learning rate multiplier for each pattern of parameters."
     )
-    freeze: tuple[str, ...] = Field((), description="patterns of parameters that are not trained")
+    freeze: tuple[str, ...] = Field((), description="Patterns of parameters that are not trained.")
     fused: bool = Field(
         True,
         description=(
-            "the kernels of torch that update in one pass, where it has them; "
-            "false: as torch does it by itself"
+            "Use torch's fused kernels for the optimizer step where torch has them; false: "
+            "torch's default implementation."
         ),
     )
     state: Literal["fp32", "8bit"] = Field(
         "fp32",
         description=(
-            "what adam and adamw keep their moments in; "
-            "8bit: a tensor of fewer than 4,096 numbers keeps fp32"
+            "Format of the moments of adam and adamw; 8bit: tensors of fewer than 4,096 "
+            "elements keep fp32."
         ),
     )
     ema: Fraction | None = Field(
         None,
         description=(
-            "decay d of the average of weights, min(d, (1 + n) / (10 + n)) after n updates; "
-            "evaluated and saved in their place"
+            "Decay d of an exponential moving average of the weights: min(d, (1 + n) / (10 "
+            "+ n)) after n steps; the average is evaluated and saved."
         ),
     )
     ema_ramp: bool = Field(
-        True, description="false: the decay of the average is d from the first update on"
+        True, description="false: use the decay d of the average from the first step."
     )
     ema_buffers: bool = Field(
         False,
         description=(
-            "average buffers too, as BatchNorm's statistics, by the same formula, "
-            "and copy those of integers"
+            "Average floating-point buffers too, such as BatchNorm's statistics, by the "
+            "same formula; integer buffers are copied."
         ),
     )
 
@@ -156,8 +176,8 @@ class OptimTable(SpecTable):
             )
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
-        if any(rate < 0 for rate in self.rates.values()):
-            raise ValueError("a multiplier in rates is negative; use 0 or more")
+        if any(rate < 0 for rate in self.lr_multipliers.values()):
+            raise ValueError("a value of lr_multipliers is negative; use 0 or more")
         return self
 
 
@@ -167,53 +187,62 @@ SHORTEST_RUN_S = 0.01
 
 class TrainTable(SpecTable):
     length: DurationText = Field(
-        "10 epochs", description="how long the run is; a time is that of all its attempts"
+        "10 epochs",
+        description="Length of the run; a time covers all attempts of the run together.",
     )
-    batch: Positive = Field(128, description="samples of one step, over all microbatches and ranks")
+    batch: Positive = Field(
+        128,
+        description=(
+            "Samples of one optimizer step, over all microbatches and ranks (global batch size)."
+        ),
+    )
     microbatch: Positive | None = Field(
-        None, description="samples of one forward pass; none: the whole batch"
+        None, description="Samples of one forward pass; none: the whole batch."
     )
     ramp: tuple[tuple[Count, Positive], ...] = Field(
         (),
         max_length=8,
         description=(
-            "pairs (samples seen, batch from there on), from 0 up to train.batch: "
-            "a batch that grows"
+            "Batch size warm-up: pairs (samples seen, batch size from there on), from 0 up "
+            "to train.batch."
         ),
     )
     batchnorm: Literal["keep", "group", "layer", "sync"] = Field(
         "keep",
         description=(
-            "BatchNorm: keep it, put GroupNorm in its place, "
-            "a LayerNorm over channels and positions, or join it over ranks"
+            "BatchNorm layers: keep them, replace them by GroupNorm or by LayerNorm over "
+            "channels and positions, or use SyncBatchNorm over the ranks."
         ),
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="of weights, order, augmentation, dropout")
-    deterministic: bool = Field(True, description="deterministic kernels where torch has them")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="Seed of weights, data order, augmentation and dropout."
+    )
+    deterministic: bool = Field(True, description="Use deterministic kernels where torch has them.")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: the GPU where there is one"
+        "auto", description="auto: the GPU if there is one."
     )
     threads: Annotated[int, Field(gt=0, le=4096)] | None = Field(
-        None, description="threads of one operator on a CPU; none: torch's own choice"
+        None, description="Intra-op CPU threads (`torch.set_num_threads`); none: torch's default."
     )
     keep_freed_memory: bool = Field(
-        True, description="freed host memory stays with the process: no page faults"
+        True, description="Keep freed host memory in the process, which avoids page faults."
     )
     memory_format: Literal["contiguous", "channels_last"] = Field(
         "contiguous",
         description=(
-            "how weights of convolutions lie: channels_last is what most of their kernels work in"
+            "Memory format of convolution weights; most convolution kernels are fastest in "
+            "channels_last."
         ),
     )
     attention: Literal["auto", "fused", "math"] = Field(
         "auto",
         description=(
-            "kernels of scaled_dot_product_attention: torch's choice; fused: so, "
-            "and none in step 1 ends the run; math: none fused"
+            "Kernels of scaled_dot_product_attention: auto: torch's choice; fused: a fused "
+            "kernel, else the run stops at step 1; math: no fused kernel."
         ),
     )
     cudnn_benchmark: bool = Field(
-        False, description="cuDNN times its algorithms for each convolution and takes the fastest"
+        False, description="Let cuDNN time its algorithms for each convolution and use the fastest."
     )
 
     @model_validator(mode="after")
@@ -267,71 +296,92 @@ class EvaluateTable(SpecTable):
     split: str = Field(
         "test",
         min_length=1,
-        description="what is evaluated while training; the task's data(split) knows it",
+        description=(
+            "Split that is evaluated during training; the task's `data(split)` returns it."
+        ),
     )
-    every: DurationText = Field("1 epoch", description="besides the end of the run")
-    batch: Positive | None = Field(None, description="none: the training batch")
+    every: DurationText = Field(
+        "1 epoch", description="Interval between evaluations; the end of the run is evaluated too."
+    )
+    batch: Positive | None = Field(None, description="Batch size of evaluation; none: train.batch.")
     score: str | None = Field(
         None,
-        description="the metric that decides what is best; none: the task's first, else the loss",
+        description=(
+            "Metric that selects the best checkpoint; none: the task's first metric, else the loss."
+        ),
     )
     patience: Positive | None = Field(
-        None, description="stop after so many evaluations without a better score"
+        None, description="Stop after this many evaluations without a better score."
     )
 
 
 class CheckpointTable(SpecTable):
     every: DurationText | Never = Field(
-        "10 min", description="commit so often, besides the best and the last"
+        "10 min",
+        description="Interval between checkpoints; the best and the last step are saved too.",
     )
-    keep: Annotated[int, Field(ge=2)] = Field(3, description="how many of the newest commits stay")
+    keep: Annotated[int, Field(ge=2)] = Field(
+        3, description="Number of the newest checkpoints to keep."
+    )
     keep_every: DurationText | None = Field(
-        None, description="commits at its multiples stay; of a time, the first after each"
+        None,
+        description=(
+            "Keep checkpoints at multiples of this; for a time, the first checkpoint after "
+            "each multiple."
+        ),
     )
-    keep_best: Positive = Field(1, description="how many of the best by evaluate.score stay")
+    keep_best: Positive = Field(
+        1, description="Number of the best checkpoints, by evaluate.score, to keep."
+    )
     budget: Annotated[str, checked_by(parse_bytes)] | None = Field(
         None,
         description=(
-            "the disk that all commits may take; the oldest go, never the newest two nor the best"
+            "Largest size of all checkpoints on disk; the oldest are deleted, but never "
+            "the newest two or the best."
         ),
     )
     max_unsaved: TimeText | Never = Field(
         "6 h",
-        description=(
-            "a run ends when the disk has refused each of its saves for this long; or never"
-        ),
+        description="Stop the run if all saves have failed for this long; never: do not stop.",
     )
     store: str | None = Field(
-        None, min_length=1, description="a URL that fsspec knows; every commit is copied there too"
+        None, min_length=1, description="fsspec URL to which each checkpoint is copied too."
     )
     background: bool = Field(
         True,
         description=(
-            "write while training goes on, at the lowest priority; "
-            "costs one copy of the state in host memory"
+            "Write checkpoints while training continues, at the lowest priority; needs "
+            "host memory for one copy of the state."
         ),
     )
 
 
 class StabilityTable(SpecTable):
     nonfinite: Literal["skip", "stop"] = Field(
-        "skip", description="what a non-finite gradient does to its step"
+        "skip", description="If a gradient is non-finite: skip the step, or stop the run."
     )
-    max_skips: Positive = Field(5, description="so many skipped steps in a row end the run")
+    max_skips: Positive = Field(
+        5, description="Stop the run after this many skipped steps in a row."
+    )
     diverged: float = Field(
         1e4,
         gt=1,
-        description="a loss so many times the first one, five times in a row, ends the run",
+        description=(
+            "Stop the run if the loss exceeds the first loss by this factor five times in a row."
+        ),
     )
 
 
 class ObserveTable(SpecTable):
-    every: DurationText = Field("10 steps", description="steps that one Step event sums up")
-    tensorboard: bool | None = Field(None, description="none: when the extra is installed")
+    every: DurationText = Field("10 steps", description="Steps that one Step event summarizes.")
+    tensorboard: bool | None = Field(
+        None, description="Write TensorBoard files; none: if the extra is installed."
+    )
     noise: bool = Field(
         False,
         description=(
-            "the gradient noise scale, from the first microbatch of each step and the whole of it"
+            "Record the gradient noise scale, from the gradients of the first microbatch "
+            "and of the whole batch of each step."
         ),
     )
 
@@ -341,8 +391,5 @@ class FaultTable(SpecTable):
 
     forget: tuple[Literal["optimizer", "schedule", "random", "task"], ...] = Field(
         (),
-        description=(
-            "parts of the state that going on leaves as a new run has them: optimizer, schedule, "
-            "random, task"
-        ),
+        description="Parts of the state that a resumed run does not load.",
     )

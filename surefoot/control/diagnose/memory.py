@@ -15,7 +15,7 @@ from surefoot.core.units import format_bytes, format_percent
 TIGHT, ROOMY = 0.9, 0.5  # of the capacity
 ASK = "not known; surefoot memory SPEC --set {} predicts it"
 OWN_LOOP: Mapping[str, str] = {  # names of the changes for a run without a spec
-    "memory.recompute": "blocks computed again in the backward pass",
+    "memory.activation_checkpointing": "blocks computed again in the backward pass",
     "train.microbatch": "half the samples at a time",
     "precision.compute": "bf16",
     "train.batch": "twice the batch",
@@ -174,7 +174,7 @@ def _shrink(
         key=lambda each: -(each.saved_bytes or 0.0),
     )
     for key, value, share in (
-        ("memory.recompute", "full", 1.0),
+        ("memory.activation_checkpointing", "full", 1.0),
         (
             "train.microbatch",
             part := _half(batch, microbatch),
@@ -235,9 +235,9 @@ def _helps(started: Started, spec: RunSpec | None, key: str, value: Any) -> bool
     if key == "precision.compute":
         return started.precision.get("compute") in ("fp32", "tf32") and _accepts(spec, key, value)
     if (
-        key == "memory.recompute"
+        key == "memory.activation_checkpointing"
         and spec is not None
-        and spec.memory.recompute not in ("none", "operators")
+        and spec.memory.activation_checkpointing not in ("none", "operators")
     ):
         return False
     return (value is not None or spec is None) and _accepts(spec, key, value)
@@ -247,7 +247,10 @@ def _accepts(spec: RunSpec | None, key: str, value: Any) -> bool:
     """Return whether the spec is valid with that value; True for a run without a spec."""
     if spec is None:
         return True
-    if spec.compile.what == "step" and key in ("memory.recompute", "train.microbatch"):
+    if spec.compile.what == "step" and key in (
+        "memory.activation_checkpointing",
+        "train.microbatch",
+    ):
         return False  # the whole step is one graph of one forward and backward pass
     table, _, name = key.partition(".")
     try:

@@ -125,7 +125,7 @@ def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> B
     Raises InputError or a subclass for a spec that several ranks cannot share, UserCodeError for an
     error of the task.
     """
-    own = Laid(parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket))
+    own = Laid(parse_bytes(spec.layout.bucket_size), parse_bytes(spec.layout.first_bucket_size))
     # each size, the spec's layout, and two duels
     most = (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)
     with contextlib.ExitStack() as stack:

@@ -202,7 +202,7 @@ def write_spec(folder: Path, given: Mapping[str, Any] = NOTHING, *, is_exact: bo
                 "microbatch": BATCH // PIECES,
                 "threads": 1,
             },
-            "layout": {"stall": STALL_S, **({"virtual_ranks": PIECES} if is_exact else {})},
+            "layout": {"hang_timeout": STALL_S, **({"virtual_ranks": PIECES} if is_exact else {})},
             "stability": {"max_skips": STEPS},
             "evaluate": {"every": "9 epochs"},
             "checkpoint": {"every": f"{EVERY} steps", "background": False},

@@ -22,8 +22,8 @@ Purpose = Literal["time", "wall time", "memory"]
 
 # keys that the baseline leaves out
 _LEFT_OUT = """
-    compile.blocks compile.mode layout.bucket layout.compress layout.compress_rank
-    layout.first_bucket layout.replicate layout.shard layout.stage layout.virtual_ranks
+    compile.blocks compile.mode layout.bucket_size layout.compress layout.compress_rank
+    layout.first_bucket_size layout.replicate layout.shard layout.zero_stage layout.virtual_ranks
     observe.noise optim.state loader.kind loader.prefetch memory.blocks memory.offload
     memory.update_in_backward precision.growth_interval precision.init_scale precision.min_scale
     precision.master precision.weights precision.contract train.cudnn_benchmark
@@ -35,7 +35,7 @@ PLAIN: Mapping[str, Any] = {
     "compile.what": "none",
     "optim.fused": False,
     "loader.workers": 0,
-    "memory.recompute": "none",
+    "memory.activation_checkpointing": "none",
     "precision.compute": "fp32",
     "train.attention": "math",
     "train.keep_freed_memory": False,
@@ -237,7 +237,7 @@ def _memory_rungs(spec: RunSpec, part: int | None, blocks: Sequence[str]) -> tup
         ),
         Rung(
             "recompute",
-            {"memory.recompute": "full", **named},
+            {"memory.activation_checkpointing": "full", **named},
             purpose="memory",
             expected={"memory": 0.5, "time": 1.3},
             needs="a model with blocks",

@@ -63,7 +63,9 @@ def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
             blocks = spec.memory.blocks if way != "none" else ()
             train = {"microbatch": size if size < sizes[0] else None}
             try:
-                found = predict(_changed(spec, train, {"recompute": way, "blocks": blocks}))
+                found = predict(
+                    _changed(spec, train, {"activation_checkpointing": way, "blocks": blocks})
+                )
             except InputError:
                 if way == "none":
                     raise

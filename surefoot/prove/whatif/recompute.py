@@ -50,7 +50,7 @@ class BlockCost:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeTiming:
-    """A value of `memory.recompute`; a value that was not measured is None (`failure` says why).
+    """A value of `memory.activation_checkpointing`; a value that was not measured is None (`failure` says why).
 
     `held_bytes` is the most that the blocks hold, by what each was measured to keep; None for
     "operators", which keeps parts of each. `peak_bytes` is the peak memory of a step: everything
@@ -84,7 +84,9 @@ def find_costs(spec: RunSpec) -> list[RecomputeCost]:
 
     Raises InputError where there are no blocks.
     """
-    with Rehearsal(rungs.change(spec, {"memory.recompute": EVERYTHING}), steps=1) as rehearsal:
+    with Rehearsal(
+        rungs.change(spec, {"memory.activation_checkpointing": EVERYTHING}), steps=1
+    ) as rehearsal:
         rehearsal.take("forward")
         budget = rehearsal.assembly.engine.recomputed.budget
         assert budget is not None  # that is what the spec says
@@ -136,13 +138,15 @@ def measure_recomputing(
     costs = find_costs(spec)
     held = find_ways(costs)
     made = steady(spec)
-    none = rungs.change(made, {"memory.recompute": None, "memory.blocks": None})
+    none = rungs.change(made, {"memory.activation_checkpointing": None, "memory.blocks": None})
     with tempfile.TemporaryDirectory(prefix="surefoot-whatif-") as work:
         bench = Workbench(none, LadderSettings(pairs=rounds), Path(work))
         tell("the spec without recomputation, to see how long a step takes")
         bench.begin()
         specs = {
-            how: none if how == NONE else rungs.change(made, {"memory.recompute": how})
+            how: none
+            if how == NONE
+            else rungs.change(made, {"memory.activation_checkpointing": how})
             for how in held
         }
         tell(f"{len(specs)} ways in {rounds} rounds")

@@ -139,7 +139,7 @@ def _hint(
     found: Prediction | None, changes: list[tuple[str, int]], unknown: str | None, can_halve: bool
 ) -> str:
     if found is None:
-        return f"use a smaller train.microbatch, or memory.recompute; what they would bring is not known: {unknown}"
+        return f"use a smaller train.microbatch, or memory.activation_checkpointing; what they would bring is not known: {unknown}"
     now = f"a step holds {format_bytes(found.peak_bytes)} by prediction"
     if not changes:
         return f"{now}, mostly {max(found.terms, key=lambda kind: found.terms[kind])}: use a smaller model, or an optimiser with less state"
@@ -203,11 +203,11 @@ def _candidates(assembly: Assembly) -> Iterator[Change]:
         yield {"task": {"chunked_loss": True}}
     if microbatch > 1:
         yield {"train": {"microbatch": half(microbatch)}}
-    kind = RecomputeChoice.parse(spec.memory.recompute).kind
+    kind = RecomputeChoice.parse(spec.memory.activation_checkpointing).kind
     if kind == "none":
-        yield {"memory": {"recompute": "operators"}}
+        yield {"memory": {"activation_checkpointing": "operators"}}
     if kind != "full":
-        yield {"memory": {"recompute": "full"}}
+        yield {"memory": {"activation_checkpointing": "full"}}
     if spec.precision.compute in ("fp32", "tf32"):
         yield {"precision": {"compute": "bf16"}}
 

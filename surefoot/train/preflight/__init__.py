@@ -21,7 +21,7 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
     if offload != "none" and assembly.engine.device.type == "cpu":
         raise SpecError(
             f"memory.offload is {offload!r}, and the run is on a CPU: the device is the host already, and nothing would be gained",
-            hint='leave it out; for less memory see memory.recompute, or optim.name = "sgd"',
+            hint='leave it out; for less memory see memory.activation_checkpointing, or optim.name = "sgd"',
         )
     LiveState(assembly).check()
     with eager(assembly.engine.compiled):  # what is tried here no step repeats

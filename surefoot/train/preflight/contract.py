@@ -38,7 +38,7 @@ OVER_BATCHES = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-PARTS_HINT = "stages 2 and 3 gather weights where the model is called: model(...) and no part of it, or set layout.stage = 1"
+PARTS_HINT = "stages 2 and 3 gather weights where the model is called: model(...) and no part of it, or set layout.zero_stage = 1"
 
 
 def check(assembly: Assembly) -> list[str]:

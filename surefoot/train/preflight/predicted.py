@@ -97,10 +97,10 @@ def predict(
     that of `[layout]`. Raises InputError for a task that needs values to know its sizes, SpecError
     for a layout that `train` refuses.
     """
-    if RecomputeChoice.parse(spec.memory.recompute).kind == "budget":
+    if RecomputeChoice.parse(spec.memory.activation_checkpointing).kind == "budget":
         raise InputError(
             "a budget is met by measuring the blocks, and nothing is run here",
-            hint='set memory.recompute = "none" or "full", or run three steps: --measure',
+            hint='set memory.activation_checkpointing = "none" or "full", or run three steps: --measure',
         )
     if spec.precision.compute == "float8":
         raise InputError(

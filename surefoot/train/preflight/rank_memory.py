@@ -1,7 +1,7 @@
 """Share of the training state that one rank of a layout holds, for a trace on one process.
 
 Without sharding, and in stage 1, every gradient is moved into a bucket of its size, which persists
-between steps; in stages 2 and 3 a rank keeps rows of the gradient. The state that `layout.stage`
+between steps; in stages 2 and 3 a rank keeps rows of the gradient. The state that `layout.zero_stage`
 shards is divided by the number of shard ranks. Stage 2 gathers all weights during a step; stage 3
 gathers those outside of blocks, and the weights of one block at a time.
 """
@@ -35,7 +35,7 @@ def find_layout(spec: RunSpec, num_ranks: int | None = None) -> Layout:
     """
     table = spec.layout
     world_size = (table.replicate or 1) * table.shard if num_ranks is None else num_ranks
-    return fit(world_size, table.replicate, table.shard, table.stage)
+    return fit(world_size, table.replicate, table.shard, table.zero_stage)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class CheckpointManager:
             "world_size": self._group.size,
             "replicate": self._group.size // table.shard,
             "shard": table.shard,
-            "stage": table.stage,
+            "stage": table.zero_stage,
         }
 
     # ---- saving

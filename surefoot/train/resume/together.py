@@ -36,7 +36,7 @@ from surefoot.train.resume.program import Program
 
 WAIT_S = 120.0  # for ranks that are still importing
 UNWATCHED = (
-    "layout.stall ({stall:g} s) has no effect: {why}; a rank that hangs ends the run after layout.timeout ({timeout:g} s), named without "
+    "layout.hang_timeout ({stall:g} s) has no effect: {why}; a rank that hangs ends the run after layout.timeout ({timeout:g} s), named without "
     "its line"
 )
 
@@ -50,7 +50,7 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
     """
     place.check_launcher()
     here = place.here()
-    layout.fit(here.world_size, spec.layout.replicate, spec.layout.shard, spec.layout.stage)
+    layout.fit(here.world_size, spec.layout.replicate, spec.layout.shard, spec.layout.zero_stage)
     if here.world_size > 1 or spec.layout.virtual_ranks is not None:
         check_shared(spec)
     if spec.layout.virtual_ranks is not None:
@@ -69,9 +69,11 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
         group = stack.enter_context(
             join(here, device, wait_s=WAIT_S, timeout_s=table.timeout, transport=table.transport)
         )
-        why = stack.enter_context(watched(group, here, table.stall))
+        why = stack.enter_context(watched(group, here, table.hang_timeout))
         unwatched = (
-            [UNWATCHED.format(stall=table.stall, timeout=table.timeout, why=why)] if why else []
+            [UNWATCHED.format(stall=table.hang_timeout, timeout=table.timeout, why=why)]
+            if why
+            else []
         )
         (notes if notes is not None else []).extend([*said, *unwatched])
         yield group
@@ -82,7 +84,7 @@ def meshed(group: Group, spec: RunSpec) -> Mesh:
     table = spec.layout
     return lay_out(
         group,
-        layout.fit(group.size, table.replicate, table.shard, table.stage),
+        layout.fit(group.size, table.replicate, table.shard, table.zero_stage),
         timeout_s=table.timeout,
     )
 
@@ -186,7 +188,7 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
         "precision": assembly.engine.policy.compute,
         "device": assembly.engine.device.type,
         "version of torch": torch.__version__,
-        "layout": f"shard {assembly.spec.layout.shard}, stage {assembly.spec.layout.stage}",
+        "layout": f"shard {assembly.spec.layout.shard}, stage {assembly.spec.layout.zero_stage}",
         "weights at the start": ""
         if ranks is None or ranks.sharded is None
         else ranks.sharded.first_weights,

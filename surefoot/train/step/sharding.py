@@ -38,7 +38,7 @@ class Paced(Protocol):
 def shard(
     spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh
 ) -> Sharded | None:
-    """Shard the state that `layout.stage` says over the shard ranks; return None without any.
+    """Shard the state that `layout.zero_stage` says over the shard ranks; return None without any.
 
     `blocks` are the model's blocks if the task or spec names them. Raises SpecError for a model or
     key that cannot be sharded.
@@ -54,7 +54,7 @@ def shard(
 
 def check_keys(spec: RunSpec, num_ranks: int) -> None:
     """Raise SpecError for keys that are not supported with state sharded over `num_ranks` ranks."""
-    stage = spec.layout.stage
+    stage = spec.layout.zero_stage
     table = {
         "precision.weights": (
             stage == 1 and spec.precision.weights != "fp32",
@@ -99,16 +99,16 @@ def check_keys(spec: RunSpec, num_ranks: int) -> None:
 def _split(
     spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh
 ) -> Sharded:
-    stage, on_host = spec.layout.stage, spec.memory.offload == "optimizer"
+    stage, on_host = spec.layout.zero_stage, spec.memory.offload == "optimizer"
     if stage == 1:
-        sizes = parse_bytes(spec.layout.bucket), parse_bytes(spec.layout.first_bucket)
+        sizes = parse_bytes(spec.layout.bucket_size), parse_bytes(spec.layout.first_bucket_size)
         return ShardedState(
             model, mesh, bucket_bytes=sizes[0], first_bytes=sizes[1], on_host=on_host
         )
     if renormed := next(iter(find_renormed(model)), None):
         raise SpecError(
-            f"{renormed} has max_norm, which changes its weights in a forward pass, and layout.stage = {stage} gathers them for it alone",
-            hint="set layout.stage = 1, or normalize the rows in forward: torch.nn.functional.normalize",
+            f"{renormed} has max_norm, which changes its weights in a forward pass, and layout.zero_stage = {stage} gathers them for it alone",
+            hint="set layout.zero_stage = 1, or normalize the rows in forward: torch.nn.functional.normalize",
         )
     units = find_units(stage, model, blocks)
     narrow = torch.bfloat16 if spec.precision.weights == "bf16" else None
@@ -136,8 +136,8 @@ def find_units(
     except InputError as error:
         if blocks or stage == 3:
             raise SpecError(
-                f"layout.stage = {stage} gathers the weights of a block at a time: {error.message}",
-                hint="name its blocks in the task, blocks(model), or set layout.stage to 1 or 2",
+                f"layout.zero_stage = {stage} gathers the weights of a block at a time: {error.message}",
+                hint="name its blocks in the task, blocks(model), or set layout.zero_stage to 1 or 2",
             ) from None
         return {}  # gathered once a step: all at a time
 
@@ -178,7 +178,7 @@ def make_ranks(
         compress=compress,
         num_virtual=table.virtual_ranks,
     )
-    made.use_buckets(parse_bytes(table.bucket), parse_bytes(table.first_bucket))
+    made.use_buckets(parse_bytes(table.bucket_size), parse_bytes(table.first_bucket_size))
     if table.check_every != "never":
         made.checks_after = course.rhythm(table.check_every)
     return made
@@ -202,14 +202,14 @@ def _check_sharded(
         return
     if len(updates) > 1:
         raise SpecError(
-            f"layout.stage of 2 and 3 goes with one update, and the task has {len(updates)}",
-            hint="set layout.stage = 1",
+            f"layout.zero_stage of 2 and 3 goes with one update, and the task has {len(updates)}",
+            hint="set layout.zero_stage = 1",
         )
     num_cut = len(feed.microbatches(feed.window(0)))
     if num_cut < num_ranks:
         raise SpecError(
             f"the first step has {num_cut} microbatch{'es' * (num_cut != 1)}, and {num_ranks} ranks gather weights for one each",
-            hint="set a smaller train.microbatch, or layout.stage = 1",
+            hint="set a smaller train.microbatch, or layout.zero_stage = 1",
         )
 
 

@@ -159,7 +159,7 @@ def _extend(assembly: Assembly, new: set[int]) -> None:
     if average is not None:
         average.add([each.parameter for each in trained])
     if ranks is not None:
-        ranks.use_buckets(parse_bytes(table.bucket), parse_bytes(table.first_bucket))
+        ranks.use_buckets(parse_bytes(table.bucket_size), parse_bytes(table.first_bucket_size))
 
 
 def _build(assembly: Assembly, trained: Sequence[optim.Named]) -> Sequence[torch.optim.Optimizer]:
@@ -167,7 +167,10 @@ def _build(assembly: Assembly, trained: Sequence[optim.Named]) -> Sequence[torch
     if own is None or ("name" in table.model_fields_set and table.name != "task"):
         return optim.build(table, trained).optimizers
     groups = optim.build_groups(
-        trained, decay=table.decay, no_decay=table.no_decay, rates=table.rates
+        trained,
+        weight_decay=table.weight_decay,
+        no_decay=table.no_decay,
+        lr_multipliers=table.lr_multipliers,
     )
     made = own(
         [{**group, "lr": table.lr} for group in groups]

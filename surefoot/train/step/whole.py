@@ -244,7 +244,7 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
                 'memory.on_oom = "halve", which makes a step several passes': spec.memory.on_oom
                 == "halve",
                 "memory.offload": spec.memory.offload != "none",
-                "memory.recompute": spec.memory.recompute != "none",
+                "memory.activation_checkpointing": spec.memory.activation_checkpointing != "none",
                 'precision.weights = "bf16"': spec.precision.weights == "bf16",
                 **_problems_of(model, policy),
             }.items()

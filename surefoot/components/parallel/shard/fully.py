@@ -77,7 +77,7 @@ class FullySharded:
             kind = type(model).__name__
             raise SpecError(
                 f"stages 2 and 3 gather weights where a module is called, and the task calls parts of a {kind}",
-                hint="give a model with a forward of its own, or set layout.stage = 1",
+                hint="give a model with a forward of its own, or set layout.zero_stage = 1",
             )
         self._stage, self.group, self.replicas, self.unit_names = (
             stage,
@@ -414,12 +414,12 @@ def _check_gathered(named: Named) -> None:
         if not parameter.numel():
             raise SpecError(
                 f"stages 2 and 3 gather parameters with numbers in them, and {name} is empty: {list(parameter.shape)}",
-                hint="leave it out of the model, or set layout.stage = 1",
+                hint="leave it out of the model, or set layout.zero_stage = 1",
             )
         if not parameter.is_contiguous():
             raise SpecError(
                 f"stages 2 and 3 gather contiguous parameters, and {name} lies in memory in another order, as channels_last does",
-                hint='set layout.stage = 1, or leave out train.memory_format = "channels_last"',
+                hint='set layout.zero_stage = 1, or leave out train.memory_format = "channels_last"',
             )
 
 
@@ -432,7 +432,7 @@ def _check_one_dtype(module: nn.Module, whole: Collection[int]) -> None:
     if len(dtypes) > 1:
         raise SpecError(
             f"stages 2 and 3 gather parameters of one dtype, and {type(module).__name__} has {', '.join(sorted(map(str, dtypes)))}",
-            hint="set layout.stage = 1",
+            hint="set layout.zero_stage = 1",
         )
 
 
@@ -446,5 +446,5 @@ def _check_apart(model: nn.Module, units: Mapping[str, nn.Module], whole: Collec
         if homes.setdefault(id(parameter), unit) != unit:
             raise SpecError(
                 f"{name} is tied to a parameter of another unit ({homes[id(parameter)]}, here {unit}): both would gather it",
-                hint="set layout.stage = 1, or name units of which each holds all of it: memory.blocks",
+                hint="set layout.zero_stage = 1, or name units of which each holds all of it: memory.blocks",
             )

@@ -14,7 +14,7 @@ from surefoot.runtime.comm.host_memory import DIFFERENT
 
 HINT = (
     "weights are gathered by all ranks together: call the same blocks on every rank in every pass, branch inside of a block "
-    "(memory.blocks names larger ones), or set layout.stage = 1"
+    "(memory.blocks names larger ones), or set layout.zero_stage = 1"
 )
 MOST_NAMED = 6
 ROOT = "the model outside of its blocks"

@@ -1,0 +1,63 @@
+"""Keys of a spec that had another name in the previous release, which is read for one release more.
+
+A spec's id is computed with the previous names, so that a run keeps its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from surefoot.core.errors import SpecError
+
+RENAMED: Mapping[str, str] = {
+    "optim.decay": "optim.weight_decay",
+    "optim.trust": "optim.trust_coefficient",
+    "optim.rates": "optim.lr_multipliers",
+    "memory.recompute": "memory.activation_checkpointing",
+    "layout.stage": "layout.zero_stage",
+    "layout.bucket": "layout.bucket_size",
+    "layout.first_bucket": "layout.first_bucket_size",
+    "layout.stall": "layout.hang_timeout",
+}
+PREVIOUS: Mapping[str, str] = {new: old for old, new in RENAMED.items()}
+
+
+def with_new_names(tables: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the tables with the current name of each key, and the previous names that were given.
+
+    Raises SpecError for a key that is given by both names.
+    """
+    made, found = dict(tables), []
+    for old, new in RENAMED.items():
+        table, key = old.split(".")
+        given = made.get(table)
+        if not isinstance(given, Mapping) or key not in given:
+            continue
+        name = new.partition(".")[2]
+        if name in given:
+            raise SpecError(
+                f"{old} is the previous name of {new}, and both are given",
+                hint=f"leave {old} out",
+                key=(table, key),
+            )
+        made[table] = {name if each == key else each: value for each, value in given.items()}
+        found.append(old)
+    return made, found
+
+
+def with_previous_names(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables with the name that each key had in the previous release."""
+    return {
+        table: {
+            PREVIOUS.get(f"{table}.{key}", f"{table}.{key}").partition(".")[2]: value
+            for key, value in keys.items()
+        }
+        for table, keys in tables.items()
+    }
+
+
+def describe_renamed(old: str, place: str = "") -> str:
+    """Return the notice for a previous name, with the place where it was given."""
+    where = f"{place}: " if place else ""
+    return f"{where}{old} is now {RENAMED[old]}; the next release will not read {old}"
