@@ -122,7 +122,8 @@ def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> Non
         raise InputError(str(row["message"]), hint=row["hint"])
     tail = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
     raise InputError(
-        f"{source} cannot be read: the process that tried ended with {done.returncode}: {tail[0][:300]}",
+        f"{source} cannot be read: the process that tried ended with {done.returncode}: "
+        f"{tail[0][:300]}",
         hint=f"it may use {memory_bytes >> 20} MiB and {cpu_s} s of a processor",
     )
 
@@ -192,7 +193,10 @@ def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> d
     if lost:
         raise InputError(
             f"of the weights these cannot be kept: {_reasons(lost)}",
-            hint="half a model is no model: in the program that wrote it, turn them into plain tensors, or leave them out",
+            hint=(
+                "half a model is no model: in the program that wrote it, "
+                "turn them into plain tensors, or leave them out"
+            ),
         )
     names = [name for name in found.tensors if _is_chosen(found, key, name)]
     if not names:
@@ -254,7 +258,8 @@ def find_key(found: Foreign) -> str:
     if len(likely) == 1 or len(groups) == 1:
         return (likely or groups)[0]
     raise InputError(
-        f"it is not clear which tensors are the weights: they stand below {', '.join(groups) or 'nothing'}",
+        "it is not clear which tensors are the weights: "
+        f"they stand below {', '.join(groups) or 'nothing'}",
         hint="name them with --key",
     )
 

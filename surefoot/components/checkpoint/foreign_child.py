@@ -199,7 +199,10 @@ def _load(source: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{source} holds more than tensors, numbers and text: {_first_line(error)}",
-            hint="in the program that wrote it: torch.save(model.state_dict(), FILE); code in a file is never run here",
+            hint=(
+                "in the program that wrote it: torch.save(model.state_dict(), FILE); "
+                "code in a file is never run here"
+            ),
         ) from None
     except EOFError:
         raise InputError(
@@ -426,7 +429,8 @@ def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
         for key, part in value.items():
             if len(str(key)) > MAX_NAME:
                 raise InputError(
-                    f"a name has {len(str(key)):,} letters, {MAX_NAME:,} are allowed: {str(key)[:100]}"
+                    f"a name has {len(str(key)):,} letters, {MAX_NAME:,} are allowed: "
+                    f"{str(key)[:100]}"
                 )
             yield from walk(part, (*path, str(key)))
     elif isinstance(value, list | tuple) and not (

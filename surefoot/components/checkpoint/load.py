@@ -179,8 +179,14 @@ def _find_way(stored: Collection[str], live: Collection[str]) -> str:
         name.replace(COMPILED, "") for name in live
     }:
         if was_compiled:
-            return "they are of a model that torch.compile had wrapped: wrap the same part of it first, as model = torch.compile(model)"
-        return "they are of a model that torch.compile had not wrapped: give the model itself, which is model._orig_mod"
+            return (
+                "they are of a model that torch.compile had wrapped: "
+                "wrap the same part of it first, as model = torch.compile(model)"
+            )
+        return (
+            "they are of a model that torch.compile had not wrapped: give the model itself, "
+            "which is model._orig_mod"
+        )
     return "build the model with the parameters that the run had"
 
 

@@ -481,11 +481,14 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
         if held_sizes != sizes:
             if held_sizes[: len(sizes)] == sizes:
                 hint = (
-                    f"add the groups that were added in training before this: {name}.add_param_group(...); in a new loop give the "
-                    "optimizer all groups at once, also of layers that are frozen at first, which it does not move without a gradient"
+                    "add the groups that were added in training before this: "
+                    f"{name}.add_param_group(...); in a new loop give the "
+                    "optimizer all groups at once, also of layers that are frozen at first, "
+                    "which it does not move without a gradient"
                 )
             raise RunFolderError(
-                f"{place} holds the state of {name!r} for groups of {held_sizes} parameters, and it has {sizes}",
+                f"{place} holds the state of {name!r} for groups of {held_sizes} parameters, "
+                f"and it has {sizes}",
                 hint=hint,
             )
 
@@ -503,7 +506,8 @@ def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
                     f"{of['name'] or 'one'} of {of['dtype']} {of['shape']}" for of in (then, each)
                 )
                 raise RunFolderError(
-                    f"{place} holds the state of {name!r}, whose parameter {number} was {was}: it is {is_now} now",
+                    f"{place} holds the state of {name!r}, whose parameter {number} was {was}: "
+                    f"it is {is_now} now",
                     hint="give the optimiser the parameters that it had, in the same order",
                 )
 
@@ -547,4 +551,7 @@ def _uncast(saved: Any, near: Tensor, moved: Tensor) -> Any:
 def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    return f"a tensor of {DTYPES.get(value.dtype, value.dtype)} {list(value.shape)}{' on the meta device' if value.is_meta else ''}"
+    return (
+        f"a tensor of {DTYPES.get(value.dtype, value.dtype)} "
+        f"{list(value.shape)}{' on the meta device' if value.is_meta else ''}"
+    )

@@ -336,7 +336,8 @@ def _write_text(path: Path, text: bytes) -> Entry:
     most = manifests.MAX_BYTES if path.name == manifests.FILE else manifests.MAX_TEXT_BYTES
     if len(text) > most:  # no reader would accept it
         raise StorageError(
-            f"{path.name} of {path.parent.name} would have {len(text):,} bytes, and {most:,} are allowed"
+            f"{path.name} of {path.parent.name} would have {len(text):,} bytes, "
+            f"and {most:,} are allowed"
         )
     with path.open("xb") as file:
         file.write(text)

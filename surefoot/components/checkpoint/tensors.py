@@ -65,7 +65,10 @@ def check_storable(name: str, tensor: Tensor) -> None:
         kind = "nested" if tensor.is_nested else tensor.layout
         raise TaskError(
             f"{name} is a tensor of {tensor.dtype} and {kind}, which a checkpoint cannot hold",
-            hint=f"keep dense tensors of {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}",
+            hint=(
+                "keep dense tensors of "
+                f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}"
+            ),
         )
     _check_shape(name, tensor)
 
@@ -314,7 +317,8 @@ def fill(name: str, tensor: Tensor, held: Tensor) -> None:
                 held.cpu().contiguous()
             ):
                 raise RunFolderError(
-                    f"{name} is expanded, one number for {size} along dimension {dim}, and the commit holds different ones",
+                    f"{name} is expanded, one number for {size} along dimension {dim}, "
+                    "and the commit holds different ones",
                     hint="make it contiguous: tensor.clone()",
                 )
             tensor, held = tensor.narrow(dim, 0, 1), one

@@ -80,7 +80,8 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
     if type(value) is int:
         if value.bit_length() > MAX_INT_BITS:
             raise TaskError(
-                f"{place} is an integer of {value.bit_length():,} bits, and a checkpoint holds up to {MAX_INT_BITS:,}",
+                f"{place} is an integer of {value.bit_length():,} bits, "
+                f"and a checkpoint holds up to {MAX_INT_BITS:,}",
                 hint="keep it as bytes: number.to_bytes(...)",
             )
         return value

@@ -46,4 +46,7 @@ class CompilePayback:
         if compiled_s >= eager_s:
             return f"{share}: {format_seconds(compiling_s)} of compiling are never paid for"
         steps = math.ceil(round(compiling_s / (eager_s - compiled_s), 6))
-        return f"{share}: {format_seconds(compiling_s)} of compiling are paid for after {steps:,} steps"
+        return (
+            f"{share}: {format_seconds(compiling_s)} of compiling are paid for after {steps:,} "
+            "steps"
+        )

@@ -35,8 +35,12 @@ def find_blocks(
         found = _repeating("", model)
         if not found:
             raise InputError(
-                f"no block repeats in this {type(model).__name__}: which are its blocks is not known",
-                hint=f'name its blocks, as {RECOMPUTED * (key == "memory.blocks")}{key} = ["{_an_example(model)}"]',
+                f"no block repeats in this {type(model).__name__}: "
+                "which are its blocks is not known",
+                hint=(
+                    f"name its blocks, as {RECOMPUTED * (key == 'memory.blocks')}{key} = "
+                    f'["{_an_example(model)}"]'
+                ),
             )
         return found
     names = {

@@ -90,7 +90,8 @@ def _check(
         or hidden.shape[:-1] != targets.shape
     ):
         raise InputError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do not fit",
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
+            f"{tuple(targets.shape)} do not fit",
             hint="hidden is (..., D), weight (V, D), targets (...)",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -132,7 +133,10 @@ class _Chunked(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise InputError(
                 "linear_cross_entropy can be differentiated once, and create_graph asks for more",
-                hint="use cross_entropy(linear(hidden, weight), targets) where a second derivative is needed",
+                hint=(
+                    "use cross_entropy(linear(hidden, weight), "
+                    "targets) where a second derivative is needed"
+                ),
             )
         # in the dtype of the loss: in 16 bits, the rounding of 1 / count would scale all gradients
         made = (

@@ -67,7 +67,10 @@ class Recomputed:
         if self.budget is not None and self.budget.chosen is None:
             return self.budget.words
         what = "the cheap operators of " if self.how.kind == "operators" else ""
-        said = f"{what}{len(self.names)} of {len(self.blocks)} blocks are computed again in the backward pass"
+        said = (
+            f"{what}{len(self.names)} of {len(self.blocks)} blocks are computed again in the "
+            "backward pass"
+        )
         return said if self.budget is None else f"{said}: {self.budget.words}"
 
     @property

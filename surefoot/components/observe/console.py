@@ -252,7 +252,10 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [
         (
             "steps",
-            f"{summary['step']:,} ({format_number(summary['epochs'])} epochs, {summary['num_samples']:,} samples)",
+            (
+                f"{summary['step']:,} ({format_number(summary['epochs'])} epochs, "
+                f"{summary['num_samples']:,} samples)"
+            ),
         ),
         ("time", format_seconds(summary["elapsed_s"])),
         (

@@ -67,7 +67,8 @@ def build(
     if sparse is not None:
         raise TaskError(
             f"the gradient of {sparse} is sparse, and the optimizers of [optim] take dense ones",
-            hint="build the embedding with sparse=False, or give the task an optimizer(groups) that takes sparse gradients: "
+            hint="build the embedding with sparse=False, "
+            "or give the task an optimizer(groups) that takes sparse gradients: "
             "torch.optim.SGD, Adagrad or SparseAdam",
         )
     if groups is None:
@@ -258,6 +259,7 @@ def _describe(name: str, optimizer: Optimizer) -> tuple[str, ...]:
         numbers = sum(parameter.numel() for parameter in group["params"])
         own = ", a rate of its own for each layer" if group.get("adapt") else ""
         rows.append(
-            f"{name}: {numbers:,} numbers, rate x {group.get('rate', 1.0):g}, decay {group['weight_decay']:g}{own}"
+            f"{name}: {numbers:,} numbers, rate x {group.get('rate', 1.0):g}, "
+            f"decay {group['weight_decay']:g}{own}"
         )
     return tuple(rows)

@@ -62,8 +62,12 @@ class LearningRates:
                     else f"its multiplier, rate = {group['rate']:g}"
                 )
                 raise SpecError(
-                    f"the learning rate of parameter group {number} was set to {float(group['lr']):g}, and {decided} decides it, too",
-                    hint="use one of them: a scheduler of torch goes with a GuardedUpdate without curve, over groups without rate",
+                    f"the learning rate of parameter group {number} was set to "
+                    f"{float(group['lr']):g}, and {decided} decides it, too",
+                    hint=(
+                        "use one of them: a scheduler of torch goes with a GuardedUpdate without "
+                        "curve, over groups without rate"
+                    ),
                 )
             self._bases[number], self._written[number] = float(group["lr"]), _mark(group["lr"])
         return self._bases

@@ -30,7 +30,10 @@ def describe_scaling(table: OptimTable, batch: int) -> list[str]:
         return []
     factor = scale_to_batch(batch, table.reference_batch, table.scaling)
     return [
-        f"the learning rate is x {factor:.4g} for a batch of {batch:,}: optim.lr is for {table.reference_batch:,} ({table.scaling})"
+        (
+            f"the learning rate is x {factor:.4g} for a batch of {batch:,}: "
+            f"optim.lr is for {table.reference_batch:,} ({table.scaling})"
+        )
     ]
 
 
@@ -42,7 +45,10 @@ def warn_of_no_rate(curve: Curve, total_steps: int | None) -> list[str]:
     ):
         return []
     return [
-        f"the learning rate is 0 in each of the {total_steps:,} steps, so that nothing is trained: look at [schedule]"
+        (
+            f"the learning rate is 0 in each of the {total_steps:,} steps, "
+            "so that nothing is trained: look at [schedule]"
+        )
     ]
 
 

@@ -246,8 +246,12 @@ class GuardedUpdate:
         for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
             if groups is not None and any(each is parameter for each in held):
                 raise TaskError(
-                    f"a gradient is sparse, and the fused update of {type(optimizer).__name__} takes dense ones",
-                    hint="leave fused=True out of the optimizer, or build the embedding with sparse=False",
+                    f"a gradient is sparse, and the fused update of {type(optimizer).__name__} "
+                    "takes dense ones",
+                    hint=(
+                        "leave fused=True out of the optimizer, "
+                        "or build the embedding with sparse=False"
+                    ),
                 )
 
     def step_if_finite(self, factor: float | Tensor = 1.0) -> tuple[float | Tensor, bool | Tensor]:
@@ -330,9 +334,13 @@ class GuardedUpdate:
             has_rule = type(optimizer) in HAVE_RULES
             if not has_rule or groups is None or any(each.tensors is None for each in groups):
                 raise SpecError(
-                    f"{ONE_GRAPH} takes the fused updates of sgd, adam, adamw, lars and lamb, and an optimiser is "
+                    f"{ONE_GRAPH} takes the fused updates of sgd, adam, adamw, lars and lamb, "
+                    "and an optimiser is "
                     f"{type(optimizer).__name__}{_how_not_fused(optimizer)}",
-                    hint=f"use one of them with optim.fused = true (fused=True in a loop of your own), {other}",
+                    hint=(
+                        "use one of them with optim.fused = true (fused=True in a loop of your "
+                        f"own), {other}"
+                    ),
                 )
         if self._momentum_curve is not None:
             raise SpecError(

@@ -108,7 +108,8 @@ class JoinedBuffers:
         if self._live and self._virtual is not None:
             slot = self._live[0]
             raise TaskError(
-                f"{type(slot[0]).__name__}.{slot[1]} changes in a pass, and layout.virtual_ranks knows only BatchNorm's statistics",
+                f"{type(slot[0]).__name__}.{slot[1]} changes in a pass, "
+                "and layout.virtual_ranks knows only BatchNorm's statistics",
                 hint="leave layout.virtual_ranks out: other buffers become those of rank 0",
             )
         if self._live:

@@ -37,7 +37,10 @@ BUCKET_BYTES, FIRST_BUCKET_BYTES = (
     1 << 20,
 )  # as in DDP: the first bucket is small, so that it is sent early
 
-ONE_PASS = "call arm() before the last backward pass of a step and finish() after it; of several losses, call backward() on the sum"
+ONE_PASS = (
+    "call arm() before the last backward pass of a step and finish() after it; of several losses, "
+    "call backward() on the sum"
+)
 
 
 @dataclass(eq=False)
@@ -120,7 +123,8 @@ class Replicas:
         """
         if self._is_armed and self._next and not self._group.is_alone:
             raise TaskError(
-                "arm() was called twice without finish(), and gradients of the first backward pass are on their way to other ranks",
+                "arm() was called twice without finish(), "
+                "and gradients of the first backward pass are on their way to other ranks",
                 hint=ONE_PASS,
             )
         for leaf, handle in zip(self._leaves, self._hooks, strict=True):
@@ -274,7 +278,8 @@ class Replicas:
         if number < self._next and not self._group.is_alone:
             shape = tuple(bucket.parameters[index].shape)
             raise TaskError(
-                f"a second backward pass after arm(): the gradient of a parameter of shape {shape} is on its way to other ranks",
+                f"a second backward pass after arm(): the gradient of a parameter of shape {shape} "
+                "is on its way to other ranks",
                 hint=ONE_PASS,
             )
         if grad is not None and grad is not bucket.views[index]:

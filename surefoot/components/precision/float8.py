@@ -84,7 +84,8 @@ def to_float8(
     found = find_linear(model, kept)
     if not found.layers:
         raise SpecError(
-            f"precision.compute is 'float8', and no linear layer of the model is: {'; '.join(found.notes[1:]) or 'it has none'}",
+            "precision.compute is 'float8', and no linear layer of the model is: "
+            f"{'; '.join(found.notes[1:]) or 'it has none'}",
             hint="use bf16, or sizes that are multiples of 16",
         )
     with torchao('precision.compute = "float8"'):

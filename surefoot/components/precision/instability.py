@@ -51,7 +51,10 @@ class Overflow:
         )
         if self.operator is not None:
             return f"{self.operator} in {self.module} overflows in {self.dtype}{given}"
-        return f"{self.module} is the first module with numbers {way} that are not finite, in {self.dtype}{given}"
+        return (
+            f"{self.module} is the first module with numbers {way} that are not finite, "
+            f"in {self.dtype}{given}"
+        )
 
     @property
     def remedy(self) -> str | None:

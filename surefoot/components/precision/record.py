@@ -328,8 +328,12 @@ def check_contract(contract: Mapping[Any, str], parameters: Iterable[ParameterDt
             found = getattr(row, role)
             if found is not None and found != wanted and row.master is not None:
                 raise NumbersError(
-                    f"precision.contract says {role} = {wanted!r}, and that of {row.name} is {found}, as observed in step 1",
-                    hint="surefoot explain SPEC shows every parameter; change the spec, or the contract",
+                    f"precision.contract says {role} = {wanted!r}, "
+                    f"and that of {row.name} is {found}, as observed in step 1",
+                    hint=(
+                        "surefoot explain SPEC shows every parameter; change the spec, "
+                        "or the contract"
+                    ),
                 )
 
 

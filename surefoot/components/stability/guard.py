@@ -150,7 +150,10 @@ class Guard:
                 f"the step was skipped, nothing moved; the loss scale is now {scale:g}",
                 detail,
             )
-        text = f"{detail}, and precision.min_scale is {self._min_scale:g}: the scale would halve for ever"
+        text = (
+            f"{detail}, and precision.min_scale is {self._min_scale:g}: "
+            "the scale would halve for ever"
+        )
         if self._ending is None:
             self._ending = NumbersError(
                 f"step {report.step}: {text}",

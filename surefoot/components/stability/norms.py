@@ -57,7 +57,8 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
     own = [name for name, module in norms.items() if type(module).forward not in _FORWARDS]
     if own:
         raise TaskError(
-            f"{own[0]} is a {type(norms[own[0]]).__name__}, a BatchNorm with a forward pass of its own, which would be lost",
+            f"{own[0]} is a {type(norms[own[0]]).__name__}, "
+            "a BatchNorm with a forward pass of its own, which would be lost",
             hint="put another norm in its place in the model itself",
         )
     made = {id(module): _norm_for(module, to) for module in norms.values()}

@@ -439,8 +439,10 @@ class Loader:
                 self.close()
                 raise BadRecordError(
                     f"{what}; so did {MOST_TRIES - 1} workers before it",
-                    hint="read these samples by hand: source.read(ids); loader.timeout gives a slow one more time; "
-                    'what hangs in forked workers alone, as a pool of threads does, wants loader.start = "spawn"',
+                    hint="read these samples by hand: source.read(ids); "
+                    "loader.timeout gives a slow one more time; "
+                    "what hangs in forked workers alone, as a pool of threads does, "
+                    'wants loader.start = "spawn"',
                 )
         crew.replace(place)
         for ticket in lost:
@@ -462,13 +464,20 @@ class Loader:
         if ticket.is_unsendable:
             self.close()
             raise DataError(
-                f"the batch of step {job.number:,} cannot go from a worker process to the run: {raised}",
-                hint='give batches of types that pickle; or set loader.kind = "thread", or loader.workers = 0',
+                f"the batch of step {job.number:,} cannot go from a worker process to the run: "
+                f"{raised}",
+                hint=(
+                    'give batches of types that pickle; or set loader.kind = "thread", '
+                    "or loader.workers = 0"
+                ),
             )
         ticket.read = self._reader(job.window.epoch, job.ids)
         self._in_vain += 1
         crew = self._crew or self._make_crew()
-        what = f"{crew.name(ticket.place)} raised {raised} while it read {_told(job.ids)} of step {job.number:,}"
+        what = (
+            f"{crew.name(ticket.place)} raised {raised} while it read {_told(job.ids)} of step "
+            f"{job.number:,}"
+        )
         self.tell(
             LoaderNotice(
                 "worker", job.number, what, "the same samples were read again, without an error"
@@ -533,12 +542,16 @@ class Loader:
             for name, cost in sorted(costs.items(), key=lambda each: -each[1])
         )
         what = (
-            f"steps wait {seen.waiting:.0%} of their time for data, {seen.waiting * seen.step_s * 1e3:.3g} ms of "
+            f"steps wait {seen.waiting:.0%} of their time for data, "
+            f"{seen.waiting * seen.step_s * 1e3:.3g} ms of "
             f"{seen.step_s * 1e3:.3g}, with {seen.workers} worker{'s' * (seen.workers != 1)}"
         )
         if total_s:
             what += f"; of what {len(ids):,} samples take, {total_s * 1e3:.3g} ms: {causes}"
-        then = 'loader.workers = "auto" finds how many workers it takes; surefoot tune-loader SPEC shows what each number brings'
+        then = (
+            'loader.workers = "auto" finds how many workers it takes; '
+            "surefoot tune-loader SPEC shows what each number brings"
+        )
         self.tell(LoaderNotice("starving", number, what, then))
 
     def describe(self) -> str:

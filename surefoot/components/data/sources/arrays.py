@@ -59,7 +59,10 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
     if len(kinds) > 1:
         raise DataError(
             f"a frame whose columns are {', '.join(kinds)} is no one array",
-            hint="give its columns by name: Arrays(**{name: frame[name].to_numpy() for name in frame})",
+            hint=(
+                "give its columns by name: Arrays(**{name: "
+                "frame[name].to_numpy() for name in frame})"
+            ),
         )
     if np.ma.is_masked(array):
         raise DataError(

@@ -288,7 +288,10 @@ class Iterated:
 
     def _describe_surplus(self) -> tuple[str, str]:
         data = self._iterable
-        what = f"the {type(data).__name__} gives more batches than its length, {self._num_batches:,}, and each pass ends there"
+        what = (
+            f"the {type(data).__name__} gives more batches than its length, {self._num_batches:,}, "
+            "and each pass ends there"
+        )
         if (
             isinstance(data, DataLoader)
             and isinstance(data.dataset, IterableDataset)
@@ -296,8 +299,12 @@ class Iterated:
         ):
             name = type(data.dataset).__name__
             return (
-                f"{what}: each of its {data.num_workers} workers reads all of {name}, so that samples come twice and others never",
-                "divide the samples among workers with torch.utils.data.get_worker_info(), or set num_workers = 1",
+                f"{what}: each of its {data.num_workers} workers reads all of {name}, "
+                "so that samples come twice and others never",
+                (
+                    "divide the samples among workers with torch.utils.data.get_worker_info(), "
+                    "or set num_workers = 1"
+                ),
             )
         return what, "give a length that is right, or Iterated(iterable, num_batches=...)"
 

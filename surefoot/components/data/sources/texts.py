@@ -123,8 +123,10 @@ class Texts:
             else ""
         )
         return (
-            f"{len(self._lengths):,} texts of {self._lengths.min()} to {self._lengths.max()} tokens{grouped}, padded to "
-            f"{', '.join(map(str, self.bounds))}: of a sample's tokens {self.efficiency():.0%} are real, of those of a batch of 32 "
+            f"{len(self._lengths):,} texts of {self._lengths.min()} to {self._lengths.max()} "
+            f"tokens{grouped}, padded to "
+            f"{', '.join(map(str, self.bounds))}: of a sample's tokens {self.efficiency():.0%} are "
+            "real, of those of a batch of 32 "
             f"samples about {self.efficiency(32):.0%}"
         )
 

@@ -141,7 +141,8 @@ class Tars:
             ) from None
         if len(content) < count:
             raise DataError(
-                f"{path} is shorter than when it was indexed: it ends at byte {first + len(content):,}",
+                f"{path} is shorter than when it was indexed: "
+                f"it ends at byte {first + len(content):,}",
                 hint="copy the shard again",
             )
         return read_sample(path, content)
@@ -149,7 +150,10 @@ class Tars:
     def describe(self) -> str:
         size = sum(shard.num_bytes for shard in self.index.shards)
         names = ", ".join(f"{name} ({extension})" for name, extension in self.parts.items())
-        return f"{len(self):,} samples in {len(self.index.shards)} tars of {size / 1e9:.3g} GB: {names}"
+        return (
+            f"{len(self):,} samples in {len(self.index.shards)} tars of {size / 1e9:.3g} GB: "
+            f"{names}"
+        )
 
     def _descriptor(self, shard: int, path: Path) -> Descriptor:
         with self._lock:
@@ -314,7 +318,8 @@ def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[A
             if (each.shape, each.dtype) != (first.shape, first.dtype)
         )
         raise DataError(
-            f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {arrays[other].dtype} {arrays[other].shape} in "
+            f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {arrays[other].dtype} "
+            f"{arrays[other].shape} in "
             f"{samples[other].key} of {samples[other].shard}",
             hint="bring them to one shape with transform=",
         )

@@ -75,8 +75,12 @@ class FlatMuon(Optimizer):
         if few is not None:
             self.param_groups.pop()
             raise SpecError(
-                f"Muon moves matrices and filters, and a parameter has the shape {tuple(few.shape)}",
-                hint="give parameters of fewer than two dimensions to another optimizer, as torch.optim.AdamW",
+                "Muon moves matrices and filters, "
+                f"and a parameter has the shape {tuple(few.shape)}",
+                hint=(
+                    "give parameters of fewer than two dimensions to another optimizer, "
+                    "as torch.optim.AdamW"
+                ),
             )
 
     @torch.no_grad()

@@ -76,7 +76,8 @@ class FullySharded:
         if isinstance(model, nn.ModuleDict | nn.ModuleList):
             kind = type(model).__name__
             raise SpecError(
-                f"stages 2 and 3 gather weights where a module is called, and the task calls parts of a {kind}",
+                "stages 2 and 3 gather weights where a module is called, "
+                f"and the task calls parts of a {kind}",
                 hint="give a model with a forward of its own, or set layout.stage = 1",
             )
         self._stage, self.group, self.replicas, self.unit_names = (
@@ -402,7 +403,10 @@ def _find_whole(model: nn.Module, replicated: Collection[Tensor]) -> set[int]:
             )
             raise SpecError(
                 f"replicated has a parameter that {type(model).__name__} does not have: {what}",
-                hint="give parameters of the model, as {model.scale}; sum the gradients of others with Replicas",
+                hint=(
+                    "give parameters of the model, as {model.scale}; "
+                    "sum the gradients of others with Replicas"
+                ),
             )
     return {id(each) for each in replicated}
 
@@ -413,12 +417,14 @@ def _check_gathered(named: Named) -> None:
     for name, parameter in named:
         if not parameter.numel():
             raise SpecError(
-                f"stages 2 and 3 gather parameters with numbers in them, and {name} is empty: {list(parameter.shape)}",
+                f"stages 2 and 3 gather parameters with numbers in them, and {name} is empty: "
+                f"{list(parameter.shape)}",
                 hint="leave it out of the model, or set layout.stage = 1",
             )
         if not parameter.is_contiguous():
             raise SpecError(
-                f"stages 2 and 3 gather contiguous parameters, and {name} lies in memory in another order, as channels_last does",
+                "stages 2 and 3 gather contiguous parameters, "
+                f"and {name} lies in memory in another order, as channels_last does",
                 hint='set layout.stage = 1, or leave out train.memory_format = "channels_last"',
             )
 
@@ -431,7 +437,8 @@ def _check_one_dtype(module: nn.Module, whole: Collection[int]) -> None:
     }
     if len(dtypes) > 1:
         raise SpecError(
-            f"stages 2 and 3 gather parameters of one dtype, and {type(module).__name__} has {', '.join(sorted(map(str, dtypes)))}",
+            "stages 2 and 3 gather parameters of one dtype, "
+            f"and {type(module).__name__} has {', '.join(sorted(map(str, dtypes)))}",
             hint="set layout.stage = 1",
         )
 
@@ -445,6 +452,10 @@ def _check_apart(model: nn.Module, units: Mapping[str, nn.Module], whole: Collec
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), "no unit")
         if homes.setdefault(id(parameter), unit) != unit:
             raise SpecError(
-                f"{name} is tied to a parameter of another unit ({homes[id(parameter)]}, here {unit}): both would gather it",
-                hint="set layout.stage = 1, or name units of which each holds all of it: memory.blocks",
+                f"{name} is tied to a parameter of another unit ({homes[id(parameter)]}, "
+                f"here {unit}): both would gather it",
+                hint=(
+                    "set layout.stage = 1, or name units of which each holds all of it: "
+                    "memory.blocks"
+                ),
             )

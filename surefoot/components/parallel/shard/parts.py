@@ -20,7 +20,10 @@ Given = (
     nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 )  # as for torch's optimizers
 
-TAKES = "give a module, parameters, pairs of a name and a parameter, or groups: dicts with an entry 'params'"
+TAKES = (
+    "give a module, parameters, pairs of a name and a parameter, or groups: "
+    "dicts with an entry 'params'"
+)
 
 
 def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[range]]:

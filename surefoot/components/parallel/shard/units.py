@@ -13,7 +13,8 @@ from surefoot.core.units import name_some
 from surefoot.runtime.comm.host_memory import DIFFERENT
 
 HINT = (
-    "weights are gathered by all ranks together: call the same blocks on every rank in every pass, branch inside of a block "
+    "weights are gathered by all ranks together: call the same blocks on every rank in every pass, "
+    "branch inside of a block "
     "(memory.blocks names larger ones), or set layout.stage = 1"
 )
 MOST_NAMED = 6
@@ -52,7 +53,8 @@ class Units:
         for (name, mine), count in zip(self._gathered.items(), counts, strict=True):
             if count != mine * num_ranks:
                 raise UserCodeError(
-                    f"the ranks do not call the same blocks: this one has gathered {self._titles[name]} {mine} times in this step, and "
+                    "the ranks do not call the same blocks: "
+                    f"this one has gathered {self._titles[name]} {mine} times in this step, and "
                     f"all {num_ranks:g} ranks {count:g} times",
                     hint=HINT,
                 )

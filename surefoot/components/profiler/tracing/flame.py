@@ -102,11 +102,17 @@ def draw(root: StackFrame, title: str) -> str:
     height = TOP + ROW * (1 + max(box.row for box in drawn)) + 8
     label = f"{title}: {format_seconds(whole_ns / 1e9)}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" preserveAspectRatio="xMidYMin"',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" '
+            'preserveAspectRatio="xMidYMin"'
+        ),
         f' role="img" aria-label="{_text(label)}">',
         f"<style>{_STYLE}</style>",
         f'<text class="t" x="{SIDE}" y="18">{_text(label)}</text>',
-        f'<text class="s" x="{SIDE}" y="36">frames under {format_percent(LEAST_SHARE)} are not drawn</text>',
+        (
+            f'<text class="s" x="{SIDE}" y="36">frames under {format_percent(LEAST_SHARE)} are not '
+            "drawn</text>"
+        ),
     ]
     parts += [_group(box, whole_ns) for box in drawn]
     return "\n".join([*parts, f"<script><![CDATA[{_SCRIPT}]]></script>", "</svg>", ""])
@@ -118,10 +124,15 @@ def _group(box: FlameBox, whole_ns: int) -> str:
     name, room = box.frame.name, int((wide - 6) / CHARACTER)
     shown = "" if room < 3 else name if len(name) <= room else name[: room - 1] + "\u2026"
     share = format_percent(box.total_ns / whole_ns if whole_ns else None)
-    told = f"{name}\n{format_seconds(box.total_ns / 1e9)}, {share}; itself {format_seconds(box.frame.self_ns / 1e9)}"
+    told = (
+        f"{name}\n{format_seconds(box.total_ns / 1e9)}, {share}; "
+        f"itself {format_seconds(box.frame.self_ns / 1e9)}"
+    )
     return (
-        f'<g class="f" tabindex="0" data-x="{box.left_ns}" data-w="{box.total_ns}" data-y="{box.row}" data-n="{_text(name)}">'
-        f'<title>{_text(told)}</title><rect x="{x:.2f}" y="{y}" width="{max(wide, 0.5):.2f}" height="{ROW - 1}" fill="{_colour(name)}"/>'
+        f'<g class="f" tabindex="0" data-x="{box.left_ns}" data-w="{box.total_ns}" '
+        f'data-y="{box.row}" data-n="{_text(name)}">'
+        f'<title>{_text(told)}</title><rect x="{x:.2f}" y="{y}" width="{max(wide, 0.5):.2f}" '
+        f'height="{ROW - 1}" fill="{_colour(name)}"/>'
         f'<text x="{x + 3:.2f}" y="{y + 12.5}">{_text(shown)}</text></g>'
     )
 

@@ -157,7 +157,8 @@ def _of_document(document: Any, path: Path, most_steps: int | None) -> Trace:
     )
     if not any(each.category == OPERATOR for each in known):
         raise InputError(
-            f"the trace {path} holds no operator: it is not of torch.profiler, or its window was empty",
+            f"the trace {path} holds no operator: it is not of torch.profiler, "
+            "or its window was empty",
             hint=_HINT,
         )
     memory = sorted(each for each in changes if each is not None)

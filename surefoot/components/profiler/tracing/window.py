@@ -47,7 +47,8 @@ class Window:
     def __post_init__(self) -> None:
         if self.active < 1 or self.wait < 0 or self.warmup < 0:
             raise InputError(
-                f"a window of {self.active} steps after {self.wait} and {self.warmup} cannot be recorded",
+                f"a window of {self.active} steps after {self.wait} and {self.warmup} cannot be "
+                "recorded",
                 hint="record at least 1 step, as with --steps 20",
             )
 
