@@ -25,9 +25,8 @@ MODEL = (
     "model.safetensors"  # the file, whole or in parts, of the weights for evaluation and serving
 )
 COMPILED = "_orig_mod."  # in the parameter names of a model that torch.compile wraps
-PART = re.compile(
-    r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors"
-)  # as Hugging Face names the parts of a file
+# as Hugging Face names the parts of a file
+PART = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 class Commit:
@@ -44,9 +43,8 @@ class Commit:
         These are the file itself, as each rank wrote it, or the parts into which it was split.
         """
         held = [entry.name for entry in self.manifest.files if entry.tensors is not None]
-        own = [
-            name for name in held if file in ("", manifests.file_of(name))
-        ]  # one file, or one file per rank
+        # one file, or one file per rank
+        own = [name for name in held if file in ("", manifests.file_of(name))]
         return own or [
             name
             for name in held

@@ -51,9 +51,8 @@ class Content:
     tensors: Mapping[str, Mapping[str, Tensor]]
     texts: Mapping[str, bytes] = field(default_factory=dict)
     finite: frozenset[str] = frozenset()
-    parts: files.Parts = field(
-        default_factory=dict
-    )  # the rows of the whole, for each tensor that is a shard
+    # the rows of the whole, for each tensor that is a shard
+    parts: files.Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -240,9 +240,8 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
     found: dict[str, str] = {}
     with commits.opened(folder, entry) as file, torch.no_grad():
         header = commits.read_header(file, folder / entry.name, entry)
-        given = {
-            name: give(name, whole_of(piece)) for name, piece in pieces.items()
-        }  # only now: read_header has checked the file size
+        # only now: read_header has checked the file size
+        given = {name: give(name, whole_of(piece)) for name, piece in pieces.items()}
         meetings = {name: _meet(tensor, pieces[name]) for name, tensor in given.items()}
         # pieces of which this rank needs no row
         found = {name: pieces[name].sha256 for name, met in meetings.items() if met is None}

@@ -27,15 +27,8 @@ MARK = "$"
 MAX_DEPTH = 100
 MAX_INT_BITS = 8192  # Python parses at most 4,300 digits
 SHOWN = 120  # characters of a path that a message shows
-ODD = (
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    RuntimeError,
-    OverflowError,
-)  # RecursionError is a RuntimeError
+# RecursionError is a RuntimeError
+ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError)
 CONTAINERS = {
     OrderedDict: "OrderedDict",
     Counter: "Counter",

@@ -144,9 +144,8 @@ class CompiledFunction:
 
     def take(self, function: Callable[..., Any]) -> None:
         """Compile `function` in place of the previous function, at the next call."""
-        if isinstance(
-            function, FunctionType
-        ):  # torch counts compilations by code object, and stops after eight
+        # torch counts compilations by code object, and stops after eight
+        if isinstance(function, FunctionType):
             code = function.__code__.replace()
             fresh = FunctionType(
                 code,

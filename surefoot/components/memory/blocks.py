@@ -90,9 +90,8 @@ def _repeating(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, child in children.items():
         inner = _repeating(f"{prefix}{name}.", child)
-        is_row = isinstance(
-            child, CONTAINERS
-        )  # a container of blocks, no block, unless its children are too small
+        # a container of blocks, no block, unless its children are too small
+        is_row = isinstance(child, CONTAINERS)
         if (
             isinstance(module, CONTAINERS)
             and kinds[type(child)] > 1

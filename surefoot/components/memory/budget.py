@@ -142,9 +142,8 @@ class Budget:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(
-        each.numel() * each.element_size() for each in tensors
-    )  # the compiler knows nbytes only for static sizes
+    # the compiler knows nbytes only for static sizes
+    return sum(each.numel() * each.element_size() for each in tensors)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

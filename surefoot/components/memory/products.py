@@ -38,12 +38,8 @@ PRODUCTS = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-SUMMED = {
-    "mm": 0,
-    "bmm": 0,
-    "addmm": 1,
-    "baddbmm": 1,
-}  # index of the argument whose last dimension is the inner size
+# index of the argument whose last dimension is the inner size
+SUMMED = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 SHARE = 0.26  # of all FLOPs, which may be recomputed: Q, K and V are a quarter of a GPT block's
 
 

@@ -173,16 +173,13 @@ class _Seat:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **named)
-        given = (
-            *args,
-            *named.values(),
-        )  # positional, so that torch detects in-place changes of them
+        # positional, so that torch detects in-place changes of them
+        given = (*args, *named.values())
         run = functools.partial(_call, forward, len(args), tuple(named))
         budget, selects = self._plan.budget, self._plan.how.kind == "operators"
         inputs = [] if budget is None else list(find_tensors(given))
-        if (
-            torch.compiler.is_compiling()
-        ):  # a compiled graph changes buffers once, and supports only torch's contexts
+        # a compiled graph changes buffers once, and supports only torch's contexts
+        if torch.compiler.is_compiling():
             if not self._fate.again and self._fate.covers(inputs):
                 return forward(*args, **named)
             if selects:

@@ -75,9 +75,8 @@ class Meter:
             return None
         sums: dict[str, tuple[float, float, float]] = {}
         applied = [report for report in reports if report.applied]
-        for report in (
-            applied or reports
-        ):  # skipped steps are left out: their NaN would make the mean NaN
+        # skipped steps are left out: their NaN would make the mean NaN
+        for report in applied or reports:
             for name, (total, count, weight) in report.totals.items():
                 old = sums.get(name, (0.0, 0.0, weight))
                 sums[name] = (old[0] + float(total), old[1] + float(count), weight)

@@ -29,9 +29,8 @@ class LiveBuffers:
         self._moving: list[Slot] = []  # buffers that the module replaces by another tensor
         self._held: list[Tensor] = []
         self._copies: list[Tensor] = []
-        self._kinds: list[
-            tuple[list[Tensor], list[Tensor]]
-        ] = []  # copies and originals by dtype: one kernel for all of one dtype
+        # copies and originals by dtype: one kernel for all of one dtype
+        self._kinds: list[tuple[list[Tensor], list[Tensor]]] = []
         self._is_settled = not self._slots
         self._model = model
         self._attributes: AttributeSnapshot | None = None

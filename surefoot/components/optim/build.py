@@ -20,28 +20,14 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import name_some
 
-ADAM_KINDS = (
-    "embedding",
-    "head",
-    "norm",
-    "vector",
-)  # parameters that AdamW updates with optim.name = "muon"
-PLAIN_KINDS = (
-    "embedding",
-    "norm",
-    "vector",
-)  # parameters without a layer-wise rate in LARS and LAMB
+# parameters that AdamW updates with optim.name = "muon"
+ADAM_KINDS = ("embedding", "head", "norm", "vector")
+# parameters without a layer-wise rate in LARS and LAMB
+PLAIN_KINDS = ("embedding", "norm", "vector")
 NUM_NAMED = 4  # names listed for each reason
 Groups = Sequence[dict[str, Any]]
-OWN_KEYS = (
-    "betas",
-    "eps",
-    "momentum",
-    "nesterov",
-    "state",
-    "trust",
-    "fused",
-)  # [optim] keys of surefoot's optimizers only
+# [optim] keys of surefoot's optimizers only
+OWN_KEYS = ("betas", "eps", "momentum", "nesterov", "state", "trust", "fused")
 PLAIN_TABLE = OptimTable()
 GROUP_KEYS = ("no_decay", "rates")
 UPDATE_KEYS = ("name", "lr", "decay", *OWN_KEYS, *GROUP_KEYS)
@@ -211,9 +197,8 @@ def _split(
     named = {id(each.parameter): each for each in trained}
     parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:
-        members = [
-            named[id(parameter)] for parameter in group["params"] if id(parameter) in named
-        ]  # the others are frozen
+        # the others are frozen
+        members = [named[id(parameter)] for parameter in group["params"] if id(parameter) in named]
         for wanted, into in zip((False, True), parts, strict=True):
             chosen = [each for each in members if is_other(each) is wanted]
             if chosen:

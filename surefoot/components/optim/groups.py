@@ -96,10 +96,8 @@ def find_trained(model: nn.Module) -> list[Named]:
             head = module
         for parameter in _own(module):
             kind = _kind(module, parameter)
-            if kinds.get(id(parameter)) not in (
-                "embedding",
-                "norm",
-            ):  # a tied head counts as the embedding
+            # a tied head counts as the embedding
+            if kinds.get(id(parameter)) not in ("embedding", "norm"):
                 kinds[id(parameter)] = kind
     for parameter in _own(head) if head is not None else ():
         if kinds[id(parameter)] == "matrix":

@@ -36,9 +36,8 @@ class LearningRates:
         count = len(self._bases) if not is_loaded or self._has_curve else 0
         multiplied = [group.get("rate", 1.0) for group in groups]
         if is_loaded and not self._has_curve:
-            multiplied[: len(self._groups)] = [1.0] * min(
-                len(groups), len(self._groups)
-            )  # the saved lr includes the multiplier
+            # the saved lr includes the multiplier
+            multiplied[: len(self._groups)] = [1.0] * min(len(groups), len(self._groups))
         added = [float(group["lr"]) * rate for group, rate in zip(groups, multiplied, strict=True)]
         self._bases = [*self._bases[: min(count, len(groups))], *added[count:]]
         written = self._written if not is_loaded else []

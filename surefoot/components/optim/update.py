@@ -27,9 +27,8 @@ from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
 Curve = Callable[[int], float]
-FusedGroups = (
-    Sequence[fused.FusedParamGroup] | None
-)  # of one optimizer; None without a fused update
+# of one optimizer; None without a fused update
+FusedGroups = Sequence[fused.FusedParamGroup] | None
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
 HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # optimizers whose update can be part of a graph
@@ -63,9 +62,8 @@ class GuardedUpdate:
         _check_limits(clip, clip_value)
         self.optimizers = list(optimizers)
         self.applied_steps = 0
-        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: (
-            norm
-        )  # replaced where ranks hold parts of the gradients
+        # replaced where ranks hold parts of the gradients
+        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: norm
         self._clip, self._clip_value = clip, clip_value
         self._curve, self._momentum_curve = curve or (lambda step: 1.0), momentum_curve
         self._learning_rates = LearningRates(has_curve=curve is not None)
@@ -130,9 +128,8 @@ class GuardedUpdate:
             if not _is_current(optimizer, taken):
                 self._take_optimizers()
                 return
-            self._taken[number] = _OptimizerSnapshot.of(
-                optimizer, taken.fused
-            )  # only the update has changed its state
+            # only the update has changed its state
+            self._taken[number] = _OptimizerSnapshot.of(optimizer, taken.fused)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -203,9 +200,8 @@ class GuardedUpdate:
         self.restore(saved, {})
 
     def clear_gradients(self) -> None:
-        for (
-            parameter
-        ) in self._parameters:  # parameters added since the last update have no gradient yet
+        # parameters added since the last update have no gradient yet
+        for parameter in self._parameters:
             parameter.grad = None
         for parameter in self._masters:
             leaf_of(parameter).grad = None
@@ -435,9 +431,8 @@ class GuardedUpdate:
             grad_scale = torch.ones_like(grad_scale)
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
         rates = [(multiplier * base).float() for base in self._learning_rates.read()]
-        self._learning_rates.write(
-            rates
-        )  # for reports; the host reads them only when it reads the report
+        # for reports; the host reads them only when it reads the report
+        self._learning_rates.write(rates)
         for each, rate in zip(
             (each for groups in self._fused for each in groups or ()), rates, strict=True
         ):

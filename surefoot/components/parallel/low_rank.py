@@ -47,9 +47,9 @@ class LowRankState:
     fresh: Tensor  # (m, r): initial columns of Q
     residual: Tensor = field(init=False)  # (n, m): the error not sent yet
     warm: Tensor = field(init=False)  # (m, r): Q, with columns of length 1
-    unit: Tensor = field(
-        init=False
-    )  # (), float64: the factor of the residual, which times it is a part of the gradient that is applied
+    # (), float64: the factor of the residual, which times it is a part of the gradient that is
+    # applied
+    unit: Tensor = field(init=False)
     rest: Tensor = field(init=False)  # (n, m): the residual after this step
     next: Tensor = field(init=False)  # (m, r): Q after this step
 

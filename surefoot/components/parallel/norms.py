@@ -48,9 +48,8 @@ class JoinedBuffers:
             for each in model.modules()
             if isinstance(each, _NormBase) and isinstance(each.num_batches_tracked, Tensor)
         ]
-        alike = [
-            each for each in norms if isinstance(each, SyncNorm)
-        ]  # these synchronize in their forward pass
+        # these synchronize in their forward pass
+        alike = [each for each in norms if isinstance(each, SyncNorm)]
         self._norms = [each for each in norms if joins_norms and each not in alike]
         known = {
             (id(module), name)
@@ -154,9 +153,10 @@ class JoinedBuffers:
         ranks."""
         now = self._statistics()
         before = torch.stack([each.double() for each in self._before[2::3]])
+        # (own, norms)
         seen = torch.stack(
             [torch.stack([each.double() for each in ended[2::3]]) - before for ended in self._ended]
-        )  # (own, norms)
+        )
         table = seen.new_zeros((virtual.size, seen.shape[1]))
         table[virtual.first : virtual.first + virtual.own] = seen
         table = self._group.add(table)
@@ -225,9 +225,8 @@ class JoinedBuffers:
             return stays**total, stays**mine, stays ** (total - until)
         if before + total == 0:
             return 1.0, 1.0, 0.0
-        kept = (
-            before / (before + mine) if before + mine else 1.0
-        )  # a cumulative mean: each microbatch has equal weight
+        # a cumulative mean: each microbatch has equal weight
+        kept = before / (before + mine) if before + mine else 1.0
         return before / (before + total), kept, (before + mine) / (before + total)
 
     def _find_live(self) -> list[Slot]:

@@ -32,10 +32,8 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
 
-BUCKET_BYTES, FIRST_BUCKET_BYTES = (
-    25 << 20,
-    1 << 20,
-)  # as in DDP: the first bucket is small, so that it is sent early
+# as in DDP: the first bucket is small, so that it is sent early
+BUCKET_BYTES, FIRST_BUCKET_BYTES = (25 << 20, 1 << 20)
 
 ONE_PASS = (
     "call arm() before the last backward pass of a step and finish() after it; of several losses, "
@@ -100,9 +98,8 @@ class Replicas:
         self._parameters = list(map(self._holder, leaves))
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._buckets: list[Bucket] = []
-        self._place: dict[
-            int, tuple[int, int]
-        ] = {}  # parameter id -> (bucket index, index in the bucket)
+        # parameter id -> (bucket index, index in the bucket)
+        self._place: dict[int, tuple[int, int]] = {}
         self._sparse = [each for each in self._parameters if any(each is other for other in sparse)]
         self._rows: dict[int, Tensor] = {}  # sparse parameter id -> the rows that this rank has
         self._next = 0  # index of the next bucket to send: all ranks send in one order
@@ -260,9 +257,8 @@ class Replicas:
         pass."""
         if not self._is_armed:
             return
-        parameter = self._holder(
-            parameter
-        )  # the master has the gradient by now: its hook ran first
+        # the master has the gradient by now: its hook ran first
+        parameter = self._holder(parameter)
         number, index = self._place[id(parameter)]
         bucket = self._buckets[number]
         if not bucket.there[index]:
@@ -312,9 +308,8 @@ class Replicas:
         missing = [
             index for index, parameter in enumerate(bucket.parameters) if parameter.grad is None
         ]
-        elsewhere = (
-            bucket.presence.tolist() if missing else []
-        )  # a host wait, only where a gradient is missing
+        # a host wait, only where a gradient is missing
+        elsewhere = bucket.presence.tolist() if missing else []
         for index, parameter in enumerate(bucket.parameters):
             view = bucket.views[index]
             if parameter.grad is None and not elsewhere[index]:

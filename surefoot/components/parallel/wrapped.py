@@ -7,6 +7,7 @@ from torch import nn
 
 from surefoot.core.errors import TaskError
 
+# by name: importing all of them takes half as long as torch
 WRAPPERS = {
     "DataParallel": (
         "drives all devices from one interpreter and copies the model to them in every forward pass"
@@ -14,7 +15,7 @@ WRAPPERS = {
     "DistributedDataParallel": "sums gradients in each backward pass, as surefoot does once a step",
     "FullyShardedDataParallel": "splits weights where surefoot cannot see them",
     "FSDPModule": "splits weights where surefoot cannot see them",
-}  # by name: importing all of them takes half as long as torch
+}
 
 
 def check_unwrapped(model: nn.Module) -> None:

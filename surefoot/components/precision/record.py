@@ -132,9 +132,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tf32 = tf32
         self._named = dict(model.named_parameters())
         self._names = {_key(parameter): name for name, parameter in self._named.items()}
-        self._scaled: dict[
-            tuple[int, torch.dtype], str | None
-        ] = {}  # outputs of SCALES -> the parameter that was scaled
+        # outputs of SCALES -> the parameter that was scaled
+        self._scaled: dict[tuple[int, torch.dtype], str | None] = {}
         self._held: list[Tensor] = []  # casts, kept alive: the address of a freed storage is reused
         self._computed: dict[str, dict[str, None]] = {}
         self._gradients: dict[str, str] = {}

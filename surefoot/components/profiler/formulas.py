@@ -87,10 +87,8 @@ NORMS_BACKWARD = {
     aten.cudnn_batch_norm_backward: ("layer", 2, None),
     aten.batch_norm_backward: ("layer", 2, None),
 }
-ADAM, SGD = (
-    13,
-    2,
-)  # per element: the first moment 3, the second 4, the divisor 3, the update 3; the update 2
+# per element: the first moment 3, the second 4, the divisor 3, the update 3; the update 2
+ADAM, SGD = (13, 2)
 PER_RESULT = {  # FLOPs per element of the first result
     aten._softmax: shape.SOFTMAX,
     aten._log_softmax: shape.SOFTMAX,
@@ -127,20 +125,10 @@ PER_INPUT = {  # FLOPs per element of the first argument
 }
 SOFTMAXES, DROPOUTS = list(PER_RESULT)[:5], list(PER_RESULT)[5:]
 LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
-ADDED_AT = {
-    aten.scatter_add: 3,
-    aten.scatter_add_: 3,
-    aten.index_add: 3,
-    aten.index_add_: 3,
-}  # index of the added argument
-OVERWRITTEN = {
-    aten.copy_,
-    aten.fill_,
-    aten.zero_,
-    aten.zeros_like,
-    aten.ones_like,
-    aten.full_like,
-}  # the first argument is not read
+# index of the added argument
+ADDED_AT = {aten.scatter_add: 3, aten.scatter_add_: 3, aten.index_add: 3, aten.index_add_: 3}
+# the first argument is not read
+OVERWRITTEN = {aten.copy_, aten.fill_, aten.zero_, aten.zeros_like, aten.ones_like, aten.full_like}
 ALLOCATED = {
     aten.empty,
     aten.empty_like,

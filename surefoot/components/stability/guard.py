@@ -61,9 +61,8 @@ class Guard:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the counters from a checkpoint's `state`."""
         for name in _REMEMBERED:
-            setattr(
-                self, name, state.get(name, getattr(self, name))
-            )  # older checkpoints have fewer fields
+            # older checkpoints have fewer fields
+            setattr(self, name, state.get(name, getattr(self, name)))
 
     def watch(self, report: StepReport) -> None:
         self._unread.append(report)
@@ -130,9 +129,8 @@ class Guard:
         which = f"update {', '.join(empty)}" if len(report.updates) > 1 else "the step"
         steps = "1 such step" if many == 1 else f"{many:,} such steps"
         action = f"{which} was skipped, nothing moved; {steps} so far"
-        is_printed = (
-            many & (many - 1) == 0
-        )  # after 1, 2, 4, 8, ... steps: else frequent empty batches would fill the screen
+        # after 1, 2, 4, 8, ... steps: else frequent empty batches would fill the screen
+        is_printed = many & (many - 1) == 0
         return GuardFault(
             report.step, "no-items", action, f"the loss of {which} counts 0 items", is_printed
         )

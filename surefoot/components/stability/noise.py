@@ -66,9 +66,8 @@ class GradientNoise:
 
     def __init__(self, most: int = MOST) -> None:
         self._unread: deque[tuple[float | Tensor, float | Tensor, int, int]] = deque(maxlen=most)
-        self._pairs: deque[tuple[float, float]] = deque(
-            maxlen=most
-        )  # estimates of |G|^2 and S, each without bias
+        # estimates of |G|^2 and S, each without bias
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=most)
 
     def add(
         self, part_square: float | Tensor, whole_square: float | Tensor, part: int, whole: int

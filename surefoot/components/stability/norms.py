@@ -10,10 +10,8 @@ from torch import nn
 from surefoot.core.errors import SpecError, TaskError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-MOST_GROUPS, LEAST_CHANNELS = (
-    32,
-    8,
-)  # GroupNorm's usual number; a group of fewer channels loses too much of a 1-D sample
+# GroupNorm's usual number; a group of fewer channels loses too much of a 1-D sample
+MOST_GROUPS, LEAST_CHANNELS = (32, 8)
 _FORWARDS = [each.forward for each in BATCH_NORMS]
 
 

@@ -94,9 +94,8 @@ class WorkerTuner:
         self._watch = StepTimings()
         shortest_s = min((each.step_s for each in self.tried), default=math.inf)
         self.tried.append(seen)
-        brings = (
-            seen.step_s < shortest_s * (1 - GAIN) or self.workers == 1
-        )  # a single worker may gain little even if two read twice as fast
+        # a single worker may gain little even if two read twice as fast
+        brings = seen.step_s < shortest_s * (1 - GAIN) or self.workers == 1
         if brings and seen.waiting > ENOUGH and self._left:
             self.workers = self._left.pop(0)
             return self.workers

@@ -107,9 +107,8 @@ class Cache:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
-                with locked(
-                    self.folder / LOCK
-                ):  # else who adds up the files may find it under neither name
+                # else who adds up the files may find it under neither name
+                with locked(self.folder / LOCK):
                     draft.rename(path)
             except BaseException:
                 with suppress(OSError):

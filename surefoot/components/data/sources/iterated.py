@@ -98,9 +98,8 @@ class Iterated:
         self._has_state = all(
             callable(getattr(iterable, part, None)) for part in ("state_dict", "load_state_dict")
         )
-        self._states: deque[tuple[int | None, int, Any]] = deque(
-            maxlen=KEPT_STATES
-        )  # (epoch, batches drawn, the state after them)
+        # (epoch, batches drawn, the state after them)
+        self._states: deque[tuple[int | None, int, Any]] = deque(maxlen=KEPT_STATES)
         # (epoch, batch) -> number of samples, for the last batches that were read
         self._sizes: dict[tuple[int, int], int] = {}
         # a copy of batch 0, until another batch is read
@@ -111,9 +110,8 @@ class Iterated:
         self._is_loaded = False  # the iterable is not at the position of `_states`
         self._has_told = False
         self.notices: list[tuple[str, str]] = []
-        self.on_read: Callable[[BatchRead], None] = lambda row: (
-            None
-        )  # called with each batch that is read
+        # called with each batch that is read
+        self.on_read: Callable[[BatchRead], None] = lambda row: None
         self._row = BatchRead(0, 0, ())
         self.digest = hashlib.sha256(f"{type(iterable).__qualname__} {length}".encode()).hexdigest()
 
@@ -343,9 +341,8 @@ class Iterated:
             else (self._pass.epoch, self._pass.seen)
         )
         self._iterator, self._first, self._next, self._is_loaded = None, None, 0, True
-        rows = [
-            each if len(each) == 3 else (None, *each) for each in held["states"]
-        ]  # (drawn, state), as version 0.1 wrote them
+        # (drawn, state), as version 0.1 wrote them
+        rows = [each if len(each) == 3 else (None, *each) for each in held["states"]]
         self._states = deque(
             ((of, int(drawn), state) for of, drawn, state in rows), maxlen=KEPT_STATES
         )

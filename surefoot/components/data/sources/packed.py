@@ -264,9 +264,8 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
     order = np.argsort(capacity - lengths.astype(np.int32), kind="stable")
-    first = dict(
-        enumerate((len(lengths) - np.cumsum(counts)).tolist())
-    )  # length -> start of its pieces in `order`
+    # length -> start of its pieces in `order`
+    first = dict(enumerate((len(lengths) - np.cumsum(counts)).tolist()))
     parts, sizes = [], []
     for group in _pack_histogram(counts, capacity):
         columns = []

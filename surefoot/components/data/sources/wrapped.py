@@ -106,9 +106,8 @@ def as_source(given: Any) -> Source:
         and all(isinstance(part, (Tensor, np.ndarray)) for part in given.values())
     ):
         return Arrays(**_checked(given))
-    if isinstance(
-        given, torch.utils.data.DataLoader | torch.utils.data.IterableDataset
-    ):  # an IterableDataset may have a length, and no items
+    # an IterableDataset may have a length, and no items
+    if isinstance(given, torch.utils.data.DataLoader | torch.utils.data.IterableDataset):
         return Iterated(given)
     refuse = isinstance(given, tuple(INSTEAD)) or hasattr(given, "__fspath__")
     if not refuse and hasattr(given, "__getitem__") and hasattr(given, "__len__"):

@@ -31,9 +31,8 @@ from surefoot.core.place import cache_folder, whole_path
 from surefoot.core.process.forked import make_lock
 
 MOST_OPEN = 64  # shards at a time
-HEADER = struct.Struct(
-    "100s 24x 12s 20x c 100x 5s 83x c"
-)  # name, size, kind, magic, first of the prefix
+# name, size, kind, magic, first of the prefix
+HEADER = struct.Struct("100s 24x 12s 20x c 100x 5s 83x c")
 KINDS = frozenset(bytes([kind]) for kind in FILES + EXTENDED)
 SEVEN = ord("7")
 Transform = Callable[[dict[str, Any]], dict[str, Any]]
@@ -78,9 +77,8 @@ class Tars:
             else open_remote(remote, tell=tell)
         )
         self.digest = self.index.digest
-        self._paths = [
-            self.index.folder / shard.name for shard in self.index.shards
-        ]  # made once: it takes as long as reading a sample
+        # made once: it takes as long as reading a sample
+        self._paths = [self.index.folder / shard.name for shard in self.index.shards]
         # the descriptor of each open shard, the most recently used last
         self._open: OrderedDict[int, Descriptor] = OrderedDict()
         make_lock(self)
@@ -306,9 +304,8 @@ def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[A
         return values
     arrays = [np.asarray(value) for value in values]
     kinds = {(each.shape, each.dtype) for each in arrays}
-    if any(
-        dtype.kind not in "biufc" or dtype.char in "gG" for _, dtype in kinds
-    ):  # strings, times, rows, long doubles
+    # strings, times, rows, long doubles
+    if any(dtype.kind not in "biufc" or dtype.char in "gG" for _, dtype in kinds):
         return values
     if len(kinds) > 1:
         first = arrays[0]

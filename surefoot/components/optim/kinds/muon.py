@@ -104,12 +104,10 @@ class FlatMuon(Optimizer):
         for parameter, matrix in zip(params, matrices, strict=True):
             if matrix is not parameter:
                 matrix.grad = as_matrix(parameter.grad, like=parameter)
-            muon.state[matrix] = self.state[
-                parameter
-            ]  # the same dict: a buffer that Muon creates is in both states
-        inspect.unwrap(Muon.step)(
-            muon
-        )  # without Muon's hooks: torch has run the global ones for this optimizer
+            # the same dict: a buffer that Muon creates is in both states
+            muon.state[matrix] = self.state[parameter]
+        # without Muon's hooks: torch has run the global ones for this optimizer
+        inspect.unwrap(Muon.step)(muon)
         for parameter, matrix in zip(params, matrices, strict=True):
             if not _is_view(parameter):
                 into = _in_order(parameter, parameter)

@@ -124,9 +124,8 @@ class FullySharded:
                 _Scattering(mesh.shard, self._units, unit),
             )
             self._gathered.watch(module)
-            if hasattr(
-                module, "set_reduce_scatter_unused_params"
-            ):  # torch 2.13; before, all ranks must use the same parameters
+            # torch 2.13; before, all ranks must use the same parameters
+            if hasattr(module, "set_reduce_scatter_unused_params"):
                 module.set_reduce_scatter_unused_params(True)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -212,12 +211,8 @@ class _Gathered:
         self._sharded = dict(model.named_parameters())
         self._names = {id(module): name for name, module in model.named_modules()}
         self._seen: set[str] = set()
-        for (
-            name,
-            (before, after),
-        ) in (
-            hooks.items()
-        ):  # the hooks of the whole parameter, so that existing handles can remove them
+        # the hooks of the whole parameter, so that existing handles can remove them
+        for name, (before, after) in hooks.items():
             held: Any = self._sharded[name]
             held._backward_hooks, held._post_accumulate_grad_hooks = before, after
 

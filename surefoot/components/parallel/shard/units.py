@@ -32,9 +32,8 @@ class Units:
         self._empty = {name for name, parameters in own.items() if not parameters}
         self._gathered = dict.fromkeys(self.names, 0)
         self._order: list[str] = []  # the order of first gathers on this rank in this step
-        self._order_before: list[
-            str
-        ] = []  # the same of the previous step, or of a trial before the first
+        # the same of the previous step, or of a trial before the first
+        self._order_before: list[str] = []
 
     def begin(self) -> None:
         """Start a step."""
@@ -83,9 +82,8 @@ class Units:
         except LostRank as error:
             if not error.message.startswith(DIFFERENT):
                 raise
-            comes = (
-                looks_ahead and name in self._order_before
-            )  # units that came later in the previous step may still come
+            # units that came later in the previous step may still come
+            comes = looks_ahead and name in self._order_before
             later = self._order_before[self._order_before.index(name) :] if comes else []
             done = {
                 *later,

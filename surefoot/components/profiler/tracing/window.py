@@ -132,9 +132,8 @@ class Profiler:
         self._gradients: list[tuple[int, int]] = []
         self._marks_s: list[float] = []  # the end of every step so far
         self.is_done = self._is_short = False
-        self._resident: list[
-            int
-        ] = []  # resident bytes of this process, every LOOK_EVERY recorded steps
+        # resident bytes of this process, every LOOK_EVERY recorded steps
+        self._resident: list[int] = []
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._advance(None)
 
@@ -229,9 +228,8 @@ class Profiler:
         self._before = self._known()
         for parameter in self._model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
-                hook: Any = (
-                    parameter.register_post_accumulate_grad_hook
-                )  # torch has no type annotations for it
+                # torch has no type annotations for it
+                hook: Any = parameter.register_post_accumulate_grad_hook
                 self._open.callback(hook(self._saw_gradient).remove)
 
     def _saw_gradient(self, parameter: Tensor) -> None:
