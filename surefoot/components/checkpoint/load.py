@@ -21,9 +21,8 @@ from surefoot.contract.state import part_of
 from surefoot.core.errors import RunFolderError
 from surefoot.core.units import name_some
 
-MODEL = (
-    "model.safetensors"  # the file, whole or in parts, of the weights for evaluation and serving
-)
+# the file, whole or in parts, of the weights for evaluation and serving
+MODEL = "model.safetensors"
 COMPILED = "_orig_mod."  # in the parameter names of a model that torch.compile wraps
 # as Hugging Face names the parts of a file
 PART = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors")

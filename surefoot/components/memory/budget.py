@@ -72,7 +72,8 @@ class Budget:
         fate = self.fates[number]
         if fate.most_bytes is not None and fate.covers(inputs):
             if self.chosen is None:
-                self._decide()  # the next forward pass has started: unmeasured blocks were not called
+                # the next forward pass has started: unmeasured blocks were not called
+                self._decide()
             return False
         if self.chosen is not None:
             self.forget()

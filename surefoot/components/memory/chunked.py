@@ -51,7 +51,8 @@ def linear_cross_entropy(
         InputError: For shapes that do not fit, targets that are no integers, and a chunk or
             smoothing out of range.
 
-    >>> hidden, weight, targets = torch.ones(2, 3, 4), torch.zeros(5, 4), torch.tensor([[0, 1, 2], [3, 4, -100]])
+    >>> hidden, weight = torch.ones(2, 3, 4), torch.zeros(5, 4)
+    >>> targets = torch.tensor([[0, 1, 2], [3, 4, -100]])
     >>> total, count = linear_cross_entropy(hidden, weight, targets)
     >>> round(total.item(), 3), count.item()
     (8.047, 5)
@@ -134,8 +135,8 @@ class _Chunked(torch.autograd.Function):
             raise InputError(
                 "linear_cross_entropy can be differentiated once, and create_graph asks for more",
                 hint=(
-                    "use cross_entropy(linear(hidden, weight), "
-                    "targets) where a second derivative is needed"
+                    "use cross_entropy(linear(hidden, weight), targets) "
+                    "where a second derivative is needed"
                 ),
             )
         # in the dtype of the loss: in 16 bits, the rounding of 1 / count would scale all gradients

@@ -179,9 +179,8 @@ class _Reusing(_Mode):
         self._products, self._kept, self._count = products, kept, 0
 
     def __enter__(self) -> Self:
-        self._count = (
-            0  # a second backward pass over the same graph finds nothing saved, and recomputes all
-        )
+        # a second backward pass over the same graph finds nothing saved, and recomputes all
+        self._count = 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

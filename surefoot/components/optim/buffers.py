@@ -112,6 +112,5 @@ class LiveBuffers:
         if self._attributes is not None:
             self._attributes.put_back()
         if self._attribute_slots is None:
-            self._attributes = (
-                None  # an interrupted step does not show which attributes a complete one changes
-            )
+            # an interrupted step does not show which attributes a complete one changes
+            self._attributes = None

@@ -53,9 +53,8 @@ def build(
     if sparse is not None:
         raise TaskError(
             f"the gradient of {sparse} is sparse, and the optimizers of [optim] take dense ones",
-            hint="build the embedding with sparse=False, "
-            "or give the task an optimizer(groups) that takes sparse gradients: "
-            "torch.optim.SGD, Adagrad or SparseAdam",
+            hint="build the embedding with sparse=False, or give the task an optimizer(groups) "
+            "that takes sparse gradients: torch.optim.SGD, Adagrad or SparseAdam",
         )
     if groups is None:
         groups = build_groups(

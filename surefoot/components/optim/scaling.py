@@ -8,7 +8,8 @@ from collections.abc import Callable
 from surefoot.contract.spec import OptimTable
 from surefoot.core.schedule.curves import scale_to_batch
 
-LARGEST_PLAIN = 8192  # the largest batch that the linear rule was shown to hold for, with warm-up: Goyal et al., 2017
+# the largest batch that the linear rule was shown to hold for, with warm-up: Goyal et al., 2017
+LARGEST_PLAIN = 8192
 LOOKED_AT = 200  # steps at which a curve is sampled
 
 Curve = Callable[[int], float]

@@ -331,8 +331,7 @@ class GuardedUpdate:
             if not has_rule or groups is None or any(each.tensors is None for each in groups):
                 raise SpecError(
                     f"{ONE_GRAPH} takes the fused updates of sgd, adam, adamw, lars and lamb, "
-                    "and an optimiser is "
-                    f"{type(optimizer).__name__}{_how_not_fused(optimizer)}",
+                    f"and an optimiser is {type(optimizer).__name__}{_how_not_fused(optimizer)}",
                     hint=(
                         "use one of them with optim.fused = true (fused=True in a loop of your "
                         f"own), {other}"
@@ -344,7 +343,8 @@ class GuardedUpdate:
                 hint=f"use another schedule, {other}",
             )
         if any(each.ndim == 0 and each.dtype == torch.float64 for each in self.parameters):
-            raise SpecError(  # torch treats such a state as a Python number, and loses the graph's writes
+            # torch treats such a state as a Python number, and loses the graph's writes
+            raise SpecError(
                 f"{ONE_GRAPH} does not go with a parameter in float64 that has no dimensions",
                 hint=f"give it the shape (1,), {other}",
             )
@@ -414,7 +414,8 @@ class GuardedUpdate:
         if grads and factor != 1.0:
             fused.scale_gradients(grads, factor)
         optimizer.step()
-        self._learning_rates.keep()  # an optimizer that changes lr itself gets the schedule's lr at every step
+        # an optimizer that changes lr itself gets the schedule's lr at every step
+        self._learning_rates.keep()
 
     def _on_device(self, raw: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
         norm = raw * factor

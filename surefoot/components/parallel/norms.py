@@ -63,9 +63,8 @@ class JoinedBuffers:
             if (id(module), name) not in known and buffer is not None
         ]
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._joined: tuple[Tensor, list[Tensor]] | None = (
-            None  # the statistics of all ranks in a row, and this rank's share of each
-        )
+        # the statistics of all ranks in a row, and this rank's share of each
+        self._joined: tuple[Tensor, list[Tensor]] | None = None
         self._live: list[Slot] | None = None  # the other buffers that change
         self._before: list[Tensor] = []
         self._others_before: list[Tensor] = []
@@ -128,9 +127,8 @@ class JoinedBuffers:
         )
         rows = self._group.gather(mine.to(torch.int64))  # (ranks, statistics)
         place = int(rows.sum(0).argmax())
-        name = f"{self._names[id(self._norms[place // 2])]}.{'running_var' if place % 2 else 'running_mean'}".lstrip(
-            "."
-        )
+        statistic = "running_var" if place % 2 else "running_mean"
+        name = f"{self._names[id(self._norms[place // 2])]}.{statistic}".lstrip(".")
         return name, rows[:, place].nonzero().flatten().tolist()
 
     def _statistics(self) -> list[Tensor]:
@@ -153,8 +151,7 @@ class JoinedBuffers:
         ranks."""
         now = self._statistics()
         before = torch.stack([each.double() for each in self._before[2::3]])
-        # (own, norms)
-        seen = torch.stack(
+        seen = torch.stack(  # (own, norms)
             [torch.stack([each.double() for each in ended[2::3]]) - before for ended in self._ended]
         )
         table = seen.new_zeros((virtual.size, seen.shape[1]))

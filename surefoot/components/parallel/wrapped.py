@@ -9,9 +9,8 @@ from surefoot.core.errors import TaskError
 
 # by name: importing all of them takes half as long as torch
 WRAPPERS = {
-    "DataParallel": (
-        "drives all devices from one interpreter and copies the model to them in every forward pass"
-    ),
+    "DataParallel": "drives all devices from one interpreter "
+    "and copies the model to them in every forward pass",
     "DistributedDataParallel": "sums gradients in each backward pass, as surefoot does once a step",
     "FullyShardedDataParallel": "splits weights where surefoot cannot see them",
     "FSDPModule": "splits weights where surefoot cannot see them",
@@ -29,7 +28,7 @@ def check_unwrapped(model: nn.Module) -> None:
                     f"{where} is wrapped in torch's {kind.__name__}, "
                     f"which {WRAPPERS[kind.__name__]}",
                     hint=(
-                        "give the model itself: surefoot train SPEC --ranks N copies it to N "
-                        "ranks, layout.shard splits it"
+                        "give the model itself: surefoot train SPEC --ranks N copies it to "
+                        "N ranks, layout.shard splits it"
                     ),
                 )

@@ -152,9 +152,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # else torch imports its compiler to skip this mode; nothing compiles inside it
-        )
+        # else torch imports its compiler to skip this mode; nothing compiles inside it
+        return False
 
     def __torch_dispatch__(
         self,
@@ -282,9 +281,8 @@ class OverflowRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where = where
-        self.found: tuple[str, str, Tensor, list[Tensor]] | None = (
-            None  # operator, module, output, inputs
-        )
+        # operator, module, output, inputs
+        self.found: tuple[str, str, Tensor, list[Tensor]] | None = None
 
     def __torch_dispatch__(
         self,

@@ -50,9 +50,8 @@ class Guard:
         self._high_in_row = 0
         self._first_loss: float | None = None
         self._ending: NumbersError | None = None
-        self.num_skipped = self.num_empty = (
-            0  # num_empty: the skipped steps whose loss counted no item
-        )
+        # num_empty: the skipped steps whose loss counted no item
+        self.num_skipped = self.num_empty = 0
 
     def state(self) -> dict[str, Any]:
         """Return the counters for a checkpoint; all reports must have been judged before."""

@@ -379,8 +379,7 @@ def check_picklable(reader: Reader) -> None:
             raise DataError(
                 f"{found[0]} cannot be sent to a worker that is spawned: {found[1]}",
                 hint="define it in a file, under a name of its own, and import it; "
-                f'or set {forks}loader.kind = "thread", or '
-                "loader.workers = 0",
+                f'or set {forks}loader.kind = "thread", or loader.workers = 0',
             )
 
 
@@ -411,8 +410,7 @@ class _Pickler(reduction.ForkingPickler):
         ):
             raise DataError(
                 f"{obj.__qualname__} is defined in an interactive session, "
-                "a notebook or a script on standard input, which no other "
-                "process can import",
+                "a notebook or a script on standard input, which no other process can import",
                 hint="define it in a file, and import it",
             )
         return NotImplemented

@@ -440,9 +440,8 @@ class Loader:
                 raise BadRecordError(
                     f"{what}; so did {MOST_TRIES - 1} workers before it",
                     hint="read these samples by hand: source.read(ids); "
-                    "loader.timeout gives a slow one more time; "
-                    "what hangs in forked workers alone, as a pool of threads does, "
-                    'wants loader.start = "spawn"',
+                    "loader.timeout gives a slow one more time; what hangs in forked workers "
+                    'alone, as a pool of threads does, wants loader.start = "spawn"',
                 )
         crew.replace(place)
         for ticket in lost:
@@ -475,8 +474,8 @@ class Loader:
         self._in_vain += 1
         crew = self._crew or self._make_crew()
         what = (
-            f"{crew.name(ticket.place)} raised {raised} while it read {_told(job.ids)} of step "
-            f"{job.number:,}"
+            f"{crew.name(ticket.place)} raised {raised} while it read "
+            f"{_told(job.ids)} of step {job.number:,}"
         )
         self.tell(
             LoaderNotice(
@@ -543,8 +542,8 @@ class Loader:
         )
         what = (
             f"steps wait {seen.waiting:.0%} of their time for data, "
-            f"{seen.waiting * seen.step_s * 1e3:.3g} ms of "
-            f"{seen.step_s * 1e3:.3g}, with {seen.workers} worker{'s' * (seen.workers != 1)}"
+            f"{seen.waiting * seen.step_s * 1e3:.3g} ms of {seen.step_s * 1e3:.3g}, "
+            f"with {seen.workers} worker{'s' * (seen.workers != 1)}"
         )
         if total_s:
             what += f"; of what {len(ids):,} samples take, {total_s * 1e3:.3g} ms: {causes}"

@@ -61,8 +61,8 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
         raise DataError(
             f"a frame whose columns are {', '.join(kinds)} is no one array",
             hint=(
-                "give its columns by name: Arrays(**{name: "
-                "frame[name].to_numpy() for name in frame})"
+                "give its columns by name: "
+                "Arrays(**{name: frame[name].to_numpy() for name in frame})"
             ),
         )
     if np.ma.is_masked(array):

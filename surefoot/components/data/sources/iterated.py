@@ -120,7 +120,7 @@ class Iterated:
 
     @property
     def promise(self) -> Any:
-        """Facts about an epoch that the ledger may check: see `contract.loop_ledger.LoopGuarantee`."""
+        """Facts about an epoch that the ledger may check: `contract.loop_ledger.LoopGuarantee`."""
         return self._watched.promise
 
     def read(self, ids: np.ndarray) -> Batch:
@@ -297,8 +297,10 @@ class Iterated:
         ):
             name = type(data.dataset).__name__
             return (
-                f"{what}: each of its {data.num_workers} workers reads all of {name}, "
-                "so that samples come twice and others never",
+                (
+                    f"{what}: each of its {data.num_workers} workers reads all of {name}, "
+                    "so that samples come twice and others never"
+                ),
                 (
                     "divide the samples among workers with torch.utils.data.get_worker_info(), "
                     "or set num_workers = 1"

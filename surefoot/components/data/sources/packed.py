@@ -115,8 +115,7 @@ class Packed:
     def describe(self) -> str:
         return (
             f"{self.num_tokens:,} tokens of {self.num_documents:,} documents packed into "
-            f"{len(self):,} rows of {self._length}: "
-            f"{self.efficiency:.2%} of their tokens are real"
+            f"{len(self):,} rows of {self._length}: {self.efficiency:.2%} of their tokens are real"
         )
 
 

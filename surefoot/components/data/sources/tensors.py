@@ -143,8 +143,8 @@ def read_header(path: Path) -> Mapping[str, TensorEntry]:
                 raise _fault(
                     path,
                     (
-                        f"its header has {length:,} bytes, and at most {MAX_HEADER_BYTES:,} are "
-                        "allowed"
+                        f"its header has {length:,} bytes, "
+                        f"and at most {MAX_HEADER_BYTES:,} are allowed"
                     ),
                 )
             text = file.read(length)

@@ -73,8 +73,8 @@ class TorchDataset:
 SOURCE_HAS = ("guarantee", "digest", "read", "describe")
 INSTEAD = {  # what is often given instead of a source, and a hint
     str: (
-        "name what reads it: TokenFile(path, length), ImageFolder(path), Tars([path], "
-        "image='jpg'), Table(path, x='column')"
+        "name what reads it: TokenFile(path, length), ImageFolder(path), "
+        "Tars([path], image='jpg'), Table(path, x='column')"
     ),
     bytes: "give its numbers: Tokens(numpy.frombuffer(data, 'uint8'), length)",
     type: "give an object of that class, not the class itself",

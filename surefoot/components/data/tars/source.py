@@ -316,8 +316,7 @@ def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[A
         )
         raise DataError(
             f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {arrays[other].dtype} "
-            f"{arrays[other].shape} in "
-            f"{samples[other].key} of {samples[other].shard}",
+            f"{arrays[other].shape} in {samples[other].key} of {samples[other].shard}",
             hint="bring them to one shape with transform=",
         )
     # takes half the time of np.stack

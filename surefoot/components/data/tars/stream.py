@@ -60,8 +60,8 @@ class TarStream:
                 f"{len(given)} shards of {list(counts)[:8]} samples, {window} at a time, "
                 f"with {len(parts)} parts, are no stream",
                 hint=(
-                    "give a count of 1 or more for each shard, and a part: TarStream([opener], "
-                    '[1000], label="cls")'
+                    "give a count of 1 or more for each shard, and a part: "
+                    'TarStream([opener], [1000], label="cls")'
                 ),
             )
         self.window, self.parts, self.transform = window, parts, transform

@@ -14,8 +14,7 @@ from surefoot.runtime.comm.host_memory import DIFFERENT
 
 HINT = (
     "weights are gathered by all ranks together: call the same blocks on every rank in every pass, "
-    "branch inside of a block "
-    "(memory.blocks names larger ones), or set layout.stage = 1"
+    "branch inside of a block (memory.blocks names larger ones), or set layout.stage = 1"
 )
 MOST_NAMED = 6
 ROOT = "the model outside of its blocks"
@@ -53,8 +52,8 @@ class Units:
             if count != mine * num_ranks:
                 raise UserCodeError(
                     "the ranks do not call the same blocks: "
-                    f"this one has gathered {self._titles[name]} {mine} times in this step, and "
-                    f"all {num_ranks:g} ranks {count:g} times",
+                    f"this one has gathered {self._titles[name]} {mine} times in this step, "
+                    f"and all {num_ranks:g} ranks {count:g} times",
                     hint=HINT,
                 )
 

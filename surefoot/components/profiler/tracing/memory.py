@@ -5,7 +5,7 @@
 | parameters | the model's parameters and buffers |
 | gradients | the tensors in `.grad` |
 | optimiser | the state of the optimizers |
-| activations | allocated outside a backward pass and still allocated when the next one started; includes the batch |
+| activations | allocated outside a backward pass, not freed before the next one; with the batch |
 | temporaries | all other allocations |
 
 Only the memory of torch's allocator is seen: NumPy arrays and the memory of libraries are not.

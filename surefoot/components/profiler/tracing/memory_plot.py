@@ -11,7 +11,8 @@ WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 1200, 420, 84, 64, 34
 COLOURS = ("#4878a8", "#7fa65a", "#c9a227", "#c8553d", "#8e7cc3")
 NUM_LINES = 4
 
-_STYLE = """svg{background:#fff;color:#1a1a1a}text{font:12px ui-monospace,monospace;fill:currentColor}.t{font-size:14px}
+_STYLE = """svg{background:#fff;color:#1a1a1a}
+text{font:12px ui-monospace,monospace;fill:currentColor}.t{font-size:14px}
 line{stroke:currentColor;stroke-opacity:.2}
 @media (prefers-color-scheme:dark){svg{background:#16181d;color:#e6e6e6}}"""
 
