@@ -65,8 +65,7 @@ class FullySharded:
         on_host: bool = False,
         replicated: Collection[Tensor] = (),
     ) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import FSDPModule
 
         whole = _find_whole(model, replicated)
         split = [(name, each) for name, each in model.named_parameters() if id(each) not in whole]
@@ -80,49 +79,29 @@ class FullySharded:
                 f"and the task calls parts of a {kind}",
                 hint="give a model with a forward of its own, or set layout.stage = 1",
             )
-        self._stage, self.group, self.replicas, self.unit_names = (
-            stage,
-            mesh.shard,
-            mesh.replicate,
-            tuple(units),
-        )
-        self._all, self._whole = mesh.whole, whole
-        device_mesh = DeviceMesh.from_group(
-            mesh.shard.channel, mesh.shard.device.type, mesh_dim_names=("shard",)
-        )
-        own = MixedPrecisionPolicy(cast_forward_inputs=False)
-        policy = (
-            own
-            if narrow is None
-            else MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
-        )
-        apart = (
-            []
-            if narrow is None
-            else [each for each in wide if any(True for _ in each.parameters())]
-        )
+        self._stage, self.unit_names, self._whole = stage, tuple(units), whole
+        self.group, self.replicas, self._all = mesh.shard, mesh.replicate, mesh.whole
         hooks = _hooks_of(split)
-        for module in (*apart, *units.values(), model):
-            _check_one_dtype(module, whole)
-            kept = {each for each in module.parameters() if id(each) in whole} or None
-            used = own if module in apart else policy
-            fully_shard(
-                module,
-                mesh=device_mesh,
-                reshard_after_forward=True,
-                mp_policy=used,
-                ignored_params=kept,
-            )
+        apart = [each for each in wide if narrow and any(True for _ in each.parameters())]
+        _shard((*apart, *units.values(), model), mesh.shard, whole, narrow, apart)
         held_here = [each for each in model.parameters() if id(each) not in whole]
         self._moved = held_here if on_host else []
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._units = Units(model, self._modules)
         self._gathered = _Gathered(model, hooks, whole)
+        self._set_collectives()
+        with torch.no_grad():
+            for parameter in held_here:
+                held: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+                most = -(-len(parameter) // mesh.shard.size)  # rows per rank, as torch.chunk splits
+                start = min(len(parameter), mesh.shard.rank * most)
+                serve_part(parameter, held, start, self, on_host=on_host)
+
+    def _set_collectives(self) -> None:
+        """Make the units gather and reduce through the groups of the mesh, as sums."""
         for module, unit in zip(self._modules, self._units.names, strict=True):
-            gathering, scattering = (
-                _Gathering(mesh.shard, self._units, unit),
-                _Scattering(mesh.shard, self._units, unit),
-            )
+            gathering = _Gathering(self.group, self._units, unit)
+            scattering = _Scattering(self.group, self._units, unit)
             self._gathered.watch(module)
             # torch 2.13; before, all ranks must use the same parameters
             if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -131,19 +110,8 @@ class FullySharded:
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(gathering)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(scattering)  # type: ignore[arg-type]
-            if not mesh.replicate.is_alone:
+            if not self.replicas.is_alone:
                 module.set_all_reduce_hook(self._add_replicas)
-        with torch.no_grad():
-            for parameter in held_here:
-                held: Tensor = parameter.to_local()  # type: ignore[attr-defined]
-                most = -(-len(parameter) // mesh.shard.size)  # rows per rank, as torch.chunk splits
-                serve_part(
-                    parameter,
-                    held,
-                    min(len(parameter), mesh.shard.rank * most),
-                    self,
-                    on_host=on_host,
-                )
 
     def _add_replicas(self, rows: Tensor) -> None:
         self.replicas.add(rows)
@@ -196,6 +164,33 @@ class FullySharded:
             parameter.to_local().copy_(master_of(parameter))  # type: ignore[attr-defined]
         for module in self._modules:
             module.reshard()
+
+
+def _shard(
+    modules: Iterable[nn.Module],
+    group: Group,
+    whole: Collection[int],
+    narrow: torch.dtype | None,
+    wide: Collection[nn.Module],
+) -> None:
+    """Call `fully_shard` on modules, inner ones first; `narrow` is for those not in `wide`."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = DeviceMesh.from_group(group.channel, group.device.type, mesh_dim_names=("shard",))
+    own = MixedPrecisionPolicy(cast_forward_inputs=False)
+    summed = torch.float32 if narrow is not None else None
+    policy = MixedPrecisionPolicy(narrow, summed, cast_forward_inputs=False)
+    for module in modules:
+        _check_one_dtype(module, whole)
+        kept = {each for each in module.parameters() if id(each) in whole} or None
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=True,
+            mp_policy=own if module in wide else policy,
+            ignored_params=kept,
+        )
 
 
 class _Gathered:
@@ -284,13 +279,8 @@ class _HandedOver:
         units: Units,
         replicas: Replicas | None,
     ) -> None:
-        self._leaves, self._keep_weights, self._gathered, self._units = (
-            leaves,
-            keep_weights,
-            gathered,
-            units,
-        )
-        self._replicas = replicas
+        self._leaves, self._keep_weights, self._gathered = leaves, keep_weights, gathered
+        self._units, self._replicas = units, replicas
 
     def used(self) -> list[float]:
         """Return 1 for each parameter with a gradient on this rank in this step, else 0; and how
