@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data.feed import map_tensors, to_device
-from surefoot.components.data.loader.loader import Taken
+from surefoot.components.data.loader.batches import Taken
 from surefoot.contract.task import Batch
 
 Peek = Callable[[int], Taken | None]
