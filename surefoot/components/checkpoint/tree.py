@@ -195,7 +195,8 @@ def _named_type(known: str, fields: tuple[str, ...]) -> Any:
         and issubclass(found, tuple)
         and getattr(found, "_fields", None) == fields
     )
-    return found if is_it else namedtuple(name.rpartition(".")[2], fields)  # noqa: PYI024 - the fields are those in a file
+    # the fields are those in a file
+    return found if is_it else namedtuple(name.rpartition(".")[2], fields)  # noqa: PYI024
 
 
 def _split_mapping(

@@ -269,5 +269,6 @@ def _what_draws(operator: Any) -> bool | int | None:
 
 
 # torch.compile identifies the policy by this text in its cache
-setattr(keep_products, "cache_hash", f"surefoot keeps {PRODUCTS}")  # noqa: B010 - a function has no such attribute for mypy
+# for mypy, a function has no such attribute
+setattr(keep_products, "cache_hash", f"surefoot keeps {PRODUCTS}")  # noqa: B010
 _PACKETS = {getattr(torch.ops.aten, name) for name in PRODUCTS if hasattr(torch.ops.aten, name)}

@@ -8,27 +8,27 @@ step counter and learning rate stay tensors on the device, and the host does not
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from surefoot.components.optim import fused, saving
-from surefoot.components.optim.kinds.by_group import ByGroup, Driven
 from surefoot.components.optim.kinds.layerwise import Lamb, Lars
-from surefoot.components.optim.learning_rates import LearningRates
+from surefoot.components.optim.learning_rates import Curve, LearningRates
 from surefoot.components.optim.masters import publish
+from surefoot.components.optim.snapshot import (
+    OptimizerSnapshot,
+    fused_groups_of,
+    has_same_objects,
+    is_current,
+    parameters_of,
+)
 from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
-Curve = Callable[[int], float]
-# of one optimizer; None without a fused update
-FusedGroups = Sequence[fused.FusedParamGroup] | None
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
 HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # optimizers whose update can be part of a graph
@@ -87,7 +87,7 @@ class GuardedUpdate:
         self._groups: list[dict[str, Any]] = [
             group for each in self.optimizers for group in each.param_groups
         ]
-        self._held = [_holders(each) for each in self.optimizers]
+        self._held = [parameters_of(each) for each in self.optimizers]
         self._parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
         if self._clip_value is not None and any(
             parameter.is_complex() for parameter in self._parameters
@@ -100,12 +100,13 @@ class GuardedUpdate:
             parameter for parameter in self._parameters if leaf_of(parameter) is not parameter
         ]
         for each in self.optimizers:
-            each._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn that step() is never called
+            # else torch's schedulers warn that step() is never called
+            each._opt_called = True  # type: ignore[attr-defined]
             if fused.supports(each):
                 fused.create_state(each)
-        self._fused = [_groups_of(each) for each in self.optimizers]
+        self._fused = [fused_groups_of(each) for each in self.optimizers]
         self._taken = [
-            _OptimizerSnapshot.of(each, of_fused)
+            OptimizerSnapshot.of(each, of_fused)
             for each, of_fused in zip(self.optimizers, self._fused, strict=True)
         ]
         self._learning_rates.take(self._groups)
@@ -120,16 +121,16 @@ class GuardedUpdate:
         """Read the optimizers again where other code has changed their groups, lists or states."""
         if len(self.optimizers) != len(self._taken):
             self._take_optimizers()
-        if all(map(_has_same, self.optimizers, self._taken)):
+        if all(map(has_same_objects, self.optimizers, self._taken)):
             return
         for number, (optimizer, taken) in enumerate(zip(self.optimizers, self._taken, strict=True)):
-            if _has_same(optimizer, taken):
+            if has_same_objects(optimizer, taken):
                 continue
-            if not _is_current(optimizer, taken):
+            if not is_current(optimizer, taken):
                 self._take_optimizers()
                 return
             # only the update has changed its state
-            self._taken[number] = _OptimizerSnapshot.of(optimizer, taken.fused)
+            self._taken[number] = OptimizerSnapshot.of(optimizer, taken.fused)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -146,7 +147,7 @@ class GuardedUpdate:
     def extend(self, optimizers: Sequence[Optimizer]) -> None:
         """Apply these optimizers too from the next update on. Raises SpecError for one that cannot
         decide on the device."""
-        if self.on_device and not all(_groups_of(each) for each in optimizers):
+        if self.on_device and not all(fused_groups_of(each) for each in optimizers):
             raise SpecError(
                 f"{type(optimizers[0]).__name__} has no fused update, and the others have",
                 hint="use one kind of optimiser",
@@ -442,84 +443,6 @@ class GuardedUpdate:
         return norm, finite
 
 
-def _groups_of(optimizer: Optimizer) -> list[fused.FusedParamGroup] | None:
-    """Return the groups of an optimizer that divides and skips inside its update; None for any
-    other."""
-    if fused.supports(optimizer):
-        return [fused.FusedGroup(optimizer, group) for group in optimizer.param_groups]
-    if isinstance(optimizer, ByGroup) and all(group["fused"] for group in optimizer.param_groups):
-        return [Driven(optimizer, group) for group in optimizer.param_groups]
-    return None
-
-
-@dataclass(frozen=True, eq=False)
-class _OptimizerSnapshot:
-    """The contents of an optimizer when it was read: groups, the parameters of each, its state, all
-    objects in them, its fused groups.
-
-    `live` iterates over the current objects, as long as groups, lists and state are the same
-    objects.
-    """
-
-    groups: list[dict[str, Any]]
-    lists: list[list[Tensor]]
-    parameters: list[list[Tensor]]
-    state: Mapping[Tensor, Any]
-    live: list[Iterable[Any]]
-    objects: list[Any]
-    fused: FusedGroups
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, of_fused: FusedGroups) -> Self:
-        groups, state = optimizer.param_groups, optimizer.state
-        lists = [group["params"] for group in groups]
-        live: list[Iterable[Any]] = [groups, *lists]
-        if of_fused is not None:
-            live.append(state.values())
-        if fused.supports(optimizer):  # state tensors stay the same objects, so each is compared
-            live += [entry.values() for entry in state.values()]
-        live.append((_END,))
-        return cls(
-            groups,
-            lists,
-            [[*each] for each in lists],
-            state,
-            live,
-            [*chain.from_iterable(live)],
-            of_fused,
-        )
-
-
-_PARAMETERS, _END = operator.itemgetter("params"), object()
-
-
-def _has_same(optimizer: Optimizer, taken: _OptimizerSnapshot) -> bool:
-    """Return whether an optimizer holds the same objects as when it was read; without Python loops,
-    for every step."""
-    if optimizer.state is not taken.state or optimizer.param_groups is not taken.groups:
-        return False
-    return (
-        all(map(operator.is_, chain.from_iterable(taken.live), taken.objects))
-        and all(map(operator.is_, map(_PARAMETERS, taken.groups), taken.lists))
-        and all(map(operator.eq, map(len, taken.lists), map(len, taken.parameters)))
-    )
-
-
-def _is_current(optimizer: Optimizer, taken: _OptimizerSnapshot) -> bool:
-    """Return whether only the update itself has changed the contents of an optimizer."""
-    groups = [[*group["params"]] for group in optimizer.param_groups]
-    return (
-        taken.fused is not None
-        and optimizer.state is taken.state
-        and [*map(len, groups)] == [*map(len, taken.parameters)]
-        and all(map(operator.is_, chain(*groups), chain(*taken.parameters)))
-        and all(
-            each.group is group and each.is_current()
-            for each, group in zip(taken.fused, optimizer.param_groups, strict=True)
-        )
-    )
-
-
 def _how_not_fused(optimizer: Optimizer) -> str:
     """Return why an optimizer whose type has a fused update does not use it; an empty text for
     other types."""
@@ -528,12 +451,6 @@ def _how_not_fused(optimizer: Optimizer) -> str:
     if not all(group.get("fused") for group in optimizer.param_groups):
         return " without fused"
     return " with an option that its fused update does not have"
-
-
-def _holders(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, which receive the gradients, in the order of its
-    groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _no_rate(multiplier: float, applied_steps: int) -> str:

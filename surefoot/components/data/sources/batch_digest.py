@@ -47,7 +47,7 @@ def digest_of(batch: Any) -> bytes:
         if isinstance(part, ARRAYS):
             try:
                 _add_elements(taken, part, share)
-            except Exception:  # noqa: BLE001 - a tensor of a class without readable elements, as torch.masked has
+            except Exception:  # noqa: BLE001 - a tensor without readable elements, as torch.masked
                 taken.update(type(part).__name__.encode())
         else:
             taken.update(part.encode(errors="replace") + b"\0")

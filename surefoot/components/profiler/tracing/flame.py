@@ -46,7 +46,8 @@ function zoom(to){{
   var r=g.querySelector('rect'),t=g.querySelector('text');
   var n=Math.floor((wide-6)/{CHARACTER}),name=g.getAttribute('data-n');
   r.setAttribute('x',{SIDE}+left);r.setAttribute('width',Math.max(wide,.5));
-  t.setAttribute('x',{SIDE}+left+3);t.textContent=n<3?'':name.length<=n?name:name.slice(0,n-1)+'\\u2026';
+  t.setAttribute('x',{SIDE}+left+3);
+  t.textContent=n<3?'':name.length<=n?name:name.slice(0,n-1)+'\\u2026';
  }});
  said.textContent=to===all[0]?usual
   :to.querySelector('title').textContent.replace(/\\n/g,'   ')+'   (Escape: all of it)';
