@@ -1,9 +1,9 @@
 """Import of tensor files that other programs wrote.
 
 The formats are `.pt`, `.ckpt`, `.bin`, safetensors, and folders of torch.distributed.checkpoint. A
-separate process, which foreign_child.py confines, opens each file and converts it to safetensors
-and JSON, which run no code when they are read. A file that holds more than tensors, numbers and
-text is refused; no option overrides this.
+separate, confined process (`child`) opens each file and converts it to safetensors and JSON, which
+run no code when they are read. A file that holds more than tensors, numbers and text is refused; no
+option overrides this.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from surefoot.core import place
 from surefoot.core.errors import InputError, RunFolderError
 from surefoot.core.units import name_some
 
-CHILD = "surefoot.components.checkpoint.foreign_child"
-PACKAGE = Path(__file__).resolve().parents[3]  # the folder that contains surefoot/
+CHILD = "surefoot.components.checkpoint.foreign.child"
+PACKAGE = Path(__file__).resolve().parents[4]  # the folder that contains surefoot/
 MOST_TOLD = 8
-# how foreign_child.py begins the reason for a tensor that it left out; other entries are no
-# weights
+# how the child begins the reason for a tensor that it left out; other entries are no weights
 LOST = "a tensor "
 SPARE_BYTES = 1 << 30  # memory that reading may take in addition to three times the file size
 SPARE_CPU_S, BYTES_PER_CPU_S = 60, 20 << 20
@@ -90,16 +89,8 @@ def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> Non
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(PACKAGE), environment.get("PYTHONPATH", "")))
     )
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        CHILD,
-        str(source),
-        str(folder),
-        str(memory_bytes),
-        str(cpu_s),
-    ]
+    given = [str(each) for each in (source, folder, memory_bytes, cpu_s)]
+    command = [sys.executable, "-P", "-m", CHILD, *given]
     try:
         done = subprocess.run(
             command,
