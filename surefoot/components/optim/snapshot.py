@@ -1,4 +1,4 @@
-"""What an optimizer holds at one moment, and whether that has changed since.
+"""Contents of an optimizer at one moment, and whether they have changed since.
 
 A loop may add groups, replace parameters or load a state at any time; the update reads an optimizer
 again only after such a change.
