@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from surefoot.components import checkpoint
-from surefoot.components.checkpoint import foreign, foreign_child
+from surefoot.components.checkpoint import foreign
+from surefoot.components.checkpoint.foreign import child
 from surefoot.contract import commits, manifest
 from surefoot.core.errors import InputError, RunFolderError
 
@@ -114,7 +115,7 @@ def test_a_hostile_pickle_runs_nothing_even_without_the_confinement(
     canary = tmp_path / "canary"
     path = write(tmp_path / "hostile.pt", Hostile(canary))
     with pytest.raises(InputError, match=path.name):
-        foreign_child.read(path)
+        child.read(path)
     assert not canary.exists()
 
 
@@ -153,12 +154,12 @@ ATTEMPTS = {
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from surefoot.components.checkpoint import foreign_child
+from surefoot.components.checkpoint.foreign import confinement
 from surefoot.core.errors import InputError
 folder, elsewhere, victim = sys.argv[1:4]
 os.chdir(folder)
 import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-missing = foreign_child.confine(Path(folder), 256 << 20, 30)
+missing = confinement.confine(Path(folder), 256 << 20, 30)
 open(folder + "/inside", "w").write("allowed")
 print(missing)
 for what, code in eval(sys.argv[4]).items():
@@ -191,7 +192,7 @@ def test_the_process_that_reads_can_not_start_connect_write_elsewhere_or_grow(
 
 
 def test_pieces_of_two_ranks_are_put_together() -> None:
-    tensors, values, left_out = foreign_child.sort(foreign_child.read(TWO_RANKS))
+    tensors, values, left_out = child.sort(child.read(TWO_RANKS))
     assert torch.equal(tensors["model/rows"], torch.arange(15.0).reshape(5, 3))
     assert torch.equal(
         tensors["model/columns"], torch.arange(8, dtype=torch.bfloat16).reshape(2, 4)
@@ -209,14 +210,14 @@ def test_a_piece_that_is_missing_is_told_and_not_filled_with_zeros(tmp_path: Pat
         metadata.storage_data = {index: info for index, info in whole.items() if index != gone}
         (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
         with pytest.raises(InputError, match=r"lacks pieces of a tensor of shape \[5, 3\]"):
-            foreign_child.read(tmp_path)
+            child.read(tmp_path)
     (tmp_path / ".metadata").write_bytes((TWO_RANKS / ".metadata").read_bytes())
     (tmp_path / "__1_0.distcp").unlink()
     with pytest.raises(InputError, match=r"__1_0\.distcp is missing"):
-        foreign_child.read(tmp_path)
+        child.read(tmp_path)
     os.mkfifo(tmp_path / "__1_0.distcp")
     with pytest.raises(InputError, match=r"__1_0\.distcp is .*no regular file"):
-        foreign_child.read(tmp_path)
+        child.read(tmp_path)
 
 
 def test_what_is_neither_tensor_nor_plain_value_is_named_and_what_shares_memory_comes_apart(
@@ -234,7 +235,7 @@ def test_what_is_neither_tensor_nor_plain_value_is_named_and_what_shares_memory_
         "kind": torch.float16,
     }
     torch.save(tree, tmp_path / "a.pt")
-    tensors, values, left_out = foreign_child.sort(foreign_child.read(tmp_path / "a.pt"))
+    tensors, values, left_out = child.sort(child.read(tmp_path / "a.pt"))
     assert sorted(tensors) == ["a", "turned", "view"]
     assert torch.equal(tensors["turned"], whole.view(2, 3).T)
     assert values == {"list/0": 1, "list/1": [2.5, None], "shape": [2]}
@@ -245,13 +246,13 @@ def test_a_state_nested_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) 
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(InputError, match="nested deeper"):
-        foreign_child.sort(endless)
-    monkeypatch.setattr(foreign_child, "MAX_ENTRIES", 1000)  # a million takes ten seconds
+        child.sort(endless)
+    monkeypatch.setattr(child, "MAX_ENTRIES", 1000)  # a million takes ten seconds
     doubling: Any = [torch.ones(1)]
     for _ in range(40):
         doubling = [doubling, doubling]
     with pytest.raises(InputError, match="more than 1,000 parts"):
-        foreign_child.sort(doubling)
+        child.sort(doubling)
 
 
 def tensors_of(*names: str) -> foreign.Foreign:
@@ -288,9 +289,7 @@ def test_weights_that_could_be_one_or_another_are_asked_for() -> None:
 
 def opened(path: Path) -> foreign.Foreign:
     """As open_foreign gives it, without a process."""
-    return foreign.Foreign(
-        *foreign_child.sort(foreign_child.read(path)), is_flat=foreign_child.is_flat(path)
-    )
+    return foreign.Foreign(*child.sort(child.read(path)), is_flat=child.is_flat(path))
 
 
 def test_weights_of_which_some_cannot_be_kept_are_refused_and_those_are_named(
@@ -367,7 +366,7 @@ def test_two_parts_of_a_distributed_checkpoint_at_one_place_are_refused(tmp_path
         metadata.planner_data["model.whole"] = place
         (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
         with pytest.raises(InputError, match="two things have the name model/rows"):
-            foreign_child.read(tmp_path)
+            child.read(tmp_path)
 
 
 def shards(folder: Path) -> dict[str, str]:
@@ -393,34 +392,34 @@ def test_a_model_in_several_files_is_read_whole_or_not_at_all(tmp_path: Path) ->
     assert sorted(opened(tmp_path).tensors) == ["a", "b"]
     write_index(tmp_path, {**names, "c": names["a"]})
     with pytest.raises(InputError, match=r"00001-of-00002\.safetensors lacks c"):
-        foreign_child.read(tmp_path)
+        child.read(tmp_path)
     for wrong in ("../x.safetensors", 3):
         write_index(tmp_path, {**names, "c": wrong})
         with pytest.raises(InputError, match="no plain name"):
-            foreign_child.read(tmp_path)
+            child.read(tmp_path)
     write_index(tmp_path, names)
     write_index(tmp_path, names, "model.fp16.safetensors.index.json")
     with pytest.raises(InputError, match=r"holds model\.fp16\.safetensors\.index\.json and model"):
-        foreign_child.read(tmp_path)
+        child.read(tmp_path)
     (tmp_path / "model.fp16.safetensors.index.json").unlink()
     (tmp_path / names["b"]).unlink()
     with pytest.raises(InputError, match=r"00002-of-00002\.safetensors is missing"):
-        foreign_child.read(tmp_path)
+        child.read(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[1]")
     with pytest.raises(InputError, match="is no index of weights"):
-        foreign_child.read(tmp_path)
+        child.read(tmp_path)
     index.unlink()
     index.symlink_to("gone")
     with pytest.raises(InputError, match=r"index\.json is missing"):
-        foreign_child.read(tmp_path)
+        child.read(tmp_path)
 
 
 def test_two_files_of_a_folder_that_hold_one_name_are_refused(tmp_path: Path) -> None:
     for file in ("one.safetensors", "two.safetensors"):
         save_file({"a": torch.ones(1)}, tmp_path / file)
     with pytest.raises(InputError, match=r"one\.safetensors and two\.safetensors .* both hold a"):
-        foreign_child.read(tmp_path)
+        child.read(tmp_path)
 
 
 def test_a_damaged_commit_of_our_own_is_not_given_a_fresh_digest(tmp_path: Path) -> None:
@@ -484,10 +483,10 @@ def test_safetensors_and_a_folder_of_them_are_read_too(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "a.safetensors")
     checkpoint.save(tmp_path / "run", 4, {"model": model, "other": nn.Linear(1, 1)})
     for path in (tmp_path / "a.safetensors", manifest.step_folder(tmp_path / "run", 4)):
-        tensors, _, _ = foreign_child.sort(foreign_child.read(path))
+        tensors, _, _ = child.sort(child.read(path))
         assert tensors.keys() == model.state_dict().keys()
     with pytest.raises(InputError, match="holds no"):
-        foreign_child.read(tmp_path / "run")
+        child.read(tmp_path / "run")
 
 
 def test_a_file_that_is_not_there_is_told_before_a_process_is_started(tmp_path: Path) -> None:
@@ -506,7 +505,7 @@ def test_files_without_an_end_without_tensors_and_with_slashes_in_names_are_read
 ) -> None:
     (tmp_path / "cut.pt").write_bytes(pickle.dumps({"a": 1}, protocol=2)[:2])
     with pytest.raises(InputError, match="ends before what it holds does"):
-        foreign_child.read(tmp_path / "cut.pt")
+        child.read(tmp_path / "cut.pt")
     torch.save({"epoch": 3}, tmp_path / "bare.pt")
     with pytest.raises(InputError, match=r"it holds no tensors\n"):
         foreign.choose_weights(opened(tmp_path / "bare.pt"))

@@ -53,7 +53,7 @@ FORBIDDEN_FLAGS = {"shell": "give a list of arguments", "allow_pickle": "store p
 WHY = "can run code hidden in data; use safetensors, JSON, TOML, lists of arguments"
 FREE = {
     # the process that opens strangers' files: torch.load with weights_only, and an unpickler that makes records alone; it is confined
-    "surefoot/components/checkpoint/foreign_child.py": {"pickle", "torch.load"},
+    "surefoot/components/checkpoint/foreign/child.py": {"pickle", "torch.load"},
     # between a run and the workers that it began itself, over a pipe that has no name
     "surefoot/components/data/loader/ring.py": {"pickle"},
     # what is measured beside our own: writes a file and reads that very file

@@ -18,16 +18,7 @@ from surefoot.components.checkpoint.modules import (
     put_back_buffers,
     put_back_extra,
 )
-from surefoot.components.checkpoint.own import (
-    Restored,
-    check_state,
-    content_of,
-    has_state,
-    load,
-    load_into,
-    restore,
-    save,
-)
+from surefoot.components.checkpoint.own import check_state, content_of, has_state, save
 from surefoot.components.checkpoint.random import (
     generator_state,
     is_generator,
@@ -35,6 +26,7 @@ from surefoot.components.checkpoint.random import (
     restore_generator,
     restore_random,
 )
+from surefoot.components.checkpoint.restore import Restored, load, load_into, restore
 from surefoot.components.checkpoint.save import (
     Content,
     Stamp,

@@ -122,7 +122,8 @@ class Saver:
         self._confirmed.wait()
         if self._torn is not None:
             raise StorageError(
-                f"{self._torn.replace(chr(10), ': ')} was changed while it was copied: set checkpoint.background = false",
+                f"{self._torn.replace(chr(10), ': ')} was changed while it was copied: "
+                "set checkpoint.background = false",
                 hint="or change weights only in the optimiser's step",
             )
         return True

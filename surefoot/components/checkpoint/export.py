@@ -87,7 +87,8 @@ def capture(model: nn.Module, forward: Callable[[], Any]) -> ModelCall:
         handle.remove()
     if len(calls) != 1:
         raise TaskError(
-            f"the task's forward calls its model {len(calls)} times, and an exported graph is one call",
+            f"the task's forward calls its model {len(calls)} times, "
+            "and an exported graph is one call",
             hint="export the weights: --format safetensors",
         )
     return calls[0]
@@ -138,7 +139,8 @@ def _unshared(state: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TaskError(
-                f"the state dict of the model holds {name!r}, a {type(value).__name__}, and safetensors holds tensors alone",
+                f"the state dict of the model holds {name!r}, a {type(value).__name__}, "
+                "and safetensors holds tensors alone",
                 hint="export a graph, as --format torch-export, or register it as a buffer",
             )
         place = value.untyped_storage().data_ptr()
@@ -176,8 +178,12 @@ def export_graph(
             if is_free:
                 continue
             raise TaskError(
-                f"the model cannot be exported: {type(problem).__name__}: {str(problem).strip().splitlines()[0][:200]}",
-                hint=f"{CACHE_HINT if first.kwargs.get('use_cache') else ''}export the weights: --format safetensors",
+                f"the model cannot be exported: {type(problem).__name__}: "
+                f"{str(problem).strip().splitlines()[0][:200]}",
+                hint=(
+                    f"{CACHE_HINT if first.kwargs.get('use_cache') else ''}export the weights: "
+                    "--format safetensors"
+                ),
             ) from problem
         if error <= TOLERANCE or not is_free:
             return _settle(draft, path, kind, error, None if is_free else size)

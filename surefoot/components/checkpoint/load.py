@@ -21,13 +21,11 @@ from surefoot.contract.state import part_of
 from surefoot.core.errors import RunFolderError
 from surefoot.core.units import name_some
 
-MODEL = (
-    "model.safetensors"  # the file, whole or in parts, of the weights for evaluation and serving
-)
+# the file, whole or in parts, of the weights for evaluation and serving
+MODEL = "model.safetensors"
 COMPILED = "_orig_mod."  # in the parameter names of a model that torch.compile wraps
-PART = re.compile(
-    r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors"
-)  # as Hugging Face names the parts of a file
+# as Hugging Face names the parts of a file
+PART = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 class Commit:
@@ -44,9 +42,8 @@ class Commit:
         These are the file itself, as each rank wrote it, or the parts into which it was split.
         """
         held = [entry.name for entry in self.manifest.files if entry.tensors is not None]
-        own = [
-            name for name in held if file in ("", manifests.file_of(name))
-        ]  # one file, or one file per rank
+        # one file, or one file per rank
+        own = [name for name in held if file in ("", manifests.file_of(name))]
         return own or [
             name
             for name in held
@@ -179,8 +176,14 @@ def _find_way(stored: Collection[str], live: Collection[str]) -> str:
         name.replace(COMPILED, "") for name in live
     }:
         if was_compiled:
-            return "they are of a model that torch.compile had wrapped: wrap the same part of it first, as model = torch.compile(model)"
-        return "they are of a model that torch.compile had not wrapped: give the model itself, which is model._orig_mod"
+            return (
+                "they are of a model that torch.compile had wrapped: "
+                "wrap the same part of it first, as model = torch.compile(model)"
+            )
+        return (
+            "they are of a model that torch.compile had not wrapped: give the model itself, "
+            "which is model._orig_mod"
+        )
     return "build the model with the parameters that the run had"
 
 

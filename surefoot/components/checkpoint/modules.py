@@ -295,7 +295,8 @@ def unsharded(tree: Any, layouts: Layouts) -> Any:
         layout = (value.device_mesh, tuple(value.placements))
         if layout not in layouts:
             raise TaskError(
-                f"a tensor of the state is spread over ranks as {layout[1]}, which no parameter of the model is",
+                f"a tensor of the state is spread over ranks as {layout[1]}, "
+                "which no parameter of the model is",
                 hint="keep it as the parameters are, or as a plain tensor: tensor.full_tensor()",
             )
         return LocalShard(

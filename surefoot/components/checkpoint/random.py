@@ -38,7 +38,7 @@ def is_generator(value: object) -> bool:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return a copy of the state of a generator of torch (a tensor of bytes) or of numpy (a dict)."""
+    """Return a copy of a generator's state: a tensor of bytes of torch, or a dict of numpy."""
     return (
         generator.get_state()
         if isinstance(generator, torch.Generator)

@@ -51,9 +51,8 @@ class Content:
     tensors: Mapping[str, Mapping[str, Tensor]]
     texts: Mapping[str, bytes] = field(default_factory=dict)
     finite: frozenset[str] = frozenset()
-    parts: files.Parts = field(
-        default_factory=dict
-    )  # the rows of the whole, for each tensor that is a shard
+    # the rows of the whole, for each tensor that is a shard
+    parts: files.Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +335,8 @@ def _write_text(path: Path, text: bytes) -> Entry:
     most = manifests.MAX_BYTES if path.name == manifests.FILE else manifests.MAX_TEXT_BYTES
     if len(text) > most:  # no reader would accept it
         raise StorageError(
-            f"{path.name} of {path.parent.name} would have {len(text):,} bytes, and {most:,} are allowed"
+            f"{path.name} of {path.parent.name} would have {len(text):,} bytes, "
+            f"and {most:,} are allowed"
         )
     with path.open("xb") as file:
         file.write(text)

@@ -65,7 +65,10 @@ def check_storable(name: str, tensor: Tensor) -> None:
         kind = "nested" if tensor.is_nested else tensor.layout
         raise TaskError(
             f"{name} is a tensor of {tensor.dtype} and {kind}, which a checkpoint cannot hold",
-            hint=f"keep dense tensors of {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}",
+            hint=(
+                "keep dense tensors of "
+                f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}"
+            ),
         )
     _check_shape(name, tensor)
 
@@ -237,9 +240,8 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
     found: dict[str, str] = {}
     with commits.opened(folder, entry) as file, torch.no_grad():
         header = commits.read_header(file, folder / entry.name, entry)
-        given = {
-            name: give(name, whole_of(piece)) for name, piece in pieces.items()
-        }  # only now: read_header has checked the file size
+        # only now: read_header has checked the file size
+        given = {name: give(name, whole_of(piece)) for name, piece in pieces.items()}
         meetings = {name: _meet(tensor, pieces[name]) for name, tensor in given.items()}
         # pieces of which this rank needs no row
         found = {name: pieces[name].sha256 for name, met in meetings.items() if met is None}
@@ -314,7 +316,8 @@ def fill(name: str, tensor: Tensor, held: Tensor) -> None:
                 held.cpu().contiguous()
             ):
                 raise RunFolderError(
-                    f"{name} is expanded, one number for {size} along dimension {dim}, and the commit holds different ones",
+                    f"{name} is expanded, one number for {size} along dimension {dim}, "
+                    "and the commit holds different ones",
                     hint="make it contiguous: tensor.clone()",
                 )
             tensor, held = tensor.narrow(dim, 0, 1), one

@@ -27,15 +27,8 @@ MARK = "$"
 MAX_DEPTH = 100
 MAX_INT_BITS = 8192  # Python parses at most 4,300 digits
 SHOWN = 120  # characters of a path that a message shows
-ODD = (
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    RuntimeError,
-    OverflowError,
-)  # RecursionError is a RuntimeError
+# RecursionError is a RuntimeError
+ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError)
 CONTAINERS = {
     OrderedDict: "OrderedDict",
     Counter: "Counter",
@@ -80,7 +73,8 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
     if type(value) is int:
         if value.bit_length() > MAX_INT_BITS:
             raise TaskError(
-                f"{place} is an integer of {value.bit_length():,} bits, and a checkpoint holds up to {MAX_INT_BITS:,}",
+                f"{place} is an integer of {value.bit_length():,} bits, "
+                f"and a checkpoint holds up to {MAX_INT_BITS:,}",
                 hint="keep it as bytes: number.to_bytes(...)",
             )
         return value
@@ -201,7 +195,8 @@ def _named_type(known: str, fields: tuple[str, ...]) -> Any:
         and issubclass(found, tuple)
         and getattr(found, "_fields", None) == fields
     )
-    return found if is_it else namedtuple(name.rpartition(".")[2], fields)  # noqa: PYI024 - the fields are those in a file
+    # the fields are those in a file
+    return found if is_it else namedtuple(name.rpartition(".")[2], fields)  # noqa: PYI024
 
 
 def _split_mapping(

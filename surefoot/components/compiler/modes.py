@@ -11,8 +11,8 @@ def why_default(mode: str, device: str, *, deterministic: bool) -> str | None:
 
     >>> why_default("reduce-overhead", "cpu", deterministic=True)
     'CUDA graphs need a GPU'
-    >>> why_default("reduce-overhead", "cuda", deterministic=True), why_default("max-autotune", "cpu", deterministic=False)
-    (None, None)
+    >>> why_default("reduce-overhead", "cuda", deterministic=True)
+    >>> why_default("max-autotune", "cpu", deterministic=False)
     """
     if device == "cuda" or mode == "default":
         return None

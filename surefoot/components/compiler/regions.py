@@ -48,7 +48,10 @@ class CompiledRegions:
             return self._words
         names = self.regions
         listed = ", ".join(names if len(names) < 4 else (*names[:2], "...", names[-1]))
-        return f"{len(names)} region{'s' * (len(names) > 1)} of the model will be compiled when they are needed: {listed}"
+        return (
+            f"{len(names)} region{'s' * (len(names) > 1)} of the model will be compiled when they "
+            f"are needed: {listed}"
+        )
 
     def undo(self) -> None:
         """Run every region in eager mode, without torch.compile."""
@@ -141,9 +144,8 @@ class CompiledFunction:
 
     def take(self, function: Callable[..., Any]) -> None:
         """Compile `function` in place of the previous function, at the next call."""
-        if isinstance(
-            function, FunctionType
-        ):  # torch counts compilations by code object, and stops after eight
+        # torch counts compilations by code object, and stops after eight
+        if isinstance(function, FunctionType):
             code = function.__code__.replace()
             fresh = FunctionType(
                 code,

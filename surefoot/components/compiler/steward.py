@@ -62,9 +62,8 @@ class Steward:
         for each in self._take_new(BREAKS):
             if not each.user_stack:
                 continue
-            outer = each.user_stack[
-                0
-            ]  # the frame of the compiled function; the last frame is the innermost
+            # the frame of the compiled function; the last frame is the innermost
+            outer = each.user_stack[0]
             inner = next(
                 (
                     frame
@@ -102,9 +101,8 @@ def _read(record: Any, ended_early: str | None) -> Compilation:
     resumed = _AFTER_A_BREAK.fullmatch(function)
     if resumed is not None:  # the code after a graph break: its first line is that of the break
         function, line = resumed.group(1), int(resumed.group(2))
-    if (
-        record.fail_reason and not ended_early
-    ):  # a break without code to compile after it, as in a loop
+    # a break without code to compile after it, as in a loop
+    if record.fail_reason and not ended_early:
         words = _in_words(
             record.fail_reason,
             record.fail_user_frame_filename or file,

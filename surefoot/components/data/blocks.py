@@ -50,13 +50,11 @@ class BlockShuffle:
                 hint="give 1 or more; more mixes better, and needs more room",
             )
         self.n, self.window, self._key = int(counts.sum()), window, key
-        self.shards = Permutation(len(counts), derive(key, 1))(
-            np.arange(len(counts))
-        )  # in the order in which they are read
+        # in the order in which they are read
+        self.shards = Permutation(len(counts), derive(key, 1))(np.arange(len(counts)))
         self._ends = np.cumsum(counts[self.shards])
-        self._shift = (np.cumsum(counts) - counts)[self.shards] - (
-            self._ends - counts[self.shards]
-        )  # position to sample
+        # position to sample
+        self._shift = (np.cumsum(counts) - counts)[self.shards] - (self._ends - counts[self.shards])
         lasts = np.minimum(np.arange(window, len(counts) + window, window), len(counts)) - 1
         self._block_ends = self._ends[lasts]
         self._mixed: dict[int, Permutation] = {}

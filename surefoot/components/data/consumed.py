@@ -248,7 +248,10 @@ def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[LedgerFault
         LedgerFault(
             "lost",
             last + 1,
-            f"steps {last + 1:,} to {committed:,} are not there, and step {committed:,} was committed",
+            (
+                f"steps {last + 1:,} to {committed:,} are not there, "
+                f"and step {committed:,} was committed"
+            ),
         )
     ]
 

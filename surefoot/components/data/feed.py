@@ -94,26 +94,26 @@ class Feed:
         n = order.n
         self.dropped = n % batch if drop_last else 0
         self._end = n - self.dropped
+        # samples of the largest step
         self.largest = (
             min(max(batch, *(size for _, size in ramp)), self._end)
             if ramp
             else min(batch, self._end)
-        )  # samples of the largest step
+        )
         if self._end == 0:
             raise DataError(
-                f"a batch of {batch} is larger than the set of {n} samples, and last_batch is 'drop'",
+                f"a batch of {batch} is larger than the set of {n} samples, "
+                "and last_batch is 'drop'",
                 hint=f'use a batch of {n} or less, or data.last_batch = "keep"',
             )
         self._pieces = [FeedPiece(0, 0, 0, ramp[0][1] if ramp else batch)]
-        self.steps_per_epoch = (
-            None if ramp else self.steps_for(self._end)
-        )  # it decreases with a ramp
+        # it decreases with a ramp
+        self.steps_per_epoch = None if ramp else self.steps_for(self._end)
         for samples, next_batch in ramp[1:]:
             step = self.steps_for(samples)
             made = FeedPiece(step, *self._place(step), next_batch)
-            self._pieces = [piece for piece in self._pieces if piece.step < step] + [
-                made
-            ]  # a piece that would end before its first step is dropped
+            # a piece that would end before its first step is dropped
+            self._pieces = [piece for piece in self._pieces if piece.step < step] + [made]
         self._epoch = -1
         self._permutation: Permutation | BlockShuffle | None = None
         self._block = np.empty(0, dtype=np.int64)
@@ -284,9 +284,8 @@ def size_of(batch: Batch) -> int | None:
         return int(sizes[0])
     for name in ("num_graphs", "batch_size"):
         size = getattr(batch, name, None)
-        size = (
-            size[0] if isinstance(size, tuple) and size else size
-        )  # a TensorDict can have several batch dimensions
+        # a TensorDict can have several batch dimensions
+        size = size[0] if isinstance(size, tuple) and size else size
         if isinstance(size, int) and size > 0:
             return size
     if isinstance(batch, Mapping | tuple | list) and len(batch):

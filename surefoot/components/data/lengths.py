@@ -89,13 +89,15 @@ def check_ramp(spec: RunSpec, source: Source) -> None:
         )
     if spec.data.last_batch == "drop":
         raise SpecError(
-            'data.last_batch is "drop", and with train.ramp another part of every epoch would be left out',
+            'data.last_batch is "drop", and with train.ramp another part of every epoch would be '
+            "left out",
             hint='use data.last_batch = "keep": the short last batch counts as what it is',
         )
     kept = spec.checkpoint.keep_every
     if kept is not None and Duration.parse(kept).unit not in ("steps", "s", "%"):
         raise SpecError(
-            f"checkpoint.keep_every is {kept!r}, and with train.ramp that is another number of steps everywhere",
+            f"checkpoint.keep_every is {kept!r}, and with train.ramp that is another number of "
+            "steps everywhere",
             hint="say it in steps, or as a time",
         )
 

@@ -79,9 +79,8 @@ class Permutation:
             return chosen
         values = self._encrypt(positions.astype(np.uint64).ravel())
         outside = np.flatnonzero(values >= self.n)
-        while (
-            len(outside) > FEW
-        ):  # cycle walking: the domain is under four times n, so few rounds are expected
+        # cycle walking: the domain is under four times n, so few rounds are expected
+        while len(outside) > FEW:
             walked = self._encrypt(values[outside])
             values[outside] = walked
             outside = outside[walked >= self.n]

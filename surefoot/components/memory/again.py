@@ -96,9 +96,8 @@ class _AsBefore(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._now = [getattr(*slot) for slot in self._slots]
         for slot, copy in zip(self._slots, self._before, strict=True):
-            setattr(
-                *slot, copy.clone()
-            )  # a second backward pass over the same graph starts from the same values
+            # a second backward pass over the same graph starts from the same values
+            setattr(*slot, copy.clone())
 
     def __exit__(self, *error: object) -> None:
         for slot, tensor in zip(self._slots, self._now, strict=True):

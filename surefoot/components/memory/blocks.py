@@ -37,8 +37,12 @@ def find_blocks(
         found = _repeating("", model)
         if not found:
             raise InputError(
-                f"no block repeats in this {type(model).__name__}: which are its blocks is not known",
-                hint=f'name its blocks, as {RECOMPUTED * (key == "memory.blocks")}{key} = ["{_an_example(model)}"]',
+                f"no block repeats in this {type(model).__name__}: "
+                "which are its blocks is not known",
+                hint=(
+                    f"name its blocks, as {RECOMPUTED * (key == 'memory.blocks')}{key} = "
+                    f'["{_an_example(model)}"]'
+                ),
             )
         return found
     names = {
@@ -88,9 +92,8 @@ def _repeating(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, child in children.items():
         inner = _repeating(f"{prefix}{name}.", child)
-        is_row = isinstance(
-            child, CONTAINERS
-        )  # a container of blocks, no block, unless its children are too small
+        # a container of blocks, no block, unless its children are too small
+        is_row = isinstance(child, CONTAINERS)
         if (
             isinstance(module, CONTAINERS)
             and kinds[type(child)] > 1

@@ -55,18 +55,25 @@ class Budget:
     @property
     def words(self) -> str:
         if self.chosen is None:
-            return f"what is computed again, so that the blocks hold at most {format_bytes(self._bytes)}, is chosen at the first batch"
+            return (
+                "what is computed again, so that the blocks hold at most "
+                f"{format_bytes(self._bytes)}, is chosen at the first batch"
+            )
         costs = self.costs
         again_s = sum(cost.again_s for number, cost in enumerate(costs) if number in self.chosen)
         most = format_bytes(peak_bytes(costs, self.chosen))
-        return f"the blocks hold at most {most} of {format_bytes(self._bytes)}, for {format_seconds(again_s)} more a pass"
+        return (
+            f"the blocks hold at most {most} of {format_bytes(self._bytes)}, "
+            f"for {format_seconds(again_s)} more a pass"
+        )
 
     def wants(self, number: int, inputs: Sequence[Tensor]) -> bool:
         """Return whether the block at index `number` must be measured with these inputs."""
         fate = self.fates[number]
         if fate.most_bytes is not None and fate.covers(inputs):
             if self.chosen is None:
-                self._decide()  # the next forward pass has started: unmeasured blocks were not called
+                # the next forward pass has started: unmeasured blocks were not called
+                self._decide()
             return False
         if self.chosen is not None:
             self.forget()
@@ -105,7 +112,8 @@ class Budget:
             )
             if versions != [each._version for each in inputs]:
                 raise InputError(
-                    f"{self._names[number]} changes its inputs in place, so it cannot be computed again",
+                    f"{self._names[number]} changes its inputs in place, "
+                    "so it cannot be computed again",
                     hint="leave it out with memory.blocks, or change them out of place",
                 )
         mine = {
@@ -135,9 +143,8 @@ class Budget:
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(
-        each.numel() * each.element_size() for each in tensors
-    )  # the compiler knows nbytes only for static sizes
+    # the compiler knows nbytes only for static sizes
+    return sum(each.numel() * each.element_size() for each in tensors)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -18,8 +18,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 HINT = (
-    "a block that is computed again must not find what its first pass left behind, such as a cache of keys and values: call the "
-    'model with use_cache=False, leave the block out of memory.blocks, or set memory.activation_checkpointing = "none"'
+    "a block that is computed again must not find what its first pass left behind, "
+    "such as a cache of keys and values: call the model with use_cache=False, "
+    "leave the block out of memory.blocks, "
+    'or set memory.activation_checkpointing = "none"'
 )
 
 

@@ -51,7 +51,8 @@ def linear_cross_entropy(
         InputError: For shapes that do not fit, targets that are no integers, and a chunk or
             smoothing out of range.
 
-    >>> hidden, weight, targets = torch.ones(2, 3, 4), torch.zeros(5, 4), torch.tensor([[0, 1, 2], [3, 4, -100]])
+    >>> hidden, weight = torch.ones(2, 3, 4), torch.zeros(5, 4)
+    >>> targets = torch.tensor([[0, 1, 2], [3, 4, -100]])
     >>> total, count = linear_cross_entropy(hidden, weight, targets)
     >>> round(total.item(), 3), count.item()
     (8.047, 5)
@@ -90,7 +91,8 @@ def _check(
         or hidden.shape[:-1] != targets.shape
     ):
         raise InputError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)} do not fit",
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
+            f"{tuple(targets.shape)} do not fit",
             hint="hidden is (..., D), weight (V, D), targets (...)",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -132,7 +134,10 @@ class _Chunked(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise InputError(
                 "linear_cross_entropy can be differentiated once, and create_graph asks for more",
-                hint="use cross_entropy(linear(hidden, weight), targets) where a second derivative is needed",
+                hint=(
+                    "use cross_entropy(linear(hidden, weight), targets) "
+                    "where a second derivative is needed"
+                ),
             )
         # in the dtype of the loss: in 16 bits, the rounding of 1 / count would scale all gradients
         made = (

@@ -41,9 +41,8 @@ class Rise:
         events = results.events() if results is not None else ()
         changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == MEMORY]
         now = most = 0
-        for _, change in sorted(
-            changes, key=lambda pair: pair[0]
-        ):  # a stable sort: changes at the same time keep their order
+        # a stable sort: changes at the same time keep their order
+        for _, change in sorted(changes, key=lambda pair: pair[0]):
             now += change
             most = max(most, now)
         return most

@@ -38,12 +38,8 @@ PRODUCTS = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-SUMMED = {
-    "mm": 0,
-    "bmm": 0,
-    "addmm": 1,
-    "baddbmm": 1,
-}  # index of the argument whose last dimension is the inner size
+# index of the argument whose last dimension is the inner size
+SUMMED = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 SHARE = 0.26  # of all FLOPs, which may be recomputed: Q, K and V are a quarter of a GPT block's
 
 
@@ -183,9 +179,8 @@ class _Reusing(_Mode):
         self._products, self._kept, self._count = products, kept, 0
 
     def __enter__(self) -> Self:
-        self._count = (
-            0  # a second backward pass over the same graph finds nothing saved, and recomputes all
-        )
+        # a second backward pass over the same graph finds nothing saved, and recomputes all
+        self._count = 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -274,5 +269,6 @@ def _what_draws(operator: Any) -> bool | int | None:
 
 
 # torch.compile identifies the policy by this text in its cache
-setattr(keep_products, "cache_hash", f"surefoot keeps {PRODUCTS}")  # noqa: B010 - a function has no such attribute for mypy
+# for mypy, a function has no such attribute
+setattr(keep_products, "cache_hash", f"surefoot keeps {PRODUCTS}")  # noqa: B010
 _PACKETS = {getattr(torch.ops.aten, name) for name in PRODUCTS if hasattr(torch.ops.aten, name)}

@@ -67,7 +67,10 @@ class Recomputed:
         if self.budget is not None and self.budget.chosen is None:
             return self.budget.words
         what = "the cheap operators of " if self.how.kind == "operators" else ""
-        said = f"{what}{len(self.names)} of {len(self.blocks)} blocks are computed again in the backward pass"
+        said = (
+            f"{what}{len(self.names)} of {len(self.blocks)} blocks are computed again in the "
+            "backward pass"
+        )
         return said if self.budget is None else f"{said}: {self.budget.words}"
 
     @property
@@ -170,16 +173,13 @@ class _Seat:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **named)
-        given = (
-            *args,
-            *named.values(),
-        )  # positional, so that torch detects in-place changes of them
+        # positional, so that torch detects in-place changes of them
+        given = (*args, *named.values())
         run = functools.partial(_call, forward, len(args), tuple(named))
         budget, selects = self._plan.budget, self._plan.how.kind == "operators"
         inputs = [] if budget is None else list(find_tensors(given))
-        if (
-            torch.compiler.is_compiling()
-        ):  # a compiled graph changes buffers once, and supports only torch's contexts
+        # a compiled graph changes buffers once, and supports only torch's contexts
+        if torch.compiler.is_compiling():
             if not self._fate.again and self._fate.covers(inputs):
                 return forward(*args, **named)
             if selects:

@@ -26,10 +26,8 @@ from torch.overrides import TorchFunctionMode
 
 from surefoot.core.ranks.mapping import let_go, map_file
 
-LEAST_BYTES, KEPT_BYTES = (
-    1 << 18,
-    16 << 20,
-)  # smaller tensors stay in memory; touched pages are released beyond the second
+# smaller tensors stay in memory; touched pages are released beyond the second
+LEAST_BYTES, KEPT_BYTES = (1 << 18, 16 << 20)
 ALONE = 2  # use count of a storage that only one parameter uses: its tensor, and the queried object
 ON_DISK = "/var/tmp"  # /tmp is memory on many systems (file-hierarchy(7)), and the file has no name
 
@@ -52,9 +50,8 @@ class Spilled(TorchFunctionMode):
             register_module_parameter_registration_hook(
                 lambda module, name, parameter: self._move(parameter)
             ),
-            register_module_module_registration_hook(
-                self._move_all
-            ),  # a copied block registers no parameters
+            # a copied block registers no parameters
+            register_module_module_registration_hook(self._move_all),
         ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -73,10 +70,8 @@ class Spilled(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        for each in (
-            *args,
-            *(kwargs or {}).values(),
-        ):  # functions of torch.nn.init pass tensors by keyword
+        # functions of torch.nn.init pass tensors by keyword
+        for each in (*args, *(kwargs or {}).values()):
             if (
                 type(each) in (Tensor, nn.Parameter)
                 and each.device.type == "cpu"
@@ -146,9 +141,8 @@ def _map(num_bytes: int) -> Any:
     it."""
     try:
         with tempfile.TemporaryFile(dir=ON_DISK if os.access(ON_DISK, os.W_OK) else None) as file:
-            os.posix_fallocate(
-                file.fileno(), 0, num_bytes
-            )  # a disk that fills up later would end the process by SIGBUS
+            # a disk that fills up later would end the process by SIGBUS
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
             return map_file(file.fileno(), num_bytes)
     except (OSError, AttributeError):  # a full disk; a system without posix_fallocate
         return None

@@ -47,7 +47,7 @@ def build_without_numbers(sizes: FakeTensorMode, build: Callable[[], Any]) -> An
     """
     try:
         return build()
-    except Exception:  # noqa: BLE001 - torch's own, of many types; what is wrong with the code itself is raised once more
+    except Exception:  # noqa: BLE001 - torch's own; errors of the code are raised again
         with unset_fake_temporarily():
             made = build()
         with FakeCopyMode(sizes):

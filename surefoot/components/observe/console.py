@@ -222,8 +222,8 @@ def final_table(rows: list[tuple[str, str]], title: str, columns: int | None = N
     """Return the table at the end of a run, as text: aligned, without color. A value longer than
     `columns` is wrapped between words.
 
-    >>> print(final_table([("time went to", "forward 50 %, backward 50 %")], "digits: finished", 32))
-    digits: finished
+    >>> print(final_table([("time went to", "forward 50 %, backward 50 %")], "digits: done", 32))
+    digits: done
       time went to  forward 50 %,
                     backward 50 %
     """
@@ -243,17 +243,11 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the final table from the summary of an Ended event."""
     rows = [("score", format_score(summary["score"], summary["value"], summary.get("unit", "")))]
     if summary.get("best_step") not in (None, summary["step"]):
-        rows.append(
-            (
-                "best",
-                f"{format_score(summary['score'], summary['best_value'], summary.get('unit', ''))} at step {summary['best_step']:,}",
-            )
-        )
+        best = format_score(summary["score"], summary["best_value"], summary.get("unit", ""))
+        rows.append(("best", f"{best} at step {summary['best_step']:,}"))
+    epochs = format_number(summary["epochs"])
     rows += [
-        (
-            "steps",
-            f"{summary['step']:,} ({format_number(summary['epochs'])} epochs, {summary['num_samples']:,} samples)",
-        ),
+        ("steps", f"{summary['step']:,} ({epochs} epochs, {summary['num_samples']:,} samples)"),
         ("time", format_seconds(summary["elapsed_s"])),
         (
             "throughput",

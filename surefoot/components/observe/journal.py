@@ -113,9 +113,8 @@ class Journal:
             return None
         try:
             written = os.write(self._descriptor, self._held)
-            if written != len(
-                self._held
-            ):  # a partial write: cut it off, so that the next record starts a new line
+            # a partial write: cut it off, so that the next record starts a new line
+            if written != len(self._held):
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

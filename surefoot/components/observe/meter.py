@@ -7,11 +7,14 @@
 | step time | wall seconds of the window / its steps | seconds |
 | steps/s | steps of the window / its wall seconds | steps per second |
 | waiting share | seconds waiting for data / wall seconds | share of 1 |
-| phase share | seconds of the phase / wall seconds, including evaluations and all time between steps | share of 1 |
+| phase share | seconds of the phase / wall seconds | share of 1 |
 | applied share | applied steps / steps | share of 1 |
-| goodput | productive seconds / all seconds since the first attempt started, in `surefoot why` and `show` | share of 1 |
-| model FLOPs utilization | model FLOPs of a sample x samples/s / peak FLOP/s, in `surefoot show` after `surefoot roofline` | share of 1 |
+| goodput | productive seconds / all seconds since the first attempt started | share of 1 |
+| model FLOPs utilization | model FLOPs of a sample x samples/s / peak FLOP/s | share of 1 |
 | scaling efficiency | n/a on one process | share of 1 |
+
+The wall seconds of a phase share include evaluations and all time between steps. Goodput is in
+`surefoot why` and `show`, model FLOPs utilization in `surefoot show` after `surefoot roofline`.
 """
 
 from __future__ import annotations
@@ -75,9 +78,8 @@ class Meter:
             return None
         sums: dict[str, tuple[float, float, float]] = {}
         applied = [report for report in reports if report.applied]
-        for report in (
-            applied or reports
-        ):  # skipped steps are left out: their NaN would make the mean NaN
+        # skipped steps are left out: their NaN would make the mean NaN
+        for report in applied or reports:
             for name, (total, count, weight) in report.totals.items():
                 old = sums.get(name, (0.0, 0.0, weight))
                 sums[name] = (old[0] + float(total), old[1] + float(count), weight)

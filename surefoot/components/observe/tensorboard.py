@@ -80,7 +80,10 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         now_s = time.time()
-        name = f"events.out.tfevents.{int(now_s):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        name = (
+            f"events.out.tfevents.{int(now_s):010d}.{socket.gethostname()}."
+            f"{os.getpid()}.{time.monotonic_ns()}"
+        )
         folder = files.make_folder(self._folder.parent, self._folder.name)
         self._records = RecordWriter(files.open_new(folder, name))
         self._put(now_s, version="brain.Event:2")
@@ -106,7 +109,7 @@ class TensorBoard:
         start: Any = None,
         summary: Any = None,
     ) -> None:
-        """Write one record: a version, the start of an attempt at `step`, or the scalars of `step`."""
+        """Write a record: a version, the start of an attempt at `step`, or its scalars."""
         from tensorboard.compat.proto.event_pb2 import Event as Record
 
         record = Record(

@@ -25,13 +25,13 @@ from surefoot.components.optim.in_backward import UpdateInBackward
 from surefoot.components.optim.kinds.eight_bits import Adam8bit, load_codes
 from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 from surefoot.components.optim.kinds.muon import FlatMuon
-from surefoot.components.optim.masters import find_norms, keep_on_host, publish, store_narrow
-from surefoot.components.optim.scaling import (
+from surefoot.components.optim.learning_rates import (
     describe_scaling,
     scaled,
     warn_of_large_batch,
     warn_of_no_rate,
 )
+from surefoot.components.optim.masters import find_norms, keep_on_host, publish, store_narrow
 from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.state import leaf_of, master_of
 

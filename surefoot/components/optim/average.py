@@ -139,10 +139,14 @@ class WeightAverage:
             if shapes != given:
                 kind = "parameters" if name == "averages" else "buffers"
                 raise RunFolderError(
-                    f"the saved averages are of {len(given)} {kind}, of the shapes {given}, and this one has {len(shapes)}: {shapes}"[
-                        :MOST_SAID
-                    ],
-                    hint="build the WeightAverage over the parameters and buffers that it had, in the same order",
+                    (
+                        f"the saved averages are of {len(given)} {kind}, of the shapes {given}, "
+                        f"and this one has {len(shapes)}: {shapes}"
+                    )[:MOST_SAID],
+                    hint=(
+                        "build the WeightAverage over the parameters and buffers that it had, "
+                        "in the same order"
+                    ),
                 )
         for name, tensors in held.items():
             for average, value in zip(tensors, saved[name], strict=True):

@@ -29,9 +29,8 @@ class LiveBuffers:
         self._moving: list[Slot] = []  # buffers that the module replaces by another tensor
         self._held: list[Tensor] = []
         self._copies: list[Tensor] = []
-        self._kinds: list[
-            tuple[list[Tensor], list[Tensor]]
-        ] = []  # copies and originals by dtype: one kernel for all of one dtype
+        # copies and originals by dtype: one kernel for all of one dtype
+        self._kinds: list[tuple[list[Tensor], list[Tensor]]] = []
         self._is_settled = not self._slots
         self._model = model
         self._attributes: AttributeSnapshot | None = None
@@ -113,6 +112,5 @@ class LiveBuffers:
         if self._attributes is not None:
             self._attributes.put_back()
         if self._attribute_slots is None:
-            self._attributes = (
-                None  # an interrupted step does not show which attributes a complete one changes
-            )
+            # an interrupted step does not show which attributes a complete one changes
+            self._attributes = None

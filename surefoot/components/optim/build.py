@@ -20,28 +20,14 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import name_some
 
-ADAM_KINDS = (
-    "embedding",
-    "head",
-    "norm",
-    "vector",
-)  # parameters that AdamW updates with optim.name = "muon"
-PLAIN_KINDS = (
-    "embedding",
-    "norm",
-    "vector",
-)  # parameters without a layer-wise rate in LARS and LAMB
+# parameters that AdamW updates with optim.name = "muon"
+ADAM_KINDS = ("embedding", "head", "norm", "vector")
+# parameters without a layer-wise rate in LARS and LAMB
+PLAIN_KINDS = ("embedding", "norm", "vector")
 NUM_NAMED = 4  # names listed for each reason
 Groups = Sequence[dict[str, Any]]
-OWN_KEYS = (
-    "betas",
-    "eps",
-    "momentum",
-    "nesterov",
-    "state",
-    "trust_coefficient",
-    "fused",
-)  # [optim] keys of surefoot's optimizers only
+# [optim] keys of surefoot's optimizers only
+OWN_KEYS = ("betas", "eps", "momentum", "nesterov", "state", "trust_coefficient", "fused")
 PLAIN_TABLE = OptimTable()
 GROUP_KEYS = ("no_decay", "lr_multipliers")
 UPDATE_KEYS = ("name", "lr", "weight_decay", *OWN_KEYS, *GROUP_KEYS)
@@ -67,8 +53,8 @@ def build(
     if sparse is not None:
         raise TaskError(
             f"the gradient of {sparse} is sparse, and the optimizers of [optim] take dense ones",
-            hint="build the embedding with sparse=False, or give the task an optimizer(groups) that takes sparse gradients: "
-            "torch.optim.SGD, Adagrad or SparseAdam",
+            hint="build the embedding with sparse=False, or give the task an optimizer(groups) "
+            "that takes sparse gradients: torch.optim.SGD, Adagrad or SparseAdam",
         )
     if groups is None:
         groups = build_groups(
@@ -213,9 +199,8 @@ def _split(
     named = {id(each.parameter): each for each in trained}
     parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:
-        members = [
-            named[id(parameter)] for parameter in group["params"] if id(parameter) in named
-        ]  # the others are frozen
+        # the others are frozen
+        members = [named[id(parameter)] for parameter in group["params"] if id(parameter) in named]
         for wanted, into in zip((False, True), parts, strict=True):
             chosen = [each for each in members if is_other(each) is wanted]
             if chosen:
@@ -261,6 +246,7 @@ def _describe(name: str, optimizer: Optimizer) -> tuple[str, ...]:
         numbers = sum(parameter.numel() for parameter in group["params"])
         own = ", a rate of its own for each layer" if group.get("adapt") else ""
         rows.append(
-            f"{name}: {numbers:,} numbers, rate x {group.get('rate', 1.0):g}, decay {group['weight_decay']:g}{own}"
+            f"{name}: {numbers:,} numbers, rate x {group.get('rate', 1.0):g}, "
+            f"decay {group['weight_decay']:g}{own}"
         )
     return tuple(rows)

@@ -60,9 +60,8 @@ def create_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if not group["params"]:
             continue
-        shared = torch.zeros(
-            (), dtype=torch.float32, device=group["params"][0].device
-        )  # one counter while all step together
+        # one counter while all step together
+        shared = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if isinstance(optimizer, SGD) and not group["momentum"]:
@@ -295,9 +294,8 @@ class FusedGroup:
         found_inf: Tensor | None,
     ) -> None:
         group, (steps, first, second, momentum) = self.group, states
-        if (
-            grad_scale is not None and grad_scale.dtype == torch.float64
-        ):  # the kernels accept grad_scale in fp32 only
+        # the kernels accept grad_scale in fp32 only
+        if grad_scale is not None and grad_scale.dtype == torch.float64:
             scale_gradients(grads, 1.0 / grad_scale)
             grad_scale = None
         if self._is_sgd:

@@ -47,7 +47,8 @@ def check_shaped(model: nn.Module) -> None:
     ]
     if lazy:
         raise TaskError(
-            f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''} of the model has no shape yet: the module is lazy",
+            f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''} of the model has no shape "
+            "yet: the module is lazy",
             hint="give its sizes, or call the model on one batch at the end of model()",
         )
 
@@ -85,7 +86,8 @@ def find_trained(model: nn.Module) -> list[Named]:
             for size, step in zip(parameter.shape, parameter.stride(), strict=True)
         ):
             raise TaskError(
-                f"the parameter {name} is expanded: several of its elements are one number in memory, and no optimizer can move them",
+                f"the parameter {name} is expanded: several of its elements are one number in "
+                "memory, and no optimizer can move them",
                 hint="give each element its own memory: nn.Parameter(x.clone())",
             )
     head: nn.Module | None = None
@@ -94,10 +96,8 @@ def find_trained(model: nn.Module) -> list[Named]:
             head = module
         for parameter in _own(module):
             kind = _kind(module, parameter)
-            if kinds.get(id(parameter)) not in (
-                "embedding",
-                "norm",
-            ):  # a tied head counts as the embedding
+            # a tied head counts as the embedding
+            if kinds.get(id(parameter)) not in ("embedding", "norm"):
                 kinds[id(parameter)] = kind
     for parameter in _own(head) if head is not None else ():
         if kinds[id(parameter)] == "matrix":

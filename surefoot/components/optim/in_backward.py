@@ -30,7 +30,10 @@ class UpdateInBackward:
         if guarded.places() is None:
             raise InputError(
                 "the update cannot run inside the backward pass with this optimiser",
-                hint="it goes with torch.optim.SGD, Adam and AdamW, fused; set memory.update_in_backward = false",
+                hint=(
+                    "it goes with torch.optim.SGD, Adam and AdamW, fused; "
+                    "set memory.update_in_backward = false"
+                ),
             )
         guarded.on_device = False  # the host sets the learning rates and counts steps
         self._guarded = guarded
@@ -61,8 +64,12 @@ class UpdateInBackward:
         norm = float(torch.linalg.vector_norm(torch.stack(self._norms))) if self._norms else 0.0
         if not math.isfinite(norm):
             raise NumbersError(
-                "a gradient is not finite, and the update inside the backward pass has applied a part of the step",
-                hint="surefoot resume goes on from the newest commit; memory.update_in_backward = false can skip such a step",
+                "a gradient is not finite, and the update inside the backward pass has applied a "
+                "part of the step",
+                hint=(
+                    "surefoot resume goes on from the newest commit; "
+                    "memory.update_in_backward = false can skip such a step"
+                ),
             )
         guarded.applied_steps += 1
         return norm

@@ -1,14 +1,25 @@
-"""The learning rates of parameter groups before the schedule; a loop may set them directly, as
-torch's schedulers do."""
+"""Learning rates: those of parameter groups before the schedule, and their scaling to a batch size.
+
+A loop may set the learning rates of groups directly, as torch's schedulers do. Warnings tell where
+the rule that scales a learning rate fails.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from surefoot.contract.spec import OptimTable
 from surefoot.core.errors import SpecError
+from surefoot.core.schedule.curves import scale_to_batch
+
+# the largest batch that the linear rule was shown to hold for, with warm-up: Goyal et al., 2017
+LARGEST_PLAIN = 8192
+LOOKED_AT = 200  # steps at which a curve is sampled
+
+Curve = Callable[[int], float]
 
 
 class LearningRates:
@@ -36,9 +47,8 @@ class LearningRates:
         count = len(self._bases) if not is_loaded or self._has_curve else 0
         multiplied = [group.get("rate", 1.0) for group in groups]
         if is_loaded and not self._has_curve:
-            multiplied[: len(self._groups)] = [1.0] * min(
-                len(groups), len(self._groups)
-            )  # the saved lr includes the multiplier
+            # the saved lr includes the multiplier
+            multiplied[: len(self._groups)] = [1.0] * min(len(groups), len(self._groups))
         added = [float(group["lr"]) * rate for group, rate in zip(groups, multiplied, strict=True)]
         self._bases = [*self._bases[: min(count, len(groups))], *added[count:]]
         written = self._written if not is_loaded else []
@@ -62,8 +72,12 @@ class LearningRates:
                     else f"its multiplier, rate = {group['rate']:g}"
                 )
                 raise SpecError(
-                    f"the learning rate of parameter group {number} was set to {float(group['lr']):g}, and {decided} decides it, too",
-                    hint="use one of them: a scheduler of torch goes with a GuardedUpdate without curve, over groups without rate",
+                    f"the learning rate of parameter group {number} was set to "
+                    f"{float(group['lr']):g}, and {decided} decides it, too",
+                    hint=(
+                        "use one of them: a scheduler of torch goes with a GuardedUpdate without "
+                        "curve, over groups without rate"
+                    ),
                 )
             self._bases[number], self._written[number] = float(group["lr"]), _mark(group["lr"])
         return self._bases
@@ -91,3 +105,58 @@ def _is_same(rate: float | Tensor, written: tuple[float | Tensor, int]) -> bool:
     if isinstance(rate, Tensor) or isinstance(value, Tensor):
         return rate is value and rate._version == version  # type: ignore[union-attr]
     return rate == value
+
+
+def scaled(curve: Curve, table: OptimTable, batch_at: Callable[[int], int]) -> Curve:
+    """Return the curve times the factor that `optim.reference_batch` gives for each step's batch.
+
+    Without `optim.reference_batch`, this is `curve` itself.
+    """
+    reference = table.reference_batch
+    if reference is None:
+        return curve
+    return lambda step: curve(step) * scale_to_batch(batch_at(step), reference, table.scaling)
+
+
+def describe_scaling(table: OptimTable, batch: int) -> list[str]:
+    """Return a log line on the factor of the learning rate, if `optim.reference_batch` is set."""
+    if table.reference_batch is None:
+        return []
+    factor = scale_to_batch(batch, table.reference_batch, table.scaling)
+    return [
+        (
+            f"the learning rate is x {factor:.4g} for a batch of {batch:,}: "
+            f"optim.lr is for {table.reference_batch:,} ({table.scaling})"
+        )
+    ]
+
+
+def warn_of_no_rate(curve: Curve, total_steps: int | None) -> list[str]:
+    """Return a warning for a learning rate that is 0 in every step of the run, else nothing."""
+    if total_steps is None or any(
+        curve(step) for step in range(0, total_steps, max(1, total_steps // LOOKED_AT))
+    ):
+        return []
+    return [
+        (
+            f"the learning rate is 0 in each of the {total_steps:,} steps, "
+            "so that nothing is trained: look at [schedule]"
+        )
+    ]
+
+
+def warn_of_large_batch(
+    curve: Curve, batch: int, total_steps: int | None, optimizer: str
+) -> list[str]:
+    """Return a warning for a batch above 8,192 whose learning rate does not rise at first."""
+    total = total_steps or LOOKED_AT
+    later = max(curve(step) for step in range(0, total, max(1, total // LOOKED_AT)))
+    if batch <= LARGEST_PLAIN or curve(0) < later:
+        return []
+    also = (
+        ""
+        if optimizer in ("lars", "lamb")
+        else ', and name optim.name = "lars" (for "sgd") or "lamb" (for "adamw")'
+    )
+    why = f"above {LARGEST_PLAIN:,} the first steps are too large for a rate that was scaled up"
+    return [f'a batch of {batch:,} without warm-up: {why}; set schedule.warmup = "5 epochs"{also}']

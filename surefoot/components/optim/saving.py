@@ -74,7 +74,8 @@ def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
     known = {id(parameter) for parameter in params}
     if any(isinstance(key, Tensor) and id(key) not in known for key in optimizer.state):
         raise TaskError(
-            f"{type(optimizer).__name__} keeps a state of a tensor that is none of its parameters, which no commit can name",
+            f"{type(optimizer).__name__} keeps a state of a tensor that is none of its parameters, "
+            "which no commit can name",
             hint='keep it under a name: self.state["name"]',
         )
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
@@ -113,15 +114,17 @@ def restore(
     groups = optimizer.param_groups if saved["groups"] is None else saved["groups"]
     if unknown or len(groups) != len(optimizer.param_groups):
         raise RunFolderError(
-            f"the saved state of {kind} is of other parameters: {', '.join(unknown[:8]) or 'another number of groups'}",
+            f"the saved state of {kind} is of other parameters: "
+            f"{', '.join(unknown[:8]) or 'another number of groups'}",
             hint="go on with the task and the spec that the run had",
         )
     shapes = [list(parameter.shape) for parameter in held]
     if saved.get("shapes", shapes) != shapes:
         raise RunFolderError(
-            f"the saved state of {kind} is of parameters of shapes {saved['shapes']}, and it has {shapes}"[
-                :MOST_SAID
-            ],
+            (
+                f"the saved state of {kind} is of parameters of shapes {saved['shapes']}, "
+                f"and it has {shapes}"
+            )[:MOST_SAID],
             hint="give the optimiser the parameters that it had, in the same order",
         )
     for group, settings in zip(optimizer.param_groups, groups, strict=True):

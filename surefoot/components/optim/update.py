@@ -8,28 +8,27 @@ step counter and learning rate stay tensors on the device, and the host does not
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from surefoot.components.optim import fused, saving
-from surefoot.components.optim.kinds.by_group import ByGroup, Driven
 from surefoot.components.optim.kinds.layerwise import Lamb, Lars
-from surefoot.components.optim.learning_rates import LearningRates
+from surefoot.components.optim.learning_rates import Curve, LearningRates
 from surefoot.components.optim.masters import publish
+from surefoot.components.optim.snapshot import (
+    OptimizerSnapshot,
+    fused_groups_of,
+    has_same_objects,
+    is_current,
+    parameters_of,
+)
 from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
-Curve = Callable[[int], float]
-FusedGroups = (
-    Sequence[fused.FusedParamGroup] | None
-)  # of one optimizer; None without a fused update
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
 HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # optimizers whose update can be part of a graph
@@ -63,9 +62,8 @@ class GuardedUpdate:
         _check_limits(clip, clip_value)
         self.optimizers = list(optimizers)
         self.applied_steps = 0
-        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: (
-            norm
-        )  # replaced where ranks hold parts of the gradients
+        # replaced where ranks hold parts of the gradients
+        self.join_norm: Callable[[Tensor], Tensor] = lambda norm: norm
         self._clip, self._clip_value = clip, clip_value
         self._curve, self._momentum_curve = curve or (lambda step: 1.0), momentum_curve
         self._learning_rates = LearningRates(has_curve=curve is not None)
@@ -89,7 +87,7 @@ class GuardedUpdate:
         self._groups: list[dict[str, Any]] = [
             group for each in self.optimizers for group in each.param_groups
         ]
-        self._held = [_holders(each) for each in self.optimizers]
+        self._held = [parameters_of(each) for each in self.optimizers]
         self._parameters: list[Tensor] = [parameter for held in self._held for parameter in held]
         if self._clip_value is not None and any(
             parameter.is_complex() for parameter in self._parameters
@@ -102,12 +100,13 @@ class GuardedUpdate:
             parameter for parameter in self._parameters if leaf_of(parameter) is not parameter
         ]
         for each in self.optimizers:
-            each._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn that step() is never called
+            # else torch's schedulers warn that step() is never called
+            each._opt_called = True  # type: ignore[attr-defined]
             if fused.supports(each):
                 fused.create_state(each)
-        self._fused = [_groups_of(each) for each in self.optimizers]
+        self._fused = [fused_groups_of(each) for each in self.optimizers]
         self._taken = [
-            _OptimizerSnapshot.of(each, of_fused)
+            OptimizerSnapshot.of(each, of_fused)
             for each, of_fused in zip(self.optimizers, self._fused, strict=True)
         ]
         self._learning_rates.take(self._groups)
@@ -122,17 +121,16 @@ class GuardedUpdate:
         """Read the optimizers again where other code has changed their groups, lists or states."""
         if len(self.optimizers) != len(self._taken):
             self._take_optimizers()
-        if all(map(_has_same, self.optimizers, self._taken)):
+        if all(map(has_same_objects, self.optimizers, self._taken)):
             return
         for number, (optimizer, taken) in enumerate(zip(self.optimizers, self._taken, strict=True)):
-            if _has_same(optimizer, taken):
+            if has_same_objects(optimizer, taken):
                 continue
-            if not _is_current(optimizer, taken):
+            if not is_current(optimizer, taken):
                 self._take_optimizers()
                 return
-            self._taken[number] = _OptimizerSnapshot.of(
-                optimizer, taken.fused
-            )  # only the update has changed its state
+            # only the update has changed its state
+            self._taken[number] = OptimizerSnapshot.of(optimizer, taken.fused)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -149,7 +147,7 @@ class GuardedUpdate:
     def extend(self, optimizers: Sequence[Optimizer]) -> None:
         """Apply these optimizers too from the next update on. Raises SpecError for one that cannot
         decide on the device."""
-        if self.on_device and not all(_groups_of(each) for each in optimizers):
+        if self.on_device and not all(fused_groups_of(each) for each in optimizers):
             raise SpecError(
                 f"{type(optimizers[0]).__name__} has no fused update, and the others have",
                 hint="use one kind of optimiser",
@@ -203,9 +201,8 @@ class GuardedUpdate:
         self.restore(saved, {})
 
     def clear_gradients(self) -> None:
-        for (
-            parameter
-        ) in self._parameters:  # parameters added since the last update have no gradient yet
+        # parameters added since the last update have no gradient yet
+        for parameter in self._parameters:
             parameter.grad = None
         for parameter in self._masters:
             leaf_of(parameter).grad = None
@@ -246,8 +243,12 @@ class GuardedUpdate:
         for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
             if groups is not None and any(each is parameter for each in held):
                 raise TaskError(
-                    f"a gradient is sparse, and the fused update of {type(optimizer).__name__} takes dense ones",
-                    hint="leave fused=True out of the optimizer, or build the embedding with sparse=False",
+                    f"a gradient is sparse, and the fused update of {type(optimizer).__name__} "
+                    "takes dense ones",
+                    hint=(
+                        "leave fused=True out of the optimizer, "
+                        "or build the embedding with sparse=False"
+                    ),
                 )
 
     def step_if_finite(self, factor: float | Tensor = 1.0) -> tuple[float | Tensor, bool | Tensor]:
@@ -330,9 +331,12 @@ class GuardedUpdate:
             has_rule = type(optimizer) in HAVE_RULES
             if not has_rule or groups is None or any(each.tensors is None for each in groups):
                 raise SpecError(
-                    f"{ONE_GRAPH} takes the fused updates of sgd, adam, adamw, lars and lamb, and an optimiser is "
-                    f"{type(optimizer).__name__}{_how_not_fused(optimizer)}",
-                    hint=f"use one of them with optim.fused = true (fused=True in a loop of your own), {other}",
+                    f"{ONE_GRAPH} takes the fused updates of sgd, adam, adamw, lars and lamb, "
+                    f"and an optimiser is {type(optimizer).__name__}{_how_not_fused(optimizer)}",
+                    hint=(
+                        "use one of them with optim.fused = true (fused=True in a loop of your "
+                        f"own), {other}"
+                    ),
                 )
         if self._momentum_curve is not None:
             raise SpecError(
@@ -340,7 +344,8 @@ class GuardedUpdate:
                 hint=f"use another schedule, {other}",
             )
         if any(each.ndim == 0 and each.dtype == torch.float64 for each in self.parameters):
-            raise SpecError(  # torch treats such a state as a Python number, and loses the graph's writes
+            # torch treats such a state as a Python number, and loses the graph's writes
+            raise SpecError(
                 f"{ONE_GRAPH} does not go with a parameter in float64 that has no dimensions",
                 hint=f"give it the shape (1,), {other}",
             )
@@ -410,7 +415,8 @@ class GuardedUpdate:
         if grads and factor != 1.0:
             fused.scale_gradients(grads, factor)
         optimizer.step()
-        self._learning_rates.keep()  # an optimizer that changes lr itself gets the schedule's lr at every step
+        # an optimizer that changes lr itself gets the schedule's lr at every step
+        self._learning_rates.keep()
 
     def _on_device(self, raw: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
         norm = raw * factor
@@ -427,93 +433,14 @@ class GuardedUpdate:
             grad_scale = torch.ones_like(grad_scale)
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
         rates = [(multiplier * base).float() for base in self._learning_rates.read()]
-        self._learning_rates.write(
-            rates
-        )  # for reports; the host reads them only when it reads the report
+        # for reports; the host reads them only when it reads the report
+        self._learning_rates.write(rates)
         for each, rate in zip(
             (each for groups in self._fused for each in groups or ()), rates, strict=True
         ):
             each.step(rate, grad_scale, found_inf)
         self._applied += finite
         return norm, finite
-
-
-def _groups_of(optimizer: Optimizer) -> list[fused.FusedParamGroup] | None:
-    """Return the groups of an optimizer that divides and skips inside its update; None for any
-    other."""
-    if fused.supports(optimizer):
-        return [fused.FusedGroup(optimizer, group) for group in optimizer.param_groups]
-    if isinstance(optimizer, ByGroup) and all(group["fused"] for group in optimizer.param_groups):
-        return [Driven(optimizer, group) for group in optimizer.param_groups]
-    return None
-
-
-@dataclass(frozen=True, eq=False)
-class _OptimizerSnapshot:
-    """The contents of an optimizer when it was read: groups, the parameters of each, its state, all
-    objects in them, its fused groups.
-
-    `live` iterates over the current objects, as long as groups, lists and state are the same
-    objects.
-    """
-
-    groups: list[dict[str, Any]]
-    lists: list[list[Tensor]]
-    parameters: list[list[Tensor]]
-    state: Mapping[Tensor, Any]
-    live: list[Iterable[Any]]
-    objects: list[Any]
-    fused: FusedGroups
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, of_fused: FusedGroups) -> Self:
-        groups, state = optimizer.param_groups, optimizer.state
-        lists = [group["params"] for group in groups]
-        live: list[Iterable[Any]] = [groups, *lists]
-        if of_fused is not None:
-            live.append(state.values())
-        if fused.supports(optimizer):  # state tensors stay the same objects, so each is compared
-            live += [entry.values() for entry in state.values()]
-        live.append((_END,))
-        return cls(
-            groups,
-            lists,
-            [[*each] for each in lists],
-            state,
-            live,
-            [*chain.from_iterable(live)],
-            of_fused,
-        )
-
-
-_PARAMETERS, _END = operator.itemgetter("params"), object()
-
-
-def _has_same(optimizer: Optimizer, taken: _OptimizerSnapshot) -> bool:
-    """Return whether an optimizer holds the same objects as when it was read; without Python loops,
-    for every step."""
-    if optimizer.state is not taken.state or optimizer.param_groups is not taken.groups:
-        return False
-    return (
-        all(map(operator.is_, chain.from_iterable(taken.live), taken.objects))
-        and all(map(operator.is_, map(_PARAMETERS, taken.groups), taken.lists))
-        and all(map(operator.eq, map(len, taken.lists), map(len, taken.parameters)))
-    )
-
-
-def _is_current(optimizer: Optimizer, taken: _OptimizerSnapshot) -> bool:
-    """Return whether only the update itself has changed the contents of an optimizer."""
-    groups = [[*group["params"]] for group in optimizer.param_groups]
-    return (
-        taken.fused is not None
-        and optimizer.state is taken.state
-        and [*map(len, groups)] == [*map(len, taken.parameters)]
-        and all(map(operator.is_, chain(*groups), chain(*taken.parameters)))
-        and all(
-            each.group is group and each.is_current()
-            for each, group in zip(taken.fused, optimizer.param_groups, strict=True)
-        )
-    )
 
 
 def _how_not_fused(optimizer: Optimizer) -> str:
@@ -524,12 +451,6 @@ def _how_not_fused(optimizer: Optimizer) -> str:
     if not all(group.get("fused") for group in optimizer.param_groups):
         return " without fused"
     return " with an option that its fused update does not have"
-
-
-def _holders(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, which receive the gradients, in the order of its
-    groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _no_rate(multiplier: float, applied_steps: int) -> str:

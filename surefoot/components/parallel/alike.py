@@ -12,12 +12,8 @@ from torch import Tensor
 
 from surefoot.runtime.comm import Group
 
-WHOLE = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # integer dtype by element size
+# integer dtype by element size
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Apart(NamedTuple):

@@ -63,9 +63,8 @@ class Ordered:
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._parameters = [master_of(each) for each in leaves if each.requires_grad]
-        self._tree: list[
-            tuple[int, Grads]
-        ] = []  # sums that wait for their neighbor, each with its level
+        # sums that wait for their neighbor, each with its level
+        self._tree: list[tuple[int, Grads]] = []
 
     @torch.no_grad()
     def end_one(self) -> None:
@@ -105,9 +104,8 @@ class InOrder:
 
     def begin(self) -> Wait:
         if self._group.memory_of(self._flat) is not None:
-            return self._group.begin_to_add(
-                self._flat
-            )  # the reduction through shared memory adds in that order
+            # the reduction through shared memory adds in that order
+            return self._group.begin_to_add(self._flat)
         return self._exchange
 
     @torch.no_grad()

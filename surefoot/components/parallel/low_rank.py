@@ -47,9 +47,9 @@ class LowRankState:
     fresh: Tensor  # (m, r): initial columns of Q
     residual: Tensor = field(init=False)  # (n, m): the error not sent yet
     warm: Tensor = field(init=False)  # (m, r): Q, with columns of length 1
-    unit: Tensor = field(
-        init=False
-    )  # (), float64: the factor of the residual, which times it is a part of the gradient that is applied
+    # (), float64: the factor of the residual, which times it is a part of the gradient that is
+    # applied
+    unit: Tensor = field(init=False)
     rest: Tensor = field(init=False)  # (n, m): the residual after this step
     next: Tensor = field(init=False)  # (m, r): Q after this step
 
@@ -162,8 +162,10 @@ def matrix_shape(parameter: Tensor, rank: int) -> tuple[int, int] | None:
     """Return the (n, m) in which a gradient is stored in memory, where P and Q of `rank` columns
     have at most half as many elements; else None.
 
-    >>> matrix_shape(torch.empty(64, 16, 3, 3), 4), matrix_shape(torch.empty(64), 4), matrix_shape(torch.empty(8, 8), 4)
-    ((64, 144), None, None)
+    >>> matrix_shape(torch.empty(64, 16, 3, 3), 4)
+    (64, 144)
+    >>> matrix_shape(torch.empty(64), 4), matrix_shape(torch.empty(8, 8), 4)
+    (None, None)
     """
     if parameter.is_complex() or parameter.ndim < 2 or not parameter.numel():
         return None

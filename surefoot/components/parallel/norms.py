@@ -48,9 +48,8 @@ class JoinedBuffers:
             for each in model.modules()
             if isinstance(each, _NormBase) and isinstance(each.num_batches_tracked, Tensor)
         ]
-        alike = [
-            each for each in norms if isinstance(each, SyncNorm)
-        ]  # these synchronize in their forward pass
+        # these synchronize in their forward pass
+        alike = [each for each in norms if isinstance(each, SyncNorm)]
         self._norms = [each for each in norms if joins_norms and each not in alike]
         known = {
             (id(module), name)
@@ -64,9 +63,8 @@ class JoinedBuffers:
             if (id(module), name) not in known and buffer is not None
         ]
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._joined: tuple[Tensor, list[Tensor]] | None = (
-            None  # the statistics of all ranks in a row, and this rank's share of each
-        )
+        # the statistics of all ranks in a row, and this rank's share of each
+        self._joined: tuple[Tensor, list[Tensor]] | None = None
         self._live: list[Slot] | None = None  # the other buffers that change
         self._before: list[Tensor] = []
         self._others_before: list[Tensor] = []
@@ -108,7 +106,8 @@ class JoinedBuffers:
         if self._live and self._virtual is not None:
             slot = self._live[0]
             raise TaskError(
-                f"{type(slot[0]).__name__}.{slot[1]} changes in a pass, and layout.virtual_ranks knows only BatchNorm's statistics",
+                f"{type(slot[0]).__name__}.{slot[1]} changes in a pass, "
+                "and layout.virtual_ranks knows only BatchNorm's statistics",
                 hint="leave layout.virtual_ranks out: other buffers become those of rank 0",
             )
         if self._live:
@@ -128,9 +127,8 @@ class JoinedBuffers:
         )
         rows = self._group.gather(mine.to(torch.int64))  # (ranks, statistics)
         place = int(rows.sum(0).argmax())
-        name = f"{self._names[id(self._norms[place // 2])]}.{'running_var' if place % 2 else 'running_mean'}".lstrip(
-            "."
-        )
+        statistic = "running_var" if place % 2 else "running_mean"
+        name = f"{self._names[id(self._norms[place // 2])]}.{statistic}".lstrip(".")
         return name, rows[:, place].nonzero().flatten().tolist()
 
     def _statistics(self) -> list[Tensor]:
@@ -153,9 +151,9 @@ class JoinedBuffers:
         ranks."""
         now = self._statistics()
         before = torch.stack([each.double() for each in self._before[2::3]])
-        seen = torch.stack(
+        seen = torch.stack(  # (own, norms)
             [torch.stack([each.double() for each in ended[2::3]]) - before for ended in self._ended]
-        )  # (own, norms)
+        )
         table = seen.new_zeros((virtual.size, seen.shape[1]))
         table[virtual.first : virtual.first + virtual.own] = seen
         table = self._group.add(table)
@@ -224,9 +222,8 @@ class JoinedBuffers:
             return stays**total, stays**mine, stays ** (total - until)
         if before + total == 0:
             return 1.0, 1.0, 0.0
-        kept = (
-            before / (before + mine) if before + mine else 1.0
-        )  # a cumulative mean: each microbatch has equal weight
+        # a cumulative mean: each microbatch has equal weight
+        kept = before / (before + mine) if before + mine else 1.0
         return before / (before + total), kept, (before + mine) / (before + total)
 
     def _find_live(self) -> list[Slot]:

@@ -32,12 +32,13 @@ from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm import Group
 
-BUCKET_BYTES, FIRST_BUCKET_BYTES = (
-    25 << 20,
-    1 << 20,
-)  # as in DDP: the first bucket is small, so that it is sent early
+# as in DDP: the first bucket is small, so that it is sent early
+BUCKET_BYTES, FIRST_BUCKET_BYTES = (25 << 20, 1 << 20)
 
-ONE_PASS = "call arm() before the last backward pass of a step and finish() after it; of several losses, call backward() on the sum"
+ONE_PASS = (
+    "call arm() before the last backward pass of a step and finish() after it; of several losses, "
+    "call backward() on the sum"
+)
 
 
 @dataclass(eq=False)
@@ -97,9 +98,8 @@ class Replicas:
         self._parameters = list(map(self._holder, leaves))
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._buckets: list[Bucket] = []
-        self._place: dict[
-            int, tuple[int, int]
-        ] = {}  # parameter id -> (bucket index, index in the bucket)
+        # parameter id -> (bucket index, index in the bucket)
+        self._place: dict[int, tuple[int, int]] = {}
         self._sparse = [each for each in self._parameters if any(each is other for other in sparse)]
         self._rows: dict[int, Tensor] = {}  # sparse parameter id -> the rows that this rank has
         self._next = 0  # index of the next bucket to send: all ranks send in one order
@@ -120,7 +120,8 @@ class Replicas:
         """
         if self._is_armed and self._next and not self._group.is_alone:
             raise TaskError(
-                "arm() was called twice without finish(), and gradients of the first backward pass are on their way to other ranks",
+                "arm() was called twice without finish(), "
+                "and gradients of the first backward pass are on their way to other ranks",
                 hint=ONE_PASS,
             )
         for leaf, handle in zip(self._leaves, self._hooks, strict=True):
@@ -256,9 +257,8 @@ class Replicas:
         pass."""
         if not self._is_armed:
             return
-        parameter = self._holder(
-            parameter
-        )  # the master has the gradient by now: its hook ran first
+        # the master has the gradient by now: its hook ran first
+        parameter = self._holder(parameter)
         number, index = self._place[id(parameter)]
         bucket = self._buckets[number]
         if not bucket.there[index]:
@@ -274,7 +274,8 @@ class Replicas:
         if number < self._next and not self._group.is_alone:
             shape = tuple(bucket.parameters[index].shape)
             raise TaskError(
-                f"a second backward pass after arm(): the gradient of a parameter of shape {shape} is on its way to other ranks",
+                f"a second backward pass after arm(): the gradient of a parameter of shape {shape} "
+                "is on its way to other ranks",
                 hint=ONE_PASS,
             )
         if grad is not None and grad is not bucket.views[index]:
@@ -307,9 +308,8 @@ class Replicas:
         missing = [
             index for index, parameter in enumerate(bucket.parameters) if parameter.grad is None
         ]
-        elsewhere = (
-            bucket.presence.tolist() if missing else []
-        )  # a host wait, only where a gradient is missing
+        # a host wait, only where a gradient is missing
+        elsewhere = bucket.presence.tolist() if missing else []
         for index, parameter in enumerate(bucket.parameters):
             view = bucket.views[index]
             if parameter.grad is None and not elsewhere[index]:

@@ -132,7 +132,8 @@ def join_batchnorm(model: nn.Module) -> list[SyncNorm]:
             continue
         if type(module) not in PLAIN:
             raise TaskError(
-                f"{name} is a {type(module).__name__}, a BatchNorm of your own, which would be lost",
+                f"{name} is a {type(module).__name__}, a BatchNorm of your own, "
+                "which would be lost",
                 hint="leave train.batchnorm out",
             )
         if id(module) not in made:

@@ -23,9 +23,8 @@ class Totals:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._names: dict[
-            str, tuple[tuple[str, float], ...]
-        ] = {}  # update -> its loss terms with their weights
+        # update -> its loss terms with their weights
+        self._names: dict[str, tuple[tuple[str, float], ...]] = {}
 
     def add(
         self, update: str, mine: Mapping[str, Row], extra: Sequence[float] = ()

@@ -19,10 +19,8 @@ from torch import Tensor
 from surefoot.runtime.comm import Group
 
 Wait = Callable[[], Any]  # returns the next Wait, or None
-EXPONENTS = {
-    torch.float32: 126,
-    torch.float64: 1022,
-}  # largest exponent whose power of two and its inverse are normal numbers
+# largest exponent whose power of two and its inverse are normal numbers
+EXPONENTS = {torch.float32: 126, torch.float64: 1022}
 TOP = 15  # sums in fp16 stay below 2 ** 15; the largest fp16 is 65504
 
 

@@ -7,12 +7,14 @@ from torch import nn
 
 from surefoot.core.errors import TaskError
 
+# by name: importing all of them takes half as long as torch
 WRAPPERS = {
-    "DataParallel": "drives all devices from one interpreter and copies the model to them in every forward pass",
+    "DataParallel": "drives all devices from one interpreter "
+    "and copies the model to them in every forward pass",
     "DistributedDataParallel": "sums gradients in each backward pass, as surefoot does once a step",
     "FullyShardedDataParallel": "splits weights where surefoot cannot see them",
     "FSDPModule": "splits weights where surefoot cannot see them",
-}  # by name: importing all of them takes half as long as torch
+}
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -23,6 +25,10 @@ def check_unwrapped(model: nn.Module) -> None:
             if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
                 where = f"{place} of the model" if place else "the model"
                 raise TaskError(
-                    f"{where} is wrapped in torch's {kind.__name__}, which {WRAPPERS[kind.__name__]}",
-                    hint="give the model itself: surefoot train SPEC --ranks N copies it to N ranks, layout.shard splits it",
+                    f"{where} is wrapped in torch's {kind.__name__}, "
+                    f"which {WRAPPERS[kind.__name__]}",
+                    hint=(
+                        "give the model itself: surefoot train SPEC --ranks N copies it to "
+                        "N ranks, layout.shard splits it"
+                    ),
                 )

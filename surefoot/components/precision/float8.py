@@ -84,15 +84,15 @@ def to_float8(
     found = find_linear(model, kept)
     if not found.layers:
         raise SpecError(
-            f"precision.compute is 'float8', and no linear layer of the model is: {'; '.join(found.notes[1:]) or 'it has none'}",
+            "precision.compute is 'float8', and no linear layer of the model is: "
+            f"{'; '.join(found.notes[1:]) or 'it has none'}",
             hint="use bf16, or sizes that are multiples of 16",
         )
     with torchao('precision.compute = "float8"'):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     emulates = emulate or next(model.parameters()).device.type == "cpu"
-    config = Float8LinearConfig(
-        emulate=emulates, pad_inner_dim=not emulates
-    )  # the batch is padded to a multiple too
+    # the batch is padded to a multiple too
+    config = Float8LinearConfig(emulate=emulates, pad_inner_dim=not emulates)
     given = {name: model.get_submodule(name) for name in found.layers}
     convert_to_float8_training(
         model, module_filter_fn=lambda module, name: name in found.layers, config=config

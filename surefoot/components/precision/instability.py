@@ -51,7 +51,10 @@ class Overflow:
         )
         if self.operator is not None:
             return f"{self.operator} in {self.module} overflows in {self.dtype}{given}"
-        return f"{self.module} is the first module with numbers {way} that are not finite, in {self.dtype}{given}"
+        return (
+            f"{self.module} is the first module with numbers {way} that are not finite, "
+            f"in {self.dtype}{given}"
+        )
 
     @property
     def remedy(self) -> str | None:
@@ -244,8 +247,10 @@ def was_clipped_first(norm: float, *, scale: float, clip: float) -> bool:
     """Return whether gradients were clipped before they were divided by the loss scale: their norm
     is then exactly `clip / scale`.
 
-    >>> was_clipped_first(1.0 / 65536, scale=65536.0, clip=1.0), was_clipped_first(0.7, scale=65536.0, clip=1.0)
-    (True, False)
+    >>> was_clipped_first(1.0 / 65536, scale=65536.0, clip=1.0)
+    True
+    >>> was_clipped_first(0.7, scale=65536.0, clip=1.0)
+    False
     """
     return scale > 1 and math.isclose(norm, clip / scale, rel_tol=1e-3)
 

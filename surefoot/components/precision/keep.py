@@ -42,9 +42,8 @@ def keep_in_fp32(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
         found |= matched
     for module in found.values():
         if not isinstance(module.forward, functools.partial):
-            module.forward = functools.partial(
-                _in_fp32, module.forward
-            )  # a partial is copied with its module
+            # a partial is copied with its module
+            module.forward = functools.partial(_in_fp32, module.forward)
     return found
 
 

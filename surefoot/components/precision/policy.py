@@ -94,7 +94,10 @@ def choose(wanted: str, units: FormatSupport, *, emulate: bool = False) -> tuple
         reason, hint = f"{wanted} is a format of a GPU's tensor cores", "use another: fp32, bf16"
         if wanted != "tf32" or units.kind != "cpu":
             reason = f"it has no units for {wanted}"
-            hint = f"GPUs have them since {SINCE.get(wanted, 'Ampere (2020)')}; {INSTEAD.get(wanted, 'auto takes the best there is')}"
+            hint = (
+                f"GPUs have them since {SINCE.get(wanted, 'Ampere (2020)')}; "
+                f"{INSTEAD.get(wanted, 'auto takes the best there is')}"
+            )
         raise SpecError(
             f"precision.compute is {wanted!r}, which {units.name} lacks: {reason}", hint=hint
         )
@@ -108,7 +111,10 @@ def _best(units: FormatSupport) -> tuple[Compute, str]:
         return "fp16", f"auto: {units.name} has units for fp16 and none for bf16; with a loss scale"
     return (
         "fp32",
-        f"auto: {units.name} has no units for 16 bits that need no loss scale; they would not be faster",
+        (
+            f"auto: {units.name} has no units for 16 bits that need no loss scale; "
+            "they would not be faster"
+        ),
     )
 
 

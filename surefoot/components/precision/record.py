@@ -132,9 +132,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tf32 = tf32
         self._named = dict(model.named_parameters())
         self._names = {_key(parameter): name for name, parameter in self._named.items()}
-        self._scaled: dict[
-            tuple[int, torch.dtype], str | None
-        ] = {}  # outputs of SCALES -> the parameter that was scaled
+        # outputs of SCALES -> the parameter that was scaled
+        self._scaled: dict[tuple[int, torch.dtype], str | None] = {}
         self._held: list[Tensor] = []  # casts, kept alive: the address of a freed storage is reused
         self._computed: dict[str, dict[str, None]] = {}
         self._gradients: dict[str, str] = {}
@@ -153,9 +152,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # else torch imports its compiler to skip this mode; nothing compiles inside it
-        )
+        # else torch imports its compiler to skip this mode; nothing compiles inside it
+        return False
 
     def __torch_dispatch__(
         self,
@@ -283,9 +281,8 @@ class OverflowRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where = where
-        self.found: tuple[str, str, Tensor, list[Tensor]] | None = (
-            None  # operator, module, output, inputs
-        )
+        # operator, module, output, inputs
+        self.found: tuple[str, str, Tensor, list[Tensor]] | None = None
 
     def __torch_dispatch__(
         self,
@@ -328,8 +325,12 @@ def check_contract(contract: Mapping[Any, str], parameters: Iterable[ParameterDt
             found = getattr(row, role)
             if found is not None and found != wanted and row.master is not None:
                 raise NumbersError(
-                    f"precision.contract says {role} = {wanted!r}, and that of {row.name} is {found}, as observed in step 1",
-                    hint="surefoot explain SPEC shows every parameter; change the spec, or the contract",
+                    f"precision.contract says {role} = {wanted!r}, "
+                    f"and that of {row.name} is {found}, as observed in step 1",
+                    hint=(
+                        "surefoot explain SPEC shows every parameter; change the spec, "
+                        "or the contract"
+                    ),
                 )
 
 

@@ -55,9 +55,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tallies: dict[tuple[str, str, str, str], _Tally] = defaultdict(_Tally)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event, list[_Tally]]] = []
         self._tracker = ModuleTracker()  # used only to detect a backward pass
-        self.unknown: set[str] = (
-            set()
-        )  # operators without a formula: they count bytes and time, and no FLOPs
+        # operators without a formula: they count bytes and time, and no FLOPs
+        self.unknown: set[str] = set()
 
     def __enter__(self) -> Self:
         self._whereabouts.__enter__()
@@ -103,9 +102,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         around = self._whereabouts.around()
         is_backward, is_on = self._tracker.is_bw, torch.is_grad_enabled()
         is_again = is_backward and is_on  # gradients are on inside a backward pass: a recomputation
-        is_asked = not is_again and (
-            is_backward or is_on or bool(around)
-        )  # else a matmul of the optimizer, as Muon's
+        # else a matmul of the optimizer, as Muon's
+        is_asked = not is_again and (is_backward or is_on or bool(around))
         tallies = [
             self._tallies[module, name, call.dtype, call.group] for module in (WHOLE, *around)
         ]

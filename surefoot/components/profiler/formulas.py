@@ -39,6 +39,13 @@ COMPLEX = {
     torch.complex64: "complex64",
     torch.complex128: "complex128",
 }
+
+
+def _packets(names: str) -> set[Any]:
+    """Return the operators of torch with these names, which spaces separate."""
+    return {getattr(aten, name) for name in names.split()}
+
+
 FIRST_FACTOR = {
     aten.mm: 0,
     aten.bmm: 0,
@@ -87,10 +94,8 @@ NORMS_BACKWARD = {
     aten.cudnn_batch_norm_backward: ("layer", 2, None),
     aten.batch_norm_backward: ("layer", 2, None),
 }
-ADAM, SGD = (
-    13,
-    2,
-)  # per element: the first moment 3, the second 4, the divisor 3, the update 3; the update 2
+# per element: the first moment 3, the second 4, the divisor 3, the update 3; the update 2
+ADAM, SGD = (13, 2)
 PER_RESULT = {  # FLOPs per element of the first result
     aten._softmax: shape.SOFTMAX,
     aten._log_softmax: shape.SOFTMAX,
@@ -100,103 +105,47 @@ PER_RESULT = {  # FLOPs per element of the first result
     aten.native_dropout: 2,
     aten.native_dropout_backward: 2,
 }
-PER_INPUT = {  # FLOPs per element of the first argument
-    aten.sum: 1,
-    aten.mean: 1,
-    aten.amax: 1,
-    aten.amin: 1,
-    aten.max: 1,
-    aten.min: 1,
-    aten.argmax: 1,
-    aten.argmin: 1,
-    aten.prod: 1,
+# FLOPs per element of the first argument
+PER_INPUT = dict.fromkeys(
+    _packets(
+        """
+        sum mean amax amin max min argmax argmin prod cumsum embedding_dense_backward
+        _adaptive_avg_pool2d _adaptive_avg_pool2d_backward max_pool2d_with_indices_backward
+        avg_pool2d_backward
+        """
+    ),
+    1,
+) | {
+    aten.linalg_vector_norm: 2,
+    aten.norm: 2,
+    aten.mse_loss_backward: 2,
+    aten.mse_loss: 3,
     aten.var: 4,
     aten.var_mean: 4,
     aten.std: 4,
-    aten.linalg_vector_norm: 2,
-    aten.norm: 2,
-    aten.cumsum: 1,
     aten.logsumexp: 4,
-    aten.mse_loss: 3,
-    aten.mse_loss_backward: 2,
-    aten.embedding_dense_backward: 1,
-    aten._adaptive_avg_pool2d: 1,
-    aten._adaptive_avg_pool2d_backward: 1,
-    aten.max_pool2d_with_indices_backward: 1,
-    aten.avg_pool2d_backward: 1,
 }
 SOFTMAXES, DROPOUTS = list(PER_RESULT)[:5], list(PER_RESULT)[5:]
 LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
-ADDED_AT = {
-    aten.scatter_add: 3,
-    aten.scatter_add_: 3,
-    aten.index_add: 3,
-    aten.index_add_: 3,
-}  # index of the added argument
-OVERWRITTEN = {
-    aten.copy_,
-    aten.fill_,
-    aten.zero_,
-    aten.zeros_like,
-    aten.ones_like,
-    aten.full_like,
-}  # the first argument is not read
-ALLOCATED = {
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-    aten._unsafe_view,
-    aten._reshape_alias,
-    aten.lift_fresh,
-    aten.is_same_size,
-    aten.detach_,
-    aten._local_scalar_dense,
-    aten.unsafe_split,
-    aten.unsafe_chunk,
-}
-MOVES = {
-    aten.copy_,
-    aten._to_copy,
-    aten.clone,
-    aten.cat,
-    aten.stack,
-    aten.fill_,
-    aten.zero_,
-    aten.zeros,
-    aten.ones,
-    aten.full,
-    aten.arange,
-    aten.zeros_like,
-    aten.ones_like,
-    aten.full_like,
-    aten.new_zeros,
-    aten.new_ones,
-    aten.new_full,
-    aten.constant_pad_nd,
-    aten.slice_backward,
-    aten.select_backward,
-    aten.nll_loss_backward,
-    aten.scatter,
-    aten.scatter_,
-    aten.flip,
-    aten.roll,
-    aten.repeat,
-    aten.masked_fill,
-    aten.masked_fill_,
-    aten.bernoulli_,
-    aten.uniform_,
-    aten.normal_,
-    aten.random_,
-    aten.index_put,
-    aten.index_put_,
-    aten._index_put_impl_,
-    aten.tril,
-    aten.triu,
-    aten.scalar_tensor,
-    aten.eye,
-}
+# index of the added argument
+ADDED_AT = {aten.scatter_add: 3, aten.scatter_add_: 3, aten.index_add: 3, aten.index_add_: 3}
+# the first argument is not read
+OVERWRITTEN = {aten.copy_, aten.fill_, aten.zero_, aten.zeros_like, aten.ones_like, aten.full_like}
+ALLOCATED = _packets(
+    """
+    empty empty_like empty_strided new_empty new_empty_strided _unsafe_view _reshape_alias
+    lift_fresh is_same_size detach_ _local_scalar_dense unsafe_split unsafe_chunk
+    """
+)
+MOVES = _packets(
+    """
+    copy_ _to_copy clone cat stack fill_ zero_ zeros ones full arange zeros_like ones_like
+    full_like new_zeros new_ones new_full constant_pad_nd slice_backward select_backward
+    nll_loss_backward scatter scatter_ flip roll repeat masked_fill masked_fill_ bernoulli_
+    uniform_ normal_ random_ index_put index_put_ _index_put_impl_ tril triu scalar_tensor
+    eye
+    """
+)
 MUTATED = {
     aten._fused_adamw_: (0, 2, 3, 5),
     aten._fused_adam_: (0, 2, 3, 5),

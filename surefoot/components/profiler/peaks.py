@@ -22,9 +22,8 @@ from surefoot.core.process.memory import find_limit
 
 Shape = tuple[int, int, int]  # rows, inner size, columns
 Make = Callable[[int, int, int, dict[str, Any]], Callable[[], Any]]
-SHAPES: dict[
-    str, tuple[Shape, ...]
-] = {  # the fastest shape depends on dtype and cores: thin ones stay in the caches
+# the fastest shape depends on dtype and cores: thin ones stay in the caches
+SHAPES: dict[str, tuple[Shape, ...]] = {
     "cpu": (
         (512, 512, 512),
         (768, 768, 768),
@@ -34,10 +33,8 @@ SHAPES: dict[
     ),
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192)),
 }
-COPIED_BYTES = {
-    "cpu": 256 << 20,
-    "cuda": 1 << 30,
-}  # larger than the last-level cache; at most 1/16 of the memory
+# larger than the last-level cache; at most 1/16 of the memory
+COPIED_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 CACHED_BYTES = 256 << 10  # source and target fit into the L2 cache of a core
 LEAST_SAMPLES, LONGEST_S = 2, 0.1  # of one matmul; a longer one is left out
 # a shared machine is slow for seconds at a time: the KEPT fastest are measured PASSES times
@@ -159,9 +156,8 @@ class _Products:
 def _copied_bytes_per_s(device: torch.device, size: int, budget_s: float) -> float:
     """Return bytes read and written per second; the read of a cache line before it is written is
     not counted."""
-    source, target = (
-        torch.ones(size // 4, device=device) for _ in range(2)
-    )  # written once, so that all pages are mapped
+    # written once, so that all pages are mapped
+    source, target = (torch.ones(size // 4, device=device) for _ in range(2))
     repeats = max(1, (1 << 22) // size)  # a copy inside a cache is shorter than a clock's tick
 
     def copy() -> None:

@@ -50,9 +50,8 @@ class Guard:
         self._high_in_row = 0
         self._first_loss: float | None = None
         self._ending: NumbersError | None = None
-        self.num_skipped = self.num_empty = (
-            0  # num_empty: the skipped steps whose loss counted no item
-        )
+        # num_empty: the skipped steps whose loss counted no item
+        self.num_skipped = self.num_empty = 0
 
     def state(self) -> dict[str, Any]:
         """Return the counters for a checkpoint; all reports must have been judged before."""
@@ -61,9 +60,8 @@ class Guard:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the counters from a checkpoint's `state`."""
         for name in _REMEMBERED:
-            setattr(
-                self, name, state.get(name, getattr(self, name))
-            )  # older checkpoints have fewer fields
+            # older checkpoints have fewer fields
+            setattr(self, name, state.get(name, getattr(self, name)))
 
     def watch(self, report: StepReport) -> None:
         self._unread.append(report)
@@ -130,9 +128,8 @@ class Guard:
         which = f"update {', '.join(empty)}" if len(report.updates) > 1 else "the step"
         steps = "1 such step" if many == 1 else f"{many:,} such steps"
         action = f"{which} was skipped, nothing moved; {steps} so far"
-        is_printed = (
-            many & (many - 1) == 0
-        )  # after 1, 2, 4, 8, ... steps: else frequent empty batches would fill the screen
+        # after 1, 2, 4, 8, ... steps: else frequent empty batches would fill the screen
+        is_printed = many & (many - 1) == 0
         return GuardFault(
             report.step, "no-items", action, f"the loss of {which} counts 0 items", is_printed
         )
@@ -150,7 +147,10 @@ class Guard:
                 f"the step was skipped, nothing moved; the loss scale is now {scale:g}",
                 detail,
             )
-        text = f"{detail}, and precision.min_scale is {self._min_scale:g}: the scale would halve for ever"
+        text = (
+            f"{detail}, and precision.min_scale is {self._min_scale:g}: "
+            "the scale would halve for ever"
+        )
         if self._ending is None:
             self._ending = NumbersError(
                 f"step {report.step}: {text}",

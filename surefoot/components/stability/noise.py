@@ -40,7 +40,10 @@ class Noise:
         scale) samples.
         """
         if self.scale is None or self.high is None:
-            return f"the noise scale is {self.low:,.0f} samples or more: a batch above {batch:,} saves steps nearly in proportion"
+            return (
+                f"the noise scale is {self.low:,.0f} samples or more: "
+                f"a batch above {batch:,} saves steps nearly in proportion"
+            )
         steps, samples = (
             f"{1 + share:.3g}x" for share in (self.scale / batch, batch / max(self.scale, 1e-9))
         )
@@ -48,7 +51,10 @@ class Noise:
             f"a batch of {batch:,} takes {steps} the fewest steps and {samples} the fewest samples"
         )
         if batch < self.low:
-            return f"{costs}: a larger one, up to about {self.scale:,.0f}, saves steps nearly in proportion; raise the rate with it"
+            return (
+                f"{costs}: a larger one, up to about {self.scale:,.0f}, "
+                "saves steps nearly in proportion; raise the rate with it"
+            )
         if batch > self.high:
             return f"{costs}: a smaller one, down to about {self.scale:,.0f}, saves samples"
         return f"{costs}: about as large as is worth it"
@@ -60,9 +66,8 @@ class GradientNoise:
 
     def __init__(self, most: int = MOST) -> None:
         self._unread: deque[tuple[float | Tensor, float | Tensor, int, int]] = deque(maxlen=most)
-        self._pairs: deque[tuple[float, float]] = deque(
-            maxlen=most
-        )  # estimates of |G|^2 and S, each without bias
+        # estimates of |G|^2 and S, each without bias
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=most)
 
     def add(
         self, part_square: float | Tensor, whole_square: float | Tensor, part: int, whole: int

@@ -10,10 +10,8 @@ from torch import nn
 from surefoot.core.errors import SpecError, TaskError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-MOST_GROUPS, LEAST_CHANNELS = (
-    32,
-    8,
-)  # GroupNorm's usual number; a group of fewer channels loses too much of a 1-D sample
+# GroupNorm's usual number; a group of fewer channels loses too much of a 1-D sample
+MOST_GROUPS, LEAST_CHANNELS = (32, 8)
 _FORWARDS = [each.forward for each in BATCH_NORMS]
 
 
@@ -57,7 +55,8 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
     own = [name for name, module in norms.items() if type(module).forward not in _FORWARDS]
     if own:
         raise TaskError(
-            f"{own[0]} is a {type(norms[own[0]]).__name__}, a BatchNorm with a forward pass of its own, which would be lost",
+            f"{own[0]} is a {type(norms[own[0]]).__name__}, "
+            "a BatchNorm with a forward pass of its own, which would be lost",
             hint="put another norm in its place in the model itself",
         )
     made = {id(module): _norm_for(module, to) for module in norms.values()}

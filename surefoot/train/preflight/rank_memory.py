@@ -70,9 +70,9 @@ class RankShare:
 
 def find_share(layout: Layout, model: nn.Module, blocks: Sequence[str | nn.Module]) -> RankShare:
     """Return the share of one rank. Raises SpecError if stage 3 finds no blocks to gather."""
-    if not layout.is_sharded or layout.stage == 1:
+    if not layout.is_sharded or layout.zero_stage == 1:
         return RankShare(layout, {})
-    return RankShare(layout, find_units(layout.stage, model, blocks))
+    return RankShare(layout, find_units(layout.zero_stage, model, blocks))
 
 
 class RankGradients:

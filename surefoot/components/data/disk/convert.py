@@ -198,7 +198,8 @@ def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> N
         is_there = (out / each.name).is_file()
         if not is_there or digest_of(out / each.name) != each.sha256:
             say(
-                f"{each.name} is {'damaged' if is_there else 'missing'}: the tars from there on are written again"
+                f"{each.name} is {'damaged' if is_there else 'missing'}: "
+                "the tars from there on are written again"
             )
             del shards[number:]
             break

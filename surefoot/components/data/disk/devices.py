@@ -23,11 +23,8 @@ FILE_SYSTEMS = {  # file systems whose type names the kind of storage
     ),
     **dict.fromkeys(("9p", "virtiofs", "fuse.sshfs", "fuse.s3fs"), "network"),
 }
-DISKS = {
-    "vd": "virtual disk",
-    "xvd": "virtual disk",
-    "nvme": "NVMe",
-}  # by the prefix of a block device's name
+# by the prefix of a block device's name
+DISKS = {"vd": "virtual disk", "xvd": "virtual disk", "nvme": "NVMe"}
 PIECE_BYTES = 1 << 20
 BLOCKS = Path("/sys/class/block")
 

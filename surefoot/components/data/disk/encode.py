@@ -129,7 +129,10 @@ def _as_class(value: Any, what: str) -> bytes:
             else f"{array.dtype} {array.shape}"
         )
         name = what.partition(" ")[0]
-        hint = f"cls is a whole number from 0 to {LARGEST_CLASS:,}; write it otherwise: --as {name}=npy"
+        hint = (
+            f"cls is a whole number from 0 to {LARGEST_CLASS:,}; write it otherwise: "
+            f"--as {name}=npy"
+        )
         raise DataError(f"{what} is {shown}, which is no class", hint=hint)
     return str(int(array)).encode()
 

@@ -105,7 +105,8 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed_bytes + SPARE_BYTES > free:
         raise DataError(
-            f"{folder} has {format_bytes(free)} left, and {format_bytes(needed_bytes)} are to be written",
+            f"{folder} has {format_bytes(free)} left, and {format_bytes(needed_bytes)} are to be "
+            "written",
             hint="free some space, or name a folder on another disk",
         )
 

@@ -138,7 +138,8 @@ class Samples:
         rows = self._rows(number)
         if rows.keys() != self.kinds.keys():
             raise DataError(
-                f"sample {number:,} has the parts {', '.join(rows)}, and the first one {', '.join(self.kinds)}",
+                f"sample {number:,} has the parts {', '.join(rows)}, "
+                f"and the first one {', '.join(self.kinds)}",
                 hint="give samples of the same parts",
             )
         return {
@@ -158,7 +159,10 @@ class Samples:
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise DataError(
                     f"a part is called {name!r}",
-                    hint="a name has letters, digits, _ and -, 40 at the most: it becomes an extension",
+                    hint=(
+                        "a name has letters, digits, _ and -, 40 at the most: "
+                        "it becomes an extension"
+                    ),
                 )
         return {name: _row(value, f"{name} of sample {number:,}") for name, value in fields.items()}
 
@@ -202,7 +206,10 @@ def _row(value: Any, what: str) -> Any:
     shown = f"{tuple(value.shape)}" if is_array else f"a {type(value).__name__}"
     raise DataError(
         f"{what} is {shown}, where one row was asked for",
-        hint="give samples by number, each part of one row: a source, tensors, or a dataset with a length",
+        hint=(
+            "give samples by number, each part of one row: a source, tensors, "
+            "or a dataset with a length"
+        ),
     )
 
 

@@ -189,7 +189,11 @@ def _copy(path: Path, made: Path, wanted: str | None = None, tell: Tell = lambda
             tell(len(piece))
         if wanted not in (None, digest.hexdigest()):
             raise DataError(
-                f"{path} is not what it should be: its SHA-256 is {digest.hexdigest()}, and {wanted} was expected",
-                hint="is it damaged? fetch it again, or remove the index and SHA256SUMS beside it if it was changed on purpose",
+                f"{path} is not what it should be: its SHA-256 is {digest.hexdigest()}, "
+                f"and {wanted} was expected",
+                hint=(
+                    "is it damaged? fetch it again, or remove the index and SHA256SUMS beside it "
+                    "if it was changed on purpose"
+                ),
             )
     return digest.hexdigest()

@@ -2,15 +2,10 @@
 
 from surefoot.components.data.loader.ahead import Ahead
 from surefoot.components.data.loader.bad import Read, Sound, read_sound
+from surefoot.components.data.loader.batches import Taken, bytes_of
 from surefoot.components.data.loader.jobs import Job, Reader, look
-from surefoot.components.data.loader.loader import (
-    Kind,
-    Loader,
-    LoaderNotice,
-    LoaderSettings,
-    Taken,
-    bytes_of,
-)
+from surefoot.components.data.loader.loader import Loader
+from surefoot.components.data.loader.settings import Kind, LoaderNotice, LoaderSettings
 
 __all__ = [
     "Ahead",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data.feed import map_tensors, to_device
-from surefoot.components.data.loader.loader import Taken
+from surefoot.components.data.loader.batches import Taken
 from surefoot.contract.task import Batch
 
 Peek = Callable[[int], Taken | None]
@@ -25,9 +25,8 @@ class Ahead:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._copied: tuple[int, list[Batch]] | None = None
-        self._leaving: list[
-            tuple[Any, Taken]
-        ] = []  # the sources of copies in progress must stay in memory
+        # the sources of copies in progress must stay in memory
+        self._leaving: list[tuple[Any, Taken]] = []
 
     def take(self, taken: Taken, peek: Peek | None = None) -> list[Batch]:
         """Return the batches of a step on the device.

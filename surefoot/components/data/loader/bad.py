@@ -113,8 +113,12 @@ class BadRecords:
         if len(self.found) > self.limit:
             last = fresh[-1]
             raise BadRecordError(
-                f"{len(self.found):,} of {self._num_samples:,} samples cannot be read, the last one sample {last.sample}: {last.reason}",
-                hint=f"data.max_bad = {self._share:g} allows {self.limit:,}; surefoot data check names them all",
+                f"{len(self.found):,} of {self._num_samples:,} samples cannot be read, "
+                f"the last one sample {last.sample}: {last.reason}",
+                hint=(
+                    f"data.max_bad = {self._share:g} allows {self.limit:,}; "
+                    "surefoot data check names them all"
+                ),
             )
         return fresh
 

@@ -206,7 +206,10 @@ class Processes:
         if multiprocessing.current_process().daemon:
             raise DataError(
                 "this process is daemonic, and such a one may begin no workers",
-                hint='begin it with daemon=False; or set loader.kind = "thread", or loader.workers = 0',
+                hint=(
+                    'begin it with daemon=False; or set loader.kind = "thread", '
+                    "or loader.workers = 0"
+                ),
             )
         for place in range(size):
             self._begin(place)
@@ -223,8 +226,12 @@ class Processes:
                 slot.close()
             self.close()
             raise DataError(
-                f"worker {place} of {self.size} could not begin: {error}; each opens {self._num_slots} files of memory here",
-                hint="a smaller loader.workers or loader.prefetch; or a larger number of open files: ulimit -n",
+                f"worker {place} of {self.size} could not begin: {error}; "
+                f"each opens {self._num_slots} files of memory here",
+                hint=(
+                    "a smaller loader.workers or loader.prefetch; "
+                    "or a larger number of open files: ulimit -n"
+                ),
             ) from error
 
     def _begin_with(self, place: int, slots: tuple[Slot, ...]) -> None:
@@ -371,8 +378,8 @@ def check_picklable(reader: Reader) -> None:
             )
             raise DataError(
                 f"{found[0]} cannot be sent to a worker that is spawned: {found[1]}",
-                hint=f'define it in a file, under a name of its own, and import it; or set {forks}loader.kind = "thread", or '
-                "loader.workers = 0",
+                hint="define it in a file, under a name of its own, and import it; "
+                f'or set {forks}loader.kind = "thread", or loader.workers = 0',
             )
 
 
@@ -402,8 +409,8 @@ class _Pickler(reduction.ForkingPickler):
             and not _is_importable(sys.modules["__main__"])
         ):
             raise DataError(
-                f"{obj.__qualname__} is defined in an interactive session, a notebook or a script on standard input, which no other "
-                "process can import",
+                f"{obj.__qualname__} is defined in an interactive session, "
+                "a notebook or a script on standard input, which no other process can import",
                 hint="define it in a file, and import it",
             )
         return NotImplemented

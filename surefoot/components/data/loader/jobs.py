@@ -166,7 +166,7 @@ def _numpy_stream_of(key: int) -> Iterator[None]:
 
 
 def _held_normal(generator: Any) -> float | None:
-    """Take the cached second of a pair of normal numbers from numpy's global stream; None without one.
+    """Take the cached second of a pair of normal numbers from numpy's global stream, or None.
 
     The stream loses it when its generator is exchanged. numpy returns it with all 624 words of the
     state, which takes 40 us. A draw shows it in 2 us: the generator does not advance where a number

@@ -12,19 +12,18 @@ import itertools
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from surefoot.components.data.feed import Feed, SampleWindow
-from surefoot.components.data.loader.bad import BadRecords, Read, UnreadableSample
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.bad import BadRecords, Read
+from surefoot.components.data.loader.batches import Taken, bytes_of
 from surefoot.components.data.loader.crew import (
     Message,
     Processes,
-    Start,
     Threads,
     WorkerPool,
     gain_of_threads,
@@ -38,12 +37,12 @@ from surefoot.components.data.loader.pilot import (
     WorkerTiming,
     WorkerTuner,
 )
+from surefoot.components.data.loader.settings import Kind, LoaderNotice, LoaderSettings
 from surefoot.components.data.sources import Iterated
 from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import BadRecordError, DataError
 from surefoot.core.hardware import count_cores
 
-Kind = Literal["auto", "thread", "process"]
 MOST_TRIES = 3  # of one microbatch: after that many dead workers its samples are the cause
 BUSY_SHARE = 0.05  # of a core: a worker that uses more is computing
 BUSY = 8.0  # timeout of a worker that is computing, relative to one that is not
@@ -52,39 +51,6 @@ MOST_TRIED = 64  # samples
 LOOKS = 8  # liveness checks of a worker within its timeout
 PATIENCE = 1.5  # minimum timeout, relative to the slowest batch so far
 MOST_IN_VAIN = 8  # consecutive batches that raise in a worker, but not in this process
-
-
-class LoaderNotice(NamedTuple):
-    """Notice from a loader to its run.
-
-    `kind` is worker (a worker failed), starving (steps wait for data), tuned (the number of workers
-    was found), bad-record (a sample is left out) or data (the iterable contradicts its
-    description).
-    """
-
-    kind: Literal["worker", "starving", "tuned", "bad-record", "data"]
-    step: int
-    what: str
-    then: str  # the action taken, or the action to take
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderSettings:
-    """Settings of a loader: `workers` of a `kind`, each with `prefetch` microbatches ahead.
-
-    Kind auto is the one that is found to be faster. Batches read ahead take at most `memory_bytes`.
-    A worker that sends nothing for `timeout_s` while the loader waits for it is replaced. With 0
-    workers, each step reads its samples itself. With `most`, the loader finds the number of
-    workers, up to `most`, during the run.
-    """
-
-    workers: int = 0
-    most: int = 0
-    kind: Kind = "auto"
-    prefetch: int = 2
-    start: Start = "auto"
-    timeout_s: float = 4.0
-    memory_bytes: int = 2 << 30
 
 
 NOTHING = Read(None)
@@ -102,45 +68,6 @@ class _Ticket:
     problem: str | None = None
     is_unsendable: bool = False
     tries: int = 1
-
-
-class Taken(NamedTuple):
-    """Batches of step `number` for this rank: one per microbatch with samples, and their `ids`.
-
-    `first` is the index of the first of these microbatches among those of all ranks.
-    """
-
-    number: int
-    window: SampleWindow
-    batches: list[Batch]
-    ids: list[np.ndarray]
-    bad: tuple[UnreadableSample, ...] = ()
-    first: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        window: SampleWindow,
-        cut: Iterable[np.ndarray],
-        reads: Iterable[Read],
-        first: int = 0,
-    ) -> Self:
-        """Return the batches of a step from the reads of its microbatches, with samples `cut`."""
-        kept = [
-            (read.batch, read.kept(ids))
-            for ids, read in zip(cut, reads, strict=True)
-            if read.batch is not None
-        ]
-        bad = tuple(bad for read in reads for bad in read.bad)
-        return cls(
-            number, window, [batch for batch, _ in kept], [ids for _, ids in kept], bad, first
-        )
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in the batches."""
-        return sum(map(len, self.ids))
 
 
 class Loader:
@@ -275,11 +202,8 @@ class Loader:
         if not getattr(self._reader.source, "thread_safe", False):
             return "process"
         window = self._feed.window(max(self._next - 2, 0))
-        return (
-            "thread"
-            if gain_of_threads(self._reader, window.epoch, window.ids[:MOST_TRIED]) >= WORTH
-            else "process"
-        )
+        gain = gain_of_threads(self._reader, window.epoch, window.ids[:MOST_TRIED])
+        return "thread" if gain >= WORTH else "process"
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: records left out, and the position of the source."""
@@ -298,19 +222,15 @@ class Loader:
         Raises OtherDataError if the data read again on the way differ from the data read before.
         """
         if isinstance(self.source, Iterated):
-            window, streams_of = (
-                self._feed.window(number - 1),
-                functools.partial(streams_of_epoch, self._reader.seed),
-            )
+            window = self._feed.window(number - 1)
+            streams_of = functools.partial(streams_of_epoch, self._reader.seed)
             self.source.seek(window.epoch, int(window.ids[0]), streams_of)
 
     def skip_bad(self, share: float) -> None:
         """Leave out unreadable samples, up to a share of the data set."""
         self.close()
-        self._reader, self.bad = (
-            replace(self._reader, skips=True),
-            BadRecords(len(self._feed.source), share),
-        )
+        self._reader = replace(self._reader, skips=True)
+        self.bad = BadRecords(len(self._feed.source), share)
 
     @property
     def depth(self) -> int:
@@ -349,10 +269,8 @@ class Loader:
 
     def _loads(self, crew: WorkerPool) -> list[tuple[int, int]]:
         """Return the load of each worker: jobs still to be read, and all jobs not yet consumed."""
-        reads, holds = (
-            Counter(each.place for each in self._given.values()),
-            Counter(each.place for each in self._tickets),
-        )
+        reads = Counter(each.place for each in self._given.values())
+        holds = Counter(each.place for each in self._tickets)
         return [(reads[place], holds[place]) for place in range(crew.size)]
 
     def _make_crew(self) -> WorkerPool:
@@ -428,28 +346,23 @@ class Loader:
             key=lambda each: each.serial,
         )
         step = self._next - 1 if guilty is None else guilty.job.number
-        what = f"{name} {how}" + (
-            ""
-            if guilty is None
-            else f" while it read {_told(guilty.job.ids)} of step {guilty.job.number:,}"
-        )
+        what = f"{name} {how}"
         if guilty is not None:
+            what += f" while it read {_told(guilty.job.ids)} of step {guilty.job.number:,}"
             guilty.tries += 1
             if guilty.tries > MOST_TRIES:
                 self.close()
                 raise BadRecordError(
                     f"{what}; so did {MOST_TRIES - 1} workers before it",
-                    hint="read these samples by hand: source.read(ids); loader.timeout gives a slow one more time; "
-                    'what hangs in forked workers alone, as a pool of threads does, wants loader.start = "spawn"',
+                    hint="read these samples by hand: source.read(ids); "
+                    "loader.timeout gives a slow one more time; what hangs in forked workers "
+                    'alone, as a pool of threads does, wants loader.start = "spawn"',
                 )
         crew.replace(place)
         for ticket in lost:
             self._give(crew, ticket)
-        self.tell(
-            LoaderNotice(
-                "worker", step, what, "it was replaced, and the same samples are read again"
-            )
-        )
+        then = "it was replaced, and the same samples are read again"
+        self.tell(LoaderNotice("worker", step, what, then))
 
     def _read_again(self, ticket: _Ticket) -> None:
         """Read a microbatch again in this process, after a worker raised an exception.
@@ -462,32 +375,30 @@ class Loader:
         if ticket.is_unsendable:
             self.close()
             raise DataError(
-                f"the batch of step {job.number:,} cannot go from a worker process to the run: {raised}",
-                hint='give batches of types that pickle; or set loader.kind = "thread", or loader.workers = 0',
+                f"the batch of step {job.number:,} cannot go from a worker process to the run: "
+                f"{raised}",
+                hint=(
+                    'give batches of types that pickle; or set loader.kind = "thread", '
+                    "or loader.workers = 0"
+                ),
             )
         ticket.read = self._reader(job.window.epoch, job.ids)
         self._in_vain += 1
         crew = self._crew or self._make_crew()
-        what = f"{crew.name(ticket.place)} raised {raised} while it read {_told(job.ids)} of step {job.number:,}"
-        self.tell(
-            LoaderNotice(
-                "worker", job.number, what, "the same samples were read again, without an error"
-            )
+        what = (
+            f"{crew.name(ticket.place)} raised {raised} while it read "
+            f"{_told(job.ids)} of step {job.number:,}"
         )
+        then = "the same samples were read again, without an error"
+        self.tell(LoaderNotice("worker", job.number, what, then))
 
     def _go_on_alone(self, number: int) -> None:
         """Continue without workers, since reading fails in them each time."""
         self.use(replace(self.settings, workers=0))
         what = f"{self._in_vain} batches in a row raised in a worker, and did not in the run"
         self._in_vain = 0
-        self.tell(
-            LoaderNotice(
-                "worker",
-                number,
-                what,
-                "the workers are let go, and each step reads its own samples",
-            )
-        )
+        then = "the workers are let go, and each step reads its own samples"
+        self.tell(LoaderNotice("worker", number, what, then))
 
     def _bound_depth(self, batch: Batch) -> None:
         """Limit the read-ahead to the allowed memory, but at least one microbatch per worker."""
@@ -527,18 +438,11 @@ class Loader:
         _, cut = self._feed.mine(window)
         ids = (cut or [window.ids])[0]
         costs = self._reader.explain(window.epoch, ids)
-        total_s = sum(costs.values())
-        causes = ", ".join(
-            f"{name} {cost / total_s:.0%}"
-            for name, cost in sorted(costs.items(), key=lambda each: -each[1])
+        what = seen.describe_waiting(costs, len(ids))
+        then = (
+            'loader.workers = "auto" finds how many workers it takes; '
+            "surefoot tune-loader SPEC shows what each number brings"
         )
-        what = (
-            f"steps wait {seen.waiting:.0%} of their time for data, {seen.waiting * seen.step_s * 1e3:.3g} ms of "
-            f"{seen.step_s * 1e3:.3g}, with {seen.workers} worker{'s' * (seen.workers != 1)}"
-        )
-        if total_s:
-            what += f"; of what {len(ids):,} samples take, {total_s * 1e3:.3g} ms: {causes}"
-        then = 'loader.workers = "auto" finds how many workers it takes; surefoot tune-loader SPEC shows what each number brings'
         self.tell(LoaderNotice("starving", number, what, then))
 
     def describe(self) -> str:
@@ -546,17 +450,12 @@ class Loader:
         settings = self.settings
         if not settings.workers:
             return "each step reads its own samples: no worker"
-        named = (
-            {"thread": "threads", "process": "processes"}[self.kind]
-            if settings.workers > 1
-            else self.kind
+        many = {"thread": "threads", "process": "processes"}
+        workers = (
+            f"{settings.workers} worker {many[self.kind] if settings.workers > 1 else self.kind}"
         )
-        workers = f"{settings.workers} worker {named}"
-        held = (
-            f", {math.ceil(self._depth * self.batch_bytes / 2**20):,} MiB"
-            if self.batch_bytes
-            else ""
-        )
+        ahead_mib = math.ceil(self._depth * self.batch_bytes / 2**20)
+        held = f", {ahead_mib:,} MiB" if self.batch_bytes else ""
         return f"{workers} hold {self._depth} microbatches ahead{held}"
 
     def __del__(self) -> None:
@@ -573,25 +472,6 @@ def _joined(number: int, tickets: list[_Ticket]) -> Taken:
         [each.read for each in tickets],
         job.first,
     )
-
-
-def bytes_of(batch: Batch) -> int:
-    """Return the bytes of the tensors and arrays in a batch."""
-    if isinstance(batch, Tensor):
-        return batch.numel() * batch.element_size()
-    if isinstance(batch, np.ndarray):
-        return batch.nbytes
-    if isinstance(batch, str | bytes | int | float | None):
-        return 0
-    own = getattr(batch, "__dict__", {})
-    parts = (
-        batch.values()
-        if isinstance(batch, dict)
-        else batch
-        if isinstance(batch, tuple | list)
-        else own.values()
-    )
-    return sum(map(bytes_of, parts))
 
 
 def _told(ids: np.ndarray) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 # limits of the search: more workers cost more memory than they gain; few cores may wait for a slow
@@ -31,6 +31,22 @@ class WorkerTiming:
     workers: int
     step_s: float
     waiting: float
+
+    def describe_waiting(self, costs: Mapping[str, float], num_samples: int) -> str:
+        """Return how long steps wait, and the `costs` of reading some samples, in seconds."""
+        what = (
+            f"steps wait {self.waiting:.0%} of their time for data, "
+            f"{self.waiting * self.step_s * 1e3:.3g} ms of {self.step_s * 1e3:.3g}, "
+            f"with {self.workers} worker{'s' * (self.workers != 1)}"
+        )
+        total_s = sum(costs.values())
+        if not total_s:
+            return what
+        causes = ", ".join(
+            f"{name} {cost / total_s:.0%}"
+            for name, cost in sorted(costs.items(), key=lambda each: -each[1])
+        )
+        return f"{what}; of what {num_samples:,} samples take, {total_s * 1e3:.3g} ms: {causes}"
 
 
 class StepTimings:
@@ -94,9 +110,8 @@ class WorkerTuner:
         self._watch = StepTimings()
         shortest_s = min((each.step_s for each in self.tried), default=math.inf)
         self.tried.append(seen)
-        brings = (
-            seen.step_s < shortest_s * (1 - GAIN) or self.workers == 1
-        )  # a single worker may gain little even if two read twice as fast
+        # a single worker may gain little even if two read twice as fast
+        brings = seen.step_s < shortest_s * (1 - GAIN) or self.workers == 1
         if brings and seen.waiting > ENOUGH and self._left:
             self.workers = self._left.pop(0)
             return self.workers

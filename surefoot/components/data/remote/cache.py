@@ -59,7 +59,8 @@ class Cache:
         """
         if size > self.most_bytes:
             raise DataError(
-                f"{path.name} has {format_bytes(size)}, and the cache holds {format_bytes(self.most_bytes)}",
+                f"{path.name} has {format_bytes(size)}, "
+                f"and the cache holds {format_bytes(self.most_bytes)}",
                 hint="give a larger cache_bytes: several shards at least",
             )
         with _told(path):
@@ -106,9 +107,8 @@ class Cache:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
-                with locked(
-                    self.folder / LOCK
-                ):  # else who adds up the files may find it under neither name
+                # else who adds up the files may find it under neither name
+                with locked(self.folder / LOCK):
                     draft.rename(path)
             except BaseException:
                 with suppress(OSError):
@@ -131,7 +131,8 @@ class Cache:
                     return
             if time.monotonic() >= until_s:
                 raise DataError(
-                    f"the cache {self.folder} has no room for {path_of(draft)}: of its {format_bytes(self.most_bytes)} too much is in use",
+                    f"the cache {self.folder} has no room for {path_of(draft)}: "
+                    f"of its {format_bytes(self.most_bytes)} too much is in use",
                     hint="give a larger cache_bytes: several shards for each process that reads",
                 )
             time.sleep(0.05)

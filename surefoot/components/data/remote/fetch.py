@@ -80,7 +80,8 @@ class Far:
             raise
         if size > LARGEST_BESIDE:
             raise DataError(
-                f"{self.place.shown} has {format_bytes(size)}, {format_bytes(LARGEST_BESIDE)} are allowed",
+                f"{self.place.shown} has {format_bytes(size)}, "
+                f"{format_bytes(LARGEST_BESIDE)} are allowed",
                 hint="is it what it is named?",
             )
         return b"".join(self.pieces(size))

@@ -98,7 +98,10 @@ def expand(pattern: str) -> list[str]:
 
 def _read(url: str) -> ShardUrl:
     parts = urlsplit(url)
-    hint = f"give https://host/folder/name.tar, or s3://bucket/folder/name.tar; taken are {', '.join(SCHEMES)}"
+    hint = (
+        "give https://host/folder/name.tar, or s3://bucket/folder/name.tar; "
+        f"taken are {', '.join(SCHEMES)}"
+    )
     if parts.scheme not in SCHEMES or "::" in url:
         raise DataError(
             f"shards are not read from {parts.scheme or url[:40]}: {_shown(url)}", hint=hint

@@ -254,6 +254,7 @@ def _digest_of(descriptor: int) -> str:
 
 def _another(place: ShardUrl, found: str, wanted: str | None) -> DataError:
     return DataError(
-        f"{place.shown} is not what it should be: its SHA-256 is {found}, and {wanted} was expected",
+        f"{place.shown} is not what it should be: its SHA-256 is {found}, "
+        f"and {wanted} was expected",
         hint="was it written anew? Then give its new digest, or remove the index from the cache",
     )

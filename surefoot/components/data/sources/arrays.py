@@ -24,6 +24,7 @@ ArrayLike = Tensor | np.ndarray
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 # rows hashed of each array: enough to distinguish two sets without reading a whole memory map
 DIGEST_SAMPLES = 256
+# what numpy raises
 NO_NPY = (
     ValueError,
     SyntaxError,
@@ -32,7 +33,7 @@ NO_NPY = (
     OverflowError,
     RecursionError,
     tokenize.TokenError,
-)  # what numpy raises
+)
 
 
 def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
@@ -59,7 +60,10 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
     if len(kinds) > 1:
         raise DataError(
             f"a frame whose columns are {', '.join(kinds)} is no one array",
-            hint="give its columns by name: Arrays(**{name: frame[name].to_numpy() for name in frame})",
+            hint=(
+                "give its columns by name: "
+                "Arrays(**{name: frame[name].to_numpy() for name in frame})"
+            ),
         )
     if np.ma.is_masked(array):
         raise DataError(
@@ -67,9 +71,8 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
         )
     held = np.asarray(array)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # torch warns of read-only arrays; a source never writes into them
+        # torch warns of read-only arrays; a source never writes into them
+        warnings.simplefilter("ignore", UserWarning)
         try:
             return torch.from_numpy(held)
         except (TypeError, ValueError) as error:

@@ -12,9 +12,8 @@ def check_asked(ids: np.ndarray, length: int) -> None:
 
     numpy would count negative numbers from the end.
     """
-    if (
-        len(ids) and ids.astype(np.uint64).max() >= length
-    ):  # as uint64, a negative number exceeds any length
+    # as uint64, a negative number exceeds any length
+    if len(ids) and ids.astype(np.uint64).max() >= length:
         wrong = int(ids[(ids < 0) | (ids >= length)][0])
         raise DataError(
             f"sample {wrong:,} was asked for",

@@ -25,7 +25,10 @@ VALUES_HINT = (
 )
 SPOT_EVERY = 8  # batches
 AGAIN = "that are read again to resume"
-OTHER_HINT = "give an iterable that gives the same batches each time it is iterated, or one with state_dict and load_state_dict"
+OTHER_HINT = (
+    "give an iterable that gives the same batches each time it is iterated, "
+    "or one with state_dict and load_state_dict"
+)
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,7 +47,7 @@ def digest_of(batch: Any) -> bytes:
         if isinstance(part, ARRAYS):
             try:
                 _add_elements(taken, part, share)
-            except Exception:  # noqa: BLE001 - a tensor of a class without readable elements, as torch.masked has
+            except Exception:  # noqa: BLE001 - a tensor without readable elements, as torch.masked
                 taken.update(type(part).__name__.encode())
         else:
             taken.update(part.encode(errors="replace") + b"\0")
@@ -122,14 +125,18 @@ class PassDigest:
             if knows_samples:
                 return ReadingDifference(
                     f"the {self.count:,} batches {AGAIN} hold other samples than those trained on",
-                    "give the sampler a generator, or seed it by the epoch: the same order must come again",
+                    (
+                        "give the sampler a generator, or seed it by the epoch: "
+                        "the same order must come again"
+                    ),
                 )
             return ReadingDifference(
                 f"the {self.count:,} batches {AGAIN} are not those trained on", OTHER_HINT
             )
         if values and self.spot_number == before.spot_number >= 0 and self.spot != before.spot:
             return ReadingDifference(
-                f"batch {self.spot_number + 1:,}, read again to resume, holds the same samples with other values than before",
+                f"batch {self.spot_number + 1:,}, read again to resume, "
+                "holds the same samples with other values than before",
                 VALUES_HINT,
                 same_samples=True,
             )
@@ -144,7 +151,8 @@ class PassDigest:
             )
         if self.first_values and before.first_values and self.first_values != before.first_values:
             return ReadingDifference(
-                "the first batch of the pass before, read again, holds the same samples with other values",
+                "the first batch of the pass before, read again, "
+                "holds the same samples with other values",
                 VALUES_HINT,
                 True,
             )

@@ -103,7 +103,10 @@ class ImageFolder:
         return dict(zip(("read", "decode", "transform"), np.diff(marks).tolist(), strict=True))
 
     def describe(self) -> str:
-        return f"{len(self):,} images of {len(self.classes):,} classes in {self.folder.name}, {sum(self.sizes) / 1e9:.3g} GB"
+        return (
+            f"{len(self):,} images of {len(self.classes):,} classes in {self.folder.name}, "
+            f"{sum(self.sizes) / 1e9:.3g} GB"
+        )
 
     def label(self, number: int) -> int:
         """Return the class index of an image."""

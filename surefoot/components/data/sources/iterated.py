@@ -98,9 +98,8 @@ class Iterated:
         self._has_state = all(
             callable(getattr(iterable, part, None)) for part in ("state_dict", "load_state_dict")
         )
-        self._states: deque[tuple[int | None, int, Any]] = deque(
-            maxlen=KEPT_STATES
-        )  # (epoch, batches drawn, the state after them)
+        # (epoch, batches drawn, the state after them)
+        self._states: deque[tuple[int | None, int, Any]] = deque(maxlen=KEPT_STATES)
         # (epoch, batch) -> number of samples, for the last batches that were read
         self._sizes: dict[tuple[int, int], int] = {}
         # a copy of batch 0, until another batch is read
@@ -111,9 +110,8 @@ class Iterated:
         self._is_loaded = False  # the iterable is not at the position of `_states`
         self._has_told = False
         self.notices: list[tuple[str, str]] = []
-        self.on_read: Callable[[BatchRead], None] = lambda row: (
-            None
-        )  # called with each batch that is read
+        # called with each batch that is read
+        self.on_read: Callable[[BatchRead], None] = lambda row: None
         self._row = BatchRead(0, 0, ())
         self.digest = hashlib.sha256(f"{type(iterable).__qualname__} {length}".encode()).hexdigest()
 
@@ -122,7 +120,7 @@ class Iterated:
 
     @property
     def promise(self) -> Any:
-        """Facts about an epoch that the ledger may check: see `contract.loop_ledger.LoopGuarantee`."""
+        """Facts about an epoch that the ledger may check: `contract.loop_ledger.LoopGuarantee`."""
         return self._watched.promise
 
     def read(self, ids: np.ndarray) -> Batch:
@@ -288,7 +286,10 @@ class Iterated:
 
     def _describe_surplus(self) -> tuple[str, str]:
         data = self._iterable
-        what = f"the {type(data).__name__} gives more batches than its length, {self._num_batches:,}, and each pass ends there"
+        what = (
+            f"the {type(data).__name__} gives more batches than its length, {self._num_batches:,}, "
+            "and each pass ends there"
+        )
         if (
             isinstance(data, DataLoader)
             and isinstance(data.dataset, IterableDataset)
@@ -296,8 +297,14 @@ class Iterated:
         ):
             name = type(data.dataset).__name__
             return (
-                f"{what}: each of its {data.num_workers} workers reads all of {name}, so that samples come twice and others never",
-                "divide the samples among workers with torch.utils.data.get_worker_info(), or set num_workers = 1",
+                (
+                    f"{what}: each of its {data.num_workers} workers reads all of {name}, "
+                    "so that samples come twice and others never"
+                ),
+                (
+                    "divide the samples among workers with torch.utils.data.get_worker_info(), "
+                    "or set num_workers = 1"
+                ),
             )
         return what, "give a length that is right, or Iterated(iterable, num_batches=...)"
 
@@ -336,9 +343,8 @@ class Iterated:
             else (self._pass.epoch, self._pass.seen)
         )
         self._iterator, self._first, self._next, self._is_loaded = None, None, 0, True
-        rows = [
-            each if len(each) == 3 else (None, *each) for each in held["states"]
-        ]  # (drawn, state), as version 0.1 wrote them
+        # (drawn, state), as version 0.1 wrote them
+        rows = [each if len(each) == 3 else (None, *each) for each in held["states"]]
         self._states = deque(
             ((of, int(drawn), state) for of, drawn, state in rows), maxlen=KEPT_STATES
         )

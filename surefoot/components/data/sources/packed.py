@@ -114,8 +114,8 @@ class Packed:
 
     def describe(self) -> str:
         return (
-            f"{self.num_tokens:,} tokens of {self.num_documents:,} documents packed into {len(self):,} rows of {self._length}: "
-            f"{self.efficiency:.2%} of their tokens are real"
+            f"{self.num_tokens:,} tokens of {self.num_documents:,} documents packed into "
+            f"{len(self):,} rows of {self._length}: {self.efficiency:.2%} of their tokens are real"
         )
 
 
@@ -232,7 +232,8 @@ def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
         )
     if whole[0] != 0 or whole[-1] != num_tokens:
         raise DataError(
-            f"the offsets go from {whole[0]:,} to {whole[-1]:,}, the stream has {num_tokens:,} tokens",
+            f"the offsets go from {whole[0]:,} to {whole[-1]:,}, "
+            f"the stream has {num_tokens:,} tokens",
             hint="the first is 0, and the last one at most the number of tokens",
         )
     return whole
@@ -262,9 +263,8 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """
     counts = np.bincount(lengths, minlength=capacity + 1)
     order = np.argsort(capacity - lengths.astype(np.int32), kind="stable")
-    first = dict(
-        enumerate((len(lengths) - np.cumsum(counts)).tolist())
-    )  # length -> start of its pieces in `order`
+    # length -> start of its pieces in `order`
+    first = dict(enumerate((len(lengths) - np.cumsum(counts)).tolist()))
     parts, sizes = [], []
     for group in _pack_histogram(counts, capacity):
         columns = []

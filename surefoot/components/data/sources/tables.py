@@ -131,7 +131,10 @@ class Table:
         groups, files = len(self._groups), len(self._files)
         types = self._files[0].types
         columns = ", ".join(f"{name} ({types[column]})" for name, column in self._columns.items())
-        return f"{len(self):,} rows in {groups:,} groups of {files:,} file{'s' * (files > 1)}: {columns}"
+        return (
+            f"{len(self):,} rows in {groups:,} groups of {files:,} file{'s' * (files > 1)}: "
+            f"{columns}"
+        )
 
     def _group(self, number: int) -> Any:
         with self._lock:
@@ -214,7 +217,10 @@ def _check_int64(
             if type(row[name]) is int and not -(1 << 63) <= row[name] < 1 << 63:
                 raise DataError(
                     f"{sample.shard}: {column} of {sample.key} is {row[name]}, which is no int64",
-                    hint="write the column as another type, or as text; or convert it: transform=lambda row: {**row, ...}",
+                    hint=(
+                        "write the column as another type, or as text; or convert it: "
+                        "transform=lambda row: {**row, ...}"
+                    ),
                 )
 
 
@@ -309,7 +315,8 @@ def _plain_of(sample: Sample, column: str, value: Any) -> Any:
     # nanoseconds, years and time zones that Python does not have; invalid UTF-8
     except (ValueError, OverflowError, ImportError) as error:
         raise DataError(
-            f"{sample.shard}: {column} of {sample.key} is of the type {value.type}, and no value of Python: {str(error)[:200]}",
+            f"{sample.shard}: {column} of {sample.key} is of the type {value.type}, "
+            f"and no value of Python: {str(error)[:200]}",
             hint="write the column as another type, times as int64",
         ) from None
 

@@ -142,7 +142,10 @@ def read_header(path: Path) -> Mapping[str, TensorEntry]:
             if length > MAX_HEADER_BYTES:
                 raise _fault(
                     path,
-                    f"its header has {length:,} bytes, and at most {MAX_HEADER_BYTES:,} are allowed",
+                    (
+                        f"its header has {length:,} bytes, "
+                        f"and at most {MAX_HEADER_BYTES:,} are allowed"
+                    ),
                 )
             text = file.read(length)
     except OSError as error:
@@ -210,7 +213,10 @@ def _entry(path: Path, name: str, row: Any, begin: int, num_bytes: int) -> Tenso
     if start > stop or stop > num_bytes:
         raise _fault(
             path,
-            f"its tensor {name} lies at bytes {start:,} to {stop:,}, and the file has {num_bytes:,}",
+            (
+                f"its tensor {name} lies at bytes {start:,} to {stop:,}, "
+                f"and the file has {num_bytes:,}"
+            ),
         )
     if math.prod(shape) * ITEM_BYTES[dtype] != stop - start:
         raise _fault(

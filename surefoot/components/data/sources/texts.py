@@ -123,9 +123,10 @@ class Texts:
             else ""
         )
         return (
-            f"{len(self._lengths):,} texts of {self._lengths.min()} to {self._lengths.max()} tokens{grouped}, padded to "
-            f"{', '.join(map(str, self.bounds))}: of a sample's tokens {self.efficiency():.0%} are real, of those of a batch of 32 "
-            f"samples about {self.efficiency(32):.0%}"
+            f"{len(self._lengths):,} texts of {self._lengths.min()} to {self._lengths.max()} "
+            f"tokens{grouped}, padded to {', '.join(map(str, self.bounds))}: "
+            f"of a sample's tokens {self.efficiency():.0%} are real, "
+            f"of those of a batch of 32 samples about {self.efficiency(32):.0%}"
         )
 
     def _widths(self, lengths: np.ndarray) -> np.ndarray:

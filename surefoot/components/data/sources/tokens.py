@@ -150,6 +150,7 @@ def open_tokens(path: str | Path, dtype: str) -> np.ndarray:
             f"{given} is empty", hint="write its tokens first: ids.astype('uint16').tofile(path)"
         )
     raise DataError(
-        f"{given} has {num_bytes:,} bytes, which is no multiple of the {kind.itemsize} of {kind.name}",
+        f"{given} has {num_bytes:,} bytes, which is no multiple of the {kind.itemsize} of "
+        f"{kind.name}",
         hint="name the dtype that it was written in, or copy it again",
     )

@@ -60,7 +60,8 @@ class TorchDataset:
         )
         if len(items) != len(numbers):
             raise DataError(
-                f"{type(self._dataset).__name__}.__getitems__ gave {len(items)} items for {len(numbers)} numbers",
+                f"{type(self._dataset).__name__}.__getitems__ gave {len(items)} items for "
+                f"{len(numbers)} numbers",
                 hint="give a list with one item for each number, in their order",
             )
         return self._collate(items)
@@ -71,7 +72,10 @@ class TorchDataset:
 
 SOURCE_HAS = ("guarantee", "digest", "read", "describe")
 INSTEAD = {  # what is often given instead of a source, and a hint
-    str: "name what reads it: TokenFile(path, length), ImageFolder(path), Tars([path], image='jpg'), Table(path, x='column')",
+    str: (
+        "name what reads it: TokenFile(path, length), ImageFolder(path), "
+        "Tars([path], image='jpg'), Table(path, x='column')"
+    ),
     bytes: "give its numbers: Tokens(numpy.frombuffer(data, 'uint8'), length)",
     type: "give an object of that class, not the class itself",
     type(None): "return a source from data(split) for every split that is asked for",
@@ -102,9 +106,8 @@ def as_source(given: Any) -> Source:
         and all(isinstance(part, (Tensor, np.ndarray)) for part in given.values())
     ):
         return Arrays(**_checked(given))
-    if isinstance(
-        given, torch.utils.data.DataLoader | torch.utils.data.IterableDataset
-    ):  # an IterableDataset may have a length, and no items
+    # an IterableDataset may have a length, and no items
+    if isinstance(given, torch.utils.data.DataLoader | torch.utils.data.IterableDataset):
         return Iterated(given)
     refuse = isinstance(given, tuple(INSTEAD)) or hasattr(given, "__fspath__")
     if not refuse and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
@@ -116,9 +119,13 @@ def as_source(given: Any) -> Source:
     if hasattr(given, "__fspath__"):
         hint = INSTEAD[str]
     elif hint is None and callable(getattr(given, "read", None)):
-        hint = f"a source also has {', '.join([*missing, '__len__'] if not hasattr(given, '__len__') else missing)}"
+        hint = (
+            "a source also has "
+            f"{', '.join([*missing, '__len__'] if not hasattr(given, '__len__') else missing)}"
+        )
     raise DataError(
-        f"a task's data gave {given!r:.80}, a {type(given).__name__}, which is no source of samples",
+        f"a task's data gave {given!r:.80}, a {type(given).__name__}, "
+        "which is no source of samples",
         hint=hint or "give a Source, tensors, a map-style dataset or an iterable of batches",
     )
 
@@ -146,7 +153,8 @@ def _checked(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
                 else "make each a tensor or an array"
             )
             raise DataError(
-                f"a task's data gave a {type(given).__name__} whose {name!r} is a {type(part).__name__}",
+                f"a task's data gave a {type(given).__name__} whose {name!r} is a "
+                f"{type(part).__name__}",
                 hint=hint,
             )
     return cast(Mapping[str, ArrayLike], given)

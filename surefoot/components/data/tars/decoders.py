@@ -80,9 +80,8 @@ def _decode_image(
 ) -> np.ndarray:
     pillow, turning = _pillow(kind)
     try:
-        image = pillow.open(
-            io.BytesIO(sample.parts[extension]), formats=KINDS
-        )  # many PNGs are called .jpg
+        # many PNGs are called .jpg
+        image = pillow.open(io.BytesIO(sample.parts[extension]), formats=KINDS)
         orientation = image.getexif().get(ORIENTATION, 1) if "exif" in image.info else 1
         width, height = image.size[::-1] if orientation in SIDEWAYS else image.size
         if size is not None and (width, height) != size:

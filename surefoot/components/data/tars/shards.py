@@ -205,7 +205,8 @@ def _members(
                 content = opened.read() if opened is not None else b""
                 if len(content) != member.size:
                     raise DataError(
-                        f"{path}: {member.name} is truncated at {len(content)} of {member.size} bytes",
+                        f"{path}: {member.name} is truncated at {len(content)} of {member.size} "
+                        "bytes",
                         hint="copy the shard again",
                     )
                 end = member.offset_data + -(-member.size // BLOCK) * BLOCK

@@ -31,9 +31,8 @@ from surefoot.core.place import cache_folder, whole_path
 from surefoot.core.process.forked import make_lock
 
 MOST_OPEN = 64  # shards at a time
-HEADER = struct.Struct(
-    "100s 24x 12s 20x c 100x 5s 83x c"
-)  # name, size, kind, magic, first of the prefix
+# name, size, kind, magic, first of the prefix
+HEADER = struct.Struct("100s 24x 12s 20x c 100x 5s 83x c")
 KINDS = frozenset(bytes([kind]) for kind in FILES + EXTENDED)
 SEVEN = ord("7")
 Transform = Callable[[dict[str, Any]], dict[str, Any]]
@@ -78,9 +77,8 @@ class Tars:
             else open_remote(remote, tell=tell)
         )
         self.digest = self.index.digest
-        self._paths = [
-            self.index.folder / shard.name for shard in self.index.shards
-        ]  # made once: it takes as long as reading a sample
+        # made once: it takes as long as reading a sample
+        self._paths = [self.index.folder / shard.name for shard in self.index.shards]
         # the descriptor of each open shard, the most recently used last
         self._open: OrderedDict[int, Descriptor] = OrderedDict()
         make_lock(self)
@@ -141,7 +139,8 @@ class Tars:
             ) from None
         if len(content) < count:
             raise DataError(
-                f"{path} is shorter than when it was indexed: it ends at byte {first + len(content):,}",
+                f"{path} is shorter than when it was indexed: "
+                f"it ends at byte {first + len(content):,}",
                 hint="copy the shard again",
             )
         return read_sample(path, content)
@@ -149,7 +148,10 @@ class Tars:
     def describe(self) -> str:
         size = sum(shard.num_bytes for shard in self.index.shards)
         names = ", ".join(f"{name} ({extension})" for name, extension in self.parts.items())
-        return f"{len(self):,} samples in {len(self.index.shards)} tars of {size / 1e9:.3g} GB: {names}"
+        return (
+            f"{len(self):,} samples in {len(self.index.shards)} tars of {size / 1e9:.3g} GB: "
+            f"{names}"
+        )
 
     def _descriptor(self, shard: int, path: Path) -> Descriptor:
         with self._lock:
@@ -302,9 +304,8 @@ def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[A
         return values
     arrays = [np.asarray(value) for value in values]
     kinds = {(each.shape, each.dtype) for each in arrays}
-    if any(
-        dtype.kind not in "biufc" or dtype.char in "gG" for _, dtype in kinds
-    ):  # strings, times, rows, long doubles
+    # strings, times, rows, long doubles
+    if any(dtype.kind not in "biufc" or dtype.char in "gG" for _, dtype in kinds):
         return values
     if len(kinds) > 1:
         first = arrays[0]
@@ -314,8 +315,8 @@ def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[A
             if (each.shape, each.dtype) != (first.shape, first.dtype)
         )
         raise DataError(
-            f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {arrays[other].dtype} {arrays[other].shape} in "
-            f"{samples[other].key} of {samples[other].shard}",
+            f"{name} is {first.dtype} {first.shape} in {samples[0].key} and {arrays[other].dtype} "
+            f"{arrays[other].shape} in {samples[other].key} of {samples[other].shard}",
             hint="bring them to one shape with transform=",
         )
     # takes half the time of np.stack

@@ -57,8 +57,12 @@ class TarStream:
         given: list[Any] = list(range(len(shards))) if isinstance(shards, Remote) else list(shards)
         if len(given) != len(counts) or not given or min(counts) < 1 or window < 1 or not parts:
             raise DataError(
-                f"{len(given)} shards of {list(counts)[:8]} samples, {window} at a time, with {len(parts)} parts, are no stream",
-                hint='give a count of 1 or more for each shard, and a part: TarStream([opener], [1000], label="cls")',
+                f"{len(given)} shards of {list(counts)[:8]} samples, {window} at a time, "
+                f"with {len(parts)} parts, are no stream",
+                hint=(
+                    "give a count of 1 or more for each shard, and a part: "
+                    'TarStream([opener], [1000], label="cls")'
+                ),
             )
         self.window, self.parts, self.transform = window, parts, transform
         if isinstance(shards, Remote):
@@ -118,7 +122,10 @@ class TarStream:
 
     def describe(self) -> str:
         names = ", ".join(f"{name} ({extension})" for name, extension in self.parts.items())
-        return f"{len(self):,} samples streamed from {len(self.counts)} tars: {names}; replayed to go on"
+        return (
+            f"{len(self):,} samples streamed from {len(self.counts)} tars: {names}; "
+            "replayed to go on"
+        )
 
     def _take(self, shard: int, place: int) -> Sample:
         reading = self._reading.get(shard)
@@ -200,7 +207,10 @@ class _Once:
         if file is None:
             raise DataError(
                 "a stream that can be read once was read, and is asked for again",
-                hint="give a function that opens it anew, to train for several epochs or to go on in the middle",
+                hint=(
+                    "give a function that opens it anew, to train for several epochs or to go on "
+                    "in the middle"
+                ),
             )
         return file
 

@@ -86,7 +86,10 @@ class Pipeline:
             if not callable(settled):
                 raise DataError(
                     f"{step!r} does not say what stands for it in evaluation",
-                    hint="give it a method settled() that returns () for nothing, or (self,) for itself",
+                    hint=(
+                        "give it a method settled() that returns () for nothing, "
+                        "or (self,) for itself"
+                    ),
                 )
             left += settled()
         return Pipeline(*left) if left else None

@@ -110,9 +110,8 @@ def _middle(rows: int, columns: int, ratio: tuple[float, float]) -> tuple[int, i
 
 
 def _interpolate(images_BCHW: Tensor, height: int, width: int) -> Tensor:
-    if (
-        images_BCHW.dtype == torch.uint8 and images_BCHW.device.type != "cpu"
-    ):  # only the CPU has a kernel for uint8
+    # only the CPU has a kernel for uint8
+    if images_BCHW.dtype == torch.uint8 and images_BCHW.device.type != "cpu":
         return (
             _interpolate(images_BCHW.float(), height, width).round().clamp(0, 255).to(torch.uint8)
         )

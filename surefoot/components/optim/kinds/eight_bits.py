@@ -25,19 +25,11 @@ from surefoot.runtime.lowbit import torchao
 BLOCK = 256  # values with one scale
 LEAST = 4096  # elements; 8 bits save nothing for a smaller tensor: torchao's limit
 PIECE = 1 << 16  # elements dequantized at a time: they fit into the CPU cache
-WIDENED = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # dtypes of weights, which are computed in fp32
+# dtypes of weights, which are computed in fp32
+WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("exp_avg", "exp_avg_sq")
-SHARES = (
-    1,
-    1,
-    BLOCK,
-    1,
-    BLOCK,
-)  # elements per entry of weights, and of codes and scales of both moments
+# elements per entry of weights, and of codes and scales of both moments
+SHARES = (1, 1, BLOCK, 1, BLOCK)
 HALVINGS = 64  # bisections between two values, until no fp32 number is between
 
 
@@ -179,9 +171,8 @@ class Adam8bit(ByGroup):
                         parameter.numel() // BLOCK, device=parameter.device
                     )
             for name in NAMES:
-                state[name] = state[
-                    name
-                ].byte()  # torch's load_state_dict casts it to the parameter's dtype
+                # torch's load_state_dict casts it to the parameter's dtype
+                state[name] = state[name].byte()
 
     def _move(
         self,

@@ -109,9 +109,8 @@ class Lars(_Layerwise):
         found_inf: Tensor | None,
     ) -> None:
         if grad_scale is not None:
-            fused.scale_gradients(
-                grads, 1.0 / grad_scale
-            )  # in place, as torch's kernels leave the scaled gradients
+            # in place, as torch's kernels leave the scaled gradients
+            fused.scale_gradients(grads, 1.0 / grad_scale)
         rates: float | Tensor = lr
         if group["adapt"]:
             weights, slopes = self._norms(params, grads)
@@ -204,9 +203,8 @@ class Lamb(_Layerwise):
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        if (
-            grad_scale is not None and grad_scale.dtype == torch.float64
-        ):  # the kernel accepts grad_scale in fp32 only
+        # the kernel accepts grad_scale in fp32 only
+        if grad_scale is not None and grad_scale.dtype == torch.float64:
             fused.scale_gradients(grads, 1.0 / grad_scale)
             grad_scale = None
         states = [self.state[parameter] for parameter in params]

@@ -75,8 +75,12 @@ class FlatMuon(Optimizer):
         if few is not None:
             self.param_groups.pop()
             raise SpecError(
-                f"Muon moves matrices and filters, and a parameter has the shape {tuple(few.shape)}",
-                hint="give parameters of fewer than two dimensions to another optimizer, as torch.optim.AdamW",
+                "Muon moves matrices and filters, "
+                f"and a parameter has the shape {tuple(few.shape)}",
+                hint=(
+                    "give parameters of fewer than two dimensions to another optimizer, "
+                    "as torch.optim.AdamW"
+                ),
             )
 
     @torch.no_grad()
@@ -100,12 +104,10 @@ class FlatMuon(Optimizer):
         for parameter, matrix in zip(params, matrices, strict=True):
             if matrix is not parameter:
                 matrix.grad = as_matrix(parameter.grad, like=parameter)
-            muon.state[matrix] = self.state[
-                parameter
-            ]  # the same dict: a buffer that Muon creates is in both states
-        inspect.unwrap(Muon.step)(
-            muon
-        )  # without Muon's hooks: torch has run the global ones for this optimizer
+            # the same dict: a buffer that Muon creates is in both states
+            muon.state[matrix] = self.state[parameter]
+        # without Muon's hooks: torch has run the global ones for this optimizer
+        inspect.unwrap(Muon.step)(muon)
         for parameter, matrix in zip(params, matrices, strict=True):
             if not _is_view(parameter):
                 into = _in_order(parameter, parameter)

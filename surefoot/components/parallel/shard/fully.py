@@ -65,8 +65,7 @@ class FullySharded:
         on_host: bool = False,
         replicated: Collection[Tensor] = (),
     ) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import FSDPModule
 
         whole = _find_whole(model, replicated)
         split = [(name, each) for name, each in model.named_parameters() if id(each) not in whole]
@@ -76,74 +75,43 @@ class FullySharded:
         if isinstance(model, nn.ModuleDict | nn.ModuleList):
             kind = type(model).__name__
             raise SpecError(
-                f"stages 2 and 3 gather weights where a module is called, and the task calls parts of a {kind}",
+                "stages 2 and 3 gather weights where a module is called, "
+                f"and the task calls parts of a {kind}",
                 hint="give a model with a forward of its own, or set layout.zero_stage = 1",
             )
-        self._stage, self.group, self.replicas, self.unit_names = (
-            stage,
-            mesh.shard,
-            mesh.replicate,
-            tuple(units),
-        )
-        self._all, self._whole = mesh.whole, whole
-        device_mesh = DeviceMesh.from_group(
-            mesh.shard.channel, mesh.shard.device.type, mesh_dim_names=("shard",)
-        )
-        own = MixedPrecisionPolicy(cast_forward_inputs=False)
-        policy = (
-            own
-            if narrow is None
-            else MixedPrecisionPolicy(narrow, torch.float32, cast_forward_inputs=False)
-        )
-        apart = (
-            []
-            if narrow is None
-            else [each for each in wide if any(True for _ in each.parameters())]
-        )
+        self._stage, self.unit_names, self._whole = stage, tuple(units), whole
+        self.group, self.replicas, self._all = mesh.shard, mesh.replicate, mesh.whole
         hooks = _hooks_of(split)
-        for module in (*apart, *units.values(), model):
-            _check_one_dtype(module, whole)
-            kept = {each for each in module.parameters() if id(each) in whole} or None
-            used = own if module in apart else policy
-            fully_shard(
-                module,
-                mesh=device_mesh,
-                reshard_after_forward=True,
-                mp_policy=used,
-                ignored_params=kept,
-            )
+        apart = [each for each in wide if narrow and any(True for _ in each.parameters())]
+        _shard((*apart, *units.values(), model), mesh.shard, whole, narrow, apart)
         held_here = [each for each in model.parameters() if id(each) not in whole]
         self._moved = held_here if on_host else []
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._units = Units(model, self._modules)
         self._gathered = _Gathered(model, hooks, whole)
+        self._set_collectives()
+        with torch.no_grad():
+            for parameter in held_here:
+                held: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+                most = -(-len(parameter) // mesh.shard.size)  # rows per rank, as torch.chunk splits
+                start = min(len(parameter), mesh.shard.rank * most)
+                serve_part(parameter, held, start, self, on_host=on_host)
+
+    def _set_collectives(self) -> None:
+        """Make the units gather and reduce through the groups of the mesh, as sums."""
         for module, unit in zip(self._modules, self._units.names, strict=True):
-            gathering, scattering = (
-                _Gathering(mesh.shard, self._units, unit),
-                _Scattering(mesh.shard, self._units, unit),
-            )
+            gathering = _Gathering(self.group, self._units, unit)
+            scattering = _Scattering(self.group, self._units, unit)
             self._gathered.watch(module)
-            if hasattr(
-                module, "set_reduce_scatter_unused_params"
-            ):  # torch 2.13; before, all ranks must use the same parameters
+            # torch 2.13; before, all ranks must use the same parameters
+            if hasattr(module, "set_reduce_scatter_unused_params"):
                 module.set_reduce_scatter_unused_params(True)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(gathering)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(scattering)  # type: ignore[arg-type]
-            if not mesh.replicate.is_alone:
+            if not self.replicas.is_alone:
                 module.set_all_reduce_hook(self._add_replicas)
-        with torch.no_grad():
-            for parameter in held_here:
-                held: Tensor = parameter.to_local()  # type: ignore[attr-defined]
-                most = -(-len(parameter) // mesh.shard.size)  # rows per rank, as torch.chunk splits
-                serve_part(
-                    parameter,
-                    held,
-                    min(len(parameter), mesh.shard.rank * most),
-                    self,
-                    on_host=on_host,
-                )
 
     def _add_replicas(self, rows: Tensor) -> None:
         self.replicas.add(rows)
@@ -198,6 +166,33 @@ class FullySharded:
             module.reshard()
 
 
+def _shard(
+    modules: Iterable[nn.Module],
+    group: Group,
+    whole: Collection[int],
+    narrow: torch.dtype | None,
+    wide: Collection[nn.Module],
+) -> None:
+    """Call `fully_shard` on modules, inner ones first; `narrow` is for those not in `wide`."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = DeviceMesh.from_group(group.channel, group.device.type, mesh_dim_names=("shard",))
+    own = MixedPrecisionPolicy(cast_forward_inputs=False)
+    summed = torch.float32 if narrow is not None else None
+    policy = MixedPrecisionPolicy(narrow, summed, cast_forward_inputs=False)
+    for module in modules:
+        _check_one_dtype(module, whole)
+        kept = {each for each in module.parameters() if id(each) in whole} or None
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=True,
+            mp_policy=own if module in wide else policy,
+            ignored_params=kept,
+        )
+
+
 class _Gathered:
     """The whole parameters that FSDP substitutes for the sharded ones during a pass; their hooks
     call the user's hooks on the sharded ones."""
@@ -211,12 +206,8 @@ class _Gathered:
         self._sharded = dict(model.named_parameters())
         self._names = {id(module): name for name, module in model.named_modules()}
         self._seen: set[str] = set()
-        for (
-            name,
-            (before, after),
-        ) in (
-            hooks.items()
-        ):  # the hooks of the whole parameter, so that existing handles can remove them
+        # the hooks of the whole parameter, so that existing handles can remove them
+        for name, (before, after) in hooks.items():
             held: Any = self._sharded[name]
             held._backward_hooks, held._post_accumulate_grad_hooks = before, after
 
@@ -288,13 +279,8 @@ class _HandedOver:
         units: Units,
         replicas: Replicas | None,
     ) -> None:
-        self._leaves, self._keep_weights, self._gathered, self._units = (
-            leaves,
-            keep_weights,
-            gathered,
-            units,
-        )
-        self._replicas = replicas
+        self._leaves, self._keep_weights, self._gathered = leaves, keep_weights, gathered
+        self._units, self._replicas = units, replicas
 
     def used(self) -> list[float]:
         """Return 1 for each parameter with a gradient on this rank in this step, else 0; and how
@@ -402,7 +388,10 @@ def _find_whole(model: nn.Module, replicated: Collection[Tensor]) -> set[int]:
             )
             raise SpecError(
                 f"replicated has a parameter that {type(model).__name__} does not have: {what}",
-                hint="give parameters of the model, as {model.scale}; sum the gradients of others with Replicas",
+                hint=(
+                    "give parameters of the model, as {model.scale}; "
+                    "sum the gradients of others with Replicas"
+                ),
             )
     return {id(each) for each in replicated}
 
@@ -413,12 +402,14 @@ def _check_gathered(named: Named) -> None:
     for name, parameter in named:
         if not parameter.numel():
             raise SpecError(
-                f"stages 2 and 3 gather parameters with numbers in them, and {name} is empty: {list(parameter.shape)}",
+                f"stages 2 and 3 gather parameters with numbers in them, and {name} is empty: "
+                f"{list(parameter.shape)}",
                 hint="leave it out of the model, or set layout.zero_stage = 1",
             )
         if not parameter.is_contiguous():
             raise SpecError(
-                f"stages 2 and 3 gather contiguous parameters, and {name} lies in memory in another order, as channels_last does",
+                "stages 2 and 3 gather contiguous parameters, "
+                f"and {name} lies in memory in another order, as channels_last does",
                 hint='set layout.zero_stage = 1, or leave out train.memory_format = "channels_last"',
             )
 
@@ -431,7 +422,8 @@ def _check_one_dtype(module: nn.Module, whole: Collection[int]) -> None:
     }
     if len(dtypes) > 1:
         raise SpecError(
-            f"stages 2 and 3 gather parameters of one dtype, and {type(module).__name__} has {', '.join(sorted(map(str, dtypes)))}",
+            "stages 2 and 3 gather parameters of one dtype, "
+            f"and {type(module).__name__} has {', '.join(sorted(map(str, dtypes)))}",
             hint="set layout.zero_stage = 1",
         )
 
@@ -445,6 +437,10 @@ def _check_apart(model: nn.Module, units: Mapping[str, nn.Module], whole: Collec
         unit = next((unit for unit in units if name.startswith(f"{unit}.")), "no unit")
         if homes.setdefault(id(parameter), unit) != unit:
             raise SpecError(
-                f"{name} is tied to a parameter of another unit ({homes[id(parameter)]}, here {unit}): both would gather it",
-                hint="set layout.zero_stage = 1, or name units of which each holds all of it: memory.blocks",
+                f"{name} is tied to a parameter of another unit ({homes[id(parameter)]}, "
+                f"here {unit}): both would gather it",
+                hint=(
+                    "set layout.zero_stage = 1, or name units of which each holds all of it: "
+                    "memory.blocks"
+                ),
             )

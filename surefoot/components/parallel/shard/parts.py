@@ -16,11 +16,13 @@ from surefoot.core.errors import SpecError
 from surefoot.runtime.comm import Group
 
 Named = Sequence[tuple[str, Tensor]]
-Given = (
-    nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-)  # as for torch's optimizers
+# as for torch's optimizers
+Given = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
-TAKES = "give a module, parameters, pairs of a name and a parameter, or groups: dicts with an entry 'params'"
+TAKES = (
+    "give a module, parameters, pairs of a name and a parameter, or groups: "
+    "dicts with an entry 'params'"
+)
 
 
 def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[range]]:

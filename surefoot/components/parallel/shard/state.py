@@ -127,7 +127,8 @@ class ShardedState:
         for each in leaves:
             if each.requires_grad and id(each) not in self._cuts:
                 raise TaskError(
-                    f"a parameter of shape {list(each.shape)} is to be trained, and ShardedState was not given it",
+                    f"a parameter of shape {list(each.shape)} is to be trained, "
+                    "and ShardedState was not given it",
                     hint="give it to ShardedState too, with requires_grad as it is trained",
                 )
         return _Scattered(leaves, self._mesh, self._cuts, self._sizes)

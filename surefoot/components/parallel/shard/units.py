@@ -13,8 +13,8 @@ from surefoot.core.units import name_some
 from surefoot.runtime.comm.host_memory import DIFFERENT
 
 HINT = (
-    "weights are gathered by all ranks together: call the same blocks on every rank in every pass, branch inside of a block "
-    "(memory.blocks names larger ones), or set layout.zero_stage = 1"
+    "weights are gathered by all ranks together: call the same blocks on every rank in every pass, "
+    "branch inside of a block (memory.blocks names larger ones), or set layout.zero_stage = 1"
 )
 MOST_NAMED = 6
 ROOT = "the model outside of its blocks"
@@ -31,9 +31,8 @@ class Units:
         self._empty = {name for name, parameters in own.items() if not parameters}
         self._gathered = dict.fromkeys(self.names, 0)
         self._order: list[str] = []  # the order of first gathers on this rank in this step
-        self._order_before: list[
-            str
-        ] = []  # the same of the previous step, or of a trial before the first
+        # the same of the previous step, or of a trial before the first
+        self._order_before: list[str] = []
 
     def begin(self) -> None:
         """Start a step."""
@@ -52,8 +51,9 @@ class Units:
         for (name, mine), count in zip(self._gathered.items(), counts, strict=True):
             if count != mine * num_ranks:
                 raise UserCodeError(
-                    f"the ranks do not call the same blocks: this one has gathered {self._titles[name]} {mine} times in this step, and "
-                    f"all {num_ranks:g} ranks {count:g} times",
+                    "the ranks do not call the same blocks: "
+                    f"this one has gathered {self._titles[name]} {mine} times in this step, "
+                    f"and all {num_ranks:g} ranks {count:g} times",
                     hint=HINT,
                 )
 
@@ -81,9 +81,8 @@ class Units:
         except LostRank as error:
             if not error.message.startswith(DIFFERENT):
                 raise
-            comes = (
-                looks_ahead and name in self._order_before
-            )  # units that came later in the previous step may still come
+            # units that came later in the previous step may still come
+            comes = looks_ahead and name in self._order_before
             later = self._order_before[self._order_before.index(name) :] if comes else []
             done = {
                 *later,

@@ -46,9 +46,8 @@ class PhaseClock:
     def __init__(self, device: torch.device) -> None:
         self._line = DeviceLine(make_cuda_event, ON_DEVICE) if device.type == "cuda" else None
         self._collecting_ns = self._collection_began_ns = 0
-        self.listener: Callable[[int], None] | None = (
-            None  # hears of each phase that begins, while a window of the profiler is open
-        )
+        # called with each phase that begins, while a window of the profiler is open
+        self.listener: Callable[[int], None] | None = None
         self.start(OTHER)
 
     def start(self, phase: int) -> None:

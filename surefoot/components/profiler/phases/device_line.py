@@ -34,12 +34,10 @@ class DeviceLine:
     def __init__(self, make_event: Callable[[], Any], timed: Collection[int]) -> None:
         self._make_event, self._timed = make_event, timed
         self._events: list[Any] = []  # reused in every window
-        self._line: list[
-            tuple[Any, ...]
-        ] = []  # (HOST, phase, ns) | (MARK, event, phase that begins) | (STEP, its number, ns of collections)
-        self._inside: int | None = (
-            None  # the phase of `timed` that was running when the window started
-        )
+        # (HOST, phase, ns) | (MARK, event, phase that begins) | (STEP, number, ns of collections)
+        self._line: list[tuple[Any, ...]] = []
+        # the phase of `timed` that was running when the window started
+        self._inside: int | None = None
 
     def start(self, now_ns: int) -> None:
         """Reset at `now_ns`, when the device is idle."""

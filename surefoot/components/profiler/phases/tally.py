@@ -17,9 +17,8 @@ OUTLIER_TIMES = 3  # an outlier takes this many times the usual time
 OUTLIER_NS = 1_000_000  # and is longer by this much: below that it is system noise
 FEWEST = 8  # steps needed to know the usual time
 OFTEN = 100  # steps after which the usual time is updated; at once if most are outliers
-Noted = tuple[
-    int, int, int, list[int]
-]  # a step's number, when it ended, nanoseconds of collections and of each phase until then
+# a step's number, when it ended, nanoseconds of collections and of each phase until then
+Noted = tuple[int, int, int, list[int]]
 
 
 @final
@@ -172,9 +171,8 @@ def _seconds(spent_ns: Sequence[int], before_ns: Sequence[int]) -> dict[str, flo
 
 
 def _rounded(steps_ns: Sequence[int]) -> tuple[float, ...]:
-    return tuple(
-        [(each + 50) // 100 / 1e7 for each in steps_ns]
-    )  # to 0.1 us: a shorter line of the log
+    # to 0.1 us: a shorter line of the log
+    return tuple([(each + 50) // 100 / 1e7 for each in steps_ns])
 
 
 def _slowest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

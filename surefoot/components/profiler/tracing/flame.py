@@ -23,15 +23,18 @@ CHARACTER = 6.4  # pixels of one at 11 px, monospaced
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _STYLE = """
-svg{background:#fff;color:#1a1a1a}text{font:11px ui-monospace,monospace;fill:currentColor}.t{font-size:14px}
+svg{background:#fff;color:#1a1a1a}
+text{font:11px ui-monospace,monospace;fill:currentColor}.t{font-size:14px}
 .f{cursor:pointer}.f rect{stroke:#fff;stroke-width:.5}.f text{fill:#1a1a1a;pointer-events:none}
 .f:hover rect,.f:focus rect{stroke:#000;stroke-width:1.5}
 .f:focus{outline:none}.u{opacity:.5}
-@media (prefers-color-scheme:dark){svg{background:#16181d;color:#e6e6e6}.f rect{stroke:#16181d}.f:hover rect,.f:focus rect{stroke:#fff}}
+@media (prefers-color-scheme:dark){svg{background:#16181d;color:#e6e6e6}.f rect{stroke:#16181d}
+.f:hover rect,.f:focus rect{stroke:#fff}}
 """
 _SCRIPT = f"""
 (function(){{
-var svg=document.currentScript.ownerSVGElement,all=[].slice.call(svg.querySelectorAll('.f')),said=svg.querySelector('.s');
+var svg=document.currentScript.ownerSVGElement,all=[].slice.call(svg.querySelectorAll('.f'));
+var said=svg.querySelector('.s');
 var usual='click a frame to zoom in; '+said.textContent;said.textContent=usual;
 function of(g,k){{return +g.getAttribute(k)}}
 function zoom(to){{
@@ -40,11 +43,14 @@ function zoom(to){{
   var a=of(g,'data-x'),b=of(g,'data-w'),above=of(g,'data-y')<y&&a<=x&&a+b>=x+w;
   var left=above?0:(a-x)*scale,wide=above?w*scale:b*scale,out=!above&&(a+b<=x||a>=x+w);
   g.style.display=out||wide<.5?'none':'';g.setAttribute('class',above?'f u':'f');
-  var r=g.querySelector('rect'),t=g.querySelector('text'),n=Math.floor((wide-6)/{CHARACTER}),name=g.getAttribute('data-n');
+  var r=g.querySelector('rect'),t=g.querySelector('text');
+  var n=Math.floor((wide-6)/{CHARACTER}),name=g.getAttribute('data-n');
   r.setAttribute('x',{SIDE}+left);r.setAttribute('width',Math.max(wide,.5));
-  t.setAttribute('x',{SIDE}+left+3);t.textContent=n<3?'':name.length<=n?name:name.slice(0,n-1)+'\\u2026';
+  t.setAttribute('x',{SIDE}+left+3);
+  t.textContent=n<3?'':name.length<=n?name:name.slice(0,n-1)+'\\u2026';
  }});
- said.textContent=to===all[0]?usual:to.querySelector('title').textContent.replace(/\\n/g,'   ')+'   (Escape: all of it)';
+ said.textContent=to===all[0]?usual
+  :to.querySelector('title').textContent.replace(/\\n/g,'   ')+'   (Escape: all of it)';
 }}
 all.forEach(function(g){{
  g.addEventListener('click',function(){{zoom(g)}});
@@ -102,11 +108,17 @@ def draw(root: StackFrame, title: str) -> str:
     height = TOP + ROW * (1 + max(box.row for box in drawn)) + 8
     label = f"{title}: {format_seconds(whole_ns / 1e9)}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" preserveAspectRatio="xMidYMin"',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" '
+            'preserveAspectRatio="xMidYMin"'
+        ),
         f' role="img" aria-label="{_text(label)}">',
         f"<style>{_STYLE}</style>",
         f'<text class="t" x="{SIDE}" y="18">{_text(label)}</text>',
-        f'<text class="s" x="{SIDE}" y="36">frames under {format_percent(LEAST_SHARE)} are not drawn</text>',
+        (
+            f'<text class="s" x="{SIDE}" y="36">'
+            f"frames under {format_percent(LEAST_SHARE)} are not drawn</text>"
+        ),
     ]
     parts += [_group(box, whole_ns) for box in drawn]
     return "\n".join([*parts, f"<script><![CDATA[{_SCRIPT}]]></script>", "</svg>", ""])
@@ -118,10 +130,15 @@ def _group(box: FlameBox, whole_ns: int) -> str:
     name, room = box.frame.name, int((wide - 6) / CHARACTER)
     shown = "" if room < 3 else name if len(name) <= room else name[: room - 1] + "\u2026"
     share = format_percent(box.total_ns / whole_ns if whole_ns else None)
-    told = f"{name}\n{format_seconds(box.total_ns / 1e9)}, {share}; itself {format_seconds(box.frame.self_ns / 1e9)}"
+    told = (
+        f"{name}\n{format_seconds(box.total_ns / 1e9)}, {share}; "
+        f"itself {format_seconds(box.frame.self_ns / 1e9)}"
+    )
     return (
-        f'<g class="f" tabindex="0" data-x="{box.left_ns}" data-w="{box.total_ns}" data-y="{box.row}" data-n="{_text(name)}">'
-        f'<title>{_text(told)}</title><rect x="{x:.2f}" y="{y}" width="{max(wide, 0.5):.2f}" height="{ROW - 1}" fill="{_colour(name)}"/>'
+        f'<g class="f" tabindex="0" data-x="{box.left_ns}" data-w="{box.total_ns}" '
+        f'data-y="{box.row}" data-n="{_text(name)}">'
+        f'<title>{_text(told)}</title><rect x="{x:.2f}" y="{y}" width="{max(wide, 0.5):.2f}" '
+        f'height="{ROW - 1}" fill="{_colour(name)}"/>'
         f'<text x="{x + 3:.2f}" y="{y + 12.5}">{_text(shown)}</text></g>'
     )
 

@@ -5,7 +5,7 @@
 | parameters | the model's parameters and buffers |
 | gradients | the tensors in `.grad` |
 | optimiser | the state of the optimizers |
-| activations | allocated outside a backward pass and still allocated when the next one started; includes the batch |
+| activations | allocated outside a backward pass, not freed before the next one; with the batch |
 | temporaries | all other allocations |
 
 Only the memory of torch's allocator is seen: NumPy arrays and the memory of libraries are not.
@@ -105,9 +105,8 @@ def find_timeline(trace: Trace, known: Known) -> Timeline:
     once they are freed."""
     changes = [each for each in trace.changes if each.device == known.device]
     allocated = {each.address for each in changes if each.num_bytes > 0}
-    kept = (
-        known.after.get(GRADIENTS, {}).keys() - allocated
-    )  # for other earlier blocks, torch does not record the release
+    # for other earlier blocks, torch does not record the release
+    kept = known.after.get(GRADIENTS, {}).keys() - allocated
     before = {
         **known.before,
         GRADIENTS: {at: size for at, size in known.before.get(GRADIENTS, {}).items() if at in kept},

@@ -11,7 +11,8 @@ WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 1200, 420, 84, 64, 34
 COLOURS = ("#4878a8", "#7fa65a", "#c9a227", "#c8553d", "#8e7cc3")
 NUM_LINES = 4
 
-_STYLE = """svg{background:#fff;color:#1a1a1a}text{font:12px ui-monospace,monospace;fill:currentColor}.t{font-size:14px}
+_STYLE = """svg{background:#fff;color:#1a1a1a}
+text{font:12px ui-monospace,monospace;fill:currentColor}.t{font-size:14px}
 line{stroke:currentColor;stroke-opacity:.2}
 @media (prefers-color-scheme:dark){svg{background:#16181d;color:#e6e6e6}}"""
 
@@ -27,10 +28,16 @@ def draw_memory(found: Timeline) -> str:
         return f"{LEFT + wide * time_s / last_s:.1f},{TOP + high * (1 - num_bytes / peak):.1f}"
 
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" preserveAspectRatio="xMidYMin"',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" '
+            'preserveAspectRatio="xMidYMin"'
+        ),
         ' role="img" aria-label="memory by category">',
         f"<style>{_STYLE}</style>",
-        f'<text class="t" x="8" y="20">memory by category: peak {format_bytes(peak)} after {format_seconds(peak_s)}</text>',
+        (
+            '<text class="t" x="8" y="20">memory by category: '
+            f"peak {format_bytes(peak)} after {format_seconds(peak_s)}</text>"
+        ),
     ]
     below = [0] * len(found.times_s)
     for number, name in enumerate(CATEGORIES):
@@ -40,7 +47,8 @@ def draw_memory(found: Timeline) -> str:
         )
         told = f"{name}: {format_bytes(parts[name])} at the peak"
         lines.append(
-            f'<polygon points="{" ".join(path)}" fill="{COLOURS[number]}"><title>{told}</title></polygon>'
+            f'<polygon points="{" ".join(path)}" '
+            f'fill="{COLOURS[number]}"><title>{told}</title></polygon>'
         )
         lines.append(
             f'<rect x="{8 + 238 * number}" y="34" width="11" height="11" fill="{COLOURS[number]}"/>'
@@ -53,11 +61,13 @@ def draw_memory(found: Timeline) -> str:
         y = TOP + high * number / NUM_LINES
         lines.append(f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y}" y2="{y}"/>')
         lines.append(
-            f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{format_bytes(peak * (1 - number / NUM_LINES))}</text>'
+            f'<text x="{LEFT - 6}" y="{y + 4}" '
+            f'text-anchor="end">{format_bytes(peak * (1 - number / NUM_LINES))}</text>'
         )
     lines.append(f'<text x="{LEFT}" y="{HEIGHT - 12}">0 s</text>')
     lines.append(
-        f'<text x="{WIDTH - 10}" y="{HEIGHT - 12}" text-anchor="end">{format_seconds(last_s)}</text>'
+        f'<text x="{WIDTH - 10}" y="{HEIGHT - 12}" '
+        f'text-anchor="end">{format_seconds(last_s)}</text>'
     )
     return "\n".join([*lines, "</svg>", ""])
 

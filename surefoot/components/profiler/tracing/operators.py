@@ -60,10 +60,8 @@ CONVOLUTIONS = {  # indices of stride and padding in the arguments
     "aten::mkldnn_convolution": (4, 3),
     "aten::cudnn_convolution": (3, 2),
 }
-EITHER_WAY = {
-    "aten::convolution": (3, 4),
-    "aten::_convolution": (3, 4),
-}  # argument 6 says whether it is transposed
+# argument 6 says whether it is transposed
+EITHER_WAY = {"aten::convolution": (3, 4), "aten::_convolution": (3, 4)}
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 TRANSPOSED = {
     "aten::conv_transpose1d",
@@ -152,13 +150,11 @@ def _add_thread(
         if stack:
             sums[stack[-1].name].self_ns -= length_ns
         found = sums[each.name]
-        found.calls += (
-            not stack or stack[-1].name != each.name
-        )  # an operator that hands on to itself is called once, as torch counts
+        # an operator that hands on to itself is called once, as torch counts
+        found.calls += not stack or stack[-1].name != each.name
         found.self_ns += length_ns
-        if all(
-            one.name != each.name for one in stack
-        ):  # of recursive calls only the outermost counts
+        # of recursive calls only the outermost counts
+        if all(one.name != each.name for one in stack):
             found.total_ns += length_ns
         _add_shapes(found, each)
         stack.append(each)
@@ -175,9 +171,8 @@ def _add_shapes(found: _OperatorSum, each: Slice) -> None:
         found.bytes = found.flops = None
         return
     found.bytes = _plus(found.bytes, None if each.name in INDEXED else _given_bytes(shapes, types))
-    is_complex = any(
-        isinstance(kind, str) and "complex" in kind for kind in types
-    )  # has no convention: not counted
+    # has no convention: not counted
+    is_complex = any(isinstance(kind, str) and "complex" in kind for kind in types)
     values = values if isinstance(values, list) else []
     found.flops = _plus(found.flops, None if is_complex else count_flops(each.name, shapes, values))
 

@@ -59,9 +59,8 @@ class ModuleRanges:
     def open(self) -> None:
         for handle in (
             hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(
-                self._leave, always_call=True
-            ),  # also for a module that raised
+            # also for a module that raised
+            hooks.register_module_forward_hook(self._leave, always_call=True),
         ):
             self._hooked.callback(handle.remove)
 

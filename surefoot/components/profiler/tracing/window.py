@@ -47,7 +47,8 @@ class Window:
     def __post_init__(self) -> None:
         if self.active < 1 or self.wait < 0 or self.warmup < 0:
             raise InputError(
-                f"a window of {self.active} steps after {self.wait} and {self.warmup} cannot be recorded",
+                f"a window of {self.active} steps after {self.wait} and {self.warmup} cannot be "
+                "recorded",
                 hint="record at least 1 step, as with --steps 20",
             )
 
@@ -131,9 +132,8 @@ class Profiler:
         self._gradients: list[tuple[int, int]] = []
         self._marks_s: list[float] = []  # the end of every step so far
         self.is_done = self._is_short = False
-        self._resident: list[
-            int
-        ] = []  # resident bytes of this process, every LOOK_EVERY recorded steps
+        # resident bytes of this process, every LOOK_EVERY recorded steps
+        self._resident: list[int] = []
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._advance(None)
 
@@ -228,9 +228,8 @@ class Profiler:
         self._before = self._known()
         for parameter in self._model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
-                hook: Any = (
-                    parameter.register_post_accumulate_grad_hook
-                )  # torch has no type annotations for it
+                # torch has no type annotations for it
+                hook: Any = parameter.register_post_accumulate_grad_hook
                 self._open.callback(hook(self._saw_gradient).remove)
 
     def _saw_gradient(self, parameter: Tensor) -> None:

@@ -1,18 +1,15 @@
 """Process that opens foreign tensor files: the only module that unpickles or calls torch.load.
 
-Command: `python -P -m surefoot.components.checkpoint.foreign_child SOURCE FOLDER MEMORY_BYTES
-CPU_S`. Before it opens the file, the process leaves the network and limits its memory, CPU time and
-file sizes. An audit hook refuses what reading does not need: starting a program, connecting,
-writing outside FOLDER. Only plain tensors, numbers and text are read (`weights_only`). The results
-are saved in FOLDER as safetensors and JSON, which run no code when they are read.
+Command: `python -P -m surefoot.components.checkpoint.foreign.child SOURCE FOLDER MEMORY_BYTES
+CPU_S`. The process confines itself before it opens the file. Only plain tensors, numbers and text
+are read (`weights_only`). The results are saved in FOLDER as safetensors and JSON, which run no
+code when they are read.
 """
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
-import os
 import pickle
 import sys
 import zipfile
@@ -26,49 +23,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from surefoot.components.checkpoint.foreign.confinement import confine
 from surefoot.components.checkpoint.save import Content, Stamp, commit
 from surefoot.components.checkpoint.tensors import DTYPES
 from surefoot.contract.manifest import find_excess
 from surefoot.core.errors import InputError
 
-try:
-    import resource
-except ImportError:  # pragma: no cover - not on Windows
-    resource = None  # type: ignore[assignment]
-
 MAX_DEPTH, MAX_ENTRIES = 100, 1_000_000
 MAX_NAME = 1_000
-CLONE_NEWNET, CLONE_NEWUSER = 0x40000000, 0x10000000  # <linux/sched.h>
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-NEVER = (
-    "socket.",
-    "subprocess.",
-    "os.system",
-    "os.exec",
-    "os.fork",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.startfile",
-    "os.kill",
-    "ctypes.",
-    "pty.",
-    "ftplib.",
-    "smtplib.",
-    "urllib.",
-    "os.chmod",
-    "os.chown",
-    "os.symlink",
-    "os.link",
-    "shutil.copy",
-    "shutil.move",
-    "shutil.chown",
-    "shutil.make_archive",
-    "shutil.unpack_archive",
-)
-CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")
 DCP_FILE = ".metadata"
 # classes in the metadata of torch.distributed.checkpoint; the unpickler makes each of them a
-# _Record
+# _MetadataObject
 DCP_RECORDS = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -89,84 +54,6 @@ DCP_RECORDS = {
     ("pathlib", "WindowsPath"),
     ("pathlib._local", "WindowsPath"),
 }
-
-
-# ---- restrictions of this process
-
-
-def confine(folder: Path, memory_bytes: int, cpu_s: int) -> list[str]:
-    """Restrict this process; return the names of what this system could not restrict.
-
-    `memory_bytes` and `cpu_s` are allowed in addition to what the process has used already.
-    """
-    missing = [] if _leave_network() else ["the network"]
-    if resource is None:
-        missing.append("memory and time")
-    else:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        limits = {
-            resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime) + cpu_s,
-            resource.RLIMIT_CORE: 0,
-            resource.RLIMIT_FSIZE: memory_bytes,
-        }
-        if (mapped := _mapped_bytes()) is not None:
-            limits[resource.RLIMIT_AS] = mapped + memory_bytes
-        for which, most in limits.items():
-            resource.setrlimit(which, (most, most))
-    sys.addaudithook(_hook(os.path.realpath(folder)))
-    return missing
-
-
-def _leave_network() -> bool:
-    """Move this process into a network namespace without connections; return whether it worked.
-
-    If this needs more rights than the process has, a user namespace is created as well.
-    """
-    try:
-        unshare = ctypes.CDLL(None, use_errno=True).unshare
-    except (AttributeError, OSError, TypeError):
-        return False
-    return any(unshare(flags) == 0 for flags in (CLONE_NEWNET, CLONE_NEWUSER | CLONE_NEWNET))
-
-
-def _mapped_bytes() -> int | None:
-    """Return the address space of this process in bytes; None if it is not reported.
-
-    torch alone maps gigabytes.
-    """
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-
-
-def _hook(folder: str):  # type: ignore[no-untyped-def]
-    def refuse(event: str, given: tuple[Any, ...]) -> None:
-        if event.startswith(NEVER):
-            raise InputError(f"reading a file of tensors asked for {event}")
-        if event.startswith(CHANGES) or (event == "open" and _is_write(given)):
-            paths = [each for each in given[:2] if isinstance(each, str | bytes | os.PathLike)]
-            if event == "open":
-                paths = paths[:1]
-            if any(not _is_below(os.fsdecode(each), folder) for each in paths):
-                raise InputError(
-                    f"reading a file of tensors asked to write {os.fsdecode(paths[0])}"
-                )
-
-    return refuse
-
-
-def _is_write(given: tuple[Any, ...]) -> bool:
-    _, mode, flags = given
-    return (isinstance(mode, str) and bool(set(mode) & set("wax+"))) or (
-        isinstance(flags, int) and bool(flags & WRITES)
-    )
-
-
-def _is_below(path: str, folder: str) -> bool:
-    # the working folder is FOLDER, so a name relative to a descriptor also resolves below FOLDER
-    whole = os.path.realpath(path)
-    return path == os.devnull or whole == folder or whole.startswith(folder + os.sep)
 
 
 # ---- reading
@@ -199,7 +86,10 @@ def _load(source: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{source} holds more than tensors, numbers and text: {_first_line(error)}",
-            hint="in the program that wrote it: torch.save(model.state_dict(), FILE); code in a file is never run here",
+            hint=(
+                "in the program that wrote it: torch.save(model.state_dict(), FILE); "
+                "code in a file is never run here"
+            ),
         ) from None
     except EOFError:
         raise InputError(
@@ -426,7 +316,8 @@ def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
         for key, part in value.items():
             if len(str(key)) > MAX_NAME:
                 raise InputError(
-                    f"a name has {len(str(key)):,} letters, {MAX_NAME:,} are allowed: {str(key)[:100]}"
+                    f"a name has {len(str(key)):,} letters, {MAX_NAME:,} are allowed: "
+                    f"{str(key)[:100]}"
                 )
             yield from walk(part, (*path, str(key)))
     elif isinstance(value, list | tuple) and not (

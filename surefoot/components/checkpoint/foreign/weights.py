@@ -1,9 +1,9 @@
 """Import of tensor files that other programs wrote.
 
 The formats are `.pt`, `.ckpt`, `.bin`, safetensors, and folders of torch.distributed.checkpoint. A
-separate process, which foreign_child.py confines, opens each file and converts it to safetensors
-and JSON, which run no code when they are read. A file that holds more than tensors, numbers and
-text is refused; no option overrides this.
+separate, confined process (`child`) opens each file and converts it to safetensors and JSON, which
+run no code when they are read. A file that holds more than tensors, numbers and text is refused; no
+option overrides this.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from surefoot.core import place
 from surefoot.core.errors import InputError, RunFolderError
 from surefoot.core.units import name_some
 
-CHILD = "surefoot.components.checkpoint.foreign_child"
-PACKAGE = Path(__file__).resolve().parents[3]  # the folder that contains surefoot/
+CHILD = "surefoot.components.checkpoint.foreign.child"
+PACKAGE = Path(__file__).resolve().parents[4]  # the folder that contains surefoot/
 MOST_TOLD = 8
-# how foreign_child.py begins the reason for a tensor that it left out; other entries are no
-# weights
+# how the child begins the reason for a tensor that it left out; other entries are no weights
 LOST = "a tensor "
 SPARE_BYTES = 1 << 30  # memory that reading may take in addition to three times the file size
 SPARE_CPU_S, BYTES_PER_CPU_S = 60, 20 << 20
@@ -90,16 +89,8 @@ def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> Non
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(PACKAGE), environment.get("PYTHONPATH", "")))
     )
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        CHILD,
-        str(source),
-        str(folder),
-        str(memory_bytes),
-        str(cpu_s),
-    ]
+    given = [str(each) for each in (source, folder, memory_bytes, cpu_s)]
+    command = [sys.executable, "-P", "-m", CHILD, *given]
     try:
         done = subprocess.run(
             command,
@@ -122,7 +113,8 @@ def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> Non
         raise InputError(str(row["message"]), hint=row["hint"])
     tail = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
     raise InputError(
-        f"{source} cannot be read: the process that tried ended with {done.returncode}: {tail[0][:300]}",
+        f"{source} cannot be read: the process that tried ended with {done.returncode}: "
+        f"{tail[0][:300]}",
         hint=f"it may use {memory_bytes >> 20} MiB and {cpu_s} s of a processor",
     )
 
@@ -192,7 +184,10 @@ def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> d
     if lost:
         raise InputError(
             f"of the weights these cannot be kept: {_reasons(lost)}",
-            hint="half a model is no model: in the program that wrote it, turn them into plain tensors, or leave them out",
+            hint=(
+                "half a model is no model: in the program that wrote it, "
+                "turn them into plain tensors, or leave them out"
+            ),
         )
     names = [name for name in found.tensors if _is_chosen(found, key, name)]
     if not names:
@@ -254,7 +249,8 @@ def find_key(found: Foreign) -> str:
     if len(likely) == 1 or len(groups) == 1:
         return (likely or groups)[0]
     raise InputError(
-        f"it is not clear which tensors are the weights: they stand below {', '.join(groups) or 'nothing'}",
+        "it is not clear which tensors are the weights: "
+        f"they stand below {', '.join(groups) or 'nothing'}",
         hint="name them with --key",
     )
 

@@ -1,0 +1,98 @@
+"""Contents of an optimizer at one moment, and whether they have changed since.
+
+A loop may add groups, replace parameters or load a state at any time; the update reads an optimizer
+again only after such a change.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Self
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from surefoot.components.optim import fused
+from surefoot.components.optim.kinds.by_group import ByGroup, Driven
+
+# of one optimizer; None without a fused update
+FusedGroups = Sequence[fused.FusedParamGroup] | None
+
+
+def fused_groups_of(optimizer: Optimizer) -> list[fused.FusedParamGroup] | None:
+    """Return the groups of an optimizer that divides and skips inside its update, else None."""
+    if fused.supports(optimizer):
+        return [fused.FusedGroup(optimizer, group) for group in optimizer.param_groups]
+    if isinstance(optimizer, ByGroup) and all(group["fused"] for group in optimizer.param_groups):
+        return [Driven(optimizer, group) for group in optimizer.param_groups]
+    return None
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, which receive gradients, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerSnapshot:
+    """Groups of an optimizer when it was read, their parameters, its state, all objects in them.
+
+    `fused` are its fused groups, None without a fused update. `live` iterates over the current
+    objects, as long as groups, lists and state are the same objects.
+    """
+
+    groups: list[dict[str, Any]]
+    lists: list[list[Tensor]]
+    parameters: list[list[Tensor]]
+    state: Mapping[Tensor, Any]
+    live: list[Iterable[Any]]
+    objects: list[Any]
+    fused: FusedGroups
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, of_fused: FusedGroups) -> Self:
+        groups, state = optimizer.param_groups, optimizer.state
+        lists = [group["params"] for group in groups]
+        live: list[Iterable[Any]] = [groups, *lists]
+        if of_fused is not None:
+            live.append(state.values())
+        if fused.supports(optimizer):  # state tensors stay the same objects, so each is compared
+            live += [entry.values() for entry in state.values()]
+        live.append((_END,))
+        parameters, objects = [[*each] for each in lists], [*chain.from_iterable(live)]
+        return cls(groups, lists, parameters, state, live, objects, of_fused)
+
+
+_PARAMETERS, _END = operator.itemgetter("params"), object()
+
+
+def has_same_objects(optimizer: Optimizer, taken: OptimizerSnapshot) -> bool:
+    """Return whether an optimizer holds the same objects as when it was read.
+
+    Called at every step, so without Python loops.
+    """
+    if optimizer.state is not taken.state or optimizer.param_groups is not taken.groups:
+        return False
+    return (
+        all(map(operator.is_, chain.from_iterable(taken.live), taken.objects))
+        and all(map(operator.is_, map(_PARAMETERS, taken.groups), taken.lists))
+        and all(map(operator.eq, map(len, taken.lists), map(len, taken.parameters)))
+    )
+
+
+def is_current(optimizer: Optimizer, taken: OptimizerSnapshot) -> bool:
+    """Return whether only the update itself has changed the contents of an optimizer."""
+    groups = [[*group["params"]] for group in optimizer.param_groups]
+    return (
+        taken.fused is not None
+        and optimizer.state is taken.state
+        and [*map(len, groups)] == [*map(len, taken.parameters)]
+        and all(map(operator.is_, chain(*groups), chain(*taken.parameters)))
+        and all(
+            each.group is group and each.is_current()
+            for each, group in zip(taken.fused, optimizer.param_groups, strict=True)
+        )
+    )
