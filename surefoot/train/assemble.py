@@ -90,9 +90,8 @@ class Assembly:
     notes: list[str]
     told: list[str]  # notes that are said at the start, too
     tried: Evaluation | None = None  # of a few samples
-    warnings: list[str] = field(
-        default_factory=list
-    )  # are printed at the start even to who wants quiet
+    # are printed at the start even to who wants quiet
+    warnings: list[str] = field(default_factory=list)
     trained: TrainedSet = field(kw_only=True)
 
     @property
@@ -237,18 +236,19 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     notes: list[str] = []
     if resolved.importable is None:
         notes.append(
-            "the task was built here: what needs a fresh process needs one that can be imported, with [task] use"
+            "the task was built here: what needs a fresh process "
+            "needs one that can be imported, with [task] use"
         )
     source = read_split(resolved, "train")
-    set_seeds(
-        spec.train.seed
-    )  # again, so that the weights do not depend on what reading the data drew
+    # again, so that the weights do not depend on what reading the data drew
+    set_seeds(spec.train.seed)
     model = _model(spec, resolved, device)
     modes = set_modes(model)
     feed = make_feed(spec, source, Share(group.rank, group.size, spec.layout.virtual_ranks))
     if spec.train.batchnorm in ("group", "layer"):
         notes.append(
-            f"GroupNorm stands in the place of BatchNorm (train.batchnorm = {spec.train.batchnorm!r})"
+            "GroupNorm stands in the place of BatchNorm (train.batchnorm = "
+            f"{spec.train.batchnorm!r})"
         )
     if feed.dropped:
         notes.append(
@@ -283,7 +283,8 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
             score=spec.evaluate.score,
             device=device,
             batch=spec.evaluate.batch or spec.train.batch,
-            precision=spec.precision.weights,  # what is stored in bf16 cannot be computed with in fp32
+            # what is stored in bf16 cannot be computed with in fp32
+            precision=spec.precision.weights,
         )
     )
     better = better or (tried.better if tried else "lower")
@@ -339,7 +340,8 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
         stepper.ranks = make_ranks(spec, group, model, updates, sharded, course)
     elif spec.layout.compress != "none":
         notes.append(
-            f"layout.compress = {spec.layout.compress!r} changes nothing: one rank sends no gradients"
+            f"layout.compress = {spec.layout.compress!r} "
+            "changes nothing: one rank sends no gradients"
         )
     stepper.loader.use(settings, last=total_steps)
     if skips:
@@ -419,7 +421,10 @@ def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
                 if len(updates) > 1
                 else f"is one pass over all {feed.batch:,} samples"
             ),
-            hint=f"surefoot whatif SPEC --noise needs none; or set train.microbatch = {max(1, feed.batch // 4)}",
+            hint=(
+                "surefoot whatif SPEC --noise needs none; or set train.microbatch = "
+                f"{max(1, feed.batch // 4)}"
+            ),
         )
     return GradientNoise()
 
@@ -466,15 +471,13 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
     """Store weights as [precision] says; return notes. Raises SpecError for unknown patterns."""
     notes = lay_channels_last(model) if spec.train.memory_format == "channels_last" else []
     kept = precision.keep_in_fp32(model, spec.precision.keep)
-    if spec.precision.weights == "bf16" and not (
-        with_masters and spec.layout.shard > 1
-    ):  # rows that are gathered in bf16 stay in fp32
+    # rows that are gathered in bf16 stay in fp32
+    if spec.precision.weights == "bf16" and not (with_masters and spec.layout.shard > 1):
         optim.store_narrow(
             model, wide=kept.values(), with_masters=with_masters and spec.precision.master == "fp32"
         )
-    if (
-        with_masters and spec.memory.offload == "optimizer" and spec.layout.shard == 1
-    ):  # a rank that holds rows keeps those there
+    # a rank that holds rows keeps those there
+    if with_masters and spec.memory.offload == "optimizer" and spec.layout.shard == 1:
         optim.keep_on_host(model)
     notes += [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
     return notes + precision.convert(model, spec.precision, kept.values())
@@ -510,7 +513,8 @@ def _updates(
     many = len(stated) > 1
     if many and spec.memory.update_in_backward:
         raise SpecError(
-            f"memory.update_in_backward goes with one update, and task {task.name} has {len(stated)}",
+            "memory.update_in_backward goes with one update, "
+            f"and task {task.name} has {len(stated)}",
             hint="set memory.update_in_backward = false",
         )
     if many:
@@ -557,7 +561,8 @@ def _own_curve(
 ) -> Callable[[int], float]:
     if total_steps is None:
         raise SpecError(
-            f"train.length is {spec.train.length}, and the task's schedule(step, total_steps) needs the number of steps",
+            f"train.length is {spec.train.length}, and the task's schedule(step, total_steps) "
+            "needs the number of steps",
             hint="say the length in steps or epochs, or name a schedule under [schedule]",
         )
     for step in (0, total_steps):
@@ -620,7 +625,8 @@ def _optimizers(
     if update.optimizer is not None:
         if any(optim.master_of(parameter) is not parameter for parameter in parameters):
             raise SpecError(
-                f"update {update.name} has an optimiser of its own, which knows no masters (precision.weights, memory.offload)",
+                f"update {update.name} has an optimiser of its own, which knows no masters "
+                "(precision.weights, memory.offload)",
                 hint="let surefoot build the optimiser, or leave that out",
             )
         held = {
@@ -630,7 +636,8 @@ def _optimizers(
         }
         if held != mine:
             raise TaskError(
-                f"update {update.name} names {len(mine)} parameters, its optimiser holds {len(held)}, not the same ones",
+                f"update {update.name} names {len(mine)} parameters, its optimiser holds "
+                f"{len(held)}, not the same ones",
                 hint="give both the same parameters",
             )
         return (_stepping_alone(update.optimizer),), (

@@ -158,9 +158,8 @@ def _chosen(
                 True,
                 (f"{wanted} is a fork that was broken off as it began: going on in it",),
             )
-        if not _is_barely_begun(wanted, names) and not is_held(
-            wanted
-        ):  # whose owner the lock will name
+        # whose owner the lock will name
+        if not _is_barely_begun(wanted, names) and not is_held(wanted):
             raise _no_run(wanted, names)
         if {SPEC_FILE, manifest.FOLDER} <= names and not is_fork and not is_held(wanted):
             raise RunFolderError(
@@ -246,9 +245,8 @@ def _check_no_links(folder: Path) -> None:
 def _describe_state(ended: Ended | None, *, is_done: bool) -> str:
     if is_done and ended is not None:
         return f"is {ended.outcome} ({ended.cause}): nothing is left to train"
-    if (
-        ended is not None and ended.outcome == "finished"
-    ):  # a loop of the user's own, which says itself how long it is
+    # a loop of the user's own, which says itself how long it is
+    if ended is not None and ended.outcome == "finished":
         return f"was finished ({ended.cause}): going on after that"
     return "is unfinished: going on in it"
 
@@ -257,8 +255,12 @@ def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
     """Return the error, with a remedy, for a folder that holds something else or lost its log."""
     if SPEC_FILE in names and manifest.steps(folder):
         return RunFolderError(
-            f"{folder} has commits and no {events.FILE}: the run's record is gone, so nothing can go on in this folder",
-            hint=f"surefoot resume {shlex.quote(str(folder))} --fork NEW goes on from the newest commit in a new folder",
+            f"{folder} has commits and no {events.FILE}: the run's "
+            "record is gone, so nothing can go on in this folder",
+            hint=(
+                f"surefoot resume {shlex.quote(str(folder))} --fork "
+                "NEW goes on from the newest commit in a new folder"
+            ),
         )
     return RunFolderError(
         f"{folder} is not empty and holds no run",

@@ -85,17 +85,13 @@ class Run:
     ) -> None:
         self.spec, self._start = spec, start
         self._given_task, self._wanted = task, Wanted(folder)
-        self._fresh, self._accept, self._accept_data, self._quiet = (
-            fresh,
-            accept_code_change,
-            accept_data,
-            quiet,
-        )
+        self._fresh = fresh
+        self._accept = accept_code_change
+        self._accept_data = accept_data
+        self._quiet = quiet
         self._stop: tuple[str, str] | None = None
-        self._stop_code, self._asked = (
-            EXIT_INTERRUPTED,
-            set[int](),
-        )  # and the exit codes of the signals that came
+        # and the exit codes of the signals that came
+        self._stop_code, self._asked = EXIT_INTERRUPTED, set[int]()
         self._is_leaving = self._is_open = self._is_taken = False
         self._meter = Meter()
         self.step = self.num_samples = 0
@@ -151,9 +147,8 @@ class Run:
         environment.set_seeds(self.spec.train.seed)
         task, self.spec = take_task(self.spec, self._given_task)
         program = Program.of(task.importable, task.task)
-        self.spec = environment.with_whole_paths(
-            self.spec
-        )  # before any code of the task may change the working folder
+        # before any code of the task may change the working folder
+        self.spec = environment.with_whole_paths(self.spec)
         choice = functools.partial(
             folder.choose,
             self._wanted,
@@ -166,9 +161,8 @@ class Run:
             checks_log=False,
             spec=self.spec,
         )
-        check_as_stated(
-            chosen := choice(checks_log=self.group.is_first), self.spec, task
-        )  # before the data are read
+        # before the data are read
+        check_as_stated(chosen := choice(checks_log=self.group.is_first), self.spec, task)
         self._damaged = chosen.damaged
         self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
         self.model, self.task = self.assembly.model, task
@@ -215,10 +209,8 @@ class Run:
             if begun is None
             else begun.notes
         )
-        said, warnings = (
-            (*chosen.notes, *where, *self.assembly.said),
-            (*self._keeper.disk_note(), *self.assembly.warnings),
-        )
+        said = (*chosen.notes, *where, *self.assembly.said)
+        warnings = (*self._keeper.disk_note(), *self.assembly.warnings)
         told = environment.as_run(self.spec), program, (*said, *warnings, *notes)
         journal.begin(
             self.assembly.started(
@@ -229,10 +221,8 @@ class Run:
         quiet, total = self._quiet or not self.group.is_first, course.total_steps
         console = Console(total_steps=total, unit=self.task.unit, quiet=quiet, done_steps=self.step)
         self._opened.callback(console.close)
-        compiling, movement = (
-            watch(self.assembly.engine.compiled, self.spec.compile),
-            Movement(self.model, self.step),
-        )
+        compiling = watch(self.assembly.engine.compiled, self.spec.compile)
+        movement = Movement(self.model, self.step)
         self._telling = Telling(
             journal,
             tensorboard,
@@ -276,11 +266,9 @@ class Run:
     def _take(self, step: int, saved: Mapping[str, Any]) -> None:
         """Restore counters, scores, guard and loader from `saved`, the state after `step`."""
         with checkpoint.taken_from(f"the state after step {step:,}"):
-            self.step, self.num_samples, self.training_s = (
-                step,
-                int(saved["num_samples"]),
-                float(saved["clock"]["training_s"]),
-            )
+            self.step = step
+            self.num_samples = int(saved["num_samples"])
+            self.training_s = float(saved["clock"]["training_s"])
             self._scores.restore(saved["scores"], saved["clock"])
             self._guard.restore(saved["guard"])
             self.assembly.engine.stepper.loader.restore(saved)
@@ -295,7 +283,10 @@ class Run:
         if chosen.is_again:
             raise RunFolderError(
                 f"{self.folder} holds a run already, and is left as it is",
-                hint=f"unfinished, it goes on without start=: surefoot resume {str(self.folder)!r}; else begin in a new folder",
+                hint=(
+                    "unfinished, it goes on without start=: surefoot resume "
+                    f"{str(self.folder)!r}; else begin in a new folder"
+                ),
             )
         begun = begin(start, self.assembly)
         if begun.saved is not None:
@@ -353,14 +344,11 @@ class Run:
         self._asked.add(exit_code)
         self._stop, self._stop_code = ("interrupted", cause), exit_code
         if not is_first:
-            self._stop, self._is_leaving = (
-                ("interrupted", f"{cause}, at once, after step {self.step}"),
-                True,
-            )
+            self._stop = ("interrupted", f"{cause}, at once, after step {self.step}")
+            self._is_leaving = True
             raise KeyboardInterrupt if exit_code == EXIT_INTERRUPTED else SystemExit(exit_code)
-        with contextlib.suppress(
-            RuntimeError
-        ):  # in the middle of a line of our own: a stream is not entered twice
+        # in the middle of a line of our own: a stream is not entered twice
+        with contextlib.suppress(RuntimeError):
             self._telling.console.say(f"ending after this step; {name} again stops at once")
 
     # ---- the loop
@@ -368,11 +356,9 @@ class Run:
     def steps(self) -> Iterator[StepReport]:
         """Yield a StepReport per optimizer step until the spec's length or a stop."""
         self._check_begun()
-        stepper, total, ends_window = (
-            self.assembly.engine.stepper,
-            self.assembly.course.total_steps,
-            self._ends_window,
-        )
+        stepper = self.assembly.engine.stepper
+        total = self.assembly.course.total_steps
+        ends_window = self._ends_window
         if (owed := self._scores.take_owed()) is not None:
             self._keeper.saved_step = 0  # this step's commit is without it
             self.evaluate(owed)
@@ -399,12 +385,12 @@ class Run:
                 tell_dtypes(self.assembly, self._telling, number)
             self.profiling.step_done(report)
             yield report
-            if not (
-                self._is_open and self._owner.is_here
-            ):  # a process that the loop's body forks may come back here, too
+            # a process that the loop's body forks may come back here, too
+            if not (self._is_open and self._owner.is_here):
                 self._check_begun()
             if self._keeper.is_due(number):
-                self._commit()  # after the reader had the step: an evaluation of it belongs to its weights
+                # after the reader had the step: an evaluation of it belongs to its weights
+                self._commit()
             else:
                 self._keeper.settle(self._saved)
         self._close_window()
@@ -497,9 +483,8 @@ class Run:
         except (Exception, SystemExit) as error:
             if self._is_leaving:
                 raise
-            if (
-                isinstance(error, SystemExit) and self._is_preempted
-            ):  # the state is that of the step before the evaluation
+            # the state is that of the step before the evaluation
+            if isinstance(error, SystemExit) and self._is_preempted:
                 self._scores.owed = name
                 self._commit(last=True)
                 self._settle()
@@ -638,9 +623,8 @@ class Run:
             return  # the log belongs to a later attempt, or is gone
         try:
             if error is not None:
-                with contextlib.suppress(
-                    Exception
-                ):  # the steps since the last record; the error to tell is the first one
+                # the steps since the last record; the error to tell is the first one
+                with contextlib.suppress(Exception):
                     self._close_window()
             self._telling.end(self.step)
             self._clock.take()

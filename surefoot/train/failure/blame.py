@@ -19,7 +19,8 @@ from surefoot.core.errors import (
 from surefoot.core.process.frames import find_user_frame, is_of_library, is_of_surefoot, is_of_torch
 from surefoot.core.process.refused import is_refused
 
-_OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
+# torch's words for an output that a later replay wrote over
+_OVERWRITTEN = "of CUDAGraphs that has been overwritten"
 # torch.utils.data: how a loader raises what its worker raised
 IN_WORKER = re.compile(
     r"Caught (?P<kind>\w+) in DataLoader worker process \d+\.\nOriginal Traceback"
@@ -132,7 +133,8 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
         return short
     if is_lost_together(error):
         lost = LostRank(
-            f"{place} the other ranks are out of reach, in a collective that the task calls itself ({find_place(error)})",
+            f"{place} the other ranks are out of reach, in a collective that the task calls "
+            f"itself ({find_place(error)})",
             hint="all ranks call the same collectives, in one order, with tensors of one size",
         )
         lost.__cause__ = error

@@ -23,9 +23,12 @@ from surefoot.core.ranks.layout import Layout, fit
 from surefoot.train.step.sharding import find_units
 
 GATHERED = "gathered weights"
-NUM_GATHERED = 1  # blocks whose weights are there at a time where a step holds most: at the end of its backward pass
+# blocks whose weights are there at a time where a step holds most: at the end of its backward pass
+NUM_GATHERED = 1
 
-NUM_SENT = 2  # buffers of gradients that are there at a time: that of the block before is freed when the next one is sent
+# buffers of gradients that are there at a time: that of the block before is freed when the next one
+# is sent
+NUM_SENT = 2
 
 
 def find_layout(spec: RunSpec, num_ranks: int | None = None) -> Layout:

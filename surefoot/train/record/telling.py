@@ -45,12 +45,10 @@ class Telling:
         movement: Movement | None = None,
     ) -> None:
         self.journal, self.console = journal, console
-        self._tensorboard, self._guard, self._clock, self.generation = (
-            tensorboard,
-            guard,
-            clock,
-            generation,
-        )
+        self._tensorboard = tensorboard
+        self._guard = guard
+        self._clock = clock
+        self.generation = generation
         self._compiling, self._movement = compiling, movement
 
     def say(self, text: str) -> None:

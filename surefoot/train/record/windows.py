@@ -66,7 +66,10 @@ def record_again(
     if spec.task.use is None:
         raise InputError(
             f"the task of {run} was built in a script, so only that script can repeat it",
-            hint="there: surefoot.components.profiler.tracing.Profiler around its loop, or ask while it runs: surefoot profile RUN",
+            hint=(
+                "there: surefoot.components.profiler.tracing.Profiler around its loop, or ask "
+                "while it runs: surefoot profile RUN"
+            ),
         )
     step, troubles = newest_sound(run)
     for trouble in troubles:

@@ -58,9 +58,8 @@ if TYPE_CHECKING:
 
 MAX_CONSTANTS = 1000
 _INSIDE = nullcontext()
-EAGER_STEPS = (
-    5  # of a run: the first is looked at, the others are what a compiled step is measured against
-)
+# of a run: the first is looked at, the others are what a compiled step is measured against
+EAGER_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -102,13 +101,11 @@ class Stepper:
         self.whole: WholeStep | None = None  # set where the step is one graph
         self.ranks: Ranks | None = None  # set where it is shared
         self._look: AbstractContextManager[Any] | None = None
-        self.eager: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # nothing is compiled inside: not while operators are seen
-        )
+        # nothing is compiled inside: not while operators are seen
+        self.eager: Callable[[], AbstractContextManager[None]] = nullcontext
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
-        self._augments = (
-            task.augment is not None and device.type != "cpu"
-        )  # where the model is: else whoever reads does it
+        # where the model is: else whoever reads does it
+        self._augments = task.augment is not None and device.type != "cpu"
         self.loader = Loader(
             feed, Reader(feed.source, None if self._augments else task.augment, seed)
         )
@@ -117,19 +114,15 @@ class Stepper:
         self._draws = derive(seed, 3)
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
         self._moves = device.type != "cpu"
-        self.consumed = np.empty(
-            0, dtype=np.int64
-        )  # the samples of the step before, in the order they were read
+        # the samples of the step before, in the order they were read
+        self.consumed = np.empty(0, dtype=np.int64)
         self.clock = PhaseClock(device)
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
-        self.saw: Callable[[Batch], None] | None = (
-            None  # told of every batch before it is computed with
-        )
+        # told of every batch before it is computed with
+        self.saw: Callable[[Batch], None] | None = None
         self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
-        self._first, self._num_cut = (
-            0,
-            1,
-        )  # this rank's first microbatch of the step, and how many there are on all ranks
+        # this rank's first microbatch of the step, and how many there are on all ranks
+        self._first, self._num_cut = 0, 1
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -167,9 +160,8 @@ class Stepper:
         if self._is_first:
             tf32 = self.policy.compute == "tf32"
             self.record = DtypeRecord(self._model, tf32=tf32, hooked=not self._is_whole(number))
-            self._look = (
-                self.record if number == 1 else None
-            )  # the same whether a run was left before this step, or not
+            # the same whether a run was left before this step, or not
+            self._look = self.record if number == 1 else None
         for index, update in enumerate(self._updates):
             if number % update.every:
                 continue
@@ -221,9 +213,8 @@ class Stepper:
         report.updates.update(keys)
         if self._scaler is not None:
             if num_done:
-                self._scaler.update(
-                    overflowed
-                )  # after all updates: one scale holds for the whole step
+                # after all updates: one scale holds for the whole step
+                self._scaler.update(overflowed)
             report.scaling = Scaling(self._scaler.scale, overflowed)
         return report
 
@@ -352,10 +343,8 @@ class Stepper:
                 if self.ranks is not None:
                     self.ranks.passed(index, self._first + position + 1, mine)
                 if self.noise is not None and position == 0:
-                    first = (
-                        guarded.norm(),
-                        mine[terms[0].name][1],
-                    )  # later passes add to these gradients
+                    # later passes add to these gradients
+                    first = guarded.norm(), mine[terms[0].name][1]
         if self.ranks is not None:
             if num_idle:
                 self._pass_along(self.ranks, update, index, batches, num_idle)
@@ -365,9 +354,8 @@ class Stepper:
                 check_gathered(counts, mine)
         factor = self._remaining_factor(mine, scale)
         if guarded.on_device:
-            factor = factor + sum(
-                total * 0.0 for total, _, _ in mine.values()
-            )  # 0, or nan where a loss is not finite
+            # 0, or nan where a loss is not finite
+            factor = factor + sum(total * 0.0 for total, _, _ in mine.values())
         elif not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
             factor = math.nan  # a loss that is not finite skips the step even where its gradient is
         if self._scaler is not None:
@@ -399,10 +387,8 @@ class Stepper:
     ) -> None:
         """Run passes with zero gradients while other ranks still gather weights from all ranks."""
         batch = batches[-1] if batches else self._place(self.loader.read(1))[0]
-        held, attributes = (
-            [(buffer, buffer.clone()) for buffer in self._model.buffers()],
-            AttributeSnapshot(self._model),
-        )
+        held = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        attributes = AttributeSnapshot(self._model)
         self._hooks.is_on = False
         for left in reversed(range(count)):
             with self.policy.context():
@@ -522,9 +508,8 @@ class Stepper:
         (count,) = counts
         if not isinstance(count, Tensor):
             return 1.0 / (scale * float(count))
-        exact = (
-            count if count.device.type == "mps" else count.double()
-        )  # a model in float64 would show 32 bits
+        # a model in float64 would show 32 bits
+        exact = count if count.device.type == "mps" else count.double()
         return 1.0 / (scale * exact)
 
     def _prepare_hooks(
@@ -578,13 +563,11 @@ class Stepper:
                 else counts
             )
         if isinstance(count, Tensor):
-            count = count.to(
-                torch.promote_types(total.dtype, torch.float32)
-            )  # 16 bits would round the count
+            # 16 bits would round the count
+            count = count.to(torch.promote_types(total.dtype, torch.float32))
             return self._scaled(torch.where(count > 0, term.weight / count, 0.0).to(total))
-        return self._scaled(
-            self._constant(term.weight / float(count) if count else 0.0, total)
-        )  # a term without items adds nothing
+        # a term without items adds nothing
+        return self._scaled(self._constant(term.weight / float(count) if count else 0.0, total))
 
     def _scaled(self, factor: Tensor) -> Tensor:
         """Return `factor` times the loss scale, if any, which is constant within a step."""
@@ -614,7 +597,7 @@ class Stepper:
 
 
 def _overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:
-    """Return whether gradients are non-finite and losses finite, so that the loss scale must change."""
+    """Return whether the loss scale must change: gradients are non-finite, losses finite."""
     if isinstance(norm, Tensor):
         return ~torch.isfinite(norm) & torch.isfinite(torch.as_tensor(factor))
     return not math.isfinite(norm) and math.isfinite(float(factor))
@@ -635,7 +618,8 @@ def _backward_of(
     ]
     if is_even and not kept:
         raise TaskError(
-            "the loss of a batch without items is a constant, and stages 2 and 3 gather weights in the backward pass of every rank",
+            "the loss of a batch without items is a constant, and stages 2 and 3 gather weights "
+            "in the backward pass of every rank",
             hint="return a total that comes from the model there too: 0.0 * output.sum()",
         )
     if kept:

@@ -26,14 +26,8 @@ from surefoot.train.step.stepper import LiveUpdate
 
 KEY = 'compile.what = "step"'
 NAME = "the whole step"
-SETTINGS = (
-    "weight_decay",
-    "eps",
-    "momentum",
-    "nesterov",
-    "trust",
-    "adapt",
-)  # of a group, beside its betas: all that a Rule reads of it
+# of a group, beside its betas: all that a Rule reads of it
+SETTINGS = ("weight_decay", "eps", "momentum", "nesterov", "trust", "adapt")
 Done = tuple[tuple[Term, ...], float | Tensor, bool | Tensor]
 
 
@@ -175,9 +169,8 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
         with policy.context():
             made = update.loss(model, batch)
         if not isinstance(made, Loss):
-            return type(
-                made
-            ).__name__  # raised outside: what is raised in a graph is told as the compiler's
+            # raised outside: what is raised in a graph is told as the compiler's
+            return type(made).__name__
         terms = made.terms
         losses = [term.total for term in terms]
         parameters = [parameter for tensors in held for parameter in tensors[0]]
