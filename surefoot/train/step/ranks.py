@@ -29,7 +29,7 @@ from surefoot.runtime.comm import Group
 from surefoot.train.step.pace import Paces
 
 if TYPE_CHECKING:
-    from surefoot.train.step.stepper import LiveUpdate
+    from surefoot.train.step.update import LiveUpdate
 
 
 class Ranks:

@@ -20,7 +20,7 @@ from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import parse_bytes
 from surefoot.runtime.comm import Group, Mesh
 from surefoot.train.step.ranks import Ranks
-from surefoot.train.step.stepper import LiveUpdate
+from surefoot.train.step.update import LiveUpdate
 
 # rules that look at one number of a tensor at a time: a part of it moves as it would in the whole
 BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax")

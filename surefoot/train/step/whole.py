@@ -22,7 +22,7 @@ from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.train.step.arithmetic import UpdateRule, move
 from surefoot.train.step.hooks import hooks_of_modules
-from surefoot.train.step.stepper import LiveUpdate
+from surefoot.train.step.update import LiveUpdate
 
 KEY = 'compile.what = "step"'
 NAME = "the whole step"
