@@ -123,7 +123,7 @@ def evaluate(
     """
     started_s = time.perf_counter()
     # an iterable's length is in batches
-    total_samples = None if isinstance(source, Iterated) else len(source)
+    total = None if isinstance(source, Iterated) else len(source)
     size, num_samples = _batch_size(source, batch), 0
     shares = not group.is_alone and source.guarantee == "proven"
     share = Share(group.rank, group.size) if shares else WHOLE
@@ -131,32 +131,16 @@ def evaluate(
     compute, key = compute_context(precision, device), evaluation_key(seed, split)
     with untouched(model, task.state), _generators_kept(source):
         carried = CarriedState(model, task.state) if shares else None
-        for inputs, known in seeded(
-            (read or _counted)(source, size, device, share, key), key, share
-        ):
-            with compute():
-                output, loss = _outcome(model, task, inputs)
-            terms = (
-                ()
-                if loss is None
-                else tuple(
-                    (each.name, each.total.detach().double(), each.count, each.weight)
-                    for each in loss.terms
-                )
-            )
-            count = known if known is not None else _count_of(terms)
-            part = BatchResult(count, terms, _metrics(task, output, inputs))
+        found = (read or _counted)(source, size, device, share, key)
+        for inputs, known in seeded(found, key, share):
+            part = _evaluate_batch(model, task, inputs, known, compute)
             mine.append(part) if shares else merged.add(part)
-            num_samples += count
+            num_samples += part.num_samples
             if carried is not None:
                 carried.after_batch()
             if tell is not None:
-                tell(
-                    num_samples
-                    if total_samples is None
-                    else min(num_samples * share.size, total_samples),
-                    total_samples,
-                )
+                done = num_samples if total is None else min(num_samples * share.size, total)
+                tell(done, total)
         has_changed = carried is not None and carried.has_changed()
         num_idle = -(-len(source) // (size * share.size)) - len(mine) if shares and is_even else 0
         for _ in range(num_idle):
@@ -180,28 +164,47 @@ def evaluate(
             )
         for part in gathered:
             merged.add(part)
+    return _summarize(merged, task, split, score, precision, time.perf_counter() - started_s)
+
+
+def _summarize(
+    merged: Merged,
+    task: Resolved,
+    split: str,
+    score: str | None,
+    precision: Compute,
+    elapsed_s: float,
+) -> Evaluation:
+    """Return the result of the merged batches; raises SpecError or TaskError for a bad metric."""
     values = {name: _number(name, metric.value(), task) for name, metric in merged.metrics.items()}
     chosen, better = _choose(score, merged.metrics)
     for name, (mean, _) in merged.terms.items():
         check_count(name, mean.count)
     means = [(mean.value(), weight) for mean, weight in merged.terms.values()]
-    total = (
-        sum(weight * value for value, weight in means if value is not None)
-        if any(v is not None for v, _ in means)
-        else None
-    )
+    known = [weight * value for value, weight in means if value is not None]
+    total = sum(known) if known else None
     units = {name: str(getattr(metric, "unit", "")) for name, metric in merged.metrics.items()}
     return Evaluation(
-        split,
-        merged.num_samples,
-        total,
-        values,
-        units,
-        chosen,
-        better,
-        time.perf_counter() - started_s,
-        precision,
+        split, merged.num_samples, total, values, units, chosen, better, elapsed_s, precision
     )
+
+
+def _evaluate_batch(
+    model: nn.Module,
+    task: Resolved,
+    inputs: Batch,
+    num_samples: int | None,
+    compute: Callable[[], AbstractContextManager[Any]],
+) -> BatchResult:
+    """Return the terms and metrics of a batch; without a sample count, the loss counts."""
+    with compute():
+        output, loss = _outcome(model, task, inputs)
+    terms = tuple(
+        (each.name, each.total.detach().double(), each.count, each.weight)
+        for each in (() if loss is None else loss.terms)
+    )
+    count = num_samples if num_samples is not None else _count_of(terms)
+    return BatchResult(count, terms, _metrics(task, output, inputs))
 
 
 def _count_of(terms: tuple[tuple[str, Tensor, Any, float], ...]) -> int:

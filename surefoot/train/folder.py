@@ -152,21 +152,7 @@ def _chosen(
     names = {path.name for path in wanted.iterdir()}
     _check_no_links(wanted)
     if events.FILE not in names:
-        if _is_new_fork(wanted, names, spec_id):
-            return Chosen(
-                wanted,
-                True,
-                (f"{wanted} is a fork that was broken off as it began: going on in it",),
-            )
-        # whose owner the lock will name
-        if not _is_barely_begun(wanted, names) and not is_held(wanted):
-            raise _no_run(wanted, names)
-        if {SPEC_FILE, manifest.FOLDER} <= names and not is_fork and not is_held(wanted):
-            raise RunFolderError(
-                f"{wanted} is a fork that was broken off before its first commit",
-                hint="start the command that made it again, or give another folder",
-            )
-        return Chosen(wanted, False)
+        return _chosen_without_log(wanted, names, spec_id, is_fork=is_fork)
     if fresh:
         return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",), is_numbered=True)
     damaged: list[str] = []
@@ -214,6 +200,24 @@ def _chosen(
         done=done,
         damaged=tuple(damaged),
     )
+
+
+def _chosen_without_log(
+    wanted: Path, names: Collection[str], spec_id: str, *, is_fork: bool
+) -> Chosen:
+    """Choose a folder in which no attempt has written a record yet."""
+    if _is_new_fork(wanted, names, spec_id):
+        note = f"{wanted} is a fork that was broken off as it began: going on in it"
+        return Chosen(wanted, True, (note,))
+    # whose owner the lock will name
+    if not _is_barely_begun(wanted, names) and not is_held(wanted):
+        raise _no_run(wanted, names)
+    if {SPEC_FILE, manifest.FOLDER} <= {*names} and not is_fork and not is_held(wanted):
+        raise RunFolderError(
+            f"{wanted} is a fork that was broken off before its first commit",
+            hint="start the command that made it again, or give another folder",
+        )
+    return Chosen(wanted, False)
 
 
 def _check_no_links(folder: Path) -> None:
