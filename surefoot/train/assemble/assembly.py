@@ -23,8 +23,9 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import Timing
 from surefoot.contract.task import Batch, Resolved, Source
 from surefoot.core.schedule.plan import Curve
+from surefoot.runtime.comm import Group
 from surefoot.train.environment import circumstances
-from surefoot.train.evaluate import Evaluation, Reading
+from surefoot.train.evaluate import Evaluation, Reading, evaluate
 from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.course import RunSchedule
@@ -84,6 +85,33 @@ class Assembly:
         settings = replace(self.engine.stepper.loader.settings, most=0)
         return lambda source, batch, device, share, key: read_once(
             self.spec, source, batch, device, settings, tell, share, key
+        )
+
+    def evaluate(
+        self,
+        split: str,
+        group: Group,
+        tell: Callable[[int, int | None], None],
+        notice: Callable[[LoaderNotice], None],
+    ) -> Evaluation:
+        """Evaluate the model's current weights on `split`, shared by the ranks of `group`.
+
+        `tell` is called with the samples done and their total, `notice` with the loader's notices.
+        """
+        return evaluate(
+            self.model,
+            self.task,
+            self.evaluation(split),
+            split=split,
+            device=self.engine.device,
+            batch=self.spec.evaluate.batch or self.spec.train.batch,
+            score=self.spec.evaluate.score,
+            precision=self.engine.policy.compute,
+            tell=tell,
+            read=self.reading(notice),
+            group=group,
+            is_even=self.is_even,
+            seed=self.spec.train.seed,
         )
 
     @property

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
+from collections.abc import Iterator
 
 from surefoot.components.memory.caches import HINT, is_of_repeated_pass
 from surefoot.core.errors import (
@@ -14,6 +16,7 @@ from surefoot.core.errors import (
     LostRank,
     OutOfMemory,
     SurefootError,
+    TaskError,
     UserCodeError,
 )
 from surefoot.core.process.frames import find_user_frame, is_of_library, is_of_surefoot, is_of_torch
@@ -109,6 +112,22 @@ def is_lost_together(error: BaseException) -> bool:
         and isinstance(error, RuntimeError)
         and any(words in str(error) for words in ("/gloo/", "NCCL"))
     )
+
+
+@contextlib.contextmanager
+def as_task_errors() -> Iterator[None]:
+    """Raise TaskError for an error of user code before a run; other errors are left unchanged."""
+    try:
+        yield
+    except SurefootError:
+        raise
+    except (Exception, SystemExit) as error:
+        if find_place(error) is None:
+            raise
+        raise TaskError(
+            f"the task failed before the run: {describe(error)}",
+            hint="run with --traceback to see all of it",
+        ) from error
 
 
 def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:

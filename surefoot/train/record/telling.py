@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from surefoot.components.checkpoint import Saved
 from surefoot.components.data.loader import Loader, LoaderNotice
 from surefoot.components.observe import Console, Journal, NoJournal, TensorBoard
 from surefoot.components.profiler import LOGGING, PhaseClock
@@ -110,6 +111,20 @@ class Telling:
             self.write(event)
             unit = result.units.get(result.score, "")
             self.console.evaluated(event.step, epoch, result.score, result.value, unit, event.best)
+
+    def committed(self, saved: Saved, num_bytes: int) -> None:
+        """Record that a checkpoint is on disk."""
+        self.write(
+            events.Committed(
+                generation=self.generation,
+                time_s=time.time(),
+                step=saved.step,
+                num_bytes=num_bytes,
+                folder=f"checkpoints/step-{saved.step:012d}",
+                elapsed_s=saved.elapsed_s,
+                waited_s=saved.waited_s,
+            )
+        )
 
     def give_up(self, what: str, error: StorageError, step: int) -> None:
         """Record and print that the output `what` is dropped because of a storage error."""
