@@ -225,15 +225,9 @@ def _check_no_links(folder: Path) -> None:
 
     A link made by another user could redirect writes to a path outside the folder.
     """
+    written = events.FILE, SPEC_FILE, ledger.FILE, LOCK_FILE, removals.FILE, manifest.FOLDER
     try:
-        for name in (
-            events.FILE,
-            SPEC_FILE,
-            ledger.FILE,
-            LOCK_FILE,
-            removals.FILE,
-            manifest.FOLDER,
-        ):
+        for name in written:
             files.check_no_link(folder, name)
     except OSError as error:
         hint = (

@@ -54,13 +54,9 @@ def make_updates(
             f"and task {task.name} has {len(stated)}",
             hint="set memory.update_in_backward = false",
         )
-    if many:
-        optim.build_groups(
-            optim.find_trained(model),
-            decay=0.0,
-            no_decay=spec.optim.no_decay,
-            rates=spec.optim.rates,
-        )  # idle patterns
+    if many:  # for the patterns that match no parameter of any update
+        trained, table = optim.find_trained(model), spec.optim
+        optim.build_groups(trained, decay=0.0, no_decay=table.no_decay, rates=table.rates)
     made = []
     for update in stated:
         optimizers, summary = _optimizers(spec, task, model, update, many)

@@ -112,11 +112,9 @@ def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec
 
     The schedule is then constant: the learning rate does not change the time of a step.
     """
-    tables = {
-        name: table
-        for name, table in spec.as_tables().items()
-        if name not in ("checkpoint", "observe")
-    }  # its store is the run's
+    # the store of [checkpoint] is the run's
+    own = ("checkpoint", "observe")
+    tables = {name: table for name, table in spec.as_tables().items() if name not in own}
     tables["observe"] = {"tensorboard": False}
     beside = spec.replace_all(tables)
     started = [each for each in events.read(run, Started) if isinstance(each, Started)]

@@ -225,26 +225,19 @@ def _validity(terms: tuple[Term, ...]) -> Tensor:
 
 def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Module) -> None:
     """Raise SpecError if the step cannot be one graph; called before anything is compiled."""
-    problem = next(
-        (
-            words
-            for words, is_so in {
-                f"several updates ({len(updates)})": len(updates) > 1,
-                "train.microbatch, which makes a step several passes": spec.train.microbatch
-                not in (None, spec.train.batch),
-                "train.ramp": bool(spec.train.ramp),
-                "memory.update_in_backward": spec.memory.update_in_backward,
-                'memory.on_oom = "halve", which makes a step several passes': spec.memory.on_oom
-                == "halve",
-                "memory.offload": spec.memory.offload != "none",
-                "memory.recompute": spec.memory.recompute != "none",
-                'precision.weights = "bf16"': spec.precision.weights == "bf16",
-                **_problems_of(model, policy),
-            }.items()
-            if is_so
-        ),
-        None,
-    )
+    memory, is_cut = spec.memory, spec.train.microbatch not in (None, spec.train.batch)
+    problems = {
+        f"several updates ({len(updates)})": len(updates) > 1,
+        "train.microbatch, which makes a step several passes": is_cut,
+        "train.ramp": bool(spec.train.ramp),
+        "memory.update_in_backward": memory.update_in_backward,
+        'memory.on_oom = "halve", which makes a step several passes': memory.on_oom == "halve",
+        "memory.offload": memory.offload != "none",
+        "memory.recompute": memory.recompute != "none",
+        'precision.weights = "bf16"': spec.precision.weights == "bf16",
+        **_problems_of(model, policy),
+    }
+    problem = next((words for words, is_so in problems.items() if is_so), None)
     if problem is not None:
         raise SpecError(
             f"{KEY} does not go with {problem}",
