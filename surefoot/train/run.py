@@ -29,11 +29,10 @@ from surefoot.train.failure.script_exit import script
 from surefoot.train.folder import Wanted, anchor
 from surefoot.train.preflight.preparation import Prepared, prepare
 from surefoot.train.record.dtypes import tell_dtypes
-from surefoot.train.record.opening import make_telling, open_console, open_records
 from surefoot.train.record.peak import stepping
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
-from surefoot.train.record.telling import RunDamage
+from surefoot.train.record.telling import RunDamage, make_telling, open_console, open_records
 from surefoot.train.resume import together
 from surefoot.train.resume.keeper import CheckpointManager
 from surefoot.train.resume.start import Begun, Start, begin, check_can_begin_anew, check_same_data
