@@ -26,7 +26,8 @@ from surefoot.core.hardware import find_machine
 from surefoot.train.resume.program import Program, find_commit
 
 _DETERMINISM: Any = torch.utils.deterministic
-# M_MMAP_THRESHOLD: smaller blocks come from the heap; M_TRIM_THRESHOLD: so much may lie free at its end (malloc.h)
+# malloc.h: blocks smaller than M_MMAP_THRESHOLD come from the heap, and as much as M_TRIM_THRESHOLD
+# may lie free at its end
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 MALLOC_LIMITS = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 256 << 20}
 FUSED_ATTENTION = ("flash", "mem_efficient", "cudnn")  # the kernels beside "math", on every device
@@ -146,13 +147,13 @@ def find_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     here = place.here()
-    if (
-        here.world_size == 1 and not 0 < here.local_rank < torch.cuda.device_count()
-    ):  # of a run that shrank it may be any of them
+    # of a run that shrank it may be any of them
+    if here.world_size == 1 and not 0 < here.local_rank < torch.cuda.device_count():
         return torch.device("cuda")
     if here.local_rank >= torch.cuda.device_count():
         raise SpecError(
-            f"local rank {here.local_rank} has no GPU of its own: torch sees {torch.cuda.device_count()}",
+            f"local rank {here.local_rank} has no GPU of its own: torch sees "
+            f"{torch.cuda.device_count()}",
             hint='start as many ranks as there are GPUs, or set train.device = "cpu"',
         )
     torch.cuda.set_device(here.local_rank)

@@ -36,12 +36,11 @@ from surefoot.train.step import check_count
 NUM_TRIED = 8
 DRAWS = 0x6576616C  # sets the draws of evaluations apart from the run's others
 GRADIENT_HINT = (
-    "surefoot evaluates under torch.no_grad(): put the lines of forward, loss or metrics that take gradients under "
-    "`with torch.enable_grad():`"
+    "surefoot evaluates under torch.no_grad(): put the lines of forward, loss or metrics that "
+    "take gradients under `with torch.enable_grad():`"
 )
-Reading = Callable[
-    [Source, int, torch.device, Share, int], Iterator[tuple[Batch, int | None]]
-]  # seeded by the last; with the samples of each batch, where known
+# seeded by the last; with the samples of each batch, where known
+Reading = Callable[[Source, int, torch.device, Share, int], Iterator[tuple[Batch, int | None]]]
 _Found = TypeVar("_Found")
 Tell = Callable[[int, int | None], None]  # samples done, samples in all where that is known
 
@@ -123,9 +122,8 @@ def evaluate(
     wrong kind.
     """
     started_s = time.perf_counter()
-    total_samples = (
-        None if isinstance(source, Iterated) else len(source)
-    )  # an iterable's length is in batches
+    # an iterable's length is in batches
+    total = None if isinstance(source, Iterated) else len(source)
     size, num_samples = _batch_size(source, batch), 0
     shares = not group.is_alone and source.guarantee == "proven"
     share = Share(group.rank, group.size) if shares else WHOLE
@@ -133,32 +131,16 @@ def evaluate(
     compute, key = compute_context(precision, device), evaluation_key(seed, split)
     with untouched(model, task.state), _generators_kept(source):
         carried = CarriedState(model, task.state) if shares else None
-        for inputs, known in seeded(
-            (read or _counted)(source, size, device, share, key), key, share
-        ):
-            with compute():
-                output, loss = _outcome(model, task, inputs)
-            terms = (
-                ()
-                if loss is None
-                else tuple(
-                    (each.name, each.total.detach().double(), each.count, each.weight)
-                    for each in loss.terms
-                )
-            )
-            count = known if known is not None else _count_of(terms)
-            part = BatchResult(count, terms, _metrics(task, output, inputs))
+        found = (read or _counted)(source, size, device, share, key)
+        for inputs, known in seeded(found, key, share):
+            part = _evaluate_batch(model, task, inputs, known, compute)
             mine.append(part) if shares else merged.add(part)
-            num_samples += count
+            num_samples += part.num_samples
             if carried is not None:
                 carried.after_batch()
             if tell is not None:
-                tell(
-                    num_samples
-                    if total_samples is None
-                    else min(num_samples * share.size, total_samples),
-                    total_samples,
-                )
+                done = num_samples if total is None else min(num_samples * share.size, total)
+                tell(done, total)
         has_changed = carried is not None and carried.has_changed()
         num_idle = -(-len(source) // (size * share.size)) - len(mine) if shares and is_even else 0
         for _ in range(num_idle):
@@ -182,28 +164,47 @@ def evaluate(
             )
         for part in gathered:
             merged.add(part)
+    return _summarize(merged, task, split, score, precision, time.perf_counter() - started_s)
+
+
+def _summarize(
+    merged: Merged,
+    task: Resolved,
+    split: str,
+    score: str | None,
+    precision: Compute,
+    elapsed_s: float,
+) -> Evaluation:
+    """Return the result of the merged batches; raises SpecError or TaskError for a bad metric."""
     values = {name: _number(name, metric.value(), task) for name, metric in merged.metrics.items()}
     chosen, better = _choose(score, merged.metrics)
     for name, (mean, _) in merged.terms.items():
         check_count(name, mean.count)
     means = [(mean.value(), weight) for mean, weight in merged.terms.values()]
-    total = (
-        sum(weight * value for value, weight in means if value is not None)
-        if any(v is not None for v, _ in means)
-        else None
-    )
+    known = [weight * value for value, weight in means if value is not None]
+    total = sum(known) if known else None
     units = {name: str(getattr(metric, "unit", "")) for name, metric in merged.metrics.items()}
     return Evaluation(
-        split,
-        merged.num_samples,
-        total,
-        values,
-        units,
-        chosen,
-        better,
-        time.perf_counter() - started_s,
-        precision,
+        split, merged.num_samples, total, values, units, chosen, better, elapsed_s, precision
     )
+
+
+def _evaluate_batch(
+    model: nn.Module,
+    task: Resolved,
+    inputs: Batch,
+    num_samples: int | None,
+    compute: Callable[[], AbstractContextManager[Any]],
+) -> BatchResult:
+    """Return the terms and metrics of a batch; without a sample count, the loss counts."""
+    with compute():
+        output, loss = _outcome(model, task, inputs)
+    terms = tuple(
+        (each.name, each.total.detach().double(), each.count, each.weight)
+        for each in (() if loss is None else loss.terms)
+    )
+    count = num_samples if num_samples is not None else _count_of(terms)
+    return BatchResult(count, terms, _metrics(task, output, inputs))
 
 
 def _count_of(terms: tuple[tuple[str, Tensor, Any, float], ...]) -> int:
@@ -300,9 +301,8 @@ def try_out(
         )
 
     try:
-        with (
-            closing(source) if isinstance(source, Iterated) else nullcontext()
-        ):  # its workers, until they are needed
+        # its workers, until they are needed
+        with closing(source) if isinstance(source, Iterated) else nullcontext():
             if isinstance(source, Iterated):
                 return tried(1)
             try:
@@ -316,7 +316,8 @@ def try_out(
     except (Exception, SystemExit) as error:
         takes_gradients = isinstance(error, RuntimeError) and "does not require grad" in str(error)
         raise TaskError(
-            f"a trial evaluation of a few samples of {split!r} before the run failed: {describe(error)}",
+            f"a trial evaluation of a few samples of {split!r} "
+            f"before the run failed: {describe(error)}",
             hint=GRADIENT_HINT if takes_gradients else "run with --traceback to see where",
         ) from error
 
@@ -325,20 +326,17 @@ class _Few:
     """First `length` samples of a source."""
 
     def __init__(self, source: Source, length: int) -> None:
-        self.guarantee, self.digest, self._source, self._length = (
-            source.guarantee,
-            source.digest,
-            source,
-            length,
-        )
+        self.guarantee = source.guarantee
+        self.digest = source.digest
+        self._source = source
+        self._length = length
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, ids: np.ndarray) -> Batch:
-        return copy_of(
-            self._source.read(ids)
-        )  # what a forward pass writes into it must not stay in the data
+        # what a forward pass writes into it must not stay in the data
+        return copy_of(self._source.read(ids))
 
     def describe(self) -> str:
         return self._source.describe()
@@ -369,14 +367,16 @@ def _metrics(task: Resolved, output: Output, inputs: Batch) -> dict[str, Metric]
     given = task.metrics(output, inputs)
     if not isinstance(given, Mapping):
         raise TaskError(
-            f"metrics() of task {task.name} returned {'None' if given is None else checkpoint.name_kind(given)}, not metrics by name",
+            f"metrics() of task {task.name} returned "
+            f"{'None' if given is None else checkpoint.name_kind(given)}, not metrics by name",
             hint='return a dict: {"accuracy": accuracy(output, targets)}',
         )
     found = dict(given)
     bad = [name for name, metric in found.items() if not hasattr(metric, "merge")]
     if bad:
         raise TaskError(
-            f"metric {bad[0]!r} of task {task.name} is a {type(found[bad[0]]).__name__}, which does not merge",
+            f"metric {bad[0]!r} of task {task.name} is a "
+            f"{type(found[bad[0]]).__name__}, which does not merge",
             hint="return accuracy(...), perplexity(...), mean_of(total, count) or the like",
         )
     return found
@@ -395,7 +395,10 @@ def _number(name: str, value: object, task: Resolved) -> float | None:
         return float(plain)
     raise TaskError(
         f"metric {name!r} of task {task.name} gives {given}, and a score is one number",
-        hint="return one metric for each number, for example its mean or its diagonal; surefoot predict writes outputs whole",
+        hint=(
+            "return one metric for each number, for example its mean or its diagonal; surefoot "
+            "predict writes outputs whole"
+        ),
     )
 
 

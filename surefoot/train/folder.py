@@ -152,22 +152,7 @@ def _chosen(
     names = {path.name for path in wanted.iterdir()}
     _check_no_links(wanted)
     if events.FILE not in names:
-        if _is_new_fork(wanted, names, spec_id):
-            return Chosen(
-                wanted,
-                True,
-                (f"{wanted} is a fork that was broken off as it began: going on in it",),
-            )
-        if not _is_barely_begun(wanted, names) and not is_held(
-            wanted
-        ):  # whose owner the lock will name
-            raise _no_run(wanted, names)
-        if {SPEC_FILE, manifest.FOLDER} <= names and not is_fork and not is_held(wanted):
-            raise RunFolderError(
-                f"{wanted} is a fork that was broken off before its first commit",
-                hint="start the command that made it again, or give another folder",
-            )
-        return Chosen(wanted, False)
+        return _chosen_without_log(wanted, names, spec_id, is_fork=is_fork)
     if fresh:
         return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",), is_numbered=True)
     damaged: list[str] = []
@@ -217,20 +202,32 @@ def _chosen(
     )
 
 
+def _chosen_without_log(
+    wanted: Path, names: Collection[str], spec_id: str, *, is_fork: bool
+) -> Chosen:
+    """Choose a folder in which no attempt has written a record yet."""
+    if _is_new_fork(wanted, names, spec_id):
+        note = f"{wanted} is a fork that was broken off as it began: going on in it"
+        return Chosen(wanted, True, (note,))
+    # whose owner the lock will name
+    if not _is_barely_begun(wanted, names) and not is_held(wanted):
+        raise _no_run(wanted, names)
+    if {SPEC_FILE, manifest.FOLDER} <= {*names} and not is_fork and not is_held(wanted):
+        raise RunFolderError(
+            f"{wanted} is a fork that was broken off before its first commit",
+            hint="start the command that made it again, or give another folder",
+        )
+    return Chosen(wanted, False)
+
+
 def _check_no_links(folder: Path) -> None:
     """Raise RunFolderError if a file that a run writes is a symbolic link in `folder`.
 
     A link made by another user could redirect writes to a path outside the folder.
     """
+    written = events.FILE, SPEC_FILE, ledger.FILE, LOCK_FILE, removals.FILE, manifest.FOLDER
     try:
-        for name in (
-            events.FILE,
-            SPEC_FILE,
-            ledger.FILE,
-            LOCK_FILE,
-            removals.FILE,
-            manifest.FOLDER,
-        ):
+        for name in written:
             files.check_no_link(folder, name)
     except OSError as error:
         hint = (
@@ -246,9 +243,8 @@ def _check_no_links(folder: Path) -> None:
 def _describe_state(ended: Ended | None, *, is_done: bool) -> str:
     if is_done and ended is not None:
         return f"is {ended.outcome} ({ended.cause}): nothing is left to train"
-    if (
-        ended is not None and ended.outcome == "finished"
-    ):  # a loop of the user's own, which says itself how long it is
+    # a loop of the user's own, which says itself how long it is
+    if ended is not None and ended.outcome == "finished":
         return f"was finished ({ended.cause}): going on after that"
     return "is unfinished: going on in it"
 
@@ -257,8 +253,12 @@ def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
     """Return the error, with a remedy, for a folder that holds something else or lost its log."""
     if SPEC_FILE in names and manifest.steps(folder):
         return RunFolderError(
-            f"{folder} has commits and no {events.FILE}: the run's record is gone, so nothing can go on in this folder",
-            hint=f"surefoot resume {shlex.quote(str(folder))} --fork NEW goes on from the newest commit in a new folder",
+            f"{folder} has commits and no {events.FILE}: the run's "
+            "record is gone, so nothing can go on in this folder",
+            hint=(
+                f"surefoot resume {shlex.quote(str(folder))} --fork "
+                "NEW goes on from the newest commit in a new folder"
+            ),
         )
     return RunFolderError(
         f"{folder} is not empty and holds no run",

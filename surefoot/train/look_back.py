@@ -39,10 +39,8 @@ from surefoot.train.record.outputs import Outputs
 from surefoot.train.step.reading import read_split
 
 ENDINGS = (".safetensors", ".npz")
-EXPORT_BATCHES = (
-    4,
-    3,
-)  # two sizes show that the batch of a graph is free; 1 would be taken for a constant
+# two sizes show that the batch of a graph is free; 1 would be taken for a constant
+EXPORT_BATCHES = (4, 3)
 
 
 def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.Module:
@@ -262,7 +260,10 @@ def export_run(
     if chosen not in export.ENDINGS.values():
         raise InputError(
             f"--format is {kind}" if kind else f"--to {to} ends in {to.suffix or 'nothing'}",
-            hint=f"use --format {', '.join(export.ENDINGS.values())}, or one of the endings {', '.join(export.ENDINGS)}",
+            hint=(
+                f"use --format {', '.join(export.ENDINGS.values())}, or one of the endings "
+                f"{', '.join(export.ENDINGS)}"
+            ),
         )
     export.check_new(to)
     if (run / FOLDER).resolve() in to.resolve().parents:
@@ -288,10 +289,11 @@ def _export(
         next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES
     ]
     if kind == "safetensors":
-        build, forward = (
-            functools.partial(_build, task, spec),
-            lambda one: task.task.forward(one, samples[0]),
-        )
+        build = functools.partial(_build, task, spec)
+
+        def forward(one: nn.Module) -> Any:
+            return task.task.forward(one, samples[0])
+
         with _told_if_unwritten(to):
             return export.export_weights(model, build, forward, to), used
     with without_caches(model):

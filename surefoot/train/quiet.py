@@ -40,11 +40,8 @@ def untouched(
         for name, buffer in module.named_buffers(recurse=False)
     ]
     attributes = AttributeSnapshot(model)
-    cpu_state, python_state, numpy_state = (
-        torch.get_rng_state(),
-        random.getstate(),
-        np.random.get_state(),  # noqa: NPY002
-    )
+    cpu_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002 - the user's stream
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     held = [
         (name, value, _copy_of(name, value))
@@ -64,9 +61,8 @@ def untouched(
         with torch.no_grad():
             for module, name, buffer, kept in buffers:
                 checkpoint.fill(name, buffer, kept)
-                if (
-                    getattr(module, name) is not buffer
-                ):  # a module may have put another tensor in its place
+                # a module may have put another tensor in its place
+                if getattr(module, name) is not buffer:
                     setattr(module, name, buffer)
             for weight, kept in renormed:
                 weight.copy_(kept)
@@ -125,9 +121,12 @@ def read_entry(name: str, value: Any) -> Any:
     if checkpoint.has_state(value):
         return value.state_dict()
     raise TaskError(
-        f"state() gives {name!r} as {checkpoint.name_kind(value)}, which cannot be put back in place",
-        hint="give a tensor or array that is changed in place, a generator of torch or numpy, or an object with state_dict and "
-        "load_state_dict",
+        f"state() gives {name!r} as {checkpoint.name_kind(value)}, "
+        "which cannot be put back in place",
+        hint=(
+            "give a tensor or array that is changed in place, a generator of torch or numpy, or "
+            "an object with state_dict and load_state_dict"
+        ),
     )
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,49 +13,29 @@ from typing import Any, Self
 import torch
 
 from surefoot.components import checkpoint
-from surefoot.components.observe import Console, Journal, Meter, NoJournal, TensorBoard
+from surefoot.components.observe import Meter
 from surefoot.components.profiler import CHECKPOINT, COMMUNICATION, EVALUATION, LOGGING, OTHER
 from surefoot.components.stability import Guard
-from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import check_not_importing
-from surefoot.core import signals
-from surefoot.core.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    InputError,
-    RunFolderError,
-    StorageError,
-    SurefootError,
-    TaskError,
-)
+from surefoot.core.errors import EXIT_OK, InputError, RunFolderError, StorageError
 from surefoot.core.process.forked import OwningProcess
-from surefoot.train import environment, folder, preflight
-from surefoot.train.assemble import Assembly, assemble, take_task
-from surefoot.train.evaluate import Evaluation, evaluate
+from surefoot.train import environment, folder
+from surefoot.train.evaluate import Evaluation
 from surefoot.train.failure import blame, causes
-from surefoot.train.failure.ending import WHOLE, tell_outcome
+from surefoot.train.failure.ending import WHOLE, StopRequests
 from surefoot.train.failure.script_exit import script
 from surefoot.train.folder import Wanted, anchor
-from surefoot.train.record.compiling import watch
+from surefoot.train.preflight.preparation import Prepared, prepare
 from surefoot.train.record.dtypes import tell_dtypes
-from surefoot.train.record.noticed.movement import Movement
 from surefoot.train.record.peak import stepping
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
-from surefoot.train.record.telling import RunDamage, Telling
+from surefoot.train.record.telling import RunDamage, make_telling, open_console, open_records
 from surefoot.train.resume import together
 from surefoot.train.resume.keeper import CheckpointManager
-from surefoot.train.resume.program import Program
-from surefoot.train.resume.start import (
-    Begun,
-    Start,
-    begin,
-    check_as_stated,
-    check_can_begin_anew,
-    check_same_data,
-)
+from surefoot.train.resume.start import Begun, Start, begin, check_can_begin_anew, check_same_data
 
 
 class Run:
@@ -85,18 +64,10 @@ class Run:
     ) -> None:
         self.spec, self._start = spec, start
         self._given_task, self._wanted = task, Wanted(folder)
-        self._fresh, self._accept, self._accept_data, self._quiet = (
-            fresh,
-            accept_code_change,
-            accept_data,
-            quiet,
-        )
-        self._stop: tuple[str, str] | None = None
-        self._stop_code, self._asked = (
-            EXIT_INTERRUPTED,
-            set[int](),
-        )  # and the exit codes of the signals that came
-        self._is_leaving = self._is_open = self._is_taken = False
+        self._fresh, self._accept = fresh, accept_code_change
+        self._accept_data, self._quiet = accept_data, quiet
+        self._stops = StopRequests()
+        self._is_open = self._is_taken = False
         self._meter = Meter()
         self.step = self.num_samples = 0
         self.training_s = self._before_s = 0.0
@@ -114,75 +85,46 @@ class Run:
         self._opened.callback(environment.apply(self.spec))
         with contextlib.ExitStack() as unless_begun:
             unless_begun.callback(self._opened.close)
-            self._begin_or_blame()
+            with blame.as_task_errors():
+                self._begin()
             unless_begun.pop_all()
         return self
-
-    def _begin_or_blame(self) -> None:
-        try:
-            self._begin()
-        except SurefootError:
-            raise
-        except (Exception, SystemExit) as error:
-            if blame.find_place(error) is None:
-                raise
-            raise TaskError(
-                f"the task failed before the run: {blame.describe(error)}",
-                hint="run with --traceback to see all of it",
-            ) from error
 
     def _begin(self) -> None:
         heard: list[str] = []  # of how they are joined
         self.group = group = self._opened.enter_context(together.joined(self.spec, heard))
         self._mesh = together.meshed(group, self.spec)
-        program, choice, notes = group.settle(self._prepare)
+        made = group.settle(self._prepare)
         self.assembly.warnings.extend(heard)
-        together.check_alike(group, self.assembly, program, self._wanted())
+        together.check_alike(group, self.assembly, made.program, self._wanted())
         spec = environment.as_run(self.spec) if self._start is None else None
-        with together.taken(group, choice, spec) as (chosen, self._lock):
+        with together.taken(group, made.choose, spec) as (chosen, self._lock):
             self._opened.callback(self._lock.release)
-            self._open(chosen, program, notes)
-        self._listen()
+            self._open(chosen, made)
+        asked = self._keeper.ask, self._telling.console.say, lambda: self.step
+        self._stops.listen(self._opened, *asked)
         self._is_open = True
         self._clock.switch(OTHER)
 
-    def _prepare(self) -> tuple[Program, Callable[[], folder.Chosen], list[str]]:
-        """Return the program, the function that chooses the folder, and notes; write nothing."""
-        environment.set_seeds(self.spec.train.seed)
-        task, self.spec = take_task(self.spec, self._given_task)
-        program = Program.of(task.importable, task.task)
-        self.spec = environment.with_whole_paths(
-            self.spec
-        )  # before any code of the task may change the working folder
-        choice = functools.partial(
-            folder.choose,
+    def _prepare(self) -> Prepared:
+        """Prepare the run on this rank; write nothing."""
+        made = prepare(
+            self.spec,
+            self._given_task,
             self._wanted,
-            self.spec.id,
-            task.name,
-            program,
+            self._mesh,
             fresh=self._fresh,
             accept_code_change=self._accept,
             is_fork=self._start is not None,
-            checks_log=False,
-            spec=self.spec,
         )
-        check_as_stated(
-            chosen := choice(checks_log=self.group.is_first), self.spec, task
-        )  # before the data are read
-        self._damaged = chosen.damaged
-        self.assembly: Assembly = assemble(self.spec, task, mesh=self._mesh)
-        self.model, self.task = self.assembly.model, task
-        return (
-            program,
-            choice,
-            [*self.assembly.notes, *preflight.check(self.assembly, is_again=chosen.is_again)],
-        )
+        self.assembly, self.spec = made.assembly, made.assembly.spec
+        self.model, self.task = made.assembly.model, made.task
+        return made
 
-    def _open(self, chosen: folder.Chosen, program: Program, notes: list[str]) -> None:
+    def _open(self, chosen: folder.Chosen, made: Prepared) -> None:
         """Open the files of the run, restore a checkpoint if any, and write the Started record."""
         self._folder, root = anchor(chosen.folder), chosen.folder.absolute()
-        self.generation, self._stop = self._lock.generation, chosen.done
-        course = self.assembly.course
+        self.generation, self._stops.outcome = self._lock.generation, chosen.done
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
         together.clear_drafts(self.group, self.folder)
@@ -193,61 +135,34 @@ class Run:
         troubles = self._resume(chosen) if begun is None else []
         first = [] if begun is None else self._commit_first(begun)
         self._home = home = together.home_of(self.group, root)
-        wanted = (
-            self.spec.observe.tensorboard if self.group.is_first and chosen.done is None else False
-        )
-        tensorboard = TensorBoard(
-            home / "tensorboard",
-            wanted=wanted,
-            purge_step=self.step + 1 if chosen.is_again else None,
-        )
-        journal = Journal(home) if chosen.done is None else NoJournal()
+        journal, tensorboard = open_records(self, home, chosen)
         self._opened.callback(journal.abandon)
         self._ledger = together.open_ledger(self.group, root, self.assembly, self.generation)
         self._opened.callback(self._ledger.close)
-        self._ends_window = course.rhythm(self.spec.observe.every)
+        self._ends_window = self.assembly.course.rhythm(self.spec.observe.every)
         self._clock = self.assembly.engine.stepper.clock
         self._opened.callback(self._clock.listen_to_collections())
         self.started_s = time.perf_counter()
         self._clock.start(LOGGING)
-        where = (
-            chosen.describe_start(self.step if self._is_taken else None)
-            if begun is None
-            else begun.notes
-        )
-        said, warnings = (
-            (*chosen.notes, *where, *self.assembly.said),
-            (*self._keeper.disk_note(), *self.assembly.warnings),
-        )
-        told = environment.as_run(self.spec), program, (*said, *warnings, *notes)
+        since = self.step if self._is_taken else None
+        where = chosen.describe_start(since) if begun is None else begun.notes
+        said = (*chosen.notes, *where, *self.assembly.said)
+        warnings = (*self._keeper.disk_note(), *self.assembly.warnings)
+        told = environment.as_run(self.spec), made.program, (*said, *warnings, *made.notes)
         journal.begin(
             self.assembly.started(
                 self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}
             )
         )
         self._opened.callback(together.let_follow(self.group, self.assembly))
-        quiet, total = self._quiet or not self.group.is_first, course.total_steps
-        console = Console(total_steps=total, unit=self.task.unit, quiet=quiet, done_steps=self.step)
+        console = open_console(self, quiet=self._quiet)
         self._opened.callback(console.close)
-        compiling, movement = (
-            watch(self.assembly.engine.compiled, self.spec.compile),
-            Movement(self.model, self.step),
-        )
-        self._telling = Telling(
-            journal,
-            tensorboard,
-            console,
-            self._guard,
-            self._clock,
-            self.generation,
-            compiling,
-            movement,
-        )
+        self._telling = make_telling(self, journal, tensorboard, console, self._guard)
         self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
         damage = RunDamage(
-            log=self._damaged,
+            log=made.damaged,
             commits=troubles,
             lost_commits=self._keeper.lost_commits,
             num_lost_rows=self._ledger.count_lost(self.step),
@@ -276,11 +191,9 @@ class Run:
     def _take(self, step: int, saved: Mapping[str, Any]) -> None:
         """Restore counters, scores, guard and loader from `saved`, the state after `step`."""
         with checkpoint.taken_from(f"the state after step {step:,}"):
-            self.step, self.num_samples, self.training_s = (
-                step,
-                int(saved["num_samples"]),
-                float(saved["clock"]["training_s"]),
-            )
+            self.step = step
+            self.num_samples = int(saved["num_samples"])
+            self.training_s = float(saved["clock"]["training_s"])
             self._scores.restore(saved["scores"], saved["clock"])
             self._guard.restore(saved["guard"])
             self.assembly.engine.stepper.loader.restore(saved)
@@ -295,7 +208,10 @@ class Run:
         if chosen.is_again:
             raise RunFolderError(
                 f"{self.folder} holds a run already, and is left as it is",
-                hint=f"unfinished, it goes on without start=: surefoot resume {str(self.folder)!r}; else begin in a new folder",
+                hint=(
+                    "unfinished, it goes on without start=: surefoot resume "
+                    f"{str(self.folder)!r}; else begin in a new folder"
+                ),
             )
         begun = begin(start, self.assembly)
         if begun.saved is not None:
@@ -311,17 +227,9 @@ class Run:
         self._keeper.saved_step = -1
         if self.group.is_first:
             folder.announce_fork(self.folder, environment.as_run(self.spec))
-        self._keeper.save(
-            begun.step,
-            self._more(),
-            clock,
-            self._scores.score_of(begun.step),
-            done.append,
-            last=True,
-        )
-        if (
-            problem := next((each.error for each in done if each.error is not None), None)
-        ) is not None:
+        more, score = self._more(), self._scores.score_of(begun.step)
+        self._keeper.save(begun.step, more, clock, score, done.append, last=True)
+        for problem in filter(None, (each.error for each in done)):
             raise problem
         return done
 
@@ -332,47 +240,13 @@ class Run:
             )
         self._owner.check("this run")
 
-    def _listen(self) -> None:
-        """Handle signals: `ENDINGS` end after this step, or if repeated at once; SIGUSR1 saves."""
-        for signal_name, ending in signals.ENDINGS.items():
-            if hasattr(signal, signal_name):  # no SIGHUP on Windows
-                heard = functools.partial(self._interrupt, *ending)
-                self._opened.callback(
-                    signals.listen(
-                        getattr(signal, signal_name), heard, has_echo=environment.is_launched()
-                    )
-                )
-        if hasattr(signal, "SIGUSR1"):
-            self._opened.callback(signals.listen(signal.SIGUSR1, self._keeper.ask))
-
-    def _interrupt(self, cause: str, name: str, exit_code: int) -> None:
-        """Handle a signal at any line: end after this step, or at once if it came before."""
-        if self._is_leaving:
-            return  # how it ended is being written, which one signal more must not cut off
-        is_first = exit_code not in self._asked
-        self._asked.add(exit_code)
-        self._stop, self._stop_code = ("interrupted", cause), exit_code
-        if not is_first:
-            self._stop, self._is_leaving = (
-                ("interrupted", f"{cause}, at once, after step {self.step}"),
-                True,
-            )
-            raise KeyboardInterrupt if exit_code == EXIT_INTERRUPTED else SystemExit(exit_code)
-        with contextlib.suppress(
-            RuntimeError
-        ):  # in the middle of a line of our own: a stream is not entered twice
-            self._telling.console.say(f"ending after this step; {name} again stops at once")
-
     # ---- the loop
 
     def steps(self) -> Iterator[StepReport]:
         """Yield a StepReport per optimizer step until the spec's length or a stop."""
         self._check_begun()
-        stepper, total, ends_window = (
-            self.assembly.engine.stepper,
-            self.assembly.course.total_steps,
-            self._ends_window,
-        )
+        stepper, total = self.assembly.engine.stepper, self.assembly.course.total_steps
+        ends_window = self._ends_window
         if (owed := self._scores.take_owed()) is not None:
             self._keeper.saved_step = 0  # this step's commit is without it
             self.evaluate(owed)
@@ -385,7 +259,7 @@ class Run:
             try:
                 report = take_step(number)
             except (Exception, SystemExit) as error:
-                if self._is_leaving:
+                if self._stops.is_leaving:
                     raise
                 raise blame.as_run_error(error, f"{self.group.place}step {number}:") from error
             self.step = number
@@ -399,30 +273,29 @@ class Run:
                 tell_dtypes(self.assembly, self._telling, number)
             self.profiling.step_done(report)
             yield report
-            if not (
-                self._is_open and self._owner.is_here
-            ):  # a process that the loop's body forks may come back here, too
+            # a process that the loop's body forks may come back here, too
+            if not (self._is_open and self._owner.is_here):
                 self._check_begun()
             if self._keeper.is_due(number):
-                self._commit()  # after the reader had the step: an evaluation of it belongs to its weights
+                # after the reader had the step: an evaluation of it belongs to its weights
+                self._commit()
             else:
                 self._keeper.settle(self._saved)
         self._close_window()
-        self._stop = self._stop or WHOLE
+        self._stops.outcome = self._stops.outcome or WHOLE
 
     def _is_to_end(self, total: int | None) -> bool:
         """Return whether the run ends now; the result is the same on all ranks."""
-        is_late = (
-            total is None
-            and self._before_s + time.perf_counter() - self.started_s
-            >= self.assembly.course.length.value
-        )
+        is_late = False
+        if total is None:
+            spent_s = self._before_s + time.perf_counter() - self.started_s
+            is_late = spent_s >= self.assembly.course.length.value
         with contextlib.nullcontext() if self.group.is_alone else self._clock.within(COMMUNICATION):
             stop, code, is_late = together.is_over(
-                self.group, self._stop, self._stop_code, is_late, self._keeper
+                self.group, self._stops.outcome, self._stops.exit_code, is_late, self._keeper
             )
         if stop is not None:  # else a signal that came meanwhile would be forgotten
-            self._stop, self._stop_code = stop, code
+            self._stops.outcome, self._stops.exit_code = stop, code
         return stop is not None or is_late or (total is not None and self.step >= total)
 
     def _close_window(self) -> None:
@@ -445,7 +318,7 @@ class Run:
     @property
     def is_stopping(self) -> str | None:
         """Outcome "stopped" or "interrupted" if the run ends after this step, else None."""
-        return self._stop[0] if self._stop is not None else None
+        return self._stops.outcome[0] if self._stops.outcome is not None else None
 
     @property
     def last_evaluated(self) -> int:
@@ -459,7 +332,7 @@ class Run:
 
     def stop(self, reason: str) -> None:
         """End the run after this step; the Ended record holds `reason` of the first call."""
-        self._stop = self._stop or ("stopped", reason)
+        self._stops.outcome = self._stops.outcome or ("stopped", reason)
 
     # ---- evaluation and weights
 
@@ -475,37 +348,23 @@ class Run:
             return self._evaluate(split or self.spec.evaluate.split)
 
     def _evaluate(self, name: str) -> Evaluation:
-        spec = self.spec
         self._close_window()
         try:
             with self._averaged():
-                result = evaluate(
-                    self.model,
-                    self.task,
-                    self.assembly.evaluation(name),
-                    split=name,
-                    device=self.assembly.engine.device,
-                    batch=spec.evaluate.batch or spec.train.batch,
-                    score=spec.evaluate.score,
-                    precision=self.assembly.engine.policy.compute,
-                    tell=functools.partial(self._evaluating, name),
-                    read=self.assembly.reading(self._telling.of_evaluation(name, self.step)),
-                    group=self.group,
-                    is_even=self.assembly.is_even,
-                    seed=spec.train.seed,
-                )
+                tell = functools.partial(self._evaluating, name)
+                notice = self._telling.of_evaluation(name, self.step)
+                result = self.assembly.evaluate(name, self.group, tell, notice)
         except (Exception, SystemExit) as error:
-            if self._is_leaving:
+            if self._stops.is_leaving:
                 raise
-            if (
-                isinstance(error, SystemExit) and self._is_preempted
-            ):  # the state is that of the step before the evaluation
+            # the state is that of the step before the evaluation
+            if isinstance(error, SystemExit) and self.group.is_alone and self._stops.is_preempted:
                 self._scores.owed = name
                 self._commit(last=True)
                 self._settle()
                 raise
             raise blame.as_run_error(error, f"evaluation after step {self.step}:") from error
-        counts = name == spec.evaluate.split
+        counts = name == self.spec.evaluate.split
         best = counts and self._scores.add(self.step, result)
         event = result.as_event(self.generation, self.step, best=best)
         self._telling.evaluated(event, self.assembly.feed.epoch_of(self.step), result)
@@ -516,28 +375,17 @@ class Run:
         self._meter.restart_clock()
         return result
 
-    @property
-    def _is_preempted(self) -> bool:
-        return (
-            self.group.is_alone
-            and self.is_stopping == "interrupted"
-            and self._stop_code != EXIT_INTERRUPTED
-        )
-
     def _evaluating(self, split: str, done: int, total: int | None) -> None:
         """Report progress; exit after SIGTERM, since the scheduler kills the process soon."""
-        if self._is_preempted:
-            raise SystemExit(self._stop_code)
+        if self.group.is_alone and self._stops.is_preempted:
+            raise SystemExit(self._stops.exit_code)
         self._telling.console.evaluating(split, done, total)
 
     def _averaged(self) -> Any:
         with self._clock.within(CHECKPOINT):
             self._keeper.before_update()  # the average takes the place of the weights
-        return (
-            self.assembly.engine.average.swapped_in()
-            if self.assembly.engine.average is not None
-            else torch.no_grad()
-        )
+        average = self.assembly.engine.average
+        return torch.no_grad() if average is None else average.swapped_in()
 
     def save(self) -> None:
         """Save a checkpoint of this step now; return once it is on disk or has failed."""
@@ -573,12 +421,12 @@ class Run:
 
     def _more(self) -> dict[str, Any]:
         """Return the counters and loader state that a checkpoint stores beside the objects."""
-        more = {
+        return {
             "num_samples": self.num_samples,
             "scores": self._scores.state(),
             "guard": self._guard.state(),
+            **together.state_of(self.assembly.engine.stepper.loader),
         }
-        return more | together.state_of(self.assembly.engine.stepper.loader)
 
     def _saved(self, saved: checkpoint.Saved) -> None:
         """Record the result of a save; raise its error if that is no storage error."""
@@ -588,16 +436,7 @@ class Run:
         elif saved.error is not None:
             raise saved.error
         elif saved.manifest is not None:
-            committed = events.Committed(
-                generation=self.generation,
-                time_s=time.time(),
-                step=saved.step,
-                num_bytes=saved.manifest.num_bytes,
-                folder=f"checkpoints/step-{saved.step:012d}",
-                elapsed_s=saved.elapsed_s,
-                waited_s=saved.waited_s,
-            )
-            self._telling.write(committed)
+            self._telling.committed(saved, saved.manifest.num_bytes)
 
     # ---- ending
 
@@ -619,28 +458,22 @@ class Run:
             error = problem
             raise
         finally:
-            self._is_open, self._is_leaving = False, True
+            self._is_open, self._stops.is_leaving = False, True
             with self._opened:
                 self._keeper.abandon()
                 self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         """Write the Ended record; raise a failure to write it only if `error` is None."""
-        self.outcome, self.cause, self.exit_code = tell_outcome(
-            error,
-            step=self.step,
-            stop=self._stop,
-            stop_code=self._stop_code,
-            total_steps=self.assembly.course.total_steps,
-        )
+        ending = self._stops.ending(error, self.step, self.assembly.course.total_steps)
+        self.outcome, self.cause, self.exit_code = ending
         script.record(self.folder, self.exit_code if self.outcome == "interrupted" else EXIT_OK)
         if self._lock.is_lost():
             return  # the log belongs to a later attempt, or is gone
         try:
             if error is not None:
-                with contextlib.suppress(
-                    Exception
-                ):  # the steps since the last record; the error to tell is the first one
+                # the steps since the last record; the error to tell is the first one
+                with contextlib.suppress(Exception):
                     self._close_window()
             self._telling.end(self.step)
             self._clock.take()

@@ -76,7 +76,7 @@ class LayoutTrial:
             str(steps or self.steps),
             *flags,
         )
-        spec = spec.replace(layout={"shard": layout.shard, "zero_stage": layout.zero_stage})
+        spec = spec.replace(layout={"shard": layout.shard, "zero_stage": layout.stage})
         whole = spec.replace(**absolute(spec, Path.cwd()))
         arm = Arm(
             name=place.name,

@@ -65,11 +65,12 @@ class Shortage:
             else f" {format_bytes(self.asked_bytes)} more were asked for,"
         )
         where = PLACES.get(self.phase, f"in {PHASES[self.phase]}")
-        most, raised = (
-            format_bytes(self.peak_bytes),
-            "" if self.raised is None else f"; {self.raised}",
+        most = format_bytes(self.peak_bytes)
+        raised = "" if self.raised is None else f"; {self.raised}"
+        return (
+            f"out of memory {where} with microbatch "
+            f"{self.microbatch}:{asked} {most} were the most before{raised}"
         )
-        return f"out of memory {where} with microbatch {self.microbatch}:{asked} {most} were the most before{raised}"
 
 
 def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
@@ -80,9 +81,8 @@ def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
     )
     asked = None if said is None else round(float(said[1]) * UNITS[said[2]])
     line, whole = find_place(error), describe(error)
-    raised = (
-        whole if isinstance(error, MemoryError) else None if line is None else f"at {line}"
-    )  # torch's own say what was asked for
+    # torch's own say what was asked for
+    raised = whole if isinstance(error, MemoryError) else None if line is None else f"at {line}"
     return Shortage(
         step,
         assembly.engine.stepper.clock.phase,
@@ -98,11 +98,8 @@ def write_segments(folder: Path, assembly: Assembly) -> None:
     """Write the memory snapshot of torch's CUDA allocator, block by block, to the run folder."""
     if assembly.engine.device.type == "cuda":
         with contextlib.suppress(OSError):
-            files.write_whole(
-                folder,
-                SEGMENTS_FILE,
-                json.dumps(torch.cuda.memory_snapshot(), default=str).encode(),  # type: ignore[no-untyped-call]
-            )
+            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            files.write_whole(folder, SEGMENTS_FILE, json.dumps(segments, default=str).encode())
 
 
 def tell(shortage: Shortage, assembly: Assembly, folder: Path, then: str) -> OutOfMemory:
@@ -139,17 +136,24 @@ def _hint(
     found: Prediction | None, changes: list[tuple[str, int]], unknown: str | None, can_halve: bool
 ) -> str:
     if found is None:
-        return f"use a smaller train.microbatch, or memory.activation_checkpointing; what they would bring is not known: {unknown}"
+        return (
+            "use a smaller train.microbatch, or memory.activation_checkpointing; "
+            f"what they would bring is not known: {unknown}"
+        )
     now = f"a step holds {format_bytes(found.peak_bytes)} by prediction"
     if not changes:
-        return f"{now}, mostly {max(found.terms, key=lambda kind: found.terms[kind])}: use a smaller model, or an optimiser with less state"
+        return (
+            f"{now}, mostly {max(found.terms, key=lambda kind: found.terms[kind])}: use a smaller "
+            "model, or an optimiser with less state"
+        )
     is_possible = can_halve and any(words.startswith("train.microbatch") for words, _ in changes)
     by_itself = (
         '; memory.on_oom = "halve" halves the microbatch where that is needed'
         if is_possible
         else ""
     )
-    return f"{now}; the cheapest first: {', '.join(f'{words} ({format_bytes(num_bytes)})' for words, num_bytes in changes)}{by_itself}"
+    brought = ", ".join(f"{words} ({format_bytes(num_bytes)})" for words, num_bytes in changes)
+    return f"{now}; the cheapest first: {brought}{by_itself}"
 
 
 def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int]], str | None]:
@@ -164,7 +168,8 @@ def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int
     source = assembly.feed.source
     try:
         found = predict(spec, assembly.task, source=source, num_ranks=assembly.feed.share.size)
-    except Exception as error:  # noqa: BLE001 - memory is short, and the error on its way is the one to tell
+    # memory is short, and the error on its way is the one to tell
+    except Exception as error:  # noqa: BLE001
         return None, [], error.message if isinstance(error, SurefootError) else describe(error)
     changes: list[tuple[str, int]] = []
     for change in _candidates(assembly):
@@ -205,9 +210,9 @@ def _candidates(assembly: Assembly) -> Iterator[Change]:
         yield {"train": {"microbatch": half(microbatch)}}
     kind = RecomputeChoice.parse(spec.memory.activation_checkpointing).kind
     if kind == "none":
-        yield {"memory": {"activation_checkpointing": "operators"}}
+        yield {"memory": {"recompute": "operators"}}
     if kind != "full":
-        yield {"memory": {"activation_checkpointing": "full"}}
+        yield {"memory": {"recompute": "full"}}
     if spec.precision.compute in ("fp32", "tf32"):
         yield {"precision": {"compute": "bf16"}}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
+from collections.abc import Iterator
 
 from surefoot.components.memory.caches import HINT, is_of_repeated_pass
 from surefoot.core.errors import (
@@ -14,12 +16,14 @@ from surefoot.core.errors import (
     LostRank,
     OutOfMemory,
     SurefootError,
+    TaskError,
     UserCodeError,
 )
 from surefoot.core.process.frames import find_user_frame, is_of_library, is_of_surefoot, is_of_torch
 from surefoot.core.process.refused import is_refused
 
-_OVERWRITTEN = "of CUDAGraphs that has been overwritten"  # torch's words for an output that a later replay wrote over
+# torch's words for an output that a later replay wrote over
+_OVERWRITTEN = "of CUDAGraphs that has been overwritten"
 # torch.utils.data: how a loader raises what its worker raised
 IN_WORKER = re.compile(
     r"Caught (?P<kind>\w+) in DataLoader worker process \d+\.\nOriginal Traceback"
@@ -110,6 +114,22 @@ def is_lost_together(error: BaseException) -> bool:
     )
 
 
+@contextlib.contextmanager
+def as_task_errors() -> Iterator[None]:
+    """Raise TaskError for an error of user code before a run; other errors are left unchanged."""
+    try:
+        yield
+    except SurefootError:
+        raise
+    except (Exception, SystemExit) as error:
+        if find_place(error) is None:
+            raise
+        raise TaskError(
+            f"the task failed before the run: {describe(error)}",
+            hint="run with --traceback to see all of it",
+        ) from error
+
+
 def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
     """Return the error that a run raises for `error`, prefixed with `place` (rank and step).
 
@@ -132,7 +152,8 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
         return short
     if is_lost_together(error):
         lost = LostRank(
-            f"{place} the other ranks are out of reach, in a collective that the task calls itself ({find_place(error)})",
+            f"{place} the other ranks are out of reach, in a collective that the task calls "
+            f"itself ({find_place(error)})",
             hint="all ranks call the same collectives, in one order, with tensors of one size",
         )
         lost.__cause__ = error

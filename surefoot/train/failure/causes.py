@@ -31,9 +31,7 @@ def find_overflow(assembly: Assembly, step: int) -> Overflow | None:
         update.in_backward is not None for update in assembly.updates
     ):
         return None
-    with (
-        Watch(assembly.model) as watch,
-        contextlib.suppress(Exception),
-    ):  # the error that is on its way is the one to tell
+    # the error that is on its way is the one to tell
+    with Watch(assembly.model) as watch, contextlib.suppress(Exception):
         assembly.engine.stepper.look(step)
     return watch.overflow

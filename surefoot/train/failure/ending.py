@@ -1,8 +1,13 @@
-"""Outcome of a run: "finished", "failed" etc., the cause in words, and the exit code."""
+"""End of a run: requests to end it, its outcome ("finished" ...), its cause and exit code."""
 
 from __future__ import annotations
 
-from surefoot.core import flight, place
+import contextlib
+import functools
+import signal
+from collections.abc import Callable
+
+from surefoot.core import flight, place, signals
 from surefoot.core.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
@@ -10,9 +15,74 @@ from surefoot.core.errors import (
     EXIT_TERMINATED,
     SurefootError,
 )
+from surefoot.train import environment
 from surefoot.train.failure import blame
 
 WHOLE = ("finished", "the length of the run was reached")
+
+
+class StopRequests:
+    """Requests to end a run, by signals or by its loop: the outcome that it will have, or None."""
+
+    def __init__(self) -> None:
+        self.outcome: tuple[str, str] | None = None  # in a word, and its cause
+        self.exit_code = EXIT_INTERRUPTED
+        self.is_leaving = False  # whether the end is being written
+        self._asked = set[int]()  # the exit codes of the signals that came
+
+    @property
+    def is_preempted(self) -> bool:
+        """True after a signal other than Ctrl-C."""
+        is_interrupted = self.outcome is not None and self.outcome[0] == "interrupted"
+        return is_interrupted and self.exit_code != EXIT_INTERRUPTED
+
+    def listen(
+        self,
+        opened: contextlib.ExitStack,
+        save: Callable[[], None],
+        say: Callable[[str], None],
+        step: Callable[[], int],
+    ) -> None:
+        """Handle signals until `opened` is closed.
+
+        `ENDINGS` end the run after its current `step`, or at once if repeated; SIGUSR1 saves.
+        """
+        for signal_name, ending in signals.ENDINGS.items():
+            if hasattr(signal, signal_name):  # no SIGHUP on Windows
+                heard = functools.partial(self._interrupt, *ending, say, step)
+                number, has_echo = getattr(signal, signal_name), environment.is_launched()
+                opened.callback(signals.listen(number, heard, has_echo=has_echo))
+        if hasattr(signal, "SIGUSR1"):
+            opened.callback(signals.listen(signal.SIGUSR1, save))
+
+    def ending(
+        self, error: BaseException | None, step: int, total_steps: int | None
+    ) -> tuple[str, str, int]:
+        """Return outcome, cause and exit code of a run that ends after `step`, maybe by `error`."""
+        stop, code = self.outcome, self.exit_code
+        return tell_outcome(error, step=step, stop=stop, stop_code=code, total_steps=total_steps)
+
+    def _interrupt(
+        self,
+        cause: str,
+        name: str,
+        exit_code: int,
+        say: Callable[[str], None],
+        step: Callable[[], int],
+    ) -> None:
+        """Handle a signal at any line: end after this step, or at once if it came before."""
+        if self.is_leaving:
+            return  # how it ended is being written, which one signal more must not cut off
+        is_first = exit_code not in self._asked
+        self._asked.add(exit_code)
+        self.outcome, self.exit_code = ("interrupted", cause), exit_code
+        if not is_first:
+            self.outcome = ("interrupted", f"{cause}, at once, after step {step()}")
+            self.is_leaving = True
+            raise KeyboardInterrupt if exit_code == EXIT_INTERRUPTED else SystemExit(exit_code)
+        # in the middle of a line of our own: a stream is not entered twice
+        with contextlib.suppress(RuntimeError):
+            say(f"ending after this step; {name} again stops at once")
 
 
 def tell_outcome(

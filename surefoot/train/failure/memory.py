@@ -61,7 +61,10 @@ class WithinMemory:
 
     def _reason_against(self, phase: int) -> str | None:
         if self._stepper.has_moved:
-            return "the update had begun: weights may be half updated, and the run cannot go on from here"
+            return (
+                "the update had begun: weights may be half "
+                "updated, and the run cannot go on from here"
+            )
         if phase not in (FORWARD, BACKWARD):
             return "this takes no less memory with a smaller microbatch"
         if self._assembly.feed.microbatch == 1:

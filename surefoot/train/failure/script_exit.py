@@ -38,9 +38,8 @@ class _Script:
         if self._process == os.getpid():
             return
         self._process, self._frame, self._codes = os.getpid(), _find_script(), {}
-        begin = getattr(
-            threading, "_register_atexit", None
-        )  # called before atexit, so that all which is registered there runs once
+        # called before atexit, so that all which is registered there runs once
+        begin = getattr(threading, "_register_atexit", None)
         if self._frame is not None and begin is not None:
             begin(self._end)
 
@@ -56,9 +55,8 @@ class _Script:
             return EXIT_OK
         if self._frame.f_code.co_code[self._frame.f_lasti] in RETURNS:
             return next(reversed(self._codes.values()), EXIT_OK)
-        error = getattr(
-            sys, "last_value", None
-        )  # what Python has just printed; an exit leaves it as it was
+        # what Python has just printed; an exit leaves it as it was
+        error = getattr(sys, "last_value", None)
         return (
             error.exit_code
             if isinstance(error, SurefootError) and _passed_through(error, self._frame)
@@ -69,9 +67,8 @@ class _Script:
         code = self.find_code()
         self._frame = None  # the call below comes here once more
         if code != EXIT_OK:
-            ctypes.pythonapi.Py_Exit(
-                code
-            )  # ends the interpreter as it would end now, with this code
+            # ends the interpreter as it would end now, with this code
+            ctypes.pythonapi.Py_Exit(code)
 
 
 def _find_script() -> FrameType | None:

@@ -19,9 +19,10 @@ from surefoot.train.step import LiveUpdate
 
 SAME = 1e-5  # relative, of a term
 WORDS = (
-    "the loss of update {update} depends on the microbatch before it, by {names}, which a forward pass changes: with train.microbatch it "
-    "trains to other weights than on whole batches; leave train.microbatch out, or keep a row of the state for each row of the batch "
-    "and pick it by a number that the batch holds"
+    "the loss of update {update} depends on the microbatch before it, by {names}, which a forward "
+    "pass changes: with train.microbatch it trains to other weights than on whole batches; leave "
+    "train.microbatch out, or keep a row of the state for each row of the batch and pick it by a "
+    "number that the batch holds"
 )
 
 
@@ -40,7 +41,8 @@ def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
     for update in assembly.updates:
         try:
             names = _find_carried(assembly, update, *halves)
-        except Exception:  # noqa: BLE001 - state of a batch of another size; what fails in a step is reported there
+        # state of a batch of another size; what fails in a step is reported there
+        except Exception:  # noqa: BLE001
             continue
         if names:
             found.append(WORDS.format(update=update.name, names=", ".join(names)))

@@ -38,7 +38,10 @@ OVER_BATCHES = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-PARTS_HINT = "stages 2 and 3 gather weights where the model is called: model(...) and no part of it, or set layout.zero_stage = 1"
+PARTS_HINT = (
+    "stages 2 and 3 gather weights where the model is called: "
+    "model(...) and no part of it, or set layout.zero_stage = 1"
+)
 
 
 def check(assembly: Assembly) -> list[str]:
@@ -63,10 +66,8 @@ def check(assembly: Assembly) -> list[str]:
     ) -> halving.LossTrial:
         tried = copy_of(batch)  # what writes into it would change the data before step 1
         versions = in_place.Versions(tried)
-        with (
-            untouched(assembly.model, state),
-            torch.enable_grad(),
-        ):  # a loss may differentiate by itself: a gradient penalty does
+        # a loss may differentiate by itself: a gradient penalty does
+        with untouched(assembly.model, state), torch.enable_grad():
             environment.set_seeds(seed)
             before = read_streams()
             with Gathering() as gathered:
@@ -102,7 +103,8 @@ def check(assembly: Assembly) -> list[str]:
                 )
             if not whole.additive:
                 notes.append(
-                    f"whether the loss of update {update.name} is a sum is not checked: it states that it is not additive"
+                    f"whether the loss of update {update.name} is a sum "
+                    "is not checked: it states that it is not additive"
                 )
                 continue
             assembly.warnings.extend(
@@ -179,10 +181,14 @@ def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) 
         module = reached[-1]
         which = "the last of an epoch" if feed.microbatch > 1 else "every microbatch"
         raise TaskError(
-            f"{norms[module]} ({type(module).__name__}) cannot be trained on a batch of one sample, as {which} is here",
+            f"{norms[module]} ({type(module).__name__}) cannot be trained on a batch of one "
+            f"sample, as {which} is here",
             hint='leave it out with data.last_batch = "drop", or use another train.batch'
             if feed.microbatch > 1
-            else "use more than one sample in a train.microbatch or train.batch, or a norm that does not depend on the batch",
+            else (
+                "use more than one sample in a train.microbatch or train.batch, or a norm that "
+                "does not depend on the batch"
+            ),
         ) from error
     finally:
         for hook in hooks:
@@ -223,8 +229,11 @@ def _check_counts(
             )
         if float(said) != float(term.count):
             raise TaskError(
-                f"counts(batch) says {float(said):g} for the term {term.name} of update {name}, its loss counts {float(term.count):g}",
-                hint="count the same items in both; several terms need counts by name: {term: count}",
+                f"counts(batch) says {float(said):g} for the term {term.name} of update {name}, "
+                f"its loss counts {float(term.count):g}",
+                hint=(
+                    "count the same items in both; several terms need counts by name: {term: count}"
+                ),
             )
 
 
@@ -254,9 +263,8 @@ def _check_kind(name: str, loss: Loss) -> None:
                 f"the total of term {term.name} is no scalar tensor",
                 hint='sum it: cross_entropy(..., reduction="sum")',
             )
-        if not term.total.requires_grad and float(
-            term.count
-        ):  # of no items the total may be a constant
+        # of no items the total may be a constant
+        if not term.total.requires_grad and float(term.count):
             raise TaskError(
                 f"the total of term {term.name} carries no gradient",
                 hint="compute it from the model's output, without detach() or item()",
@@ -290,9 +298,8 @@ def _check_sums(
     """
     source = assembly.feed.source
     is_whole_batches = isinstance(source, Iterated)
-    is_grouped = (
-        is_whole_batches or len(ids) == 1
-    )  # a number of the source may stand for many samples
+    # a number of the source may stand for many samples
+    is_grouped = is_whole_batches or len(ids) == 1
     halves = halving.cut_batch(batch, None if is_grouped else len(ids))
     is_cut = is_same = halves is not None
     if halves is None and (doubled := halving.double_batch(batch)) is not None:
@@ -309,7 +316,10 @@ def _check_sums(
             halves = None
     if halves is None:
         return [
-            f"whether the loss of update {name} is a sum could not be checked: the first batch cannot be cut in halves"
+            (
+                f"whether the loss of update {name} is a sum could not be checked: the first "
+                "batch cannot be cut in halves"
+            )
         ]
     return halving.check_sums(
         name,
@@ -343,8 +353,8 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
     ]
     if short:
         raise SpecError(
-            f"the loss of update {name} calls surefoot.all_gather, and a batch of {short[0]} does not give each of "
-            f"{ranks.group.size} ranks a part",
+            f"the loss of update {name} calls surefoot.all_gather, and a batch of {short[0]} does "
+            f"not give each of {ranks.group.size} ranks a part",
             hint='set data.last_batch = "drop", and train.batch to a multiple of the ranks',
         )
     return True

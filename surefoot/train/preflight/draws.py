@@ -24,10 +24,8 @@ def _check_own(assembly: Assembly) -> list[str]:
     source, seed = assembly.feed.source, assembly.spec.train.seed
     if getattr(source, "thread_safe", False) or source.guarantee != "proven":
         return []
-    window, reader = (
-        assembly.feed.window(0),
-        Reader(source, None, seed, skips=assembly.spec.data.on_bad == "skip"),
-    )
+    window = assembly.feed.window(0)
+    reader = Reader(source, None, seed, skips=assembly.spec.data.on_bad == "skip")
     digests = []
     for _ in range(2):
         with untouched(assembly.model, assembly.task.state):
@@ -36,11 +34,14 @@ def _check_own(assembly: Assembly) -> list[str]:
         return []
     what = f"the same samples read twice have other values ({source.describe()})"
     why = (
-        "it draws from a generator of its own, reads the clock, or changes its samples in place, so a resumed run, other workers and other "
-        "ranks read other values"
+        "it draws from a generator of its own, reads the clock, or changes its samples in place, "
+        "so a resumed run, other workers and other ranks read other values"
     )
     return [
-        f"{what}: {why}; what it draws from the global streams of torch, NumPy or Python is the same again"
+        (
+            f"{what}: {why}; what it draws from the global streams "
+            "of torch, NumPy or Python is the same again"
+        )
     ]
 
 
@@ -58,13 +59,18 @@ def _check_shared(assembly: Assembly) -> list[str]:
     with untouched(assembly.model, assembly.task.state):
         before = read_streams()
         read = read_sound(source, ids)
-        if (
-            augment is not None and assembly.engine.device.type == "cpu"
-        ):  # else the run does it, and no worker
+        # else the run does it, and no worker
+        if augment is not None and assembly.engine.device.type == "cpu":
             augment(read.whole, Keys(assembly.spec.train.seed, window.epoch, read.kept(ids)))
         if read_streams() == before:
             return []
-    what = f"what is read draws from the streams of torch, numpy or Python: with loader.workers = {loader.workers!r} it draws other "
+    what = (
+        "what is read draws from the streams of torch, numpy or Python: with loader.workers = "
+        f"{loader.workers!r} it draws other "
+    )
     return [
-        f"{what}numbers than without, in threads others each time; the keys of augment draw the same everywhere"
+        (
+            f"{what}numbers than without, in threads others each "
+            "time; the keys of augment draw the same everywhere"
+        )
     ]

@@ -16,18 +16,18 @@ from surefoot.core.errors import TaskError
 
 SAME = 1e-6  # relative
 TOLERANCE = 1e-3  # relative; the two halves of a sum and of a mean differ by a factor of two
-ROUNDING = (
-    2e-2  # relative; a model that computes in 16 bits may differ by so much without being wrong
-)
+# relative; a model that computes in 16 bits may differ by so much without being wrong
+ROUNDING = 2e-2
 NUM_DRAWS = 8  # seeds under which a loss that draws random numbers is computed
 CERTAIN, COMPATIBLE = 6.0, 4.0  # in standard errors, of means over the seeds
 SUM_HINT = (
-    'give the sum and its count: Loss.sum(cross_entropy(..., reduction="sum"), count); a term that does not depend on the batch, as a '
-    "penalty on weights, is Term(..., fixed=True)"
+    'give the sum and its count: Loss.sum(cross_entropy(..., reduction="sum"), count); a term that '
+    "does not depend on the batch, as a penalty on weights, is Term(..., fixed=True)"
 )
 WAYS_OUT = (
-    "a penalty that does not depend on the batch goes in a term of its own: Term(..., fixed=True); a loss that compares samples with each "
-    "other is returned with additive=False, and train.microbatch is left out (on several ranks it uses surefoot.all_gather); a loss of "
+    "a penalty that does not depend on the batch goes in a term of its own: Term(..., "
+    "fixed=True); a loss that compares samples with each other is returned with additive=False, "
+    "and train.microbatch is left out (on several ranks it uses surefoot.all_gather); a loss of "
     "outputs (B, 1) and targets (B,) needs equal shapes"
 )
 Verdict = Literal["sum", "mean", "other", "unknown"]
@@ -73,7 +73,8 @@ def cut_batch(batch: Batch, size: int | None = None) -> list[Batch] | None:
             _part(batch, number, half, is_sequences)
             for half in (slice(0, middle), slice(middle, number))
         ]
-    except Exception:  # noqa: BLE001 - a container of somebody else's that cannot be made again from its parts
+    # a container of somebody else's that cannot be made again from its parts
+    except Exception:  # noqa: BLE001
         return None
 
 
@@ -111,7 +112,10 @@ def check_sums(
             ]
     except TaskError as error:
         return [
-            f"whether the loss of update {name} is a sum could not be checked: a part of a batch fails: {error.message}"
+            (
+                f"whether the loss of update {name} is a sum could not be checked: a part of a "
+                f"batch fails: {error.message}"
+            )
         ]
     first, found = tried[0][0], []
     for index, term in enumerate(first.loss.terms):
@@ -129,7 +133,8 @@ def check_sums(
             verdict = "unknown"
         if verdict == "mean":
             raise TaskError(
-                f"the term {term.name} of update {name} is a mean, not a sum: it does not grow with the batch",
+                f"the term {term.name} of update {name} is a mean, "
+                "not a sum: it does not grow with the batch",
                 hint=SUM_HINT,
             )
         if verdict == "other":
@@ -173,7 +178,8 @@ def judge(values: np.ndarray, *, is_same: bool = True) -> Verdict:
 def _report(update: str, term: str, values: Sequence[float], *, is_refused: bool) -> str:
     whole, *halves = values
     what = (
-        f"the term {term} of update {update} is not a sum over samples: a batch gives {whole:.6g}, its halves give "
+        f"the term {term} of update {update} is not a sum over samples: a batch gives "
+        f"{whole:.6g}, its halves give "
         f"{' and '.join(f'{half:.6g}' for half in halves)}, together {sum(halves):.6g}"
     )
     if is_refused:
@@ -184,10 +190,10 @@ def _report(update: str, term: str, values: Sequence[float], *, is_refused: bool
 def _repeats(
     attempt: Try, whole: Batch, index: int, value: float, tried: Sequence[Sequence[LossTrial]]
 ) -> bool:
-    """Return whether the same batch gives the same value again; else the loss has its own generator."""
-    return len(tried) > 1 or abs(_value(attempt(whole, 0).loss, index) - value) <= TOLERANCE * abs(
-        value
-    )
+    """Return whether a batch gives the same value again; else the loss has its own generator."""
+    if len(tried) > 1:
+        return True
+    return abs(_value(attempt(whole, 0).loss, index) - value) <= TOLERANCE * abs(value)
 
 
 def _is_constant(terms: Sequence[Term]) -> bool:

@@ -32,24 +32,33 @@ def check(assembly: Assembly) -> list[str]:
     parts = parts[:MOST_MICROBATCHES]
 
     def read(ids: np.ndarray) -> Batch:
-        return copy_of(
-            assembly.read(window.epoch, ids)
-        )  # what a forward pass writes into it must not stay in the data
+        # what a forward pass writes into it must not stay in the data
+        return copy_of(assembly.read(window.epoch, ids))
 
     with untouched(assembly.model, assembly.task.state), torch.enable_grad():
         for module in norms:
-            module.train()  # and nothing else: dropout would draw otherwise for the whole and for its parts
+            # and nothing else: dropout would draw otherwise for the whole and for its parts
+            module.train()
         shares = [
             _apart(assembly, update, [read(np.concatenate(parts))], list(map(read, parts)))
             for update in assembly.updates
         ]
     told = max((share for share in shares if share is not None), default=None)
-    moved = f"which moves the gradient of its first {sum(map(len, parts)):,} samples by {format_percent(told)}"
+    moved = (
+        "which moves the gradient of its first "
+        f"{sum(map(len, parts)):,} samples by {format_percent(told)}"
+    )
     if told is None:  # ranks that hold a part each see no whole gradient
         moved = "which moves its gradient"
-    cure = 'train.batchnorm = "group" (or "layer") puts a norm in its place that sees each sample by itself'
+    cure = (
+        'train.batchnorm = "group" (or "layer") puts a norm '
+        "in its place that sees each sample by itself"
+    )
     return [
-        f"BatchNorm sees a microbatch of {len(parts[0]):,} samples, not the batch of {feed.batch_at(0):,}, {moved}; {cure}"
+        (
+            f"BatchNorm sees a microbatch of {len(parts[0]):,} samples, not the batch of "
+            f"{feed.batch_at(0):,}, {moved}; {cure}"
+        )
     ]
 
 

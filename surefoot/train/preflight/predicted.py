@@ -48,7 +48,9 @@ from surefoot.train.step import LiveUpdate
 from surefoot.train.step.reading import make_feed, read_split
 from surefoot.train.step.sharding import check_keys
 
-MARGIN = 0.03  # what is claimed; furthest off is a small convolutional network, by 0.2 %: benchmarks/memory_prediction
+# what is claimed; furthest off is a small convolutional network, by 0.2 %:
+# benchmarks/memory_prediction
+MARGIN = 0.03
 MARGIN_OF_RANKS = 0.1
 VERSION = 1
 
@@ -113,9 +115,8 @@ def predict(
     if layout.is_sharded:
         check_keys(spec, layout.shard)
     resolved, spec = take_task(spec, task)
-    resolved = resolve(
-        copy.copy(resolved.task), resolved.importable
-    )  # what its code sets on itself has no numbers
+    # what its code sets on itself has no numbers
+    resolved = resolve(copy.copy(resolved.task), resolved.importable)
     identity = spec.id
     tables = {name: table for name, table in spec.as_tables().items() if name != "compile"}
     spec = at_its_largest(
@@ -126,9 +127,8 @@ def predict(
     if spec.optim.state == "8bit":
         load_codes()  # they are numbers
     with without_numbers() as sizes, warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Accessing the data pointer of FakeTensor"
-        )  # torch's own, where a module is copied
+        # torch's own, where a module is copied
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
             known = replace(resolved, task=_Read(resolved.task, source, sizes))
             assembly = assemble(spec.replace(train={"device": "cpu"}), known, better="lower")
@@ -144,7 +144,10 @@ def predict(
         except Exception as error:
             raise InputError(
                 f"the memory of this task cannot be known without running it: {describe(error)}",
-                hint="surefoot memory SPEC --measure runs three steps; --traceback shows where numbers are needed",
+                hint=(
+                    "surefoot memory SPEC --measure runs three steps; "
+                    "--traceback shows where numbers are needed"
+                ),
             ) from error
 
 

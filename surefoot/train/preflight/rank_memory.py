@@ -23,9 +23,12 @@ from surefoot.core.ranks.layout import Layout, fit
 from surefoot.train.step.sharding import find_units
 
 GATHERED = "gathered weights"
-NUM_GATHERED = 1  # blocks whose weights are there at a time where a step holds most: at the end of its backward pass
+# blocks whose weights are there at a time where a step holds most: at the end of its backward pass
+NUM_GATHERED = 1
 
-NUM_SENT = 2  # buffers of gradients that are there at a time: that of the block before is freed when the next one is sent
+# buffers of gradients that are there at a time: that of the block before is freed when the next one
+# is sent
+NUM_SENT = 2
 
 
 def find_layout(spec: RunSpec, num_ranks: int | None = None) -> Layout:
@@ -70,9 +73,9 @@ class RankShare:
 
 def find_share(layout: Layout, model: nn.Module, blocks: Sequence[str | nn.Module]) -> RankShare:
     """Return the share of one rank. Raises SpecError if stage 3 finds no blocks to gather."""
-    if not layout.is_sharded or layout.zero_stage == 1:
+    if not layout.is_sharded or layout.stage == 1:
         return RankShare(layout, {})
-    return RankShare(layout, find_units(layout.zero_stage, model, blocks))
+    return RankShare(layout, find_units(layout.stage, model, blocks))
 
 
 class RankGradients:

@@ -60,9 +60,8 @@ def find(
 def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], SampleLosses]) -> SampleLosses:
     window = feed.window(0)
     own = feed.microbatches(window)[0]
-    few = (
-        window.ids[:NUM_SAMPLES] if feed.source.guarantee == "proven" else own
-    )  # of what is read forwards one batch at a time
+    # of what is read forwards one batch at a time
+    few = window.ids[:NUM_SAMPLES] if feed.source.guarantee == "proven" else own
     try:
         return attempt(few)
     except TaskError:
@@ -85,4 +84,7 @@ def _find_empty(assembly: Assembly, tried: SampleLosses) -> str:
 
 
 def _describe(name: str, where: str) -> str:
-    return f"the loss of update {name} counts 0 items in {where}: steps in which no item counts are skipped"
+    return (
+        f"the loss of update {name} counts 0 items in "
+        f"{where}: steps in which no item counts are skipped"
+    )

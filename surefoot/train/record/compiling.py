@@ -84,14 +84,20 @@ class Compiling:
 
     @property
     def _over(self) -> str:
-        return f"code was compiled {len(self._again)} times again, compile.budget is {self._table.budget}; last: {self._again[-1].words}"
+        return (
+            f"code was compiled {len(self._again)} times again, compile.budget is "
+            f"{self._table.budget}; last: {self._again[-1].words}"
+        )
 
     def raise_if_over(self) -> None:
         """Raise TaskError if the compile budget is spent and the spec says to stop then."""
         if self._is_over and self._table.over_budget == "stop":
             raise TaskError(
                 self._over,
-                hint="pad batches to one size, or to a few; or set compile.dynamic = true; or give a larger compile.budget",
+                hint=(
+                    "pad batches to one size, or to a few; or set "
+                    "compile.dynamic = true; or give a larger compile.budget"
+                ),
             )
 
 
@@ -143,8 +149,12 @@ def _check_around(regions: Iterable[str], recomputed: Recomputed) -> None:
         block = next((each for each in blocks if region.startswith(f"{each}.")), None)
         if block is not None:
             raise SpecError(
-                f'memory.activation_checkpointing is "operators", of which there are none to choose in {region}: it is compiled, inside {block}',
-                hint=f'compile it whole, compile.blocks = ["{block}"], or compile.what = "model"; or set memory.activation_checkpointing = "full"',
+                f'memory.activation_checkpointing is "operators", of which there are none to choose in {region}: '
+                f"it is compiled, inside {block}",
+                hint=(
+                    f'compile it whole, compile.blocks = ["{block}"], or compile.what = "model"; '
+                    'or set memory.activation_checkpointing = "full"'
+                ),
             )
 
 
@@ -172,4 +182,7 @@ def watch(compiled: CompiledRegions | None, table: CompileTable) -> Compiling | 
 def _sum_up(new: list[Compilation]) -> str:
     functions = {(each.file, each.function) for each in new if not each.is_backward}
     elapsed_s = sum(each.elapsed_s for each in new)
-    return f"compiled {len(functions)} function{'s' * (len(functions) != 1)} in {len(new)} graphs, {format_seconds(elapsed_s)}"
+    return (
+        f"compiled {len(functions)} function{'s' * (len(functions) != 1)} in {len(new)} graphs, "
+        f"{format_seconds(elapsed_s)}"
+    )

@@ -35,17 +35,20 @@ def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
         )
     )
     check_contract(assembly.spec.precision.contract, record.parameters)
-    looked = (
-        step == 1
-    )  # a step that a run goes on with is done as it would have been, and not looked into
+    # a step that a run goes on with is done as it would have been, and not looked into
+    looked = step == 1
     if (
         looked
         and assembly.spec.train.attention == "fused"
         and not any(map(_is_fused_attention, record.operators))
     ):
         raise SpecError(
-            'train.attention is "fused", and step 1 called no fused kernel of scaled_dot_product_attention',
-            hint='the model may not call it, or with a dropout, mask or dtype that has none here: use "auto", or leave it out',
+            'train.attention is "fused", and step 1 called no fused kernel of '
+            "scaled_dot_product_attention",
+            hint=(
+                "the model may not call it, or with a dropout, mask or dtype that has none here: "
+                'use "auto", or leave it out'
+            ),
         )
 
 

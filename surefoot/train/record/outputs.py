@@ -61,7 +61,8 @@ class Outputs:
                 and (rows := int(value.size(0))) != fewer
             ):
                 raise TaskError(
-                    f"{name!r} has shape {tuple(value.shape)} for {fewer} samples: its dimension 0, of {rows}, is not the batch's",
+                    f"{name!r} has shape {tuple(value.shape)} for {fewer} samples: its dimension "
+                    f"0, of {rows}, is not the batch's",
                     hint=_hint({name: value}, fewer),
                 )
 
@@ -162,7 +163,10 @@ def _reason_against(value: Any, size: int) -> str | None:
         else []
     )
     where = f", and its dimension {' or '.join(others)} is the batch's" if others else ""
-    return f"of shape {tuple(value.shape)}: dimension 0 has {rows} rows for a batch of {size} samples{where}"
+    return (
+        f"of shape {tuple(value.shape)}: dimension 0 has "
+        f"{rows} rows for a batch of {size} samples{where}"
+    )
 
 
 def _describe_none(made: Any, leaves: Mapping[str, Any], left_out: Mapping[str, str]) -> str:

@@ -14,9 +14,8 @@ from surefoot.components.metrics import BitsPerByte, Mean, Perplexity
 from surefoot.contract.task import Batch, Metric, Output, Resolved
 from surefoot.runtime.comm import Group
 
-PLAIN: dict[str, Any] = {
-    kind.__name__: kind for kind in (Mean, Perplexity, BitsPerByte)
-}  # totals and counts, which go as text
+# totals and counts, which go as text
+PLAIN: dict[str, Any] = {kind.__name__: kind for kind in (Mean, Perplexity, BitsPerByte)}
 Number = Tensor | float
 Term = tuple[str, Number, Number, float]
 
@@ -79,7 +78,7 @@ def gather(
 
 
 def is_sendable(metric: Metric) -> bool:
-    """Return whether another rank can rebuild a metric from its attributes: tensors, numbers and text."""
+    """Return whether other ranks can rebuild a metric: it holds tensors, numbers and text."""
     if type(metric) in PLAIN.values():
         return True
     slots = any(vars(kind).get("__slots__") for kind in type(metric).__mro__)
@@ -111,7 +110,10 @@ def describe_unshared(names: Collection[str], group: Group) -> list[str]:
     if group.is_alone or not names:
         return []
     named = ", ".join(sorted(names))
-    why = f"only their own code can merge the metrics {named}; one whose attributes are tensors, numbers and text is shared"
+    why = (
+        f"only their own code can merge the metrics {named}; one whose attributes are tensors, "
+        "numbers and text is shared"
+    )
     return [f"every rank evaluates all samples by itself, since {why}"]
 
 

@@ -124,7 +124,8 @@ class PeakCheck:
         )
         if error is not None:
             self._telling.say(
-                f"step {number}: {format_bytes(peak)} at its most, the prediction is off by {format_percent(error)}"
+                f"step {number}: {format_bytes(peak)} at its most, "
+                f"the prediction is off by {format_percent(error)}"
             )
 
 

@@ -25,10 +25,8 @@ from surefoot.train.assemble import Assembly
 
 FOLDER, REQUEST_FILE, ANSWER_FILE = "profile", "request.json", "answer.json"
 LOOK_EVERY_S = 1.0
-LIVE = {
-    "wait": 5,
-    "warmup": 2,
-}  # steps before a window that was asked for: nobody waits for more of a slow run
+# steps before a window that was asked for: nobody waits for more of a slow run
+LIVE = {"wait": 5, "warmup": 2}
 
 
 @final

@@ -34,15 +34,12 @@ class Scores:
         self.best_step: int | None = None
         self.last: Evaluation | None = None
         self.last_step = 0
-        self.num_items: float | None = (
-            0.0  # what the losses counted, in all attempts; None where an older version did not save it
-        )
-        self._of_parent: dict[
-            str, float
-        ] = {}  # a fork's: its seconds of training, its samples, its items
-        self.owed: str | None = (
-            None  # the split whose evaluation SIGTERM broke off: the next attempt begins with it
-        )
+        # what the losses counted, in all attempts; None where an older version did not save it
+        self.num_items: float | None = 0.0
+        # a fork's: its seconds of training, its samples, its items
+        self._of_parent: dict[str, float] = {}
+        # the split whose evaluation SIGTERM broke off: the next attempt begins with it
+        self.owed: str | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -63,11 +60,9 @@ class Scores:
             return
         self.best = Evaluation(**state["best"]) if state["best"] else None
         self.last = Evaluation(**state["last"]) if state["last"] else None
-        self.best_step, self.last_step, self._since_best = (
-            state["best_step"],
-            state["last_step"],
-            state["since_best"],
-        )
+        self.best_step = state["best_step"]
+        self.last_step = state["last_step"]
+        self._since_best = state["since_best"]
         self.owed, self.num_items = state.get("owed"), state.get("num_items")
 
     def clock(self, training_s: float) -> dict[str, float]:

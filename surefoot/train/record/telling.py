@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from surefoot.components.checkpoint import Saved
 from surefoot.components.data.loader import Loader, LoaderNotice
 from surefoot.components.observe import Console, Journal, NoJournal, TensorBoard
 from surefoot.components.profiler import LOGGING, PhaseClock
@@ -15,8 +18,13 @@ from surefoot.core import place
 from surefoot.core.errors import StorageError
 from surefoot.train import environment
 from surefoot.train.evaluate import Evaluation
+from surefoot.train.folder import Chosen
 from surefoot.train.record.compiling import Compiling
+from surefoot.train.record.compiling import watch as watch_compilations
 from surefoot.train.record.noticed.movement import Movement
+
+if TYPE_CHECKING:
+    from surefoot.train.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +53,10 @@ class Telling:
         movement: Movement | None = None,
     ) -> None:
         self.journal, self.console = journal, console
-        self._tensorboard, self._guard, self._clock, self.generation = (
-            tensorboard,
-            guard,
-            clock,
-            generation,
-        )
+        self._tensorboard = tensorboard
+        self._guard = guard
+        self._clock = clock
+        self.generation = generation
         self._compiling, self._movement = compiling, movement
 
     def say(self, text: str) -> None:
@@ -112,6 +118,20 @@ class Telling:
             self.write(event)
             unit = result.units.get(result.score, "")
             self.console.evaluated(event.step, epoch, result.score, result.value, unit, event.best)
+
+    def committed(self, saved: Saved, num_bytes: int) -> None:
+        """Record that a checkpoint is on disk."""
+        self.write(
+            events.Committed(
+                generation=self.generation,
+                time_s=time.time(),
+                step=saved.step,
+                num_bytes=num_bytes,
+                folder=f"checkpoints/step-{saved.step:012d}",
+                elapsed_s=saved.elapsed_s,
+                waited_s=saved.waited_s,
+            )
+        )
 
     def give_up(self, what: str, error: StorageError, step: int) -> None:
         """Record and print that the output `what` is dropped because of a storage error."""
@@ -188,3 +208,41 @@ class Telling:
                 self._tensorboard.close()
         except StorageError as error:
             self.give_up("TensorBoard", error, step)
+
+
+def open_records(run: Run, home: Path, chosen: Chosen) -> tuple[Journal | NoJournal, TensorBoard]:
+    """Open the log and TensorBoard of a rank below `home`; neither, if the run has ended."""
+    is_wanted = run.group.is_first and chosen.done is None
+    tensorboard = TensorBoard(
+        home / "tensorboard",
+        wanted=run.spec.observe.tensorboard if is_wanted else False,
+        purge_step=run.step + 1 if chosen.is_again else None,
+    )
+    return Journal(home) if chosen.done is None else NoJournal(), tensorboard
+
+
+def open_console(run: Run, *, quiet: bool) -> Console:
+    """Return the console of a run, on which rank 0 alone prints."""
+    return Console(
+        total_steps=run.assembly.course.total_steps,
+        unit=run.task.unit,
+        quiet=quiet or not run.group.is_first,
+        done_steps=run.step,
+    )
+
+
+def make_telling(
+    run: Run, journal: Journal | NoJournal, tensorboard: TensorBoard, console: Console, guard: Guard
+) -> Telling:
+    """Return what an attempt at a run is recorded with."""
+    engine = run.assembly.engine
+    return Telling(
+        journal,
+        tensorboard,
+        console,
+        guard,
+        engine.stepper.clock,
+        run.generation,
+        watch_compilations(engine.compiled, run.spec.compile),
+        Movement(run.model, run.step),
+    )

@@ -66,7 +66,10 @@ def record_again(
     if spec.task.use is None:
         raise InputError(
             f"the task of {run} was built in a script, so only that script can repeat it",
-            hint="there: surefoot.components.profiler.tracing.Profiler around its loop, or ask while it runs: surefoot profile RUN",
+            hint=(
+                "there: surefoot.components.profiler.tracing.Profiler around its loop, or ask "
+                "while it runs: surefoot profile RUN"
+            ),
         )
     step, troubles = newest_sound(run)
     for trouble in troubles:
@@ -109,11 +112,9 @@ def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec
 
     The schedule is then constant: the learning rate does not change the time of a step.
     """
-    tables = {
-        name: table
-        for name, table in spec.as_tables().items()
-        if name not in ("checkpoint", "observe")
-    }  # its store is the run's
+    # the store of [checkpoint] is the run's
+    own = ("checkpoint", "observe")
+    tables = {name: table for name, table in spec.as_tables().items() if name not in own}
     tables["observe"] = {"tensorboard": False}
     beside = spec.replace_all(tables)
     started = [each for each in events.read(run, Started) if isinstance(each, Started)]

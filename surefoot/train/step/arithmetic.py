@@ -105,9 +105,8 @@ def _once(scalars: Tensor) -> Tensor:
 
 
 def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor:
-    grad = (
-        grad if factor is None else (grad * factor).to(grad.dtype)
-    )  # a scalar would take the dtype of the factor
+    # a scalar would take the dtype of the factor
+    grad = grad if factor is None else (grad * factor).to(grad.dtype)
     return grad if limit is None else grad.clamp(-limit, limit)
 
 
@@ -121,9 +120,8 @@ def _move_group(
     """Apply one optimizer step to a group; `grads` holds each gradient with its norm."""
     params, counters, first, second, momentum = tensors
     wide = functools.reduce(torch.promote_types, (each.dtype for each in params), torch.float32)
-    if len(counters) < len(
-        params
-    ):  # one for all; where only some move, those count by themselves then: FusedGroup.count_traced
+    # one for all; where only some move, those count by themselves then: FusedGroup.count_traced
+    if len(counters) < len(params):
         counts = [counters[0] + finite] if counters else []
         if counters and all(grad is not None for grad, _ in grads):
             counters[0].copy_(counts[0])

@@ -30,8 +30,11 @@ def check_gathered(
         said = counts.get(name) if isinstance(counts, Mapping) else counts
         if said is not None and said != float(count):
             raise TaskError(
-                f"counts(batch) gives {said:g} on all ranks for the term {name}, whose loss counts {float(count):g}",
-                hint="sum and count the rows of this rank alone in the loss, or remove counts(batch)",
+                f"counts(batch) gives {said:g} on all ranks for the "
+                f"term {name}, whose loss counts {float(count):g}",
+                hint=(
+                    "sum and count the rows of this rank alone in the loss, or remove counts(batch)"
+                ),
             )
 
 
@@ -46,12 +49,18 @@ def check_splittable(
     if not loss.additive and not joins_ranks:
         raise TaskError(
             f"the loss of update {name} is not additive and may not be split",
-            hint="leave train.microbatch out; on several ranks, compare the samples that surefoot.all_gather returns",
+            hint=(
+                "leave train.microbatch out; on several ranks, compare the samples that "
+                "surefoot.all_gather returns"
+            ),
         )
     if len(loss.terms) > 1 and not counts_are_known:
         terms = ", ".join(term.name for term in loss.terms)
         wanted = ", ".join(term.name for term in loss.terms if not term.fixed)
         raise TaskError(
             f"the terms {terms} have counts that are not known before the forward pass",
-            hint=f"add counts(batch) -> {{term: count}} to the task (of {wanted}), or leave train.microbatch out",
+            hint=(
+                "add counts(batch) -> {term: count} to the task "
+                f"(of {wanted}), or leave train.microbatch out"
+            ),
         )

@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from surefoot.contract.task import Term
 
 Factor = float | Tensor
-_OF_GRADIENT, _OF_PARAMETER = (
-    attrgetter("_backward_hooks"),
-    attrgetter("_post_accumulate_grad_hooks"),
-)
+_OF_GRADIENT = attrgetter("_backward_hooks")
+_OF_PARAMETER = attrgetter("_post_accumulate_grad_hooks")
 
 
 class GradientHooks:
@@ -34,9 +32,8 @@ class GradientHooks:
         self._of_modules = hooks_of_modules(model)
         self.of_pass: Factor = 1.0  # what makes the gradient of a pass a mean
         self.of_sum: Factor = 1.0  # what makes a mean of all that was added up in this step so far
-        self.is_on = (
-            True  # not in passes that add nothing, while other ranks have microbatches left
-        )
+        # not in passes that add nothing, while other ranks have microbatches left
+        self.is_on = True
         self.is_split = False
         self._count: Factor = 0.0
 

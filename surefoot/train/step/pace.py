@@ -15,9 +15,8 @@ from surefoot.core.ranks.stragglers import Pace, Straggler, StragglerWatch, find
 from surefoot.runtime.comm import Group
 
 NUM_FIELDS = len(Pace._fields)
-Mark = tuple[
-    int, int
-]  # the time, and what had been waited in collectives until then, in nanoseconds
+# the time, and what had been waited in collectives until then, in nanoseconds
+Mark = tuple[int, int]
 
 
 @final

@@ -29,7 +29,7 @@ from surefoot.runtime.comm import Group
 from surefoot.train.step.pace import Paces
 
 if TYPE_CHECKING:
-    from surefoot.train.step.stepper import LiveUpdate
+    from surefoot.train.step.update import LiveUpdate
 
 
 class Ranks:
@@ -49,13 +49,11 @@ class Ranks:
         self._virtual = None if num_virtual is None else VirtualRanks(num_virtual, group)
         self._ordered: list[Ordered] = []
         self._rows: list[dict[str, Row]] = []  # the loss terms of each virtual rank that is over
-        self.group, self._updates, self._model, self.sharded, self._compress = (
-            group,
-            updates,
-            model,
-            sharded,
-            compress,
-        )
+        self.group = group
+        self._updates = updates
+        self._model = model
+        self.sharded = sharded
+        self._compress = compress
         self.names = [update.name for update in updates]
         self.replicas: list[Any] = []
         self.use_buckets(BUCKET_BYTES, FIRST_BUCKET_BYTES)
@@ -73,9 +71,8 @@ class Ranks:
         self._mine, self._was_told = 0, False
         self.paces = Paces(group)
         self._alike_after = 0
-        self.checks_after: Callable[[int], bool] = lambda number: (
-            False
-        )  # whether replicas are held side by side after a step
+        # whether replicas are held side by side after a step
+        self.checks_after: Callable[[int], bool] = lambda number: False
 
     def use_buckets(self, bucket_bytes: int, first_bytes: int) -> None:
         """Set the gradient bucket size in bytes, that of the first bucket apart; between two steps.
@@ -99,9 +96,8 @@ class Ranks:
         is_exact = self._virtual is not None
         sparse: list[Tensor] = [*find_sparse(self._model)]
         for optimizer in (each for update in self._updates for each in update.guarded.optimizers):
-            if isinstance(
-                optimizer, torch.optim.SparseAdam
-            ):  # takes no others, whatever module they come from
+            # takes no others, whatever module they come from
+            if isinstance(optimizer, torch.optim.SparseAdam):
                 sparse += [each for group in optimizer.param_groups for each in group["params"]]
         self.replicas = [
             Replicas(
@@ -135,9 +131,8 @@ class Ranks:
         if self.sharded is not None:
             self.sharded.begin()
         self.buffers.keep()
-        for each in (
-            self._sync_norms
-        ):  # from the first step on: what is tried before it, a rank tries alone
+        # from the first step on: what is tried before it, a rank tries alone
+        for each in self._sync_norms:
             each.group = self.group
 
     @property
@@ -253,8 +248,11 @@ class Ranks:
     def _end_spoiled(self, ranks: Sequence[int], words: str) -> None:
         raise NumbersError(
             words.format("s" * (len(ranks) > 1), ", ".join(map(str, ranks)), self.group.size),
-            hint=f"all ranks were alike after step {self._alike_after:,}, and no commit holds such numbers: surefoot resume RUN goes on "
-            "after the newest one; test the memory of that host",
+            hint=(
+                f"all ranks were alike after step {self._alike_after:,}, and "
+                "no commit holds such numbers: surefoot resume RUN goes on "
+                "after the newest one; test the memory of that host"
+            ),
         )
 
     @property
@@ -298,9 +296,12 @@ class Ranks:
             else f"rank {place}"
         )
         raise NumbersError(
-            f"the weights of rank{'s' * (len(apart) > 1)} {ranks} of {self.group.size} are not those of {others}: {first.name}",
-            hint=f"they were alike after step {self._alike_after:,}: surefoot resume RUN --fork NEW --from that step or an earlier one; "
-            "test the memory of that host",
+            f"the weights of rank{'s' * (len(apart) > 1)} {ranks} of {self.group.size} are not "
+            f"those of {others}: {first.name}",
+            hint=(
+                f"they were alike after step {self._alike_after:,}: surefoot resume RUN --fork "
+                "NEW --from that step or an earlier one; test the memory of that host"
+            ),
         )
 
     def close(self) -> None:

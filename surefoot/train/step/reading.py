@@ -23,7 +23,10 @@ from surefoot.core.units import parse_bytes
 from surefoot.train.failure.blame import describe
 
 LEAST_BATCHES = 4  # for fewer no worker is begun
-INSTEAD_OF_A_LOADER = ", in place of a DataLoader TorchDataset(loader.dataset, loader.collate_fn) of surefoot.components.data"
+INSTEAD_OF_A_LOADER = (
+    ", in place of a DataLoader TorchDataset(loader.dataset, loader.collate_fn) of "
+    "surefoot.components.data"
+)
 
 
 def read_split(task: Resolved, split: str) -> Source:
@@ -79,13 +82,20 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
             )
             raise SpecError(
                 f"{given}, and the source gives whole batches: {source.describe()}",
-                hint="leave train.batch out; to accumulate so many batches a step, set train.microbatch = 1"
+                hint=(
+                    "leave train.batch out; to accumulate so many "
+                    "batches a step, set train.microbatch = 1"
+                )
                 if train.microbatch is None
-                else f"leave train.microbatch out, or, to cut its batches, give samples with numbers{INSTEAD_OF_A_LOADER}",
+                else (
+                    "leave train.microbatch out, or, to cut its batches, give samples with "
+                    f"numbers{INSTEAD_OF_A_LOADER}"
+                ),
             )
         if spec.optim.reference_batch is not None:
             raise SpecError(
-                f"optim.reference_batch is given, and the source gives whole batches: {source.describe()}",
+                "optim.reference_batch is given, and the source "
+                f"gives whole batches: {source.describe()}",
                 hint="leave it out, and set optim.lr for the batches that there are",
             )
     if train.ramp:
@@ -113,7 +123,8 @@ def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
     """Raise SpecError if the samples of a step cannot be divided among the ranks."""
     if source.guarantee != "proven":
         raise SpecError(
-            f"{num_ranks} ranks share the samples of each step, and the source is read in its own order: {source.describe()}",
+            f"{num_ranks} ranks share the samples of each step, and the source is read in its own "
+            f"order: {source.describe()}",
             hint=f"give samples with numbers{INSTEAD_OF_A_LOADER}, or train on one rank",
         )
     check_pieces(
@@ -219,7 +230,8 @@ def make_settings(spec: RunSpec, source: Source) -> LoaderSettings:
     table = spec.loader
     if table.workers and isinstance(source, Iterated):
         raise SpecError(
-            f"loader.workers is {table.workers!r}, and the source gives whole batches in its own order: {source.describe()}",
+            f"loader.workers is {table.workers!r}, and the source gives whole batches in its own "
+            f"order: {source.describe()}",
             hint="leave loader.workers out; a DataLoader has workers of its own: num_workers",
         )
     finds = table.workers == "auto"

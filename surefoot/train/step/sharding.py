@@ -20,7 +20,7 @@ from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import parse_bytes
 from surefoot.runtime.comm import Group, Mesh
 from surefoot.train.step.ranks import Ranks
-from surefoot.train.step.stepper import LiveUpdate
+from surefoot.train.step.update import LiveUpdate
 
 # rules that look at one number of a tensor at a time: a part of it moves as it would in the whole
 BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax")
@@ -58,7 +58,10 @@ def check_keys(spec: RunSpec, num_ranks: int) -> None:
     table = {
         "precision.weights": (
             stage == 1 and spec.precision.weights != "fp32",
-            "the rows that are moved are the weights themselves; stages 2 and 3 gather them in bf16",
+            (
+                "the rows that are moved are the weights "
+                "themselves; stages 2 and 3 gather them in bf16"
+            ),
         ),
         "precision.master": (
             spec.precision.master == "none",
@@ -91,7 +94,8 @@ def check_keys(spec: RunSpec, num_ranks: int) -> None:
             room, name = key.split(".")
             hint = f"leave {key} out, or train with layout.replicate alone"
             raise SpecError(
-                f"{key} is {getattr(getattr(spec, room), name)!r}, and layout.shard is {num_ranks}: {why}",
+                f"{key} is {getattr(getattr(spec, room), name)!r}, "
+                f"and layout.shard is {num_ranks}: {why}",
                 hint=hint,
             )
 
@@ -107,16 +111,20 @@ def _split(
         )
     if renormed := next(iter(find_renormed(model)), None):
         raise SpecError(
-            f"{renormed} has max_norm, which changes its weights in a forward pass, and layout.zero_stage = {stage} gathers them for it alone",
-            hint="set layout.zero_stage = 1, or normalize the rows in forward: torch.nn.functional.normalize",
+            f"{renormed} has max_norm, which changes its weights in a forward pass, and "
+            f"layout.zero_stage = {stage} gathers them for it alone",
+            hint=(
+                "set layout.zero_stage = 1, or normalize the rows in forward: "
+                "torch.nn.functional.normalize"
+            ),
         )
     units = find_units(stage, model, blocks)
     narrow = torch.bfloat16 if spec.precision.weights == "bf16" else None
     frozen = next((name for name, each in model.named_parameters() if not each.requires_grad), None)
     if narrow is not None and frozen is not None:
         raise SpecError(
-            f"precision.weights is 'bf16', layout.shard is {mesh.shard.size}, and {frozen} is frozen: one process would store it in bf16 "
-            "alone, ranks that hold rows in fp32",
+            f"precision.weights is 'bf16', layout.shard is {mesh.shard.size}, and {frozen} is "
+            "frozen: one process would store it in bf16 alone, ranks that hold rows in fp32",
             hint='train it, or set precision.weights = "fp32"',
         )
     return FullySharded(
@@ -191,12 +199,15 @@ def _check_sharded(
         for optimizer in update.guarded.optimizers:
             name = type(optimizer).__name__
             by_number = name in BY_NUMBER and type(optimizer).__module__.startswith("torch.optim")
-            if not by_number and not isinstance(
-                optimizer, Lamb | Lars
-            ):  # which are told the norms of whole layers
+            # which are told the norms of whole layers
+            if not by_number and not isinstance(optimizer, Lamb | Lars):
                 raise SpecError(
-                    f"layout.shard splits what an optimiser moves by rows, and whether {name} may be split is not known",
-                    hint=f"use one of torch's {', '.join(BY_NUMBER)}, lars or lamb, or train with layout.replicate alone",
+                    "layout.shard splits what an optimiser moves by "
+                    f"rows, and whether {name} may be split is not known",
+                    hint=(
+                        f"use one of torch's {', '.join(BY_NUMBER)}, lars "
+                        "or lamb, or train with layout.replicate alone"
+                    ),
                 )
     if not sharded.is_even:
         return
@@ -208,7 +219,8 @@ def _check_sharded(
     num_cut = len(feed.microbatches(feed.window(0)))
     if num_cut < num_ranks:
         raise SpecError(
-            f"the first step has {num_cut} microbatch{'es' * (num_cut != 1)}, and {num_ranks} ranks gather weights for one each",
+            f"the first step has {num_cut} microbatch{'es' * (num_cut != 1)}, and {num_ranks} "
+            "ranks gather weights for one each",
             hint="set a smaller train.microbatch, or layout.zero_stage = 1",
         )
 

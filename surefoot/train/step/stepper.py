@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,33 +44,22 @@ from surefoot.components.profiler import (
 from surefoot.components.stability import GradientNoise
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
-from surefoot.core.errors import BadRecordError, TaskError
+from surefoot.core.errors import BadRecordError
 from surefoot.runtime.attributes import AttributeSnapshot, AttributeTracker
 from surefoot.runtime.comm import ALONE
 from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train.step.counts import Count, check_count, check_gathered, check_splittable
+from surefoot.train.step.factors import Counts, LossFactors
 from surefoot.train.step.hooks import GradientHooks
+from surefoot.train.step.update import LiveUpdate, Totals, add_terms, has_overflowed, run_backward
 
 if TYPE_CHECKING:
     from surefoot.train.step.ranks import Ranks
     from surefoot.train.step.whole import WholeStep
 
-MAX_CONSTANTS = 1000
 _INSIDE = nullcontext()
-EAGER_STEPS = (
-    5  # of a run: the first is looked at, the others are what a compiled step is measured against
-)
-
-
-@dataclass(frozen=True)
-class LiveUpdate:
-    """An `Update` of the task with its optimizers: the loss, and how to apply gradients."""
-
-    name: str
-    loss: Callable[[Any, Batch], Loss]
-    guarded: GuardedUpdate
-    every: int = 1
-    in_backward: UpdateInBackward | None = None  # where it is, the backward pass updates
+# of a run: the first is looked at, the others are what a compiled step is measured against
+EAGER_STEPS = 5
 
 
 class Stepper:
@@ -102,34 +90,28 @@ class Stepper:
         self.whole: WholeStep | None = None  # set where the step is one graph
         self.ranks: Ranks | None = None  # set where it is shared
         self._look: AbstractContextManager[Any] | None = None
-        self.eager: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # nothing is compiled inside: not while operators are seen
-        )
+        # nothing is compiled inside: not while operators are seen
+        self.eager: Callable[[], AbstractContextManager[None]] = nullcontext
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
-        self._augments = (
-            task.augment is not None and device.type != "cpu"
-        )  # where the model is: else whoever reads does it
+        # where the model is: else whoever reads does it
+        self._augments = task.augment is not None and device.type != "cpu"
         self.loader = Loader(
             feed, Reader(feed.source, None if self._augments else task.augment, seed)
         )
         self._ahead = Ahead(device)
         self._sizes: list[int] = []  # the samples of each microbatch of the step that is computed
         self._draws = derive(seed, 3)
-        self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
+        self._factors = LossFactors(task, device, policy.scaler)
         self._moves = device.type != "cpu"
-        self.consumed = np.empty(
-            0, dtype=np.int64
-        )  # the samples of the step before, in the order they were read
+        # the samples of the step before, in the order they were read
+        self.consumed = np.empty(0, dtype=np.int64)
         self.clock = PhaseClock(device)
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
-        self.saw: Callable[[Batch], None] | None = (
-            None  # told of every batch before it is computed with
-        )
+        # told of every batch before it is computed with
+        self.saw: Callable[[Batch], None] | None = None
         self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
-        self._first, self._num_cut = (
-            0,
-            1,
-        )  # this rank's first microbatch of the step, and how many there are on all ranks
+        # this rank's first microbatch of the step, and how many there are on all ranks
+        self._first, self._num_cut = 0, 1
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -146,30 +128,17 @@ class Stepper:
                 hint="use larger batches, or mend the data",
             )
         batches = self._place(taken, self.loader.peek)
-        self.consumed, num_samples, self._first = taken.window.ids, taken.num_samples, taken.first
         waiting_ns = self.clock.switch(FORWARD) - started_ns
         self._buffers.keep()
-        sizes = self._count_samples(taken) if self._counts_rows else [*map(len, taken.ids)]
-        self._sizes = [size or 1 for size in sizes]
-        num_samples = sum(self._sizes) if self._counts_rows else num_samples
-        self._num_cut = len(batches)
-        if self.ranks is not None:
-            self._num_cut = len(self._feed.microbatches(taken.window))
-            self.ranks.begin(num_samples, batches)
-        totals: dict[str, tuple[Tensor, Count, float]] = {}
+        sizes, num_samples = self._begin(taken, batches)
+        totals: Totals = {}
         keys: dict[str, tuple[str, ...]] = {}
         norm: float | Tensor | None = None
         applied: bool | Tensor = True
         overflowed: bool | Tensor = False
         rate: float | Tensor = 0.0
         num_done = 0
-        self._is_first = self.records and self.record is None
-        if self._is_first:
-            tf32 = self.policy.compute == "tf32"
-            self.record = DtypeRecord(self._model, tf32=tf32, hooked=not self._is_whole(number))
-            self._look = (
-                self.record if number == 1 else None
-            )  # the same whether a run was left before this step, or not
+        self._observe_first(number)
         for index, update in enumerate(self._updates):
             if number % update.every:
                 continue
@@ -187,25 +156,9 @@ class Stepper:
             overflowed = overflowed | did_overflow
             rate = update.guarded.optimizers[0].param_groups[0]["lr"]
             num_done += 1
+        self._end(number, applied)
         if self.ranks is not None:
-            self.clock.switch(COMMUNICATION)
-            self.ranks.end(number)
             num_samples = self.ranks.num_samples
-        if applied is not True:
-            self._buffers.put_back_unless(applied)
-        if self.ranks is not None:
-            self.ranks.look(number, applied)
-            self.clock.switch(OPTIMISER)
-        if self._average is not None:
-            self._average.update(applied)
-        if self._is_first and self.record is not None:
-            self._look = None
-            self.record.see_update(
-                (each for update in self._updates for each in update.guarded.states()), master_of
-            )
-        self.clock.end_step(number)
-        if self.ranks is not None:
-            self.ranks.paces.end()
         if None in sizes:  # the batches do not say it
             num_samples = round(float(next((count for _, count, _ in totals.values()), 0)))
         report = StepReport(
@@ -221,11 +174,58 @@ class Stepper:
         report.updates.update(keys)
         if self._scaler is not None:
             if num_done:
-                self._scaler.update(
-                    overflowed
-                )  # after all updates: one scale holds for the whole step
+                # after all updates: one scale holds for the whole step
+                self._scaler.update(overflowed)
             report.scaling = Scaling(self._scaler.scale, overflowed)
         return report
+
+    def _begin(self, taken: Taken, batches: list[Batch]) -> tuple[Sequence[int | None], int]:
+        """Start the computation of a step; return the samples of each batch, and of all.
+
+        The number of a batch is None if the source does not know it.
+        """
+        self.consumed, self._first = taken.window.ids, taken.first
+        sizes: Sequence[int | None] = [*map(len, taken.ids)]
+        if self._counts_rows:
+            sizes = self._count_samples(taken)
+        self._sizes = [size or 1 for size in sizes]
+        num_samples = sum(self._sizes) if self._counts_rows else taken.num_samples
+        self._num_cut = len(batches)
+        if self.ranks is not None:
+            self._num_cut = len(self._feed.microbatches(taken.window))
+            self.ranks.begin(num_samples, batches)
+        self._factors.num_microbatches = self._num_cut
+        return sizes, num_samples
+
+    def _observe_first(self, number: int) -> None:
+        """Make the record of dtypes where this is the first step that is done here."""
+        self._is_first = self.records and self.record is None
+        if self._is_first:
+            tf32 = self.policy.compute == "tf32"
+            self.record = DtypeRecord(self._model, tf32=tf32, hooked=not self._is_whole(number))
+            # the same whether a run was left before this step, or not
+            self._look = self.record if number == 1 else None
+
+    def _end(self, number: int, applied: bool | Tensor) -> None:
+        """Finish a step after its updates: collectives, buffers, weight average, records."""
+        if self.ranks is not None:
+            self.clock.switch(COMMUNICATION)
+            self.ranks.end(number)
+        if applied is not True:
+            self._buffers.put_back_unless(applied)
+        if self.ranks is not None:
+            self.ranks.look(number, applied)
+            self.clock.switch(OPTIMISER)
+        if self._average is not None:
+            self._average.update(applied)
+        if self._is_first and self.record is not None:
+            self._look = None
+            self.record.see_update(
+                (each for update in self._updates for each in update.guarded.states()), master_of
+            )
+        self.clock.end_step(number)
+        if self.ranks is not None:
+            self.ranks.paces.end()
 
     def take_back(self) -> None:
         """Undo a step that failed before any weight changed; the next step clears gradients."""
@@ -243,10 +243,9 @@ class Stepper:
                 self._seed_draws(number, position, index)
                 with self.policy.context():
                     terms = update.loss(self._model, batch).terms
-                backward(
-                    [term.total for term in terms],
-                    [self._factor(term, self._known_counts(batches), None) for term in terms],
-                )
+                counts = self._factors.known_counts(batches, self.ranks)
+                factors = [self._factors.of(term, counts, None) for term in terms]
+                backward([term.total for term in terms], factors)
             update.guarded.clear_gradients()
         self._buffers.put_back()
 
@@ -272,26 +271,17 @@ class Stepper:
     def _count_samples(self, taken: Taken) -> list[int | None]:
         """Return the sample count of each batch of an iterable; None if the batch does not say."""
         source: Any = self._feed.source
-        pairs = zip(taken.ids, taken.batches, strict=True)
-        return [
-            source.count_samples(taken.window.epoch, int(ids[0]), batch) for ids, batch in pairs
-        ]
+        epoch, pairs = taken.window.epoch, zip(taken.ids, taken.batches, strict=True)
+        return [source.count_samples(epoch, int(ids[0]), batch) for ids, batch in pairs]
 
     def _is_whole(self, number: int) -> bool:
         """Return whether a step is run as one compiled graph."""
-        return (
-            self.whole is not None
-            and self.whole.is_on
-            and not (self.records and number <= EAGER_STEPS)
-        )
+        if self.whole is None or not self.whole.is_on:
+            return False
+        return not (self.records and number <= EAGER_STEPS)
 
     def _update(
-        self,
-        update: LiveUpdate,
-        index: int,
-        number: int,
-        batches: list[Batch],
-        totals: dict[str, tuple[Tensor, Count, float]],
+        self, update: LiveUpdate, index: int, number: int, batches: list[Batch], totals: Totals
     ) -> tuple[float | Tensor, bool | Tensor, bool | Tensor]:
         guarded, switch = update.guarded, self.clock.switch
         if index:
@@ -301,22 +291,16 @@ class Stepper:
             done = self._as_one_graph(self.whole, number, batches[0], totals)
             if done is not None:
                 return *done, False
-        counts = self._known_counts(batches, update.name)
+        counts = self._factors.known_counts(batches, self.ranks, update.name)
         is_split = len(batches) > 1 or self.ranks is not None
         scale = self._power_of_two() if is_split and counts is None else None
-        # a GAN's generator must not leave gradients in the critic
-        inputs = (
-            [leaf_of(each) for each in guarded.parameters if each.requires_grad]
-            if len(self._updates) > 1
-            else None
-        )
-        mine: dict[str, tuple[Tensor, Count, float]] = {}
-        num_idle = (
-            0
-            if self.ranks is None
-            else self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
-        )
+        inputs = None
+        if len(self._updates) > 1:  # a GAN's generator must not leave gradients in the critic
+            inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad]
+        mine: Totals = {}
+        num_idle = 0
         if self.ranks is not None:
+            num_idle = self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
             self.ranks.open(index, self._first, self._num_cut)
         if is_split or self._hooks.is_split:
             self._hooks.begin(is_split=is_split)
@@ -331,31 +315,23 @@ class Stepper:
                     loss = update.loss(self._model, batch)
                 terms = loss.terms
                 if is_split:
-                    joins = (
-                        gathered is not None
-                        and gathered.was_used
-                        and self._num_cut == gathered.group.size
-                    )
-                    check_splittable(update.name, loss, counts is not None, joins_ranks=joins)
-                    self._prepare_hooks(guarded, terms, counts, scale)
-                factors = [self._factor(term, counts, scale) for term in terms]
+                    self._begin_split_pass(update, loss, counts, scale, gathered)
+                factors = [self._factors.of(term, counts, scale) for term in terms]
                 if update.in_backward is not None:
-                    _add(totals, terms)
+                    add_terms(totals, terms)
                     return *self._update_in_backward(update.in_backward, terms, factors), False
                 switch(BACKWARD)
                 if self.ranks is not None and position == len(batches) - 1 and not num_idle:
                     self.ranks.arm(index)
-                _backward_of(
+                run_backward(
                     terms, factors, inputs, is_even=self.ranks is not None and self.ranks.is_even
                 )
-                _add(mine, terms)
+                add_terms(mine, terms)
                 if self.ranks is not None:
                     self.ranks.passed(index, self._first + position + 1, mine)
                 if self.noise is not None and position == 0:
-                    first = (
-                        guarded.norm(),
-                        mine[terms[0].name][1],
-                    )  # later passes add to these gradients
+                    # later passes add to these gradients
+                    first = guarded.norm(), mine[terms[0].name][1]
         if self.ranks is not None:
             if num_idle:
                 self._pass_along(self.ranks, update, index, batches, num_idle)
@@ -363,22 +339,13 @@ class Stepper:
             mine = self.ranks.add_up(index, mine)
             if gathered is not None and gathered.was_used and counts is not None:
                 check_gathered(counts, mine)
-        factor = self._remaining_factor(mine, scale)
-        if guarded.on_device:
-            factor = factor + sum(
-                total * 0.0 for total, _, _ in mine.values()
-            )  # 0, or nan where a loss is not finite
-        elif not all(math.isfinite(total.item()) for total, _, _ in mine.values()):
-            factor = math.nan  # a loss that is not finite skips the step even where its gradient is
-        if self._scaler is not None:
-            factor = factor / self._scaler.scale
+        factor = self._final_factor(guarded, mine, scale)
         if self.ranks is not None:
             self.ranks.finish(index, factor)
-        switch(OPTIMISER)
         if self.before_update is not None:
             switch(CHECKPOINT)
             self.before_update()
-            switch(OPTIMISER)
+        switch(OPTIMISER)
         totals.update(
             mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()}
         )
@@ -386,23 +353,64 @@ class Stepper:
         norm, applied = guarded.step_if_finite(factor)
         if self.ranks is not None:
             self.ranks.replicas[index].keep(applied)
+        if self.noise is not None:
+            self._add_noise(self.noise, first, mine[terms[0].name][1], norm, factor)
+        return norm, applied, self._scaler is not None and has_overflowed(norm, factor)
+
+    def _begin_split_pass(
+        self,
+        update: LiveUpdate,
+        loss: Loss,
+        counts: Counts,
+        scale: float | None,
+        gathered: Gathering | None,
+    ) -> None:
+        """Check that the loss may be split; prepare gradient hooks for a part's backward pass."""
+        joins = gathered is not None and gathered.was_used and self._num_cut == gathered.group.size
+        check_splittable(update.name, loss, counts is not None, joins_ranks=joins)
+        # stages 2 and 3 take each pass apart
+        adds = self.ranks is None or not self.ranks.is_even
+        leaves = [leaf_of(each) for each in update.guarded.parameters]
+        self._hooks.begin_pass(
+            leaves, loss.terms, lambda term: self._factors.divisor(term, counts, scale), adds=adds
+        )
+
+    def _final_factor(
+        self, guarded: GuardedUpdate, totals: Totals, scale: float | None
+    ) -> float | Tensor:
+        """Return the factor of the gradient sums; NaN, which skips the step, for a bad loss."""
+        factor = self._factors.remaining(totals, scale)
+        if guarded.on_device:
+            # 0, or nan where a loss is not finite
+            factor = factor + sum(total * 0.0 for total, _, _ in totals.values())
+        elif not all(math.isfinite(total.item()) for total, _, _ in totals.values()):
+            factor = math.nan  # a loss that is not finite skips the step even where its gradient is
+        if self._scaler is not None:
+            factor = factor / self._scaler.scale
+        return factor
+
+    def _add_noise(
+        self,
+        noise: GradientNoise,
+        first: tuple[float | Tensor, Count],
+        count: Count,
+        norm: float | Tensor,
+        factor: float | Tensor,
+    ) -> None:
+        """Add the norms of a step's first microbatch and of its whole batch to the estimate."""
+        first_norm, first_count = first
         # a microbatch in which no item counts has no mean
-        if self.noise is not None and (isinstance(first[1], Tensor) or first[1]):
-            share = first[1] / mine[terms[0].name][1]
-            self.noise.add(
-                (first[0] * factor / share) ** 2, norm**2, self._sizes[0], sum(self._sizes)
-            )
-        return norm, applied, self._scaler is not None and _overflowed(norm, factor)
+        if isinstance(first_count, Tensor) or first_count:
+            share = first_count / count
+            noise.add((first_norm * factor / share) ** 2, norm**2, self._sizes[0], sum(self._sizes))
 
     def _pass_along(
         self, ranks: Ranks, update: LiveUpdate, index: int, batches: list[Batch], count: int
     ) -> None:
         """Run passes with zero gradients while other ranks still gather weights from all ranks."""
         batch = batches[-1] if batches else self._place(self.loader.read(1))[0]
-        held, attributes = (
-            [(buffer, buffer.clone()) for buffer in self._model.buffers()],
-            AttributeSnapshot(self._model),
-        )
+        held = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        attributes = AttributeSnapshot(self._model)
         self._hooks.is_on = False
         for left in reversed(range(count)):
             with self.policy.context():
@@ -419,11 +427,7 @@ class Stepper:
         attributes.put_back()
 
     def _as_one_graph(
-        self,
-        whole: WholeStep,
-        number: int,
-        batch: Batch,
-        totals: dict[str, tuple[Tensor, Count, float]],
+        self, whole: WholeStep, number: int, batch: Batch, totals: Totals
     ) -> tuple[float | Tensor, bool | Tensor] | None:
         """Run the step as one graph, timed as forward pass; return None if compilation failed."""
         if self.before_update is not None:
@@ -435,8 +439,8 @@ class Stepper:
         done = whole(batch)
         if done is None:
             return None
-        _add(totals, done[0])
-        self._remaining_factor(totals, None)
+        add_terms(totals, done[0])
+        self._factors.remaining(totals, None)
         return done[1:]
 
     def _update_in_backward(
@@ -468,136 +472,10 @@ class Stepper:
                 with self.eager(), self._look:
                     yield gathered
 
-    def _known_counts(
-        self, batches: list[Batch], update: str = ""
-    ) -> Mapping[str, float] | float | None:
-        """Return the global batch's counts if known before the forward pass, else None."""
-        if self._task.counts is None or (len(batches) == 1 and self.ranks is None):
-            return None
-        counted: list[Any] = [self._task.counts(batch) for batch in batches]
-        if self.ranks is not None:
-            return self._counts_of_all(self.ranks, update, counted)
-        if isinstance(counted[0], Mapping):
-            return {name: float(sum(each[name] for each in counted)) for name in counted[0]}
-        return float(sum(counted))
-
-    @staticmethod
-    def _counts_of_all(
-        ranks: Ranks, update: str, counted: list[Any]
-    ) -> Mapping[str, float] | float:
-        """Return the counts summed over all ranks, one of which may have no batch."""
-        rows = [each if isinstance(each, Mapping) else {"": each} for each in counted]
-        names = rows[0] if rows else {}
-        if ranks.is_exact and not all(
-            float(value).is_integer() for row in rows for value in row.values()
-        ):
-            raise TaskError(
-                "counts(batch) gives a number that is not whole, whose sum depends on its order",
-                hint="count items, or leave layout.virtual_ranks out",
-            )
-        found = ranks.totals.add_counts(
-            update, [(name, float(sum(row[name] for row in rows))) for name in names]
-        )
-        return found[""] if list(found) == [""] else found
-
-    def _remaining_factor(
-        self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None
-    ) -> float | Tensor:
-        """Return the factor that makes gradients means; NaN (skips the step) without items."""
-        counts = [count for _, count, _ in totals.values()]
-        is_known = not self._moves or not any(isinstance(count, Tensor) for count in counts)
-        if is_known:
-            for term, (_, count, _) in totals.items():
-                check_count(term, count)
-        if is_known and not any(map(float, counts)):
-            return math.nan
-        if scale is None:
-            return (
-                1.0
-                if is_known
-                else torch.where(
-                    torch.as_tensor(sum(counts), device=self._device) > 0, 1.0, math.nan
-                )
-            )
-        (count,) = counts
-        if not isinstance(count, Tensor):
-            return 1.0 / (scale * float(count))
-        exact = (
-            count if count.device.type == "mps" else count.double()
-        )  # a model in float64 would show 32 bits
-        return 1.0 / (scale * exact)
-
-    def _prepare_hooks(
-        self,
-        guarded: GuardedUpdate,
-        terms: tuple[Term, ...],
-        counts: Mapping[str, float] | float | None,
-        scale: float | None,
-    ) -> None:
-        adds = self.ranks is None or not self.ranks.is_even  # stages 2 and 3 take each pass apart
-        leaves = [leaf_of(each) for each in guarded.parameters]
-        self._hooks.begin_pass(
-            leaves, terms, lambda term: self._divisor(term, counts, scale), adds=adds
-        )
-
     def _power_of_two(self) -> float:
         """Return a power of two near 1 / num_samples: exact in products, equal on all ranks."""
         num_samples = sum(self._sizes) if self.ranks is None else len(self.consumed)
         return 2.0 ** -round(math.log2(max(1, num_samples)))
-
-    @staticmethod
-    def _divisor(
-        term: Term, counts: Mapping[str, float] | float | None, scale: float | None
-    ) -> Count:
-        """Return the divisor of a term's total in its backward pass; see `_factor`."""
-        if scale is not None:
-            return 1.0 / scale
-        return (
-            term.count
-            if counts is None or term.fixed
-            else counts[term.name]
-            if isinstance(counts, Mapping)
-            else counts
-        )
-
-    def _factor(
-        self, term: Term, counts: Mapping[str, float] | float | None, scale: float | None
-    ) -> Tensor:
-        """Return the gradient of a term's total: weight / global count, or weight * `scale`."""
-        total = term.total
-        if scale is not None:
-            return self._scaled(self._constant(term.weight * scale, total))
-        if term.fixed:  # once a step: each of its microbatches adds an equal share
-            count: Count = term.count * self._num_cut
-        else:
-            count = (
-                term.count
-                if counts is None
-                else counts[term.name]
-                if isinstance(counts, Mapping)
-                else counts
-            )
-        if isinstance(count, Tensor):
-            count = count.to(
-                torch.promote_types(total.dtype, torch.float32)
-            )  # 16 bits would round the count
-            return self._scaled(torch.where(count > 0, term.weight / count, 0.0).to(total))
-        return self._scaled(
-            self._constant(term.weight / float(count) if count else 0.0, total)
-        )  # a term without items adds nothing
-
-    def _scaled(self, factor: Tensor) -> Tensor:
-        """Return `factor` times the loss scale, if any, which is constant within a step."""
-        return factor if self._scaler is None else self._scaler.seed(factor)
-
-    def _constant(self, value: float, like: Tensor) -> Tensor:
-        """Return a cached scalar tensor: counts mostly repeat from step to step."""
-        key = (value, like.dtype)
-        if key not in self._constants:
-            if len(self._constants) > MAX_CONSTANTS:
-                self._constants.clear()
-            self._constants[key] = torch.full_like(like, value, requires_grad=False)
-        return self._constants[key]
 
     def _seed_draws(self, number: int, microbatch: int, update: int) -> None:
         """Seed dropout and other draws in the model from (seed, step, global microbatch).
@@ -611,41 +489,3 @@ class Stepper:
         if self.ranks is not None or self._feed.is_cut:
             np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the masks of wav2vec 2.0 are drawn so
             random.seed(key)
-
-
-def _overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:
-    """Return whether gradients are non-finite and losses finite, so that the loss scale must change."""
-    if isinstance(norm, Tensor):
-        return ~torch.isfinite(norm) & torch.isfinite(torch.as_tensor(factor))
-    return not math.isfinite(norm) and math.isfinite(float(factor))
-
-
-def _backward_of(
-    terms: tuple[Term, ...], factors: list[Tensor], inputs: list[Tensor] | None, *, is_even: bool
-) -> None:
-    """Run the backward pass of all terms except constant totals without items.
-
-    With `is_even` ranks need equal numbers of backward passes: raises TaskError if none is left.
-    """
-    pairs = zip(terms, factors, strict=True)
-    kept = [
-        (term.total, factor)
-        for term, factor in pairs
-        if term.total.requires_grad or float(term.count)
-    ]
-    if is_even and not kept:
-        raise TaskError(
-            "the loss of a batch without items is a constant, and stages 2 and 3 gather weights in the backward pass of every rank",
-            hint="return a total that comes from the model there too: 0.0 * output.sum()",
-        )
-    if kept:
-        backward([total for total, _ in kept], [factor for _, factor in kept], inputs)
-
-
-def _add(into: dict[str, tuple[Tensor, Count, float]], terms: tuple[Term, ...]) -> None:
-    for term in terms:
-        total = term.total.detach()
-        count: Count = term.count
-        if term.name in into:
-            total, count = into[term.name][0] + total, into[term.name][1] + count
-        into[term.name] = (total, count, term.weight)

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from surefoot.train.assemble import Assembly
 
 MOST_NAMED = 3
-FROM_START = "leave it unfrozen in model(); or train in two runs, the second of which starts with --weights FIRST_RUN"
+FROM_START = (
+    "leave it unfrozen in model(); or train in two runs, "
+    "the second of which starts with --weights FIRST_RUN"
+)
 
 
 @final
@@ -32,16 +35,18 @@ class TrainedSet:
         self._known = {id(each) for each in self._built.values()}
         self._tables: list[dict[str, Any]] = []  # where the modules register what they hold
         self._registered: list[Any] = []  # what was in them when that was asked last
-        self.unfrozen: list[
-            list[str]
-        ] = []  # by name, those of one moment together: a checkpoint names them
+        # by name, those of one moment together: a checkpoint names them
+        self.unfrozen: list[list[str]] = []
 
     def frozen(self) -> list[nn.Parameter]:
         """Return the parameters that do not train now."""
         return [each for each in self._model.parameters() if not each.requires_grad]
 
     def has_changed(self) -> bool:
-        """Return whether modules or parameters were added, replaced or removed since the last call."""
+        """Return whether modules or parameters have changed since the last call.
+
+        They may have been added, replaced or removed.
+        """
         now = [*chain.from_iterable(map(dict.values, self._tables))]
         if now and len(now) == len(self._registered) and all(map(is_, now, self._registered)):
             return False
@@ -70,13 +75,17 @@ class TrainedSet:
             return []
         if added := [name for name, each in new.items() if id(each) not in self._known]:
             raise UserCodeError(
-                f"{_list(added)} of the model came after its optimizer was built, so that no step trains {_it(added)}, and a resumed "
-                "run would not have it",
-                hint="build every layer in model(); one that is to begin later can be frozen there, and unfrozen in the loop",
+                f"{_list(added)} of the model came after its optimizer was built, so that no step "
+                f"trains {_it(added)}, and a resumed run would not have it",
+                hint=(
+                    "build every layer in model(); one that is to begin later can be frozen "
+                    "there, and unfrozen in the loop"
+                ),
             )
         if why := _why_not(assembly):
             raise UserCodeError(
-                f"{_list(list(new))} trains from now on, and the run cannot take {_it(list(new))} in: {why}",
+                f"{_list(list(new))} trains from now on, and the "
+                f"run cannot take {_it(list(new))} in: {why}",
                 hint=FROM_START,
             )
         _extend(assembly, {id(each) for each in new.values()})
@@ -151,11 +160,9 @@ def _extend(assembly: Assembly, new: set[int]) -> None:
     ]
     (update,) = assembly.updates
     update.guarded.extend(_build(assembly, trained))
-    average, ranks, table = (
-        assembly.engine.average,
-        assembly.engine.stepper.ranks,
-        assembly.spec.layout,
-    )
+    average = assembly.engine.average
+    ranks = assembly.engine.stepper.ranks
+    table = assembly.spec.layout
     if average is not None:
         average.add([each.parameter for each in trained])
     if ranks is not None:
@@ -180,8 +187,8 @@ def _build(assembly: Assembly, trained: Sequence[optim.Named]) -> Sequence[torch
     moved: list[Tensor] = [each for group in made.param_groups for each in group["params"]]
     if {id(each) for each in moved} != {id(each.parameter) for each in trained}:
         raise UserCodeError(
-            f"optimizer(groups) of the task, called for {_list([each.name for each in trained])}, which trains from now on, gives an "
-            "optimizer of other parameters",
+            f"optimizer(groups) of the task, called for {_list([each.name for each in trained])}, "
+            "which trains from now on, gives an optimizer of other parameters",
             hint=FROM_START,
         )
     return (made,)

@@ -22,18 +22,12 @@ from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.train.step.arithmetic import UpdateRule, move
 from surefoot.train.step.hooks import hooks_of_modules
-from surefoot.train.step.stepper import LiveUpdate
+from surefoot.train.step.update import LiveUpdate
 
 KEY = 'compile.what = "step"'
 NAME = "the whole step"
-SETTINGS = (
-    "weight_decay",
-    "eps",
-    "momentum",
-    "nesterov",
-    "trust",
-    "adapt",
-)  # of a group, beside its betas: all that a Rule reads of it
+# of a group, beside its betas: all that a Rule reads of it
+SETTINGS = ("weight_decay", "eps", "momentum", "nesterov", "trust", "adapt")
 Done = tuple[tuple[Term, ...], float | Tensor, bool | Tensor]
 
 
@@ -175,9 +169,8 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
         with policy.context():
             made = update.loss(model, batch)
         if not isinstance(made, Loss):
-            return type(
-                made
-            ).__name__  # raised outside: what is raised in a graph is told as the compiler's
+            # raised outside: what is raised in a graph is told as the compiler's
+            return type(made).__name__
         terms = made.terms
         losses = [term.total for term in terms]
         parameters = [parameter for tensors in held for parameter in tensors[0]]
@@ -232,26 +225,19 @@ def _validity(terms: tuple[Term, ...]) -> Tensor:
 
 def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Module) -> None:
     """Raise SpecError if the step cannot be one graph; called before anything is compiled."""
-    problem = next(
-        (
-            words
-            for words, is_so in {
-                f"several updates ({len(updates)})": len(updates) > 1,
-                "train.microbatch, which makes a step several passes": spec.train.microbatch
-                not in (None, spec.train.batch),
-                "train.ramp": bool(spec.train.ramp),
-                "memory.update_in_backward": spec.memory.update_in_backward,
-                'memory.on_oom = "halve", which makes a step several passes': spec.memory.on_oom
-                == "halve",
-                "memory.offload": spec.memory.offload != "none",
-                "memory.activation_checkpointing": spec.memory.activation_checkpointing != "none",
-                'precision.weights = "bf16"': spec.precision.weights == "bf16",
-                **_problems_of(model, policy),
-            }.items()
-            if is_so
-        ),
-        None,
-    )
+    memory, is_cut = spec.memory, spec.train.microbatch not in (None, spec.train.batch)
+    problems = {
+        f"several updates ({len(updates)})": len(updates) > 1,
+        "train.microbatch, which makes a step several passes": is_cut,
+        "train.ramp": bool(spec.train.ramp),
+        "memory.update_in_backward": memory.update_in_backward,
+        'memory.on_oom = "halve", which makes a step several passes': memory.on_oom == "halve",
+        "memory.offload": memory.offload != "none",
+        "memory.activation_checkpointing": memory.activation_checkpointing != "none",
+        'precision.weights = "bf16"': spec.precision.weights == "bf16",
+        **_problems_of(model, policy),
+    }
+    problem = next((words for words, is_so in problems.items() if is_so), None)
     if problem is not None:
         raise SpecError(
             f"{KEY} does not go with {problem}",

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 
 from surefoot.core.units import name_some
 
-UNSAVED = "{names} of the model changes while it trains, and a checkpoint cannot hold it: a resumed run has what the model is built with"
+UNSAVED = (
+    "{names} of the model changes while it trains, and a checkpoint cannot hold it: a resumed run "
+    "has what the model is built with"
+)
 KEEP_ALL = "keep it in a tensor, or in a list, tuple or dict of tensors"
 OF_RANKS = (
-    "{names} of the model changes while it trains, and each of {size} ranks has a copy of its own: rank 0's is saved, "
-    "and all ranks resume with it"
+    "{names} of the model changes while it trains, and each of {size} ranks has a copy of its "
+    "own: rank 0's is saved, and all ranks resume with it"
 )
 KEEP_ONE = (
-    "keep in it what is the same on all ranks; or change a tensor in place, and give it in state() of the task, with 'per_rank' in "
+    "keep in it what is the same on all ranks; or change a tensor in "
+    "place, and give it in state() of the task, with 'per_rank' in "
     "state_on_ranks: each rank's is then saved and restored"
 )
 MOST_NAMED = 8

@@ -28,10 +28,8 @@ class WatchedForWrites:
         self._step, self._telling, self._stepper = step, telling, assembly.engine.stepper
         self._what = in_place.describe("the forward pass")
         is_known = any(warning.startswith(self._what) for warning in assembly.warnings)
-        self._lent, self._num_left = (
-            in_place.Lent(assembly.feed.source),
-            0 if is_known else NUM_WATCHED,
-        )
+        self._lent = in_place.Lent(assembly.feed.source)
+        self._num_left = 0 if is_known else NUM_WATCHED
 
     def __call__(self, number: int) -> StepReport:
         if not self._num_left:

@@ -176,10 +176,13 @@ def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
             " ..." if len(left) > 3 else ""
         )
         raise TaskError(
-            f"an optimizer trains {len(left)} parameter{'s' * (len(left) > 1)} that no checkpoint would hold, of shape {shapes}: "
-            "the model does not register them",
-            hint=f"register them in the model (a submodule, nn.ModuleList in place of a list), or name what holds them {what_to_name}; "
-            "if the model was changed after its optimizer was built, build the optimizer last",
+            f"an optimizer trains {len(left)} parameter{'s' * (len(left) > 1)} that no checkpoint "
+            f"would hold, of shape {shapes}: the model does not register them",
+            hint=(
+                "register them in the model (a submodule, nn.ModuleList in place of a list), or "
+                f"name what holds them {what_to_name}; if the model was changed after its "
+                "optimizer was built, build the optimizer last"
+            ),
         )
 
 
@@ -201,8 +204,8 @@ def keep_outside(
         return task, []
     if is_split:
         raise TaskError(
-            f"the optimizer trains a parameter of shape {list(outside[0].shape)} outside of the model, and layout.shard splits the "
-            "parameters of the model alone",
+            f"the optimizer trains a parameter of shape {list(outside[0].shape)} outside of the "
+            "model, and layout.shard splits the parameters of the model alone",
             hint="register it in the model, or train with layout.replicate alone",
         )
     named = list(own().values()) if own is not None else []
@@ -218,15 +221,14 @@ def keep_outside(
         return {**(own() if own is not None else {}), **held}
 
     words = {**task.state_on_ranks, **dict.fromkeys(held, "replicated")}
-    return replace(task, state=state, state_on_ranks=words), describe_kept(held)  # type: ignore[arg-type]
+    kept = replace(task, state=state, state_on_ranks=words)  # type: ignore[arg-type]
+    return kept, describe_kept(held)
 
 
 def warn_of_unregistered(model: nn.Module, updates: Sequence[LiveUpdate]) -> list[str]:
     """Return a warning on modules in a plain list or dict whose parameters no optimizer trains."""
-    known, registered = (
-        {id(each) for each in model.parameters()},
-        {id(each) for each in model.modules()},
-    )
+    known = {id(each) for each in model.parameters()}
+    registered = {id(each) for each in model.modules()}
     known |= {id(leaf_of(each)) for update in updates for each in update.guarded.parameters}
     found: dict[int, str] = {}
     for name, value in walk({"model": model}):
@@ -241,7 +243,10 @@ def warn_of_unregistered(model: nn.Module, updates: Sequence[LiveUpdate]) -> lis
         return []
     count, where = len(found), name_some(list(dict.fromkeys(found.values())), 3)
     what = f"{count} parameters in {where} are" if count > 1 else f"a parameter in {where} is"
-    way = "use nn.ModuleList or nn.ModuleDict in place of a list or dict, or requires_grad_(False) where that is meant"
+    way = (
+        "use nn.ModuleList or nn.ModuleDict in place of a list "
+        "or dict, or requires_grad_(False) where that is meant"
+    )
     return [f"{what} not registered in the model, so nothing trains or saves them: {way}"]
 
 

@@ -31,8 +31,9 @@ class Movement:
         ):
             return ""
         return (
-            f"no weight moved in steps {self._step + 1:,} to {step:,}: the {len(held)} parameters are what they were before, "
-            f"as far as they were looked at ({LOOKED_AT:,} numbers of each)"
+            f"no weight moved in steps {self._step + 1:,} to {step:,}: "
+            f"the {len(held)} parameters are what they were before, as "
+            f"far as they were looked at ({LOOKED_AT:,} numbers of each)"
         )
 
 

@@ -9,9 +9,8 @@ from surefoot.contract.state import StepReport
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.telling import Telling
 
-NUM_LOOKED_AT = (
-    2  # steps whose modules are all looked at afterwards: many a layer is made in the first pass
-)
+# steps whose modules are all looked at afterwards: many a layer is made in the first pass
+NUM_LOOKED_AT = 2
 
 
 @final
@@ -41,7 +40,8 @@ class Unfreezing:
         if len(trained.unfrozen) > self._num_told:  # a save may have taken them in
             for names in trained.unfrozen[self._num_told :]:
                 self._telling.say(
-                    f"step {number}: {len(names)} parameters that were frozen train from now on, the first is {names[0]}"
+                    f"step {number}: {len(names)} parameters that were "
+                    f"frozen train from now on, the first is {names[0]}"
                 )
             self._num_told = len(trained.unfrozen)
         return self._step(number)

@@ -23,8 +23,8 @@ OF_LOOP = "give it to attach: state={{{key!r}: {name}}}"
 OF_OPTIMIZER = "give it to attach: optimizer=[..., {name}]"
 OF_TASK = "return it from the task's state(): {{{key!r}: {name}}}"
 UNTRAINED = (
-    "the loop has unfrozen or added parameters that are in no optimizer of attach, so that no step of it trains them: {names}; add them: "
-    "optimizer.add_param_group({{'params': [...]}})"
+    "the loop has unfrozen or added parameters that are in no optimizer of attach, so that no "
+    "step of it trains them: {names}; add them: optimizer.add_param_group({{'params': [...]}})"
 )
 UNLESS = "; a copy that never changes needs none"
 
@@ -154,7 +154,7 @@ def _with_parts(objects: Iterable[Any]) -> set[int]:
 
 
 def _is_copy(module: nn.Module, model: nn.Module) -> bool:
-    """Return whether a module has the class and shapes of the model, as a user-written weight average."""
+    """Return whether a module has the class and shapes of the model: a user's weight average."""
     shapes, own = ([each.shape for each in one.parameters()] for one in (module, model))
     return type(module) is type(model) and bool(own) and shapes == own
 
@@ -164,7 +164,10 @@ def _describe(value: Any, name: str) -> str:
     if isinstance(value, Optimizer):
         return f"{words}: {OF_OPTIMIZER.format(name=name)}"
     key = name.rpartition(".")[2]
-    return f"{words}: {OF_LOOP.format(key=key, name=name)}{UNLESS if isinstance(value, nn.Module) else ''}"
+    return (
+        f"{words}: "
+        f"{OF_LOOP.format(key=key, name=name)}{UNLESS if isinstance(value, nn.Module) else ''}"
+    )
 
 
 def describe_task(assembly: Assembly) -> list[str]:

@@ -1,0 +1,209 @@
+"""The parts that a run trains with, and the records that are made from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from surefoot.components import optim, precision
+from surefoot.components.compiler import CompiledRegions
+from surefoot.components.data import Feed, Keys, to_device
+from surefoot.components.data.loader import LoaderNotice, Read, look, read_sound
+from surefoot.components.memory import Recomputed
+from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
+from surefoot.components.stability import Noise
+from surefoot.contract import events
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.state import Timing
+from surefoot.contract.task import Batch, Resolved, Source
+from surefoot.core.schedule.plan import Curve
+from surefoot.runtime.comm import Group
+from surefoot.train.environment import circumstances
+from surefoot.train.evaluate import Evaluation, Reading, evaluate
+from surefoot.train.resume.program import Program
+from surefoot.train.step import LiveUpdate, Stepper
+from surefoot.train.step.course import RunSchedule
+from surefoot.train.step.reading import read_once
+from surefoot.train.step.unfrozen import TrainedSet
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Compute parts of a run: device, precision, weight average, stepper and compiled model."""
+
+    device: torch.device
+    policy: precision.Policy
+    average: optim.WeightAverage | None
+    stepper: Stepper
+    recomputed: Recomputed
+    compiled: CompiledRegions | None = None
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """All parts that a run trains with: spec, task, model, data, optimizers, schedule, notes."""
+
+    spec: RunSpec
+    task: Resolved
+    model: nn.Module
+    evaluation: Callable[[str], Source]
+    updates: list[LiveUpdate]
+    course: RunSchedule
+    schedule: Curve
+    engine: Engine
+    notes: list[str]
+    told: list[str]  # notes that are said at the start, too
+    tried: Evaluation | None = None  # of a few samples
+    # are printed at the start even to who wants quiet
+    warnings: list[str] = field(default_factory=list)
+    trained: TrainedSet = field(kw_only=True)
+
+    @property
+    def feed(self) -> Feed:
+        return self.course.feed
+
+    def read(self, epoch: int, ids: np.ndarray) -> Batch:
+        """Return the samples `ids` on the device, augmented. Raises what reading them raises."""
+        source, augment, seed = self.feed.source, self.task.augment, self.spec.train.seed
+        skips = self.spec.data.on_bad == "skip"
+        found = read_sound(source, ids) if skips else Read(look(source, epoch, ids.copy(), seed))
+        batch = to_device(found.whole, self.engine.device)
+        return (
+            batch
+            if augment is None
+            else augment(batch, Keys(self.spec.train.seed, epoch, found.kept(ids)))
+        )
+
+    def reading(self, tell: Callable[[LoaderNotice], None]) -> Reading:
+        """Return the function with which an evaluation reads batches, with the loader's workers."""
+        settings = replace(self.engine.stepper.loader.settings, most=0)
+        return lambda source, batch, device, share, key: read_once(
+            self.spec, source, batch, device, settings, tell, share, key
+        )
+
+    def evaluate(
+        self,
+        split: str,
+        group: Group,
+        tell: Callable[[int, int | None], None],
+        notice: Callable[[LoaderNotice], None],
+    ) -> Evaluation:
+        """Evaluate the model's current weights on `split`, shared by the ranks of `group`.
+
+        `tell` is called with the samples done and their total, `notice` with the loader's notices.
+        """
+        return evaluate(
+            self.model,
+            self.task,
+            self.evaluation(split),
+            split=split,
+            device=self.engine.device,
+            batch=self.spec.evaluate.batch or self.spec.train.batch,
+            score=self.spec.evaluate.score,
+            precision=self.engine.policy.compute,
+            tell=tell,
+            read=self.reading(notice),
+            group=group,
+            is_even=self.is_even,
+            seed=self.spec.train.seed,
+        )
+
+    @property
+    def is_even(self) -> bool:
+        """True if all ranks must run the same number of forward passes."""
+        ranks = self.engine.stepper.ranks
+        return ranks is not None and ranks.is_even
+
+    @property
+    def noise(self) -> Noise | None:
+        """Gradient noise of the last steps; None if `observe.noise` is off or they are too few."""
+        watched = self.engine.stepper.noise
+        return None if watched is None else watched.estimate()
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Messages for the start: the compute precision unless it is the default, and `told`."""
+        policy = self.engine.policy
+        return (
+            *(
+                []
+                if policy.why == precision.PLAIN.why
+                else [f"computing in {policy.compute} ({policy.why})"]
+            ),
+            *self.told,
+        )
+
+    def started(
+        self,
+        generation: int,
+        spec: RunSpec,
+        program: Program,
+        notes: tuple[str, ...],
+        *,
+        first_step: int,
+        parent: Mapping[str, Any],
+    ) -> events.Started:
+        """Return an attempt's Started record; the environment's decisions are in `spec`."""
+        source = self.feed.source
+        return events.Started(
+            generation=generation,
+            spec_id=self.spec.id,
+            spec=spec.as_tables(),
+            task=self.task.name,
+            data={
+                "describe": source.describe(),
+                "digest": source.digest,
+                "guarantee": source.guarantee,
+            },
+            unit=self.task.unit,
+            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            seed=spec.train.seed,
+            total_steps=self.course.total_steps,
+            steps_per_epoch=self.feed.steps_per_epoch,
+            notes=notes,
+            first_step=first_step,
+            parent=parent,
+            precision={"compute": self.engine.policy.compute, "why": self.engine.policy.why},
+            **circumstances(str(self.engine.device), program),
+        )
+
+    def stepped(self, generation: int, summary: Summary, timing: Timing) -> events.Step:
+        """Return the Step record of the steps that `summary` and `timing` summarize."""
+        ranks = self.engine.stepper.ranks
+        rates = {
+            f"{u.name}.{i}" if i else u.name: g["lr"]
+            for u in self.updates
+            for i, g in enumerate(u.guarded.groups)
+        }
+        return events.Step(
+            generation=generation,
+            time_s=time.time(),
+            step=summary.step,
+            epoch=summary.epoch,
+            num_steps=summary.num_steps,
+            loss=summary.loss,
+            terms=summary.terms,
+            gradient_norm=summary.gradient_norm,
+            learning_rates={name: float(rate) for name, rate in rates.items()},
+            num_applied=summary.num_applied,
+            num_samples=summary.num_samples,
+            num_items=summary.num_items,
+            elapsed_s=summary.elapsed_s,
+            waiting_s=summary.waiting_s,
+            samples_per_s=summary.samples_per_s,
+            items_per_s=summary.items_per_s,
+            peak_bytes=peak_resident_bytes(),
+            phases=timing.phases,
+            step_s=timing.step_s,
+            outliers=timing.outliers,
+            device_memory=take_device_memory(self.engine.device),
+            loss_scale=summary.loss_scale,
+            noise={} if (noise := self.noise) is None else asdict(noise),
+            ranks={} if ranks is None else ranks.paces.take(),
+        )

@@ -1,0 +1,266 @@
+"""Build all parts of a training step from a spec and a task, in a fixed order with its reasons."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from surefoot.components import optim, precision
+from surefoot.components.data import Feed, Iterated, Share
+from surefoot.components.data.lengths import find_tokens_per_sample, to_steps
+from surefoot.components.data.loader import Sound
+from surefoot.components.memory import Recomputed, Spilled, recompute
+from surefoot.components.metrics import Better
+from surefoot.components.parallel import Sharded
+from surefoot.components.stability import GradientNoise
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Resolved, Source
+from surefoot.core.errors import SpecError
+from surefoot.core.schedule.plan import ScheduleSettings, check_for_ramp
+from surefoot.core.schedule.plan import build as build_schedule
+from surefoot.core.units import Duration
+from surefoot.runtime.comm import SOLO, Group, Mesh
+from surefoot.train.assemble.assembly import Assembly, Engine
+from surefoot.train.assemble.model import build_on_device, find_wanted_blocks, set_storage
+from surefoot.train.assemble.task import take_task
+from surefoot.train.assemble.updates import make_curve, make_updates, own_schedule
+from surefoot.train.environment import (
+    describe_cudnn,
+    find_device,
+    give_back_large_blocks,
+    set_seeds,
+)
+from surefoot.train.evaluate import Evaluation, try_out
+from surefoot.train.quiet import set_modes
+from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
+from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_unregistered
+from surefoot.train.record.partial import describe_unshared, watch
+from surefoot.train.step import LiveUpdate, Stepper
+from surefoot.train.step.course import RunSchedule
+from surefoot.train.step.reading import make_feed, make_settings, read_split
+from surefoot.train.step.sharding import make_ranks, shard
+from surefoot.train.step.unfrozen import TrainedSet
+
+
+def assemble(
+    spec: RunSpec, task: Any = None, *, better: Better | None = None, mesh: Mesh = SOLO
+) -> Assembly:
+    """Build all parts that a run of `spec` trains with.
+
+    Seeds come first, so that initial weights are reproducible; data comes before the optimizer,
+    because schedules need its length. `better` says whether a higher or a lower score is better;
+    without it a few samples are evaluated to find out. `mesh` holds the ranks of the run. Raises an
+    InputError for a spec or a task that cannot be run.
+    """
+    if not mesh.is_sharded or spec.layout.zero_stage < 3:
+        return _assemble(spec, task, better, mesh)
+    give_back_large_blocks()
+    with Spilled():  # what is built whole, and of which a rank keeps rows
+        return _assemble(spec, task, better, mesh)
+
+
+def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> Assembly:
+    device, group = find_device(spec.train.device), mesh.whole
+    set_seeds(spec.train.seed)
+    resolved, spec = take_task(spec, task)
+    source = read_split(resolved, "train")
+    # again, so that the weights do not depend on what reading the data drew
+    set_seeds(spec.train.seed)
+    model = build_on_device(spec, resolved, device)
+    modes = set_modes(model)
+    feed = make_feed(spec, source, Share(group.rank, group.size, spec.layout.virtual_ranks))
+    notes = _describe_choices(spec, resolved, feed)
+    frozen = optim.freeze(model, spec.optim.freeze)
+    notes += [f"{len(frozen)} parameters are frozen"] if frozen else []
+    notes += set_storage(model, spec)
+    blocks = find_wanted_blocks(spec, resolved, model)
+    recomputed = recompute(model, spec.memory.activation_checkpointing, blocks=blocks)
+    notes += recomputed.notes
+    if spec.fault.forget:
+        left_out = ", ".join(spec.fault.forget)
+        notes.append(f"going on leaves out {left_out}, on purpose: fault.forget")
+    length = Duration.parse(spec.train.length)
+    tokens = find_tokens_per_sample(source)
+    total_steps = to_steps(length, feed, tokens)
+    read = functools.cache(functools.partial(read_split, resolved))
+    unshared = set[str]()
+    tried = None if better else _try_out(spec, resolved, model, read, device, unshared)
+    better = better or (tried.better if tried else "lower")
+    own = own_schedule(spec, resolved)
+    stated = spec.schedule if own is None else ScheduleSettings(name="constant")
+    if feed.ramp:
+        check_for_ramp(stated)
+    course = RunSchedule(length, total_steps, feed, tokens)
+    schedule = build_schedule(stated, total_steps, course.to_steps_or_refuse, better=better)
+    curve = make_curve(spec, resolved, schedule, feed, total_steps)
+    sharded = shard(spec, model, find_wanted_blocks(spec, resolved, model), mesh)
+    updates, more = make_updates(spec, resolved, model, schedule, curve, total_steps)
+    notes += more
+    resolved, kept = keep_outside(resolved, model, updates, is_split=sharded is not None)
+    told = [
+        *modes,
+        *kept,
+        *optim.describe_scaling(spec.optim, feed.largest),
+        *describe_unshared(unshared, group),
+        *describe_mode(spec, device.type),
+        *describe_cudnn(spec, device.type),
+    ]
+    warnings = _find_warnings(spec, model, updates, curve, feed, total_steps)
+    engine, more = _make_engine(
+        spec, resolved, model, updates, course, recomputed, sharded, group, device
+    )
+    trained = TrainedSet(model)
+    return Assembly(
+        spec,
+        resolved,
+        model,
+        read,
+        updates,
+        course,
+        schedule,
+        engine,
+        notes + more,
+        told,
+        tried,
+        warnings,
+        trained=trained,
+    )
+
+
+def _describe_choices(spec: RunSpec, task: Resolved, feed: Feed) -> list[str]:
+    """Return notes on the task, the norms of the model and the samples of an epoch."""
+    notes, source = list[str](), feed.source
+    if task.importable is None:
+        notes.append(
+            "the task was built here: what needs a fresh process "
+            "needs one that can be imported, with [task] use"
+        )
+    if spec.train.batchnorm in ("group", "layer"):
+        notes.append(
+            "GroupNorm stands in the place of BatchNorm (train.batchnorm = "
+            f"{spec.train.batchnorm!r})"
+        )
+    if feed.dropped:
+        notes.append(
+            f'the last {feed.dropped} samples of each epoch are left out (data.last_batch = "drop")'
+        )
+    if source.guarantee != "proven":
+        notes.append(f"the training source is {source.guarantee}: {source.describe()}")
+    return notes
+
+
+def _try_out(
+    spec: RunSpec,
+    task: Resolved,
+    model: nn.Module,
+    read: Callable[[str], Source],
+    device: torch.device,
+    unshared: set[str],
+) -> Evaluation:
+    """Evaluate a few samples; add the metrics that ranks cannot share to `unshared`."""
+    split = spec.evaluate.split
+    watched = watch(task, unshared)
+    source = read(split)
+    return try_out(
+        model,
+        watched,
+        Sound(source) if spec.data.on_bad == "skip" else source,
+        split=split,
+        score=spec.evaluate.score,
+        device=device,
+        batch=spec.evaluate.batch or spec.train.batch,
+        # what is stored in bf16 cannot be computed with in fp32
+        precision=spec.precision.weights,
+    )
+
+
+def _find_warnings(
+    spec: RunSpec,
+    model: nn.Module,
+    updates: Sequence[LiveUpdate],
+    curve: Callable[[int], float],
+    feed: Feed,
+    total_steps: int | None,
+) -> list[str]:
+    """Return warnings on the batch size, the learning rates and unregistered modules."""
+    warnings = []
+    if not isinstance(feed.source, Iterated):
+        warnings += optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name)
+    return [
+        *warnings,
+        *optim.warn_of_no_rate(curve, total_steps),
+        *warn_of_unregistered(model, updates),
+    ]
+
+
+def _make_engine(
+    spec: RunSpec,
+    task: Resolved,
+    model: nn.Module,
+    updates: list[LiveUpdate],
+    course: RunSchedule,
+    recomputed: Recomputed,
+    sharded: Sharded | None,
+    group: Group,
+    device: torch.device,
+) -> tuple[Engine, list[str]]:
+    """Return the compute parts of a run, and notes. Raises SpecError for a bad combination."""
+    notes: list[str] = []
+    average = optim.make_average(spec.optim, model)
+    policy = precision.build(
+        spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates)
+    )
+    if policy.scaler is not None and spec.memory.update_in_backward:
+        raise SpecError(
+            "memory.update_in_backward does not go with fp16, whose gradients are scaled",
+            hint="use bf16 or fp32",
+        )
+    settings = make_settings(spec, course.feed.source)
+    stepper = Stepper(
+        model=model,
+        task=task,
+        feed=course.feed,
+        updates=updates,
+        seed=spec.train.seed,
+        device=device,
+        policy=policy,
+        average=average,
+    )
+    if not group.is_alone or spec.layout.virtual_ranks is not None:
+        stepper.ranks = make_ranks(spec, group, model, updates, sharded, course)
+    elif spec.layout.compress != "none":
+        notes.append(
+            f"layout.compress = {spec.layout.compress!r} "
+            "changes nothing: one rank sends no gradients"
+        )
+    stepper.loader.use(settings, last=course.total_steps)
+    if spec.data.on_bad == "skip":
+        stepper.loader.skip_bad(spec.data.max_bad)
+    if spec.observe.noise:
+        stepper.noise = _noise(course.feed, updates)
+    compiled = compile_as_stated(spec, task, model, stepper, updates, recomputed)
+    notes += [] if compiled is None else [compiled.words]
+    stepper.eager = functools.partial(eager, compiled)
+    return Engine(device, policy, average, stepper, recomputed, compiled), notes
+
+
+def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
+    """Return the gradient noise estimator. Raises SpecError without two batch sizes to compare."""
+    if feed.microbatch >= feed.batch or len(updates) > 1:
+        raise SpecError(
+            "observe.noise compares the gradient of a microbatch with that of its batch, and there "
+            + (
+                "are several updates"
+                if len(updates) > 1
+                else f"is one pass over all {feed.batch:,} samples"
+            ),
+            hint=(
+                "surefoot whatif SPEC --noise needs none; or set train.microbatch = "
+                f"{max(1, feed.batch // 4)}"
+            ),
+        )
+    return GradientNoise()

@@ -1,0 +1,239 @@
+"""Updates of a step: losses, parameter groups, optimizers, and their learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from surefoot.components import optim
+from surefoot.components.data import Feed
+from surefoot.components.memory import Offloaded
+from surefoot.contract.spec import OptimTable, RunSpec
+from surefoot.contract.task import Loss, Resolved, Update
+from surefoot.core.errors import SpecError, TaskError
+from surefoot.core.schedule.plan import Curve
+from surefoot.train.step import LiveUpdate
+
+
+def make_curve(
+    spec: RunSpec, task: Resolved, schedule: Curve, feed: Feed, total_steps: int | None
+) -> Callable[[int], float]:
+    """Return the learning rate multiplier per step: the schedule, scaled by batch size if asked."""
+    own = own_schedule(spec, task)
+    return optim.scaled(
+        schedule if own is None else _own_curve(own, spec, total_steps), spec.optim, feed.batch_at
+    )
+
+
+def make_updates(
+    spec: RunSpec,
+    task: Resolved,
+    model: nn.Module,
+    schedule: Curve,
+    curve: Callable[[int], float],
+    total_steps: int | None,
+) -> tuple[list[LiveUpdate], list[str]]:
+    """Return the updates of a step, and notes. Raises SpecError or TaskError for bad ones."""
+    notes: list[str] = []
+    if own_schedule(spec, task) is not None:
+        notes.append("the learning rate follows the task's own schedule(step, total_steps)")
+    stated = _stated_updates(task, model)
+    optim.check_effects(
+        spec.optim,
+        has_own_groups=task.parameter_groups is not None and len(stated) == 1,
+        has_own_optimizers=all(each.optimizer is not None for each in stated),
+    )
+    many = len(stated) > 1
+    if many and spec.memory.update_in_backward:
+        raise SpecError(
+            "memory.update_in_backward goes with one update, "
+            f"and task {task.name} has {len(stated)}",
+            hint="set memory.update_in_backward = false",
+        )
+    if many:  # for the patterns that match no parameter of any update
+        trained, table = optim.find_trained(model), spec.optim
+        optim.build_groups(
+            trained, weight_decay=0.0, no_decay=table.no_decay, lr_multipliers=table.lr_multipliers
+        )
+    made = []
+    for update in stated:
+        optimizers, summary = _optimizers(spec, task, model, update, many)
+        notes += [f"{update.name}: {line}" if many else line for line in summary]
+        guarded = optim.GuardedUpdate(
+            optimizers,
+            clip=spec.optim.clip,
+            clip_value=spec.optim.clip_value,
+            curve=_at_run_steps(curve, update.every),
+            momentum_curve=_momentum_of(schedule, update.every),
+            total_steps=total_steps if schedule.is_pure else None,
+        )
+        in_backward = optim.UpdateInBackward(guarded) if spec.memory.update_in_backward else None
+        loss = Offloaded(update.loss) if spec.memory.offload == "activations" else update.loss
+        made.append(LiveUpdate(update.name, loss, guarded, update.every, in_backward))
+    _check_cover(task, model, made)
+    return made, notes
+
+
+def _momentum_of(schedule: Curve, every: int) -> Callable[[int], float] | None:
+    return (
+        _at_run_steps(lambda step: schedule.momentum(step) or 0.0, every)
+        if schedule.momentum(0) is not None
+        else None
+    )
+
+
+def own_schedule(spec: RunSpec, task: Resolved) -> Callable[[int, int], float] | None:
+    """Return the task's `schedule`, or None if the spec has a [schedule] table."""
+    return None if "schedule" in spec.model_fields_set else task.schedule
+
+
+def _own_curve(
+    own: Callable[[int, int], float], spec: RunSpec, total_steps: int | None
+) -> Callable[[int], float]:
+    if total_steps is None:
+        raise SpecError(
+            f"train.length is {spec.train.length}, and the task's schedule(step, total_steps) "
+            "needs the number of steps",
+            hint="say the length in steps or epochs, or name a schedule under [schedule]",
+        )
+    for step in (0, total_steps):
+        if not _is_finite(value := own(step, total_steps)):
+            raise TaskError(
+                f"schedule({step}, {total_steps}) of the task gives {value!r}",
+                hint="give a multiplier of the learning rate, as 0.5",
+            )
+    return lambda step: float(own(min(step, total_steps), total_steps))
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _at_run_steps(curve: Callable[[int], float], every: int) -> Callable[[int], float]:
+    """Return `curve`, made a function of the step count of an `Update` of every n-th run step."""
+    return curve if every == 1 else lambda applied: curve((applied + 1) * every - 1)
+
+
+def _check_cover(task: Resolved, model: nn.Module, updates: Sequence[LiveUpdate]) -> None:
+    """Check that each trained parameter is in one group, or in at least one of `updates`."""
+    groups = [{"params": update.guarded.parameters} for update in updates]
+    if task.updates is not None:
+        groups = [
+            {
+                "params": list(
+                    {id(each): each for group in groups for each in group["params"]}.values()
+                )
+            }
+        ]
+    optim.check_cover(model, groups)
+
+
+def _stated_updates(task: Resolved, model: nn.Module) -> list[Update]:
+    if task.updates is None:
+        one = task.task
+
+        def loss(model: nn.Module, batch: Any) -> Loss:
+            return one.loss(one.forward(model, batch), batch)
+
+        return [Update("loss", loss, model.parameters())]
+    stated = list(task.updates(model))
+    if not stated or len({update.name for update in stated}) != len(stated):
+        raise TaskError(
+            f"updates(model) of task {task.name} gave none, or two of one name",
+            hint="name each Update differently",
+        )
+    return stated
+
+
+def _optimizers(
+    spec: RunSpec, task: Resolved, model: nn.Module, update: Update, many: bool
+) -> tuple[Sequence[torch.optim.Optimizer], Sequence[str]]:
+    parameters = list(update.parameters)
+    mine = {id(optim.master_of(parameter)) for parameter in parameters}
+    if update.optimizer is not None:
+        if any(optim.master_of(parameter) is not parameter for parameter in parameters):
+            raise SpecError(
+                f"update {update.name} has an optimiser of its own, which knows no masters "
+                "(precision.weights, memory.offload)",
+                hint="let surefoot build the optimiser, or leave that out",
+            )
+        held = {
+            id(parameter)
+            for group in update.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        if held != mine:
+            raise TaskError(
+                f"update {update.name} names {len(mine)} parameters, its optimiser holds "
+                f"{len(held)}, not the same ones",
+                hint="give both the same parameters",
+            )
+        return (_stepping_alone(update.optimizer),), (
+            f"{type(update.optimizer).__name__} of the task",
+        )
+    trained = [each for each in optim.find_trained(model) if id(each.parameter) in mine]
+    if not trained:
+        raise TaskError(f"update {update.name} trains no parameter", hint="are all of them frozen?")
+    table = optim.table_of(spec.optim, trained) if many else spec.optim
+    own = task.optimizer if "name" not in table.model_fields_set or table.name == "task" else None
+    if table.name == "task" and own is None:
+        raise SpecError(
+            f"optim.name is 'task', but task {task.name} has no optimizer(groups)",
+            hint="name sgd, adam, adamw, muon, lars or lamb",
+        )
+    groups = None
+    if task.parameter_groups is not None and not many:
+        groups = [
+            {**group, "params": list(map(optim.master_of, group["params"]))}
+            for group in task.parameter_groups(model)
+        ]
+        optim.check_cover(model, groups)
+    if own is None:
+        built = optim.build(table, trained, groups)
+        return built.optimizers, built.summary
+    if groups is None:
+        groups = optim.build_groups(
+            trained,
+            weight_decay=table.weight_decay,
+            no_decay=table.no_decay,
+            lr_multipliers=table.lr_multipliers,
+        )
+    made = own(_with_stated_rate(groups, table))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TaskError(
+            f"optimizer(groups) of task {task.name} gave a {type(made).__name__}",
+            hint="return a torch.optim.Optimizer",
+        )
+    return (_stepping_alone(made),), (f"{type(made).__name__} of the task's optimizer(groups)",)
+
+
+def _stepping_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return `optimizer`; refuse LBFGS, whose repeated loss calls break sample counts."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TaskError(
+            "LBFGS calls the loss several times in a step, which a run cannot do",
+            hint="use another optimiser, or keep your own loop and surefoot.attach",
+        )
+    return optimizer
+
+
+def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[dict[str, Any]]:
+    """Return `groups` with the spec's learning rate; refuse keys for surefoot's optimizers."""
+    idle = sorted(table.model_fields_set & {*optim.OWN_KEYS})
+    if idle:
+        raise SpecError(
+            f"optim.{idle[0]} is given, but the optimiser is the task's own",
+            hint='set it in the task\'s optimizer(groups), or name another: optim.name = "adamw"',
+        )
+    return (
+        [{**group, "lr": table.lr} for group in groups]
+        if "lr" in table.model_fields_set
+        else groups
+    )

@@ -1,0 +1,63 @@
+"""Preparation of a run on a rank: its task, its folder and its parts; nothing is written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from surefoot.contract.spec import RunSpec
+from surefoot.contract.task import Resolved
+from surefoot.runtime.comm import Mesh
+from surefoot.train import environment, folder, preflight
+from surefoot.train.assemble import Assembly, assemble, take_task
+from surefoot.train.folder import Chosen, Wanted
+from surefoot.train.resume.program import Program
+from surefoot.train.resume.start import check_as_stated
+
+
+class Prepared(NamedTuple):
+    """A run that can be opened: its task as given, its parts, and how its folder is chosen."""
+
+    task: Resolved
+    program: Program
+    assembly: Assembly
+    choose: Callable[[], Chosen]
+    damaged: Sequence[str]  # of the log that the folder has, in words
+    notes: list[str]
+
+
+def prepare(
+    spec: RunSpec,
+    given: Any,
+    wanted: Wanted,
+    mesh: Mesh,
+    *,
+    fresh: bool,
+    accept_code_change: bool,
+    is_fork: bool,
+) -> Prepared:
+    """Load the task, or take the `given` one, and check the run. Raises InputError if it cannot."""
+    environment.set_seeds(spec.train.seed)
+    task, spec = take_task(spec, given)
+    program = Program.of(task.importable, task.task)
+    # before any code of the task may change the working folder
+    spec = environment.with_whole_paths(spec)
+    choose = functools.partial(
+        folder.choose,
+        wanted,
+        spec.id,
+        task.name,
+        program,
+        fresh=fresh,
+        accept_code_change=accept_code_change,
+        is_fork=is_fork,
+        checks_log=False,
+        spec=spec,
+    )
+    chosen = choose(checks_log=mesh.whole.is_first)
+    check_as_stated(chosen, spec, task)  # before the data are read
+    assembly = assemble(spec, task, mesh=mesh)
+    checked = preflight.check(assembly, is_again=chosen.is_again)
+    notes = [*assembly.notes, *checked]
+    return Prepared(task, program, assembly, choose, chosen.damaged, notes)

@@ -1,0 +1,139 @@
+"""Factors of the gradients of loss terms, with which the gradient of a step is a mean.
+
+With counts known before the forward pass, the gradient of each term is divided by its global count
+in the backward pass; else by a power of two in the backward pass, and by the rest afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from surefoot.components.precision import LossScaler
+from surefoot.contract.task import Batch, Resolved, Term
+from surefoot.core.errors import TaskError
+from surefoot.train.step.counts import Count, check_count
+
+if TYPE_CHECKING:
+    from surefoot.train.step.ranks import Ranks
+
+MAX_CONSTANTS = 1000
+Counts = Mapping[str, float] | float | None  # of the global batch; None where they are not known
+
+
+class LossFactors:
+    """Factors of a step's loss terms, before and after its backward pass."""
+
+    def __init__(self, task: Resolved, device: torch.device, scaler: LossScaler | None) -> None:
+        self._task, self._device, self._scaler = task, device, scaler
+        self._moves = device.type != "cpu"
+        self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.num_microbatches = 1  # of the step, on all ranks
+
+    def known_counts(self, batches: list[Batch], ranks: Ranks | None, update: str = "") -> Counts:
+        """Return the global batch's counts if known before the forward pass, else None."""
+        if self._task.counts is None or (len(batches) == 1 and ranks is None):
+            return None
+        counted: list[Any] = [self._task.counts(batch) for batch in batches]
+        if ranks is not None:
+            return self._counts_of_all(ranks, update, counted)
+        if isinstance(counted[0], Mapping):
+            return {name: float(sum(each[name] for each in counted)) for name in counted[0]}
+        return float(sum(counted))
+
+    @staticmethod
+    def _counts_of_all(
+        ranks: Ranks, update: str, counted: list[Any]
+    ) -> Mapping[str, float] | float:
+        """Return the counts summed over all ranks, one of which may have no batch."""
+        rows = [each if isinstance(each, Mapping) else {"": each} for each in counted]
+        names = rows[0] if rows else {}
+        if ranks.is_exact and not all(
+            float(value).is_integer() for row in rows for value in row.values()
+        ):
+            raise TaskError(
+                "counts(batch) gives a number that is not whole, whose sum depends on its order",
+                hint="count items, or leave layout.virtual_ranks out",
+            )
+        found = ranks.totals.add_counts(
+            update, [(name, float(sum(row[name] for row in rows))) for name in names]
+        )
+        return found[""] if list(found) == [""] else found
+
+    def remaining(
+        self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None
+    ) -> float | Tensor:
+        """Return the factor that makes gradients means; NaN (skips the step) without items."""
+        counts = [count for _, count, _ in totals.values()]
+        is_known = not self._moves or not any(isinstance(count, Tensor) for count in counts)
+        if is_known:
+            for term, (_, count, _) in totals.items():
+                check_count(term, count)
+        if is_known and not any(map(float, counts)):
+            return math.nan
+        if scale is None:
+            return (
+                1.0
+                if is_known
+                else torch.where(
+                    torch.as_tensor(sum(counts), device=self._device) > 0, 1.0, math.nan
+                )
+            )
+        (count,) = counts
+        if not isinstance(count, Tensor):
+            return 1.0 / (scale * float(count))
+        # a model in float64 would show 32 bits
+        exact = count if count.device.type == "mps" else count.double()
+        return 1.0 / (scale * exact)
+
+    @staticmethod
+    def divisor(term: Term, counts: Counts, scale: float | None) -> Count:
+        """Return the divisor of a term's total in its backward pass; see `of`."""
+        if scale is not None:
+            return 1.0 / scale
+        return (
+            term.count
+            if counts is None or term.fixed
+            else counts[term.name]
+            if isinstance(counts, Mapping)
+            else counts
+        )
+
+    def of(self, term: Term, counts: Counts, scale: float | None) -> Tensor:
+        """Return the gradient of a term's total: weight / global count, or weight * `scale`."""
+        total = term.total
+        if scale is not None:
+            return self._scaled(self._constant(term.weight * scale, total))
+        if term.fixed:  # once a step: each of its microbatches adds an equal share
+            count: Count = term.count * self.num_microbatches
+        else:
+            count = (
+                term.count
+                if counts is None
+                else counts[term.name]
+                if isinstance(counts, Mapping)
+                else counts
+            )
+        if isinstance(count, Tensor):
+            # 16 bits would round the count
+            count = count.to(torch.promote_types(total.dtype, torch.float32))
+            return self._scaled(torch.where(count > 0, term.weight / count, 0.0).to(total))
+        # a term without items adds nothing
+        return self._scaled(self._constant(term.weight / float(count) if count else 0.0, total))
+
+    def _scaled(self, factor: Tensor) -> Tensor:
+        """Return `factor` times the loss scale, if any, which is constant within a step."""
+        return factor if self._scaler is None else self._scaler.seed(factor)
+
+    def _constant(self, value: float, like: Tensor) -> Tensor:
+        """Return a cached scalar tensor: counts mostly repeat from step to step."""
+        key = (value, like.dtype)
+        if key not in self._constants:
+            if len(self._constants) > MAX_CONSTANTS:
+                self._constants.clear()
+            self._constants[key] = torch.full_like(like, value, requires_grad=False)
+        return self._constants[key]
