@@ -47,9 +47,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Train any PyTorch model, and prove what it claims.\n\nBegin with: surefoot train digits. With a task of your own: surefoot init.",
+    help=(
+        "Train any PyTorch model, and prove what it claims.\n\nBegin with: "
+        "surefoot train digits. With a task of your own: surefoot init."
+    ),
     epilog="Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, 4 non-finite or diverged "
-    "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 129 ended by SIGHUP, 130 interrupted, "
+    "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 129 ended by SIGHUP, "
+    "130 interrupted, "
     "140 ended by SIGUSR2, 143 ended by SIGTERM, 152 ended by SIGXCPU.",
 )
 

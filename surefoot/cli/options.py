@@ -253,7 +253,8 @@ def launch_ranks(
     if least is not None:
         if run is None:
             raise InputError(
-                f"--ranks {ranks} goes on with what is left in the folder of a run, and there is none to go on in",
+                f"--ranks {ranks} goes on with what is left in the folder of a run, "
+                "and there is none to go on in",
                 hint="give --run DIR, without --fresh, --weights, --fork and --from",
             )
         numbers, passed = find_numbers(least, most, functools.partial(_refuse, spec))
@@ -280,7 +281,8 @@ def launch_ranks(
         if error.errno != errno.EMFILE:
             raise
         raise InputError(
-            f"--ranks is {ranks}, and this process may not open the files that it holds for each rank",
+            f"--ranks is {ranks}, and this process may not open the "
+            "files that it holds for each rank",
             hint="raise it: ulimit -n",
         ) from error
 

@@ -42,7 +42,8 @@ def report(
 ) -> None:
     """Write a run, or several side by side, as one HTML file.
 
-    Curves, phases, profile, ladder, saves, faults, environment and how to repeat it; no script and nothing fetched from anywhere.
+    Curves, phases, profile, ladder, saves, faults, environment and how to repeat it; no script and
+    nothing fetched from anywhere.
     """
     from surefoot import __version__
     from surefoot.cli.look import past

@@ -91,8 +91,8 @@ def show(
 ) -> None:
     """Show what a commit holds.
 
-    Its files, its tensors with their shapes and dtypes, and where it comes from. Nothing but the manifest is read. Of a RUN it is the
-    newest commit whose manifest can be read.
+    Its files, its tensors with their shapes and dtypes, and where it comes from. Nothing but the
+    manifest is read. Of a RUN it is the newest commit whose manifest can be read.
     """
     from surefoot.cli.operate import stored
     from surefoot.cli.table import print_pairs, print_table, without_control
@@ -186,8 +186,8 @@ def check(
 ) -> int:
     """Hold every byte of the commits of a run against their digests.
 
-    Tells what is damaged, which commit of the log is gone, and what still loads. Ends with 1 where something is damaged or gone, even if
-    it was set aside just now.
+    Tells what is damaged, which commit of the log is gone, and what still loads. Ends with 1 where
+    something is damaged or gone, even if it was set aside just now.
     """
     from surefoot.cli.operate import stored, wholeness
     from surefoot.cli.table import without_control
@@ -314,8 +314,8 @@ def prune(
 ) -> int:
     """Delete the commits that need not stay.
 
-    By the spec's [checkpoint] or by the flags; always the newest two and the best stay, and nothing is deleted unless the newest is
-    sound: then it ends with 1.
+    By the spec's [checkpoint] or by the flags; always the newest two and the best stay, and nothing
+    is deleted unless the newest is sound: then it ends with 1.
     """
     from surefoot.cli.operate import stored
     from surefoot.contract import commits, manifest
@@ -394,7 +394,8 @@ def diff(
 ) -> int:
     """Tell in which tensors two commits differ, and by how much.
 
-    Ends with 1 where they do. Times (clock.json) are left out: two runs that did the same steps are equal.
+    Ends with 1 where they do. Times (clock.json) are left out: two runs that did the same steps are
+    equal.
     """
     from surefoot.cli.operate import difference, stored
     from surefoot.cli.table import print_table

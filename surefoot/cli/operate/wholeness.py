@@ -202,7 +202,10 @@ def _find_other_plan(plan: ledgers.Plan, started: Started) -> list[str]:
     stated = {"seed": spec.train.seed, "batch": spec.train.batch}
     planned = {"seed": plan.seed, "batch": plan.batch}
     return [
-        f"it is of a run with train.{key} = {planned[key]}, and the log is of one with {stated[key]}"
+        (
+            f"it is of a run with train.{key} = {planned[key]}, "
+            f"and the log is of one with {stated[key]}"
+        )
         for key in stated
         if planned[key] != stated[key]
     ]

@@ -84,7 +84,8 @@ def step(
 ) -> None:
     """Time a step: forward, forward and backward, and the whole of it.
 
-    Each mode and each varied value runs in fresh processes, interleaved; the device is waited for at each end of a call.
+    Each mode and each varied value runs in fresh processes, interleaved; the device is waited for
+    at each end of a call.
     """
     from surefoot.contract import spec_file
     from surefoot.core.signals import ending_by_signal
@@ -174,10 +175,12 @@ def _print(found: Bench) -> None:
     threads = found.conditions.get("threads")
     print()
     print_text(
-        f"{found.conditions.get('processor')}, {threads} thread{'' if threads == '1' else 's'}, torch {found.conditions.get('torch')}"
+        f"{found.conditions.get('processor')}, {threads} thread{'' if threads == '1' else 's'}, "
+        f"torch {found.conditions.get('torch')}"
     )
     print_text(
-        f"mean, sd and percentiles: after {found.warmup} calls of warm-up; no warm-up: the mean of the first calls of a process"
+        f"mean, sd and percentiles: after {found.warmup} calls of warm-up; no warm-up: "
+        "the mean of the first calls of a process"
     )
 
 

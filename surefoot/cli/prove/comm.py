@@ -97,8 +97,8 @@ def comm(
 ) -> int:
     """Time what ranks send each other: each collective over sizes, its latency and its bandwidth.
 
-    With a SPEC: the gradients of its model, and which buckets make its steps short. Two ranks of this host, or as many as --ranks says,
-    or those that torchrun and the like started.
+    With a SPEC: the gradients of its model, and which buckets make its steps short. Two ranks of
+    this host, or as many as --ranks says, or those that torchrun and the like started.
     """
     _refuse_idle(
         spec,
@@ -273,7 +273,8 @@ def _print_collectives(rows: Sequence[TimedCollective], links: Mapping[str, Link
     )
     print()
     print_text(
-        "seconds = latency + size / bandwidth, fitted to the medians; off by: their median distance from it, as a share"
+        "seconds = latency + size / bandwidth, fitted to the medians; off by: "
+        "their median distance from it, as a share"
     )
 
 
@@ -338,12 +339,18 @@ def _print_buckets(found: BucketTuning) -> None:
             ),
             (
                 "their sum alone",
-                f"{took}, {format_bits_per_s(found.bytes_per_s)}, of the bus {format_bits_per_s(found.bus_bytes_per_s)}",
+                (
+                    f"{took}, {format_bits_per_s(found.bytes_per_s)}, "
+                    f"of the bus {format_bits_per_s(found.bus_bytes_per_s)}"
+                ),
             ),
             ("an all-reduce", line),
             (
                 "from that",
-                f"{format_seconds(found.predicted_s)} for the gradients, and buckets of {format_bytes(found.advised_bytes)}",
+                (
+                    f"{format_seconds(found.predicted_s)} for the gradients, "
+                    f"and buckets of {format_bytes(found.advised_bytes)}"
+                ),
             ),
         ]
     )
@@ -374,7 +381,10 @@ def _verdict(found: BucketTuning) -> list[str]:
 
     if len(found.tried) == 1:
         lines = [
-            f"every size comes to the same {_buckets_of(found.own_sizes)}: there is nothing to choose"
+            (
+                f"every size comes to the same {_buckets_of(found.own_sizes)}: "
+                "there is nothing to choose"
+            )
         ]
     elif found.best is None:
         lines = [
@@ -399,7 +409,8 @@ def _verdict(found: BucketTuning) -> list[str]:
         ratio = found.first.ratio
         size = format_bytes(found.first.laid.first_bytes)
         lines.append(
-            f"with a first bucket of {size} it takes {ratio} of what it takes without one: {VERDICTS[ratio.verdict]}"
+            f"with a first bucket of {size} it takes {ratio} of what it takes without one: "
+            f"{VERDICTS[ratio.verdict]}"
         )
     return lines
 
@@ -474,9 +485,11 @@ def _print_where(ranks: int, device: str, transport: str) -> None:
 
     row = _where(ranks, device, transport)
     print_text(
-        f"{ranks} ranks, {WORDS.get(transport, transport)}, {row['conditions']['processor']}, torch {row['conditions']['torch']}"
+        f"{ranks} ranks, {WORDS.get(transport, transport)}, {row['conditions']['processor']}, "
+        f"torch {row['conditions']['torch']}"
     )
     if row["share_cores"]:
         print_text(
-            f"{ranks} ranks on {row['conditions']['cores']} core(s) wait for each other: this is no link's speed"
+            f"{ranks} ranks on {row['conditions']['cores']} core(s) wait for each other: "
+            "this is no link's speed"
         )

@@ -30,8 +30,8 @@ def explain(
 ) -> int:
     """Take the first step of a spec and show what every parameter and operator was in.
 
-    Observed, not presumed: storage, compute, gradient, sum of gradients, master, optimiser state. Ends with 1 where the spec's
-    `precision.contract` does not hold. Nothing is written.
+    Observed, not presumed: storage, compute, gradient, sum of gradients, master, optimiser state.
+    Ends with 1 where the spec's `precision.contract` does not hold. Nothing is written.
     """
     from dataclasses import asdict
 

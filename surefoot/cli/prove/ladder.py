@@ -70,8 +70,9 @@ def ladder(
 ) -> int:
     """Measure what each optimisation brings here, from the plain loop up.
 
-    One rung at a time, in fresh processes, interleaved with the one below it. A rung stays when its interval excludes no gain and its
-    numbers are those of the start; what is thrown out stays in the table, with the reason. Writes a table, JSON, a picture and best.toml.
+    One rung at a time, in fresh processes, interleaved with the one below it. A rung stays when its
+    interval excludes no gain and its numbers are those of the start; what is thrown out stays in
+    the table, with the reason. Writes a table, JSON, a picture and best.toml.
     """
     from surefoot.core.errors import SpecError
     from surefoot.core.signals import ending_by_signal
@@ -108,7 +109,10 @@ def ladder(
         first = found.results[0]
         raise InputError(
             f"no rung was measured, so nothing is known of any: {first.rung.name}: {first.reason}",
-            hint=f"{folder / 'ladder.md'} has the reason of each; give rungs that this machine and task have: --rungs, --rung",
+            hint=(
+                f"{folder / 'ladder.md'} has the reason of each; "
+                "give rungs that this machine and task have: --rungs, --rung"
+            ),
         )
     return EXIT_OK
 
@@ -178,9 +182,11 @@ def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
         f"takes {last if last is not None else UNKNOWN} of the start's {ladder.conditions['time']}"
     )
     print_text(
-        f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; {ladder.num_runs} runs"
+        f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; "
+        f"{ladder.num_runs} runs"
     )
     if num_ranks(ladder.best) > 1:
         print_text(
-            f"it trains on several ranks: surefoot train {shlex.quote(str(folder / BEST))} --ranks {num_ranks(ladder.best)}"
+            f"it trains on several ranks: surefoot train {shlex.quote(str(folder / BEST))} --ranks "
+            f"{num_ranks(ladder.best)}"
         )

@@ -72,8 +72,9 @@ def memory(
 ) -> None:
     """Predict what a step holds at its most, without running it.
 
-    Parameters, gradients, optimiser state, activations by block, temporaries: from a trace without numbers. `--fit` finds the largest
-    microbatch, and the cheapest recomputation, that fit into some memory. `--parameters 175B --ranks 64` compares the stages of sharding.
+    Parameters, gradients, optimiser state, activations by block, temporaries: from a trace without
+    numbers. `--fit` finds the largest microbatch, and the cheapest recomputation, that fit into
+    some memory. `--parameters 175B --ranks 64` compares the stages of sharding.
     """
     from surefoot.core.units import parse_bytes
 
@@ -221,7 +222,8 @@ def _measure(spec: RunSpec, row: Mapping[str, Any], tell: Callable[[str], None])
     layout = row.get("layout", "1")
     if layout != "1":
         print(
-            f"note: --measure runs one process, and the prediction is for a rank of {layout}: they are not compared; "
+            f"note: --measure runs one process, and the prediction is for a rank of {layout}: "
+            "they are not compared; "
             "surefoot train SPEC --ranks N --set memory.predict=true measures a rank",
             file=sys.stderr,
         )
@@ -245,7 +247,8 @@ def _print(row: Mapping[str, Any]) -> None:
         ]
         print_table(("sharding", "each rank", "saved", "sent a step"), stages)
         print_text(
-            "weights, gradients and the optimiser's state (Adam); activations are not in it, and no stage divides them"
+            "weights, gradients and the optimiser's state (Adam); activations are not in it, "
+            "and no stage divides them"
         )
         return
     peak = row["peak_bytes"]
@@ -266,7 +269,8 @@ def _print(row: Mapping[str, Any]) -> None:
         )
         layout = row.get("layout", "1")
         print_text(
-            f"at its most {format_bytes(peak)}{said}{'' if layout == '1' else f', on each rank of {layout}'}"
+            "at its most "
+            f"{format_bytes(peak)}{said}{'' if layout == '1' else f', on each rank of {layout}'}"
         )
     if "times_budget" in row:
         print(f"{row['times_budget']:.3g} times {format_bytes(row['budget_bytes'])}")
@@ -277,5 +281,6 @@ def _print(row: Mapping[str, Any]) -> None:
             else ""
         )
         print_text(
-            f"measured {format_bytes(row['measured_bytes'])}{error}; resident {format_bytes(row['resident_bytes'])}"
+            f"measured {format_bytes(row['measured_bytes'])}{error}; "
+            f"resident {format_bytes(row['resident_bytes'])}"
         )

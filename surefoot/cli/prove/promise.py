@@ -42,8 +42,8 @@ def prove(
 ) -> int:
     """Put a promise to the test: kill runs, cut the power, and count what did not hold.
 
-    Real runs, real faults, in a folder that goes afterwards; the same seed replays a trial. Ends with 0 where the promise held in
-    every trial, 1 where it did not or cannot be shown here.
+    Real runs, real faults, in a folder that goes afterwards; the same seed replays a trial. Ends
+    with 0 where the promise held in every trial, 1 where it did not or cannot be shown here.
     """
     from surefoot.prove.campaigns.promises import find_promise
 

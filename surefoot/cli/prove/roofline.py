@@ -58,8 +58,9 @@ def roofline(
 ) -> None:
     """Lay a step over what this machine can do.
 
-    Measures the peaks of products and copies, counts FLOPs and bytes of every operator and module of a training step, and tells
-    which of the two holds each back, what fusion would help, and model FLOPs utilisation.
+    Measures the peaks of products and copies, counts FLOPs and bytes of every operator and module
+    of a training step, and tells which of the two holds each back, what fusion would help, and
+    model FLOPs utilisation.
     """
     tell = options.teller("roofline", quiet=quiet or json)
     if given is None:
@@ -223,11 +224,17 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
     pairs = [
         (
             "time",
-            f"{format_seconds(found.step_s)} for {found.num_samples} samples, the median of {found.num_steps}",
+            (
+                f"{format_seconds(found.step_s)} for {found.num_samples} samples, "
+                f"the median of {found.num_steps}"
+            ),
         ),
         (
             "operators",
-            f"{format_seconds(found.operators_s)}; {format_seconds(outside_s)} outside of them: Python, and what calls them",
+            (
+                f"{format_seconds(found.operators_s)}; "
+                f"{format_seconds(outside_s)} outside of them: Python, and what calls them"
+            ),
         ),
         (
             "model FLOPs",
@@ -236,7 +243,10 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
         ("MFU", found.utilisation.words(found.samples_per_s)),
         (
             "fusible",
-            f"{format_percent(found.fusible_share)} of the operators' time: pointwise, norms, sums, copies, held back by memory",
+            (
+                f"{format_percent(found.fusible_share)} of the operators' time: pointwise, norms, "
+                "sums, copies, held back by memory"
+            ),
         ),
     ]
     if found.again_flops:
@@ -248,7 +258,10 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
         pairs.append(
             (
                 "rule of thumb",
-                f"6 x parameters x tokens and attention: {giga(found.rule_flops)} GFLOP, {share} of the model's",
+                (
+                    f"6 x parameters x tokens and attention: {giga(found.rule_flops)} GFLOP, "
+                    f"{share} of the model's"
+                ),
             )
         )
     if found.load is not None and found.load > BUSY:

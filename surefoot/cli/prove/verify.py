@@ -230,7 +230,8 @@ def _verify_precision(
             right=[f"mean {score.name}"],
         )
         print(
-            f"\n{score.difference.count} pairs of runs, {steps} steps each; those in {WIDE} scatter by {format_number(score.spread)}"
+            f"\n{score.difference.count} pairs of runs, {steps} steps each; "
+            f"those in {WIDE} scatter by {format_number(score.spread)}"
         )
         print(f"verdict: {spec} {'learns less' if score.is_worse else 'learns the same'} in {name}")
     return EXIT_VERDICT_FAILS if score.is_worse else EXIT_OK
@@ -271,7 +272,8 @@ def _verify_compiled(spec: str, stated: Any, folder: Path, *, json: bool, quiet:
         )
         print(f"\n{len(found.claims)} comparisons; compiled: {what}")
         print(
-            f"verdict: {spec} {'computes' if holds else 'does not compute'} compiled what it does in eager mode: {found.words}"
+            f"verdict: {spec} {'computes' if holds else 'does not compute'} compiled what it does "
+            f"in eager mode: {found.words}"
         )
     return EXIT_OK if holds else EXIT_VERDICT_FAILS
 
@@ -319,7 +321,8 @@ def _verify_layouts(
         ]
         print_table(heads, table, right=("tensors", "off by", "allowed"))
         print(
-            f"\n{found.num_steps} steps of {found.batch} samples in microbatches of {found.microbatch}, against one process"
+            f"\n{found.num_steps} steps of {found.batch} samples in microbatches of "
+            f"{found.microbatch}, against one process"
         )
         for note in found.notes:
             print(f"note: {note}")
@@ -411,13 +414,15 @@ def _print(found: Verdict, spec: str) -> None:
     print_table(("test", "how", "outcome"), rows)
     print()
     print_text(
-        f"compared after every step: {', '.join(found.components)}; at the end every tensor of the last commit, and the ledger"
+        f"compared after every step: {', '.join(found.components)}; "
+        "at the end every tensor of the last commit, and the ledger"
     )
     print(f"data: {found.guarantee}; kill seed {found.seed}")
     for difference in (found.repeat, found.resume):
         if difference is not None:
             print(
-                f"likely cause: {difference.cause}; the losses part by {format_number(difference.loss_gap)} at most"
+                f"likely cause: {difference.cause}; "
+                f"the losses part by {format_number(difference.loss_gap)} at most"
             )
     print(f"verdict: {spec} {'goes on exactly' if found.holds else _fails(found)}")
 
@@ -469,11 +474,13 @@ def _print_command(found: CommandVerdict, command: str) -> None:
         print(f"\ncompared by SHA-256 alone: {', '.join(found.by_digest)}")
     if found.unfollowed:
         print(
-            f"links out of the folder, compared by the name of their target alone: {', '.join(found.unfollowed)}"
+            "links out of the folder, compared by the name of their target alone: "
+            f"{', '.join(found.unfollowed)}"
         )
     if found.left_out:
         print(
-            f"left out, since they hold times: {', '.join(found.left_out)}; and the random states of saved streams"
+            f"left out, since they hold times: {', '.join(found.left_out)}; "
+            "and the random states of saved streams"
         )
     print(f"kill seed {found.seed}")
     verdict = (

@@ -216,13 +216,17 @@ def _check_question(questions: Mapping[str, Any], belonging: Mapping[tuple[str, 
     if len(asked) != 1:
         raise InputError(
             f"{' and '.join(asked)} are questions of their own" if asked else "what is asked?",
-            hint="one of --batch 128,256, --compile, --save-kernels DIR, --recompute, --fit 2GiB and --noise",
+            hint=(
+                "one of --batch 128,256, --compile, --save-kernels DIR, --recompute, "
+                "--fit 2GiB and --noise"
+            ),
         )
     for (flag, *owners), value in belonging.items():
         if value is not None and not set(owners) & set(asked):
             named = ", ".join(owners[:-1]) + " and " * (len(owners) > 1) + owners[-1]
             raise InputError(
-                f"{flag} belongs to {named}, which {'is' if len(owners) == 1 else 'are'} not asked for",
+                f"{flag} belongs to {named}, which {'is' if len(owners) == 1 else 'are'} "
+                "not asked for",
                 hint="leave it out",
             )
     return asked[0]
@@ -466,7 +470,8 @@ def _print_ways(found: Ways) -> None:
     else:
         print_text("best: eager mode, no gain is shown")
     print_text(
-        f"{found.conditions.get('processor')}, {found.conditions['device']}, torch {found.conditions.get('torch')}"
+        f"{found.conditions.get('processor')}, {found.conditions['device']}, "
+        f"torch {found.conditions.get('torch')}"
     )
 
 
@@ -511,7 +516,8 @@ def _print_recomputing(found: Recomputing) -> None:
         if each.failure is not None:
             print_text(f"{each.how}: {each.failure}")
     print_text(
-        f"{found.conditions.get('processor')}, {found.conditions['device']}, torch {found.conditions.get('torch')}"
+        f"{found.conditions.get('processor')}, {found.conditions['device']}, "
+        f"torch {found.conditions.get('torch')}"
     )
 
 
@@ -522,7 +528,8 @@ def _print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:
     for graph in graphs:
         print_text(
             f"{graph.name}: {graph.num_operators:,} operators in {len(graph.kernels):,} kernels, "
-            f"{format_bytes(graph.num_bytes)} read and written instead of {format_bytes(graph.eager_bytes)}"
+            f"{format_bytes(graph.num_bytes)} read and written instead of "
+            f"{format_bytes(graph.eager_bytes)}"
         )
         rows = [
             [
@@ -562,7 +569,10 @@ def _print_largest(found: Fitted) -> None:
     pairs = [
         (
             "limit",
-            f"{format_bytes(found.limit_bytes)}, less {MARGIN:.0%}: {format_bytes(usable(found.limit_bytes))}",
+            (
+                f"{format_bytes(found.limit_bytes)}, less {MARGIN:.0%}: "
+                f"{format_bytes(usable(found.limit_bytes))}"
+            ),
         )
     ]
     if found.predicted is not None:
@@ -579,7 +589,10 @@ def _print_largest(found: Fitted) -> None:
         pairs.append(
             (
                 "measured",
-                f"microbatch {found.microbatch:,}; {format_bytes(found.peak_bytes)} in a run of {rows[-1][1]} steps",
+                (
+                    f"microbatch {found.microbatch:,}; "
+                    f"{format_bytes(found.peak_bytes)} in a run of {rows[-1][1]} steps"
+                ),
             )
         )
         whole = f"no train.microbatch: the whole batch fits; a larger one may, too: --set train.batch={2 * found.batch}"
@@ -622,7 +635,8 @@ def _print_noise(lab: NoiseLab) -> None:
     high = "n/a" if lab.noise.high is None else f"{lab.noise.high:,.0f}"
     scale = "n/a" if lab.noise.scale is None else f"{lab.noise.scale:,.0f}"
     print(
-        f"noise scale {scale} samples [{lab.noise.low:,.0f}, {high}], from {lab.noise.num_steps} groups of batches"
+        f"noise scale {scale} samples [{lab.noise.low:,.0f}, {high}], "
+        f"from {lab.noise.num_steps} groups of batches"
     )
     print(lab.noise.advise(lab.batch))
 

@@ -24,7 +24,8 @@ def init(
 ) -> None:
     """Write a task file and a spec that run as they are.
 
-    The task learns from data that it makes itself; its comments say what to change. Nothing is ever overwritten.
+    The task learns from data that it makes itself; its comments say what to change. Nothing is ever
+    overwritten.
     """
     import shlex
 

@@ -64,8 +64,8 @@ def resume(
 ) -> int:
     """Go on with a run, or begin another one where it stood.
 
-    An unfinished run goes on in its folder by its own spec, as if it had never stopped. With --fork a new run begins with its state,
-    and the spec may change.
+    An unfinished run goes on in its folder by its own spec, as if it had never stopped. With --fork
+    a new run begins with its state, and the spec may change.
     """
     from surefoot.cli.train.train import finish, tell_finished
     from surefoot.contract import events, spec_file
@@ -82,7 +82,10 @@ def resume(
     if after.task.use is None:
         raise SpecError(
             f"the task of {run} was built in a script, so only that script can go on with it",
-            hint="there: Run(spec, task, folder=...), for a fork with start=surefoot.Start(Path(run), step)",
+            hint=(
+                "there: Run(spec, task, folder=...), "
+                "for a fork with start=surefoot.Start(Path(run), step)"
+            ),
         )
     found = changes.find(before, after)
     start = _start(run, from_, is_fork=fork is not None or weights_only, weights_only=weights_only)
@@ -139,7 +142,8 @@ def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -
         return None
     if not is_fork:
         print(
-            f"warning: step {step:,} is not the newest commit of {run}, which is step {newest:,}: that run is left as it is, and a "
+            f"warning: step {step:,} is not the newest commit of {run}, which is step {newest:,}: "
+            "that run is left as it is, and a "
             "fork of it begins in a new folder",
             file=sys.stderr,
         )
@@ -153,5 +157,8 @@ def _check_new(fork: Path) -> None:
     if (fork / events.FILE).is_file():
         raise RunFolderError(
             f"{fork} holds a run already, and is left as it is",
-            hint=f"surefoot resume {shlex.quote(str(fork))} goes on with it where it is unfinished; else give a new folder with --fork",
+            hint=(
+                f"surefoot resume {shlex.quote(str(fork))} goes on with it where it is unfinished; "
+                "else give a new folder with --fork"
+            ),
         )
