@@ -43,9 +43,8 @@ def ledger(
     from surefoot.contract.ledger import FILE
 
     if not (run / FILE).exists():
-        next(
-            events.read(run, events.Started), None
-        )  # raises the error for a folder that is not a run
+        # raises the error for a folder that is not a run
+        next(events.read(run, events.Started), None)
     found = consumed.check(run)
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)

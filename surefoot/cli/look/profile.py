@@ -325,15 +325,12 @@ def _pairs(found: TraceAnalysis, operators_s: float) -> list[tuple[str, str]]:
             )
         )
     if found.slowdown is not None:
-        pace = f"{format_seconds(paces['inside'])} a step, {format_seconds(paces['before'])} without the profiler"
+        inside, before = format_seconds(paces["inside"]), format_seconds(paces["before"])
+        pace = f"{inside} a step, {before} without the profiler"
         pairs.append(("its cost", f"{format_number(found.slowdown)} times as long: {pace}"))
     if found.memory is not None:
         at_s, parts = found.memory.peak
         told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-        pairs.append(
-            (
-                "memory",
-                f"at most {format_bytes(sum(parts.values()))}, after {format_seconds(at_s)}: {told}",
-            )
-        )
+        most = f"at most {format_bytes(sum(parts.values()))}, after {format_seconds(at_s)}"
+        pairs.append(("memory", f"{most}: {told}"))
     return pairs

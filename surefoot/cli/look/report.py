@@ -116,9 +116,8 @@ def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
         try:
             with files.open_new(file.parent, draft.name) as page:
                 page.write(text)
-            os.link(
-                draft, file
-            )  # unlike a rename it never replaces a file that was created meanwhile
+            # unlike a rename it never replaces a file that was created meanwhile
+            os.link(draft, file)
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:

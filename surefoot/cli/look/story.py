@@ -101,7 +101,8 @@ def _describe_code(started: Started) -> str:
     count = len(started.modules)
     modules = f" and {count} imported module{'' if count == 1 else 's'}" if count else ""
     changed = ", with changes that are not committed" if started.is_dirty else ""
-    return f"digest {shorten(started.code_digest, 15)}{modules}, commit {shorten(started.commit or UNKNOWN, 15)}{changed}"
+    commit = shorten(started.commit or UNKNOWN, 15)
+    return f"digest {shorten(started.code_digest, 15)}{modules}, commit {commit}{changed}"
 
 
 def _print_curve(past: Past) -> None:
@@ -288,8 +289,10 @@ def tell_again(past: Past) -> Pairs:
         else "n/a: the task was built in a script, so only that script can"
     )
     if past.use and parent is not None:
-        began = f"--from {parent.get('step')} {'--weights-only ' if parent.get('weights_only') else ''}--fork NEW"
-        command = f"surefoot resume {shlex.quote(str(parent.get('folder')))} {began}, changed as its notes say"
+        weights_only = "--weights-only " if parent.get("weights_only") else ""
+        began = f"--from {parent.get('step')} {weights_only}--fork NEW"
+        folder = shlex.quote(str(parent.get("folder")))
+        command = f"surefoot resume {folder} {began}, changed as its notes say"
     steps = past.weights()
     weights = [
         ("weights", str(past.folder / "checkpoints" / f"step-{step:012d}")) for step in steps

@@ -151,9 +151,12 @@ def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
         ("a failure comes every", format_seconds(advice.between_s)),
         (
             "save every",
-            f"{format_seconds(advice.interval_s)}, the root of 2 x save x time between failures"
-            if advice.interval_s > advice.write_s
-            else f"{format_seconds(advice.interval_s)}, as fast as one is written: it is hardly waited for",
+            f"{format_seconds(advice.interval_s)}, "
+            + (
+                "the root of 2 x save x time between failures"
+                if advice.interval_s > advice.write_s
+                else "as fast as one is written: it is hardly waited for"
+            ),
         ),
         ("then is lost", format_percent(advice.lost_share)),
     ]

@@ -21,7 +21,9 @@ SourceArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE",
-        help="a folder of images by class, arrays as NAME=FILE.npy, or a SPEC whose task reads them",
+        help=(
+            "a folder of images by class, arrays as NAME=FILE.npy, or a SPEC whose task reads them"
+        ),
     ),
 ]
 OutArgument = Annotated[

@@ -91,9 +91,8 @@ def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[RunPart]:
     healths = {
         step: stored.check_commit(folder) for step, folder in folders.items() if folder is not None
     }
-    missing = {
-        each.step: each for each in gone.find_gone(run, records)
-    }  # includes checkpoints that retention deleted meanwhile
+    # includes checkpoints that retention deleted meanwhile
+    missing = {each.step: each for each in gone.find_gone(run, records)}
     for step in steps:
         if step in missing:
             yield _of_missing(missing[step])

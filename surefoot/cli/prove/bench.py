@@ -32,6 +32,7 @@ app = typer.Typer(
     cls=Verbs, no_args_is_help=True, help="Time a step of a spec, or what ranks send each other."
 )
 TIMES = ("mean_s", "sd_s", "p50_s", "p95_s", "p99_s", "cold_mean_s", "first_s")
+# of the CSV, after mode and varied keys
 COLUMNS = (
     "n",
     "rounds",
@@ -39,7 +40,7 @@ COLUMNS = (
     "samples_per_s",
     "peak_bytes",
     "failure",
-)  # of the CSV, after mode and varied keys
+)
 
 
 app.command(cls=Verb)(comm.comm)

@@ -140,9 +140,8 @@ def comm(
         if starts:
             return options.launch_ranks(ranks or RANKS, RunSpec(), None, None, trains=False)
         return _collectives(sizes, here.rank == 0, json=json, tell=tell)
-    is_started = (
-        here.rank > 0 or here.told is not None
-    )  # started by a process that has named the ignored keys
+    # started by a process that has named the ignored keys
+    is_started = here.rank > 0 or here.told is not None
     origin = options.read_spec(
         "bench comm", spec, options.overrides(set_, seed=seed, data=data), is_quiet=is_started
     ).spec

@@ -48,9 +48,8 @@ def explain(
         seen = find_overflow(rehearsal.assembly, 1)
     assert record is not None
     overflow = None
-    if (
-        seen is not None and seen.direction == "forward"
-    ):  # a forward overflow, which the loss scale cannot prevent
+    # a forward overflow, which the loss scale cannot prevent
+    if seen is not None and seen.direction == "forward":
         overflow = seen.words if seen.remedy is None else f"{seen.words}; set {seen.remedy}"
     breach = None
     try:

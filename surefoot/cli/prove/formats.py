@@ -27,8 +27,9 @@ def formats(
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Show what number formats hold, found by running them: range, resolution, where each overflows and where it vanishes.
+    """Show what number formats hold, found by running them.
 
+    Range, resolution, where each overflows and where it vanishes.
     With a SPEC also the share of its gradient values that fp16 makes zero, without a loss scale and
     at the spec's own.
     """

@@ -265,7 +265,10 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
             )
         )
     if found.load is not None and found.load > BUSY:
-        told = f"the load was {format_number(found.load)} when this began: peaks and times are worse than on a machine that is left alone"
+        told = (
+            f"the load was {format_number(found.load)} when this began: "
+            "peaks and times are worse than on a machine that is left alone"
+        )
         pairs.append(("busy", told))
     if found.unknown:
         pairs.append(

@@ -286,9 +286,8 @@ def _verify_layouts(
     from surefoot.core.units import format_number, format_seconds
     from surefoot.prove.layouts import verify_layouts
 
-    layouts = list(
-        dict.fromkeys(Layout.parse(each) for each in text.split(";"))
-    )  # each once, however it is written
+    # each once, however it is written
+    layouts = list(dict.fromkeys(Layout.parse(each) for each in text.split(";")))
     if all(each.world_size == 1 for each in layouts):
         raise InputError(
             f"--layouts {text!r} names no layout of several ranks",

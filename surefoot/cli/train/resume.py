@@ -73,9 +73,8 @@ def resume(
     from surefoot.train.resume import changes
     from surefoot.train.run import Run
 
-    before = spec_file.read_of_run(
-        run, task=task, checks_task=False
-    ).spec  # a moved task file is the same task
+    # a moved task file is the same task
+    before = spec_file.read_of_run(run, task=task, checks_task=False).spec
     after = spec_file.read_of_run(
         run, options.overrides(set_, steps=steps, data=data), task=task
     ).spec
@@ -91,9 +90,8 @@ def resume(
     start = _start(run, from_, is_fork=fork is not None or weights_only, weights_only=weights_only)
     if start is None:
         ended = events.find_end(run, before.id)
-        longer = (
-            "" if ended is None or steps is not None else f" --steps {2 * max(1, ended.step)}"
-        )  # without more steps nothing is left to train
+        # without more steps nothing is left to train
+        longer = "" if ended is None or steps is not None else f" --steps {2 * max(1, ended.step)}"
         changes.check_in_place(
             found,
             f"surefoot resume {shlex.quote(str(run))} --fork NEW{longer} with the same changes",
@@ -143,8 +141,7 @@ def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -
     if not is_fork:
         print(
             f"warning: step {step:,} is not the newest commit of {run}, which is step {newest:,}: "
-            "that run is left as it is, and a "
-            "fork of it begins in a new folder",
+            "that run is left as it is, and a fork of it begins in a new folder",
             file=sys.stderr,
         )
     return Start(run, step, weights_only)
