@@ -118,14 +118,14 @@ def _escape(*described: Any) -> None:
 
 
 def _join_lines(text: str) -> str:
-    """Return the text with each paragraph, and each line that begins with a flag, in one line.
+    """Return the text with one line for each paragraph, and for each flag that a line explains.
 
     Docstrings are broken at the width of the source; Rich breaks lines at that of the terminal.
 
     >>> _join_lines("Measure.\\n\\nIn fresh\\nprocesses.\\n--fit: the\\nlargest.")
     'Measure.\\n\\nIn fresh processes.\\n--fit: the largest.'
     """
-    return re.sub(r"(?<!\n)\n(?!\n|--)", " ", text)
+    return re.sub(r"(?<!\n)\n(?!\n|(?<=\.\n)--)", " ", text)
 
 
 def _no_type(ctx: Any) -> None:

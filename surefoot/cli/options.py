@@ -88,6 +88,15 @@ TaskOption = Annotated[
         show_default="task.use",
     ),
 ]
+AcceptCodeChangeOption = Annotated[
+    bool, typer.Option("--accept-code-change", help="go on although the task's code changed")
+]
+AcceptDataOption = Annotated[
+    bool, typer.Option("--accept-data", help="resume although other data come than before")
+]
+CsvOption = Annotated[
+    Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
 TracebackOption = Annotated[

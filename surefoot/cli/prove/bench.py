@@ -12,6 +12,7 @@ from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.left_out import name_left_out
 from surefoot.cli.options import (
+    CsvOption,
     DataOption,
     JsonOption,
     QuietOption,
@@ -73,9 +74,7 @@ def step(
             "--rounds", metavar="N", help="fresh processes of each; six or more give intervals"
         ),
     ] = 3,
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")
-    ] = None,
+    csv: CsvOption = None,
     set_: SetOption = None,
     seed: SeedOption = None,
     data: DataOption = None,

@@ -29,38 +29,44 @@ if TYPE_CHECKING:
 RUNG_HELP = 'one of your own: "name (kind): table.key=value"; repeatable'
 OUT = "a new one below ladders/"
 
+RungsOption = Annotated[
+    str | None,
+    typer.Option("--rungs", metavar="A,B", help="these, in this order", show_default="all"),
+]
+RungOption = Annotated[list[str] | None, typer.Option("--rung", metavar="WORDS", help=RUNG_HELP)]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="where the results go", show_default=OUT),
+]
+PairsOption = Annotated[
+    int,
+    typer.Option(
+        "--pairs", metavar="N", help="of runs for a rung, at most; 7 at least show a gain"
+    ),
+]
+SamplesOption = Annotated[
+    int | None,
+    typer.Option("--samples", metavar="N", help="of each run", show_default="a second's"),
+]
+LeaveOneOutOption = Annotated[
+    bool,
+    typer.Option("--leave-one-out", help="then measure the best without each of its rungs"),
+]
+SkipRefusedOption = Annotated[
+    bool,
+    typer.Option("--skip-refused", help="spend no runs on a rung whose numbers have failed"),
+]
+
 
 def ladder(
     spec: SpecArgument,
-    rungs: Annotated[
-        str | None,
-        typer.Option("--rungs", metavar="A,B", help="these, in this order", show_default="all"),
-    ] = None,
-    rung: Annotated[
-        list[str] | None, typer.Option("--rung", metavar="WORDS", help=RUNG_HELP)
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="where the results go", show_default=OUT),
-    ] = None,
-    pairs: Annotated[
-        int,
-        typer.Option(
-            "--pairs", metavar="N", help="of runs for a rung, at most; 7 at least show a gain"
-        ),
-    ] = 15,
-    samples: Annotated[
-        int | None,
-        typer.Option("--samples", metavar="N", help="of each run", show_default="a second's"),
-    ] = None,
-    leave_one_out: Annotated[
-        bool,
-        typer.Option("--leave-one-out", help="then measure the best without each of its rungs"),
-    ] = False,
-    skip_refused: Annotated[
-        bool,
-        typer.Option("--skip-refused", help="spend no runs on a rung whose numbers have failed"),
-    ] = False,
+    rungs: RungsOption = None,
+    rung: RungOption = None,
+    out: OutOption = None,
+    pairs: PairsOption = 15,
+    samples: SamplesOption = None,
+    leave_one_out: LeaveOneOutOption = False,
+    skip_refused: SkipRefusedOption = False,
     set_: SetOption = None,
     seed: SeedOption = None,
     data: DataOption = None,

@@ -11,6 +11,8 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import (
+    AcceptCodeChangeOption,
+    AcceptDataOption,
     DataOption,
     JsonOption,
     QuietOption,
@@ -27,35 +29,35 @@ from surefoot.core.errors import EXIT_OK
 if TYPE_CHECKING:
     from surefoot.train.resume.start import Start
 
+FromOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="STEP",
+        help="the commit: best, last or a number",
+        show_default="the newest",
+    ),
+]
+ForkOption = Annotated[
+    Path | None,
+    typer.Option("--fork", metavar="NEW", help="go on in this new folder; RUN stays as it is"),
+]
+WeightsOnlyOption = Annotated[
+    bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")
+]
+
 
 def resume(
     run: RunArgument,
-    from_: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="STEP",
-            help="the commit: best, last or a number",
-            show_default="the newest",
-        ),
-    ] = None,
-    fork: Annotated[
-        Path | None,
-        typer.Option("--fork", metavar="NEW", help="go on in this new folder; RUN stays as it is"),
-    ] = None,
-    weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")
-    ] = False,
+    from_: FromOption = None,
+    fork: ForkOption = None,
+    weights_only: WeightsOnlyOption = False,
     set_: SetOption = None,
     steps: StepsOption = None,
     data: DataOption = None,
     task: TaskOption = None,
-    accept_code_change: Annotated[
-        bool, typer.Option("--accept-code-change", help="go on although the task's code changed")
-    ] = False,
-    accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="resume although other data come than before")
-    ] = False,
+    accept_code_change: AcceptCodeChangeOption = False,
+    accept_data: AcceptDataOption = False,
     ranks: RangeOption = None,
     max_restarts: RestartsOption = None,
     json: JsonOption = False,

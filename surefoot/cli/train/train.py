@@ -12,6 +12,8 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import (
+    AcceptCodeChangeOption,
+    AcceptDataOption,
     DataOption,
     JsonOption,
     QuietOption,
@@ -44,12 +46,8 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="begin anew in a new folder; nothing is deleted")
     ] = False,
-    accept_code_change: Annotated[
-        bool, typer.Option("--accept-code-change", help="go on although the task's code changed")
-    ] = False,
-    accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="resume although other data come than before")
-    ] = False,
+    accept_code_change: AcceptCodeChangeOption = False,
+    accept_data: AcceptDataOption = False,
     weights: Annotated[
         str | None,
         typer.Option(
