@@ -141,20 +141,8 @@ def _print(found: Bench) -> None:
 
     keys = list(found.rows[0].values)
     has_others = any(each.against is not None for each in found.rows)
-    headers = [
-        "mode",
-        *keys,
-        "n",
-        "mean",
-        "sd",
-        "p50",
-        "p95",
-        "p99",
-        "no warm-up",
-        "first",
-        "samples/s",
-        "peak memory",
-    ]
+    times = ["n", "mean", "sd", "p50", "p95", "p99", "no warm-up", "first"]
+    headers = ["mode", *keys, *times, "samples/s", "peak memory"]
     rows = [
         [
             each.mode,
