@@ -1,1 +1,1 @@
-"""What the verbs of this group print: a table and a verdict each, from what was measured."""
+"""The tables of this group of verbs: each prints what was measured, and a verdict on it."""
