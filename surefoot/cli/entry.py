@@ -13,9 +13,8 @@ from surefoot.core.errors import EXIT_INTERRUPTED, LostRank
 def main() -> None:
     """Run the verb that the command line names."""
     if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-        signal.signal(
-            signal.SIGUSR1, _hear
-        )  # SIGUSR1 requests a save, and would end the process until a run handles it
+        # SIGUSR1 requests a save, and would end the process until a run handles it
+        signal.signal(signal.SIGUSR1, _hear)
     if (link := place.take_forks()) is not None:
         from surefoot.cli.forks import serve
 

@@ -32,13 +32,13 @@ def serve(descriptor: int) -> None:
 
     Return only in each forked rank. The process exits when the supervisor closes the socket.
     """
-    before = {
-        number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS
-    }  # a scheduler sends these signals to all processes; the ranks handle them
+    # a scheduler sends these signals to all processes; the ranks handle them
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS}
     with socket.socket(fileno=descriptor) as link:
         _load()
         gc.collect()
-        gc.freeze()  # garbage collection in a rank then skips these objects and copies none of their pages
+        # garbage collection in a rank then skips these objects and copies none of their pages
+        gc.freeze()
         link.send(json.dumps({"fit": _is_fit()}).encode())
         while True:
             content, given, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_PASSED)
@@ -73,7 +73,8 @@ def leave(code: int) -> None:
     The teardown takes a third of a second, for which the other ranks would wait. Threads are
     joined, `atexit` callbacks run, and open files are flushed.
     """
-    _write_open_files()  # before any collection: in a cycle Python may close a file before its buffered text is written
+    # before any collection: in a cycle Python may close a file before its buffered text is written
+    _write_open_files()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _write_open_files()

@@ -8,6 +8,7 @@ read them as markup and omit them.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -113,7 +114,18 @@ def _escape(*described: Any) -> None:
     for each in described:
         for name in ("help", "short_help", "epilog"):
             if text := getattr(each, name, None):
-                setattr(each, name, escape(text))
+                setattr(each, name, escape(_join_lines(text)))
+
+
+def _join_lines(text: str) -> str:
+    """Return the text with one line for each paragraph, and for each flag that a line explains.
+
+    Docstrings are broken at the width of the source; Rich breaks lines at that of the terminal.
+
+    >>> _join_lines("Measure.\\n\\nIn fresh\\nprocesses.\\n--fit: the\\nlargest.")
+    'Measure.\\n\\nIn fresh processes.\\n--fit: the largest.'
+    """
+    return re.sub(r"(?<!\n)\n(?!\n|(?<=\.\n)--)", " ", text)
 
 
 def _no_type(ctx: Any) -> None:

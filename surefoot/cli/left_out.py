@@ -16,159 +16,61 @@ if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
     from surefoot.contract.spec_file import Origin
 
+
+def _name_keys(text: str) -> tuple[str, ...]:
+    """Return the keys of lines that hold the name of a table and its keys.
+
+    >>> _name_keys("data: folder shuffle\\ntrain: seed")
+    ('data.folder', 'data.shuffle', 'train.seed')
+    """
+    lines = [line.split(":") for line in text.strip().splitlines()]
+    return tuple(f"{table.strip()}.{key}" for table, keys in lines for key in keys.split())
+
+
 # group -> its keys, except the parameters of the task, which every command uses
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "task": ("task.use",),
-    "step": (
-        "data.folder",
-        "data.shuffle",
-        "data.window",
-        "data.last_batch",
-        "data.on_bad",
-        "data.max_bad",
-        "optim.name",
-        "optim.lr",
-        "optim.weight_decay",
-        "optim.betas",
-        "optim.eps",
-        "optim.momentum",
-        "optim.nesterov",
-        "optim.trust_coefficient",
-        "optim.reference_batch",
-        "optim.scaling",
-        "optim.clip",
-        "optim.clip_value",
-        "optim.no_decay",
-        "optim.lr_multipliers",
-        "optim.freeze",
-        "optim.fused",
-        "optim.state",
-        "optim.ema",
-        "optim.ema_ramp",
-        "optim.ema_buffers",
-        "schedule.name",
-        "schedule.warmup",
-        "schedule.warmup_shape",
-        "schedule.warmup_start",
-        "schedule.length",
-        "schedule.every",
-        "schedule.cycle",
-        "schedule.stable",
-        "schedule.decay_length",
-        "schedule.timescale",
-        "schedule.milestones",
-        "schedule.floor",
-        "schedule.factor",
-        "schedule.start_factor",
-        "schedule.final_factor",
-        "schedule.power",
-        "schedule.cycle_factor",
-        "schedule.peak",
-        "schedule.shape",
-        "schedule.sequence",
-        "schedule.cycle_momentum",
-        "schedule.momentum_low",
-        "schedule.momentum_high",
-        "schedule.mode",
-        "schedule.patience",
-        "schedule.threshold",
-        "train.length",
-        "train.batch",
-        "train.microbatch",
-        "train.ramp",
-        "train.batchnorm",
-        "train.seed",
-        "train.memory_format",
-        "train.attention",
-        "stability.nonfinite",
-        "observe.noise",
-    ),
-    "precision": (
-        "precision.compute",
-        "precision.emulate",
-        "precision.init_scale",
-        "precision.growth_interval",
-        "precision.min_scale",
-        "precision.keep",
-        "precision.weights",
-        "precision.master",
-        "precision.contract",
-    ),
+    "step": _name_keys("""
+        data: folder shuffle window last_batch on_bad max_bad
+        optim: name lr weight_decay betas eps momentum nesterov trust_coefficient reference_batch
+        optim: scaling clip clip_value no_decay lr_multipliers freeze fused state
+        optim: ema ema_ramp ema_buffers
+        schedule: name warmup warmup_shape warmup_start length every cycle stable decay_length
+        schedule: timescale milestones floor factor start_factor final_factor power cycle_factor
+        schedule: peak shape sequence cycle_momentum momentum_low momentum_high mode patience
+        schedule: threshold
+        train: length batch microbatch ramp batchnorm seed memory_format attention
+        stability: nonfinite
+        observe: noise
+    """),
+    "precision": _name_keys("""
+        precision: compute emulate init_scale growth_interval min_scale keep weights master
+        precision: contract
+    """),
     "memory": (
         "memory.activation_checkpointing",
         "memory.blocks",
         "memory.offload",
         "memory.update_in_backward",
     ),
-    "machine": (
-        "train.deterministic",
-        "train.device",
-        "train.threads",
-        "train.keep_freed_memory",
-        "train.cudnn_benchmark",
-    ),
-    "compile": (
-        "compile.what",
-        "compile.blocks",
-        "compile.mode",
-        "compile.dynamic",
-        "compile.on_failure",
-        "compile.budget",
-        "compile.over_budget",
-    ),
-    "loader": (
-        "loader.workers",
-        "loader.kind",
-        "loader.prefetch",
-        "loader.start",
-        "loader.timeout",
-        "loader.memory",
-    ),
+    "machine": _name_keys("train: deterministic device threads keep_freed_memory cudnn_benchmark"),
+    "compile": _name_keys("compile: what blocks mode dynamic on_failure budget over_budget"),
+    "loader": _name_keys("loader: workers kind prefetch start timeout memory"),
     "layout": ("layout.replicate", "layout.shard", "layout.zero_stage", "layout.virtual_ranks"),
-    "communication": (
-        "layout.sync_buffers",
-        "layout.transport",
-        "layout.bucket_size",
-        "layout.first_bucket_size",
-        "layout.compress",
-        "layout.compress_rank",
-        "layout.check_every",
-        "layout.hang_timeout",
-        "layout.timeout",
-        "nccl.debug",
-        "nccl.interface",
-        "nccl.infiniband",
-        "nccl.adapter",
-        "nccl.infiniband_timeout",
-        "nccl.infiniband_retries",
-        "nccl.algorithm",
-        "nccl.protocol",
-        "nccl.peer_access",
-    ),
-    "evaluation": (
-        "evaluate.split",
-        "evaluate.score",
-        "evaluate.every",
-        "evaluate.batch",
-        "evaluate.patience",
-    ),
-    "run": (
-        "checkpoint.every",
-        "checkpoint.keep",
-        "checkpoint.keep_every",
-        "checkpoint.keep_best",
-        "checkpoint.budget",
-        "checkpoint.max_unsaved",
-        "checkpoint.store",
-        "checkpoint.background",
-        "stability.max_skips",
-        "stability.diverged",
-        "observe.every",
-        "observe.tensorboard",
-        "memory.predict",
-        "memory.on_oom",
-        "fault.forget",
-    ),
+    "communication": _name_keys("""
+        layout: sync_buffers transport bucket_size first_bucket_size compress compress_rank
+        layout: check_every hang_timeout timeout
+        nccl: debug interface infiniband adapter infiniband_timeout infiniband_retries algorithm
+        nccl: protocol peer_access
+    """),
+    "evaluation": _name_keys("evaluate: split score every batch patience"),
+    "run": _name_keys("""
+        checkpoint: every keep keep_every keep_best budget max_unsaved store background
+        stability: max_skips diverged
+        observe: every tensorboard
+        memory: predict on_oom
+        fault: forget
+    """),
 }
 # command -> keys that it sets itself: keys that need other values of these are not refused
 DECIDED: Mapping[str, tuple[str, ...]] = {

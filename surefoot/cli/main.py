@@ -52,10 +52,16 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Train any PyTorch model, and prove what it claims.\n\nBegin with: surefoot train digits. With a task of your own: surefoot init.",
-    epilog="Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, 4 non-finite or diverged "
-    "numbers, 5 storage, 6 a bad record, 70 an error of surefoot, 129 ended by SIGHUP, 130 interrupted, "
-    "140 ended by SIGUSR2, 143 ended by SIGTERM, 152 ended by SIGXCPU.",
+    help=(
+        "Train any PyTorch model, and prove what it claims.\n\n"
+        "Begin with: surefoot train digits. With a task of your own: surefoot init."
+    ),
+    epilog=(
+        "Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, "
+        "4 non-finite or diverged numbers, 5 storage, 6 a bad record, 70 an error of surefoot, "
+        "129 ended by SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 ended by SIGTERM, "
+        "152 ended by SIGXCPU."
+    ),
 )
 
 # another user's file, a link in a run folder, an invalid name, a file instead of a folder
@@ -152,7 +158,7 @@ def _allow_any_text() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # a rank's stream was a file and is a pipe now: after the change it queries the file position
+            # a rank's stream was a file and is a pipe now: the change queries the file position
             with contextlib.suppress(OSError):
                 stream.reconfigure(errors="backslashreplace")
 
@@ -167,9 +173,8 @@ def _flush(code: int) -> int:
         return code
     except OSError as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(
-            nowhere, sys.stdout.fileno()
-        )  # otherwise the interpreter would flush again at exit, and print an error
+        # otherwise the interpreter would flush again at exit, and print an error
+        os.dup2(nowhere, sys.stdout.fileno())
         return code if isinstance(error, BrokenPipeError) else _tell_unwritten(error)
 
 
@@ -228,9 +233,11 @@ def _left(leave: SystemExit) -> int:
     An exit by a task's code is reported as an error of the task, whatever code it gave.
     """
     if isinstance(leave.__context__, BrokenPipeError):
-        return EXIT_OK  # Typer exits with 1 after a closed pipe, as by `head`; surefoot's 1 is a failed verdict
+        # Typer exits with 1 after a closed pipe, as by `head`; surefoot's 1 is a failed verdict
+        return EXIT_OK
     if "torch" not in sys.modules:
-        raise leave  # no task has run, for example in shell completion, which should not wait for torch
+        # no task has run, for example in shell completion, which should not wait for torch
+        raise leave
     from surefoot.train.failure import blame
 
     if blame.is_ours(leave) or blame.find_place(leave) is None:

@@ -88,6 +88,15 @@ TaskOption = Annotated[
         show_default="task.use",
     ),
 ]
+AcceptCodeChangeOption = Annotated[
+    bool, typer.Option("--accept-code-change", help="go on although the task's code changed")
+]
+AcceptDataOption = Annotated[
+    bool, typer.Option("--accept-data", help="resume although other data come than before")
+]
+CsvOption = Annotated[
+    Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
 TracebackOption = Annotated[
@@ -253,7 +262,8 @@ def launch_ranks(
     if least is not None:
         if run is None:
             raise InputError(
-                f"--ranks {ranks} goes on with what is left in the folder of a run, and there is none to go on in",
+                f"--ranks {ranks} goes on with what is left in the folder of a run, "
+                "and there is none to go on in",
                 hint="give --run DIR, without --fresh, --weights, --fork and --from",
             )
         numbers, passed = find_numbers(least, most, functools.partial(_refuse, spec))
@@ -280,7 +290,8 @@ def launch_ranks(
         if error.errno != errno.EMFILE:
             raise
         raise InputError(
-            f"--ranks is {ranks}, and this process may not open the files that it holds for each rank",
+            f"--ranks is {ranks}, and this process may not open the "
+            "files that it holds for each rank",
             hint="raise it: ulimit -n",
         ) from error
 

@@ -22,10 +22,11 @@ WIDEST = 120
 NOTHING = "nothing to draw"
 LETTERS = string.ascii_lowercase
 _BRAILLE = 0x2800
+# by column and row within a cell: Unicode's block of braille patterns
 _DOTS = (
     (0x01, 0x02, 0x04, 0x40),
     (0x08, 0x10, 0x20, 0x80),
-)  # by column and row within a cell: Unicode's block of braille patterns
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,8 @@ def overlay(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> s
 
     `x` rises; each curve has a value for each x.
 
-    >>> print(overlay([0, 1, 2], {"down": [1, 0.5, 0], "up": [0, 0.5, 1]}, Style(width=22, height=5, braille=False)))
+    >>> curves = {"down": [1, 0.5, 0], "up": [0, 0.5, 1]}
+    >>> print(overlay([0, 1, 2], curves, Style(width=22, height=5, braille=False)))
     1 +aaa             bbb
       |   aaaa     bbbb
       |       babab
@@ -99,9 +101,8 @@ def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style)
     labels = _tick_labels(axis, style.height)
     margin = max(map(len, labels))
     in_row = max(1, min(len(curves), (style.width - margin) // PANEL))
-    in_row = math.ceil(
-        len(curves) / math.ceil(len(curves) / in_row)
-    )  # if three fit in a row, four are arranged two by two
+    # if three fit in a row, four are arranged two by two
+    in_row = math.ceil(len(curves) / math.ceil(len(curves) / in_row))
     columns = (style.width - margin) // in_row - 2
     blocks: list[str] = []
     names = list(curves)

@@ -86,9 +86,8 @@ def _print_rich(headers: Sequence[str], rows: Rows, right: Container[str], inden
                 width=width,
             )
         for row in rows:
-            table.add_row(
-                *(Text(row[column]) for column in widths)
-            )  # Text: a bracket in a name is no markup
+            # Text: a bracket in a name is no markup
+            table.add_row(*(Text(row[column]) for column in widths))
         console.print(Padding(table, (0, 0, 0, indent), expand=False))
 
 

@@ -21,8 +21,9 @@ def compare(
 ) -> None:
     """Lay runs side by side.
 
-    What differs in spec, versions and machine; score, loss at equal steps, speed. It claims nothing: one run each is no proof. Folders with
-    several runs, as one for each seed, are compared side against side, with intervals.
+    What differs in spec, versions and machine; score, loss at equal steps, speed. It claims
+    nothing: one run each is no proof. Folders with several runs, as one for each seed, are compared
+    side against side, with intervals.
     """
     from surefoot.cli.look import past, side_by_side
     from surefoot.core.errors import InputError

@@ -31,7 +31,8 @@ def ledger(
 ) -> int:
     """Hold what a run consumed against the plan.
 
-    Every sample exactly once an epoch, in order, over any number of kills; ends with 1 where that does not hold.
+    Every sample exactly once an epoch, in order, over any number of kills; ends with 1 where that
+    does not hold.
     """
     from surefoot.contract import loop_ledger
 
@@ -42,9 +43,8 @@ def ledger(
     from surefoot.contract.ledger import FILE
 
     if not (run / FILE).exists():
-        next(
-            events.read(run, events.Started), None
-        )  # raises the error for a folder that is not a run
+        # raises the error for a folder that is not a run
+        next(events.read(run, events.Started), None)
     found = consumed.check(run)
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)
@@ -84,7 +84,10 @@ def _check_any(run: Path, count: int) -> None:
     if not count:
         raise RunFolderError(
             f"the ledger of {run} holds no step, so there is no verdict",
-            hint="rows reach the disk with each commit: save more often with --set 'checkpoint.every=10 steps'",
+            hint=(
+                "rows reach the disk with each commit: "
+                "save more often with --set 'checkpoint.every=10 steps'"
+            ),
         )
 
 
@@ -128,7 +131,10 @@ def _tell(found: Consumed) -> None:
         pairs.append(
             (
                 "before",
-                f"the first {found.after:,} steps were consumed by another plan, in the run that this one is a fork of",
+                (
+                    f"the first {found.after:,} steps were consumed by another plan, "
+                    "in the run that this one is a fork of"
+                ),
             )
         )
     if found.torn_bytes:
@@ -138,7 +144,8 @@ def _tell(found: Consumed) -> None:
     print_pairs(pairs)
     if found.holds:
         print_text(
-            "exactly once: every step consumed what the plan says, nothing twice, lost or out of order"
+            "exactly once: every step consumed what the plan says, nothing twice, "
+            "lost or out of order"
         )
         return
     _tell_faults(found.faults)
@@ -206,7 +213,10 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
         [
             (
                 "consumed",
-                f"steps 1 to {found.last:,}: {found.num_batches:,} batches, {known}, {found.num_passes:,} passes{of}",
+                (
+                    f"steps 1 to {found.last:,}: {found.num_batches:,} batches, {known}, "
+                    f"{found.num_passes:,} passes{of}"
+                ),
             ),
             (
                 "attempts",
@@ -220,7 +230,8 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
         print("exactly once: every batch in its place, every sample once a pass")
     else:
         print_text(
-            "every batch in its place, nothing twice or lost; whether a sample comes once a pass is left to the loader"
+            "every batch in its place, nothing twice or lost; "
+            "whether a sample comes once a pass is left to the loader"
         )
     if found.num_compared and found.holds:
         what = "digest" if promise.digests else "samples"

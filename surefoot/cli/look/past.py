@@ -194,8 +194,12 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
     starts = [event for event in every if isinstance(event, Started)]
     if not starts:
         raise RunFolderError(
-            f"{folder} holds no run that began: its {events.FILE} has no record of a start{f'; {damaged[0]}' if damaged else ''}",
-            hint=f"surefoot resume {shlex.quote(str(folder))} goes on after its newest commit, and records a start"
+            f"{folder} holds no run that began: "
+            f"its {events.FILE} has no record of a start{f'; {damaged[0]}' if damaged else ''}",
+            hint=(
+                f"surefoot resume {shlex.quote(str(folder))} goes on after its newest commit, "
+                "and records a start"
+            )
             if damaged
             else None,
         )

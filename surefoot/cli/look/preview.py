@@ -170,7 +170,8 @@ def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
     in_epochs = "epochs" in _units(spec)
     if in_epochs:
         assumed.append(
-            f"an epoch is drawn as {steps_per_epoch:,} steps; --steps-per-epoch says how many it has"
+            f"an epoch is drawn as {steps_per_epoch:,} steps; "
+            "--steps-per-epoch says how many it has"
         )
     return Scale(
         total, steps_per_epoch, spec.train.batch, tokens_per_step, tuple(assumed), in_epochs

@@ -59,9 +59,11 @@ def profile(
 ) -> int | None:
     """Record where the time and the memory of some steps go.
 
-    Of a SPEC a new run is trained up to its window. A RUN that goes on is asked for its next steps; one that is over is repeated
-    from its last commit, and of its folder only profile/ changes. Flame graphs, tables and the trace go there. With --ranks a SPEC is
-    trained by so many processes, and what they sent each other is told: what of it went on beside computing, and what was waited for.
+    Of a SPEC a new run is trained up to its window. A RUN that goes on is asked for its next steps;
+    one that is over is repeated from its last commit, and of its folder only profile/ changes.
+    Flame graphs, tables and the trace go there. With --ranks a SPEC is trained by so many
+    processes, and what they sent each other is told: what of it went on beside computing, and what
+    was waited for.
     """
     tell = options.teller("profile", quiet=quiet or json)
     is_run = (Path(given) / "spec.toml").is_file()
@@ -283,7 +285,8 @@ def _print_collectives(found: TraceAnalysis) -> None:
     ]
     print_table(headers, rows, right=headers[1:], indent=2)
     print(
-        "  seconds after the step began; overlapped: beside computing, a share of the whole; exposed: waited for"
+        "  seconds after the step began; overlapped: beside computing, a share of the whole; "
+        "exposed: waited for"
     )
 
 
@@ -315,19 +318,19 @@ def _pairs(found: TraceAnalysis, operators_s: float) -> list[tuple[str, str]]:
         pairs.append(
             (
                 "left out",
-                f"all but the first {found.facts['num_kept']} steps: the trace of all would be over 50 MB",
+                (
+                    f"all but the first {found.facts['num_kept']} steps: "
+                    "the trace of all would be over 50 MB"
+                ),
             )
         )
     if found.slowdown is not None:
-        pace = f"{format_seconds(paces['inside'])} a step, {format_seconds(paces['before'])} without the profiler"
+        inside, before = format_seconds(paces["inside"]), format_seconds(paces["before"])
+        pace = f"{inside} a step, {before} without the profiler"
         pairs.append(("its cost", f"{format_number(found.slowdown)} times as long: {pace}"))
     if found.memory is not None:
         at_s, parts = found.memory.peak
         told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-        pairs.append(
-            (
-                "memory",
-                f"at most {format_bytes(sum(parts.values()))}, after {format_seconds(at_s)}: {told}",
-            )
-        )
+        most = f"at most {format_bytes(sum(parts.values()))}, after {format_seconds(at_s)}"
+        pairs.append(("memory", f"{most}: {told}"))
     return pairs

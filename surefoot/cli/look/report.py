@@ -42,7 +42,8 @@ def report(
 ) -> None:
     """Write a run, or several side by side, as one HTML file.
 
-    Curves, phases, profile, ladder, saves, faults, environment and how to repeat it; no script and nothing fetched from anywhere.
+    Curves, phases, profile, ladder, saves, faults, environment and how to repeat it; no script and
+    nothing fetched from anywhere.
     """
     from surefoot import __version__
     from surefoot.cli.look import past
@@ -115,9 +116,8 @@ def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
         try:
             with files.open_new(file.parent, draft.name) as page:
                 page.write(text)
-            os.link(
-                draft, file
-            )  # unlike a rename it never replaces a file that was created meanwhile
+            # unlike a rename it never replaces a file that was created meanwhile
+            os.link(draft, file)
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:

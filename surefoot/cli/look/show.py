@@ -36,7 +36,8 @@ def show(
 ) -> None:
     """Tell how a run went.
 
-    Where it ran, its learning curve, its evaluations, what went wrong, how it ended, how to repeat it; and whether it is running.
+    Where it ran, its learning curve, its evaluations, what went wrong, how it ended, how to repeat
+    it; and whether it is running.
     """
     from surefoot.cli.look import past, story
     from surefoot.core.errors import EXIT_VERDICT_FAILS

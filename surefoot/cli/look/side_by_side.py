@@ -92,9 +92,8 @@ def _outcomes(runs: Sequence[Past]) -> Iterator[Row]:
 def spec_differences(runs: Sequence[Past]) -> list[Row]:
     """Return every spec key whose values differ, defaults included; None for a key a run lacks."""
     rows = _differences([_flat(_with_defaults(each.started.spec)) for each in runs])
-    return [
-        row for row in rows if row[0] != "train.threads"
-    ]  # the threads that a run used are in its machine.threads
+    # the threads that a run used are in its machine.threads
+    return [row for row in rows if row[0] != "train.threads"]
 
 
 def circumstance_differences(runs: Sequence[Past]) -> list[Row]:
@@ -156,9 +155,8 @@ def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Any]:
         return stated
     tables, use = spec.model_dump(mode="python"), spec.task.use
     if use is not None and use.rpartition(":")[0].endswith(".py"):
-        use = use.rpartition("/")[
-            2
-        ]  # the path of a task file is not compared; its code is, by digest
+        # the path of a task file is not compared; its code is, by digest
+        use = use.rpartition("/")[2]
     return {
         **tables,
         "task": {"use": use, **spec.task.parameters},

@@ -119,12 +119,14 @@ def tell(sides: Sequence[Side]) -> None:
     for run in (run for side in sides for run in side.runs if run.state != "finished"):
         print(
             without_control(
-                f"not finished, and in the means as far as it came: {run.folder}, {run.state}, {run.num_steps:,} steps"
+                f"not finished, and in the means as far as it came: {run.folder}, {run.state}, "
+                f"{run.num_steps:,} steps"
             )
         )
     print_table(("measure", "side", "first", "this", "difference", "verdict"), rows)
     print(
-        "\nruns that were not made in turns also differ by what the machine did meanwhile: speed is compared by surefoot ladder"
+        "\nruns that were not made in turns also differ by what the machine did meanwhile: "
+        "speed is compared by surefoot ladder"
     )
 
 

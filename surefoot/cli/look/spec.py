@@ -83,7 +83,9 @@ def schema() -> None:
     made = RunSpec.model_json_schema()
     base = {
         "type": "string",
-        "description": "another spec, beside this one or built in; what it says holds where this one is silent",
+        "description": (
+            "another spec, beside this one or built in; what it says holds where this one is silent"
+        ),
     }
     made["properties"] = {"base": base, **made["properties"]}
     print(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **made}, indent=1))
@@ -112,7 +114,10 @@ def check(
         if origin.spec.task.use is None:
             raise SpecError(
                 "the spec names no task",
-                hint='name one as [task] use = "digits"; in Python the object will do: Run(spec, task)',
+                hint=(
+                    'name one as [task] use = "digits"; '
+                    "in Python the object will do: Run(spec, task)"
+                ),
             )
         preview.check(origin)
     except InputError as error:

@@ -33,7 +33,8 @@ def tell(past: Past) -> None:
     score = format_score(past)
     print(
         without_control(
-            f"{past.folder}: {past.started.task}, {past.state}, {score}, began {format_time(past.began_s)}"
+            f"{past.folder}: {past.started.task}, {past.state}, {score}, "
+            f"began {format_time(past.began_s)}"
         ),
         end="\n\n",
     )
@@ -62,7 +63,10 @@ def tell_place(past: Past) -> Pairs:
         ("spec", f"{started.spec_id}, seed {started.seed}"),
         (
             "host",
-            f"{started.place.get('host', UNKNOWN)}, {cores}, {format_bytes(finite(machine.get('memory_bytes')))}",
+            (
+                f"{started.place.get('host', UNKNOWN)}, {cores}, "
+                f"{format_bytes(finite(machine.get('memory_bytes')))}"
+            ),
         ),
         (
             "device",
@@ -83,7 +87,10 @@ def tell_place(past: Past) -> Pairs:
         pairs.append(
             (
                 "attempts",
-                f"{past.num_attempts}; {told}of each step the newest is told; surefoot why tells more",
+                (
+                    f"{past.num_attempts}; {told}of each step the newest is told; "
+                    "surefoot why tells more"
+                ),
             )
         )
     return pairs + [("note" if not index else "", note) for index, note in enumerate(started.notes)]
@@ -94,7 +101,8 @@ def _describe_code(started: Started) -> str:
     count = len(started.modules)
     modules = f" and {count} imported module{'' if count == 1 else 's'}" if count else ""
     changed = ", with changes that are not committed" if started.is_dirty else ""
-    return f"digest {shorten(started.code_digest, 15)}{modules}, commit {shorten(started.commit or UNKNOWN, 15)}{changed}"
+    commit = shorten(started.commit or UNKNOWN, 15)
+    return f"digest {shorten(started.code_digest, 15)}{modules}, commit {commit}{changed}"
 
 
 def _print_curve(past: Past) -> None:
@@ -104,7 +112,8 @@ def _print_curve(past: Past) -> None:
         return
     (first, high), (last, low) = points[0], points[-1]
     print(
-        f"Training loss: {format_number(high)} at step {first:,}, {format_number(low)} at step {last:,}"
+        f"Training loss: {format_number(high)} at step {first:,}, "
+        f"{format_number(low)} at step {last:,}"
     )
     style = terminal_style(sys.stdout.encoding, x_title="step", height=CURVE_ROWS)
     print(
@@ -229,7 +238,10 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
     if past.num_attempts > 1:
         yield (
             "goodput",
-            f"{format_percent(past.goodput.share)} of {format_seconds(past.goodput.total_s)} since the first attempt began",
+            (
+                f"{format_percent(past.goodput.share)} of {format_seconds(past.goodput.total_s)} "
+                "since the first attempt began"
+            ),
         )
     yield "throughput", past.throughput
     yield "model FLOPs", _utilisation(past)
@@ -240,7 +252,10 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
         )
         yield (
             "of a step",
-            f"{measured} in step {found.step:,}, predicted {predicted}: off by {format_percent(finite(found.error))}",
+            (
+                f"{measured} in step {found.step:,}, predicted {predicted}: "
+                f"off by {format_percent(finite(found.error))}"
+            ),
         )
     if (device := past.device_memory) is not None:
         peak, gaps = (
@@ -248,7 +263,10 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
         )
         yield (
             "of the device",
-            f"at most {peak}; {gaps} reserved and unused; {device.get('num_retries', UNKNOWN)} retries",
+            (
+                f"at most {peak}; {gaps} reserved and unused; "
+                f"{device.get('num_retries', UNKNOWN)} retries"
+            ),
         )
 
 
@@ -271,8 +289,10 @@ def tell_again(past: Past) -> Pairs:
         else "n/a: the task was built in a script, so only that script can"
     )
     if past.use and parent is not None:
-        began = f"--from {parent.get('step')} {'--weights-only ' if parent.get('weights_only') else ''}--fork NEW"
-        command = f"surefoot resume {shlex.quote(str(parent.get('folder')))} {began}, changed as its notes say"
+        weights_only = "--weights-only " if parent.get("weights_only") else ""
+        began = f"--from {parent.get('step')} {weights_only}--fork NEW"
+        folder = shlex.quote(str(parent.get("folder")))
+        command = f"surefoot resume {folder} {began}, changed as its notes say"
     steps = past.weights()
     weights = [
         ("weights", str(past.folder / "checkpoints" / f"step-{step:012d}")) for step in steps

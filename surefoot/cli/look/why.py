@@ -41,9 +41,9 @@ def why(
 ) -> None:
     """Tell what a run lost and why.
 
-    Its attempts, what was done again after a failure, which share of the time counted, how often it should save, which of several
-    ranks the others waited for, and whether it made good use of its memory: what would change that, and by how much, as measured
-    or as predicted.
+    Its attempts, what was done again after a failure, which share of the time counted, how often it
+    should save, which of several ranks the others waited for, and whether it made good use of its
+    memory: what would change that, and by how much, as measured or as predicted.
     """
     from surefoot.cli.look import past
     from surefoot.control.diagnose import find_goodput, find_memory_use, find_waits
@@ -143,14 +143,20 @@ def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
     return [
         (
             "a save costs",
-            f"{format_seconds(advice.save_s)} of waiting (median), and is written in {format_seconds(advice.write_s)}",
+            (
+                f"{format_seconds(advice.save_s)} of waiting (median), "
+                f"and is written in {format_seconds(advice.write_s)}"
+            ),
         ),
         ("a failure comes every", format_seconds(advice.between_s)),
         (
             "save every",
-            f"{format_seconds(advice.interval_s)}, the root of 2 x save x time between failures"
-            if advice.interval_s > advice.write_s
-            else f"{format_seconds(advice.interval_s)}, as fast as one is written: it is hardly waited for",
+            f"{format_seconds(advice.interval_s)}, "
+            + (
+                "the root of 2 x save x time between failures"
+                if advice.interval_s > advice.write_s
+                else "as fast as one is written: it is hardly waited for"
+            ),
         ),
         ("then is lost", format_percent(advice.lost_share)),
     ]

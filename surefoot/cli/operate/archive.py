@@ -19,7 +19,8 @@ def archive(
 ) -> None:
     """Copy a run folder into one tar file.
 
-    Refused while the run is running. The run stays; `tar -xf FILE.tar` brings it back as it is, and surefoot remove RUN deletes it.
+    Refused while the run is running. The run stays; `tar -xf FILE.tar` brings it back as it is, and
+    surefoot remove RUN deletes it.
     """
     import os
     import tarfile

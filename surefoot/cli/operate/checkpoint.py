@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,9 @@ from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.operate import transfer
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+
+if TYPE_CHECKING:
+    from surefoot.cli.operate.stored import CommitHealth
 
 app = typer.Typer(
     cls=Verbs,
@@ -22,6 +26,36 @@ app = typer.Typer(
 CommitArgument = Annotated[
     str, typer.Argument(metavar="COMMIT", help="RUN, RUN:STEP, RUN:best, or the folder of a step")
 ]
+KeepOption = Annotated[
+    int | None,
+    typer.Option(
+        "--keep",
+        metavar="N",
+        help="the newest that stay",
+        min=2,
+        show_default="checkpoint.keep",
+    ),
+]
+KeepBestOption = Annotated[
+    int | None,
+    typer.Option(
+        "--keep-best",
+        metavar="N",
+        help="the best that stay",
+        min=1,
+        show_default="checkpoint.keep_best",
+    ),
+]
+KeepEveryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--keep-every",
+        metavar="D",
+        help="multiples that stay",
+        show_default="checkpoint.keep_every",
+    ),
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="only tell what would be deleted")]
 MOST_SHOWN = 40
 
 
@@ -91,8 +125,8 @@ def show(
 ) -> None:
     """Show what a commit holds.
 
-    Its files, its tensors with their shapes and dtypes, and where it comes from. Nothing but the manifest is read. Of a RUN it is the
-    newest commit whose manifest can be read.
+    Its files, its tensors with their shapes and dtypes, and where it comes from. Nothing but the
+    manifest is read. Of a RUN it is the newest commit whose manifest can be read.
     """
     from surefoot.cli.operate import stored
     from surefoot.cli.table import print_pairs, print_table, without_control
@@ -186,13 +220,12 @@ def check(
 ) -> int:
     """Hold every byte of the commits of a run against their digests.
 
-    Tells what is damaged, which commit of the log is gone, and what still loads. Ends with 1 where something is damaged or gone, even if
-    it was set aside just now.
+    Tells what is damaged, which commit of the log is gone, and what still loads. Ends with 1 where
+    something is damaged or gone, even if it was set aside just now.
     """
     from surefoot.cli.operate import stored, wholeness
     from surefoot.cli.table import without_control
     from surefoot.core.errors import RunFolderError
-    from surefoot.core.units import format_bytes
 
     has_folder, lost = (Path(run) / "checkpoints").is_dir(), wholeness.find_lost(Path(run))
     is_run = has_folder or bool(lost)
@@ -209,51 +242,22 @@ def check(
             file=sys.stderr,
         )
     damaged = [each for each in found if not each.is_sound]
-    moved = (
-        _set_aside(Path(run), damaged, found[0].folder if found else None)
-        if repair and damaged
-        else {}
-    )
+    moved = _set_aside(Path(run), damaged, found[0].folder) if repair and damaged else {}
     goes_on = stored.newest_sound(found)
     if json:
-        rows = [
-            {
-                "step": each.step,
-                "sound": each.is_sound,
-                "damaged": list(each.damaged),
-                "files": list(each.names),
-                "unknown": list(each.unknown),
-                "num_files": each.num_files,
-                "bytes": each.num_bytes,
-                "whole_state": each.whole_state,
-                "set_aside": moved.get(each.step),
-            }
-            for each in found
-        ]
         options.print_json(
             {
                 "run": run,
                 "ok": not (damaged or lost),
                 "goes_on_after": goes_on,
-                "commits": rows,
+                "commits": [_health_row(each, moved) for each in found],
                 "gone": [each.step for each in lost],
                 "log_unread": unread,
             }
         )
         return int(bool(damaged or lost))
     for each in found:
-        told = (
-            f"sound   {each.num_files} files, {format_bytes(each.num_bytes)}"
-            if each.is_sound
-            else "DAMAGED"
-        )
-        print(f"step {each.step:,}  {told}")
-        for problem in each.damaged:
-            print(without_control(f"  {problem}"))
-        for name in each.unknown:
-            print(without_control(f"  {name} is not named by the manifest, and is never read"))
-        if each.step in moved:
-            print(f"  set aside as {moved[each.step]}")
+        _print_health(each, moved)
     for missing in lost:
         print(without_control(f"step {missing.step:,}  GONE    {missing.why}"))
     if is_run:
@@ -265,11 +269,39 @@ def check(
     return int(bool(damaged or lost))
 
 
-def _set_aside(run: Path, damaged: list[Any], first: Path | None) -> dict[int, str]:
+def _health_row(health: CommitHealth, moved: Mapping[int, str]) -> dict[str, Any]:
+    return {
+        "step": health.step,
+        "sound": health.is_sound,
+        "damaged": list(health.damaged),
+        "files": list(health.names),
+        "unknown": list(health.unknown),
+        "num_files": health.num_files,
+        "bytes": health.num_bytes,
+        "whole_state": health.whole_state,
+        "set_aside": moved.get(health.step),
+    }
+
+
+def _print_health(health: CommitHealth, moved: Mapping[int, str]) -> None:
+    from surefoot.cli.table import without_control
+    from surefoot.core.units import format_bytes
+
+    sound = f"sound   {health.num_files} files, {format_bytes(health.num_bytes)}"
+    print(f"step {health.step:,}  {sound if health.is_sound else 'DAMAGED'}")
+    for problem in health.damaged:
+        print(without_control(f"  {problem}"))
+    for name in health.unknown:
+        print(without_control(f"  {name} is not named by the manifest, and is never read"))
+    if health.step in moved:
+        print(f"  set aside as {moved[health.step]}")
+
+
+def _set_aside(run: Path, damaged: list[Any], first: Path) -> dict[int, str]:
     from surefoot.cli.operate import stored
     from surefoot.contract import commits
 
-    holder = run if (run / "checkpoints").is_dir() or first is None else first.parent.parent
+    holder = run if (run / "checkpoints").is_dir() else first.parent.parent
     with stored.check_not_written(holder):
         return {each.step: str(commits.set_aside(each.folder)) for each in damaged}
 
@@ -277,45 +309,17 @@ def _set_aside(run: Path, damaged: list[Any], first: Path | None) -> dict[int, s
 @app.command(cls=Verb)
 def prune(
     run: RunArgument,
-    keep: Annotated[
-        int | None,
-        typer.Option(
-            "--keep",
-            metavar="N",
-            help="the newest that stay",
-            min=2,
-            show_default="checkpoint.keep",
-        ),
-    ] = None,
-    keep_best: Annotated[
-        int | None,
-        typer.Option(
-            "--keep-best",
-            metavar="N",
-            help="the best that stay",
-            min=1,
-            show_default="checkpoint.keep_best",
-        ),
-    ] = None,
-    keep_every: Annotated[
-        str | None,
-        typer.Option(
-            "--keep-every",
-            metavar="D",
-            help="multiples that stay",
-            show_default="checkpoint.keep_every",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="only tell what would be deleted")
-    ] = False,
+    keep: KeepOption = None,
+    keep_best: KeepBestOption = None,
+    keep_every: KeepEveryOption = None,
+    dry_run: DryRunOption = False,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> int:
     """Delete the commits that need not stay.
 
-    By the spec's [checkpoint] or by the flags; always the newest two and the best stay, and nothing is deleted unless the newest is
-    sound: then it ends with 1.
+    By the spec's [checkpoint] or by the flags; always the newest two and the best stay, and nothing
+    is deleted unless the newest is sound: then it ends with 1.
     """
     from surefoot.cli.operate import stored
     from surefoot.contract import commits, manifest
@@ -394,7 +398,8 @@ def diff(
 ) -> int:
     """Tell in which tensors two commits differ, and by how much.
 
-    Ends with 1 where they do. Times (clock.json) are left out: two runs that did the same steps are equal.
+    Ends with 1 where they do. Times (clock.json) are left out: two runs that did the same steps are
+    equal.
     """
     from surefoot.cli.operate import difference, stored
     from surefoot.cli.table import print_table

@@ -21,7 +21,9 @@ SourceArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE",
-        help="a folder of images by class, arrays as NAME=FILE.npy, or a SPEC whose task reads them",
+        help=(
+            "a folder of images by class, arrays as NAME=FILE.npy, or a SPEC whose task reads them"
+        ),
     ),
 ]
 OutArgument = Annotated[
@@ -67,8 +69,9 @@ def convert(
 ) -> None:
     """Write samples as tars in the layout of WebDataset.
 
-    Of an image folder the bytes as they are, of arrays and of whatever a task reads each part in a form that holds it exactly. Whatever
-    ends it, the same command goes on behind the last whole tar, and ends with the same bytes.
+    Of an image folder the bytes as they are, of arrays and of whatever a task reads each part in a
+    form that holds it exactly. Whatever ends it, the same command goes on behind the last whole
+    tar, and ends with the same bytes.
     """
     from surefoot.components.data.disk.convert import ShardNaming, plain_name
     from surefoot.components.data.disk.convert import convert as write
@@ -200,11 +203,13 @@ def _tell(made: ConvertedShards, given: Given, out: Path, index: Path | None, js
     print_shards(shards)
     kept = f", {made.kept:,} of which were there already" if made.kept else ""
     print(
-        f"\n{made.num_samples:,} samples in {len(made.shards):,} tars of {format_bytes(made.num_bytes)}{kept}"
+        f"\n{made.num_samples:,} samples in {len(made.shards):,} tars of "
+        f"{format_bytes(made.num_bytes)}{kept}"
     )
     print(
         without_control(
-            f"beside them: {', '.join([*made.beside, 'SHA256SUMS', *([index.name] if index else [])])}"
+            "beside them: "
+            f"{', '.join([*made.beside, 'SHA256SUMS', *([index.name] if index else [])])}"
         )
     )
     names = ", ".join(f'{name}="{extension}"' for name, extension in given.parts.items())

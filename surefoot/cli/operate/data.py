@@ -47,8 +47,9 @@ def index(
 ) -> None:
     """Write where each sample of the tars of a folder begins, into a file beside them.
 
-    Any run that reads these tars takes it; without it each user makes one in a cache, at the first run. A tar that is as it was is not
-    read again. Of URLs it is made in the cache; upload it to the place of the tars.
+    Any run that reads these tars takes it; without it each user makes one in a cache, at the first
+    run. A tar that is as it was is not read again. Of URLs it is made in the cache; upload it to
+    the place of the tars.
     """
     from surefoot.components.data.tars.audit import find_tars
     from surefoot.components.data.tars.far import find_remote, open_remote
@@ -127,7 +128,8 @@ def check(
             print(f"and {len(found.bad) - MOST_SHOWN:,} more: --json has them all")
         print()
     print(
-        f"{found.num_samples:,} samples are whole, {len(found.bad):,} {'part is' if len(found.bad) == 1 else 'parts are'} bad"
+        f"{found.num_samples:,} samples are whole, "
+        f"{len(found.bad):,} {'part is' if len(found.bad) == 1 else 'parts are'} bad"
     )
     return EXIT_VERDICT_FAILS if found.bad else EXIT_OK
 

@@ -71,9 +71,8 @@ def compare(one: Path, other: Path) -> tuple[list[ValueDifference], int]:
     same = 0
     with commits.hashing(commits.MANY_THREADS, nice=0) as pool:
         for folder, made in zip((one, other), manifests, strict=True):
-            for (
-                entry
-            ) in made.files:  # files that two manifests call equal may be damaged on the disk
+            # files that two manifests call equal may be damaged on the disk
+            for entry in made.files:
                 commits.check_file(folder, entry, pool)
         for file in sorted(entries[0].keys() | entries[1].keys()):
             pair = entries[0].get(file), entries[1].get(file)

@@ -48,8 +48,8 @@ def bench(
 ) -> None:
     """Measure how fast samples are read and decoded where they lie.
 
-    In random order, from the device (cold: the system is asked to forget the files first) and from memory (warm). A worker reads and
-    decodes; what it made is dropped.
+    In random order, from the device (cold: the system is asked to forget the files first) and from
+    memory (warm). A worker reads and decodes; what it made is dropped.
     """
     from surefoot.core.errors import InputError
     from surefoot.prove.bench.reading import measure
@@ -82,7 +82,8 @@ def _print(found: MeasuredReading, delay_ms: float) -> None:
     print(without_control(found.what))
     print(
         without_control(
-            f"on {found.device}; workers are {'threads' if found.kind == 'thread' else 'processes'}\n"
+            f"on {found.device}; workers are "
+            f"{'threads' if found.kind == 'thread' else 'processes'}\n"
         )
     )
     rows = [
@@ -101,5 +102,6 @@ def _print(found: MeasuredReading, delay_ms: float) -> None:
     print_table(heads, rows, right=set(heads) - {"files are"})
     if not found.dropped:
         print(
-            "\ncold may not be cold: the system was not seen to forget the files, so they may have come from memory"
+            "\ncold may not be cold: the system was not seen to forget the files, "
+            "so they may have come from memory"
         )

@@ -31,8 +31,8 @@ def stage(
 ) -> None:
     """Copy tars to faster storage, and tell how fast they are read before and after.
 
-    Room is looked for first. Each copy must have the digest that the index or SHA256SUMS says, and is read back. Whatever ends it, the
-    same command goes on behind the last whole tar.
+    Room is looked for first. Each copy must have the digest that the index or SHA256SUMS says, and
+    is read back. Whatever ends it, the same command goes on behind the last whole tar.
     """
     from surefoot.cli.table import print_table, without_control
     from surefoot.components.data.disk.stage import stage as copy
@@ -90,7 +90,8 @@ def stage(
         else f"{made.checked:,} digests were known before"
     )
     print(
-        f"\n{len(made.index):,} samples in {len(made.index.shards):,} tars of {format_bytes(made.num_bytes)}{kept}; {known}"
+        f"\n{len(made.index):,} samples in {len(made.index.shards):,} tars of "
+        f"{format_bytes(made.num_bytes)}{kept}; {known}"
     )
     print(without_control(f"the index is {made.index.place}"))
 

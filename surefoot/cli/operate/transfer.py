@@ -48,8 +48,8 @@ def export(
 ) -> int:
     """Write a run's model for other programs.
 
-    What was written is read back and run on a batch of the task: outputs must equal the model's to 1e-5, or no file is left and it
-    ends with 1.
+    What was written is read back and run on a batch of the task: outputs must equal the model's to
+    1e-5, or no file is left and it ends with 1.
     """
     from surefoot.core.units import format_bytes
     from surefoot.train.look_back import export_run
@@ -117,7 +117,8 @@ def import_(
 ) -> None:
     """Import weights that another program wrote, as safetensors with a manifest.
 
-    A separate, confined process opens the file. Code in it never runs: what holds more than tensors, numbers and text is refused.
+    A separate, confined process opens the file. Code in it never runs: what holds more than
+    tensors, numbers and text is refused.
     """
     from surefoot.components.checkpoint import foreign
     from surefoot.train import environment
@@ -171,7 +172,8 @@ def _tell(file: Path, to: Path, weights: dict[str, Any], left: list[str], found:
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     print(
-        f"{to / 'checkpoints' / 'step-000000000000'}  {len(weights):,} tensors, {format_bytes(size)}"
+        f"{to / 'checkpoints' / 'step-000000000000'}  {len(weights):,} tensors, "
+        f"{format_bytes(size)}"
     )
     shown = [f"{name} {list(tensor.shape)}" for name, tensor in list(weights.items())[:MOST_SHOWN]]
     more = f" and {len(weights) - MOST_SHOWN:,} more" if len(weights) > MOST_SHOWN else ""
@@ -183,7 +185,8 @@ def _tell(file: Path, to: Path, weights: dict[str, Any], left: list[str], found:
         )
     if found.unbounded:
         print(
-            f"this system could not keep from the process that read it: {', '.join(found.unbounded)}",
+            "this system could not keep from the process that read it: "
+            f"{', '.join(found.unbounded)}",
             file=sys.stderr,
         )
     print(f"next: surefoot train SPEC --weights {shlex.quote(str(to))}")

@@ -63,7 +63,8 @@ def holding(run: Path) -> Iterator[None]:
         and find_health(owner, every).state == "unknown"
     ):
         raise RunFolderError(
-            f"{run} may be running on {owner.host or 'another host'}, whose processes cannot be seen from this one",
+            f"{run} may be running on {owner.host or 'another host'}, "
+            "whose processes cannot be seen from this one",
             hint="run this command there",
         )
     with runlock.keep_out(run):

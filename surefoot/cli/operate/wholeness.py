@@ -91,9 +91,8 @@ def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[RunPart]:
     healths = {
         step: stored.check_commit(folder) for step, folder in folders.items() if folder is not None
     }
-    missing = {
-        each.step: each for each in gone.find_gone(run, records)
-    }  # includes checkpoints that retention deleted meanwhile
+    # includes checkpoints that retention deleted meanwhile
+    missing = {each.step: each for each in gone.find_gone(run, records)}
     for step in steps:
         if step in missing:
             yield _of_missing(missing[step])
@@ -202,7 +201,10 @@ def _find_other_plan(plan: ledgers.Plan, started: Started) -> list[str]:
     stated = {"seed": spec.train.seed, "batch": spec.train.batch}
     planned = {"seed": plan.seed, "batch": plan.batch}
     return [
-        f"it is of a run with train.{key} = {planned[key]}, and the log is of one with {stated[key]}"
+        (
+            f"it is of a run with train.{key} = {planned[key]}, "
+            f"and the log is of one with {stated[key]}"
+        )
         for key in stated
         if planned[key] != stated[key]
     ]

@@ -12,6 +12,7 @@ from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.left_out import name_left_out
 from surefoot.cli.options import (
+    CsvOption,
     DataOption,
     JsonOption,
     QuietOption,
@@ -32,6 +33,7 @@ app = typer.Typer(
     cls=Verbs, no_args_is_help=True, help="Time a step of a spec, or what ranks send each other."
 )
 TIMES = ("mean_s", "sd_s", "p50_s", "p95_s", "p99_s", "cold_mean_s", "first_s")
+# of the CSV, after mode and varied keys
 COLUMNS = (
     "n",
     "rounds",
@@ -39,7 +41,7 @@ COLUMNS = (
     "samples_per_s",
     "peak_bytes",
     "failure",
-)  # of the CSV, after mode and varied keys
+)
 
 
 app.command(cls=Verb)(comm.comm)
@@ -72,9 +74,7 @@ def step(
             "--rounds", metavar="N", help="fresh processes of each; six or more give intervals"
         ),
     ] = 3,
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")
-    ] = None,
+    csv: CsvOption = None,
     set_: SetOption = None,
     seed: SeedOption = None,
     data: DataOption = None,
@@ -84,7 +84,8 @@ def step(
 ) -> None:
     """Time a step: forward, forward and backward, and the whole of it.
 
-    Each mode and each varied value runs in fresh processes, interleaved; the device is waited for at each end of a call.
+    Each mode and each varied value runs in fresh processes, interleaved; the device is waited for
+    at each end of a call.
     """
     from surefoot.contract import spec_file
     from surefoot.core.signals import ending_by_signal
@@ -140,20 +141,8 @@ def _print(found: Bench) -> None:
 
     keys = list(found.rows[0].values)
     has_others = any(each.against is not None for each in found.rows)
-    headers = [
-        "mode",
-        *keys,
-        "n",
-        "mean",
-        "sd",
-        "p50",
-        "p95",
-        "p99",
-        "no warm-up",
-        "first",
-        "samples/s",
-        "peak memory",
-    ]
+    times = ["n", "mean", "sd", "p50", "p95", "p99", "no warm-up", "first"]
+    headers = ["mode", *keys, *times, "samples/s", "peak memory"]
     rows = [
         [
             each.mode,
@@ -174,10 +163,12 @@ def _print(found: Bench) -> None:
     threads = found.conditions.get("threads")
     print()
     print_text(
-        f"{found.conditions.get('processor')}, {threads} thread{'' if threads == '1' else 's'}, torch {found.conditions.get('torch')}"
+        f"{found.conditions.get('processor')}, {threads} thread{'' if threads == '1' else 's'}, "
+        f"torch {found.conditions.get('torch')}"
     )
     print_text(
-        f"mean, sd and percentiles: after {found.warmup} calls of warm-up; no warm-up: the mean of the first calls of a process"
+        f"mean, sd and percentiles: after {found.warmup} calls of warm-up; no warm-up: "
+        "the mean of the first calls of a process"
     )
 
 

@@ -9,8 +9,8 @@ from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> int:
     """Check that a run folder is whole.
 
-    Its spec, its log, its ledger, and every commit that the log names, byte for byte. A copied folder is checked the same. Ends with 1
-    where something is damaged or missing.
+    Its spec, its log, its ledger, and every commit that the log names, byte for byte. A copied
+    folder is checked the same. Ends with 1 where something is damaged or missing.
     """
     from surefoot.cli.operate import wholeness
     from surefoot.cli.table import print_table, print_text
@@ -33,7 +33,8 @@ def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     print_table(("part", "state", ""), rows)
     if removed:
         print_text(
-            f"removed, as retention does or by hand: {len(removed):,}, from {removed[0]} to {removed[-1]}"
+            f"removed, as retention does or by hand: {len(removed):,}, "
+            f"from {removed[0]} to {removed[-1]}"
         )
     for each in found:
         for problem in each.problems:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,71 +23,71 @@ if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
     from surefoot.control.plan import Link
     from surefoot.core.statistics import Interval
-    from surefoot.prove.bench.buckets import BucketTuning, Duel
+    from surefoot.prove.bench.buckets import Duel
     from surefoot.prove.bench.collectives import TimedCollective
     from surefoot.prove.bench.wanted import Buckets, Sizes
 
 RANKS = 2
-WORDS = {"shared_memory": "shared memory (broadcast, all-to-all, send: gloo)"}
-SHARE = 0.9  # share of the bandwidth that a bucket should reach
-VERDICTS = {
-    "lower": "that is quicker",
-    "higher": "that is slower",
-    "no effect": "no effect",
-    "too few": "too few rounds to tell",
-}
+
+BenchedSpecArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="SPEC", help="time the gradients of this spec, and tune their buckets"),
+]
+HostRanksOption = Annotated[
+    int | None,
+    typer.Option("--ranks", metavar="N", help="processes of this host", show_default="2"),
+]
+OnlyOption = Annotated[
+    str | None, typer.Option("--only", metavar="NAMES", help="as in all-reduce,send")
+]
+SmallestOption = Annotated[
+    str | None,
+    typer.Option("--smallest", metavar="SIZE", help="of a buffer", show_default="1 KiB"),
+]
+LargestOption = Annotated[
+    str | None,
+    typer.Option("--largest", metavar="SIZE", help="of a buffer", show_default="64 MiB"),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", metavar="NAME", help="cpu or cuda", show_default="auto"),
+]
+TransportOption = Annotated[
+    str | None,
+    typer.Option("--transport", metavar="NAME", help="shared_memory or gloo", show_default="auto"),
+]
+BucketsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--buckets", metavar="SIZES", help="of SPEC, to compare", show_default="1 to 100 MiB"
+    ),
+]
+RoundsOption = Annotated[
+    int | None,
+    typer.Option("--rounds", metavar="N", help="of steps with SPEC", show_default="7"),
+]
+CallsOption = Annotated[
+    int | None,
+    typer.Option("--calls", metavar="N", help="that are timed", show_default="20; 100 of SPEC"),
+]
+WarmupOption = Annotated[
+    int | None,
+    typer.Option("--warmup", metavar="N", help="before them", show_default="5; 10 of SPEC"),
+]
 
 
 def comm(
-    spec: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SPEC", help="time the gradients of this spec, and tune their buckets"
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", metavar="N", help="processes of this host", show_default="2"),
-    ] = None,
-    only: Annotated[
-        str | None, typer.Option("--only", metavar="NAMES", help="as in all-reduce,send")
-    ] = None,
-    smallest: Annotated[
-        str | None,
-        typer.Option("--smallest", metavar="SIZE", help="of a buffer", show_default="1 KiB"),
-    ] = None,
-    largest: Annotated[
-        str | None,
-        typer.Option("--largest", metavar="SIZE", help="of a buffer", show_default="64 MiB"),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="NAME", help="cpu or cuda", show_default="auto"),
-    ] = None,
-    transport: Annotated[
-        str | None,
-        typer.Option(
-            "--transport", metavar="NAME", help="shared_memory or gloo", show_default="auto"
-        ),
-    ] = None,
-    buckets: Annotated[
-        str | None,
-        typer.Option(
-            "--buckets", metavar="SIZES", help="of SPEC, to compare", show_default="1 to 100 MiB"
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option("--rounds", metavar="N", help="of steps with SPEC", show_default="7"),
-    ] = None,
-    calls: Annotated[
-        int | None,
-        typer.Option("--calls", metavar="N", help="that are timed", show_default="20; 100 of SPEC"),
-    ] = None,
-    warmup: Annotated[
-        int | None,
-        typer.Option("--warmup", metavar="N", help="before them", show_default="5; 10 of SPEC"),
-    ] = None,
+    spec: BenchedSpecArgument = None,
+    ranks: HostRanksOption = None,
+    only: OnlyOption = None,
+    smallest: SmallestOption = None,
+    largest: LargestOption = None,
+    device: DeviceOption = None,
+    transport: TransportOption = None,
+    buckets: BucketsOption = None,
+    rounds: RoundsOption = None,
+    calls: CallsOption = None,
+    warmup: WarmupOption = None,
     set_: SetOption = None,
     seed: SeedOption = None,
     data: DataOption = None,
@@ -97,8 +97,8 @@ def comm(
 ) -> int:
     """Time what ranks send each other: each collective over sizes, its latency and its bandwidth.
 
-    With a SPEC: the gradients of its model, and which buckets make its steps short. Two ranks of this host, or as many as --ranks says,
-    or those that torchrun and the like started.
+    With a SPEC: the gradients of its model, and which buckets make its steps short. Two ranks of
+    this host, or as many as --ranks says, or those that torchrun and the like started.
     """
     _refuse_idle(
         spec,
@@ -123,39 +123,22 @@ def comm(
     starts = ranks is not None or here.world_size == 1
     tell = options.teller("bench", quiet=quiet or json or here.rank > 0)
     if spec is None:
-        sizes = wanted.Sizes(
-            **_given(
-                {
-                    "collectives": None if only is None else tuple(only.split(",")),
-                    "smallest": _bytes(smallest),
-                    "largest": _bytes(largest),
-                    "device": device,
-                    "transport": transport,
-                    "calls": calls,
-                    "warmup": warmup,
-                }
-            )
-        )
+        collectives = None if only is None else tuple(only.split(","))
+        limits = {"smallest": _bytes(smallest), "largest": _bytes(largest)}
+        how = {"device": device, "transport": transport, "calls": calls, "warmup": warmup}
+        sizes = wanted.Sizes(**_given({"collectives": collectives, **limits, **how}))
         sizes.check_memory(ranks or max(RANKS, here.world_size))
         if starts:
             return options.launch_ranks(ranks or RANKS, RunSpec(), None, None, trains=False)
         return _collectives(sizes, here.rank == 0, json=json, tell=tell)
-    is_started = (
-        here.rank > 0 or here.told is not None
-    )  # started by a process that has named the ignored keys
+    # started by a process that has named the ignored keys
+    is_started = here.rank > 0 or here.told is not None
     origin = options.read_spec(
         "bench comm", spec, options.overrides(set_, seed=seed, data=data), is_quiet=is_started
     ).spec
-    asked = wanted.Buckets(
-        **_given(
-            {
-                "sizes": None if buckets is None else tuple(map(_bytes, buckets.split(","))),
-                "calls": calls,
-                "warmup": warmup,
-                "rounds": rounds,
-            }
-        )
-    )
+    tried = None if buckets is None else tuple(map(_bytes, buckets.split(",")))
+    counts = {"calls": calls, "warmup": warmup, "rounds": rounds}
+    asked = wanted.Buckets(**_given({"sizes": tried, **counts}))
     if starts:
         return options.launch_ranks(ranks or RANKS, origin, None, None, trains=False)
     return _buckets(spec, origin, asked, here.rank == 0, json=json, tell=tell)
@@ -198,83 +181,30 @@ def _bytes(text: str | None) -> int | None:
 
 def _collectives(sizes: Sizes, is_first: bool, *, json: bool, tell: Callable[[str], None]) -> int:
     """Time the collectives as one rank of a group; the first rank prints the result."""
+    from surefoot.cli.prove.tables import comm as tables
     from surefoot.prove.bench.collectives import fit, measure, on_ranks
 
     with on_ranks(sizes.device, sizes.transport) as group:
         rows = measure(group, sizes, tell=tell)
-        where = str(group.device), group.transport
+        device, transport = str(group.device), group.transport
     links = fit(rows)
-    if is_first and json:
+    if not is_first:
+        return EXIT_OK
+    where = _where(rows[0].ranks, device, transport)
+    if json:
         options.print_json(
             {
-                **_where(rows[0].ranks, *where),
+                **where,
                 "calls": sizes.calls,
                 "warmup": sizes.warmup,
                 "rows": [_row(each) for each in rows],
                 "links": {name: _link(link) for name, link in links.items()},
             }
         )
-    elif is_first:
-        _print_collectives(rows, links)
-        _print_where(rows[0].ranks, *where)
+    else:
+        tables.print_collectives(rows, links)
+        tables.print_where(where)
     return EXIT_OK
-
-
-def _print_collectives(rows: Sequence[TimedCollective], links: Mapping[str, Link]) -> None:
-    from surefoot.cli.table import print_table, print_text
-    from surefoot.control.plan import bus_factor
-    from surefoot.core.units import format_bits_per_s, format_bytes, format_percent, format_seconds
-
-    headers = ["size", "median", "95 % of medians", "algorithm", "bus"]
-    print_table(
-        ["collective", *headers],
-        [
-            [
-                each.collective,
-                format_bytes(each.num_bytes),
-                format_seconds(each.elapsed.estimate),
-                _range(each.elapsed),
-                format_bits_per_s(each.bytes_per_s),
-                format_bits_per_s(each.bus_bytes_per_s),
-            ]
-            for each in rows
-        ],
-        right=headers,
-    )
-    if not links:
-        return
-    ranks = rows[0].ranks
-    headers = [
-        "latency",
-        "bandwidth",
-        "of the bus",
-        "off by",
-        "left out",
-        f"{format_percent(SHARE)} of it from",
-    ]
-    print()
-    print_table(
-        ["collective", *headers],
-        [
-            [
-                name,
-                format_seconds(link.latency_s),
-                format_bits_per_s(link.bytes_per_s),
-                format_bits_per_s(
-                    None if link.bytes_per_s is None else bus_factor(name, ranks) * link.bytes_per_s
-                ),
-                format_percent(link.off),
-                str(link.num_left_out),
-                format_bytes(link.size_for(SHARE)),
-            ]
-            for name, link in links.items()
-        ],
-        right=headers,
-    )
-    print()
-    print_text(
-        "seconds = latency + size / bandwidth, fitted to the medians; off by: their median distance from it, as a share"
-    )
 
 
 def _buckets(
@@ -287,14 +217,18 @@ def _buckets(
     tell: Callable[[str], None],
 ) -> int:
     """Time the gradient buckets of a SPEC as one rank; the first rank prints the result."""
+    from surefoot.cli.prove.tables import comm as tables
     from surefoot.prove.bench.buckets import tune
 
     found = tune(spec, asked, tell=tell)
-    if is_first and json:
+    if not is_first:
+        return EXIT_OK
+    where = _where(found.ranks, found.device, found.transport)
+    if json:
         options.print_json(
             {
                 "spec": name,
-                **_where(found.ranks, found.device, found.transport),
+                **where,
                 "gradient_bytes": found.gradient_bytes,
                 "buckets": found.own_sizes,
                 "alone": _interval(found.alone),
@@ -317,114 +251,10 @@ def _buckets(
                 "first": _duel(found.first),
             }
         )
-    elif is_first:
-        _print_buckets(found)
-        _print_where(found.ranks, found.device, found.transport)
-    return EXIT_OK
-
-
-def _print_buckets(found: BucketTuning) -> None:
-    from surefoot.cli.table import print_pairs, print_table, print_text
-    from surefoot.core.units import format_bits_per_s, format_bytes, format_seconds
-
-    alone, link = found.alone, found.link
-    took = f"{format_seconds(alone.estimate)} ({_range(alone)}, n = {alone.count})"
-    line = f"{format_seconds(link.latency_s)} + size / {format_bits_per_s(link.bytes_per_s)}"
-    print_pairs(
-        [
-            (
-                "gradients",
-                f"{format_bytes(found.gradient_bytes)} in {_buckets_of(found.own_sizes)}",
-            ),
-            (
-                "their sum alone",
-                f"{took}, {format_bits_per_s(found.bytes_per_s)}, of the bus {format_bits_per_s(found.bus_bytes_per_s)}",
-            ),
-            ("an all-reduce", line),
-            (
-                "from that",
-                f"{format_seconds(found.predicted_s)} for the gradients, and buckets of {format_bytes(found.advised_bytes)}",
-            ),
-        ]
-    )
-    print()
-    headers = ["first bucket", "buckets", "a step", "95 % of medians"]
-    print_table(
-        ["bucket", *headers],
-        [
-            [
-                format_bytes(each.laid.bucket_bytes),
-                format_bytes(each.laid.first_bytes),
-                str(len(each.bucket_sizes)),
-                format_seconds(each.elapsed.estimate),
-                _range(each.elapsed),
-            ]
-            for each in sorted(found.tried, key=lambda each: each.laid.bucket_bytes)
-        ],
-        right=("bucket", *headers),
-    )
-    print()
-    for line in _verdict(found):
-        print_text(line)
-
-
-def _verdict(found: BucketTuning) -> list[str]:
-    """Return the recommended settings as sentences, with the measurements behind them."""
-    from surefoot.core.units import format_bytes
-
-    if len(found.tried) == 1:
-        lines = [
-            f"every size comes to the same {_buckets_of(found.own_sizes)}: there is nothing to choose"
-        ]
-    elif found.best is None:
-        lines = [
-            f"buckets of {format_bytes(found.own.bucket_bytes)}, the spec's own, are the quickest"
-        ]
     else:
-        ratio = found.best.ratio
-        quick, own = (
-            format_bytes(found.best.laid.bucket_bytes),
-            format_bytes(found.own.bucket_bytes),
-        )
-        said = f"with buckets of {quick} a step takes {ratio} of what it takes with {own}, in rounds of their own: "
-        lines = [
-            said
-            + (
-                f'layout.bucket_size = "{quick}"'
-                if found.chosen != found.own
-                else f"{VERDICTS[ratio.verdict]}, {own} stays"
-            )
-        ]
-    if found.first is not None:
-        ratio = found.first.ratio
-        size = format_bytes(found.first.laid.first_bytes)
-        lines.append(
-            f"with a first bucket of {size} it takes {ratio} of what it takes without one: {VERDICTS[ratio.verdict]}"
-        )
-    return lines
-
-
-def _buckets_of(sizes: Sequence[int]) -> str:
-    """Describe bucket sizes.
-
-    >>> _buckets_of([1 << 20, 25 << 20, 3 << 20])
-    '3 buckets of 1 MiB to 25 MiB'
-    """
-    from surefoot.core.units import format_bytes
-
-    if len(sizes) == 1:
-        return "1 bucket"
-    return f"{len(sizes)} buckets of {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
-
-
-def _range(found: Interval) -> str:
-    from surefoot.core.units import UNKNOWN, format_seconds
-
-    return (
-        UNKNOWN
-        if found.low is None
-        else f"{format_seconds(found.low)} to {format_seconds(found.high)}"
-    )
+        tables.print_buckets(found)
+        tables.print_where(where)
+    return EXIT_OK
 
 
 def _interval(found: Interval) -> dict[str, Any]:
@@ -442,6 +272,8 @@ def _row(each: TimedCollective) -> dict[str, Any]:
 
 
 def _link(link: Link) -> dict[str, Any]:
+    from surefoot.cli.prove.tables.comm import SHARE
+
     return {**asdict(link), "bytes_for_90_percent": link.size_for(SHARE)}
 
 
@@ -467,16 +299,3 @@ def _where(ranks: int, device: str, transport: str) -> dict[str, Any]:
         "share_cores": crowded,
         "conditions": find_conditions(("torch", "surefoot")),
     }
-
-
-def _print_where(ranks: int, device: str, transport: str) -> None:
-    from surefoot.cli.table import print_text
-
-    row = _where(ranks, device, transport)
-    print_text(
-        f"{ranks} ranks, {WORDS.get(transport, transport)}, {row['conditions']['processor']}, torch {row['conditions']['torch']}"
-    )
-    if row["share_cores"]:
-        print_text(
-            f"{ranks} ranks on {row['conditions']['cores']} core(s) wait for each other: this is no link's speed"
-        )

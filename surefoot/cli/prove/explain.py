@@ -30,8 +30,8 @@ def explain(
 ) -> int:
     """Take the first step of a spec and show what every parameter and operator was in.
 
-    Observed, not presumed: storage, compute, gradient, sum of gradients, master, optimiser state. Ends with 1 where the spec's
-    `precision.contract` does not hold. Nothing is written.
+    Observed, not presumed: storage, compute, gradient, sum of gradients, master, optimiser state.
+    Ends with 1 where the spec's `precision.contract` does not hold. Nothing is written.
     """
     from dataclasses import asdict
 
@@ -48,9 +48,8 @@ def explain(
         seen = find_overflow(rehearsal.assembly, 1)
     assert record is not None
     overflow = None
-    if (
-        seen is not None and seen.direction == "forward"
-    ):  # a forward overflow, which the loss scale cannot prevent
+    # a forward overflow, which the loss scale cannot prevent
+    if seen is not None and seen.direction == "forward":
         overflow = seen.words if seen.remedy is None else f"{seen.words}; set {seen.remedy}"
     breach = None
     try:

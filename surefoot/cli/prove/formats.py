@@ -27,9 +27,11 @@ def formats(
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Show what number formats hold, found by running them: range, resolution, where each overflows and where it vanishes.
+    """Show what number formats hold, found by running them.
 
-    With a SPEC also the share of its gradient values that fp16 makes zero, without a loss scale and at the spec's own.
+    Range, resolution, where each overflows and where it vanishes.
+    With a SPEC also the share of its gradient values that fp16 makes zero, without a loss scale and
+    at the spec's own.
     """
     if spec is None and (set_ or seed is not None or data is not None):
         raise InputError(
@@ -121,6 +123,7 @@ def _print_flushed(
     )
     count = sum(each.num_values for each in flushed)
     print(
-        f"\nof {count:,} gradient values fp16 makes {format_percent(first)} zero at scale 1, {format_percent(last)} at {scales[-1]:g}"
+        f"\nof {count:,} gradient values fp16 makes {format_percent(first)} zero at scale 1, "
+        f"{format_percent(last)} at {scales[-1]:g}"
     )
     print(f"the largest scale that leaves them room: precision.init_scale = {advised:.1f}")

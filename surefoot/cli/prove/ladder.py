@@ -29,38 +29,44 @@ if TYPE_CHECKING:
 RUNG_HELP = 'one of your own: "name (kind): table.key=value"; repeatable'
 OUT = "a new one below ladders/"
 
+RungsOption = Annotated[
+    str | None,
+    typer.Option("--rungs", metavar="A,B", help="these, in this order", show_default="all"),
+]
+RungOption = Annotated[list[str] | None, typer.Option("--rung", metavar="WORDS", help=RUNG_HELP)]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="where the results go", show_default=OUT),
+]
+PairsOption = Annotated[
+    int,
+    typer.Option(
+        "--pairs", metavar="N", help="of runs for a rung, at most; 7 at least show a gain"
+    ),
+]
+SamplesOption = Annotated[
+    int | None,
+    typer.Option("--samples", metavar="N", help="of each run", show_default="a second's"),
+]
+LeaveOneOutOption = Annotated[
+    bool,
+    typer.Option("--leave-one-out", help="then measure the best without each of its rungs"),
+]
+SkipRefusedOption = Annotated[
+    bool,
+    typer.Option("--skip-refused", help="spend no runs on a rung whose numbers have failed"),
+]
+
 
 def ladder(
     spec: SpecArgument,
-    rungs: Annotated[
-        str | None,
-        typer.Option("--rungs", metavar="A,B", help="these, in this order", show_default="all"),
-    ] = None,
-    rung: Annotated[
-        list[str] | None, typer.Option("--rung", metavar="WORDS", help=RUNG_HELP)
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="where the results go", show_default=OUT),
-    ] = None,
-    pairs: Annotated[
-        int,
-        typer.Option(
-            "--pairs", metavar="N", help="of runs for a rung, at most; 7 at least show a gain"
-        ),
-    ] = 15,
-    samples: Annotated[
-        int | None,
-        typer.Option("--samples", metavar="N", help="of each run", show_default="a second's"),
-    ] = None,
-    leave_one_out: Annotated[
-        bool,
-        typer.Option("--leave-one-out", help="then measure the best without each of its rungs"),
-    ] = False,
-    skip_refused: Annotated[
-        bool,
-        typer.Option("--skip-refused", help="spend no runs on a rung whose numbers have failed"),
-    ] = False,
+    rungs: RungsOption = None,
+    rung: RungOption = None,
+    out: OutOption = None,
+    pairs: PairsOption = 15,
+    samples: SamplesOption = None,
+    leave_one_out: LeaveOneOutOption = False,
+    skip_refused: SkipRefusedOption = False,
     set_: SetOption = None,
     seed: SeedOption = None,
     data: DataOption = None,
@@ -70,8 +76,9 @@ def ladder(
 ) -> int:
     """Measure what each optimisation brings here, from the plain loop up.
 
-    One rung at a time, in fresh processes, interleaved with the one below it. A rung stays when its interval excludes no gain and its
-    numbers are those of the start; what is thrown out stays in the table, with the reason. Writes a table, JSON, a picture and best.toml.
+    One rung at a time, in fresh processes, interleaved with the one below it. A rung stays when its
+    interval excludes no gain and its numbers are those of the start; what is thrown out stays in
+    the table, with the reason. Writes a table, JSON, a picture and best.toml.
     """
     from surefoot.core.errors import SpecError
     from surefoot.core.signals import ending_by_signal
@@ -108,7 +115,10 @@ def ladder(
         first = found.results[0]
         raise InputError(
             f"no rung was measured, so nothing is known of any: {first.rung.name}: {first.reason}",
-            hint=f"{folder / 'ladder.md'} has the reason of each; give rungs that this machine and task have: --rungs, --rung",
+            hint=(
+                f"{folder / 'ladder.md'} has the reason of each; "
+                "give rungs that this machine and task have: --rungs, --rung"
+            ),
         )
     return EXIT_OK
 
@@ -178,9 +188,11 @@ def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
         f"takes {last if last is not None else UNKNOWN} of the start's {ladder.conditions['time']}"
     )
     print_text(
-        f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; {ladder.num_runs} runs"
+        f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; "
+        f"{ladder.num_runs} runs"
     )
     if num_ranks(ladder.best) > 1:
         print_text(
-            f"it trains on several ranks: surefoot train {shlex.quote(str(folder / BEST))} --ranks {num_ranks(ladder.best)}"
+            f"it trains on several ranks: surefoot train {shlex.quote(str(folder / BEST))} --ranks "
+            f"{num_ranks(ladder.best)}"
         )

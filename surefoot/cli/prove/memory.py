@@ -20,50 +20,52 @@ if TYPE_CHECKING:
 
 FILE = "shape.json"
 
+OptionalSpecArgument = Annotated[
+    str | None, typer.Argument(metavar="[SPEC]", help="a spec", show_default=False)
+]
+ParametersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--parameters",
+        metavar="COUNT",
+        help="instead of a spec: so many, as 70B",
+        show_default=False,
+    ),
+]
+FitOption = Annotated[
+    str | None,
+    typer.Option(
+        "--fit", metavar="SIZE", help="what fits into so much, as 16GiB", show_default=False
+    ),
+]
+ShardedRanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        help="what each of so many holds, by stage of sharding",
+        show_default=False,
+    ),
+]
+HalfOption = Annotated[
+    bool,
+    typer.Option("--half", help="with --ranks: weights and gradients in 16 bits, masters in 32"),
+]
+MeasureOption = Annotated[bool, typer.Option("--measure", help="run three steps too, and compare")]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="what is known to a new file", show_default=False),
+]
+
 
 def memory(
-    given: Annotated[
-        str | None, typer.Argument(metavar="[SPEC]", help="a spec", show_default=False)
-    ] = None,
-    parameters: Annotated[
-        str | None,
-        typer.Option(
-            "--parameters",
-            metavar="COUNT",
-            help="instead of a spec: so many, as 70B",
-            show_default=False,
-        ),
-    ] = None,
-    fit: Annotated[
-        str | None,
-        typer.Option(
-            "--fit", metavar="SIZE", help="what fits into so much, as 16GiB", show_default=False
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks",
-            metavar="N",
-            help="what each of so many holds, by stage of sharding",
-            show_default=False,
-        ),
-    ] = None,
-    half: Annotated[
-        bool,
-        typer.Option(
-            "--half", help="with --ranks: weights and gradients in 16 bits, masters in 32"
-        ),
-    ] = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="run three steps too, and compare")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="what is known to a new file", show_default=False
-        ),
-    ] = None,
+    given: OptionalSpecArgument = None,
+    parameters: ParametersOption = None,
+    fit: FitOption = None,
+    ranks: ShardedRanksOption = None,
+    half: HalfOption = False,
+    measure: MeasureOption = False,
+    out: OutOption = None,
     set_: SetOption = None,
     data: DataOption = None,
     json: JsonOption = False,
@@ -72,8 +74,9 @@ def memory(
 ) -> None:
     """Predict what a step holds at its most, without running it.
 
-    Parameters, gradients, optimiser state, activations by block, temporaries: from a trace without numbers. `--fit` finds the largest
-    microbatch, and the cheapest recomputation, that fit into some memory. `--parameters 175B --ranks 64` compares the stages of sharding.
+    Parameters, gradients, optimiser state, activations by block, temporaries: from a trace without
+    numbers. `--fit` finds the largest microbatch, and the cheapest recomputation, that fit into
+    some memory. `--parameters 175B --ranks 64` compares the stages of sharding.
     """
     from surefoot.core.units import parse_bytes
 
@@ -84,11 +87,8 @@ def memory(
             else "a spec and --parameters are two questions"
         )
         raise InputError(what, hint="surefoot memory digits, or surefoot memory --parameters 70B")
-    idle = [
-        flag
-        for flag, value in {"--measure": measure, "--set": set_, "--data": data}.items()
-        if value
-    ]
+    of_spec = {"--measure": measure, "--set": set_, "--data": data}
+    idle = [flag for flag, value in of_spec.items() if value]
     if idle and parameters is not None:
         raise InputError(
             f"{idle[0]} belongs to a spec, and --parameters is arithmetic alone",
@@ -114,32 +114,29 @@ def memory(
     budget = None if fit is None else parse_bytes(fit)
     if out is not None:
         options.check_new_file(out, "--out", FILE)
-    if parameters is not None:
-        row = (
-            _from_sizes(parameters, budget)
-            if ranks is None
-            else _by_stage(parameters, ranks, is_half=half)
-        )
+    if parameters is None:
+        tell = options.teller("memory", quiet=quiet or json)
+        row = _from_spec(str(given), options.overrides(set_, data=data), budget, measure, tell)
+    elif ranks is None:
+        row = _from_sizes(parameters, budget)
     else:
-        row = _from_spec(
-            str(given),
-            options.overrides(set_, data=data),
-            budget,
-            measure,
-            options.teller("memory", quiet=quiet or json),
-        )
+        row = _by_stage(parameters, ranks, is_half=half)
     if out is not None:
-        try:
-            out.write_text(json_.dumps(row, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise StorageError(
-                f"{out} cannot be written: {error.strerror}",
-                hint=hint_unwritten(error, "give another --out"),
-            ) from None
+        _write(out, row)
     if json:
         options.print_json(row)
     else:
         _print(row)
+
+
+def _write(out: Path, row: Mapping[str, Any]) -> None:
+    try:
+        out.write_text(json_.dumps(row, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"{out} cannot be written: {error.strerror}",
+            hint=hint_unwritten(error, "give another --out"),
+        ) from None
 
 
 def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
@@ -151,18 +148,10 @@ def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
         raise InputError("--parameters is 0", hint="give the number of parameters, as 70B")
     terms = training_bytes(count)
     peak = sum(terms.values())
-    fitting = (
-        {}
-        if budget is None
-        else {"budget_bytes": budget, "times_budget": peak / budget, "fits": peak <= budget}
-    )
-    return {
-        "peak_bytes": peak,
-        "interval": None,
-        "terms": terms,
-        "num_parameters": count,
-        **fitting,
-    }
+    row = {"peak_bytes": peak, "interval": None, "terms": terms, "num_parameters": count}
+    if budget is None:
+        return row
+    return {**row, "budget_bytes": budget, "times_budget": peak / budget, "fits": peak <= budget}
 
 
 def _by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
@@ -191,7 +180,8 @@ def _from_spec(
     spec = origin.spec
     if spec.memory.offload != "none":
         raise InputError(
-            f"memory.offload is {spec.memory.offload!r}, and what lies on the host is not predicted",
+            f"memory.offload is {spec.memory.offload!r}, "
+            "and what lies on the host is not predicted",
             hint="leave it out: what is told is the peak of a device that keeps all",
         )
     left_out = {"left_out": name_left_out("memory", origin)}
@@ -221,7 +211,8 @@ def _measure(spec: RunSpec, row: Mapping[str, Any], tell: Callable[[str], None])
     layout = row.get("layout", "1")
     if layout != "1":
         print(
-            f"note: --measure runs one process, and the prediction is for a rank of {layout}: they are not compared; "
+            f"note: --measure runs one process, and the prediction is for a rank of {layout}: "
+            "they are not compared; "
             "surefoot train SPEC --ranks N --set memory.predict=true measures a rank",
             file=sys.stderr,
         )
@@ -245,7 +236,8 @@ def _print(row: Mapping[str, Any]) -> None:
         ]
         print_table(("sharding", "each rank", "saved", "sent a step"), stages)
         print_text(
-            "weights, gradients and the optimiser's state (Adam); activations are not in it, and no stage divides them"
+            "weights, gradients and the optimiser's state (Adam); activations are not in it, "
+            "and no stage divides them"
         )
         return
     peak = row["peak_bytes"]
@@ -259,23 +251,19 @@ def _print(row: Mapping[str, Any]) -> None:
         print_table(("what", "bytes", "share"), rows)
     if peak is not None:
         low_high = row["interval"]
-        said = (
-            ""
-            if low_high is None
-            else f", between {format_bytes(low_high[0])} and {format_bytes(low_high[1])}"
-        )
+        between = ""
+        if low_high is not None:
+            between = f", between {format_bytes(low_high[0])} and {format_bytes(low_high[1])}"
         layout = row.get("layout", "1")
-        print_text(
-            f"at its most {format_bytes(peak)}{said}{'' if layout == '1' else f', on each rank of {layout}'}"
-        )
+        where = "" if layout == "1" else f", on each rank of {layout}"
+        print_text(f"at its most {format_bytes(peak)}{between}{where}")
     if "times_budget" in row:
         print(f"{row['times_budget']:.3g} times {format_bytes(row['budget_bytes'])}")
     if "measured_bytes" in row:
-        error = (
-            f", the prediction is off by {format_percent(row['error'])}"
-            if row["error"] is not None
-            else ""
-        )
+        error = ""
+        if row["error"] is not None:
+            error = f", the prediction is off by {format_percent(row['error'])}"
         print_text(
-            f"measured {format_bytes(row['measured_bytes'])}{error}; resident {format_bytes(row['resident_bytes'])}"
+            f"measured {format_bytes(row['measured_bytes'])}{error}; "
+            f"resident {format_bytes(row['resident_bytes'])}"
         )

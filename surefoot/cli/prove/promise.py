@@ -42,8 +42,8 @@ def prove(
 ) -> int:
     """Put a promise to the test: kill runs, cut the power, and count what did not hold.
 
-    Real runs, real faults, in a folder that goes afterwards; the same seed replays a trial. Ends with 0 where the promise held in
-    every trial, 1 where it did not or cannot be shown here.
+    Real runs, real faults, in a folder that goes afterwards; the same seed replays a trial. Ends
+    with 0 where the promise held in every trial, 1 where it did not or cannot be shown here.
     """
     from surefoot.prove.campaigns.promises import find_promise
 
@@ -134,11 +134,13 @@ def _print(promise: Promise, outcomes: list[CampaignOutcome], *, holds: bool) ->
         if each.not_here is not None:
             lines.append(f"{each.case} cannot be tried here: {each.not_here}")
         for failure in each.failures:
-            again = f"surefoot prove {promise.number} --case {each.case} --seed {failure.seed} --trials 1"
+            trial = f"--case {each.case} --seed {failure.seed} --trials 1"
+            again = f"surefoot prove {promise.number} {trial}"
             lines.append(f"{each.case}, seed {failure.seed}: {failure.what}\n  again: {again}")
     verdict = (
         "it does not hold" if any(each.failures for each in outcomes) else "it cannot be shown here"
     )
     if holds:
-        verdict = f"it held in {sum(each.trials for each in outcomes):,} trials, first seed {outcomes[0].seed}"
+        count = sum(each.trials for each in outcomes)
+        verdict = f"it held in {count:,} trials, first seed {outcomes[0].seed}"
     print("\n".join([*lines, f"verdict: {verdict}"]))

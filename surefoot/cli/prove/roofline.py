@@ -58,8 +58,9 @@ def roofline(
 ) -> None:
     """Lay a step over what this machine can do.
 
-    Measures the peaks of products and copies, counts FLOPs and bytes of every operator and module of a training step, and tells
-    which of the two holds each back, what fusion would help, and model FLOPs utilisation.
+    Measures the peaks of products and copies, counts FLOPs and bytes of every operator and module
+    of a training step, and tells which of the two holds each back, what fusion would help, and
+    model FLOPs utilisation.
     """
     tell = options.teller("roofline", quiet=quiet or json)
     if given is None:
@@ -219,25 +220,15 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
     from surefoot.core.cost.roofline import giga
     from surefoot.core.units import format_number, format_percent, format_seconds
 
-    outside_s = max(0.0, found.step_s - found.operators_s)
+    step, inside = format_seconds(found.step_s), format_seconds(found.operators_s)
+    outside, total = format_seconds(max(0.0, found.step_s - found.operators_s)), giga(found.flops)
+    fusible = f"{format_percent(found.fusible_share)} of the operators' time"
     pairs = [
-        (
-            "time",
-            f"{format_seconds(found.step_s)} for {found.num_samples} samples, the median of {found.num_steps}",
-        ),
-        (
-            "operators",
-            f"{format_seconds(found.operators_s)}; {format_seconds(outside_s)} outside of them: Python, and what calls them",
-        ),
-        (
-            "model FLOPs",
-            f"{giga(found.model_flops)} GFLOP in products, of {giga(found.flops)} in all",
-        ),
+        ("time", f"{step} for {found.num_samples} samples, the median of {found.num_steps}"),
+        ("operators", f"{inside}; {outside} outside of them: Python, and what calls them"),
+        ("model FLOPs", f"{giga(found.model_flops)} GFLOP in products, of {total} in all"),
         ("MFU", found.utilisation.words(found.samples_per_s)),
-        (
-            "fusible",
-            f"{format_percent(found.fusible_share)} of the operators' time: pointwise, norms, sums, copies, held back by memory",
-        ),
+        ("fusible", f"{fusible}: pointwise, norms, sums, copies, held back by memory"),
     ]
     if found.again_flops:
         pairs.append(
@@ -248,11 +239,17 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
         pairs.append(
             (
                 "rule of thumb",
-                f"6 x parameters x tokens and attention: {giga(found.rule_flops)} GFLOP, {share} of the model's",
+                (
+                    f"6 x parameters x tokens and attention: {giga(found.rule_flops)} GFLOP, "
+                    f"{share} of the model's"
+                ),
             )
         )
     if found.load is not None and found.load > BUSY:
-        told = f"the load was {format_number(found.load)} when this began: peaks and times are worse than on a machine that is left alone"
+        told = (
+            f"the load was {format_number(found.load)} when this began: "
+            "peaks and times are worse than on a machine that is left alone"
+        )
         pairs.append(("busy", told))
     if found.unknown:
         pairs.append(

@@ -41,7 +41,8 @@ def tune_loader(
 ) -> None:
     """Find how many workers keep the steps from waiting for data.
 
-    Measures what the steps could take, what the loader gives with 0, 1, 2, 4 workers and so on, and both together.
+    Measures what the steps could take, what the loader gives with 0, 1, 2, 4 workers and so on, and
+    both together.
     """
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.bench.loading import tune

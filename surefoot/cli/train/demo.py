@@ -17,8 +17,8 @@ PAIRS, SAMPLES = 7, 2000
 def demo(json: JsonOption = False, traceback: TracebackOption = False) -> int:
     """See all of it in three minutes, on data that is here.
 
-    Trains digits, climbs a short ladder of optimisations with it, and writes both as a page. Few pairs of short runs: a demonstration,
-    and no measurement to quote.
+    Trains digits, climbs a short ladder of optimisations with it, and writes both as a page. Few
+    pairs of short runs: a demonstration, and no measurement to quote.
     """
     from surefoot.cli.train.train import finish
     from surefoot.contract import spec_file

@@ -10,10 +10,11 @@ import typer
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, TracebackOption
 
+# name of the written file -> name in STARTER
 FILES = {
     "my_task.py": "my_task.py.txt",
     "my_spec.toml": "my_spec.toml",
-}  # name of the written file -> name in STARTER
+}
 STARTER = Path(__file__).with_name("starter")
 
 
@@ -24,7 +25,8 @@ def init(
 ) -> None:
     """Write a task file and a spec that run as they are.
 
-    The task learns from data that it makes itself; its comments say what to change. Nothing is ever overwritten.
+    The task learns from data that it makes itself; its comments say what to change. Nothing is ever
+    overwritten.
     """
     import shlex
 

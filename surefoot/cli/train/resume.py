@@ -11,6 +11,8 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import (
+    AcceptCodeChangeOption,
+    AcceptDataOption,
     DataOption,
     JsonOption,
     QuietOption,
@@ -27,35 +29,35 @@ from surefoot.core.errors import EXIT_OK
 if TYPE_CHECKING:
     from surefoot.train.resume.start import Start
 
+FromOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="STEP",
+        help="the commit: best, last or a number",
+        show_default="the newest",
+    ),
+]
+ForkOption = Annotated[
+    Path | None,
+    typer.Option("--fork", metavar="NEW", help="go on in this new folder; RUN stays as it is"),
+]
+WeightsOnlyOption = Annotated[
+    bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")
+]
+
 
 def resume(
     run: RunArgument,
-    from_: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="STEP",
-            help="the commit: best, last or a number",
-            show_default="the newest",
-        ),
-    ] = None,
-    fork: Annotated[
-        Path | None,
-        typer.Option("--fork", metavar="NEW", help="go on in this new folder; RUN stays as it is"),
-    ] = None,
-    weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")
-    ] = False,
+    from_: FromOption = None,
+    fork: ForkOption = None,
+    weights_only: WeightsOnlyOption = False,
     set_: SetOption = None,
     steps: StepsOption = None,
     data: DataOption = None,
     task: TaskOption = None,
-    accept_code_change: Annotated[
-        bool, typer.Option("--accept-code-change", help="go on although the task's code changed")
-    ] = False,
-    accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="resume although other data come than before")
-    ] = False,
+    accept_code_change: AcceptCodeChangeOption = False,
+    accept_data: AcceptDataOption = False,
     ranks: RangeOption = None,
     max_restarts: RestartsOption = None,
     json: JsonOption = False,
@@ -64,8 +66,8 @@ def resume(
 ) -> int:
     """Go on with a run, or begin another one where it stood.
 
-    An unfinished run goes on in its folder by its own spec, as if it had never stopped. With --fork a new run begins with its state,
-    and the spec may change.
+    An unfinished run goes on in its folder by its own spec, as if it had never stopped. With --fork
+    a new run begins with its state, and the spec may change.
     """
     from surefoot.cli.train.train import finish, tell_finished
     from surefoot.contract import events, spec_file
@@ -73,24 +75,25 @@ def resume(
     from surefoot.train.resume import changes
     from surefoot.train.run import Run
 
-    before = spec_file.read_of_run(
-        run, task=task, checks_task=False
-    ).spec  # a moved task file is the same task
+    # a moved task file is the same task
+    before = spec_file.read_of_run(run, task=task, checks_task=False).spec
     after = spec_file.read_of_run(
         run, options.overrides(set_, steps=steps, data=data), task=task
     ).spec
     if after.task.use is None:
         raise SpecError(
             f"the task of {run} was built in a script, so only that script can go on with it",
-            hint="there: Run(spec, task, folder=...), for a fork with start=surefoot.Start(Path(run), step)",
+            hint=(
+                "there: Run(spec, task, folder=...), "
+                "for a fork with start=surefoot.Start(Path(run), step)"
+            ),
         )
     found = changes.find(before, after)
     start = _start(run, from_, is_fork=fork is not None or weights_only, weights_only=weights_only)
     if start is None:
         ended = events.find_end(run, before.id)
-        longer = (
-            "" if ended is None or steps is not None else f" --steps {2 * max(1, ended.step)}"
-        )  # without more steps nothing is left to train
+        # without more steps nothing is left to train
+        longer = "" if ended is None or steps is not None else f" --steps {2 * max(1, ended.step)}"
         changes.check_in_place(
             found,
             f"surefoot resume {shlex.quote(str(run))} --fork NEW{longer} with the same changes",
@@ -139,8 +142,8 @@ def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -
         return None
     if not is_fork:
         print(
-            f"warning: step {step:,} is not the newest commit of {run}, which is step {newest:,}: that run is left as it is, and a "
-            "fork of it begins in a new folder",
+            f"warning: step {step:,} is not the newest commit of {run}, which is step {newest:,}: "
+            "that run is left as it is, and a fork of it begins in a new folder",
             file=sys.stderr,
         )
     return Start(run, step, weights_only)
@@ -153,5 +156,8 @@ def _check_new(fork: Path) -> None:
     if (fork / events.FILE).is_file():
         raise RunFolderError(
             f"{fork} holds a run already, and is left as it is",
-            hint=f"surefoot resume {shlex.quote(str(fork))} goes on with it where it is unfinished; else give a new folder with --fork",
+            hint=(
+                f"surefoot resume {shlex.quote(str(fork))} goes on with it where it is unfinished; "
+                "else give a new folder with --fork"
+            ),
         )

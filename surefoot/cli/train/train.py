@@ -12,6 +12,8 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import (
+    AcceptCodeChangeOption,
+    AcceptDataOption,
     DataOption,
     JsonOption,
     QuietOption,
@@ -44,12 +46,8 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="begin anew in a new folder; nothing is deleted")
     ] = False,
-    accept_code_change: Annotated[
-        bool, typer.Option("--accept-code-change", help="go on although the task's code changed")
-    ] = False,
-    accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="resume although other data come than before")
-    ] = False,
+    accept_code_change: AcceptCodeChangeOption = False,
+    accept_data: AcceptDataOption = False,
     weights: Annotated[
         str | None,
         typer.Option(
@@ -71,8 +69,8 @@ def train(
 ) -> int:
     """Train a task and print how it ended.
 
-    The folder of the run holds its spec, its events and its weights; train the same --run again to go on. With --ranks it is trained by
-    so many processes of this host, to the same numbers.
+    The folder of the run holds its spec, its events and its weights; train the same --run again to
+    go on. With --ranks it is trained by so many processes of this host, to the same numbers.
     """
     from surefoot.contract import spec_file
     from surefoot.core.errors import InputError
@@ -151,11 +149,13 @@ def tell_finished(run: Path, spec: RunSpec, *, json: bool) -> bool:
         return ended is not None
     longer = f"surefoot resume {shlex.quote(str(run))} --fork NEW --steps {2 * max(1, ended.step)}"
     print(
-        f"{run} is {ended.outcome} after step {ended.step:,} ({ended.cause}): nothing is left to train",
+        f"{run} is {ended.outcome} after step {ended.step:,} ({ended.cause}): "
+        "nothing is left to train",
         file=sys.stderr,
     )
     print(
-        f"hint: to train on from its end: {longer}; to train it anew: another --run, or train with --fresh",
+        f"hint: to train on from its end: {longer}; to train it anew: another --run, "
+        "or train with --fresh",
         file=sys.stderr,
     )
     _print_summary(

@@ -1,0 +1,158 @@
+"""The tables of `surefoot verify`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from surefoot.cli.table import print_table, print_text
+from surefoot.core.units import format_number, format_seconds
+
+if TYPE_CHECKING:
+    from surefoot.prove.command import CommandVerdict
+    from surefoot.prove.ladder.gate import GateVerdict, Score
+    from surefoot.prove.layouts.verify import LayoutVerdict
+    from surefoot.prove.verify import Verdict
+
+NUM_WORST = 5
+
+
+def print_resume(found: Verdict, spec: str) -> None:
+    """Print whether runs of a spec repeat, and resume after a kill to the same bits."""
+    rows = [
+        ("two unbroken runs", f"{found.num_steps} steps each", _told(found.repeat, "the same bits"))
+    ]
+    if found.repeat is None:
+        kills = ", ".join(
+            f"{step}{' (a save cut in two)' if in_save else ''}" for step, _, in_save in found.kills
+        )
+        rows.append(
+            (
+                f"killed {len(found.kills)} time{'s' * (len(found.kills) != 1)} and resumed",
+                f"after step{'s' * (len(found.kills) != 1)} {kills}",
+                _told(found.resume, "the same bits"),
+            )
+        )
+    print_table(("test", "how", "outcome"), rows)
+    print()
+    print_text(
+        f"compared after every step: {', '.join(found.components)}; "
+        "at the end every tensor of the last commit, and the ledger"
+    )
+    print(f"data: {found.guarantee}; kill seed {found.seed}")
+    for difference in (found.repeat, found.resume):
+        if difference is not None:
+            print(
+                f"likely cause: {difference.cause}; "
+                f"the losses part by {format_number(difference.loss_gap)} at most"
+            )
+    print(f"verdict: {spec} {'goes on exactly' if found.holds else _fails(found)}")
+
+
+def _told(difference: Any, same: str) -> str:
+    if difference is None:
+        return same
+    where = "in the last commit" if difference.step is None else f"at step {difference.step}"
+    return f"part {where}: {difference.component}"
+
+
+def _fails(found: Verdict | CommandVerdict) -> str:
+    return (
+        "does not repeat, so nothing can be said of going on"
+        if found.repeat is not None
+        else "does not go on exactly"
+    )
+
+
+def print_command(found: CommandVerdict, command: str) -> None:
+    """Print whether runs of a command repeat, and resume after a kill to the same files."""
+    rows = [("two unbroken runs", f"{found.num_files} files each", found.repeat or "the same")]
+    if found.repeat is None:
+        after = ", ".join(str(count) for count in found.kills)
+        how = f"after {after} of {found.num_changes} changes in its folder"
+        rows.append(
+            (f"killed {len(found.kills)} times and restarted", how, found.resume or "the same")
+        )
+    print_table(("test", "how", "outcome"), rows)
+    if found.by_digest:
+        print(f"\ncompared by SHA-256 alone: {', '.join(found.by_digest)}")
+    if found.unfollowed:
+        print(
+            "links out of the folder, compared by the name of their target alone: "
+            f"{', '.join(found.unfollowed)}"
+        )
+    if found.left_out:
+        print(
+            f"left out, since they hold times: {', '.join(found.left_out)}; "
+            "and the random states of saved streams"
+        )
+    print(f"kill seed {found.seed}")
+    print(f"verdict: {command} {'goes on exactly' if found.holds else _fails(found)}")
+
+
+def print_precision(score: Score, spec: str, precision: str, steps: int) -> None:
+    """Print the scores of a spec in its precision and in fp32, and whether it learns less."""
+    from surefoot.prove.precision import WIDE
+
+    mean = f"mean {score.name}"
+    rows = [
+        (precision, format_number(score.value), str(score.difference)),
+        (WIDE, format_number(score.start), ""),
+    ]
+    print_table(["precision", mean, "difference, paired by seed"], rows, right=[mean])
+    print(
+        f"\n{score.difference.count} pairs of runs, {steps} steps each; "
+        f"those in {WIDE} scatter by {format_number(score.spread)}"
+    )
+    learns = "learns less" if score.is_worse else "learns the same"
+    print(f"verdict: {spec} {learns} in {precision}")
+
+
+def print_compiled(found: GateVerdict, spec: str, what: str) -> None:
+    """Print where the compiled step, which compiles `what`, is farthest from eager mode."""
+    rows = [
+        (each.what, format_number(each.off), format_number(each.allowed))
+        for each in found.claims[:NUM_WORST]
+    ]
+    headers = ("the worst of all comparisons", "off by", "allowed")
+    print_table(headers, rows, right=headers[1:])
+    print(f"\n{len(found.claims)} comparisons; compiled: {what}")
+    computes = "computes" if found.verdict == "passes" else "does not compute"
+    print(f"verdict: {spec} {computes} compiled what it does in eager mode: {found.words}")
+
+
+def print_layouts(found: LayoutVerdict, spec: str) -> None:
+    """Print where each layout is farthest from one process, and what the same bits cost."""
+    rows = [
+        (
+            row.layout,
+            row.precision,
+            f"{row.count:,}",
+            row.worst,
+            format_number(row.off),
+            format_number(row.allowed),
+        )
+        for row in found.rows
+    ]
+    headers = ("layout", "precision", "tensors", "the worst", "off by", "allowed")
+    print_table(headers, rows, right=("tensors", "off by", "allowed"))
+    print(
+        f"\n{found.num_steps} steps of {found.batch} samples in microbatches of "
+        f"{found.microbatch}, against one process"
+    )
+    for note in found.notes:
+        print(f"note: {note}")
+    if found.costs:
+        costs = [
+            (
+                each.layout,
+                format_seconds(each.exact_s),
+                format_seconds(each.plain_s),
+                f"{each.exact_s / each.plain_s:.2f}",
+            )
+            for each in found.costs
+        ]
+        heads = ("layout", "a step with the same bits", "without", "ratio")
+        print_table(heads, costs, right=("ratio",))
+    same = "to the same bits" if found.costs else "the same"
+    computes = "computes" if found.holds else "does not compute"
+    print(f"verdict: {spec} {computes} {same} under every layout")
