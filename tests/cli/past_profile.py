@@ -1,4 +1,7 @@
-"""What a profile and a ladder leave behind, as files; `name` stands wherever a stranger may choose a name."""
+"""What a profile and a ladder leave behind, as files.
+
+`name` stands wherever a stranger may choose a name.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-FLAME = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30"><rect width="100" height="14" fill="#fa0"/>{inside}</svg>'
+FLAME = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30"><rect width="100" '
+    'height="14" fill="#fa0"/>{inside}</svg>'
+)
 
 
 def write_profile(run: Path, *, name: str = "aten::addmm", inside: str = "") -> None:

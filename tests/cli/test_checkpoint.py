@@ -1,4 +1,7 @@
-"""`surefoot checkpoint`: what it lists is there, what it finds damaged is damaged, what it deletes need not stay."""
+"""Tests of `surefoot checkpoint`.
+
+What it lists is there, what it finds damaged is damaged, what it deletes need not stay.
+"""
 
 from __future__ import annotations
 
@@ -262,7 +265,10 @@ def test_every_kind_of_damage_is_named_and_only_that_commit(
 def test_four_hundred_of_four_hundred_flipped_bits_are_found_in_the_file_that_holds_them(
     tmp_path: Path,
 ) -> None:
-    """Over every file of a commit with weights, average, optimiser and state, in proportion to their sizes; seed 0."""
+    """Flip bits over every file of a commit, in proportion to the files' sizes; seed 0.
+
+    The commit has weights, average, optimiser and state.
+    """
     folder = tmp_path / FIXTURE.name
     shutil.copytree(FIXTURE, folder)
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}

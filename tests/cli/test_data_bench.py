@@ -1,4 +1,7 @@
-"""`surefoot data bench`: what it counts is there, from the device or from memory, and a delay costs what it says."""
+"""Tests of `surefoot data bench`.
+
+What it counts is there, from the device or from memory, and a delay costs what it says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`surefoot data convert`: what is written is what was read, in the same bytes whoever is killed meanwhile; nothing else is touched."""
+"""Tests of `surefoot data convert`.
+
+What is written is what was read, in the same bytes whoever is killed meanwhile; nothing else is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,8 @@ class Pairs(torch.utils.data.Dataset):
     def __getitem__(self, i):
         noise = torch.rand(()) if self.draws else torch.tensor(0.5)
         box = {"a": torch.full((2,), float(i)), "b": torch.tensor([i])}
-        return {"text": f"sample {i}", "label": i % 3, "weights": box, "ids": [i, i + 1], "x": torch.arange(4) * noise}
+        x = torch.arange(4) * noise
+        return {"text": f"sample {i}", "label": i % 3, "weights": box, "ids": [i, i + 1], "x": x}
 
 
 class Task:
@@ -80,7 +85,10 @@ def arrays(tmp_path: Path) -> dict[str, Path]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of all that is written there, but for what is ours alone: the index holds times, the progress file goes along."""
+    """Return the bytes of all that is written there, but for what is ours alone.
+
+    The index holds times, and the progress file goes along.
+    """
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.iterdir()

@@ -1,4 +1,7 @@
-"""`surefoot report`: one page of a run or several, whatever names a stranger chose, read by a browser where there is one."""
+"""Tests of `surefoot report`.
+
+One page of a run or several, whatever names a stranger chose, read by a browser where there is one.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ from tests.cli.past_profile import write_ladder, write_profile
 
 HOSTILE = {
     "a script": "<script>window.hostile = 1</script>",
-    "the end of an attribute": '"><img src=x onerror="window.hostile = 1"><svg onload=\'window.hostile = 1\'>',
+    "the end of an attribute": (
+        '"><img src=x onerror="window.hostile = 1"><svg onload=\'window.hostile = 1\'>'
+    ),
     "the end of the style": "</style></title></svg><script>window.hostile = 1</script>",
     "a template": "{{ 7 * 7 }}{% raw %}",
     "direction marks": "exp\u202egpj.exe\u2066\u200f",
@@ -150,7 +155,10 @@ def committed(number: int) -> Committed:
 
 
 def write_whole(folder: Path, name: str = "digits") -> Path:
-    """A run with a record of every kind and a whole profile; `name` stands wherever a stranger may choose one."""
+    """A run with a record of every kind and a whole profile.
+
+    `name` stands wherever a stranger may choose one.
+    """
     spec = {**past.SPEC, "task": {"use": name}, "optim": {"lr": 0.005, "note": name}}
     changes = {
         "task": name,
@@ -443,7 +451,8 @@ def test_a_page_is_drawn_without_torch(tmp_path: Path) -> None:
     past.write_finished(tmp_path / "a")
     code = (
         "import sys; sys.argv = ['surefoot', 'report', 'a']\nfrom surefoot.cli.main import main\n"
-        "try: main()\nexcept SystemExit as end: sys.exit(end.code or bool({'torch', 'matplotlib'} & set(sys.modules)))"
+        "try: main()\nexcept SystemExit as end: sys.exit(end.code or bool({'torch', "
+        "'matplotlib'} & set(sys.modules)))"
     )
     assert (
         subprocess.run(
@@ -466,7 +475,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def test_the_browser_sees_what_a_page_does(browser: Browser, tmp_path: Path) -> None:
     page = tmp_path / "bad.html"
     page.write_text(
-        "<p style='width: 3000px'>x</p><script>window.hostile = 1; console.log(1); nothing()</script><img src='http://there/x'>"
+        "<p style='width: 3000px'>x</p><script>window.hostile = 1; console.log(1); "
+        "nothing()</script><img src='http://there/x'>"
     )
     browser.open(page)
     assert len(browser.complaints()) >= 2
@@ -493,7 +503,10 @@ def test_in_a_browser_nothing_runs_leaves_the_file_or_overflows(
         assert browser.value("document.scripts.length") == 0
         assert browser.value("document.documentElement.scrollWidth <= innerWidth")
         if (kind, width) == ("none", 1200):
-            cut_off = "[...document.querySelectorAll('.scroll')].filter(each => each.scrollWidth > each.clientWidth)"
+            cut_off = (
+                "[...document.querySelectorAll('.scroll')].filter(each => each.scrollWidth > "
+                "each.clientWidth)"
+            )
             assert browser.value(f"{cut_off}.map(each => each.textContent)") == []
     assert (
         browser.value("getComputedStyle(document.querySelector('.line')).fill") == "none"

@@ -1,4 +1,7 @@
-"""`surefoot resume`: the same run goes on, another begins where it stood, and nothing changes in silence."""
+"""Tests of `surefoot resume`.
+
+The same run goes on, another begins where it stood, and nothing changes in silence.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ def train(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A spec of a task in a file, its run `whole`, and `left`, left after step 7 as by a kill, when step 6 is its newest commit."""
+    """A spec of a task in a file, its run `whole`, and `left`.
+
+    `left` was left after step 7 as by a kill, when step 6 was its newest commit.
+    """
     folder = tmp_path_factory.mktemp("trained")
     path = folder / "mine.toml"
     path.write_text(SPEC.format(use=write_task(folder)))
@@ -626,7 +632,7 @@ def test_partial_weights_without_weights_are_refused(spec: Path, surefoot: Comma
     assert "--partial-weights goes with --weights DIR" in answer.err
 
 
-def test_pretrained_weights_are_imported_frozen_and_fine_tuned_and_the_frozen_part_stays_bit_for_bit(
+def test_pretrained_weights_are_imported_and_fine_tuned_and_the_frozen_part_stays_bit_for_bit(
     spec: Path, surefoot: Command
 ) -> None:
     pretrained = {

@@ -1,4 +1,4 @@
-"""A real HTTP server for tests, which breaks as it is told: what it was asked for stays on record."""
+"""A real HTTP server for tests, which breaks as it is told and records what it was asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Fault = Callable[
 
 @dataclass(frozen=True)
 class Asked:
-    """One GET: the path, the first byte, and the bytes that are right; `number` counts the GETs of this path from 0."""
+    """One GET: the path, the first byte, and the bytes that are right.
+
+    `number` counts the GETs of this path from 0.
+    """
 
     path: str
     start: int

@@ -1,4 +1,7 @@
-"""An order by blocks of shards: each sample once, found at any position, within few shards at a time, and how well that mixes."""
+"""Tests of an order by blocks of shards.
+
+Each sample once, found at any position, within few shards at a time, and how well that mixes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""FLOPs and bytes of what runs, against counts by hand in the stated convention and against torch's own counter where it has one."""
+"""FLOPs and bytes of what runs, against counts by hand in the stated convention.
+
+Where torch's own counter has them, against that too.
+"""
 
 # B batch, T tokens, D model, N heads, H per head, I in, O out
 
@@ -26,7 +29,10 @@ FLOAT = 4  # bytes
 def counted(
     model: nn.Module, *inputs: Tensor, loss: Callable[[Any], Tensor] = lambda out: out.sum()
 ) -> Counter:
-    """A forward and a backward pass under the counter; the loss, its gradient and the sums of gradients are part of it."""
+    """Run a forward and a backward pass under the counter.
+
+    The loss, its gradient and the sums of gradients are part of it.
+    """
     with Counter(model) as counter:
         loss(model(*inputs)).backward()
     return counter
@@ -349,9 +355,7 @@ def test_an_operator_without_a_formula_is_named_and_not_guessed() -> None:
     assert one(counter, "sort").flops == 0
 
 
-def test_arithmetic_on_complex_numbers_is_named_and_not_counted_and_what_counts_nothing_is_not() -> (
-    None
-):
+def test_complex_arithmetic_is_named_and_not_counted_and_what_counts_nothing_is_not() -> None:
     numbers, reals = torch.randn(B, B, dtype=torch.complex64), torch.randn(B, B)
     with Counter(nn.Identity()) as counter:
         _ = (numbers @ numbers + reals) * 2

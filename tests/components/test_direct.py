@@ -1,4 +1,7 @@
-"""Claims: a file written past the page cache holds the bytes in their order, of any length, also where direct writes are refused."""
+"""A file written past the page cache holds the bytes in their order, of any length.
+
+Also where direct writes are refused.
+"""
 
 import errno
 import os

@@ -1,4 +1,7 @@
-"""What others wrote comes in as tensors, numbers and text; code in it never runs, and the process that reads it cannot do harm."""
+"""What others wrote comes in as tensors, numbers and text.
+
+Code in it never runs, and the process that reads it cannot do harm.
+"""
 
 from __future__ import annotations
 
@@ -371,7 +374,10 @@ def test_two_parts_of_a_distributed_checkpoint_at_one_place_are_refused(tmp_path
 
 
 def shards(folder: Path) -> dict[str, str]:
-    """A model in two files with their index, as Hugging Face writes it; gives which file holds which tensor."""
+    """Write a model in two files with their index, as Hugging Face does.
+
+    Gives which file holds which tensor.
+    """
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     for name, file in names.items():
         save_file({name: torch.ones(1)}, folder / file)

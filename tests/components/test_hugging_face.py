@@ -1,4 +1,4 @@
-"""A step folder of a Hugging Face model opens with from_pretrained and with plain safetensors, as it is."""
+"""A step folder of a Hugging Face model opens as it is with from_pretrained and safetensors."""
 
 from __future__ import annotations
 

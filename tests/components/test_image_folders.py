@@ -1,4 +1,7 @@
-"""Folders of images: every image by number with the class of its folder, and everything that is no image has a name."""
+"""Tests of folders of images.
+
+Every image by number with the class of its folder, and everything that is no image has a name.
+"""
 
 from __future__ import annotations
 

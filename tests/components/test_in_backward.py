@@ -1,4 +1,7 @@
-"""The update inside the backward pass: the same bits, without all gradients at once, and refused where all are needed."""
+"""Tests of the update inside the backward pass.
+
+The same bits, without all gradients at once, and refused where all are needed.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Claims: where torch and the compiler know the instructions of this CPU, nothing is compiled to find that out; where one of them may not,
-torch looks as it always did; and the kernels are the same.
+"""Nothing is compiled to find the instructions of a CPU that torch and the compiler know.
+
+Where one of them may not, torch looks as it always did; and the kernels are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def compiler(folder: Path, release: str) -> str:
     path = folder / "bin" / "g++"
     path.parent.mkdir()
     path.write_text(
-        f'#!/bin/sh\n[ "$1" = "-dumpversion" ] && echo {release} && exit\nexec {shutil.which("g++")} "$@"\n'
+        f'#!/bin/sh\n[ "$1" = "-dumpversion" ] && echo {release} && exit\n'
+        f'exec {shutil.which("g++")} "$@"\n'
     )
     path.chmod(0o755)
     return str(path)

@@ -18,7 +18,7 @@ from surefoot.components.data.sources.iterated import KEPT_STATES
 
 
 class Stateful:
-    """Batches drawn from a generator that goes on through epochs: only its state tells what comes next."""
+    """Batches drawn from a generator that goes on through epochs: only its state tells the next."""
 
     def __init__(self, length: int = 30) -> None:
         self.length, self.drawn, self.restored = length, 0, False
@@ -130,7 +130,10 @@ def losses_of(folder: Path, task: Task, leave_at: int | None = None) -> list[flo
 
 
 def goes_on(folder: Path, make: Any) -> int:
-    """Left and gone on with in a fresh iterable, the losses are those of an unbroken run; gives how many steps were left."""
+    """Left and resumed in a fresh iterable, the losses are those of an unbroken run.
+
+    Gives how many steps were left.
+    """
     unbroken = losses_of(folder / "unbroken", Task(make()))
     with pytest.raises(Exception, match="left"):
         losses_of(folder / "left", Task(make()), leave_at=7)

@@ -1,4 +1,7 @@
-"""The loader: whatever its workers are and whatever becomes of them, a step reads what it always reads."""
+"""Tests of the loader.
+
+Whatever its workers are and whatever becomes of them, a step reads what it always reads.
+"""
 
 from __future__ import annotations
 
@@ -318,10 +321,13 @@ def test_threads_leave_the_threads_of_torch_alone() -> None:
 def test_workers_die_with_the_process_that_began_them() -> None:
     code = (
         "import sys, multiprocessing, time\n"
-        "from tests.components.test_loader import loader\nfrom tests.components.loading import Numbers\n"
+        "from tests.components.test_loader import loader\n"
+        "from tests.components.loading import Numbers\n"
         "from surefoot.components.data.loader import LoaderSettings\n"
-        "reading = loader(Numbers(0.2), LoaderSettings(workers=3, kind='process')); reading.take(1)\n"
-        "print(*(each.pid for each in multiprocessing.active_children()), flush=True); time.sleep(60)\n"
+        "reading = loader(Numbers(0.2), LoaderSettings(workers=3, kind='process')); "
+        "reading.take(1)\n"
+        "print(*(each.pid for each in multiprocessing.active_children()), flush=True); "
+        "time.sleep(60)\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],

@@ -1,4 +1,8 @@
-"""What a loader must stand: pipes that are full, workers that are slow or stopped, batches that cannot be sent, draws that nobody gave."""
+"""What a loader must stand.
+
+Pipes that are full, workers that are slow or stopped, batches that cannot be sent, draws that
+nobody gave.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +152,10 @@ def test_a_source_that_raises_in_every_worker_is_read_without_them(
 
 
 def test_a_dataset_that_draws_for_itself_draws_the_same_in_any_worker_and_no_two_alike() -> None:
-    """numpy's stream is copied into each worker: for years the augmentations of a batch were those of its neighbour."""
+    """numpy's stream is copied into each worker.
+
+    For years the augmentations of a batch were those of its neighbour.
+    """
     found = {}
     for workers in (0, 1, 2, 7):
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
@@ -171,7 +178,10 @@ def test_a_dataset_that_draws_for_itself_draws_the_same_in_any_worker_and_no_two
 def test_a_source_that_writes_to_its_ids_changes_nothing_but_its_own(
     workers: int, skips: bool
 ) -> None:
-    """It counts from 1: a step that is done again would read others, and the ledger would hold what nobody read."""
+    """It counts from 1.
+
+    A step that is done again would read others, and the ledger would hold what nobody read.
+    """
 
     class FromOne(Unsafe):
         def read(self, ids: np.ndarray) -> dict[str, Any]:
@@ -231,8 +241,8 @@ def test_a_source_that_hangs_in_workers_alone_is_told_what_may_hold_it() -> None
         reading.take(1)
     source.pool.shutdown()
     assert (
-        'what hangs in forked workers alone, as a pool of threads does, wants loader.start = "spawn"'
-        in str(raised.value.hint)
+        "what hangs in forked workers alone, as a pool of threads does, "
+        'wants loader.start = "spawn"' in str(raised.value.hint)
     )
 
 
@@ -359,7 +369,7 @@ def test_what_a_thread_gives_after_it_was_replaced_is_nobodys() -> None:
 
 
 def test_a_sample_is_augmented_by_its_own_draws(expected: list[list[Any]]) -> None:  # noqa: F811
-    """Not by its place in a microbatch, which another cut or a sample that is left out would change."""
+    """Not by its place in a microbatch, which another cut or an omitted sample would change."""
     for step, (_, batches) in enumerate(expected):
         for numbers, images in batches:
             for number, image in zip(numbers, images, strict=True):
@@ -435,7 +445,8 @@ def test_what_a_task_file_defines_goes_to_a_worker_that_is_spawned(
     )  # so that it is not there afterwards
     monkeypatch.setattr("sys.path", list(sys.path))
     (tmp_path / "elsewhere.py").write_text(
-        "from tests.components.loading import Numbers\nclass Mine(Numbers):\n    pass\nclass Task:\n    source = Mine()\n"
+        "from tests.components.loading import Numbers\nclass Mine(Numbers):\n    pass\n"
+        "class Task:\n    source = Mine()\n"
     )
     source = import_file(tmp_path / "elsewhere.py").Task.source
     reading = loader(source, LoaderSettings(workers=1, kind="process", start="spawn"))
@@ -444,7 +455,7 @@ def test_what_a_task_file_defines_goes_to_a_worker_that_is_spawned(
 
 
 class Failing(Numbers):
-    """Once, at sample 40, a worker ends in some way; `left` is a file that says that it is still to come."""
+    """A worker ends in some way, once, at sample 40; `left` is a file while that is to come."""
 
     def __init__(self, how: str, left: Path) -> None:
         super().__init__()

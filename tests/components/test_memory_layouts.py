@@ -1,4 +1,7 @@
-"""Updates of parameters that lie oddly in memory: the same numbers as for a contiguous copy, whatever kernel takes the step."""
+"""Tests of updates of parameters that lie oddly in memory.
+
+The same numbers as for a contiguous copy, whatever kernel takes the step.
+"""
 
 from __future__ import annotations
 

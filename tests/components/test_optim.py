@@ -331,7 +331,10 @@ def test_an_embedding_whose_gradient_would_be_sparse_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
     with pytest.raises(
         TaskError,
-        match=r"the gradient of 0\.weight is sparse, and the optimizers of \[optim\] take dense ones",
+        match=(
+            r"the gradient of 0\.weight is sparse, and the optimizers of \[optim\] take dense "
+            r"ones"
+        ),
     ):
         optim.build(OptimTable(), optim.find_trained(model))
     model[0].weight.requires_grad_(False)

@@ -1,4 +1,7 @@
-"""Each of our optimizers as an ordinary torch optimizer: what a loop of one's own does with torch's works with ours."""
+"""Each of our optimizers as an ordinary torch optimizer.
+
+What a loop of one's own does with torch's works with ours.
+"""
 
 from __future__ import annotations
 

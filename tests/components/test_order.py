@@ -124,9 +124,7 @@ def test_samples_become_steps_with_the_short_last_batch_counted_as_what_it_is(
     assert feed(103, 10).steps_for(samples) == steps
 
 
-def test_ten_microbatches_in_windows_of_four_are_three_updates_and_nothing_leaks_into_the_next_epoch() -> (
-    None
-):
+def test_ten_microbatches_in_windows_of_four_are_three_updates_and_none_crosses_the_epoch() -> None:
     one = feed(40, 16, microbatch=4)
     assert [len(one.microbatches(one.window(step))) for step in range(4)] == [4, 4, 2, 4]
     assert one.window(3).epoch == 1

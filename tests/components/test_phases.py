@@ -1,4 +1,7 @@
-"""The clock that is switched: what it counts, why a step stood out, and how a device that works beside the host is timed."""
+"""Tests of the clock that is switched.
+
+What it counts, why a step stood out, and how a device that works beside the host is timed.
+"""
 
 from __future__ import annotations
 

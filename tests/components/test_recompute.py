@@ -1,4 +1,7 @@
-"""Recomputation changes memory and time and no bit besides; it finds its blocks, and keeps within its budget."""
+"""Recomputation changes memory and time and no bit besides.
+
+It finds its blocks, and keeps within its budget.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ HOWS = ("full", "every 2", "operators", "100 KiB")
 
 
 class Block(nn.Module):
-    """Norm over the batch, dropout, a residual; `mask` is a buffer that never moves, and an argument by name."""
+    """Norm over the batch, dropout, a residual.
+
+    `mask` is a buffer that never moves, and an argument by name.
+    """
 
     def __init__(self, width: int, wide: int) -> None:
         super().__init__()
@@ -128,7 +134,7 @@ def test_with_a_frozen_first_layer_and_frozen_blocks_the_others_keep_their_gradi
 
 
 class Normed(Block):
-    """Its forward pass uses a buffer that it changes: computed again from another one it would give other numbers."""
+    """Its forward pass uses a buffer that it changes: recomputing it would give other numbers."""
 
     def __init__(self, width: int, wide: int) -> None:
         super().__init__(width, wide)
@@ -215,7 +221,7 @@ def test_operators_save_six_tenths_of_what_full_saves_for_a_tenth_of_the_product
         assert none < operators <= 1.1 * none
 
 
-def test_blocks_compute_again_the_products_that_are_cheapest_for_their_bytes_and_leave_what_they_do_not_use_to_the_next() -> (
+def test_blocks_recompute_the_products_cheapest_for_their_bytes_and_leave_the_next_the_rest() -> (
     None
 ):
     allowance = Allowance()
@@ -492,7 +498,10 @@ def test_a_run_with_a_budget_that_cannot_be_met_is_refused_before_it_begins(tmp_
 
 
 def test_a_budget_is_chosen_by_what_training_keeps_and_by_the_largest_batch(tmp_path: Path) -> None:
-    """A trial in evaluation mode keeps no mask of a dropout, and of a batch that grows the first is the smallest."""
+    """A trial in evaluation mode keeps no mask of a dropout.
+
+    Of a batch that grows the first is the smallest.
+    """
 
     def cost(name: str, **train: Any) -> int:
         how = small.spec(4, train=train, memory={"recompute": "64 KiB"})

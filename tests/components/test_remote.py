@@ -1,4 +1,8 @@
-"""Remote shards: what is trained on is what the digest says, whatever breaks on the way; the cache keeps its bound, and is shared."""
+"""Tests of remote shards.
+
+What is trained on is what the digest says, whatever breaks on the way; the cache keeps its bound,
+and is shared.
+"""
 
 from __future__ import annotations
 
@@ -442,7 +446,7 @@ def test_processes_share_a_cache_that_holds_less_than_all(served: Served, tmp_pa
 
 
 class Slow(Cache):
-    """A cache that takes its time between the list of its files and their sizes: until `listed` has done its work."""
+    """A cache that waits between the list of its files and their sizes until `listed` ends."""
 
     listed: Callable[[], object] | None = None
     is_adding = False

@@ -1,4 +1,7 @@
-"""URLs of shards: braces, kinds that are refused, secrets that stay out of errors, packages that are missing."""
+"""Tests of URLs of shards.
+
+Braces, kinds that are refused, secrets that stay out of errors, packages that are missing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tar shards: every sample once and in order, and every bad shard refused with file, member and reason."""
+"""Tests of tar shards.
+
+Every sample once and in order, and every bad shard refused with file, member and reason.
+"""
 
 from __future__ import annotations
 

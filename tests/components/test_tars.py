@@ -1,4 +1,7 @@
-"""Samples of tars by number: what is read is what was written, in any order, in any process, and every bad part has a name."""
+"""Tests of samples of tars by number.
+
+What is read is what was written, in any order, in any process, and every bad part has a name.
+"""
 
 from __future__ import annotations
 

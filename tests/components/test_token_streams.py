@@ -1,4 +1,7 @@
-"""Token streams: windows and packed documents give every token to predict once, and no document sees another."""
+"""Tests of token streams.
+
+Windows and packed documents give every token to predict once, and no document sees another.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Windows of torch.profiler: what a trace shows equals what torch says, adds up, and harms nobody who opens it."""
+"""Tests of windows of torch.profiler.
+
+What a trace shows equals what torch says, adds up, and harms nobody who opens it.
+"""
 
 from __future__ import annotations
 
@@ -401,7 +404,7 @@ def test_the_memory_of_a_step_is_told_apart_by_category(recorded: Path) -> None:
     assert set(found.categories["optimiser"]) == {2 * weights + counters}
     assert max(found.categories["gradients"]) == weights
     assert min(found.categories["gradients"]) == 0
-    # the batch, what the first layer gave, what relu gave, what the second gave and its logarithm, at least
+    # at least the batch, what the first layer, relu and the second layer gave, and its logarithm
     assert max(found.categories["activations"]) >= 4 * BATCH * (WIDTH + 2 * WIDTH + 10)
     assert min(min(values) for values in found.categories.values()) == 0
 

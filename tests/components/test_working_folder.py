@@ -1,4 +1,7 @@
-"""A source that is built with a relative path reads that file for good, wherever the process goes later, and so do its copies."""
+"""A source that is built with a relative path reads that file for good.
+
+Wherever the process goes later, and so do its copies.
+"""
 
 from __future__ import annotations
 

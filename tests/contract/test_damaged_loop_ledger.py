@@ -1,4 +1,4 @@
-"""A damaged row of a loop's ledger costs that row: it is named, and all that stand behind it are read."""
+"""A damaged row of a loop's ledger costs that row: it is named, and all behind it are read."""
 
 from __future__ import annotations
 

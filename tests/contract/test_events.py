@@ -1,4 +1,7 @@
-"""The log of a run: every record reads back, whatever tore its end or whoever changed its middle."""
+"""Tests of the log of a run.
+
+Every record reads back, whatever tore its end or whoever changed its middle.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A commit exists only when its manifest does, and a manifest is believed only as far as it was checked."""
+"""A commit exists only when its manifest does.
+
+A manifest is believed only as far as it was checked.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,10 @@ def test_a_part_whose_other_rows_are_not_there_is_refused_by_whoever_reads_its_m
     ):
         with pytest.raises(
             RunFolderError,
-            match=r"rows of weight are missing|the parts of weight are no rows, overlap or leave a gap",
+            match=(
+                r"rows of weight are missing|the parts of weight are no rows, overlap or leave a "
+                r"gap"
+            ),
         ):
             read(folder)
 
@@ -285,7 +291,10 @@ def test_a_commit_replaces_that_of_an_earlier_attempt(tmp_path: Path) -> None:
 
 
 class Shared(nn.Module):
-    """A tied head, a slice of another tensor, a mask of -inf, a frozen parameter that is none, complex numbers."""
+    """A tied head, a slice of another tensor, a mask of -inf, complex numbers.
+
+    Also a frozen parameter that is none.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""A task's parameters are read from its source, which is never run; what cannot be seen is left to the import."""
+"""A task's parameters are read from its source, which is never run.
+
+What cannot be seen is left to the import.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ SEEN = {
         ["width"],
     ),
     "overruled": (
-        "class Base:\n    def __init__(self, width): ...\nclass Mine(Base):\n    def __init__(self, depth): ...",
+        "class Base:\n    def __init__(self, width): ...\n"
+        "class Mine(Base):\n    def __init__(self, depth): ...",
         ["depth"],
     ),
 }
@@ -58,7 +62,9 @@ UNSEEN = {
     "a name from elsewhere": "from elsewhere import Mine",
     "a name of another": "import elsewhere\nMine = elsewhere.Other",
     "everything from elsewhere": "from elsewhere import *",
-    "a class under a condition": "if True:\n    class Mine:\n        def __init__(self, width): ...",
+    "a class under a condition": (
+        "if True:\n    class Mine:\n        def __init__(self, width): ..."
+    ),
     "a class in a try": "try:\n    class Mine: ...\nexcept ImportError:\n    class Mine: ...",
     "a name with a type": "Mine: type = make()",
     "two names at once": "Mine, Other = make()",

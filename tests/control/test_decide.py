@@ -32,7 +32,7 @@ Case = tuple[
 def run(
     rules: Rules, *cases: Case, course: RestartHistory | None = None
 ) -> tuple[list[str], RestartHistory, str]:
-    """The decisions on one fault after another, what has become of the places, and the last reason."""
+    """The decisions on one fault after another, what became of the places, and the last reason."""
     now, found, why = course or RestartHistory(), list[Choice](), ""
     for how, place, num_commits in cases:
         assert not found or found[-1] != Choice.STOP, "it stopped before"

@@ -1,4 +1,7 @@
-"""Running, stuck, dead or unknown: what can be known of a run from outside, of real processes that hold its lock."""
+"""Running, stuck, dead or unknown: what can be known of a run from outside.
+
+Of real processes that hold its lock.
+"""
 
 from __future__ import annotations
 

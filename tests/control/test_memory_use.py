@@ -1,4 +1,7 @@
-"""A run's peak is judged by the memory that there is, and each remedy comes with its effect and with who says so."""
+"""A run's peak is judged by the memory that there is.
+
+Each remedy comes with its effect and with who says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Whose code a stack frame is: the folder of its file decides, whatever the folders above it are called."""
+"""Whose code a stack frame is.
+
+The folder of its file decides, whatever the folders above it are called.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ def test_an_error_in_a_checkout_named_surefoot_is_placed_in_the_users_line(tmp_p
 def test_packages_of_an_interpreter_below_another_are_libraries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A virtual environment with system-site-packages finds torch in folders that are not its own."""
+    """A venv with system-site-packages finds torch in folders that are not its own."""
     monkeypatch.setattr(sys, "path", [*sys.path, "/opt/base/lib/python3/dist-packages"])
     frames._library_folders.cache_clear()
     assert frames.is_of_library("/opt/base/lib/python3/dist-packages/torch/nn.py")

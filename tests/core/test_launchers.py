@@ -1,4 +1,7 @@
-"""Launchers whose variables do not join ranks: several tasks are refused with the line to type, one process is not."""
+"""Tests of launchers whose variables do not join ranks.
+
+Several tasks are refused with the line to type, one process is not.
+"""
 
 from __future__ import annotations
 

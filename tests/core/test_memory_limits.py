@@ -1,4 +1,7 @@
-"""How much memory a process may use, read from files as the kernel writes them; and an allocation that is refused, which is exit code 7."""
+"""How much memory a process may use, read from files as the kernel writes them.
+
+And an allocation that is refused, which is exit code 7.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +158,8 @@ def wrapped(cause: BaseException) -> Exception:
         (OSError(12, "Cannot allocate memory"), True),
         (
             RuntimeError(
-                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: "
+                "you tried to allocate 8 bytes"
             ),
             True,
         ),

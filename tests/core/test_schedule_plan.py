@@ -1,4 +1,4 @@
-"""The [schedule] table: what each curve takes, what is refused, and what the steps of a run then get."""
+"""The [schedule] table: what each curve takes, what is refused, and what a run's steps get."""
 
 from __future__ import annotations
 
@@ -157,9 +157,7 @@ def test_warmup_stable_decay_fills_what_is_left_out() -> None:
     assert values(both, 20, 30, 40, 99) == pytest.approx([1, 0.75, 0.5, 0.5])
 
 
-def test_inverse_square_root_takes_the_warm_up_as_its_scale_and_then_follows_the_whole_run_s_step() -> (
-    None
-):
+def test_inverse_square_root_takes_the_warm_up_as_its_scale_and_follows_the_run_s_step() -> None:
     curve = make(total=1000, name="inverse_square_root", warmup="25 steps")
     assert values(curve, 24, 25, 100, 400) == pytest.approx([1, 1, 0.5, 0.25])
 

@@ -1,4 +1,7 @@
-"""Statistics that keep their word: known values, and verdicts that are right as often as they say."""
+"""Statistics that keep their word.
+
+Known values, and verdicts that are right as often as they say.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,8 @@ def test_the_sign_test_s_rank_is_that_of_the_exact_binomial_tail(count: int) -> 
 
 @pytest.mark.parametrize("count", [7, 15, 31])
 def test_the_bootstrap_s_bounds_are_those_of_its_exact_distribution(count: int) -> None:
-    """For odd n a resample's median is at most the k-th value when more than half of n draws fall on the first k."""
+    """For odd n a resample's median is at most the k-th value
+    when more than half of n draws fall on the first k."""
 
     def at_most(k: int) -> float:
         share = k / count
@@ -133,7 +137,10 @@ def test_a_bootstrap_draws_from_its_seed_alone() -> None:
 
 @pytest.mark.parametrize("count", [6, 7, 15])
 def test_identical_arms_show_no_effect_in_at_least_nine_of_ten_trials(count: int) -> None:
-    """Both arms draw from one distribution of times: a floor, a long tail, and a machine whose speed drifts."""
+    """Both arms draw from one distribution of times.
+
+    It has a floor, a long tail, and a machine whose speed drifts.
+    """
     generator, trials = np.random.default_rng(count), 400
     verdicts = []
     for trial in range(trials):
@@ -217,7 +224,10 @@ def test_what_cannot_be_compared_is_refused_in_words() -> None:
 def test_a_trial_that_stops_at_any_look_calls_an_effect_that_is_none_as_seldom_as_it_says(
     most: int,
 ) -> None:
-    """Every sequence of coins up to 15, and drawn ones beyond: stopped at the first look that shows a gain."""
+    """Every sequence of coins up to 15, and drawn ones beyond.
+
+    Stopped at the first look that shows a gain.
+    """
     ranks = looks(most)
     assert ranks
     generator = np.random.default_rng(most)
@@ -233,7 +243,10 @@ def test_a_trial_that_stops_at_any_look_calls_an_effect_that_is_none_as_seldom_a
 
 
 def test_an_interval_that_is_read_until_it_shows_something_is_wrong_far_more_often() -> None:
-    """What `looks` is for: the interval of a fixed n, read after 7, 8, 9 ... 31 pairs, finds an effect in equal arms too often."""
+    """The interval of a fixed n, read after 7, 8, 9 ... 31 pairs, is what `looks` is for.
+
+    It finds an effect in equal arms too often.
+    """
     coins = np.random.default_rng(0).integers(0, 2, (20_000, 31))
     called = np.zeros(len(coins), dtype=bool)
     for count in range(7, 32):

@@ -66,7 +66,10 @@ class Forge:
 
 @dataclass
 class Reader:
-    """Somebody who types what a document shows: a folder of his own, the project's folders beside him, `surefoot` on his path."""
+    """Somebody who types what a document shows.
+
+    He has a folder of his own, the project's folders beside him, and `surefoot` on his path.
+    """
 
     forge: Forge
     folder: Path
@@ -115,7 +118,8 @@ class Reader:
         return self.failures
 
     def _lacks_data(self, block: Block) -> bool:
-        """Whether a block reads a data set that is not there, or what a block made that was left out for that."""
+        """Whether a block reads a data set that is not there,
+        or what a block made that was left out for that."""
         sets = re.findall(r"shared/data(?:/([\w-]+))?", block.text)
         if any(self.data is None or not (self.data / name).exists() for name in sets):
             return True
@@ -203,5 +207,8 @@ class Reader:
 
 
 def _is_plain(command: str) -> bool:
-    """Whether it is one `surefoot ...` with nothing for a shell to do; such a command needs no process of its own."""
+    """Whether it is one `surefoot ...` with nothing for a shell to do.
+
+    Such a command needs no process of its own.
+    """
     return re.fullmatch(r"surefoot [^|&;<>$(){}*?~`#\n]*", command) is not None

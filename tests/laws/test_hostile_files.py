@@ -1,4 +1,7 @@
-"""Reading a stranger's spec or run runs none of its code, and damaged or hostile weights are refused by name."""
+"""Reading a stranger's spec or run runs none of its code.
+
+Damaged or hostile weights are refused by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Messages hashed side by side have the digests that hashlib gives them, whatever their sizes and parts; and one lane too few is told."""
+"""Messages hashed side by side have the digests that hashlib gives them.
+
+Whatever their sizes and parts; and one lane too few is told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every built-in task, every example and both loops pass `surefoot verify`, with dropout, augmentation and shuffling on."""
+"""Every built-in task, every example and both loops pass `surefoot verify`.
+
+With dropout, augmentation and shuffling on.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,10 @@ def test_a_task_that_calls_nothing_of_what_is_compiled_is_told_and_not_passed(
     tmp_path: Path,
 ) -> None:
     """Planted: each layer is called by itself, and the model never."""
-    layers = "out = batch[0]\n        for layer in model:\n            out = layer(out)\n        return out"
+    layers = (
+        "out = batch[0]\n        for layer in model:\n            out = layer(out)\n"
+        "        return out"
+    )
     use = write_task(tmp_path, change=("# FORWARD", layers))
     made = spec(task={"use": use}, compile={"what": "model"})
     with pytest.raises(TaskError, match="nothing was compiled"):

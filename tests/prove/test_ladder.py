@@ -1,4 +1,7 @@
-"""The ladder's rungs, its decisions out of paired outcomes, what it writes, and one climb over planted rungs."""
+"""Tests of the ladder: its rungs, its decisions out of paired outcomes, what it writes.
+
+And one climb over planted rungs.
+"""
 
 from __future__ import annotations
 
@@ -184,10 +187,13 @@ def test_a_rung_is_settled_when_its_interval_is_clear_or_can_no_longer_be() -> N
     assert is_settled([loss, *[gain] * 10], 15)
 
 
-def test_of_rungs_that_change_nothing_at_most_one_in_twenty_is_called_a_gain_and_most_stop_early() -> (
+def test_of_rungs_that_change_nothing_at_most_1_in_20_is_called_a_gain_and_most_stop_early() -> (
     None
 ):
-    """Two thousand ladders' worth of equal arms on a machine whose speed drifts, each stopped as the ladder stops it."""
+    """Two thousand ladders' worth of equal arms on a machine whose speed drifts.
+
+    Each is stopped as the ladder stops it.
+    """
     draw, gains, pairs, most = random.Random(3), 0, 0, 15
     for _ in range(2000):
         drift, mine, theirs = 1.0, list[float](), list[float]()
@@ -292,9 +298,7 @@ def test_a_ladder_as_json_holds_every_rung_with_its_ratios_and_null_for_what_was
     assert row["best"] == "best.toml"
 
 
-def test_the_document_and_the_picture_show_kept_and_rejected_rungs_and_run_nothing_that_a_name_says() -> (
-    None
-):
+def test_document_and_picture_show_kept_and_rejected_rungs_and_run_nothing_of_a_name() -> None:
     text = as_markdown(a_ladder())
     assert "| fused | kept | 0.91x (0.9 to 0.94) |" in text
     assert "| wrong | REJECTED |" in text
@@ -335,7 +339,8 @@ def test_a_change_that_json_has_no_value_for_is_told_as_text() -> None:
 def start_spec(folder: Path, task: str = "Honest") -> Path:
     path = folder / "start.toml"
     path.write_text(
-        f'[task]\nuse = "{PLANTED}:{task}"\n[train]\nbatch = 64\nlength = "40 epochs"\n[observe]\ntensorboard = false\n'
+        f'[task]\nuse = "{PLANTED}:{task}"\n[train]\nbatch = 64\nlength = "40 epochs"\n'
+        "[observe]\ntensorboard = false\n"
     )
     return path
 
@@ -345,7 +350,10 @@ def start_spec(folder: Path, task: str = "Honest") -> Path:
     [
         (
             ("--rungs", "fusd"),
-            "there is no rung 'fusd'\nhint: did you mean 'fused'? there are: allocator, fused, channels last",
+            (
+                "there is no rung 'fusd'\nhint: did you mean 'fused'? there are: allocator, "
+                "fused, channels last"
+            ),
         ),
         (("--rung", "a: train.bacth=3"), "'bacth' is no key in [train]"),
         (("--rung", "a: train.batch=64"), "the rung 'a' changes nothing"),

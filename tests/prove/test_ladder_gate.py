@@ -1,4 +1,8 @@
-"""The parity gate: what is equal passes, what is rounded passes as rounded, and a wrong gradient is found whatever the loss says."""
+"""Tests of the parity gate.
+
+What is equal passes, what is rounded passes as rounded, and a wrong gradient is found whatever the
+loss says.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,10 @@ Tensors = Callable[..., Arrays]
 
 
 def spec(name: str = "Honest", **tables: dict[str, Any]) -> RunSpec:
-    """The plain start of a small task with some keys changed; few samples a step, so that rounding is not averaged away."""
+    """The plain start of a small task with some keys changed.
+
+    Few samples a step, so that rounding is not averaged away.
+    """
     made = RunSpec.model_validate(
         {
             "task": {"use": f"{PLANTED}:{name}"},
@@ -252,9 +259,7 @@ def scores(*values: float, better: str = "higher") -> SeedScores:
     return SeedScores(dict(enumerate(values)), "accuracy", better, "%")
 
 
-def test_a_score_is_worse_where_every_run_says_so_or_where_it_leaves_the_spread_of_the_start_s_own_runs() -> (
-    None
-):
+def test_a_score_is_worse_where_every_run_says_so_or_it_leaves_the_spread_of_the_start_s() -> None:
     start = scores(0.980, 0.984, 0.982)
     verdicts = {
         "the same": scores(0.980, 0.984, 0.982),

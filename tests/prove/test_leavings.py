@@ -1,4 +1,7 @@
-"""What two runs of a script left is compared whole: tensors, the plain numbers beside them, and files that only look like ours."""
+"""What two runs of a script left is compared whole.
+
+Tensors, the plain numbers beside them, and files that only look like ours.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`surefoot roofline` on small real steps: what is counted, what the file holds, what `show` makes of it."""
+"""Tests of `surefoot roofline` on small real steps.
+
+What is counted, what the file holds, what `show` makes of it.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,10 @@ def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
     answer = surefoot("roofline", "run", "--steps", "1")
     assert (answer.code, answer.err) == (
         5,
-        "error: run/profile cannot be written: Not a directory\nhint: name another file with --out\n",
+        (
+            "error: run/profile cannot be written: Not a directory\n"
+            "hint: name another file with --out\n"
+        ),
     )
     answer = surefoot("roofline", "run", "--steps", "1", "--quiet", "--out", "beside.json")
     assert (

@@ -25,7 +25,8 @@ __all__ = ["surefoot"]
 def spec(tmp_path: Path) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(
-        f'[task]\nuse = "{write_task(tmp_path)}"\n[train]\nbatch = 8\nlength = "99 steps"\n[checkpoint]\nevery = "5 steps"\n'
+        f'[task]\nuse = "{write_task(tmp_path)}"\n[train]\nbatch = 8\n'
+        'length = "99 steps"\n[checkpoint]\nevery = "5 steps"\n'
     )
     return path
 

@@ -1,4 +1,7 @@
-"""`surefoot whatif --compile` and `--save-kernels`: which ways there are, what is read off their runs, and small real ones."""
+"""Tests of `surefoot whatif --compile` and `--save-kernels`.
+
+Which ways there are, what is read off their runs, and small real ones.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def outcomes(name: str, step_s: float, compile_s: float | None) -> list[Outcome]
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks take half of eager mode's time, the model twice as long, the step compiles nothing."""
+    """The blocks take half of eager mode's time, the model twice, and the step compiles nothing."""
 
     def begin(bench: Workbench) -> float:
         bench.device = "cpu"

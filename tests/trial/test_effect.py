@@ -1,4 +1,7 @@
-"""Claims out of paired values: no effect where the interval holds none, bars, the record as JSON and Markdown."""
+"""Tests of claims out of paired values.
+
+No effect where the interval holds none, bars, the record as JSON and Markdown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Parity: what differs is found, what only two equal runs explain is not called equal, and real spec arms are compared."""
+"""Tests of parity.
+
+What differs is found, what only two equal runs explain is not called equal, and real spec arms are
+compared.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,9 @@ class Tiny:
     def model(self):
         made = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
         if self.zeroed:  # a gradient that loses one slice on its way, while the loss stays right
-            made[0].weight.register_hook(lambda grad: torch.cat([torch.zeros_like(grad[:1]), grad[1:]]))
+            made[0].weight.register_hook(
+                lambda grad: torch.cat([torch.zeros_like(grad[:1]), grad[1:]])
+            )
         return made
     def data(self, split):
         draw = torch.Generator().manual_seed(0)

@@ -1,4 +1,7 @@
-"""Turns: one arm computes at a time, what it waits is no part of its wall time, and none outlives the harness or its own time."""
+"""One arm computes at a time, and what it waits is no part of its wall time.
+
+None outlives the harness or its own time.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ write_report(sys.argv[1], {{"wall_s": clock.wall_s}})
 
 
 def player(name: str, file: Path, *, at_each: str = "pass", timeout_s: float = 60.0) -> Arm:
-    """An arm of 30 steps of 20 ms, of which a thread of it counts the time; it writes when each was."""
+    """An arm of 30 steps of 20 ms whose time a thread counts; it writes when each step was."""
     code = PLAYER.format(at_each=at_each, file=str(file))
     return Arm(
         name=name,
@@ -134,7 +137,8 @@ def test_a_spec_trains_the_same_in_turns_as_alone(tmp_path: Path) -> None:
 def test_arms_that_are_stopped_do_not_outlive_a_killed_harness(tmp_path: Path) -> None:
     at_each = "number == 3 and print(__import__('os').getpid(), flush=True)"
     code = (
-        "from pathlib import Path\nfrom surefoot.trial.turns import run_in_turns\nfrom tests.trial.test_turns import player\n"
+        "from pathlib import Path\nfrom surefoot.trial.turns import run_in_turns\n"
+        "from tests.trial.test_turns import player\n"
         f"where = Path({str(tmp_path)!r})\n"
         f"each = {at_each + ' or number == 9 and time.sleep(600)'!r}\n"
         "run_in_turns([player(name, where / name, at_each=each) for name in 'ab'], where / 'work')"
