@@ -369,10 +369,7 @@ def test_prune_keeps_the_newest_the_best_and_multiples_and_touches_no_foreign_na
     assert manifest.steps(run) == [3, 4, 5, 6]
     assert sorted(
         path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step-0")
-    ) == [
-        "notes",
-        "step-7",
-    ]
+    ) == ["notes", "step-7"]
     assert surefoot("checkpoint", "check", run).code == 0
 
 

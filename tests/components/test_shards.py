@@ -269,11 +269,7 @@ def test_a_class_is_a_whole_number_below_the_number_of_classes() -> None:
     assert [
         decode_class(Sample(Path("a.tar"), "0", {"cls": text}), num_classes=10)
         for text in (b"0", b"9", b" 3\n")
-    ] == [
-        0,
-        9,
-        3,
-    ]
+    ] == [0, 9, 3]
     for text in (b"10", b"-1", b"3.0", b"cat", b"", b"9" * 5000, b"\xff", "٣".encode()):
         with pytest.raises(DataError, match=r"^a\.tar: 0\.cls is"):
             decode_class(Sample(Path("a.tar"), "0", {"cls": text}), num_classes=10)

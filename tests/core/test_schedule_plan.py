@@ -125,13 +125,7 @@ def test_a_length_ends_the_curve_before_the_run_and_the_rate_stays() -> None:
     )
     assert values(
         make(name="step", every="20 steps", factor=0.5, length="60 steps"), 39, 40, 59, 60, 99
-    ) == [
-        0.5,
-        0.25,
-        0.25,
-        0.25,
-        0.25,
-    ]
+    ) == [0.5, 0.25, 0.25, 0.25, 0.25]
     restarts = make(name="cosine_restarts", cycle="10 steps", length="20 steps")
     assert restarts(20) == restarts(99) == restarts(19) < 0.03
 
@@ -258,14 +252,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "floor beside a sequence",
     ),
     "a sequence within a sequence": (
-        {
-            "sequence": (
-                ScheduleSettings(
-                    sequence=WARM_CONSTANT_COSINE,
-                ),
-                *WARM_CONSTANT_COSINE,
-            )
-        },
+        {"sequence": (ScheduleSettings(sequence=WARM_CONSTANT_COSINE), *WARM_CONSTANT_COSINE)},
         "holds another sequence",
     ),
     "a plateau in a sequence": (
@@ -373,11 +360,7 @@ def test_a_person_is_shown_the_keys_that_count_and_no_others() -> None:
     assert [
         piece["name"]
         for piece in ScheduleSettings(sequence=WARM_CONSTANT_COSINE).effective()["sequence"]
-    ] == [
-        "warmup",
-        "constant",
-        "cosine",
-    ]
+    ] == ["warmup", "constant", "cosine"]
 
 
 def test_a_preview_shows_a_plateau_whose_checks_never_get_better_and_leaves_the_curve_alone() -> (

@@ -68,7 +68,7 @@ ENDS = {
     (
         "surefoot/runtime/comm/watched.py",
         "os._exit",
-    ),  # of a rank whose main thread hangs: no exception reaches it
+    )  # of a rank whose main thread hangs: no exception reaches it
 }
 CLEARS = "surefoot/train/failure/memory.py"  # between two attempts at a step that found no memory
 NETWORK = (

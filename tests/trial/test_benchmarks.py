@@ -198,11 +198,7 @@ def test_every_run_of_the_large_batch_benchmark_is_a_spec() -> None:
     assert {
         kind: (each.train.batch, each.train.microbatch or each.train.batch)
         for kind, each in made.items()
-    } == {
-        "sgd 256": (256, 256),
-        "lars 2048": (2048, 256),
-        "lamb 2048": (2048, 256),
-    }
+    } == {"sgd 256": (256, 256), "lars 2048": (2048, 256), "lamb 2048": (2048, 256)}
     assert {(each.train.length, each.train.seed, each.task.use) for each in made.values()} == {
         ("4 epochs", 1, "cifar10")
     }
