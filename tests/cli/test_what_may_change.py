@@ -15,7 +15,7 @@ from surefoot.core.errors import SpecError
 from surefoot.train.resume import changes
 from tests.cli.conftest import Command
 from tests.cli.reference import ROOT, sections
-from tests.cli.test_resume import SPEC, STEPS, STOP, snapshot, train
+from tests.cli.resumed_runs import SPEC, STEPS, STOP, snapshot, train
 from tests.train.small import write_task
 
 EDITS = {

@@ -14,8 +14,8 @@ from surefoot.components.data import Tars
 from surefoot.components.data.remote import Remote
 from surefoot.components.data.remote.names import expand, find_places
 from surefoot.core.errors import DataError, MissingExtra
+from tests.components.remote_shards import QUICK, read, remote, served
 from tests.components.server import Served
-from tests.components.test_remote import QUICK, read, remote, served
 
 __all__ = ["served"]  # a fixture
 
