@@ -261,9 +261,8 @@ def test_tars_of_a_process_killed_again_and_again_are_those_of_one_that_was_not(
     resumed = convert(of_arrays(arrays), out, layout)
     assert resumed.kept >= len(made.shards) - 2
     assert digests(out) == digests(tmp_path / "whole")
-    assert {
-        path.name: path.stat().st_ino for path in tars_of(out)
-    }.items() >= inodes.items()  # none was written again
+    # none was written again
+    assert {path.name: path.stat().st_ino for path in tars_of(out)}.items() >= inodes.items()
     assert not list(out.glob(".*.draft"))
     listed = dict(line.split("  ")[::-1] for line in (out / "SHA256SUMS").read_text().splitlines())
     assert listed == {
@@ -278,12 +277,8 @@ def test_it_goes_on_wherever_the_progress_file_ends(
     convert(of_arrays(arrays), out, layout)
     whole, progress = digests(out), (out / PROGRESS).read_bytes()
     lines = progress.splitlines(keepends=True)
-    for content in (
-        b"".join(lines[:-1]),
-        progress[:-9],
-        lines[0],
-        b"",
-    ):  # renamed before its line was written, a line that is cut
+    # renamed before its line was written, a line that is cut
+    for content in (b"".join(lines[:-1]), progress[:-9], lines[0], b""):
         (out / PROGRESS).write_bytes(content)
         for path in [*tars_of(out)[content.count(b"\n") :], out / "SHA256SUMS"]:
             path.unlink()

@@ -199,9 +199,8 @@ def test_memory_uses_what_else_changes_a_step(
         sum(each.blocks.values()) if smaller == "activations" else each.terms.get(smaller, 0)
         for each in found
     )
-    assert after < before or (
-        "precision" in table and after != before
-    )  # the casts of weights are kept, too
+    # the casts of weights are kept, too
+    assert after < before or ("precision" in table and after != before)
 
 
 def test_memory_refuses_a_layout_that_train_refuses(small: Path) -> None:

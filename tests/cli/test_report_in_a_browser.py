@@ -60,9 +60,8 @@ def test_in_a_browser_nothing_runs_leaves_the_file_or_overflows(
                 "each.clientWidth)"
             )
             assert browser.value(f"{cut_off}.map(each => each.textContent)") == []
-    assert (
-        browser.value("getComputedStyle(document.querySelector('.line')).fill") == "none"
-    )  # the policy lets our own style through
+    # the policy lets our own style through
+    assert browser.value("getComputedStyle(document.querySelector('.line')).fill") == "none"
     browser.open(page, width=794, media="print")  # A4
     assert browser.value("document.documentElement.scrollWidth <= innerWidth")
     assert browser.print_pages()[:5] == b"%PDF-"

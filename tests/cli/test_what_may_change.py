@@ -131,12 +131,13 @@ EDITS = {
 }
 
 
+# as their neighbours
 UNTRIED = {
     "checkpoint.store",
     "checkpoint.budget",
     "train.keep_freed_memory",
     "memory.update_in_backward",
-}  # as their neighbours
+}
 
 
 NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-Fault = Callable[
-    ["Asked"], "int | bytes | None"
-]  # a status, the bytes sent in place of the right ones, or None for all is well
+# a status, the bytes sent in place of the right ones, or None for all is well
+Fault = Callable[["Asked"], "int | bytes | None"]
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,8 @@ class Handler(BaseHTTPRequestHandler):
 
     served: Served
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm, wbufsize = (
-        True,
-        1 << 16,
-    )  # else an answer waits 40 ms for an acknowledgement
+    # else an answer waits 40 ms for an acknowledgement
+    disable_nagle_algorithm, wbufsize = (True, 1 << 16)
 
     def do_HEAD(self) -> None:
         content = self.served.files.get(self.path.partition("?")[0])

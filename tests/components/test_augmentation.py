@@ -147,9 +147,8 @@ def test_boxes_are_resized_by_the_triangles_of_torch_and_see_nothing_of_what_lie
         down, across = weights_of(top, rows, size[0], 18), weights_of(left, columns, size[1], 14)
         expected = torch.einsum("hH,HWC,wW->hwC", down, image.double(), across)
         assert torch.allclose(got_exact, expected, atol=1e-9)
-        assert (
-            got.double() - expected
-        ).abs().max() < 1.01  # bytes are rounded after each direction
+        # bytes are rounded after each direction
+        assert (got.double() - expected).abs().max() < 1.01
     whole = resize(BYTES_BHWC, *size)
     assert torch.equal(
         whole, random_resized_crop(BYTES_BHWC, torch.tensor([[0, 0, 18, 14]] * 12), *size)
@@ -245,9 +244,8 @@ def test_the_shares_of_cutmix_are_those_of_the_pixels() -> None:
     kept = (images == BYTES_BHWC).all(-1).float().mean((1, 2))
     assert 0 < float(kept.min()) < 1
     ours = targets.gather(1, LABELS_B[:, None])[:, 0]
-    assert torch.allclose(
-        ours[4:], kept[4:], atol=0.02
-    )  # a pixel of another image may have the same colour
+    # a pixel of another image may have the same colour
+    assert torch.allclose(ours[4:], kept[4:], atol=0.02)
     from_either = (images == BYTES_BHWC) | (images == BYTES_BHWC[torch.arange(12) ^ 1])
     assert from_either.all()
 

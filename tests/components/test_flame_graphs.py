@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 from surefoot.components.profiler.tracing import analyse, draw, flame, fold, trace
 from tests.components.recorded import recorded, write
@@ -51,27 +52,10 @@ def test_the_backward_pass_of_an_operator_stands_under_the_module_that_called_it
     paths = names(fold.by_module(trace.read(recorded)))
     node = "autograd::engine::evaluate_function: "
     assert ("the window", "module Sequential", "module 0", "aten::linear") in paths
-    assert (
-        "the window",
-        "backward",
-        "module Sequential",
-        "module 0",
-        f"{node}AddmmBackward0",
-    ) in paths
-    assert (
-        "the window",
-        "backward",
-        "module Sequential",
-        "module 1",
-        f"{node}ReluBackward0",
-    ) in paths
-    assert (
-        "the window",
-        "backward",
-        "module Sequential",
-        "module 2",
-        f"{node}ReluBackward0",
-    ) not in paths
+    backward = ("the window", "backward", "module Sequential")
+    assert (*backward, "module 0", f"{node}AddmmBackward0") in paths
+    assert (*backward, "module 1", f"{node}ReluBackward0") in paths
+    assert (*backward, "module 2", f"{node}ReluBackward0") not in paths
 
 
 def test_python_stacks_lead_to_the_operator(recorded: Path) -> None:
@@ -79,21 +63,17 @@ def test_python_stacks_lead_to_the_operator(recorded: Path) -> None:
     assert any("take_step" in " ".join(path) and path[-1] == "aten::addmm" for path in paths)
 
 
+def event(category: str, name: str, *, ts: int, dur: int) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur}
+
+
 HOSTILE = '</title><script>alert(1)</script><g onclick="x" a=\'&\x00\ud800\x1b]'
 
 
 def test_a_hostile_name_is_shown_as_text(tmp_path: Path) -> None:
     events = [
-        {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": "ProfilerStep#1",
-            "pid": 1,
-            "tid": 1,
-            "ts": 0,
-            "dur": 10,
-        },
-        {"ph": "X", "cat": "cpu_op", "name": HOSTILE, "pid": 1, "tid": 1, "ts": 1, "dur": 8},
+        event("user_annotation", "ProfilerStep#1", ts=0, dur=10),
+        event("cpu_op", HOSTILE, ts=1, dur=8),
     ]
     found = analyse(write(tmp_path / "trace.json", {"traceEvents": events}))
     for path in draw(found, tmp_path / "out"):
@@ -124,45 +104,12 @@ def test_a_drawing_names_nothing_outside_itself(recorded: Path, tmp_path: Path) 
 
 
 def test_device_work_stands_under_the_operator_that_launched_it(tmp_path: Path) -> None:
+    linked = {"args": {"External id": 7}}
     events = [
-        {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": "ProfilerStep#1",
-            "pid": 1,
-            "tid": 1,
-            "ts": 0,
-            "dur": 10,
-        },
-        {
-            "ph": "X",
-            "cat": "user_annotation",
-            "name": "module a",
-            "pid": 1,
-            "tid": 1,
-            "ts": 1,
-            "dur": 4,
-        },
-        {
-            "ph": "X",
-            "cat": "cpu_op",
-            "name": "aten::mm",
-            "pid": 1,
-            "tid": 1,
-            "ts": 2,
-            "dur": 2,
-            "args": {"External id": 7},
-        },
-        {
-            "ph": "X",
-            "cat": "kernel",
-            "name": "gemm",
-            "pid": 0,
-            "tid": 7,
-            "ts": 5,
-            "dur": 90,
-            "args": {"External id": 7},
-        },
+        event("user_annotation", "ProfilerStep#1", ts=0, dur=10),
+        event("user_annotation", "module a", ts=1, dur=4),
+        event("cpu_op", "aten::mm", ts=2, dur=2) | linked,
+        event("kernel", "gemm", ts=5, dur=90) | linked | {"pid": 0, "tid": 7},
     ]
     found = analyse(write(tmp_path / "trace.json", {"traceEvents": events}))
     assert found.by_device is not None

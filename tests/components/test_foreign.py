@@ -266,9 +266,8 @@ def write_index(
 
 def test_a_model_in_several_files_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     names = shards(tmp_path)
-    save_file(
-        {"a": torch.zeros(1)}, tmp_path / "consolidated.safetensors"
-    )  # the index does not name it
+    # the index does not name it
+    save_file({"a": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
     assert sorted(opened(tmp_path).tensors) == ["a", "b"]
     write_index(tmp_path, {**names, "c": names["a"]})
     with pytest.raises(InputError, match=r"00001-of-00002\.safetensors lacks c"):
@@ -324,9 +323,8 @@ def test_a_damaged_commit_of_our_own_is_not_given_a_fresh_digest(tmp_path: Path)
         with pytest.raises(RunFolderError, match="is damaged"):
             foreign.open_foreign(path)
     save_file({"a": torch.ones(1)}, copied / "mine.safetensors")
-    assert list(foreign.open_foreign(copied / "mine.safetensors").tensors) == [
-        "a"
-    ]  # no file of the commit
+    # no file of the commit
+    assert list(foreign.open_foreign(copied / "mine.safetensors").tensors) == ["a"]
 
 
 def test_imported_weights_are_a_commit_that_a_model_loads_and_safetensors_opens(

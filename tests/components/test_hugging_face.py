@@ -105,9 +105,8 @@ def _assert_same(model: nn.Module, opened: nn.Module) -> None:
     held = opened.state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(held[name], tensor), name
-    for parameter in (
-        opened.parameters()
-    ):  # where a tensor lies decides the last bits of a product on some processors
+    # where a tensor lies decides the last bits of a product on some processors
+    for parameter in opened.parameters():
         parameter.data = parameter.data.clone()
     ids = torch.arange(6)[None]
     model.eval()

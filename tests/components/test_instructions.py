@@ -26,9 +26,8 @@ plain = model(points)
 compile_regions(model, on_failure="stop")
 torch.testing.assert_close(model(points), plain)
 """
-WITHOUT_HEADERS = {
-    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"
-}  # seconds of them for each compiler
+# seconds of them for each compiler
+WITHOUT_HEADERS = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 PROBE = "__avx_chk_kernel"
 
 

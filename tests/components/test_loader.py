@@ -86,9 +86,8 @@ def nothing_stays() -> Any:
         gc.collect()  # which takes seconds among all tests, so it is not asked for each time
     assert not multiprocessing.active_children()
     assert psutil.Process().num_fds() <= before
-    assert not [
-        name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name
-    ]  # as torch and Python name theirs
+    # as torch and Python name theirs
+    assert not [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]
 
 
 @pytest.mark.parametrize("settings", CREWS, ids=lambda each: f"{each.workers} {each.kind}")

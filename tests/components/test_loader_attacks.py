@@ -440,9 +440,8 @@ def test_what_is_bad_does_not_break_the_search_for_what_steps_wait_for() -> None
 def test_what_a_task_file_defines_goes_to_a_worker_that_is_spawned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        sys.modules, "surefoot_task_elsewhere", sys
-    )  # so that it is not there afterwards
+    # so that it is not there afterwards
+    monkeypatch.setitem(sys.modules, "surefoot_task_elsewhere", sys)
     monkeypatch.setattr("sys.path", list(sys.path))
     (tmp_path / "elsewhere.py").write_text(
         "from tests.components.loading import Numbers\nclass Mine(Numbers):\n    pass\n"

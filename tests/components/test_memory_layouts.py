@@ -27,9 +27,8 @@ TABLES: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon"},
     "not fused": {"name": "adamw", "fused": False},
 }
-PLACED: dict[
-    str, Callable[[Tensor], Tensor]
-] = {  # the same numbers of shape (4, 3, 2, 2), otherwise in memory
+# the same numbers of shape (4, 3, 2, 2), otherwise in memory
+PLACED: dict[str, Callable[[Tensor], Tensor]] = {
     "a slice of columns": lambda given: _inside(given, (4, 3, 2, 5))[..., 1:3],
     "a slice of rows": lambda given: _inside(given, (4, 3, 2, 2), offset=7),
     "every second": lambda given: _inside(given, (4, 3, 2, 4))[..., ::2],

@@ -53,9 +53,8 @@ def test_an_optimiser_on_the_host_moves_the_weights_to_the_same_bits_and_leaves_
     assert all(parameter.grad is None for parameter in model.parameters())
     own = {each.untyped_storage().data_ptr() for each in model.parameters()}
     masters = [master_of(each) for each in model.parameters()]
-    assert not own & {
-        each.untyped_storage().data_ptr() for each in masters
-    }  # the device would hold one, the host the other
+    # the device would hold one, the host the other
+    assert not own & {each.untyped_storage().data_ptr() for each in masters}
     moved = [
         tensor for update in rehearsal.assembly.updates for tensor, _ in update.guarded.states()
     ]

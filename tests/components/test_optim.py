@@ -369,6 +369,5 @@ def test_what_a_weight_is_made_of_has_the_kind_of_its_module(wrap: str) -> None:
     assert {
         kind for name, kind in kinds.items() if name.startswith("3.") and "bias" not in name
     } == {"head"}
-    assert all(
-        torch.equal(buffer, before[name]) for name, buffer in model.named_buffers()
-    )  # no step of a power iteration
+    # no step of a power iteration
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

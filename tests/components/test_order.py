@@ -45,9 +45,8 @@ def test_where_a_sample_stands_is_uniform_over_keys(n: int) -> None:
     for key in range(keys):
         counts[np.arange(n), Permutation(n, key)(np.arange(n))] += 1
     statistic, freedom = chi_square(counts), (n - 1) ** 2
-    assert abs(statistic - freedom) < 6 * np.sqrt(
-        2 * freedom
-    )  # six deviations of a chi-square of that many degrees
+    # six deviations of a chi-square of that many degrees
+    assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
 
 
 def test_neighbouring_positions_of_a_small_set_hold_independent_pairs() -> None:

@@ -89,9 +89,8 @@ def test_a_kill_while_a_step_is_replaced_leaves_one_to_load_and_later_saves_succ
     into = linear(0.0)
     checkpoint.load_into(into, tmp_path, 10)
     assert into.bias[0].item() == expected
-    assert (
-        sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == left
-    )  # somebody may be saving there: left as it is
+    # somebody may be saving there: left as it is
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == left
     checkpoint.save(tmp_path, 9, {"model": linear(9.0)})
     assert read(tmp_path) == expected
     checkpoint.save(tmp_path, 10, {"model": linear(3.0)})

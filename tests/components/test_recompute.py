@@ -185,9 +185,8 @@ def test_no_product_is_computed_again_and_a_last_one_is_kept_once_it_was_asked_f
             loss = model(torch.ones(4, 8)).sum()
             assert [each() is not None for each in outputs] == kept[step]
             loss.backward()
-        assert counter.get_total_flops() == num_products[step] * (
-            2 * 4 * 8 * 32
-        )  # two forward, three gradients
+        # two forward, three gradients
+        assert counter.get_total_flops() == num_products[step] * (2 * 4 * 8 * 32)
 
 
 @pytest.mark.slow
@@ -222,20 +221,18 @@ def test_blocks_recompute_the_products_cheapest_for_their_bytes_and_leave_the_ne
     None
 ):
     allowance = Allowance()
+    # 8 of 32; the last is never among them
     work = [
         ProductWork(8, 4),
         ProductWork(4, 4),
         ProductWork(4, 2),
         ProductWork(math.inf, 9),
         ProductWork(16, 16),
-    ]  # 8 of 32; the last is never among them
+    ]
     assert [set(allowance.choose(work)) for _ in range(2)] == [{1, 2}, {1, 2}]
     allowance = Allowance()
-    later = [
-        ProductWork(6, 3),
-        ProductWork(16, 8),
-        ProductWork(10, 1),
-    ]  # 8 of 32: 2 are left each time, and 16 are there at the fifth
+    # 8 of 32: 2 are left each time, and 16 are there at the fifth
+    later = [ProductWork(6, 3), ProductWork(16, 8), ProductWork(10, 1)]
     assert [set(allowance.choose(later)) for _ in range(5)] == [{0}, {0}, {0}, {0}, {1}]
 
 
@@ -244,9 +241,8 @@ def test_evaluation_first_training_afterwards_and_a_second_backward_pass_change_
     recompute(again)
     for model in (plain, again):
         model.eval()
-        model(
-            torch.ones(4, 8)
-        ).sum().backward()  # no statistics move: which do is not learned from this
+        # no statistics move: which do is not learned from this
+        model(torch.ones(4, 8)).sum().backward()
         model.train()
         model.zero_grad()
         torch.manual_seed(5)
@@ -432,9 +428,8 @@ def test_names_types_hooks_and_copies_of_the_model_stay_what_they_are() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert (
-        trained(copied, steps=1)[0] > 1.0
-    )  # its own weights, not those of the model it was copied from
+    # its own weights, not those of the model it was copied from
+    assert trained(copied, steps=1)[0] > 1.0
     done.undo()
     done.undo()  # which is no error
     assert type(model.blocks[0]) is Block

@@ -192,9 +192,8 @@ def test_digests_come_from_a_list_beside_the_shards(served: Served, tmp_path: Pa
     with pytest.raises(DataError, match="is not what it should be"):
         read(remote(served, tmp_path, digests=None))
     served.fault = lambda asked: 500 if asked.path.endswith("SUMS") else None
-    with pytest.raises(
-        DataError, match="HTTP 500"
-    ):  # a list that is not told is no list that is not there
+    # a list that is not told is no list that is not there
+    with pytest.raises(DataError, match="HTTP 500"):
         remote(served, tmp_path, digests=None)
     served.refuses = 503
     with pytest.raises(DataError, match="HTTP 503"):

@@ -142,9 +142,8 @@ def test_clipping_before_dividing_would_clip_too_hard_and_is_not_what_is_done() 
         norm, _ = update.step_if_finite(1 / scale)
         moves[name] = (1.0 - weight.detach(), norm)
     torch.testing.assert_close(moves["ours"][0], torch.tensor([0.6, 0.8, 0.0]))
-    assert (
-        moves["ours"][1] == moves["no scale"][1] == 50.0
-    )  # the norm that is told is that of the true gradient
+    # the norm that is told is that of the true gradient
+    assert moves["ours"][1] == moves["no scale"][1] == 50.0
     weight = nn.Parameter(torch.ones(3))
     (weight * torch.tensor([30.0, 40.0, 0.0])).sum().mul(2.0**16).backward()
     nn.utils.clip_grad_norm_([weight], 1.0)

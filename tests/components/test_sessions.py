@@ -86,9 +86,8 @@ def test_what_a_source_holds_of_a_session_is_named_and_a_script_has_a_file(
     check_picklable(reader)
     monkeypatch.setattr(double, "__module__", "__main__")
     module = types.ModuleType("__main__")
-    module.__spec__ = ModuleSpec(
-        "mine.__main__", None
-    )  # python -m mine, which another process imports
+    # python -m mine, which another process imports
+    module.__spec__ = ModuleSpec("mine.__main__", None)
     module.double = double  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", module)
     check_picklable(reader)

@@ -316,9 +316,8 @@ def test_what_could_run_code_or_take_all_memory_is_refused(
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match=words):
         decode(Sample(Path("a.tar"), "k", {extension: content}), extension)
-    assert (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
-    )  # KiB: nothing was made as large as it says
+    # KiB: nothing was made as large as it says
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
 def test_real_shards_give_the_samples_that_a_reader_in_sequence_does(

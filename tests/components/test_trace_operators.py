@@ -74,9 +74,8 @@ def test_the_backward_pass_of_a_transposed_convolution_counts_each_input_with_it
         == 2 * (2 * 4 * 16 * 8 * 9)
         == 18_432
     )
-    assert (
-        count_flops("aten::convolution_backward", shapes, values[:7]) is None
-    )  # nobody knows whether it is transposed
+    # nobody knows whether it is transposed
+    assert count_flops("aten::convolution_backward", shapes, values[:7]) is None
 
 
 LAYERS = {  # with results or inputs, and the multiply-adds of each
@@ -161,10 +160,11 @@ def test_arguments_that_no_convolution_has_leave_its_flops_unknown() -> None:
         [],
     ):
         assert count_flops("aten::conv2d", shapes, values) is None
+    # the kernel is larger
     assert (
         count_flops("aten::conv2d", [[1, 4, 1, 1], [8, 4, 3, 3]], [*far[:4], "[0, 0]", *far[5:]])
         is None
-    )  # the kernel is larger
+    )
     assert (
         count_flops("aten::conv1d", [[1, 4], [8, 4]], ["", "", "", "[1]", "[0]", "[1]", "1"])
         is None

@@ -34,10 +34,8 @@ def test_a_window_that_the_memory_cannot_hold_ends_early_and_says_so(
     )
     path = record(tmp_path, levels=(), active=90)
     facts = json.loads((tmp_path / "facts.json").read_text())
-    assert (facts["num_steps"], facts["short_of_memory"]) == (
-        60,
-        True,
-    )  # three looks: 3 MiB are more than the 2.5 that may be
+    # three looks: 3 MiB are more than the 2.5 that may be
+    assert (facts["num_steps"], facts["short_of_memory"]) == (60, True)
     assert len(trace.read(path).steps) == 60
 
 

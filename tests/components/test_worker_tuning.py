@@ -18,9 +18,8 @@ __all__ = ["expected", "nothing_stays"]  # fixtures
 def test_workers_are_threads_where_two_of_them_are_faster(
     expected: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        crew, "ROUNDS", 12
-    )  # the fastest of many: one in a row of them is not held up by what else runs
+    # the fastest of many: one in a row of them is not held up by what else runs
+    monkeypatch.setattr(crew, "ROUNDS", 12)
     made = {
         each: loader(each, LoaderSettings(workers=1)).kind
         for each in (Numbers(0.1), Counting(), Unsafe(0.1))
@@ -98,9 +97,8 @@ def test_workers_are_found_while_a_run_goes_on(
     monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_STEPS", 3)
     monkeypatch.setattr("surefoot.components.data.loader.pilot.SKIPPED_STEPS", 1)
     told = list[LoaderNotice]()
-    reading = loader(
-        Numbers(0.02), LoaderSettings(most=4)
-    )  # far longer than a busy machine makes a step
+    # far longer than a busy machine makes a step
+    reading = loader(Numbers(0.02), LoaderSettings(most=4))
     reading.tell = told.append
     assert all(
         same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1)

@@ -188,10 +188,8 @@ def test_only_whole_commits_with_their_own_names_are_steps(tmp_path: Path) -> No
     ):
         (folder / name).mkdir()
     (folder / "step-000000000013").write_text("a file")
-    for name in (
-        "step-" + "\u0660" * 9 + "\u0661\u0665\u0660",
-        "step-000000000014\n",
-    ):  # digits of another script; a line
+    # digits of another script; a line
+    for name in ("step-" + "\u0660" * 9 + "\u0661\u0665\u0660", "step-000000000014\n"):
         shutil.copytree(folder / "step-000000000012", folder / name)
     assert manifest.steps(tmp_path) == [7, 12]
     assert [path.name for path in stored.step_folders(tmp_path)] == [
@@ -268,12 +266,8 @@ def test_the_first_commit_after_each_so_much_training_stays_for_ever(tmp_path: P
     for step in range(1, 9):
         trained(step, json.dumps({"training_s": step * 25.0}).encode())
     times = {step: step * 25.0 for step in range(1, 9)}
-    assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [
-        1,
-        2,
-        4,
-        6,
-    ]  # 60 s: step 3, 120 s: step 5, 180 s: step 8
+    # 60 s: step 3, 120 s: step 5, 180 s: step 8
+    assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [1, 2, 4, 6]
     assert retention.read_times(tmp_path, manifest.steps(tmp_path)) == {
         step: times[step] for step in (3, 5, 7, 8)
     }

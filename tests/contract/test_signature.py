@@ -23,6 +23,7 @@ def names(folder: Path, source: str, name: str = "Mine") -> list[str] | None:
     return None if found is None else [parameter.name for parameter in found]
 
 
+BASE = "class Base:\n    def __init__(self, width): ...\n"
 SEEN = {
     "no constructor": ("class Mine: ...", []),
     "plain": (
@@ -45,13 +46,9 @@ SEEN = {
         "@dataclasses.dataclass(frozen=True)\nclass Mine:\n    width: int = 4",
         ["width"],
     ),
-    "inherited": (
-        "class Base:\n    def __init__(self, width): ...\nclass Mine(Base): ...",
-        ["width"],
-    ),
+    "inherited": (f"{BASE}class Mine(Base): ...", ["width"]),
     "overruled": (
-        "class Base:\n    def __init__(self, width): ...\n"
-        "class Mine(Base):\n    def __init__(self, depth): ...",
+        f"{BASE}class Mine(Base):\n    def __init__(self, depth): ...",
         ["depth"],
     ),
 }

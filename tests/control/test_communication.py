@@ -70,13 +70,11 @@ def test_what_cannot_be_is_not_fitted() -> None:
         None,
         None,
     )
-    faster = fit_link(
-        [(size, 1.0 / size) for size in SIZES[:3]]
-    )  # larger is quicker: no rate below 0
+    # larger is quicker: no rate below 0
+    faster = fit_link([(size, 1.0 / size) for size in SIZES[:3]])
     assert faster.bytes_per_s is None
-    through_nothing = fit_link(
-        [(1000, 1e-6), (2000, 3e-6), (4000, 7e-6)]
-    )  # the line would begin at -1 us
+    # the line would begin at -1 us
+    through_nothing = fit_link([(1000, 1e-6), (2000, 3e-6), (4000, 7e-6)])
     assert through_nothing.latency_s == 0.0
     for points in ([], [(1000, 1e-3)], [(1000, 1e-3), (1000, 2e-3)], [(1000, 1e-3), (2000, 0.0)]):
         with pytest.raises(InputError, match="make no line"):

@@ -256,9 +256,8 @@ def test_a_process_that_stands_still_is_stuck(
     answer = surefoot("show", run, "--health", "--stuck-after", "1 s")
     assert answer.code == 1
     assert f"process {holder.pid} on {socket.gethostname()} holds run.lock" in answer.out
-    assert (
-        "stuck" in surefoot("runs", run).out
-    )  # five minutes after its last record, whatever the time is now
+    # five minutes after its last record, whatever the time is now
+    assert "stuck" in surefoot("runs", run).out
 
 
 @pytest.mark.parametrize("text", ["5", "10 steps", "-1 s", "soon"])

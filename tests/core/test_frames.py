@@ -62,9 +62,8 @@ def test_the_thread_that_takes_steps_is_found_among_threads_in_folders_named_ali
     text = block("/home/me/surefoot/train/reader.py", file) + block(
         file, str(PACKAGE / "train" / "run.py")
     )
-    assert (
-        parse_stacks(text)[0] == f"{file}:3 in f"
-    )  # faulthandler writes what is not ASCII as an escape
+    # faulthandler writes what is not ASCII as an escape
+    assert parse_stacks(text)[0] == f"{file}:3 in f"
     assert parse_stacks(text)[1].startswith(str(PACKAGE))
 
 

@@ -146,9 +146,8 @@ def test_every_command_that_surefoot_names_has_its_verb_and_its_options() -> Non
 
 def test_every_option_that_surefoot_names_is_one() -> None:
     known = set().union(*every_verb().values()) | OF_OTHERS
-    told = [
-        text for text in every_text() if " " in text.text
-    ]  # others are words of a command for a process of ours
+    # others are words of a command for a process of ours
+    told = [text for text in every_text() if " " in text.text]
     assert [
         f"{text.where}: {each}"
         for text in told

@@ -16,12 +16,8 @@ from typing import Self
 from tests.docs.snippets import PYTHON, SHELL, Block, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-LENT = (
-    "examples",
-    "recipes",
-    "benchmarks",
-    "docs",
-)  # what a reader has beside him when he types a command
+# what a reader has beside him when he types a command
+LENT = ("examples", "recipes", "benchmarks", "docs")
 LONGEST_S = 300
 REPL = "import doctest, pathlib, sys\ntext = pathlib.Path(sys.argv[1]).read_text()\n"
 REPL += "parser = doctest.DocTestParser().get_doctest(text, {}, sys.argv[1], sys.argv[1], 0)\n"
@@ -128,9 +124,8 @@ class Reader:
 
     def _type(self, block: Block) -> None:
         plain = all(map(_is_plain, block.commands))
-        steps = (
-            block.commands if plain else ["\n".join(block.commands)]
-        )  # one shell for the block, so that `cd` lasts
+        # one shell for the block, so that `cd` lasts
+        steps = block.commands if plain else ["\n".join(block.commands)]
         self.log.write_text("")
         for number, command in enumerate(steps, start=1):
             wanted = int(block.asks.get("exits", "0")) if number == len(steps) else 0

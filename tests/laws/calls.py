@@ -65,10 +65,8 @@ FREE = {
     "benchmarks/checkpoint/stall.py": {"torch.save"},
 }
 ENDS = {
-    (
-        "surefoot/runtime/comm/watched.py",
-        "os._exit",
-    )  # of a rank whose main thread hangs: no exception reaches it
+    # of a rank whose main thread hangs: no exception reaches it
+    ("surefoot/runtime/comm/watched.py", "os._exit")
 }
 CLEARS = "surefoot/train/failure/memory.py"  # between two attempts at a step that found no memory
 NETWORK = (
@@ -197,9 +195,8 @@ def _opens(module: Module, node: ast.Call) -> bool:
         return not any("devnull" in ast.unparse(each) for each in node.args)
     if not isinstance(node.func, ast.Attribute) or name.startswith(("surefoot.", "gzip.")):
         return False
-    is_path = node.func.attr != "open" or all(
-        isinstance(each, ast.Constant) for each in node.args
-    )  # Path.open, not a method of ours
+    # Path.open, not a method of ours
+    is_path = node.func.attr != "open" or all(isinstance(each, ast.Constant) for each in node.args)
     return node.func.attr in OPENING_METHODS and is_path
 
 

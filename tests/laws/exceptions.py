@@ -120,13 +120,11 @@ def raised(root: Path) -> list[Violation]:
             "AssertionError",
         }
         if any(one.target.startswith("pydantic.") for one in module.imports):
-            free.add(
-                "ValueError"
-            )  # a validator's way to refuse; pydantic turns it into its own error
+            # a validator's way to refuse; pydantic turns it into its own error
+            free.add("ValueError")
         if module.path.as_posix().startswith("surefoot/tasks/"):
-            free.add(
-                "ValueError"
-            )  # what a user's constructor raises too; contract/task.py turns it into a TaskError
+            # what a user's constructor raises too; contract/task.py turns it into a TaskError
+            free.add("ValueError")
         for node, caught in _raises(module.syntax, frozenset()):
             name = (
                 _last(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)

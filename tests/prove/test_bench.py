@@ -122,9 +122,8 @@ def test_each_mode_does_what_it_says_and_no_more(
         rehearsal.take("backward")
         again = [each.grad for each in parameters if each.grad is not None]
         assert len(once) == len(parameters)
-        assert all(
-            (one == other).all() for one, other in zip(once, again, strict=True)
-        )  # not gathered over calls
+        # not gathered over calls
+        assert all((one == other).all() for one, other in zip(once, again, strict=True))
         assert not moved()
         rehearsal.take("step")
         assert moved()

@@ -211,10 +211,8 @@ def test_the_gradient_is_timed_in_its_buckets_without_growing_and_equal_layouts_
 
     row = measured(task, job)
     assert row["gradient"] == 4 * (4 * 4 + 4 + 4 * 3 + 3)
-    assert row["own"] == [
-        60,
-        80,
-    ]  # the last layer, then the first: in the order in which a backward pass gives them
+    # the last layer, then the first: in the order in which a backward pass gives them
+    assert row["own"] == [60, 80]
     assert (row["n"], row["largest"]) == (150, 0.0)  # 2^150 would be inf
     assert row["moved"] > 0  # and the steps after it have true gradients
     assert [size for size, _ in row["tried"]] == [64, 16]  # 48, 64 and 1 MiB come to the same two

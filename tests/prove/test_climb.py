@@ -101,11 +101,12 @@ def test_a_climb_records_a_crash_a_refusal_and_a_wrong_gradient_and_goes_on(
     code, row, said = climb(monkeypatch, capsys, start_spec(tmp_path), *words)
     assert (code, said) == (0, "")
     crash, wrong, refused = row["rungs"]
+    # by its numbers' check
     assert (crash["standing"], crash["time_ratio"], refused["standing"]) == (
         "rejected",
         None,
         "skipped",
-    )  # by its numbers' check
+    )
     assert refused["reason"].startswith(
         "it is refused here: no block repeats in this Sequential: which"
     )
@@ -148,18 +149,16 @@ def test_a_rung_that_skips_work_is_thrown_out_and_one_that_its_first_run_refuses
 def test_several_ranks_stand_last_and_are_held_against_the_same_pieces_on_one() -> None:
     found = {rung.name: rung for rung in find_rungs(rungs.plain(SPEC), device="cpu", cores=3)}
     parallel, own = found["data parallel"], parse_rung("mine: layout.replicate=3")
-    assert (
-        parallel.on(rungs.plain(SPEC)).layout.replicate == 2
-    )  # 64 samples are shared evenly by 2 and not by 3
+    # 64 samples are shared evenly by 2 and not by 3
+    assert parallel.on(rungs.plain(SPEC)).layout.replicate == 2
     assert (own.purpose, own.takes_ranks) == ("wall time", True)
     chosen = [found["fused"], parallel]
     assert order_rungs(chosen, [parse_rung("other: optim.clip=0")])[-1] is parallel
     assert order_rungs([parallel, found["fused"]], [own]) == [parallel, found["fused"], own]
     assert find_piece(rungs.plain(SPEC)) is None
     assert find_piece(parallel.on(rungs.plain(SPEC))) == 32
-    assert (
-        find_piece(own.on(rungs.plain(SPEC))) == 22
-    )  # as the ranks cut a batch that they do not share evenly
+    # as the ranks cut a batch that they do not share evenly
+    assert find_piece(own.on(rungs.plain(SPEC))) == 22
     assert (
         find_piece(
             parallel.on(

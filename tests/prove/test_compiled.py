@@ -34,10 +34,8 @@ def test_a_gradient_that_only_the_compiled_code_has_wrong_is_found_though_the_lo
             for layer in (0, 2)
             for batch in (1, 2, 3)
         } <= wrong
-        assert not wrong & {
-            "the loss after step 1",
-            "the gradient of 4.weight in batch 1",
-        }  # behind them no ReLU lies
+        # behind them no ReLU lies
+        assert not wrong & {"the loss after step 1", "the gradient of 4.weight in batch 1"}
 
 
 def test_a_task_that_calls_nothing_of_what_is_compiled_is_told_and_not_passed(

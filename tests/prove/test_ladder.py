@@ -55,9 +55,8 @@ def test_each_rung_that_is_here_changes_the_plain_start_and_can_be_written(
             rung.on(start.replace(optim={"clip": 0.0}, stability={"nonfinite": "stop"}))
         elif rung.is_here:
             assert spec_file.write(rung.on(start)) != spec_file.write(start)
-    assert (
-        {rung.name: rung for rung in found}["whole step"].on(start).optim.fused
-    )  # a graph takes fused updates alone
+    # a graph takes fused updates alone
+    assert {rung.name: rung for rung in found}["whole step"].on(start).optim.fused
     large = next(rung for rung in found if rung.name == "large batch").on(start)
     assert (large.train.batch, large.optim.reference_batch) == (
         4 * start.train.batch,
@@ -287,9 +286,8 @@ def test_document_and_picture_show_kept_and_rejected_rungs_and_run_nothing_of_a_
     picture = as_svg(a_ladder("<script>alert(1)</script>"))
     root = ET.fromstring(picture)
     assert not [each for each in root.iter() if each.tag.endswith("script")]
-    assert (
-        len([each for each in root.iter() if each.tag.endswith("circle")]) == 2
-    )  # the skipped one has no mark
+    # the skipped one has no mark
+    assert len([each for each in root.iter() if each.tag.endswith("circle")]) == 2
 
 
 def test_the_best_is_a_spec_that_reads_with_its_evidence_above_it(tmp_path: Path) -> None:

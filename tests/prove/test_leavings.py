@@ -204,13 +204,14 @@ PAIRS |= {
 }
 
 
+# a process each
 SANDBOXED = (
     "a number that one lacks",
     "streams that are not seeded",
     "a tensor",
     "the same in a .pt",
     "float8 in a .pt",
-)  # a process each
+)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

@@ -162,11 +162,8 @@ def test_the_peaks_of_a_cpu_are_those_of_the_dtypes_it_has_and_the_threads_are_p
 def test_a_library_that_is_slow_in_a_dtype_leaves_the_others_their_shapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow = {
-        "_plain": 1.0,
-        "_turned": 1.0,
-        "_onednn": 0.01,
-    }  # seconds of a product, whatever its shape
+    # seconds of a product, whatever its shape
+    slow = {"_plain": 1.0, "_turned": 1.0, "_onednn": 0.01}
     taken = []
 
     def timed(call: Callable[[], object], device: torch.device, budget_s: float) -> float:

@@ -444,11 +444,8 @@ REMEMBERS = """return model(batch[0])
     def state(self):
         return {"seen": self.seen}
 """
-LEFT_OUT = {
-    "optimizer": "parameters",
-    "schedule": "parameters",
-    "task": "task state",
-}  # what is left out, what differs then
+# what is left out, what differs then
+LEFT_OUT = {"optimizer": "parameters", "schedule": "parameters", "task": "task state"}
 
 
 @pytest.mark.parametrize(

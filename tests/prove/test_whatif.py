@@ -145,9 +145,8 @@ def test_the_variance_of_the_gradient_falls_as_one_over_the_batch_and_its_mean_i
     whole = gradient_of(assembly, np.arange(24))
     single = torch.stack([gradient_of(assembly, np.array([number])) for number in range(24)])
     torch.testing.assert_close(single.mean(0), whole)
-    variance = float(
-        (single - whole).square().sum(1).mean()
-    )  # S: that of one sample, with replacement
+    # S: that of one sample, with replacement
+    variance = float((single - whole).square().sum(1).mean())
     assert lab.levels[0].variance == pytest.approx(variance / 2, rel=0.1)
     assert lab.mean_norm == pytest.approx(
         float(whole.norm()), abs=3 * (variance / (2 * 512)) ** 0.5

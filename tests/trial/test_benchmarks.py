@@ -238,9 +238,8 @@ def test_a_component_by_hand_is_the_training_that_surefoot_does(
     assert losses["surefoot"] == pytest.approx(
         losses["hand"], rel=1e-2 if component == "bf16" else 1e-4
     )
-    assert losses["hand"][0] != pytest.approx(
-        losses["hand"][1], rel=1e-2
-    )  # the third step has two updates behind it
+    # the third step has two updates behind it
+    assert losses["hand"][0] != pytest.approx(losses["hand"][1], rel=1e-2)
 
 
 def test_texts_that_are_padded_cut_or_in_buckets_have_one_loss() -> None:

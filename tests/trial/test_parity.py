@@ -178,9 +178,8 @@ def test_a_lost_slice_of_a_gradient_in_a_real_run_is_named_and_its_loss_is_right
     verdicts = {gap.name: gap.verdict for gap in parity.gaps}
     assert verdicts["loss/1"] == "equal"
     assert verdicts["gradient/1/0.weight"] == "differs"
-    assert (
-        verdicts["weight/1/2.bias"] == "equal"
-    )  # what comes after the lost slice saw nothing of it in step 1
+    # what comes after the lost slice saw nothing of it in step 1
+    assert verdicts["weight/1/2.bias"] == "equal"
     assert all(gap.floor == 0 for gap in parity.gaps)  # two equal runs have the same bits
 
 

@@ -73,9 +73,8 @@ def test_one_arm_computes_at_a_time_and_its_waits_are_left_out(tmp_path: Path) -
     for outcome in outcomes:
         mine, ticks = told[outcome.arm]
         others = [(begun, ended) for begun, ended, name in steps if name != outcome.arm]
-        assert not any(
-            begun < tick < ended - 0.01 for tick in ticks for begun, ended in others
-        )  # its threads stand still too
+        # its threads stand still too
+        assert not any(begun < tick < ended - 0.01 for tick in ticks for begun, ended in others)
         whole_s, theirs_s = (
             mine[-1][1] - mine[0][0],
             sum(ended - begun for begun, ended in others if begun < mine[-1][1]),
