@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 FLAME = (
-    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30"><rect width="100" '
-    'height="14" fill="#fa0"/>{inside}</svg>'
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30">'
+    '<rect width="100" height="14" fill="#fa0"/>{inside}</svg>'
 )
 
 

@@ -175,12 +175,12 @@ def test_what_is_wrong_before_the_run_leaves_nothing_behind(
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_process_without_output_streams_trains_all_the_same(closed: str, tmp_path: Path) -> None:
     words = (
-        "train digits --steps 60 --quiet --set train.batch=8 --set "
-        "evaluate.every=\"'1000 steps'\" --set observe.tensorboard=false"
+        "train digits --steps 60 --quiet --set train.batch=8 "
+        "--set evaluate.every=\"'1000 steps'\" --set observe.tensorboard=false"
     )
     line = (
-        f"exec {shlex.quote(sys.executable)} -m surefoot {words} --run "
-        f"{shlex.quote(str(tmp_path / 'a'))} {closed}"
+        f"exec {shlex.quote(sys.executable)} -m surefoot {words} "
+        f"--run {shlex.quote(str(tmp_path / 'a'))} {closed}"
     )
     environment = {
         **child_environment(threads=1),

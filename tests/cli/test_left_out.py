@@ -139,8 +139,8 @@ def test_a_command_names_what_it_does_not_use_even_when_quiet(
     assert answer.code == 0, answer.err
     assert answer.row["left_out"] == ["train.device", "layout.bucket"]
     assert answer.err == (
-        "note: memory does not use train.device, layout.bucket: it predicts one training "
-        "step on a CPU, in eager mode\n"
+        "note: memory does not use train.device, layout.bucket: "
+        "it predicts one training step on a CPU, in eager mode\n"
     )
     answer = surefoot("explain", small, "--set", "layout.shard=2")
     assert (answer.code, answer.err) == (

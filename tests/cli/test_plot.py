@@ -223,7 +223,7 @@ def test_a_style_suits_what_the_output_can_show() -> None:
 
 def test_drawing_imports_neither_torch_nor_numpy_nor_matplotlib() -> None:
     code = (
-        "import sys, surefoot.cli.plot; sys.exit(bool({'torch', 'numpy', 'matplotlib', "
-        "'pydantic'} & set(sys.modules)))"
+        "import sys, surefoot.cli.plot; "
+        "sys.exit(bool({'torch', 'numpy', 'matplotlib', 'pydantic'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

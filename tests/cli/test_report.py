@@ -397,8 +397,8 @@ def test_a_page_is_drawn_without_torch(tmp_path: Path) -> None:
     past.write_finished(tmp_path / "a")
     code = (
         "import sys; sys.argv = ['surefoot', 'report', 'a']\nfrom surefoot.cli.main import main\n"
-        "try: main()\nexcept SystemExit as end: sys.exit(end.code or bool({'torch', "
-        "'matplotlib'} & set(sys.modules)))"
+        "try: main()\nexcept SystemExit as end: "
+        "sys.exit(end.code or bool({'torch', 'matplotlib'} & set(sys.modules)))"
     )
     assert (
         subprocess.run(

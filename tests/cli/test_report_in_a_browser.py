@@ -56,8 +56,8 @@ def test_in_a_browser_nothing_runs_leaves_the_file_or_overflows(
         assert browser.value("document.documentElement.scrollWidth <= innerWidth")
         if (kind, width) == ("none", 1200):
             cut_off = (
-                "[...document.querySelectorAll('.scroll')].filter(each => each.scrollWidth > "
-                "each.clientWidth)"
+                "[...document.querySelectorAll('.scroll')].filter(each => "
+                "each.scrollWidth > each.clientWidth)"
             )
             assert browser.value(f"{cut_off}.map(each => each.textContent)") == []
     # the policy lets our own style through

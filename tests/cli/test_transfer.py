@@ -151,8 +151,8 @@ def test_a_model_whose_outputs_changed_leaves_no_file_and_ends_with_1(
     """What is built anew differs from what was trained in something that no state_dict holds."""
     task = spec.parent / "mine.py"
     odd = (
-        "        made = nn.Sequential(nn.Linear(4, self.width), nn.Softplus(beta=1 + "
-        "len(BUILT)), nn.Linear(self.width, 3))\n"
+        "        made = nn.Sequential(nn.Linear(4, self.width), "
+        "nn.Softplus(beta=1 + len(BUILT)), nn.Linear(self.width, 3))\n"
     )
     text = task.read_text().replace("STEP = 0\n", "STEP = 0\nBUILT = []\n")
     before, line, after = text.partition("        return nn.Sequential(")

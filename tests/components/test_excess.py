@@ -95,8 +95,8 @@ def test_a_class_in_place_of_an_object_is_refused_by_its_name_before_anything_is
 ) -> None:
     given = CLASSES[name]
     says = (
-        f"'?it'? .*the class {given.__name__}, which (cannot be put back in place|a "
-        "checkpoint cannot hold)"
+        f"'?it'? .*the class {given.__name__}, "
+        "which (cannot be put back in place|a checkpoint cannot hold)"
     )
     for number, refuse in enumerate(
         (saved, trained, lambda folder, value: attached(folder, state={"it": value}))

@@ -332,8 +332,8 @@ def test_an_embedding_whose_gradient_would_be_sparse_is_refused() -> None:
     with pytest.raises(
         TaskError,
         match=(
-            r"the gradient of 0\.weight is sparse, and the optimizers of \[optim\] take dense "
-            r"ones"
+            r"the gradient of 0\.weight is sparse, "
+            r"and the optimizers of \[optim\] take dense ones"
         ),
     ):
         optim.build(OptimTable(), optim.find_trained(model))

@@ -30,8 +30,8 @@ def save(folder: Path, **state: Any) -> None:
 
 
 WRAPPED = (
-    "they are of a model that torch.compile had wrapped: wrap the same part of it "
-    "first, as model = torch.compile(model)"
+    "they are of a model that torch.compile had wrapped: "
+    "wrap the same part of it first, as model = torch.compile(model)"
 )
 PLAIN = (
     "they are of a model that torch.compile had not wrapped: give the model itself, "

@@ -134,8 +134,7 @@ def test_a_part_whose_other_rows_are_not_there_is_refused_by_whoever_reads_its_m
         with pytest.raises(
             RunFolderError,
             match=(
-                r"rows of weight are missing|the parts of weight are no rows, overlap or leave a "
-                r"gap"
+                r"rows of weight are missing|the parts of weight are no rows, overlap or leave a gap"
             ),
         ):
             read(folder)

@@ -27,8 +27,8 @@ def test_bits_that_change_no_score_pass_and_bits_that_do_fail(
     """
     monkeypatch.setattr(gate, "FURTHER", 1)
     broken = (
-        "out = model(batch[0]); return out if out.dtype == torch.float32 else out * 0 + "
-        "batch[0].sum(1, keepdim=True)"
+        "out = model(batch[0]); return out if out.dtype == torch.float32 "
+        "else out * 0 + batch[0].sum(1, keepdim=True)"
     )
     use = write_task(tmp_path, change=("# FORWARD", broken) if is_broken else ("", ""))
     rates = (

@@ -337,8 +337,8 @@ def test_where_a_link_leads_is_compared_and_what_is_not_looked_at_is_said(
         None
         if same
         else (
-            f"data is a link to {tmp_path}/elsewhereFalse, and is a link to "
-            f"{tmp_path}/elsewhereTrue"
+            f"data is a link to {tmp_path}/elsewhereFalse, "
+            f"and is a link to {tmp_path}/elsewhereTrue"
         )
     )
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from surefoot.trial import Arm
 
 REPORTS = (
-    "import json, sys; json.dump({{'version': 1, 'measures': {measures}, 'facts': "
-    "{{}}}}, open(sys.argv[1], 'w'))"
+    "import json, sys; json.dump({{'version': 1, 'measures': {measures}, "
+    "'facts': {{}}}}, open(sys.argv[1], 'w'))"
 )
 
 

@@ -67,8 +67,8 @@ def test_the_memory_of_the_harness_is_not_counted_as_the_arms(tmp_path: Path) ->
 
 def test_a_crash_gives_the_tail_of_its_error_and_its_exit_code(tmp_path: Path) -> None:
     code = (
-        "import sys; print('noise\\n' * 100, file=sys.stderr); raise ValueError('the "
-        "reason at the end')"
+        "import sys; print('noise\\n' * 100, file=sys.stderr); "
+        "raise ValueError('the reason at the end')"
     )
     outcome = run_arm(code_arm("a", code), tmp_path / "work")
     assert outcome.ended == "crashed"
@@ -173,8 +173,8 @@ def test_the_arms_environment_is_given_and_arguments_win(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     measures = (
-        "{'threads': int(__import__('os').environ['OMP_NUM_THREADS']), 'mine': "
-        "int(__import__('os').environ['MINE'])}"
+        "{'threads': int(__import__('os').environ['OMP_NUM_THREADS']), "
+        "'mine': int(__import__('os').environ['MINE'])}"
     )
     plain = telling_arm("a", measures)
     arm = Arm(name="a", command=plain.command, threads=2, variables={"MINE": "5"})
