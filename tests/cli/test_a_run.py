@@ -70,15 +70,9 @@ def test_an_evaluation_in_fp32_tells_the_gap_of_the_runs_own_precision(surefoot:
     surefoot("init")
     assert (
         surefoot(
-            "train",
-            "my_spec.toml",
-            "--set",
-            "precision.compute=bf16",
-            "--steps",
-            "48",
-            "--run",
-            "a",
-            "--quiet",
+            *shlex.split(
+                "train my_spec.toml --set precision.compute=bf16 --steps 48 --run a --quiet"
+            )
         ).code
         == 0
     )

@@ -6,6 +6,7 @@ Another run begins where a run stood, and nothing changes in silence.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -117,30 +118,14 @@ def test_what_a_fork_states_anew_holds_and_the_moments_stay(spec: Path, surefoot
 
 def test_scores_begin_anew_where_they_measure_something_else(spec: Path, surefoot: Command) -> None:
     surefoot(
-        "resume",
-        "whole",
-        "--fork",
-        "same",
-        "--from",
-        "8",
-        "--set",
-        "evaluate.patience=9",
-        "--steps",
-        "9",
-        "--quiet",
+        *shlex.split(
+            "resume whole --fork same --from 8 --set evaluate.patience=9 --steps 9 --quiet"
+        )
     )
     surefoot(
-        "resume",
-        "whole",
-        "--fork",
-        "other",
-        "--from",
-        "8",
-        "--set",
-        "evaluate.split=train",
-        "--steps",
-        "9",
-        "--quiet",
+        *shlex.split(
+            "resume whole --fork other --from 8 --set evaluate.split=train --steps 9 --quiet"
+        )
     )
     saved = {
         run: json.loads((manifest.step_folder(Path(run), 8) / "state.json").read_text())["scores"]

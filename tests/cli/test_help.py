@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -244,15 +245,7 @@ def test_help_and_every_looking_verb_work_without_torch_and_numpy(tmp_path: Path
 
 def test_of_two_values_that_set_gives_a_key_the_last_one_counts(surefoot: Command) -> None:
     answer = surefoot(
-        "spec",
-        "show",
-        "digits",
-        "--set",
-        "optim.lr=0.1",
-        "--set",
-        "optim.lr=0.2",
-        "--json",
-        "--json",
+        *shlex.split("spec show digits --set optim.lr=0.1 --set optim.lr=0.2 --json --json")
     )
     assert [each["value"] for each in answer.row["values"] if each["key"] == "optim.lr"] == [0.2]
 

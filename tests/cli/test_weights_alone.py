@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -23,17 +24,7 @@ def test_weights_alone_begin_anew_with_what_fits_and_say_what_did_not(
     spec: Path, surefoot: Command
 ) -> None:
     answer = surefoot(
-        "resume",
-        "whole",
-        "--weights-only",
-        "--fork",
-        "new",
-        "--from",
-        "6",
-        "--set",
-        "task.width=5",
-        "--steps",
-        "2",
+        *shlex.split("resume whole --weights-only --fork new --from 6 --set task.width=5 --steps 2")
     )
     assert answer.code == 0
     (first,) = started("new")
@@ -155,14 +146,7 @@ def test_pretrained_weights_are_imported_and_fine_tuned_and_the_frozen_part_stay
     }
     torch.save({"state_dict": pretrained, "epoch": 3}, "pretrained.pt")
     answer = surefoot(
-        "checkpoint",
-        "import",
-        "pretrained.pt",
-        "--to",
-        "pretrained",
-        "--strip",
-        "backbone.",
-        "--json",
+        *shlex.split("checkpoint import pretrained.pt --to pretrained --strip backbone. --json")
     )
     assert (answer.code, answer.row["num_tensors"], answer.row["also"]) == (0, 3, ["epoch"])
     words = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -147,16 +148,7 @@ def test_a_task_that_fails_has_its_row_and_ends_the_verb_with_its_own_words(
         TEXT.replace("# FORWARD", "raise ValueError('out of luck')")
     )
     answer = surefoot(
-        "bench",
-        "step",
-        "mine.toml",
-        "--mode",
-        "forward",
-        "--calls",
-        "2",
-        "--rounds",
-        "1",
-        "--quiet",
+        *shlex.split("bench step mine.toml --mode forward --calls 2 --rounds 1 --quiet")
     )
     assert answer.code == 3
     assert answer.err.startswith("error: forward failed: ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -174,17 +175,7 @@ def test_the_noise_of_a_run_is_that_at_its_weights(
     assert answer.code == 2
     assert "a run is measured as it is" in answer.err
     (row,) = surefoot(
-        "whatif",
-        "run",
-        "--batch",
-        "8",
-        "--microbatch",
-        "4",
-        "--rounds",
-        "1",
-        "--updates",
-        "2",
-        "--json",
+        *shlex.split("whatif run --batch 8 --microbatch 4 --rounds 1 --updates 2 --json")
     ).row["rows"]
     assert (row["batch"], row["microbatch"], row["failure"]) == (8, 4, None)  # of the run's spec
 
