@@ -1,4 +1,4 @@
-"""What every test shares: the data sets, small settings, and a watch over what a test leaves behind."""
+"""What every test shares: data sets, small settings, a watch over what a test leaves behind."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# no deadline: a busy machine is no failure; derandomised: the same examples each time, nothing kept on disk
+# no deadline: a busy machine is no failure; derandomised: the same examples each time, nothing
+# kept on disk
 settings.register_profile("surefoot", deadline=None, derandomize=True, database=None)
 settings.load_profile("surefoot")
 
-# what a shell starts in the background, or nohup does, ignores these, and so does all that it starts: tests send them
+# what a shell starts in the background, or nohup does, ignores these, and so does all that it
+# starts: tests send them
 for _number, _how in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _how)
 
-# pytest's handler prints pages of stacks past its own capture: a process that a test forks and that crashes, as planted, has an exit code
+# pytest's handler prints pages of stacks past its own capture: a process that a test forks and that
+# crashes, as planted, has an exit code
 os.register_at_fork(after_in_child=faulthandler.disable)
 
 
@@ -43,7 +46,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_slow_members(items: list[pytest.Item], is_whole: bool) -> None:
-    """Mark slow the members that `quick` does not name; where whole files were collected, an id that is no member's is an error."""
+    """Mark slow the members that `quick` does not name.
+
+    Where whole files were collected, an id that is no member's is an error.
+    """
     named, members = dict[str, set[str]](), dict[str, set[str]]()
     for item in items:
         quick = item.get_closest_marker("quick")
@@ -61,11 +67,15 @@ def mark_slow_members(items: list[pytest.Item], is_whole: bool) -> None:
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # else each collection looks through every module and test again: seconds, each time
+    # else each collection looks through every module and test again: seconds, each time
+    gc.freeze()
 
 
 def find_data(name: str) -> Path:
-    """The folder of the data set `name` under DATA (default ../shared/data beside the project); skips the test without it."""
+    """The folder of the data set `name` under DATA; skips the test without it.
+
+    DATA is by default ../shared/data beside the project.
+    """
     folder = (ROOT / os.environ.get("DATA", "../shared/data") / name).resolve()
     if not folder.is_dir():
         pytest.skip(
@@ -88,7 +98,10 @@ def wikitext2_folder() -> Path:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """A test fails that leaves a thread, a process group, a variable, a folder or a setting of torch changed; the next starts clean."""
+    """A test fails that leaves something changed; the next starts clean.
+
+    That is a thread, a process group, a variable, a folder or a setting of torch.
+    """
     variables, folder, threads, settings_before = (
         dict(os.environ),
         Path.cwd(),
@@ -149,7 +162,8 @@ def _torch_settings() -> dict[str, Any]:
     }
 
 
-# pytest's own, and those of packages that set variables when first imported or used: not the test's doing
+# pytest's own, and those of packages that set variables when first imported or used: not the
+# test's doing
 SET_BY_OTHERS = {
     "PYTEST_CURRENT_TEST",
     "KMP_DUPLICATE_LIB_OK",

@@ -1,6 +1,8 @@
-"""A headless Chromium that opens a file and tells all that happened: console, errors, requests. Spoken to over a pipe, without a port.
+"""A headless Chromium that opens a file and tells all that happened: console, errors, requests.
 
-The protocol: https://chromedevtools.github.io/devtools-protocol, one JSON object after another, a zero byte behind each.
+Spoken to over a pipe, without a port.
+The protocol: https://chromedevtools.github.io/devtools-protocol, one JSON object after another,
+a zero byte behind each.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ class Browser:
         ].get("value")
 
     def complaints(self) -> list[str]:
-        """Every message of the console, every error and every refused thing since the page was opened."""
+        """Every console message, every error and every refused request since the page opened."""
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
         return [json.dumps(each["params"]) for each in self.told if each.get("method") in kinds]
 

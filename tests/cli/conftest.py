@@ -59,7 +59,8 @@ def spec_file(tmp_path: Path) -> Path:
     """A spec and its task, whose file would fail if it were imported."""
     (tmp_path / "task.py").write_text(
         "raise RuntimeError('imported')\n\n\nclass Mine:\n"
-        "    def __init__(self, width: int = 8, kind: str = 'plain', folder: str | None = None) -> None: ...\n"
+        "    def __init__(self, width: int = 8, kind: str = 'plain', "
+        "folder: str | None = None) -> None: ...\n"
     )
     path = tmp_path / "mine.toml"
     path.write_text(

@@ -1,4 +1,7 @@
-"""What a profile and a ladder leave behind, as files; `name` stands wherever a stranger may choose a name."""
+"""What a profile and a ladder leave behind, as files.
+
+`name` stands wherever a stranger may choose a name.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-FLAME = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30"><rect width="100" height="14" fill="#fa0"/>{inside}</svg>'
+FLAME = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30">'
+    '<rect width="100" height="14" fill="#fa0"/>{inside}</svg>'
+)
 
 
 def write_profile(run: Path, *, name: str = "aten::addmm", inside: str = "") -> None:
     """All five files of `profile/`; `inside` goes into the flame graph as it is."""
     folder = run / "profile"
     folder.mkdir()
+    keys = ("name", "calls", "self_s", "total_s", "self_bytes", "flops", "bytes")
     rows = [
-        {
-            "name": name,
-            "calls": 80,
-            "self_s": 0.02,
-            "total_s": 0.03,
-            "self_bytes": 4 << 20,
-            "flops": 4e8,
-            "bytes": 1e7,
-        },
-        {
-            "name": "aten::relu",
-            "calls": 40,
-            "self_s": 0.004,
-            "total_s": 0.004,
-            "self_bytes": None,
-            "flops": 0,
-            "bytes": 1e6,
-        },
+        dict(zip(keys, row, strict=True))
+        for row in (
+            (name, 80, 0.02, 0.03, 4 << 20, 4e8, 1e7),
+            ("aten::relu", 40, 0.004, 0.004, None, 0, 1e6),
+        )
     ]
     _write(folder / "operators.json", {"num_steps": 20, "window_s": 0.05, "rows": rows})
     _write(
@@ -47,43 +41,15 @@ def write_profile(run: Path, *, name: str = "aten::addmm", inside: str = "") -> 
             },
         },
     )
+    keys = ("name", "kind", "calls", "flops", "bytes", "elapsed_s", "bound")
     points = [
-        {
-            "name": name,
-            "kind": "operator",
-            "calls": 80,
-            "flops": 4e8,
-            "bytes": 1e7,
-            "elapsed_s": 0.02,
-            "bound": "compute",
-        },
-        {
-            "name": "aten::relu",
-            "kind": "operator",
-            "calls": 40,
-            "flops": 1e6,
-            "bytes": 8e6,
-            "elapsed_s": 0.004,
-            "bound": "memory",
-        },
-        {
-            "name": "blocks.0",
-            "kind": "module",
-            "calls": 20,
-            "flops": 3e8,
-            "bytes": 2e7,
-            "elapsed_s": 0.03,
-            "bound": "compute",
-        },
-        {
-            "name": "unknown",
-            "kind": "module",
-            "calls": 1,
-            "flops": None,
-            "bytes": None,
-            "elapsed_s": None,
-            "bound": None,
-        },
+        dict(zip(keys, point, strict=True))
+        for point in (
+            (name, "operator", 80, 4e8, 1e7, 0.02, "compute"),
+            ("aten::relu", "operator", 40, 1e6, 8e6, 0.004, "memory"),
+            ("blocks.0", "module", 20, 3e8, 2e7, 0.03, "compute"),
+            ("unknown", "module", 1, None, None, None, None),
+        )
     ]
     peaks = {"flops_per_s": {"fp32": 9e10, "bf16": 2e11}, "bytes_per_s": 1.2e10, "cores": 2}
     rest = {

@@ -1,4 +1,4 @@
-"""The rows that docs/reference/spec.md and docs/reference/events.md must hold, made from the code they describe."""
+"""The rows that docs/reference/spec.md and events.md must hold, made from the code."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def _values(schema: Mapping[str, Any], is_duration: bool) -> str:
         "object": "table of numbers",
     }
     if schema["type"] == "object" and "propertyNames" in schema:
-        return f"table of {_values(schema['propertyNames'], False)} to {_values(schema['additionalProperties'], False)}"
+        return (
+            f"table of {_values(schema['propertyNames'], False)} to "
+            f"{_values(schema['additionalProperties'], False)}"
+        )
     signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
     limits = [f"{sign} {schema[limit]:g}" for limit, sign in signs.items() if limit in schema]
     return " ".join([names[schema["type"]], ", ".join(limits)]).strip()
@@ -92,16 +95,16 @@ def curve_rows() -> list[str]:
             for key, value in uses.items()
         }
         warm = "yes" if "warmup" in uses else "no"
-        rows.append(
-            f"| `{name}` | {', '.join(text for key, text in stated.items() if key not in WARM)} | {warm} |"
-        )
+        keys = ", ".join(text for key, text in stated.items() if key not in WARM)
+        rows.append(f"| `{name}` | {keys} | {warm} |")
     return rows
 
 
 def effect_rows() -> list[str]:
     """`| keys | what they need | why |` of each row of the table of keys that need others."""
     return [
-        f"| {', '.join(f'`{key}`' for key in need.keys)} | {' or '.join(map(_condition, need.any_of))} | {need.why} |"
+        f"| {', '.join(f'`{key}`' for key in need.keys)} | "
+        f"{' or '.join(map(_condition, need.any_of))} | {need.why} |"
         for need in effects.NEEDS
     ]
 

@@ -1,4 +1,7 @@
-"""One real run from the command line: trained, shown, evaluated, written out, repeated; and what stops one."""
+"""One real run from the command line.
+
+Trained, shown, evaluated, written out, repeated; and what stops one.
+"""
 
 from __future__ import annotations
 
@@ -67,15 +70,9 @@ def test_an_evaluation_in_fp32_tells_the_gap_of_the_runs_own_precision(surefoot:
     surefoot("init")
     assert (
         surefoot(
-            "train",
-            "my_spec.toml",
-            "--set",
-            "precision.compute=bf16",
-            "--steps",
-            "48",
-            "--run",
-            "a",
-            "--quiet",
+            *shlex.split(
+                "train my_spec.toml --set precision.compute=bf16 --steps 48 --run a --quiet"
+            )
         ).code
         == 0
     )
@@ -134,7 +131,10 @@ def test_an_error_in_the_user_s_code_ends_with_its_own_code_and_frame(
     surefoot("init")
     path = tmp_path / "my_task.py"
     head = "    def augment(self, batch: Batch, keys: Keys) -> Batch:\n"
-    late = "        self.calls = getattr(self, 'calls', 0) + 1\n        assert self.calls < 5 or undefined\n"
+    late = (
+        "        self.calls = getattr(self, 'calls', 0) + 1\n"
+        "        assert self.calls < 5 or undefined\n"
+    )
     path.write_text(path.read_text().replace(head, head + late))
     answer = surefoot("train", "my_spec.toml", "--quiet", "--run", "runs/a")
     assert (answer.code, answer.out) == (3, "")
@@ -168,8 +168,14 @@ def test_what_is_wrong_before_the_run_leaves_nothing_behind(
 @pytest.mark.quick(">&- 2>&-")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_process_without_output_streams_trains_all_the_same(closed: str, tmp_path: Path) -> None:
-    words = "train digits --steps 60 --quiet --set train.batch=8 --set evaluate.every=\"'1000 steps'\" --set observe.tensorboard=false"
-    line = f"exec {shlex.quote(sys.executable)} -m surefoot {words} --run {shlex.quote(str(tmp_path / 'a'))} {closed}"
+    words = (
+        "train digits --steps 60 --quiet --set train.batch=8 "
+        "--set evaluate.every=\"'1000 steps'\" --set observe.tensorboard=false"
+    )
+    line = (
+        f"exec {shlex.quote(sys.executable)} -m surefoot {words} "
+        f"--run {shlex.quote(str(tmp_path / 'a'))} {closed}"
+    )
     environment = {
         **child_environment(threads=1),
         "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
@@ -202,6 +208,7 @@ def test_an_answer_that_a_full_disk_does_not_take_is_a_failure_of_storage(
             command, env=environment, stdout=full, stderr=full, cwd=tmp_path, check=False
         )
     assert done.stderr == (
-        "error: standard output cannot be written: No space left on device\nhint: free some space, or write elsewhere\n"
+        "error: standard output cannot be written: No space left on device\n"
+        "hint: free some space, or write elsewhere\n"
     )
     assert (done.returncode, silent.returncode) == (5, 5)

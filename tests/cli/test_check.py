@@ -1,4 +1,7 @@
-"""`surefoot check`: a run folder is whole where all is there that its log tells of, and nothing of it is damaged."""
+"""Tests of `surefoot check`.
+
+A run folder is whole where all is there that its log tells of, and nothing of it is damaged.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ EVERY = ("--set", "checkpoint.every=2 steps", "--quiet")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of 8 and 12 steps with commits every 2, of which retention left the newest three and the best; and one of another seed."""
+    """Runs of 8 and 12 steps with commits every 2, and one run of another seed.
+
+    Of the commits retention left the newest three and the best.
+    """
     root = tmp_path_factory.mktemp("made")
     task = write_task(root)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,7 @@
-"""`surefoot checkpoint`: what it lists is there, what it finds damaged is damaged, what it deletes need not stay."""
+"""Tests of `surefoot checkpoint`.
+
+What it lists is there, what it finds damaged is damaged, what it deletes need not stay.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,8 @@ import errno
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,71 +19,14 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.cli.operate import stored
 from surefoot.components import checkpoint
-from surefoot.components.checkpoint import Stamp
 from surefoot.contract import commits, manifest
 from surefoot.contract.manifest import NAME
 from tests.cli.conftest import Command
+from tests.cli.saved_commits import ROOT, RUN, flip, path_of, rewrite, run, save, saved
 from tests.cli.test_a_run import documented
 
-ROOT = Path(__file__).resolve().parents[2]
-FIXTURE = ROOT / "tests" / "fixtures" / "format_1" / "checkpoints" / "step-000000000006"
-RUN = Path("run")
-
-
-def a_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-
-
-def save(
-    run: Path, step: int, model: nn.Module | None = None, score: float | None = None, **more: Any
-) -> None:
-    row = (
-        None
-        if score is None
-        else {"name": "accuracy", "value": score, "better": "higher", "split": "test"}
-    )
-    checkpoint.save(
-        run,
-        step,
-        {"model": model or a_model(), **more},
-        Stamp(score=row, spec_id="x", environment={"torch": "2"}),
-    )
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Commits of steps 1 to 6, scored; step 3 is the best."""
-    folder = tmp_path_factory.mktemp("saved")
-    for step in range(1, 7):
-        save(folder, step, score=0.9 if step == 3 else 0.5, count=step)
-    return folder
-
-
-@pytest.fixture
-def run(saved: Path, surefoot: Command) -> Path:
-    """They, in the working folder."""
-    shutil.copytree(saved, RUN)
-    return RUN
-
-
-def path_of(step: int, name: str = "model.safetensors") -> Path:
-    return manifest.step_folder(RUN, step) / name
-
-
-def flip(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    rewrite(path, bytes(data))
-
-
-def rewrite(path: Path, data: bytes) -> None:
-    """Without touching what is linked to the same file."""
-    path.unlink()
-    path.write_bytes(data)
-
+__all__ = ["run", "saved"]  # fixtures
 
 # ---- list, show
 
@@ -179,141 +123,6 @@ def test_a_sound_run_passes_and_says_after_which_step_it_goes_on(
     assert surefoot("checkpoint", "check", f"{run}:2").code == 0
 
 
-def flipped(folder: Path) -> str:
-    flip(folder / "model.safetensors", -5)
-    return "model.safetensors"
-
-
-def truncated(folder: Path) -> str:
-    path = folder / "state.safetensors"
-    rewrite(path, path.read_bytes()[:-1])
-    return "state.safetensors"
-
-
-def emptied(folder: Path) -> str:
-    rewrite(folder / "state.json", b"")
-    return "state.json"
-
-
-def zeroed(folder: Path) -> str:
-    path = folder / "model.safetensors"
-    rewrite(path, path.read_bytes()[:-32] + bytes(32))
-    return "model.safetensors"
-
-
-def missing(folder: Path) -> str:
-    (folder / "model.safetensors").unlink()
-    return "model.safetensors"
-
-
-def linked_away(folder: Path) -> str:
-    path = folder / "state.json"
-    elsewhere = folder.parent.parent.resolve() / "elsewhere"
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-    return "state.json"
-
-
-def spliced(folder: Path) -> str:
-    """The same file of another step: right in itself, wrong here."""
-    other = manifest.step_folder(RUN, 2) / "state.safetensors"
-    rewrite(folder / "state.safetensors", other.read_bytes())
-    return "state.safetensors"
-
-
-def without_manifest(folder: Path) -> str:
-    (folder / manifest.FILE).unlink()
-    return manifest.FILE
-
-
-def of_another_step(folder: Path) -> str:
-    rewrite(folder / manifest.FILE, (manifest.step_folder(RUN, 2) / manifest.FILE).read_bytes())
-    return manifest.FILE
-
-
-DAMAGE = (
-    flipped,
-    truncated,
-    emptied,
-    zeroed,
-    missing,
-    linked_away,
-    spliced,
-    without_manifest,
-    of_another_step,
-)
-
-
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_every_kind_of_damage_is_named_and_only_that_commit(
-    damage: Callable[[Path], str], run: Path, surefoot: Command
-) -> None:
-    save(run, 6, model=nn.Linear(3, 3), count=60)  # so that nothing of it is linked
-    name = damage(path_of(6).parent)
-    answer = surefoot("checkpoint", "check", run)
-    assert answer.code == 1
-    row = surefoot("checkpoint", "check", run, "--json").row
-    assert [each["step"] for each in row["commits"] if not each["sound"]] == [6]
-    assert row["commits"][-1]["files"] == [name]
-    assert row["goes_on_after"] == 5
-    assert {*row, *row["commits"][0]} == documented("checkpoint check")
-
-
-def test_four_hundred_of_four_hundred_flipped_bits_are_found_in_the_file_that_holds_them(
-    tmp_path: Path,
-) -> None:
-    """Over every file of a commit with weights, average, optimiser and state, in proportion to their sizes; seed 0."""
-    folder = tmp_path / FIXTURE.name
-    shutil.copytree(FIXTURE, folder)
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    ends = np.cumsum([8 * size for size in sizes.values()])
-    for bit in np.random.default_rng(0).integers(0, ends[-1], size=400):
-        number = int(np.searchsorted(ends, bit, side="right"))
-        name = list(sizes)[number]
-        position = int(bit - (ends[number - 1] if number else 0))
-        whole = (folder / name).read_bytes()
-        spoiled = bytearray(whole)
-        spoiled[position // 8] ^= 1 << (position % 8)
-        (folder / name).write_bytes(spoiled)
-        assert stored.check_commit(folder).names == (name,), f"bit {bit}"
-        (folder / name).write_bytes(whole)
-    assert stored.check_commit(folder).is_sound
-
-
-def test_a_file_that_several_commits_share_is_damaged_in_each(surefoot: Command) -> None:
-    run = RUN
-    for step in range(1, 7):
-        save(run, step, count=step)
-    data = bytearray(path_of(4).read_bytes())
-    data[-1] ^= 1
-    path_of(4).write_bytes(data)  # in place: the block on disk
-    row = surefoot("checkpoint", "check", run, "--json").row
-    assert not any(each["sound"] for each in row["commits"])
-    assert row["goes_on_after"] is None
-
-
-def test_a_file_that_no_manifest_names_is_told_and_is_no_damage(
-    run: Path, surefoot: Command
-) -> None:
-    path_of(6, "notes.txt").write_text("mine")
-    answer = surefoot("checkpoint", "check", run)
-    assert answer.code == 0
-    assert "notes.txt is not named by the manifest" in answer.out
-
-
-def test_repair_sets_aside_what_is_damaged_deletes_nothing_and_leaves_the_rest(
-    run: Path, surefoot: Command
-) -> None:
-    flip(path_of(5, "state.json"), 3)
-    before = {path.name: path.read_bytes() for path in path_of(5).parent.iterdir()}
-    answer = surefoot("checkpoint", "check", run, "--repair")
-    assert answer.code == 1
-    aside = run / "checkpoints" / ".bad-step-000000000005"
-    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
-    assert manifest.steps(run) == [1, 2, 3, 4, 6]
-    assert surefoot("checkpoint", "check", run).code == 0
-
-
 def test_what_moves_commits_waits_for_nobody_and_is_refused_while_the_run_trains(
     run: Path, surefoot: Command
 ) -> None:
@@ -363,10 +172,7 @@ def test_prune_keeps_the_newest_the_best_and_multiples_and_touches_no_foreign_na
     assert manifest.steps(run) == [3, 4, 5, 6]
     assert sorted(
         path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step-0")
-    ) == [
-        "notes",
-        "step-7",
-    ]
+    ) == ["notes", "step-7"]
     assert surefoot("checkpoint", "check", run).code == 0
 
 
@@ -415,107 +221,6 @@ def test_the_rules_are_those_of_the_run_s_own_spec(run: Path, surefoot: Command)
     (run / "spec.toml").write_text('[task]\nuse = "digits"\n[checkpoint]\nkeep = 4\n')
     surefoot("checkpoint", "prune", run)
     assert manifest.steps(run) == [3, 4, 5, 6]
-
-
-# ---- diff
-
-
-def test_two_commits_of_the_same_state_are_equal_and_times_do_not_count(
-    run: Path, surefoot: Command
-) -> None:
-    save(Path("other"), 6, count=6)
-    answer = surefoot("checkpoint", "diff", f"{run}:6", "other")
-    assert (answer.code, answer.out.splitlines()[-1].startswith("equal: ")) == (0, True)
-
-
-def test_the_values_that_differ_are_named_counted_and_measured(
-    run: Path, surefoot: Command
-) -> None:
-    model = a_model()
-    with torch.no_grad():
-        model.get_parameter("0.weight")[1, 2] += 0.5
-        model.get_parameter("0.weight")[0, 0] -= 0.125
-        model.get_parameter("1.bias")[0] = float("nan")
-        model.get_parameter("1.bias").requires_grad_(False)  # else it is never saved
-    save(Path("other"), 6, model, count=60)
-    answer = surefoot("checkpoint", "diff", f"{run}:6", "other:6", "--json")
-    assert answer.code == 1
-    found = {each["name"]: each for each in answer.row["differences"]}
-    assert (found["0.weight"]["num_different"], found["0.weight"]["num_values"]) == (2, 12)
-    assert found["0.weight"]["max_abs"] == pytest.approx(0.5, abs=1e-7)
-    assert (found["1.bias"]["num_different"], found["1.bias"]["max_abs"]) == (1, None)
-    assert found["values/count"]["what"] == "6 and 60"
-    assert not answer.row["equal"]
-    assert {*answer.row, *found["0.weight"]} == documented("checkpoint diff")
-    assert "2 of 12" in surefoot("checkpoint", "diff", f"{run}:6", "other:6").out
-
-
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_read_without_torch_as_torch_reads_it(
-    dtype: torch.dtype, surefoot: Command
-) -> None:
-    one = torch.tensor([0, 1, 2, 3, 5, 8, 13]).to(dtype)
-    other = torch.tensor([0, 1, 2, 3, 5, 8, 21]).to(dtype)
-    for number, tensor in enumerate((one, other)):
-        checkpoint.save(Path(f"run{number}"), 1, {"values": tensor})
-    row = surefoot("checkpoint", "diff", "run0", "run1", "--json").row
-    found = [each for each in row["differences"] if each["name"].endswith("values")]
-    wanted = float((one.to(torch.complex128) - other.to(torch.complex128)).abs().max())
-    if wanted:
-        assert (found[0]["num_different"], found[0]["max_abs"]) == (1, wanted)
-    else:  # both are true
-        assert found == []
-
-
-def test_tensors_that_only_one_has_or_of_another_shape_are_named(surefoot: Command) -> None:
-    save(Path("a"), 1, nn.Linear(3, 4), count=1)
-    save(Path("b"), 1, nn.Linear(3, 5, bias=False), count=1)
-    row = surefoot("checkpoint", "diff", "a", "b", "--json").row
-    found = {each["name"]: each["what"] for each in row["differences"]}
-    assert found["weight"] == "shape [4, 3] and [5, 3]"
-    assert found["bias"] == "only in a/checkpoints/step-000000000001"
-
-
-def test_a_difference_is_never_told_of_bytes_that_are_damaged(run: Path, surefoot: Command) -> None:
-    save(Path("other"), 6, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), count=6)
-    rewrite(path_of(6), path_of(6).read_bytes()[:-1] + b"\x77")
-    answer = surefoot("checkpoint", "diff", f"{run}:6", "other")
-    assert answer.code == 2
-    assert "is damaged" in answer.err
-
-
-@pytest.mark.parametrize("which", ["first", "second"])
-@pytest.mark.parametrize("damage", DAMAGE[:6], ids=lambda damage: damage.__name__)
-def test_what_is_damaged_is_never_called_equal(
-    damage: Any, which: str, run: Path, surefoot: Command
-) -> None:
-    shutil.copytree(path_of(6).parent, Path("whole", "checkpoints", path_of(6).parent.name))
-    assert surefoot("checkpoint", "diff", f"{run}:6", "whole:6").code == 0
-    name = damage(path_of(6).parent)
-    pair = (f"{run}:6", "whole:6") if which == "first" else ("whole:6", f"{run}:6")
-    answer = surefoot("checkpoint", "diff", *pair)
-    assert (answer.code, answer.out) == (2, "")
-    assert name in answer.err
 
 
 # ---- without torch

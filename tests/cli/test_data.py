@@ -1,4 +1,7 @@
-"""`surefoot data index` and `check`: of real tars and of every kind of bad one, told by name and with its exit code."""
+"""Tests of `surefoot data index` and `check`.
+
+Real tars and every kind of bad one, told by name and with its exit code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`surefoot data bench`: what it counts is there, from the device or from memory, and a delay costs what it says."""
+"""Tests of `surefoot data bench`.
+
+What it counts is there, from the device or from memory, and a delay costs what it says.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,8 @@ def test_each_number_of_workers_reads_every_sample_cold_and_warm(
         assert each["samples"] == 40
         assert each["samples_per_s"] > 0
         assert each["read"] + each["decode"] == pytest.approx(1.0)
-        assert each["bytes_per_s"] / each["samples_per_s"] == pytest.approx(
-            4 * 512
-        )  # two members, each a header and a block
+        # two members, each a header and a block
+        assert each["bytes_per_s"] / each["samples_per_s"] == pytest.approx(4 * 512)
     answer = surefoot("data", "bench", "tars", "--workers", "0")
     assert answer.code == 0
     assert "40 samples in 2 tars" in answer.out

@@ -1,4 +1,8 @@
-"""`surefoot data convert`: what is written is what was read, in the same bytes whoever is killed meanwhile; nothing else is touched."""
+"""Tests of `surefoot data convert`.
+
+What is written is what was read, in the same bytes whoever is killed meanwhile; nothing else is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,8 @@ class Pairs(torch.utils.data.Dataset):
     def __getitem__(self, i):
         noise = torch.rand(()) if self.draws else torch.tensor(0.5)
         box = {"a": torch.full((2,), float(i)), "b": torch.tensor([i])}
-        return {"text": f"sample {i}", "label": i % 3, "weights": box, "ids": [i, i + 1], "x": torch.arange(4) * noise}
+        x = torch.arange(4) * noise
+        return {"text": f"sample {i}", "label": i % 3, "weights": box, "ids": [i, i + 1], "x": x}
 
 
 class Task:
@@ -80,7 +85,10 @@ def arrays(tmp_path: Path) -> dict[str, Path]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of all that is written there, but for what is ours alone: the index holds times, the progress file goes along."""
+    """Return the bytes of all that is written there, but for what is ours alone.
+
+    The index holds times, and the progress file goes along.
+    """
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.iterdir()
@@ -253,9 +261,8 @@ def test_tars_of_a_process_killed_again_and_again_are_those_of_one_that_was_not(
     resumed = convert(of_arrays(arrays), out, layout)
     assert resumed.kept >= len(made.shards) - 2
     assert digests(out) == digests(tmp_path / "whole")
-    assert {
-        path.name: path.stat().st_ino for path in tars_of(out)
-    }.items() >= inodes.items()  # none was written again
+    # none was written again
+    assert {path.name: path.stat().st_ino for path in tars_of(out)}.items() >= inodes.items()
     assert not list(out.glob(".*.draft"))
     listed = dict(line.split("  ")[::-1] for line in (out / "SHA256SUMS").read_text().splitlines())
     assert listed == {
@@ -270,12 +277,8 @@ def test_it_goes_on_wherever_the_progress_file_ends(
     convert(of_arrays(arrays), out, layout)
     whole, progress = digests(out), (out / PROGRESS).read_bytes()
     lines = progress.splitlines(keepends=True)
-    for content in (
-        b"".join(lines[:-1]),
-        progress[:-9],
-        lines[0],
-        b"",
-    ):  # renamed before its line was written, a line that is cut
+    # renamed before its line was written, a line that is cut
+    for content in (b"".join(lines[:-1]), progress[:-9], lines[0], b""):
         (out / PROGRESS).write_bytes(content)
         for path in [*tars_of(out)[content.count(b"\n") :], out / "SHA256SUMS"]:
             path.unlink()

@@ -1,4 +1,8 @@
-"""`surefoot data stage`: what is copied is what was there, whoever is killed meanwhile, and nothing else is touched or taken for it."""
+"""Tests of `surefoot data stage`.
+
+What is copied is what was there, whoever is killed meanwhile, and nothing else is touched or taken
+for it.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 
 from surefoot.train.resume.start import Start
 from tests.cli.conftest import Command
-from tests.cli.test_resume import SPEC, train
+from tests.cli.resumed_runs import SPEC, train
 from tests.train.small import write_task
 
 

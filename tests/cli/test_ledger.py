@@ -21,9 +21,8 @@ from tests.cli.conftest import Command
 from tests.cli.test_a_run import documented
 from tests.conftest import ROOT
 
-PLAN = Plan(
-    samples=50, seed=3, shuffle=True, batch=8, drop_last=False
-)  # 7 steps an epoch, the last of 2 samples
+# 7 steps an epoch, the last of 2 samples
+PLAN = Plan(samples=50, seed=3, shuffle=True, batch=8, drop_last=False)
 STEPS = 30
 
 

@@ -1,4 +1,4 @@
-"""Every key of a spec is used, refused, or named as left out, by every command that takes a spec."""
+"""Every key of a spec is used, refused, or named as left out, by every command with a spec."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Block(nn.Module):
 
 class Small:
     def model(self):
-        return nn.Sequential(nn.Linear(64, 64), nn.Sequential(*(Block() for _ in range(4))), nn.Linear(64, 8))
+        blocks = nn.Sequential(*(Block() for _ in range(4)))
+        return nn.Sequential(nn.Linear(64, 64), blocks, nn.Linear(64, 8))
     def data(self, split):
         return Arrays(torch.ones(64, 64), torch.zeros(64))
     def forward(self, model, batch):
@@ -137,9 +138,9 @@ def test_a_command_names_what_it_does_not_use_even_when_quiet(
     answer = surefoot("memory", small, *words)
     assert answer.code == 0, answer.err
     assert answer.row["left_out"] == ["train.device", "layout.bucket_size"]
-    assert (
-        answer.err
-        == "note: memory does not use train.device, layout.bucket_size: it predicts one training step on a CPU, in eager mode\n"
+    assert answer.err == (
+        "note: memory does not use train.device, layout.bucket_size: "
+        "it predicts one training step on a CPU, in eager mode\n"
     )
     answer = surefoot("explain", small, "--set", "layout.shard=2")
     assert (answer.code, answer.err) == (
@@ -198,9 +199,8 @@ def test_memory_uses_what_else_changes_a_step(
         sum(each.blocks.values()) if smaller == "activations" else each.terms.get(smaller, 0)
         for each in found
     )
-    assert after < before or (
-        "precision" in table and after != before
-    )  # the casts of weights are kept, too
+    # the casts of weights are kept, too
+    assert after < before or ("precision" in table and after != before)
 
 
 def test_memory_refuses_a_layout_that_train_refuses(small: Path) -> None:

@@ -399,9 +399,8 @@ def test_at_a_terminal_rows_are_folded_to_its_width(
     run = past.write_finished(Path("a"), notes=("word " * 60,))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
-    told = re.sub(
-        r"\x1b\[[0-9]*m", "", surefoot("show", run).out.split("Again")[0]
-    )  # the headers are bold
+    # the headers are bold
+    told = re.sub(r"\x1b\[[0-9]*m", "", surefoot("show", run).out.split("Again")[0])
     assert [line for line in told.splitlines() if len(line) > 60] == []
     assert surefoot("runs", ".").out
 

@@ -1,4 +1,7 @@
-"""A project that was moved, or is gone: verbs that need no task work, and the others are told where it is now by one option."""
+"""Tests of a project that was moved, or is gone.
+
+Verbs that need no task work, and the others are told where it is now by one option.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A verdict over nothing is none: what could not be looked at is said, with an exit code that is not 0."""
+"""A verdict over nothing is none.
+
+What could not be looked at is said, with an exit code that is not 0.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +85,8 @@ def test_what_no_run_has_recorded_is_not_called_equal(run: Path, surefoot: Comma
     assert "code" in side_by_side.find_unrecorded(found)
     answer = surefoot("compare", run, run.with_name("other"))
     assert (
-        "what is recorded of versions, machine, code and data is equal; not recorded, and not compared: code"
-        in answer.out
+        "what is recorded of versions, machine, code and data is equal; "
+        "not recorded, and not compared: code" in answer.out
     )
 
 

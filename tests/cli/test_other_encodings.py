@@ -1,4 +1,7 @@
-"""Names and files in other encodings, and screens that show ASCII alone: every command ends as it would in UTF-8."""
+"""Names and files in other encodings, and screens that show ASCII alone.
+
+Every command ends as it would in UTF-8.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,10 @@ def test_every_looking_verb_ends_as_it_would_on_a_screen_of_ascii(trained: Path)
     program = (
         "import sys\nfrom surefoot.cli.main import main\n"
         f"for words in {[list(map(str, words)) for words in verbs]!a}:\n"
-        "    sys.argv = ['surefoot', *(word.encode().decode('ascii', 'surrogateescape') for word in words)]\n"
-        "    try:\n        main()\n    except SystemExit as left:\n        print('code', left.code)\n"
+        "    sys.argv = ['surefoot', *(word.encode().decode('ascii', 'surrogateescape') "
+        "for word in words)]\n"
+        "    try:\n        main()\n    except SystemExit as left:\n"
+        "        print('code', left.code)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -161,7 +166,8 @@ def test_a_stream_that_was_a_file_and_is_a_pipe_now_is_written_to_all_the_same(
         "import os, sys\n"
         "read, write = os.pipe()\nos.dup2(write, 1)\nsys.argv = ['surefoot', '--help']\n"
         "from surefoot.cli.main import main\n"
-        "try:\n    main()\nexcept SystemExit as left:\n    print(os.read(read, 99), left.code, file=sys.stderr)\n"
+        "try:\n    main()\nexcept SystemExit as left:\n"
+        "    print(os.read(read, 99), left.code, file=sys.stderr)\n"
     )
     with (tmp_path / "out").open("w") as out:
         done = subprocess.run(

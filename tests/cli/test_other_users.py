@@ -1,4 +1,7 @@
-"""Runs that several users share: modes follow the umask, and what one of them may not read is a row or an error, never a fault."""
+"""Tests of runs that several users share.
+
+Modes follow the umask, and what one of them may not read is a row or an error, never a fault.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ IS_ROOT = hasattr(os, "getuid") and os.getuid() == 0
 NOBODY = 65534
 
 
-# the verb once on a run that this user may read, which loads the code of ours that the other user may not reach; then as that user
+# the verb once on a run that this user may read, which loads the code of ours that the other user
+# may not reach; then as that user
 AS_ANOTHER_USER = """
 import contextlib, io, os, sys
 from surefoot.cli.main import main

@@ -177,9 +177,8 @@ def test_gaps_and_what_is_not_finite_are_left_out_and_told() -> None:
     )
     assert "values that are not finite are left out" in drawing
     drawn = [line.split("┤")[-1].split("│")[-1] for line in drawing.splitlines()[:6]]
-    assert all(
-        not row.strip() for row in drawn[1:5]
-    )  # nothing joins what stands on the two sides of a gap
+    # nothing joins what stands on the two sides of a gap
+    assert all(not row.strip() for row in drawn[1:5])
     for strange in (math.nan, math.inf, -math.inf):
         rows = overlay(
             [0, 1, 2, 3], {"loss": [1.0, strange, 1.0, 0.5]}, Style(width=40, height=6)
@@ -223,5 +222,8 @@ def test_a_style_suits_what_the_output_can_show() -> None:
 
 
 def test_drawing_imports_neither_torch_nor_numpy_nor_matplotlib() -> None:
-    code = "import sys, surefoot.cli.plot; sys.exit(bool({'torch', 'numpy', 'matplotlib', 'pydantic'} & set(sys.modules)))"
+    code = (
+        "import sys, surefoot.cli.plot; "
+        "sys.exit(bool({'torch', 'numpy', 'matplotlib', 'pydantic'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,7 @@
-"""`surefoot profile`: of a spec, of a run that is over, of one that goes on; and what cannot be profiled."""
+"""Tests of `surefoot profile`.
+
+Profiles of a spec, of a run that is over, of one that goes on; and what cannot be profiled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reference holds what the code has, row for row: the keys of a spec and the fields of an event."""
+"""docs/reference holds what the code has, row for row: keys of a spec and fields of an event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tables at a terminal: every word stays whole, nothing is left out, no line is longer than the terminal."""
+"""Tests of tables at a terminal.
+
+Every word stays whole, nothing is left out, no line is longer than the terminal.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,16 @@ from surefoot.cli.table import GAP, PROSE, fit_columns
 CODE = """
 from surefoot.cli.table import print_pairs, print_table, print_text
 ratio = "0.945x (0.931 to 0.967)"
-headers = ("rung", "verdict", "time", "time from the start", "memory", "samples/s", "start-up", "score", "numbers", "expected")
-print_table(headers, [("no clipping", "REJECTED", *[ratio] * 5, "98.61 % (start 98.33 %)", "not measured", "memory 0.5x, time 1.3x")])
-print_table(("module", "what is told of it"), [("encoder.layers.0.linear1", "many short words of one long sentence " * 4)])
+headers = ("rung", "verdict", "time", "time from the start", "memory", "samples/s", "start-up")
+headers += ("score", "numbers", "expected")
+score, expected = "98.61 % (start 98.33 %)", "memory 0.5x, time 1.3x"
+print_table(headers, [("no clipping", "REJECTED", *[ratio] * 5, score, "not measured", expected)])
+sentence = "many short words of one long sentence " * 4
+print_table(("module", "what is told of it"), [("encoder.layers.0.linear1", sentence)])
 print_table(("path",), [("/" + "deep/" * 60,)])
-print_text("a sentence of many words that goes on in the next line of a narrow terminal, and is whole in a pipe, as it was given")
-print_pairs([("name", "a sentence of many words that goes on in the next line of a narrow terminal, below its own beginning")])
+sentence = "a sentence of many words that goes on in the next line of a narrow terminal, "
+print_text(sentence + "and is whole in a pipe, as it was given")
+print_pairs([("name", sentence + "below its own beginning")])
 """
 
 

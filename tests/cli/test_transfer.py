@@ -1,4 +1,7 @@
-"""`surefoot checkpoint export` and `import`: to other programs and back, with the same outputs, or not at all."""
+"""Tests of `surefoot checkpoint export` and `import`.
+
+To other programs and back, with the same outputs, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from tests.cli.conftest import Command
 from tests.cli.test_a_run import documented
 from tests.train.small import write_task
 
-SPEC = '[task]\nuse = "{use}"\n[train]\nlength = "4 steps"\nbatch = 4\n[observe]\ntensorboard = false\n'
+SPEC = (
+    '[task]\nuse = "{use}"\n[train]\nlength = "4 steps"\nbatch = 4\n[observe]\n'
+    "tensorboard = false\n"
+)
 
 
 @pytest.fixture
@@ -144,7 +150,10 @@ def test_a_model_whose_outputs_changed_leaves_no_file_and_ends_with_1(
 ) -> None:
     """What is built anew differs from what was trained in something that no state_dict holds."""
     task = spec.parent / "mine.py"
-    odd = "        made = nn.Sequential(nn.Linear(4, self.width), nn.Softplus(beta=1 + len(BUILT)), nn.Linear(self.width, 3))\n"
+    odd = (
+        "        made = nn.Sequential(nn.Linear(4, self.width), "
+        "nn.Softplus(beta=1 + len(BUILT)), nn.Linear(self.width, 3))\n"
+    )
     text = task.read_text().replace("STEP = 0\n", "STEP = 0\nBUILT = []\n")
     before, line, after = text.partition("        return nn.Sequential(")
     task.write_text(

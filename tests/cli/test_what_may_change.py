@@ -15,7 +15,7 @@ from surefoot.core.errors import SpecError
 from surefoot.train.resume import changes
 from tests.cli.conftest import Command
 from tests.cli.reference import ROOT, sections
-from tests.cli.test_resume import SPEC, STEPS, STOP, snapshot, train
+from tests.cli.resumed_runs import SPEC, STEPS, STOP, snapshot, train
 from tests.train.small import write_task
 
 EDITS = {
@@ -131,12 +131,13 @@ EDITS = {
 }
 
 
+# as their neighbours
 UNTRIED = {
     "checkpoint.store",
     "checkpoint.budget",
     "train.keep_freed_memory",
     "memory.update_in_backward",
-}  # as their neighbours
+}
 
 
 NEEDS: dict[str, dict[str, Any]] = {  # what a value goes together with

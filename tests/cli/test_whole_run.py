@@ -1,4 +1,7 @@
-"""`surefoot archive`, `remove` and `runs --sizes`: a run as a whole, never one that is running, never what a link points at."""
+"""Tests of `surefoot archive`, `remove` and `runs --sizes`.
+
+A run as a whole, never one that is running, never what a link points at.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ HERE = {"rank": 0, "world_size": 1, "host": socket.gethostname()}
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that ended, with a file that two commits link, and links to a file and a folder outside."""
+    """A run that ended, with a file that two commits link.
+
+    It has links to a file and a folder outside.
+    """
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_bytes(b"x" * 10_000)

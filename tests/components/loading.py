@@ -45,7 +45,10 @@ class Numbers:
 
 
 class Once:
-    """What happens when a sample is read, but for as often as `times` says: a file counts, since another process may have done it."""
+    """What happens when a sample is read, for as often as `times` says.
+
+    A file counts, since another process may have done it.
+    """
 
     def __init__(self, folder: Path, times: int) -> None:
         self.folder, self.times = folder, times
@@ -124,7 +127,7 @@ def shifted(batch: dict[str, Any], keys: Keys) -> dict[str, Any]:
 
 
 class Locked(Numbers):
-    """Cannot be sent to another process: an attribute of an attribute is a function without a name."""
+    """Cannot be sent to another process: an attribute of an attribute is a nameless function."""
 
     def __init__(self) -> None:
         super().__init__()

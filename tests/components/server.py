@@ -1,4 +1,4 @@
-"""A real HTTP server for tests, which breaks as it is told: what it was asked for stays on record."""
+"""A real HTTP server for tests, which breaks as it is told and records what it was asked for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-Fault = Callable[
-    ["Asked"], "int | bytes | None"
-]  # a status, the bytes sent in place of the right ones, or None for all is well
+# a status, the bytes sent in place of the right ones, or None for all is well
+Fault = Callable[["Asked"], "int | bytes | None"]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One GET: the path, the first byte, and the bytes that are right; `number` counts the GETs of this path from 0."""
+    """One GET: the path, the first byte, and the bytes that are right.
+
+    `number` counts the GETs of this path from 0.
+    """
 
     path: str
     start: int
@@ -48,10 +50,8 @@ class Handler(BaseHTTPRequestHandler):
 
     served: Served
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm, wbufsize = (
-        True,
-        1 << 16,
-    )  # else an answer waits 40 ms for an acknowledgement
+    # else an answer waits 40 ms for an acknowledgement
+    disable_nagle_algorithm, wbufsize = (True, 1 << 16)
 
     def do_HEAD(self) -> None:
         content = self.served.files.get(self.path.partition("?")[0])

@@ -14,7 +14,10 @@ import pytest
 
 @contextmanager
 def serving_store(bucket: str) -> Iterator[str]:
-    """The URL of a bucket that lives as long as this block; a test that lacks the server or its client is skipped."""
+    """The URL of a bucket that lives as long as this block.
+
+    A test that lacks the server or its client is skipped.
+    """
     pytest.importorskip("moto")
     files = pytest.importorskip("s3fs").S3FileSystem
     port = _free_port()

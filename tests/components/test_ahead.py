@@ -1,4 +1,7 @@
-"""Batches on their way to the device: on a CPU they pass through; on a GPU the next one is copied while the step computes."""
+"""Tests of batches on their way to the device.
+
+On a CPU they pass through; on a GPU the next one is copied while the step computes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Augmentation by torchvision's definitions: the formulas, image by image, as references; draws that depend on the sample alone."""
+"""Tests of augmentation by torchvision's definitions.
+
+The formulas, image by image, as references; draws that depend on the sample alone.
+"""
 
 # B batch, H height, W width, C channels
 
@@ -115,7 +118,10 @@ def test_hues_turn_as_those_of_the_standard_library() -> None:
 
 
 def weights_of(start: int, size: int, out: int, whole: int) -> Tensor:
-    """Row i says what each of `whole` pixels weighs in pixel i of `out`: a triangle as wide as a pixel of the result, of the box alone."""
+    """Row i says what each of `whole` pixels weighs in pixel i of `out`.
+
+    The weights are a triangle as wide as a pixel of the result, of the box alone.
+    """
     scale = size / out
     support = max(scale, 1.0)
     rows = torch.zeros(out, whole, dtype=torch.float64)
@@ -141,9 +147,8 @@ def test_boxes_are_resized_by_the_triangles_of_torch_and_see_nothing_of_what_lie
         down, across = weights_of(top, rows, size[0], 18), weights_of(left, columns, size[1], 14)
         expected = torch.einsum("hH,HWC,wW->hwC", down, image.double(), across)
         assert torch.allclose(got_exact, expected, atol=1e-9)
-        assert (
-            got.double() - expected
-        ).abs().max() < 1.01  # bytes are rounded after each direction
+        # bytes are rounded after each direction
+        assert (got.double() - expected).abs().max() < 1.01
     whole = resize(BYTES_BHWC, *size)
     assert torch.equal(
         whole, random_resized_crop(BYTES_BHWC, torch.tensor([[0, 0, 18, 14]] * 12), *size)
@@ -159,7 +164,8 @@ def test_boxes_are_drawn_by_the_definition_of_torchvision() -> None:
     ratio, area = columns / rows, rows * columns / (48 * 40)
     assert (ratio > 0.7).all()
     assert (ratio < 1.42).all()
-    # torchvision's own over 20,000 draws: mean area 0.4665 (large ones do not fit), mean top 9.20, mean left 5.65
+    # torchvision's own over 20,000 draws: mean area 0.4665 (large ones do not fit), mean top 9.20,
+    # mean left 5.65
     assert float(area.mean()) == pytest.approx(0.4665, abs=0.01)
     assert float(top.double().mean()) == pytest.approx(9.20, abs=0.2)
     assert float(left.double().mean()) == pytest.approx(5.65, abs=0.15)
@@ -238,9 +244,8 @@ def test_the_shares_of_cutmix_are_those_of_the_pixels() -> None:
     kept = (images == BYTES_BHWC).all(-1).float().mean((1, 2))
     assert 0 < float(kept.min()) < 1
     ours = targets.gather(1, LABELS_B[:, None])[:, 0]
-    assert torch.allclose(
-        ours[4:], kept[4:], atol=0.02
-    )  # a pixel of another image may have the same colour
+    # a pixel of another image may have the same colour
+    assert torch.allclose(ours[4:], kept[4:], atol=0.02)
     from_either = (images == BYTES_BHWC) | (images == BYTES_BHWC[torch.arange(12) ^ 1])
     assert from_either.all()
 

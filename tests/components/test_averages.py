@@ -1,4 +1,7 @@
-"""Averages of weights against torch's AveragedModel: without the ramp, with buffers, saved and loaded."""
+"""Averages of weights against torch's AveragedModel.
+
+Without the ramp, with buffers, saved and loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Records that cannot be read: the run ends with the first, or leaves out exactly those, the same ones whoever reads."""
+"""Tests of records that cannot be read.
+
+The run ends with the first, or leaves out exactly those, the same ones whoever reads.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ BAD = (3, 17, 18, 101, 199)
 
 
 def write_photos(folder: Path, bad: tuple[int, ...] = BAD, num_samples: int = NUM_SAMPLES) -> Path:
-    """A tar of small images; those in `bad` are cut in the middle, or have a label that is no number."""
+    """A tar of small images; those in `bad` are cut in the middle, or have no number as label."""
     members: list[tuple[str, bytes]] = []
     for number in range(num_samples):
         content, label = image(colour=number), b"%d" % (number % 3)
@@ -216,7 +219,10 @@ def test_a_disk_that_fails_is_no_bad_record() -> None:
 
 
 def test_fifty_mutated_shards_lose_what_cannot_be_read_and_nothing_else(tmp_path: Path) -> None:
-    """F17: a byte flipped, a length that is none, JSON and UTF-8 that are none. What is read is what stands in the file."""
+    """F17: a byte flipped, a length that is none, JSON and UTF-8 that are none.
+
+    What is read is what stands in the file.
+    """
     drawn = random.Random(0)
     for number in range(50):
         rows = {

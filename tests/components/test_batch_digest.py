@@ -1,4 +1,7 @@
-"""A digest of a batch differs where the batch does, is the same where it is the same, and exists for whatever a loader gives."""
+"""A digest of a batch differs where the batch does, and is the same where it is the same.
+
+It exists for whatever a loader gives.
+"""
 
 from __future__ import annotations
 

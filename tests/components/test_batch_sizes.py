@@ -78,7 +78,10 @@ def test_where_a_batch_does_not_say_it_nothing_is_guessed(name: str) -> None:
 
 
 class Sums:
-    """A mean over whatever `collate` makes of 20 samples, 8 at a time; `wraps` gives a loader of somebody else's."""
+    """A mean over whatever `collate` makes of 20 samples, 8 at a time.
+
+    `wraps` gives a loader of somebody else's.
+    """
 
     def __init__(self, collate: Any, wraps: Any = lambda loader: loader) -> None:
         self.collate, self.wraps = collate, wraps

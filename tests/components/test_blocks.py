@@ -1,4 +1,7 @@
-"""An order by blocks of shards: each sample once, found at any position, within few shards at a time, and how well that mixes."""
+"""Tests of an order by blocks of shards.
+
+Each sample once, found at any position, within few shards at a time, and how well that mixes.
+"""
 
 from __future__ import annotations
 
@@ -82,9 +85,8 @@ def test_inside_a_block_every_order_is_as_likely() -> None:
     counts = np.zeros((6, 6))
     for key in range(3000):
         counts[np.arange(6), BlockShuffle([2, 2, 2], key, window=3)(np.arange(6))] += 1
-    chi_square = (
-        float(((counts - 500) ** 2 / 500).sum()) * 5 / 6
-    )  # rows and columns are full: 25 degrees of freedom
+    # rows and columns are full: 25 degrees of freedom
+    chi_square = float(((counts - 500) ** 2 / 500).sum()) * 5 / 6
     assert chi_square < 52.6  # one case of a thousand
 
 

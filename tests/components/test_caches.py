@@ -1,4 +1,7 @@
-"""Models whose forward pass fills a cache of keys and values, as those of transformers do by default, are recomputed and exported."""
+"""Models whose forward pass fills a cache of keys and values are recomputed and exported.
+
+Those of transformers fill one by default.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The chunked linear and cross-entropy: the sum, the count and the gradients of the plain way, without its logits."""
+"""Tests of the chunked linear and cross-entropy.
+
+The sum, the count and the gradients of the plain way, without its logits.
+"""
 
 from __future__ import annotations
 
@@ -177,9 +180,7 @@ def test_no_tensor_has_more_than_a_chunk_of_logits() -> None:
     assert largest.elements == ROWS * WORDS
 
 
-def test_a_transformer_with_it_has_the_gradients_of_one_without_and_gives_logits_outside_training() -> (
-    None
-):
+def test_a_transformer_with_it_has_the_gradients_of_one_without_and_logits_in_evaluation() -> None:
     made = {}
     ids, targets = torch.arange(24).view(2, 12) % 11, torch.arange(24).view(2, 12) % 7
     targets[0, 3] = -100
@@ -231,7 +232,10 @@ def test_its_rung_is_there_for_tasks_that_have_it() -> None:
 
 
 def test_in_16_bits_what_flows_into_the_loss_is_not_rounded_to_them() -> None:
-    """1 / 3 rounded to bf16 is longer by 0.13 %, and so were all gradients of hidden: each is rounded once, and to both sides."""
+    """1 / 3 rounded to bf16 is longer by 0.13 %, and so were all gradients of hidden.
+
+    Each is rounded once, and to both sides.
+    """
     for count in (3, 7, 11):
         hidden, weight, bias, targets = draw(torch.bfloat16, ignored=0)
         total, _ = linear_cross_entropy(hidden, weight, targets, bias)

@@ -1,4 +1,7 @@
-"""Every type and nesting that Arrow has, and every array: right in its own dtype, or refused with the name of the column."""
+"""Tests of every type and nesting that Arrow has, and of every array.
+
+Right in its own dtype, or refused with the name of the column.
+"""
 
 from __future__ import annotations
 

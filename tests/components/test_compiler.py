@@ -1,4 +1,7 @@
-"""Compiled regions give what they gave before; what cannot be compiled falls back or stops; each compilation is told with its reason."""
+"""Compiled regions give what they gave before; what cannot be compiled falls back or stops.
+
+Each compilation is told with its reason.
+"""
 
 from __future__ import annotations
 
@@ -114,9 +117,7 @@ def test_an_error_of_the_users_own_code_is_theirs() -> None:
         model(torch.ones(4, 7))
 
 
-def test_two_planted_graph_breaks_are_named_by_reason_file_and_line_and_mending_them_leaves_one_graph() -> (
-    None
-):
+def test_two_planted_graph_breaks_are_named_by_reason_file_and_line_and_can_be_mended() -> None:
     source, first = inspect.getsourcelines(Broken.forward)
     lines = {
         word: first + next(n for n, line in enumerate(source) if word in line)

@@ -1,4 +1,7 @@
-"""FLOPs and bytes of what runs, against counts by hand in the stated convention and against torch's own counter where it has one."""
+"""FLOPs and bytes of what runs, against counts by hand in the stated convention.
+
+Where torch's own counter has them, against that too.
+"""
 
 # B batch, T tokens, D model, N heads, H per head, I in, O out
 
@@ -26,7 +29,10 @@ FLOAT = 4  # bytes
 def counted(
     model: nn.Module, *inputs: Tensor, loss: Callable[[Any], Tensor] = lambda out: out.sum()
 ) -> Counter:
-    """A forward and a backward pass under the counter; the loss, its gradient and the sums of gradients are part of it."""
+    """Run a forward and a backward pass under the counter.
+
+    The loss, its gradient and the sums of gradients are part of it.
+    """
     with Counter(model) as counter:
         loss(model(*inputs)).backward()
     return counter
@@ -103,13 +109,11 @@ def test_fused_attention_is_counted_by_the_pairs_that_it_may_see(causal: bool) -
     backward = one(counter, "_scaled_dot_product_flash_attention_for_cpu_backward")
     assert forward.model_flops == 2 * 2 * pairs * H
     assert forward.flops == 2 * 2 * pairs * H + 5 * pairs  # and the softmax
-    assert forward.num_bytes == FLOAT * B * HEADS * (
-        T * H + 2 * S * H + T * H + T
-    )  # out, and the log of the sums
+    # out, and the log of the sums
+    assert forward.num_bytes == FLOAT * B * HEADS * (T * H + 2 * S * H + T * H + T)
     assert backward.model_flops == 2 * forward.model_flops
-    assert (
-        backward.flops == 5 * 2 * pairs * H + 2 * pairs + 4 * pairs
-    )  # the scores and their exponentials again
+    # the scores and their exponentials again
+    assert backward.flops == 5 * 2 * pairs * H + 2 * pairs + 4 * pairs
 
 
 def test_attention_that_is_not_fused_counts_its_products_and_its_softmax_alike() -> None:
@@ -127,12 +131,10 @@ def test_an_embedding_looks_up_and_its_gradient_adds() -> None:
     rows = B * 7 * 16
     look_up, added = one(counter, "embedding"), one(counter, "embedding_dense_backward")
     assert (look_up.flops, added.flops) == (0, rows)
-    assert (
-        look_up.num_bytes == FLOAT * rows + 8 * B * 7 + FLOAT * rows
-    )  # the rows that are taken, not the table
-    assert (
-        added.num_bytes == FLOAT * 1 + 8 * B * 7 + FLOAT * 50 * 16
-    )  # of a sum: its gradient is one number
+    # the rows that are taken, not the table
+    assert look_up.num_bytes == FLOAT * rows + 8 * B * 7 + FLOAT * rows
+    # of a sum: its gradient is one number
+    assert added.num_bytes == FLOAT * 1 + 8 * B * 7 + FLOAT * 50 * 16
 
 
 NORMS = {
@@ -271,10 +273,8 @@ def test_layers_that_share_an_input_are_told_apart_in_the_backward_pass_too() ->
     }
     assert {name: found[name] for name in shared} == shared
     assert found["1"] == found["1.layers"] == sum(shared.values())
-    assert (found["0"], found["2"]) == (
-        2 * 2 * B * INS * INS,
-        3 * 2 * B * 15 * 2,
-    )  # the data need no gradient
+    # the data need no gradient
+    assert (found["0"], found["2"]) == (2 * 2 * B * INS * INS, 3 * 2 * B * 15 * 2)
     assert found.get("1.idle", 0) == 0
 
 
@@ -319,10 +319,8 @@ def test_what_is_recomputed_is_no_part_of_the_models_own() -> None:
     plain, again = counted(Two(), inputs), counted(Recomputed(), inputs)
     own = [sum(row.model_flops for row in each.of()) for each in (plain, again)]
     assert own[0] == own[1]
-    assert (plain.again_flops, again.again_flops) == (
-        0,
-        2 * B * INS * OUTS,
-    )  # the last product is not needed again
+    # the last product is not needed again
+    assert (plain.again_flops, again.again_flops) == (0, 2 * B * INS * OUTS)
     assert flops(again, "", "product") == own[1] + again.again_flops
 
 
@@ -333,9 +331,8 @@ def test_torchs_own_counter_says_the_same_where_it_has_a_formula() -> None:
     inputs = torch.randn(B, 3, 8, 8)
     with FlopCounterMode(display=False) as theirs:
         model(inputs).sum().backward()
-    assert (
-        flops(counted(model, inputs), "", "product") == theirs.get_total_flops() + B * 8 * 36
-    )  # and the sum of the bias
+    # and the sum of the bias
+    assert flops(counted(model, inputs), "", "product") == theirs.get_total_flops() + B * 8 * 36
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), FlopCounterMode(display=False) as none:
         F.scaled_dot_product_attention(*(torch.randn(1, 2, 8, 16) for _ in range(3)))
     assert none.get_total_flops() == 0  # why fused attention on a CPU has a formula of ours
@@ -349,9 +346,7 @@ def test_an_operator_without_a_formula_is_named_and_not_guessed() -> None:
     assert one(counter, "sort").flops == 0
 
 
-def test_arithmetic_on_complex_numbers_is_named_and_not_counted_and_what_counts_nothing_is_not() -> (
-    None
-):
+def test_complex_arithmetic_is_named_and_not_counted_and_what_counts_nothing_is_not() -> None:
     numbers, reals = torch.randn(B, B, dtype=torch.complex64), torch.randn(B, B)
     with Counter(nn.Identity()) as counter:
         _ = (numbers @ numbers + reals) * 2
@@ -381,9 +376,8 @@ def test_the_gradients_of_a_transposed_convolution_count_each_input_with_its_win
     )
     products = 2 * 2 * B * 4 * 81 * 6 // groups * 9
     assert one(counter, "convolution_backward").model_flops == products
-    assert (
-        one(counter, "convolution_backward").flops == products + B * 6 * 19 * 19
-    )  # and the sum of the bias
+    # and the sum of the bias
+    assert one(counter, "convolution_backward").flops == products + B * 6 * 19 * 19
 
 
 POSITIONS = {

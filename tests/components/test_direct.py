@@ -1,4 +1,7 @@
-"""Claims: a file written past the page cache holds the bytes in their order, of any length, also where direct writes are refused."""
+"""A file written past the page cache holds the bytes in their order, of any length.
+
+Also where direct writes are refused.
+"""
 
 import errno
 import os
@@ -51,9 +54,8 @@ def test_a_system_that_refuses_to_open_directly_gets_the_same_bytes(
 def test_a_disk_with_larger_blocks_gets_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        direct, "BLOCK_BYTES", 1
-    )  # so that a direct write is asked for which no disk takes
+    # so that a direct write is asked for which no disk takes
+    monkeypatch.setattr(direct, "BLOCK_BYTES", 1)
     parts = parts_of((5001,))
     direct.write_new(tmp_path / "file", map(memoryview, parts))
     assert (tmp_path / "file").read_bytes() == b"".join(parts)

@@ -1,4 +1,8 @@
-"""Moments in 8 bits: torchao's own optimiser bit for bit, a quarter of the bytes, and everything a run does with its state."""
+"""Tests of moments in 8 bits.
+
+The same as torchao's own optimiser bit for bit, a quarter of the bytes, and everything a run does
+with its state.
+"""
 
 from __future__ import annotations
 
@@ -185,9 +189,7 @@ def test_the_guard_divides_clips_schedules_and_skips_alike_on_host_and_device(
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loop_of_ones_own_goes_on_exactly_from_a_state_dict_and_filters_may_stand_channels_last() -> (
-    None
-):
+def test_a_plain_loop_resumes_exactly_from_a_state_dict_and_filters_may_be_channels_last() -> None:
     whole, parts = network(), network()
     last = network().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     one, two, three = (
@@ -338,7 +340,10 @@ def test_without_torchao_the_error_names_the_extra(
 
 @pytest.mark.slow  # imports torchao in a process of its own
 def test_torchao_is_loaded_by_whom_asks_for_it_alone_and_says_nothing() -> None:
-    program = "import sys; from surefoot.cli.main import main\ntry: main()\nfinally: sys.stderr.write(f\"{'torchao' in sys.modules}\")"
+    program = (
+        "import sys; from surefoot.cli.main import main\ntry: main()\n"
+        "finally: sys.stderr.write(f\"{'torchao' in sys.modules}\")"
+    )
     for words, is_loaded in (((), False), (("--set", 'optim.state="8bit"'), True)):
         line = [
             sys.executable,

@@ -1,4 +1,7 @@
-"""What no checkpoint can hold is refused by its own name: before a run, a loop or an import writes what no reader would take."""
+"""What no checkpoint can hold is refused by its own name.
+
+Before a run, a loop or an import writes what no reader would take.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,10 @@ def test_a_class_in_place_of_an_object_is_refused_by_its_name_before_anything_is
     name: str, tmp_path: Path
 ) -> None:
     given = CLASSES[name]
-    says = f"'?it'? .*the class {given.__name__}, which (cannot be put back in place|a checkpoint cannot hold)"
+    says = (
+        f"'?it'? .*the class {given.__name__}, "
+        "which (cannot be put back in place|a checkpoint cannot hold)"
+    )
     for number, refuse in enumerate(
         (saved, trained, lambda folder, value: attached(folder, state={"it": value}))
     ):

@@ -43,9 +43,8 @@ def made() -> Tied:
     torch.manual_seed(3)
     model = Tied()
     for _ in range(3):
-        model(
-            torch.randn(8, 6), shift=torch.zeros(8, 6)
-        )  # so that the running statistics are no round numbers
+        # so that the running statistics are no round numbers
+        model(torch.randn(8, 6), shift=torch.zeros(8, 6))
     return model.eval()
 
 

@@ -1,4 +1,7 @@
-"""An update reads its optimizers: what their owner loads, adds or sets after it was built counts as in a loop of plain PyTorch."""
+"""An update follows its optimizers.
+
+What their owner loads, adds or sets after it was built counts as in a loop of plain PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A commit that an earlier surefoot wrote loads for ever: model, optimiser and state come back as they were.
+"""A commit that an earlier surefoot wrote loads for ever.
 
-`python -m tests.components.test_format_fixtures FOLDER` writes one like it; what is in tests/fixtures/format_1 is never written again.
+Model, optimiser and state come back as they were.
+`python -m tests.components.test_format_fixtures FOLDER` writes one like it;
+what is in tests/fixtures/format_1 is never written again.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ MANIFEST_SHA256 = "1fa7c84fa12503e4dc69f8715b5299ffb5d73d356a6536507cb3a136c101e
 
 
 class Kept:
-    """Frozen and trained weights, BatchNorm, dropout, state of its own in a tensor, an array and an object."""
+    """Frozen and trained weights, BatchNorm, dropout, own state in a tensor, array and object."""
 
     def __init__(self) -> None:
         self.seen, self.table, self.noise = torch.zeros(2), np.zeros(3), Counter()

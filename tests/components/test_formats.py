@@ -1,4 +1,7 @@
-"""Formats found by running them, and what goes wrong in few bits: detected, named by module, and cured by what the message says."""
+"""Tests of formats found by running them, and of what goes wrong in few bits.
+
+It is detected, named by module, and cured by what the message says.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,10 @@ def test_the_verb_prints_them_and_counts_what_fp16_makes_zero_of_a_model(
 
 
 class Rms(nn.Module):
-    """A norm that squares in the dtype that it is given: values above 255 overflow in fp16, though the result would not."""
+    """A norm that squares in the dtype that it is given.
+
+    Values above 255 overflow in fp16, though the result would not.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x / (x * x).mean(-1, keepdim=True).sqrt()
@@ -121,7 +127,7 @@ class Summing(Large):
 FP16 = {"compute": "fp16", "init_scale": 4.0, "min_scale": 1.0}
 
 
-def test_an_overflow_in_a_sum_of_squares_ends_the_run_by_name_and_keeping_the_module_in_fp32_cures_it(
+def test_an_overflow_in_a_sum_of_squares_ends_the_run_by_name_and_the_module_kept_in_fp32_cures_it(
     tmp_path: Path,
 ) -> None:
     how = spec(12, precision=FP16, optim={"lr": 1e-4})
@@ -144,7 +150,7 @@ def test_an_overflow_in_a_sum_of_squares_ends_the_run_by_name_and_keeping_the_mo
 def test_a_norm_that_overflows_in_silence_is_seen_by_its_operator_and_keeping_it_in_fp32_cures_it(
     tmp_path: Path,
 ) -> None:
-    """Squares that are infinite make a norm that gives zeros: the loss is finite and nothing is learned."""
+    """Infinite squares make a norm that gives zeros: the loss is finite and nothing is learned."""
     found = {}
     for name, more in (("a", {}), ("b", {"keep": ["1"]})):
         with Run(
@@ -195,9 +201,7 @@ def gradient_of(model: nn.Module, compute: Any, scale: float) -> tuple[Tensor, W
     return weight.grad / scale, watch
 
 
-def test_gradients_that_vanish_in_fp16_are_counted_by_module_and_the_scale_that_is_advised_brings_them_back() -> (
-    None
-):
+def test_gradients_that_vanish_in_fp16_are_counted_by_module_and_the_advised_scale_helps() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     true, watch = gradient_of(model, "fp32", 1.0)
@@ -242,9 +246,7 @@ def test_updates_that_bf16_rounds_away_are_counted_and_a_master_keeps_them(
     assert lost["weight"] < 0.01 if with_masters else lost["weight"] > 0.9
 
 
-def test_clipping_before_unscaling_is_seen_by_the_norm_that_it_leaves_and_the_right_order_cures_it() -> (
-    None
-):
+def test_clipping_before_unscaling_is_seen_by_the_norm_and_the_right_order_cures_it() -> None:
     weight = nn.Parameter(torch.ones(4))
     scaler, clip = LossScaler(), 1.0
 

@@ -1,4 +1,4 @@
-"""A step folder of a Hugging Face model opens with from_pretrained and with plain safetensors, as it is."""
+"""A step folder of a Hugging Face model opens as it is with from_pretrained and safetensors."""
 
 from __future__ import annotations
 
@@ -105,9 +105,8 @@ def _assert_same(model: nn.Module, opened: nn.Module) -> None:
     held = opened.state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(held[name], tensor), name
-    for parameter in (
-        opened.parameters()
-    ):  # where a tensor lies decides the last bits of a product on some processors
+    # where a tensor lies decides the last bits of a product on some processors
+    for parameter in opened.parameters():
         parameter.data = parameter.data.clone()
     ids = torch.arange(6)[None]
     model.eval()

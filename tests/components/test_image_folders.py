@@ -1,4 +1,7 @@
-"""Folders of images: every image by number with the class of its folder, and everything that is no image has a name."""
+"""Tests of folders of images.
+
+Every image by number with the class of its folder, and everything that is no image has a name.
+"""
 
 from __future__ import annotations
 
@@ -207,10 +210,8 @@ def test_a_photograph_is_read_upright(orientation: int, kind: str, tmp_path: Pat
     read = ImageFolder(tmp_path).read(np.array([0]))["images"][0].numpy()
     assert read.shape == ((48, 32, 3) if orientation >= 5 else (32, 48, 3))
     assert np.array_equal(read, shown)
-    assert abs(int(read[0, 0, 0]) - 200) < 10 or orientation not in (
-        1,
-        5,
-    )  # red is in the corner that these two leave alone
+    # red is in the corner that these two leave alone
+    assert abs(int(read[0, 0, 0]) - 200) < 10 or orientation not in (1, 5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The update inside the backward pass: the same bits, without all gradients at once, and refused where all are needed."""
+"""Tests of the update inside the backward pass.
+
+The same bits, without all gradients at once, and refused where all are needed.
+"""
 
 from __future__ import annotations
 
@@ -89,9 +92,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_its_parameter_stays(tmp_
         for _ in run.steps():
             before = {name: each.detach().clone() for name, each in run.model.named_parameters()}
     assert "surefoot resume" in str(raised.value.hint)
-    assert all(
-        torch.equal(each, before[name]) for name, each in run.model.named_parameters()
-    )  # here none was finite
+    # here none was finite
+    assert all(torch.equal(each, before[name]) for name, each in run.model.named_parameters())
 
 
 def test_a_loss_that_is_not_finite_moves_nothing_and_ends_the_run(tmp_path: Path) -> None:

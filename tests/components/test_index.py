@@ -1,4 +1,7 @@
-"""Tars by an index of offsets: the same samples as reading member by member, made once, and made again where a shard has changed."""
+"""Tests of tars by an index of offsets.
+
+The same samples as reading member by member, made once, and made again where a shard has changed.
+"""
 
 from __future__ import annotations
 

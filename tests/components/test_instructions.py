@@ -1,5 +1,6 @@
-"""Claims: where torch and the compiler know the instructions of this CPU, nothing is compiled to find that out; where one of them may not,
-torch looks as it always did; and the kernels are the same.
+"""Nothing is compiled to find the instructions of a CPU that torch and the compiler know.
+
+Where one of them may not, torch looks as it always did; and the kernels are the same.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ plain = model(points)
 compile_regions(model, on_failure="stop")
 torch.testing.assert_close(model(points), plain)
 """
-WITHOUT_HEADERS = {
-    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"
-}  # seconds of them for each compiler
+# seconds of them for each compiler
+WITHOUT_HEADERS = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 PROBE = "__avx_chk_kernel"
 
 
@@ -36,7 +36,8 @@ def compiler(folder: Path, release: str) -> str:
     path = folder / "bin" / "g++"
     path.parent.mkdir()
     path.write_text(
-        f'#!/bin/sh\n[ "$1" = "-dumpversion" ] && echo {release} && exit\nexec {shutil.which("g++")} "$@"\n'
+        f'#!/bin/sh\n[ "$1" = "-dumpversion" ] && echo {release} && exit\n'
+        f'exec {shutil.which("g++")} "$@"\n'
     )
     path.chmod(0o755)
     return str(path)

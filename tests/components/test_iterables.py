@@ -18,7 +18,7 @@ from surefoot.components.data.sources.iterated import KEPT_STATES
 
 
 class Stateful:
-    """Batches drawn from a generator that goes on through epochs: only its state tells what comes next."""
+    """Batches drawn from a generator that goes on through epochs: only its state tells the next."""
 
     def __init__(self, length: int = 30) -> None:
         self.length, self.drawn, self.restored = length, 0, False
@@ -72,9 +72,8 @@ def test_what_was_read_ahead_of_training_is_read_again_from_a_state_before_it() 
     assert read(other, 29) == whole[29:]
     far = Iterated(Stateful())
     far.load_state_dict(ahead.state_dict())
-    assert (
-        read(far, 20 - KEPT_STATES - 2) == whole[20 - KEPT_STATES - 2 : 20 - KEPT_STATES - 1]
-    )  # before all of them: from the beginning
+    # before all of them: from the beginning
+    assert read(far, 20 - KEPT_STATES - 2) == whole[20 - KEPT_STATES - 2 : 20 - KEPT_STATES - 1]
 
 
 def test_a_step_back_in_one_process_gives_the_same_batch_and_a_new_epoch_begins_anew() -> None:
@@ -130,7 +129,10 @@ def losses_of(folder: Path, task: Task, leave_at: int | None = None) -> list[flo
 
 
 def goes_on(folder: Path, make: Any) -> int:
-    """Left and gone on with in a fresh iterable, the losses are those of an unbroken run; gives how many steps were left."""
+    """Left and resumed in a fresh iterable, the losses are those of an unbroken run.
+
+    Gives how many steps were left.
+    """
     unbroken = losses_of(folder / "unbroken", Task(make()))
     with pytest.raises(Exception, match="left"):
         losses_of(folder / "left", Task(make()), leave_at=7)
@@ -143,9 +145,8 @@ def test_a_run_goes_on_with_the_iterable_s_state_out_of_the_checkpoint(tmp_path:
     made: list[Stateful] = []
 
     def make() -> Stateful:
-        made.append(
-            Stateful(5)
-        )  # its second epoch differs from its first: reading again would give other batches
+        # its second epoch differs from its first: reading again would give other batches
+        made.append(Stateful(5))
         return made[-1]
 
     left = goes_on(tmp_path, make)
@@ -161,9 +162,8 @@ def test_a_loader_of_torchdata_goes_on_where_it_was(tmp_path: Path) -> None:
     def make() -> Any:
         generator = torch.Generator().manual_seed(3)
         rows = torch.rand(20, 3, generator=torch.Generator().manual_seed(1))
-        sampler = loaders.sampler.RandomSampler(
-            rows, generator=generator
-        )  # the loader draws from its own generator, too
+        # the loader draws from its own generator, too
+        sampler = loaders.sampler.RandomSampler(rows, generator=generator)
         return loaders.StatefulDataLoader(list(rows), batch_size=4, sampler=sampler)
 
     assert 5 <= goes_on(tmp_path, make) <= 8

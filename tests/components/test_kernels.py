@@ -1,4 +1,7 @@
-"""The code that inductor makes: how many kernels stand for how many operators, what is in each, and the bytes that no longer travel."""
+"""Tests of the code that inductor makes.
+
+How many kernels stand for how many operators, what is in each, and the bytes that no longer travel.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ FLOATS = 4 * N  # bytes of a row of them
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The C++ is written as always; compiling it takes tens of seconds, and nobody looks at its numbers here."""
+    """The C++ is written as always.
+
+    Compiling it takes tens of seconds, and nobody looks at its numbers in these tests.
+    """
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *source: lambda *pointers: None)
     torch._dynamo.reset()
     with torch._inductor.config.patch(compile_threads=1):  # else it keeps threads that nobody ends
@@ -28,7 +34,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Chain(nn.Module):
-    """Four pointwise operators, each of which reads N floats and writes N alone; the mean reads N more."""
+    """Four pointwise operators that each read N floats and write N alone; the mean reads N more."""
 
     def forward(self, row: Tensor) -> tuple[Tensor, Tensor]:
         chained = torch.relu(row * 2 + 1).exp()

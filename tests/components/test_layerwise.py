@@ -1,4 +1,7 @@
-"""LARS and LAMB: against their formulas by hand and in numpy, in a loop of one's own and in the guarded update."""
+"""LARS and LAMB against their formulas by hand and in numpy.
+
+In a loop of one's own and in the guarded update.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The loader: whatever its workers are and whatever becomes of them, a step reads what it always reads."""
+"""Tests of the loader.
+
+Whatever its workers are and whatever becomes of them, a step reads what it always reads.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import gc
 import multiprocessing
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -23,22 +25,12 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data import Feed, Iterated, Order
-from surefoot.components.data.loader import Loader, LoaderNotice, LoaderSettings, Reader, crew
-from surefoot.components.data.loader.pilot import WorkerTuner
+from surefoot.components.data.loader import Loader, LoaderNotice, LoaderSettings, Reader
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Source
 from surefoot.core.errors import BadRecordError, DataError, SpecError
 from surefoot.train.step.reading import make_settings
-from tests.components.loading import (
-    Counting,
-    Locked,
-    Numbers,
-    Odds,
-    Once,
-    Troubled,
-    Unsafe,
-    shifted,
-)
+from tests.components.loading import Locked, Numbers, Odds, Once, Troubled, Unsafe, shifted
 
 BATCH, STEPS, SEED = 16, 21, 5  # three epochs; the last batch of each has one sample
 CREWS = [
@@ -94,9 +86,8 @@ def nothing_stays() -> Any:
         gc.collect()  # which takes seconds among all tests, so it is not asked for each time
     assert not multiprocessing.active_children()
     assert psutil.Process().num_fds() <= before
-    assert not [
-        name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name
-    ]  # as torch and Python name theirs
+    # as torch and Python name theirs
+    assert not [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]
 
 
 @pytest.mark.parametrize("settings", CREWS, ids=lambda each: f"{each.workers} {each.kind}")
@@ -318,10 +309,13 @@ def test_threads_leave_the_threads_of_torch_alone() -> None:
 def test_workers_die_with_the_process_that_began_them() -> None:
     code = (
         "import sys, multiprocessing, time\n"
-        "from tests.components.test_loader import loader\nfrom tests.components.loading import Numbers\n"
+        "from tests.components.test_loader import loader\n"
+        "from tests.components.loading import Numbers\n"
         "from surefoot.components.data.loader import LoaderSettings\n"
-        "reading = loader(Numbers(0.2), LoaderSettings(workers=3, kind='process')); reading.take(1)\n"
-        "print(*(each.pid for each in multiprocessing.active_children()), flush=True); time.sleep(60)\n"
+        "reading = loader(Numbers(0.2), LoaderSettings(workers=3, kind='process')); "
+        "reading.take(1)\n"
+        "print(*(each.pid for each in multiprocessing.active_children()), flush=True); "
+        "time.sleep(60)\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -351,102 +345,6 @@ def test_what_goes_together_in_a_spec() -> None:
     ) as raised:
         make_settings(RunSpec(loader={"workers": 2}), Iterated([torch.zeros(2)]))
     assert "num_workers" in raised.value.hint
-
-
-def test_workers_are_threads_where_two_of_them_are_faster(
-    expected: list[list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        crew, "ROUNDS", 12
-    )  # the fastest of many: one in a row of them is not held up by what else runs
-    made = {
-        each: loader(each, LoaderSettings(workers=1)).kind
-        for each in (Numbers(0.1), Counting(), Unsafe(0.1))
-    }
-    assert list(made.values()) == ["thread", "process", "process"]
-    assert loader(Unsafe(), LoaderSettings(workers=1, kind="thread")).kind == "thread"
-
-
-class Steps:
-    """A run whose reading takes `read_s` of one core, and its computing `compute_s`."""
-
-    def __init__(self, read_s: float, compute_s: float) -> None:
-        self.read_s, self.compute_s = read_s, compute_s
-
-    def times(self, workers: int) -> tuple[float, float]:
-        if not workers:
-            return self.read_s + self.compute_s, self.read_s
-        step_s = max(self.compute_s, self.read_s / workers)
-        return step_s, step_s - self.compute_s
-
-
-@pytest.mark.parametrize(
-    ("read_s", "compute_s", "most", "found"),
-    [
-        (0.001, 0.2, 8, 0),  # it hardly waits: no worker is worth it
-        (0.05, 0.2, 8, 1),  # one hides all
-        (0.3, 0.2, 8, 2),
-        (0.7, 0.2, 8, 4),
-        (5.0, 0.2, 8, 8),
-        (5.0, 0.2, 3, 3),
-        (0.2, 0.2, 1, 1),
-        (0.5, 1e-4, 8, 8),
-        (0.2, 0.2, 0, 0),
-    ],
-)
-def test_the_cheapest_number_of_workers_is_found_with_which_no_step_waits(
-    read_s: float, compute_s: float, most: int, found: int
-) -> None:
-    pilot, run = WorkerTuner(most), Steps(read_s, compute_s)
-    for _ in range(500):
-        pilot.add(*run.times(pilot.workers))
-    assert pilot.is_done
-    assert pilot.workers == found
-    assert f"{found} worker{'s' * (found != 1)} for the data" in pilot.describe()
-
-
-def test_workers_that_bring_nothing_are_let_go() -> None:
-    """Where steps and workers want the same cores."""
-    pilot = WorkerTuner(8)
-    for _ in range(500):
-        pilot.add(0.1 if not pilot.workers else 0.12, 0.03)
-    assert pilot.is_done
-    assert pilot.workers == 0
-
-
-def test_a_run_that_waits_is_told_so_once_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("surefoot.components.data.loader.loader.STARVES_AFTER_S", 0.05)
-    monkeypatch.setattr("surefoot.components.data.loader.loader.STARVES_AFTER_STEPS", 5)
-    told = list[LoaderNotice]()
-    reading = loader(Numbers(0.05))  # far longer than a busy machine makes what else a step does
-    reading.tell = told.append
-    for number in range(1, STEPS + 1):
-        reading.take(number)
-    assert [each.kind for each in told] == ["starving"]
-    assert "% of their time for data" in told[0].what
-    read, augment = (int(each) for each in re.findall(r"(?:read|augment) (\d+)%", told[0].what))
-    assert read > 2 * augment
-    assert "tune-loader" in told[0].then
-
-
-def test_workers_are_found_while_a_run_goes_on(
-    monkeypatch: pytest.MonkeyPatch, expected: list[list[Any]]
-) -> None:
-    monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_S", 0.0)
-    monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_STEPS", 3)
-    monkeypatch.setattr("surefoot.components.data.loader.pilot.SKIPPED_STEPS", 1)
-    told = list[LoaderNotice]()
-    reading = loader(
-        Numbers(0.02), LoaderSettings(most=4)
-    )  # far longer than a busy machine makes a step
-    reading.tell = told.append
-    assert all(
-        same(rows(reading.take(number)), expected[number - 1]) for number in range(1, STEPS + 1)
-    )
-    found = reading.settings.workers
-    reading.close()
-    assert [each.kind for each in told] == ["tuned"]
-    assert found in (2, 4)  # which of them depends on the machine, and no batch does
 
 
 class Drawing(Unsafe):

@@ -1,4 +1,8 @@
-"""What a loader must stand: pipes that are full, workers that are slow or stopped, batches that cannot be sent, draws that nobody gave."""
+"""What a loader must stand.
+
+Pipes that are full, workers that are slow or stopped, batches that cannot be sent, draws that
+nobody gave.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +152,10 @@ def test_a_source_that_raises_in_every_worker_is_read_without_them(
 
 
 def test_a_dataset_that_draws_for_itself_draws_the_same_in_any_worker_and_no_two_alike() -> None:
-    """numpy's stream is copied into each worker: for years the augmentations of a batch were those of its neighbour."""
+    """numpy's stream is copied into each worker.
+
+    For years the augmentations of a batch were those of its neighbour.
+    """
     found = {}
     for workers in (0, 1, 2, 7):
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
@@ -171,7 +178,10 @@ def test_a_dataset_that_draws_for_itself_draws_the_same_in_any_worker_and_no_two
 def test_a_source_that_writes_to_its_ids_changes_nothing_but_its_own(
     workers: int, skips: bool
 ) -> None:
-    """It counts from 1: a step that is done again would read others, and the ledger would hold what nobody read."""
+    """It counts from 1.
+
+    A step that is done again would read others, and the ledger would hold what nobody read.
+    """
 
     class FromOne(Unsafe):
         def read(self, ids: np.ndarray) -> dict[str, Any]:
@@ -231,8 +241,8 @@ def test_a_source_that_hangs_in_workers_alone_is_told_what_may_hold_it() -> None
         reading.take(1)
     source.pool.shutdown()
     assert (
-        'what hangs in forked workers alone, as a pool of threads does, wants loader.start = "spawn"'
-        in str(raised.value.hint)
+        "what hangs in forked workers alone, as a pool of threads does, "
+        'wants loader.start = "spawn"' in str(raised.value.hint)
     )
 
 
@@ -359,7 +369,7 @@ def test_what_a_thread_gives_after_it_was_replaced_is_nobodys() -> None:
 
 
 def test_a_sample_is_augmented_by_its_own_draws(expected: list[list[Any]]) -> None:  # noqa: F811
-    """Not by its place in a microbatch, which another cut or a sample that is left out would change."""
+    """Not by its place in a microbatch, which another cut or an omitted sample would change."""
     for step, (_, batches) in enumerate(expected):
         for numbers, images in batches:
             for number, image in zip(numbers, images, strict=True):
@@ -430,94 +440,14 @@ def test_what_is_bad_does_not_break_the_search_for_what_steps_wait_for() -> None
 def test_what_a_task_file_defines_goes_to_a_worker_that_is_spawned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        sys.modules, "surefoot_task_elsewhere", sys
-    )  # so that it is not there afterwards
+    # so that it is not there afterwards
+    monkeypatch.setitem(sys.modules, "surefoot_task_elsewhere", sys)
     monkeypatch.setattr("sys.path", list(sys.path))
     (tmp_path / "elsewhere.py").write_text(
-        "from tests.components.loading import Numbers\nclass Mine(Numbers):\n    pass\nclass Task:\n    source = Mine()\n"
+        "from tests.components.loading import Numbers\nclass Mine(Numbers):\n    pass\n"
+        "class Task:\n    source = Mine()\n"
     )
     source = import_file(tmp_path / "elsewhere.py").Task.source
     reading = loader(source, LoaderSettings(workers=1, kind="process", start="spawn"))
     assert len(reading.take(1).window.ids) == 16
     reading.close()
-
-
-class Failing(Numbers):
-    """Once, at sample 40, a worker ends in some way; `left` is a file that says that it is still to come."""
-
-    def __init__(self, how: str, left: Path) -> None:
-        super().__init__()
-        self.how, self.left, self.home = how, left, os.getpid()
-        left.touch()
-
-    def read(self, ids: np.ndarray) -> dict[str, Any]:
-        if 40 in ids and self.left.exists():
-            self.left.unlink()
-            self.fail()
-        return super().read(ids)
-
-    def fail(self) -> None:
-        if self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.how == "segfault":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        elif self.how == "no memory":
-            os._exit(137)
-        elif self.how == "memory error":
-            raise MemoryError
-        elif self.how == "exception":
-            raise ValueError("a wrong number")
-        elif self.how == "sleep":
-            time.sleep(1000)
-        elif self.how == "lock":
-            lock = threading.Lock()
-            lock.acquire()
-            lock.acquire()
-        elif self.how == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-
-WAYS = ("kill", "segfault", "no memory", "memory error", "exception", "sleep", "lock", "stop")
-FAILURES = [
-    (how, workers)
-    for how in WAYS
-    for workers in (1, 2, 7)
-    if (how, workers) not in {("lock", 7), ("sleep", 7), ("memory error", 7), ("exception", 7)}
-]
-
-
-def test_there_are_twenty_failures() -> None:
-    assert len(FAILURES) == 20
-
-
-@pytest.mark.parametrize(
-    ("how", "workers"), FAILURES, ids=[f"{how} {workers}" for how, workers in FAILURES]
-)
-def test_a_worker_that_fails_is_named_and_changes_nothing(
-    how: str,
-    workers: int,
-    tmp_path: Path,
-    expected: list[list[Any]],  # noqa: F811
-) -> None:
-    """F18; hangs are given a second here, and the usual four in another test."""
-    told: list[LoaderNotice] = []
-    source = Failing(how, tmp_path / "left")
-    feed = Feed(source, Order(len(source), 5), batch=16, microbatch=6)
-    reading = Loader(
-        feed,
-        Reader(source, shifted, 5),
-        LoaderSettings(workers=workers, kind="process", timeout_s=1),
-        last=21,
-    )
-    reading.tell = told.append
-    longest_s = 0.0
-    for number in range(1, 10):
-        begun_s = time.monotonic()
-        assert same(rows(reading.take(number)), expected[number - 1])
-        longest_s = max(longest_s, time.monotonic() - begun_s)
-    reading.close()
-    assert [each.kind for each in told] == ["worker"]
-    assert "loader worker" in told[0].what
-    assert "samples" in told[0].what
-    assert longest_s < 5

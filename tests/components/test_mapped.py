@@ -1,4 +1,7 @@
-"""Safetensors and .npy files are read by rows out of the map, and a header is believed only where it can be true."""
+"""Safetensors and .npy files are read by rows out of the map.
+
+A header is believed only where it can be true.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +183,8 @@ torch.set_num_threads(1)
 train(Tokens(np.zeros(9999, "uint16"), 256))
 resource.setrlimit(resource.RLIMIT_DATA, (pages(5) + {allowed}, -1))
 before = pages(1)
-for source in (TokenFile(tokens, 256), Arrays.of_files(inputs=array), Safetensors(tensors, inputs="x")):
+rows = Safetensors(tensors, inputs="x")
+for source in (TokenFile(tokens, 256), Arrays.of_files(inputs=array), rows):
     train(source)
     print(pages(1) - before)
 try:

@@ -1,4 +1,7 @@
-"""Updates of parameters that lie oddly in memory: the same numbers as for a contiguous copy, whatever kernel takes the step."""
+"""Tests of updates of parameters that lie oddly in memory.
+
+The same numbers as for a contiguous copy, whatever kernel takes the step.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,8 @@ TABLES: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon"},
     "not fused": {"name": "adamw", "fused": False},
 }
-PLACED: dict[
-    str, Callable[[Tensor], Tensor]
-] = {  # the same numbers of shape (4, 3, 2, 2), otherwise in memory
+# the same numbers of shape (4, 3, 2, 2), otherwise in memory
+PLACED: dict[str, Callable[[Tensor], Tensor]] = {
     "a slice of columns": lambda given: _inside(given, (4, 3, 2, 5))[..., 1:3],
     "a slice of rows": lambda given: _inside(given, (4, 3, 2, 2), offset=7),
     "every second": lambda given: _inside(given, (4, 3, 2, 4))[..., ::2],

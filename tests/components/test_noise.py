@@ -11,7 +11,7 @@ from surefoot.components.stability.noise import GradientNoise, Noise
 def measured(
     seed: int, *, scale: float, part: int = 8, whole: int = 64, steps: int = 200, weights: int = 400
 ) -> Noise | None:
-    """Gradients of norm 1 with noise of variance `scale` a sample, over the parts of each step and all of it."""
+    """Gradients of norm 1 with noise of variance `scale` a sample, over parts of a step and all."""
     generator = np.random.default_rng(seed)
     truth = np.ones(weights) / np.sqrt(weights)
     noise = GradientNoise()

@@ -1,4 +1,7 @@
-"""What goes to the host while the device does not need it: the same bits, bytes counted; here the host is the device too."""
+"""Tests of what goes to the host while the device does not need it.
+
+The same bits, bytes counted; here the host is the device too.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ ROWS, WIDTH = 64, 512
 
 
 def train(steps: int, **tables: Any) -> tuple[dict[str, Tensor], Rehearsal]:
-    """So many steps of a small model with dropout and BatchNorm, outside of a run; gives its weights and buffers."""
+    """Run so many steps of a small model with dropout and BatchNorm, outside of a run.
+
+    Gives its weights and buffers.
+    """
     stated = spec(
         steps, task={"use": "tests.train.small:Small", "dropout": 0.2, "norm": True}, **tables
     )
@@ -47,9 +53,8 @@ def test_an_optimiser_on_the_host_moves_the_weights_to_the_same_bits_and_leaves_
     assert all(parameter.grad is None for parameter in model.parameters())
     own = {each.untyped_storage().data_ptr() for each in model.parameters()}
     masters = [master_of(each) for each in model.parameters()]
-    assert not own & {
-        each.untyped_storage().data_ptr() for each in masters
-    }  # the device would hold one, the host the other
+    # the device would hold one, the host the other
+    assert not own & {each.untyped_storage().data_ptr() for each in masters}
     moved = [
         tensor for update in rehearsal.assembly.updates for tensor, _ in update.guarded.states()
     ]
@@ -77,7 +82,8 @@ def test_activations_on_the_host_give_the_same_gradients_and_are_counted() -> No
             ]
         )
     assert all(map(torch.equal, *gradients))
-    # what Tanh keeps of each of three blocks, the inputs of the second and third Linear, and that of the square
+    # what Tanh keeps of each of three blocks, the inputs of the second and third Linear, and that
+    # of the square
     assert offloaded.num_bytes == (3 + 2 + 1) * ROWS * WIDTH * 4
 
 

@@ -335,7 +335,10 @@ def test_an_embedding_whose_gradient_would_be_sparse_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
     with pytest.raises(
         TaskError,
-        match=r"the gradient of 0\.weight is sparse, and the optimizers of \[optim\] take dense ones",
+        match=(
+            r"the gradient of 0\.weight is sparse, "
+            r"and the optimizers of \[optim\] take dense ones"
+        ),
     ):
         optim.build(OptimTable(), optim.find_trained(model))
     model[0].weight.requires_grad_(False)
@@ -370,6 +373,5 @@ def test_what_a_weight_is_made_of_has_the_kind_of_its_module(wrap: str) -> None:
     assert {
         kind for name, kind in kinds.items() if name.startswith("3.") and "bias" not in name
     } == {"head"}
-    assert all(
-        torch.equal(buffer, before[name]) for name, buffer in model.named_buffers()
-    )  # no step of a power iteration
+    # no step of a power iteration
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

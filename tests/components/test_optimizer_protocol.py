@@ -1,4 +1,7 @@
-"""Each of our optimizers as an ordinary torch optimizer: what a loop of one's own does with torch's works with ours."""
+"""Each of our optimizers as an ordinary torch optimizer.
+
+What a loop of one's own does with torch's works with ours.
+"""
 
 from __future__ import annotations
 
@@ -154,17 +157,15 @@ def test_schedulers_of_torch_set_the_learning_rate(kind: str) -> None:
         schedule.step()
         moved.append(not torch.equal(before, params[1]))
     assert moved[0]
-    assert (
-        not moved[2] or "lars" in kind
-    )  # whose momentum holds the learning rates of earlier steps
+    # whose momentum holds the learning rates of earlier steps
+    assert not moved[2] or "lars" in kind
     assert [group["lr"] for group in optimizer.param_groups] == [0.0]
 
 
 @each_kind
 def test_hooks_run_once_a_step(kind: str) -> None:
-    torch.optim.Muon(
-        [torch.zeros(2, 2)]
-    )  # torch wraps the step of a class when the first optimizer of it is made
+    # torch wraps the step of a class when the first optimizer of it is made
+    torch.optim.Muon([torch.zeros(2, 2)])
     params, seen = weights(), []
     optimizer = KINDS[kind](params)
     optimizer.register_step_pre_hook(lambda *given: seen.append("before"))

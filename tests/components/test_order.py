@@ -45,9 +45,8 @@ def test_where_a_sample_stands_is_uniform_over_keys(n: int) -> None:
     for key in range(keys):
         counts[np.arange(n), Permutation(n, key)(np.arange(n))] += 1
     statistic, freedom = chi_square(counts), (n - 1) ** 2
-    assert abs(statistic - freedom) < 6 * np.sqrt(
-        2 * freedom
-    )  # six deviations of a chi-square of that many degrees
+    # six deviations of a chi-square of that many degrees
+    assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
 
 
 def test_neighbouring_positions_of_a_small_set_hold_independent_pairs() -> None:
@@ -124,9 +123,7 @@ def test_samples_become_steps_with_the_short_last_batch_counted_as_what_it_is(
     assert feed(103, 10).steps_for(samples) == steps
 
 
-def test_ten_microbatches_in_windows_of_four_are_three_updates_and_nothing_leaks_into_the_next_epoch() -> (
-    None
-):
+def test_ten_microbatches_in_windows_of_four_are_three_updates_and_none_crosses_the_epoch() -> None:
     one = feed(40, 16, microbatch=4)
     assert [len(one.microbatches(one.window(step))) for step in range(4)] == [4, 4, 2, 4]
     assert one.window(3).epoch == 1

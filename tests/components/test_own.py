@@ -1,4 +1,7 @@
-"""Commits of a loop of one's own: what is saved under a name comes back under it, and what does not fit changes nothing."""
+"""Tests of commits of a loop of one's own.
+
+What is saved under a name comes back under it, and what does not fit changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -86,9 +89,8 @@ def test_a_kill_while_a_step_is_replaced_leaves_one_to_load_and_later_saves_succ
     into = linear(0.0)
     checkpoint.load_into(into, tmp_path, 10)
     assert into.bias[0].item() == expected
-    assert (
-        sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == left
-    )  # somebody may be saving there: left as it is
+    # somebody may be saving there: left as it is
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == left
     checkpoint.save(tmp_path, 9, {"model": linear(9.0)})
     assert read(tmp_path) == expected
     checkpoint.save(tmp_path, 10, {"model": linear(3.0)})
@@ -281,7 +283,10 @@ def test_a_file_that_a_commit_does_not_hold_is_refused_and_what_it_holds_is_name
 
 
 class Full(nn.Module):
-    """Keeps a buffer that is not persistent, one that its first batch makes, one that grows, and extra state of two kinds."""
+    """Keeps a buffer that is not persistent, one that its first batch makes, and one that grows.
+
+    Its extra state is of two kinds.
+    """
 
     def __init__(self, *, is_new: bool = True) -> None:
         super().__init__()
@@ -304,7 +309,7 @@ class Full(nn.Module):
 
 
 class Counting(nn.Linear):
-    """Its extra state is a tensor that is made when it is asked for, as some libraries keep their scales."""
+    """Its extra state is a tensor made on request, as some libraries keep their scales."""
 
     count = 0
 
@@ -368,7 +373,10 @@ def test_a_model_whose_weights_are_no_tensors_is_refused(tmp_path: Path) -> None
 
 
 class Keeping(torch.optim.Optimizer):
-    """Keeps state of every kind: another dtype than its parameters, text, lists, arrays, and some that belongs to none of them."""
+    """Keeps state of every kind.
+
+    Another dtype than its parameters, text, lists, arrays, and some that belongs to none of them.
+    """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__(parameters, {"lr": 0.1})

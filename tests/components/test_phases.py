@@ -1,4 +1,7 @@
-"""The clock that is switched: what it counts, why a step stood out, and how a device that works beside the host is timed."""
+"""Tests of the clock that is switched.
+
+What it counts, why a step stood out, and how a device that works beside the host is timed.
+"""
 
 from __future__ import annotations
 
@@ -289,17 +292,15 @@ def test_a_kernel_that_outlasts_its_launch_counts_where_it_was_launched() -> Non
     line = Line()
     line.step(forward=50, backward=100, optimiser=5)
     line.switch(LOGGING, host=1)
-    assert line.read() == pytest.approx(
-        {"forward": 50, "backward": 100, "optimiser": 5}
-    )  # the host's logging was hidden behind it
+    # the host's logging was hidden behind it
+    assert line.read() == pytest.approx({"forward": 50, "backward": 100, "optimiser": 5})
 
 
 def test_reading_data_counts_only_as_far_as_the_device_stood_still_for_it() -> None:
     line = Line()
     line.step(data=3, forward=10, backward=10, optimiser=10)
-    line.step(
-        data=50, forward=10, backward=10, optimiser=10
-    )  # 30 ms of work were waiting, 0.3 of them passed while launching
+    # 30 ms of work were waiting, 0.3 of them passed while launching
+    line.step(data=50, forward=10, backward=10, optimiser=10)
     spent = line.read()
     assert spent["data"] == pytest.approx(3 + 50 - 29.7)
     assert spent["forward"] == pytest.approx(20)

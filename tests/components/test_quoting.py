@@ -1,4 +1,7 @@
-"""torch.compile with torch, its cache or the temporary folder at a path with a space, of which torch quotes only folders of headers."""
+"""torch.compile with torch, its cache or the temporary folder at a path with a space.
+
+Of such paths torch quotes only folders of headers.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     [pytest.param(each, marks=[pytest.mark.slow] * bool(at)) for at, each in enumerate(PLACES)],
 )
 def test_regions_are_compiled_at_a_path_with_a_space(spaced: str, tmp_path: Path) -> None:
-    """The script fails where a region cannot be compiled; precompiled headers, in the temporary folder, are made in the slow tests only."""
+    """The script fails where a region cannot be compiled.
+
+    Precompiled headers, in the temporary folder, are made in the slow tests only.
+    """
     folder = tmp_path / "my 'new' project"
     folder.mkdir()
     variables = {

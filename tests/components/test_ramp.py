@@ -1,4 +1,7 @@
-"""A batch that grows with the samples seen: every sample once an epoch, and every question answered from the step alone."""
+"""Tests of a batch that grows with the samples seen.
+
+Every sample once an epoch, and every question answered from the step alone.
+"""
 
 from __future__ import annotations
 

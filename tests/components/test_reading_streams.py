@@ -1,4 +1,7 @@
-"""What a dataset draws while it is read is its own: numpy's global stream goes on for the user as if nothing had been read."""
+"""What a dataset draws while it is read is its own.
+
+The user's global stream of numpy goes on as if nothing had been read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def _same_stream() -> Iterator[None]:
 
 
 def draw(seed: int, *, reads: bool) -> list[float]:
-    """What a user draws between batches whose reading draws as well, in an order that `seed` chooses."""
+    """What a user draws between batches whose reading draws as well, in an order set by `seed`."""
     choice, found, kept = random.Random(seed), [], mtrand.get_state()
     for _ in range(400):
         kind, count, key = choice.randrange(8), choice.randrange(5), choice.getrandbits(60)

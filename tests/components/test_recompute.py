@@ -1,4 +1,7 @@
-"""Recomputation changes memory and time and no bit besides; it finds its blocks, and keeps within its budget."""
+"""Recomputation changes memory and time and no bit besides.
+
+It finds its blocks, and keeps within its budget.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import copy
 import math
 import weakref
 from collections.abc import Callable
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,20 +21,22 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.step_cost.models import GPT
-from surefoot import Run, RunSpec, recompute
+from surefoot import recompute
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.measure import Rise
 from surefoot.components.memory.products import Allowance, ProductWork
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.recompute import peak_bytes
 from surefoot.tasks.transformer import Transformer
-from tests.train import small
 
 HOWS = ("full", "every 2", "operators", "100 KiB")
 
 
 class Block(nn.Module):
-    """Norm over the batch, dropout, a residual; `mask` is a buffer that never moves, and an argument by name."""
+    """Norm over the batch, dropout, a residual.
+
+    `mask` is a buffer that never moves, and an argument by name.
+    """
 
     def __init__(self, width: int, wide: int) -> None:
         super().__init__()
@@ -128,7 +131,7 @@ def test_with_a_frozen_first_layer_and_frozen_blocks_the_others_keep_their_gradi
 
 
 class Normed(Block):
-    """Its forward pass uses a buffer that it changes: computed again from another one it would give other numbers."""
+    """Its forward pass uses a buffer that it changes: recomputing it would give other numbers."""
 
     def __init__(self, width: int, wide: int) -> None:
         super().__init__(width, wide)
@@ -182,9 +185,8 @@ def test_no_product_is_computed_again_and_a_last_one_is_kept_once_it_was_asked_f
             loss = model(torch.ones(4, 8)).sum()
             assert [each() is not None for each in outputs] == kept[step]
             loss.backward()
-        assert counter.get_total_flops() == num_products[step] * (
-            2 * 4 * 8 * 32
-        )  # two forward, three gradients
+        # two forward, three gradients
+        assert counter.get_total_flops() == num_products[step] * (2 * 4 * 8 * 32)
 
 
 @pytest.mark.slow
@@ -215,24 +217,22 @@ def test_operators_save_six_tenths_of_what_full_saves_for_a_tenth_of_the_product
         assert none < operators <= 1.1 * none
 
 
-def test_blocks_compute_again_the_products_that_are_cheapest_for_their_bytes_and_leave_what_they_do_not_use_to_the_next() -> (
+def test_blocks_recompute_the_products_cheapest_for_their_bytes_and_leave_the_next_the_rest() -> (
     None
 ):
     allowance = Allowance()
+    # 8 of 32; the last is never among them
     work = [
         ProductWork(8, 4),
         ProductWork(4, 4),
         ProductWork(4, 2),
         ProductWork(math.inf, 9),
         ProductWork(16, 16),
-    ]  # 8 of 32; the last is never among them
+    ]
     assert [set(allowance.choose(work)) for _ in range(2)] == [{1, 2}, {1, 2}]
     allowance = Allowance()
-    later = [
-        ProductWork(6, 3),
-        ProductWork(16, 8),
-        ProductWork(10, 1),
-    ]  # 8 of 32: 2 are left each time, and 16 are there at the fifth
+    # 8 of 32: 2 are left each time, and 16 are there at the fifth
+    later = [ProductWork(6, 3), ProductWork(16, 8), ProductWork(10, 1)]
     assert [set(allowance.choose(later)) for _ in range(5)] == [{0}, {0}, {0}, {0}, {1}]
 
 
@@ -241,9 +241,8 @@ def test_evaluation_first_training_afterwards_and_a_second_backward_pass_change_
     recompute(again)
     for model in (plain, again):
         model.eval()
-        model(
-            torch.ones(4, 8)
-        ).sum().backward()  # no statistics move: which do is not learned from this
+        # no statistics move: which do is not learned from this
+        model(torch.ones(4, 8)).sum().backward()
         model.train()
         model.zero_grad()
         torch.manual_seed(5)
@@ -429,9 +428,8 @@ def test_names_types_hooks_and_copies_of_the_model_stay_what_they_are() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert (
-        trained(copied, steps=1)[0] > 1.0
-    )  # its own weights, not those of the model it was copied from
+    # its own weights, not those of the model it was copied from
+    assert trained(copied, steps=1)[0] > 1.0
     done.undo()
     done.undo()  # which is no error
     assert type(model.blocks[0]) is Block
@@ -440,95 +438,3 @@ def test_names_types_hooks_and_copies_of_the_model_stay_what_they_are() -> None:
         InputError, match="no block can be computed again: it is computed again already"
     ):
         recompute(model)
-
-
-# ---- in a run
-
-
-class Repeats(small.Small):
-    """The small task with blocks that repeat, BatchNorm and dropout."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(4, 8),
-            *(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(3)),
-            nn.Linear(8, 3),
-        )
-
-
-@pytest.mark.parametrize("how", ["full", "operators", "6 KiB"])
-@pytest.mark.parametrize("microbatch", [None, 2])
-def test_a_run_recomputes_with_a_line_of_the_spec_and_trains_to_the_same_bits(
-    how: str, microbatch: int | None, tmp_path: Path
-) -> None:
-    found = []
-    for way in ("none", how):
-        spec = small.spec(
-            8, train={"microbatch": microbatch}, memory={"activation_checkpointing": way}
-        )
-        with Run(spec, Repeats(), folder=tmp_path / way, quiet=True) as run:
-            losses = [torch.tensor(report.loss) for report in islice(run.steps(), 8)]
-            found.append(
-                [
-                    *losses,
-                    *(
-                        each.detach().clone()
-                        for each in [*run.model.parameters(), *run.model.buffers()]
-                    ),
-                ]
-            )
-            notes = run.assembly.engine.recomputed.words
-    assert_same_bits(*found)
-    assert "of 3 blocks are computed again" in notes
-
-
-def test_a_run_with_a_budget_that_cannot_be_met_is_refused_before_it_begins(tmp_path: Path) -> None:
-    with (
-        pytest.raises(SpecError, match="even when each is computed again"),
-        Run(
-            small.spec(memory={"activation_checkpointing": "16 B"}),
-            Repeats(),
-            folder=tmp_path / "run",
-            quiet=True,
-        ),
-    ):
-        pass
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_budget_is_chosen_by_what_training_keeps_and_by_the_largest_batch(tmp_path: Path) -> None:
-    """A trial in evaluation mode keeps no mask of a dropout, and of a batch that grows the first is the smallest."""
-
-    def cost(name: str, **train: Any) -> int:
-        how = small.spec(4, train=train, memory={"activation_checkpointing": "64 KiB"})
-        with Run(how, Repeats(), folder=tmp_path / name, quiet=True) as run:
-            budget = run.assembly.engine.recomputed.budget
-            assert budget is not None
-            return sum(each.whole_bytes for each in budget.costs)
-
-    four, eight = cost("four", batch=4), cost("eight", batch=8)
-    model = Repeats().model().train()
-    asked = recompute(model, "64 KiB")
-    model(torch.randn(4, 4)).sum().backward()
-    assert asked.budget is not None
-    assert four == sum(each.whole_bytes for each in asked.budget.costs)
-    assert cost("ramp", batch=8, ramp=[[0, 4], [16, 8]]) == eight > four
-
-
-def test_a_task_names_its_blocks_and_the_spec_overrules_it(tmp_path: Path) -> None:
-    class Names(Repeats):
-        def blocks(self, model: nn.Module) -> list[nn.Module]:
-            return [model[1]]
-
-    for blocks, expected in (((), ("1",)), (("2", "3"), ("2", "3"))):
-        spec = small.spec(memory={"activation_checkpointing": "full", "blocks": blocks})
-        with Run(spec, Names(), folder=tmp_path / str(len(blocks)), quiet=True) as run:
-            assert run.assembly.engine.recomputed.names == expected
-
-
-def test_blocks_without_recomputation_say_nothing_and_are_refused() -> None:
-    with pytest.raises(
-        SpecError,
-        match=r'memory\.blocks = \["a"\] has no effect with memory\.activation_checkpointing = "none"',
-    ):
-        RunSpec(memory={"blocks": ("a",)})

@@ -1,4 +1,7 @@
-"""Recomputation inside compiled code: the same numbers, less memory, and blocks that are alike share their code."""
+"""Tests of recomputation inside compiled code.
+
+The same numbers, less memory, and blocks that are alike share their code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""URLs of shards: braces, kinds that are refused, secrets that stay out of errors, packages that are missing."""
+"""Tests of URLs of shards.
+
+Braces, kinds that are refused, secrets that stay out of errors, packages that are missing.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from surefoot.components.data import Tars
 from surefoot.components.data.remote import Remote
 from surefoot.components.data.remote.names import expand, find_places
 from surefoot.core.errors import DataError, MissingExtra
+from tests.components.remote_shards import QUICK, read, remote, served
 from tests.components.server import Served
-from tests.components.test_remote import QUICK, read, remote, served
 
 __all__ = ["served"]  # a fixture
 

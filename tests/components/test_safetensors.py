@@ -1,4 +1,7 @@
-"""A safetensors file is read as the text of its format says, and any other is refused with what is wrong in it."""
+"""A safetensors file is read as the text of its format says.
+
+Any other is refused with what is wrong in it.
+"""
 
 from __future__ import annotations
 

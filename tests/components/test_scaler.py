@@ -1,4 +1,7 @@
-"""The loss scaler, ours and the one of the example, against torch.amp.GradScaler; and what a device may compute in."""
+"""The loss scaler, ours and the one of the example, against torch.amp.GradScaler.
+
+Also what a device may compute in.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,7 @@ def test_scale_skipped_steps_and_weights_are_those_of_torchs_scaler(
 
 
 def test_clipping_before_dividing_would_clip_too_hard_and_is_not_what_is_done() -> None:
-    """With SGD the update is the gradient: S = 65,536 times too small where it was clipped first."""
+    """With SGD the update is the gradient: S = 65,536 times too small if it was clipped first."""
     moves = {}
     for name, scale in (("ours", 2.0**16), ("no scale", 1.0)):
         torch.manual_seed(0)
@@ -139,9 +142,8 @@ def test_clipping_before_dividing_would_clip_too_hard_and_is_not_what_is_done() 
         norm, _ = update.step_if_finite(1 / scale)
         moves[name] = (1.0 - weight.detach(), norm)
     torch.testing.assert_close(moves["ours"][0], torch.tensor([0.6, 0.8, 0.0]))
-    assert (
-        moves["ours"][1] == moves["no scale"][1] == 50.0
-    )  # the norm that is told is that of the true gradient
+    # the norm that is told is that of the true gradient
+    assert moves["ours"][1] == moves["no scale"][1] == 50.0
     weight = nn.Parameter(torch.ones(3))
     (weight * torch.tensor([30.0, 40.0, 0.0])).sum().mul(2.0**16).backward()
     nn.utils.clip_grad_norm_([weight], 1.0)

@@ -1,4 +1,7 @@
-"""What is defined in an interactive session, a notebook or a script on standard input goes to no process that is spawned."""
+"""What is defined in an interactive session goes to no process that is spawned.
+
+The same holds for a notebook and a script on standard input.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +57,8 @@ def test_a_dataset_of_a_session_is_refused_by_its_name_before_a_worker_is_spawne
     )
     assert done.returncode == 0, done.stderr
     assert (
-        "the source._dataset cannot be sent to a worker that is spawned: Squares is defined in an interactive session"
-        in done.stdout
+        "the source._dataset cannot be sent to a worker that is spawned: "
+        "Squares is defined in an interactive session" in done.stdout
     )
     assert (
         'import it; or set loader.start = "fork", or loader.kind = "thread", or loader.workers = 0'
@@ -83,9 +86,8 @@ def test_what_a_source_holds_of_a_session_is_named_and_a_script_has_a_file(
     check_picklable(reader)
     monkeypatch.setattr(double, "__module__", "__main__")
     module = types.ModuleType("__main__")
-    module.__spec__ = ModuleSpec(
-        "mine.__main__", None
-    )  # python -m mine, which another process imports
+    # python -m mine, which another process imports
+    module.__spec__ = ModuleSpec("mine.__main__", None)
     module.double = double  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", module)
     check_picklable(reader)

@@ -1,4 +1,7 @@
-"""Tar shards: every sample once and in order, and every bad shard refused with file, member and reason."""
+"""Tests of tar shards.
+
+Every sample once and in order, and every bad shard refused with file, member and reason.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,8 @@ def test_a_shard_gives_each_sample_once_in_the_order_written(tmp_path: Path) -> 
 
 def test_a_shard_cut_anywhere_before_its_end_marker_is_refused(tmp_path: Path) -> None:
     whole = write_tar(tmp_path / "whole.tar", THREE).read_bytes()
-    end = 512 * (
-        2 * 3 + 3 + 2 * 3
-    )  # six headers, three blocks of labels, three times two blocks of images
+    # six headers, three blocks of labels, three times two blocks of images
+    end = 512 * (2 * 3 + 3 + 2 * 3)
     cut = tmp_path / "cut.tar"
     for length in range(0, end + 512, 128):
         cut.write_bytes(whole[:length])
@@ -142,9 +144,8 @@ def test_a_name_that_is_not_plain_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_member_over_the_size_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("0.jpg", b"x" * 100)])
-    with path.open(
-        "r+b"
-    ) as file:  # the header claims 8 GiB: reading first would say that it is truncated
+    # the header claims 8 GiB: reading first would say that it is truncated
+    with path.open("r+b") as file:
         member = tarfile.TarInfo("0.jpg")
         member.size = 8 << 30
         file.write(member.tobuf(tarfile.GNU_FORMAT))
@@ -255,9 +256,8 @@ def test_a_broken_or_wrong_image_is_refused_with_file_and_member(
 def test_without_pillow_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = Sample(Path("a.tar"), "0", {"jpg": jpeg()})
     monkeypatch.setitem(sys.modules, "PIL", None)
-    monkeypatch.setattr(
-        decoders, "_pillow", decoders._pillow.__wrapped__
-    )  # as in a process that has not looked for it yet
+    # as in a process that has not looked for it yet
+    monkeypatch.setattr(decoders, "_pillow", decoders._pillow.__wrapped__)
     with pytest.raises(MissingExtra, match=r"surefoot\[images\]"):
         decode_jpeg(sample, height=4, width=4)
 
@@ -266,11 +266,7 @@ def test_a_class_is_a_whole_number_below_the_number_of_classes() -> None:
     assert [
         decode_class(Sample(Path("a.tar"), "0", {"cls": text}), num_classes=10)
         for text in (b"0", b"9", b" 3\n")
-    ] == [
-        0,
-        9,
-        3,
-    ]
+    ] == [0, 9, 3]
     for text in (b"10", b"-1", b"3.0", b"cat", b"", b"9" * 5000, b"\xff", "٣".encode()):
         with pytest.raises(DataError, match=r"^a\.tar: 0\.cls is"):
             decode_class(Sample(Path("a.tar"), "0", {"cls": text}), num_classes=10)

@@ -140,9 +140,10 @@ def test_a_frame_is_read_by_its_columns() -> None:
         DataError, match="a frame whose columns are float32, int64 is no one array"
     ) as caught:
         Arrays(x=frame)
+    # as the hint says
     assert Arrays(**{name: frame[name].to_numpy() for name in frame}).read(np.array([1]))[
         "y"
-    ].tolist() == [1]  # as the hint says
+    ].tolist() == [1]
     assert "to_numpy()" in str(caught.value.hint)
     with pytest.raises(DataError, match="none that torch takes"):
         as_source(pandas.DataFrame({"text": ["a", "b"]}))

@@ -1,4 +1,7 @@
-"""Weights that are built in a file: the same bits, ties and layouts, and only those in work in memory."""
+"""Tests of weights that are built in a file.
+
+The same bits, ties and layouts, and only those in work in memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,11 @@ from surefoot.trial import resident_bytes
 
 
 class Tied(nn.Module):
-    """What a constructor may do: default draws, draws of its own by torch.nn.init and in place, a tie, a frozen part, a buffer, 16 bits."""
+    """What a constructor may do.
+
+    Default draws, draws of its own by torch.nn.init and in place, a tie, a frozen part, a buffer,
+    16 bits.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +78,7 @@ def test_a_model_has_the_same_bits_ties_and_layouts_and_trains_alike() -> None:
 
 
 class Aliased(nn.Module):
-    """Parameters that something else looks at while the constructor goes on, and copies of blocks."""
+    """Parameters that something else looks at during the constructor, and copies of blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,8 +18,8 @@ from surefoot.components.data import BlockShuffle, TarStream
 from surefoot.components.data.remote import Remote
 from surefoot.components.data.tars.shards import read_spans
 from surefoot.core.errors import DataError
+from tests.components.remote_shards import QUICK, make_tar
 from tests.components.server import serving
-from tests.components.test_remote import QUICK, make_tar
 
 SHARDS, SAMPLES = 5, 8
 TARS = [make_tar(shard, SAMPLES) for shard in range(SHARDS)]

@@ -1,4 +1,7 @@
-"""Parquet and Arrow files: any row by number, few groups in memory, and what is missing or of no known kind has a name."""
+"""Tests of Parquet and Arrow files.
+
+Any row by number, few groups in memory, and what is missing or of no known kind has a name.
+"""
 
 from __future__ import annotations
 

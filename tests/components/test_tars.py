@@ -1,4 +1,7 @@
-"""Samples of tars by number: what is read is what was written, in any order, in any process, and every bad part has a name."""
+"""Tests of samples of tars by number.
+
+What is read is what was written, in any order, in any process, and every bad part has a name.
+"""
 
 from __future__ import annotations
 
@@ -313,9 +316,8 @@ def test_what_could_run_code_or_take_all_memory_is_refused(
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match=words):
         decode(Sample(Path("a.tar"), "k", {extension: content}), extension)
-    assert (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
-    )  # KiB: nothing was made as large as it says
+    # KiB: nothing was made as large as it says
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
 def test_real_shards_give_the_samples_that_a_reader_in_sequence_does(

@@ -1,4 +1,7 @@
-"""Texts of differing length are padded to few widths, only real tokens count, and what padding costs is told."""
+"""Texts of differing length are padded to few widths, and only real tokens count.
+
+What padding costs is told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Token streams: windows and packed documents give every token to predict once, and no document sees another."""
+"""Tests of token streams.
+
+Windows and packed documents give every token to predict once, and no document sees another.
+"""
 
 from __future__ import annotations
 
@@ -254,9 +257,8 @@ def small_transformer(length: int) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(64, layers=3, width=32, heads=4, length=length).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(
-            parameter, std=0.2
-        )  # parts that begin as the identity would hide a leak
+        # parts that begin as the identity would hide a leak
+        torch.nn.init.normal_(parameter, std=0.2)
     return model
 
 

@@ -29,8 +29,14 @@ def save(folder: Path, **state: Any) -> None:
     checkpoint.save(folder, 1, state)
 
 
-WRAPPED = "they are of a model that torch.compile had wrapped: wrap the same part of it first, as model = torch.compile(model)"
-PLAIN = "they are of a model that torch.compile had not wrapped: give the model itself, which is model._orig_mod"
+WRAPPED = (
+    "they are of a model that torch.compile had wrapped: "
+    "wrap the same part of it first, as model = torch.compile(model)"
+)
+PLAIN = (
+    "they are of a model that torch.compile had not wrapped: give the model itself, "
+    "which is model._orig_mod"
+)
 
 
 @pytest.mark.parametrize("how", ["load", "load_into"])

@@ -15,7 +15,7 @@ from surefoot.core.errors import NumbersError
 
 
 class Sharing(nn.Module):
-    """Tied, transposed, partial and empty parameters, and a buffer that is a view of a parameter."""
+    """Tied, transposed, partial and empty parameters, and a buffer that is a parameter's view."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""A source that is built with a relative path reads that file for good, wherever the process goes later, and so do its copies."""
+"""A source that is built with a relative path reads that file for good.
+
+Wherever the process goes later, and so do its copies.
+"""
 
 from __future__ import annotations
 
@@ -120,9 +123,8 @@ def test_a_source_reads_its_files_from_another_working_folder(
 def test_a_part_of_a_stream_is_that_of_the_folder_of_its_stream(moved: Callable[[], None]) -> None:
     source = make_parts()
     digests = [source.part(number, 2).digest for number in range(2)]
-    assert (
-        digests[0] == TarStream(["a.tar"], [4], label="cls").digest
-    )  # by the name that was given, as in runs that are there
+    # by the name that was given, as in runs that are there
+    assert digests[0] == TarStream(["a.tar"], [4], label="cls").digest
     moved()
     assert [source.part(number, 2).digest for number in range(2)] == digests
     assert source.part(1, 2).read(np.arange(4))["label"].tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]

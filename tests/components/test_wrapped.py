@@ -1,4 +1,7 @@
-"""A model in torch's own wrappers for several devices is refused before the first step, wherever in the model it stands."""
+"""A model in torch's own wrappers for several devices is refused before the first step.
+
+Wherever in the model the wrapper stands.
+"""
 
 from __future__ import annotations
 

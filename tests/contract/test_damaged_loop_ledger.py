@@ -1,4 +1,4 @@
-"""A damaged row of a loop's ledger costs that row: it is named, and all that stand behind it are read."""
+"""A damaged row of a loop's ledger costs that row: it is named, and all behind it are read."""
 
 from __future__ import annotations
 
@@ -91,16 +91,10 @@ def test_a_part_of_a_row_at_the_end_is_left_out_and_is_no_damage(cut: int, folde
 @pytest.mark.parametrize(
     "rows",
     [
-        [
-            Batch(1, 1, 0, 0, (0, 1)),
-            Batch(2, 1, 0, 2, (4, 5)),
-            Batch(3, 1, 0, 3, (6, 7)),
-        ],  # one is lost
-        [
-            Batch(1, 1, 0, 0, (0, 1)),
-            Batch(2, 1, 0, 0, (0, 1)),
-            Batch(3, 1, 0, 1, (2, 3)),
-        ],  # one comes twice
+        # one is lost
+        [Batch(1, 1, 0, 0, (0, 1)), Batch(2, 1, 0, 2, (4, 5)), Batch(3, 1, 0, 3, (6, 7))],
+        # one comes twice
+        [Batch(1, 1, 0, 0, (0, 1)), Batch(2, 1, 0, 0, (0, 1)), Batch(3, 1, 0, 1, (2, 3))],
         [
             Batch(1, 1, 0, 0, ()),
             Batch(2, 1, 0, 1, ()),

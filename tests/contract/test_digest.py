@@ -1,4 +1,7 @@
-"""Bytes read past the page cache are those of the file, wherever they begin and end, and where the system has only the cache."""
+"""Bytes read past the page cache are those of the file, wherever they begin and end.
+
+Also where the system has only the cache.
+"""
 
 from __future__ import annotations
 

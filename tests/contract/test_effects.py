@@ -1,4 +1,8 @@
-"""Keys without effect: refused where they are given, left out where something later has made them so, kept in what was recorded."""
+"""Tests of keys without effect.
+
+Refused where they are given, left out where something later has made them so, kept in what was
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from surefoot.components.optim import Named
 from surefoot.contract import spec_file
 from surefoot.contract.spec import find_idle_keys, formulas
 from surefoot.contract.spec.effects import NEEDS, keys_of
-from surefoot.contract.spec.training import OptimTable
+from surefoot.contract.spec.tables import OptimTable
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import build as build_schedule
 from surefoot.core.units import Duration
@@ -60,7 +64,7 @@ DEFAULTS = RunSpec().model_dump(mode="python") | {"schedule": vars(RunSpec().sch
 
 
 def surroundings(key: str) -> Iterator[tuple[dict[str, dict[str, Any]], bool]]:
-    """Every combination of what `key` depends on, as tables, and whether the key has an effect there."""
+    """Every combination of what `key` depends on, as tables, and whether the key has an effect."""
     needs = [need for need in NEEDS if key in need.keys]
     others = sorted(
         {when.key for need in needs for when in need.any_of}
@@ -140,8 +144,14 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
         ),
         (
             {"memory": {"blocks": ["a"]}},
-            'memory.blocks = ["a"] has no effect with memory.activation_checkpointing = "none", its default and with layout.shard = 1, its default',
-            'leave memory.blocks out, or set memory.activation_checkpointing to another value than "none", or set layout.shard to another value than 1',
+            (
+                'memory.blocks = ["a"] has no effect with memory.activation_checkpointing = "none", '
+                "its default and with layout.shard = 1, its default"
+            ),
+            (
+                'leave memory.blocks out, or set memory.activation_checkpointing to another value than "none", '
+                "or set layout.shard to another value than 1"
+            ),
         ),
     ],
 )
@@ -161,7 +171,10 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-FILE = '[task]\nuse = "digits"\n[optim]\nname = "sgd"\nmomentum = 0.5\nnesterov = true\n[compile]\nwhat = "model"\ndynamic = true\n'
+FILE = (
+    '[task]\nuse = "digits"\n[optim]\nname = "sgd"\nmomentum = 0.5\nnesterov = true\n'
+    '[compile]\nwhat = "model"\ndynamic = true\n'
+)
 
 
 @pytest.mark.parametrize("how", ["a flag", "a variant", "replace"])

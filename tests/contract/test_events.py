@@ -1,4 +1,7 @@
-"""The log of a run: every record reads back, whatever tore its end or whoever changed its middle."""
+"""Tests of the log of a run.
+
+Every record reads back, whatever tore its end or whoever changed its middle.
+"""
 
 from __future__ import annotations
 
@@ -201,9 +204,8 @@ def test_a_log_torn_at_any_byte_gives_the_whole_records_before_it(
     whole = "".join(event.as_line() for event in ALL).encode()
     cut %= len(whole)
     (folder / events.FILE).write_bytes(whole[:cut])
-    num_whole = whole[:cut].count(b"\n") + (
-        whole[cut : cut + 1] == b"\n"
-    )  # a record that lacks but its newline is whole
+    # a record that lacks but its newline is whole
+    num_whole = whole[:cut].count(b"\n") + (whole[cut : cut + 1] == b"\n")
     assert len(list(events.read(folder))) == num_whole
     journal(folder, step(9))
     again = list(events.read(folder))
@@ -329,9 +331,8 @@ def test_records_of_other_kinds_are_passed_over_without_a_look_into_them(tmp_pat
     spaced = "".join(
         json.dumps(json.loads(line), separators=(",", ":")) + "\n" for line in text.splitlines()
     )
-    write(
-        tmp_path, spaced + '{"v": 1, "kind": "st\n{"v": 1, "kind": "later}\n'
-    )  # whoever wrote it so
+    # whoever wrote it so
+    write(tmp_path, spaced + '{"v": 1, "kind": "st\n{"v": 1, "kind": "later}\n')
     damaged.clear()
     assert list(events.read(tmp_path, Started, damaged=damaged)) == [rows[0], rows[4]]
     assert len(damaged) == 2

@@ -1,4 +1,7 @@
-"""A commit exists only when its manifest does, and a manifest is believed only as far as it was checked."""
+"""A commit exists only when its manifest does.
+
+A manifest is believed only as far as it was checked.
+"""
 
 from __future__ import annotations
 
@@ -123,15 +126,13 @@ def test_a_part_whose_other_rows_are_not_there_is_refused_by_whoever_reads_its_m
     assert piece["shape"] == [3, 2]
     piece |= {"whole": whole, "offset": offset}
     rewrite(folder, files=files)
+    wanted = r"rows of weight are missing|the parts of weight are no rows, overlap or leave a gap"
     for read in (
         commits.check,
         manifest.read,
         lambda _: checkpoint.load_into(nn.Linear(2, 3), tmp_path, 7),
     ):
-        with pytest.raises(
-            RunFolderError,
-            match=r"rows of weight are missing|the parts of weight are no rows, overlap or leave a gap",
-        ):
+        with pytest.raises(RunFolderError, match=wanted):
             read(folder)
 
 
@@ -182,10 +183,8 @@ def test_only_whole_commits_with_their_own_names_are_steps(tmp_path: Path) -> No
     ):
         (folder / name).mkdir()
     (folder / "step-000000000013").write_text("a file")
-    for name in (
-        "step-" + "\u0660" * 9 + "\u0661\u0665\u0660",
-        "step-000000000014\n",
-    ):  # digits of another script; a line
+    # digits of another script; a line
+    for name in ("step-" + "\u0660" * 9 + "\u0661\u0665\u0660", "step-000000000014\n"):
         shutil.copytree(folder / "step-000000000012", folder / name)
     assert manifest.steps(tmp_path) == [7, 12]
     assert [path.name for path in stored.step_folders(tmp_path)] == [
@@ -262,12 +261,8 @@ def test_the_first_commit_after_each_so_much_training_stays_for_ever(tmp_path: P
     for step in range(1, 9):
         trained(step, json.dumps({"training_s": step * 25.0}).encode())
     times = {step: step * 25.0 for step in range(1, 9)}
-    assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [
-        1,
-        2,
-        4,
-        6,
-    ]  # 60 s: step 3, 120 s: step 5, 180 s: step 8
+    # 60 s: step 3, 120 s: step 5, 180 s: step 8
+    assert checkpoint.retain(tmp_path, keep=2, every_s=60.0) == [1, 2, 4, 6]
     assert retention.read_times(tmp_path, manifest.steps(tmp_path)) == {
         step: times[step] for step in (3, 5, 7, 8)
     }
@@ -285,7 +280,10 @@ def test_a_commit_replaces_that_of_an_earlier_attempt(tmp_path: Path) -> None:
 
 
 class Shared(nn.Module):
-    """A tied head, a slice of another tensor, a mask of -inf, a frozen parameter that is none, complex numbers."""
+    """A tied head, a slice of another tensor, a mask of -inf, complex numbers.
+
+    Also a frozen parameter that is none.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""One writer for a run folder, whoever comes and however it dies, and a generation that only rises."""
+"""One writer for a run folder, whoever comes and however it dies.
+
+And a generation that only rises.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,8 @@ def test_a_lock_that_cannot_be_written_is_told_with_what_mends_that(tmp_path: Pa
         with pytest.raises(RunFolderError) as refused:
             RunLock(tmp_path / folder)
         assert str(refused.value) == (
-            f"{tmp_path / folder / FILE} cannot be written: {why}\nhint: {mend}, or give another run folder"
+            f"{tmp_path / folder / FILE} cannot be written: {why}\n"
+            f"hint: {mend}, or give another run folder"
         )
 
 
@@ -113,7 +117,10 @@ def test_a_second_writer_is_refused_and_told_who_holds_it(
 
 @pytest.fixture
 def just_locked(tmp_path: Path) -> Iterator[int]:
-    """The lock file of `tmp_path`, locked by one that has not written its number yet; the file names a process that is dead, or nobody."""
+    """The lock file of `tmp_path`, locked by one that has not written its number yet.
+
+    The file names a process that is dead, or nobody.
+    """
     descriptor = os.open(tmp_path / FILE, os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     yield descriptor

@@ -1,4 +1,7 @@
-"""A task's parameters are read from its source, which is never run; what cannot be seen is left to the import."""
+"""A task's parameters are read from its source, which is never run.
+
+What cannot be seen is left to the import.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ def names(folder: Path, source: str, name: str = "Mine") -> list[str] | None:
     return None if found is None else [parameter.name for parameter in found]
 
 
+BASE = "class Base:\n    def __init__(self, width): ...\n"
 SEEN = {
     "no constructor": ("class Mine: ...", []),
     "plain": (
@@ -42,12 +46,9 @@ SEEN = {
         "@dataclasses.dataclass(frozen=True)\nclass Mine:\n    width: int = 4",
         ["width"],
     ),
-    "inherited": (
-        "class Base:\n    def __init__(self, width): ...\nclass Mine(Base): ...",
-        ["width"],
-    ),
+    "inherited": (f"{BASE}class Mine(Base): ...", ["width"]),
     "overruled": (
-        "class Base:\n    def __init__(self, width): ...\nclass Mine(Base):\n    def __init__(self, depth): ...",
+        f"{BASE}class Mine(Base):\n    def __init__(self, depth): ...",
         ["depth"],
     ),
 }
@@ -58,7 +59,9 @@ UNSEEN = {
     "a name from elsewhere": "from elsewhere import Mine",
     "a name of another": "import elsewhere\nMine = elsewhere.Other",
     "everything from elsewhere": "from elsewhere import *",
-    "a class under a condition": "if True:\n    class Mine:\n        def __init__(self, width): ...",
+    "a class under a condition": (
+        "if True:\n    class Mine:\n        def __init__(self, width): ..."
+    ),
     "a class in a try": "try:\n    class Mine: ...\nexcept ImportError:\n    class Mine: ...",
     "a name with a type": "Mine: type = make()",
     "two names at once": "Mine, Other = make()",

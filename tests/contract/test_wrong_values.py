@@ -1,4 +1,7 @@
-"""Values of another kind in a spec: the hint is in the words of TOML, and of torch for number formats."""
+"""Tests of values of another kind in a spec.
+
+The hint is in the words of TOML, and of torch for number formats.
+"""
 
 from __future__ import annotations
 

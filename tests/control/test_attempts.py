@@ -1,4 +1,4 @@
-"""Every second of a run is in one part, and an attempt that was killed is told with what it cost."""
+"""Every second of a run is in one part, and a killed attempt is told with what it cost."""
 
 from __future__ import annotations
 

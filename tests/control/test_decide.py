@@ -24,15 +24,14 @@ from surefoot.core.errors import InputError
 FIXED = Rules(places=3, numbers=(3,))
 ELASTIC = Rules(places=3, numbers=(2, 3))
 EVEN = Rules(places=4, numbers=(2, 4))
-Case = tuple[
-    ExitKind, int | None, int
-]  # how an attempt ended, whose fault it was, and the commits that there are then
+# how an attempt ended, whose fault it was, and the commits that there are then
+Case = tuple[ExitKind, int | None, int]
 
 
 def run(
     rules: Rules, *cases: Case, course: RestartHistory | None = None
 ) -> tuple[list[str], RestartHistory, str]:
-    """The decisions on one fault after another, what has become of the places, and the last reason."""
+    """The decisions on one fault after another, what became of the places, and the last reason."""
     now, found, why = course or RestartHistory(), list[Choice](), ""
     for how, place, num_commits in cases:
         assert not found or found[-1] != Choice.STOP, "it stopped before"
@@ -63,11 +62,8 @@ def test_a_lost_rank_is_retried_unless_restarts_are_none(how: ExitKind) -> None:
 @pytest.mark.parametrize(
     ("rules", "cases", "decisions"),
     [
-        (
-            FIXED,
-            [(K, 1, 1), (K, 1, 2), (K, 1, 3), (K, 1, 4), (K, 1, 5)],
-            ["retry"] * 5,
-        ),  # each brought a commit
+        # each brought a commit
+        (FIXED, [(K, 1, 1), (K, 1, 2), (K, 1, 3), (K, 1, 4), (K, 1, 5)], ["retry"] * 5),
         (FIXED, [(K, 1, 0), (K, 2, 0), (H, 0, 0), (K, 1, 0)], ["retry", "retry", "retry", "stop"]),
         (
             FIXED,
@@ -76,50 +72,41 @@ def test_a_lost_rank_is_retried_unless_restarts_are_none(how: ExitKind) -> None:
         ),
         (ELASTIC, [(K, 1, 1), (K, 1, 2)], ["retry", "leave out"]),
         (ELASTIC, [(K, 1, 1), (H, 1, 1)], ["retry", "leave out"]),  # in another way is as bad
-        (
-            ELASTIC,
-            [(K, 1, 1), (K, 2, 1), (K, 1, 2)],
-            ["retry", "retry", "retry"],
-        ),  # another one between
-        (
-            ELASTIC,
-            [(K, 1, 1), (P, None, 1), (K, 1, 2)],
-            ["retry", "retry", "leave out"],
-        ),  # nobody's fault between
+        # another one between
+        (ELASTIC, [(K, 1, 1), (K, 2, 1), (K, 1, 2)], ["retry", "retry", "retry"]),
+        # nobody's fault between
+        (ELASTIC, [(K, 1, 1), (P, None, 1), (K, 1, 2)], ["retry", "retry", "leave out"]),
         (ELASTIC, [(P, None, 1), (P, None, 2), (H, None, 3)], ["retry"] * 3),
+        # two must remain
         (
             ELASTIC,
             [(K, 1, 1), (K, 1, 2), (K, 2, 3), (K, 2, 4)],
             ["retry", "leave out", "retry", "retry"],
-        ),  # two must remain
+        ),
+        # on trial: at once
         (
             ELASTIC,
             [(K, 1, 1), (K, 1, 2), (K, 2, 9), (K, 1, 9)],
             ["retry", "leave out", "retry", "leave out"],
-        ),  # on trial: at once
+        ),
         (
             ELASTIC,
             [(K, 1, 0), (K, 1, 0), (K, 2, 0), (K, 2, 0)],
             ["retry", "leave out", "retry", "stop"],
         ),
+        # a spare place
         (
             EVEN,
             [(K, 3, 1), (K, 3, 2), (K, 0, 3), (K, 0, 4)],
             ["retry", "leave out", "retry", "leave out"],
-        ),  # a spare place
+        ),
         (FIXED, [(C, 1, 0), (C, 1, 0)], ["retry", "retry"]),
         (FIXED, [(C, 1, 0), (C, 2, 0)], ["retry", "stop"]),  # not the fault of a place
-        (
-            FIXED,
-            [(C, 1, 0), (C, 2, 1)],
-            ["retry", "retry"],
-        ),  # the steps of the first crash were done
+        # the steps of the first crash were done
+        (FIXED, [(C, 1, 0), (C, 2, 1)], ["retry", "retry"]),
         (FIXED, [(C, 1, 0), (K, 2, 0)], ["retry", "retry"]),
-        (
-            ELASTIC,
-            [(C, 1, 1), (C, 1, 1), (C, 2, 1)],
-            ["retry", "leave out", "stop"],
-        ),  # whoever has that sample crashes
+        # whoever has that sample crashes
+        (ELASTIC, [(C, 1, 1), (C, 1, 1), (C, 2, 1)], ["retry", "leave out", "stop"]),
     ],
 )
 def test_each_planted_case_gets_its_decision(

@@ -1,4 +1,7 @@
-"""Running, stuck, dead or unknown: what can be known of a run from outside, of real processes that hold its lock."""
+"""Running, stuck, dead or unknown: what can be known of a run from outside.
+
+Of real processes that hold its lock.
+"""
 
 from __future__ import annotations
 
@@ -253,9 +256,8 @@ def test_a_process_that_stands_still_is_stuck(
     answer = surefoot("show", run, "--health", "--stuck-after", "1 s")
     assert answer.code == 1
     assert f"process {holder.pid} on {socket.gethostname()} holds run.lock" in answer.out
-    assert (
-        "stuck" in surefoot("runs", run).out
-    )  # five minutes after its last record, whatever the time is now
+    # five minutes after its last record, whatever the time is now
+    assert "stuck" in surefoot("runs", run).out
 
 
 @pytest.mark.parametrize("text", ["5", "10 steps", "-1 s", "soon"])

@@ -1,4 +1,7 @@
-"""A run's peak is judged by the memory that there is, and each remedy comes with its effect and with who says so."""
+"""A run's peak is judged by the memory that there is.
+
+Each remedy comes with its effect and with who says so.
+"""
 
 from __future__ import annotations
 
@@ -135,11 +138,12 @@ def test_what_was_measured_comes_first_and_takes_the_place_of_what_is_predicted(
         )
         for part, size in ((64, 480), (32, 460), (16, 490))
     ]
+    # other numbers
     splits.append(
         MeasuredMemory(
             change="train.batch=16", source="b.csv", peak_bytes=100.0 * MIB, split=(16, 16)
         )
-    )  # other numbers
+    )
     found = use(520, shape=SHAPE, measured=[*splits, rung]).remedies
     assert [each.change for each in found] == [
         "memory.activation_checkpointing=full",
@@ -160,11 +164,12 @@ def changes(
 
 
 def test_a_remedy_is_one_that_the_spec_takes_with_numbers_of_its_own() -> None:
+    # of the default batch
     assert changes(SPEC) == [
         "memory.activation_checkpointing=full",
         "train.microbatch=64",
         "precision.compute=bf16",
-    ]  # of the default batch
+    ]
     assert changes({**SPEC, "train": {"batch": 100, "microbatch": 25}})[1] == "train.microbatch=10"
     assert changes({**SPEC, "compile": {"what": "step"}}) == ["precision.compute=bf16"]
     assert changes({**SPEC, "train": {"batch": 64, "ramp": [[0, 32], [640, 64]]}}, 2000) == [

@@ -1,4 +1,7 @@
-"""Whose code a stack frame is: the folder of its file decides, whatever the folders above it are called."""
+"""Whose code a stack frame is.
+
+The folder of its file decides, whatever the folders above it are called.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,8 @@ def test_the_thread_that_takes_steps_is_found_among_threads_in_folders_named_ali
     text = block("/home/me/surefoot/train/reader.py", file) + block(
         file, str(PACKAGE / "train" / "run.py")
     )
-    assert (
-        parse_stacks(text)[0] == f"{file}:3 in f"
-    )  # faulthandler writes what is not ASCII as an escape
+    # faulthandler writes what is not ASCII as an escape
+    assert parse_stacks(text)[0] == f"{file}:3 in f"
     assert parse_stacks(text)[1].startswith(str(PACKAGE))
 
 
@@ -114,7 +116,7 @@ def test_an_error_in_a_checkout_named_surefoot_is_placed_in_the_users_line(tmp_p
 def test_packages_of_an_interpreter_below_another_are_libraries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A virtual environment with system-site-packages finds torch in folders that are not its own."""
+    """A venv with system-site-packages finds torch in folders that are not its own."""
     monkeypatch.setattr(sys, "path", [*sys.path, "/opt/base/lib/python3/dist-packages"])
     frames._library_folders.cache_clear()
     assert frames.is_of_library("/opt/base/lib/python3/dist-packages/torch/nn.py")

@@ -1,4 +1,7 @@
-"""Every command that a message, a hint or a help text of surefoot names can be typed: its verb and its options exist."""
+"""Every command that a message, hint or help text of surefoot names can be typed.
+
+Its verb and its options exist.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ OF_OTHERS = {
 
 KEY = re.compile(rf"(?<![\w./-])({'|'.join(RunSpec.model_fields)})\.([a-z_]+)\b(?!\()")
 SETTING = re.compile(rf'{KEY.pattern} = ("[^"]*"|-?\d+(?:\.\d+)?|true|false)')
-# behind the name of a table, and no key of it: files, attributes of a DataLoader, what a task of one's own takes
+# behind the name of a table, and no key of it: files, attributes of a DataLoader, what a task of
+# one's own takes
 NO_KEYS = {
     "train.py",
     "checkpoint.py",
@@ -142,9 +146,8 @@ def test_every_command_that_surefoot_names_has_its_verb_and_its_options() -> Non
 
 def test_every_option_that_surefoot_names_is_one() -> None:
     known = set().union(*every_verb().values()) | OF_OTHERS
-    told = [
-        text for text in every_text() if " " in text.text
-    ]  # others are words of a command for a process of ours
+    # others are words of a command for a process of ours
+    told = [text for text in every_text() if " " in text.text]
     assert [
         f"{text.where}: {each}"
         for text in told
@@ -154,14 +157,20 @@ def test_every_option_that_surefoot_names_is_one() -> None:
 
 
 def find_unknown_keys(text: Text) -> Iterator[str]:
-    """The keys that a text names and no table of a spec has. A [task] takes what its class takes."""
+    """The keys that a text names and no table of a spec has.
+
+    A [task] takes what its class takes.
+    """
     for table, key in KEY.findall(text.text) if " " in text.text else ():
         if table != "task" and key not in key_names(table) and f"{table}.{key}" not in NO_KEYS:
             yield f"{text.where}: [{table}] has no {key}"
 
 
 def find_wrong_values(text: Text) -> Iterator[str]:
-    """The settings that a text names and a spec refuses, other keys apart: a key may have no effect beside the defaults."""
+    """The settings that a text names and a spec refuses, other keys apart.
+
+    A key may have no effect beside the defaults.
+    """
     for table, key, value in SETTING.findall(text.text):
         if table == "task" or VALUE in value:
             continue

@@ -1,4 +1,7 @@
-"""Launchers whose variables do not join ranks: several tasks are refused with the line to type, one process is not."""
+"""Tests of launchers whose variables do not join ranks.
+
+Several tasks are refused with the line to type, one process is not.
+"""
 
 from __future__ import annotations
 
@@ -194,9 +197,8 @@ def test_the_line_for_several_hosts_trains_as_it_is_typed(tmp_path: Path) -> Non
         .partition("--ntasks-per-node=1 ")[2]
         .partition(" surefoot ")[0]
     )
-    line = line.replace("--nnodes=2", "--nnodes=1").replace(
-        "FIRST_HOST:29500", "127.0.0.1:0"
-    )  # one host of the two
+    # one host of the two
+    line = line.replace("--nnodes=2", "--nnodes=1").replace("FIRST_HOST:29500", "127.0.0.1:0")
     words = shlex.split(
         line.replace("torchrun", f"{shlex.quote(sys.executable)} -m torch.distributed.run", 1)
     )

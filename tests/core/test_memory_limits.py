@@ -1,4 +1,7 @@
-"""How much memory a process may use, read from files as the kernel writes them; and an allocation that is refused, which is exit code 7."""
+"""How much memory a process may use, read from files as the kernel writes them.
+
+And an allocation that is refused, which is exit code 7.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +158,8 @@ def wrapped(cause: BaseException) -> Exception:
         (OSError(12, "Cannot allocate memory"), True),
         (
             RuntimeError(
-                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: "
+                "you tried to allocate 8 bytes"
             ),
             True,
         ),
@@ -236,14 +240,12 @@ def test_a_limit_that_torch_itself_does_not_fit_into_ends_with_7(
         ("train", "digits", "--steps", "2", "--set", "schedule.warmup=1 steps", "--quiet"),
         num_bytes,
     )
-    if any(
-        words in done.stderr for words in ENDED_BY_C
-    ):  # while torch is loaded: no Python is left to say more
+    # while torch is loaded: no Python is left to say more
+    if any(words in done.stderr for words in ENDED_BY_C):
         assert "Traceback" not in done.stderr
         return
-    assert done.returncode in (0, 7), (
-        done.stderr
-    )  # what torch itself takes differs between its builds
+    # what torch itself takes differs between its builds
+    assert done.returncode in (0, 7), done.stderr
     assert "fault of surefoot" not in done.stderr
 
 

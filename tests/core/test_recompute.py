@@ -1,4 +1,7 @@
-"""What to compute again within a budget of bytes: never above it, as fast as the best of all choices, never slower with more."""
+"""What to compute again within a budget of bytes.
+
+Never above it, as fast as the best of all choices, never slower with more.
+"""
 
 from __future__ import annotations
 

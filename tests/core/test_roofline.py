@@ -166,7 +166,10 @@ def test_the_rule_of_thumb_is_six_a_parameter_and_token_and_twelve_a_pair_and_wi
 
 
 def test_the_arithmetic_imports_neither_torch_nor_numpy() -> None:
-    script = "import sys, surefoot.core.cost.roofline, surefoot.core.cost.shape; assert not {'torch', 'numpy'} & set(sys.modules)"
+    script = (
+        "import sys, surefoot.core.cost.roofline, surefoot.core.cost.shape; "
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], check=False, capture_output=True, text=True
     )

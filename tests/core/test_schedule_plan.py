@@ -1,4 +1,4 @@
-"""The [schedule] table: what each curve takes, what is refused, and what the steps of a run then get."""
+"""The [schedule] table: what each curve takes, what is refused, and what a run's steps get."""
 
 from __future__ import annotations
 
@@ -125,13 +125,7 @@ def test_a_length_ends_the_curve_before_the_run_and_the_rate_stays() -> None:
     )
     assert values(
         make(name="step", every="20 steps", factor=0.5, length="60 steps"), 39, 40, 59, 60, 99
-    ) == [
-        0.5,
-        0.25,
-        0.25,
-        0.25,
-        0.25,
-    ]
+    ) == [0.5, 0.25, 0.25, 0.25, 0.25]
     restarts = make(name="cosine_restarts", cycle="10 steps", length="20 steps")
     assert restarts(20) == restarts(99) == restarts(19) < 0.03
 
@@ -157,9 +151,7 @@ def test_warmup_stable_decay_fills_what_is_left_out() -> None:
     assert values(both, 20, 30, 40, 99) == pytest.approx([1, 0.75, 0.5, 0.5])
 
 
-def test_inverse_square_root_takes_the_warm_up_as_its_scale_and_then_follows_the_whole_run_s_step() -> (
-    None
-):
+def test_inverse_square_root_takes_the_warm_up_as_its_scale_and_follows_the_run_s_step() -> None:
     curve = make(total=1000, name="inverse_square_root", warmup="25 steps")
     assert values(curve, 24, 25, 100, 400) == pytest.approx([1, 1, 0.5, 0.25])
 
@@ -260,14 +252,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "floor beside a sequence",
     ),
     "a sequence within a sequence": (
-        {
-            "sequence": (
-                ScheduleSettings(
-                    sequence=WARM_CONSTANT_COSINE,
-                ),
-                *WARM_CONSTANT_COSINE,
-            )
-        },
+        {"sequence": (ScheduleSettings(sequence=WARM_CONSTANT_COSINE), *WARM_CONSTANT_COSINE)},
         "holds another sequence",
     ),
     "a plateau in a sequence": (
@@ -375,11 +360,7 @@ def test_a_person_is_shown_the_keys_that_count_and_no_others() -> None:
     assert [
         piece["name"]
         for piece in ScheduleSettings(sequence=WARM_CONSTANT_COSINE).effective()["sequence"]
-    ] == [
-        "warmup",
-        "constant",
-        "cosine",
-    ]
+    ] == ["warmup", "constant", "cosine"]
 
 
 def test_a_preview_shows_a_plateau_whose_checks_never_get_better_and_leaves_the_curve_alone() -> (

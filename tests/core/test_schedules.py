@@ -54,10 +54,8 @@ TORCH: dict[str, tuple[Torch, int]] = {
         lambda o: torch_schedules.LinearLR(o, start_factor=0.3, end_factor=0.05, total_iters=100),
         STEPS,
     ),
-    "cosine": (
-        lambda o: torch_schedules.CosineAnnealingLR(o, T_max=100, eta_min=0.01 * BASE),
-        101,
-    ),  # later it rises again
+    # later it rises again
+    "cosine": (lambda o: torch_schedules.CosineAnnealingLR(o, T_max=100, eta_min=0.01 * BASE), 101),
     "cosine_restarts": (
         lambda o: torch_schedules.CosineAnnealingWarmRestarts(o, 10, 2, eta_min=0.01 * BASE),
         STEPS,
@@ -262,30 +260,8 @@ def watch(plateau: Plateau, values: list[float]) -> list[float]:
     return multipliers
 
 
-LOSSES = [
-    3.0,
-    2.0,
-    2.1,
-    1.9999,
-    2.2,
-    2.3,
-    1.5,
-    1.6,
-    1.7,
-    1.5,
-    1.8,
-    1.4999,
-    1.7,
-    1.9,
-    1.2,
-    1.1,
-    1.1,
-    1.1,
-    1.1,
-    1.1,
-    1.1,
-    1.1,
-]
+LOSSES = [3.0, 2.0, 2.1, 1.9999, 2.2, 2.3, 1.5, 1.6, 1.7, 1.5, 1.8, 1.4999, 1.7, 1.9]
+LOSSES += [1.2, *[1.1] * 7]
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3, 10])

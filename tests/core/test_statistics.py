@@ -1,4 +1,7 @@
-"""Statistics that keep their word: known values, and verdicts that are right as often as they say."""
+"""Statistics that keep their word.
+
+Known values, and verdicts that are right as often as they say.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +33,9 @@ from surefoot.core.statistics import (
     student_quantile,
 )
 
-MICHELSON = [
-    850,
-    740,
-    900,
-    1070,
-    930,
-    850,
-    950,
-    980,
-    980,
-    880,
-    1000,
-    980,
-    930,
-    650,
-    760,
-    810,
-    1000,
-    1000,
-    960,
-    960.0,
-]  # 1879, run 1
+# 1879, run 1
+MICHELSON = [850.0, 740, 900, 1070, 930, 850, 950, 980, 980, 880]
+MICHELSON += [1000, 980, 930, 650, 760, 810, 1000, 1000, 960, 960]
 
 
 def test_known_values() -> None:
@@ -95,9 +79,8 @@ def test_the_same_seed_gives_the_same_interval_and_the_order_does_not_matter() -
 
 @pytest.mark.parametrize("count", [*range(1, 40), 200, 999, 1000, 3001])
 def test_the_sign_test_s_rank_is_that_of_the_exact_binomial_tail(count: int) -> None:
-    tails = list(
-        accumulate(math.comb(count, heads) for heads in range(count // 2))
-    )  # of 2^n throws
+    # of 2^n throws
+    tails = list(accumulate(math.comb(count, heads) for heads in range(count // 2)))
     exact = max((k for k, tail in enumerate(tails) if 40 * tail <= 2**count), default=None)
     rank = sign_test_rank(count)
     if count < 1000 or rank is None or exact is None:
@@ -108,7 +91,8 @@ def test_the_sign_test_s_rank_is_that_of_the_exact_binomial_tail(count: int) -> 
 
 @pytest.mark.parametrize("count", [7, 15, 31])
 def test_the_bootstrap_s_bounds_are_those_of_its_exact_distribution(count: int) -> None:
-    """For odd n a resample's median is at most the k-th value when more than half of n draws fall on the first k."""
+    """For odd n a resample's median is at most the k-th value
+    when more than half of n draws fall on the first k."""
 
     def at_most(k: int) -> float:
         share = k / count
@@ -133,7 +117,10 @@ def test_a_bootstrap_draws_from_its_seed_alone() -> None:
 
 @pytest.mark.parametrize("count", [6, 7, 15])
 def test_identical_arms_show_no_effect_in_at_least_nine_of_ten_trials(count: int) -> None:
-    """Both arms draw from one distribution of times: a floor, a long tail, and a machine whose speed drifts."""
+    """Both arms draw from one distribution of times.
+
+    It has a floor, a long tail, and a machine whose speed drifts.
+    """
     generator, trials = np.random.default_rng(count), 400
     verdicts = []
     for trial in range(trials):
@@ -141,9 +128,8 @@ def test_identical_arms_show_no_effect_in_at_least_nine_of_ten_trials(count: int
         arms = [drift * (1 + generator.exponential(0.05, count)) for _ in range(2)]
         verdicts.append(paired_ratio(list(arms[0]), list(arms[1]), seed=trial).verdict)
     assert verdicts.count("no effect") >= 0.9 * trials
-    assert verdicts.count("no effect") >= 0.95 * trials - 2 * math.sqrt(
-        trials * 0.95 * 0.05
-    )  # what the interval itself claims
+    # what the interval itself claims
+    assert verdicts.count("no effect") >= 0.95 * trials - 2 * math.sqrt(trials * 0.95 * 0.05)
 
 
 def test_an_effect_of_five_per_cent_is_found_under_drift_that_is_larger() -> None:
@@ -217,7 +203,10 @@ def test_what_cannot_be_compared_is_refused_in_words() -> None:
 def test_a_trial_that_stops_at_any_look_calls_an_effect_that_is_none_as_seldom_as_it_says(
     most: int,
 ) -> None:
-    """Every sequence of coins up to 15, and drawn ones beyond: stopped at the first look that shows a gain."""
+    """Every sequence of coins up to 15, and drawn ones beyond.
+
+    Stopped at the first look that shows a gain.
+    """
     ranks = looks(most)
     assert ranks
     generator = np.random.default_rng(most)
@@ -233,7 +222,10 @@ def test_a_trial_that_stops_at_any_look_calls_an_effect_that_is_none_as_seldom_a
 
 
 def test_an_interval_that_is_read_until_it_shows_something_is_wrong_far_more_often() -> None:
-    """What `looks` is for: the interval of a fixed n, read after 7, 8, 9 ... 31 pairs, finds an effect in equal arms too often."""
+    """The interval of a fixed n, read after 7, 8, 9 ... 31 pairs, is what `looks` is for.
+
+    It finds an effect in equal arms too often.
+    """
     coins = np.random.default_rng(0).integers(0, 2, (20_000, 31))
     called = np.zeros(len(coins), dtype=bool)
     for count in range(7, 32):

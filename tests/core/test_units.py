@@ -202,15 +202,7 @@ def test_sizes_in_bytes_are_read_and_printed() -> None:
     assert [
         format_bytes(value)
         for value in (0, 512, 1536, 2**20 - 1, 1023 * 2**20, 1.5 * 2**30, 141 * 2**30)
-    ] == [
-        "0 B",
-        "512 B",
-        "1.5 KiB",
-        "1 MiB",
-        "1023 MiB",
-        "1.5 GiB",
-        "141 GiB",
-    ]
+    ] == ["0 B", "512 B", "1.5 KiB", "1 MiB", "1023 MiB", "1.5 GiB", "141 GiB"]
     for text in ("1.5", "-1 GiB", "nan GiB", "1 gib", "GiB"):
         with pytest.raises(SpecError):
             parse_bytes(text)
@@ -228,18 +220,7 @@ def test_numbers_are_printed_in_the_unit_that_suits_them() -> None:
     ]
     assert [
         format_seconds(value) for value in (0, 3e-7, 4e-5, 0.04, 1, 59.4, 60, 5400, 360_000, -0.04)
-    ] == [
-        "0 s",
-        "0.3 us",
-        "40 us",
-        "40 ms",
-        "1 s",
-        "59.4 s",
-        "1 min",
-        "1.5 h",
-        "100 h",
-        "-40 ms",
-    ]
+    ] == ["0 s", "0.3 us", "40 us", "40 ms", "1 s", "59.4 s", "1 min", "1.5 h", "100 h", "-40 ms"]
     assert [format_percent(value) for value in (0.994, 0.9972, 0.99995, 1.0, 0, 0.0512)] == [
         "99.4 %",
         "99.72 %",
@@ -250,15 +231,7 @@ def test_numbers_are_printed_in_the_unit_that_suits_them() -> None:
     ]
     assert [
         format_number(value) for value in (2.302585, 164.2345, 12345.6, 1234567, 1e-5, 0, -3.0)
-    ] == [
-        "2.303",
-        "164.2",
-        "12346",
-        "1.235e+06",
-        "1e-05",
-        "0",
-        "-3",
-    ]
+    ] == ["2.303", "164.2", "12346", "1.235e+06", "1e-05", "0", "-3"]
     assert format_rate(1234, "tokens") == "1.23 k tokens/s"
 
 

@@ -11,14 +11,15 @@ import surefoot
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api.md"
 HEAD = """# Public names
 
-Import from these modules and from `surefoot` itself; whatever else lies in the package may move without notice.
+Import from these modules and from `surefoot` itself; whatever else lies in the package may move \
+without notice.
 `help(surefoot.data.Arrays)` shows all of a docstring.
 This page is made from the docstrings by `python -m tests.docs.api_page`.
 """
 
 
 def describe(value: Any) -> str:
-    """The first paragraph of a docstring as one line; for a value that has none of its own, its type."""
+    """The first paragraph of a docstring as one line; its type, for a value that has none."""
     if not callable(value) and not inspect.ismodule(value):
         return f"a `{type(value).__name__}`"
     text = inspect.getdoc(value) or ""

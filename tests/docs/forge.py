@@ -1,7 +1,9 @@
-"""A process that has imported torch and surefoot once and forks itself for each program, so that a hundred snippets cost one import.
+"""A process that has imported torch and surefoot once and forks itself for each program.
 
-Reads one JSON job a line from standard input: {"folder", "log", "variables", "arguments"}; `arguments` is either
-["surefoot", ...] or ["python", file]. Answers with the exit code. A job has its own process, output file and working folder.
+So a hundred snippets cost one import.
+Reads one JSON job a line from standard input: {"folder", "log", "variables", "arguments"};
+`arguments` is either ["surefoot", ...] or ["python", file]. Answers with the exit code.
+A job has its own process, output file and working folder.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ def serve() -> None:
 
 
 def import_all() -> None:
-    """All that any command may import, which is the point of this process; what needs an extra that is not here is left out."""
+    """All that any command may import, which is the point of this process.
+
+    What needs an extra that is not here is left out.
+    """
     import sklearn.datasets  # noqa: F401 - the data of digits
 
     import surefoot.cli

@@ -16,12 +16,8 @@ from typing import Self
 from tests.docs.snippets import PYTHON, SHELL, Block, blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-LENT = (
-    "examples",
-    "recipes",
-    "benchmarks",
-    "docs",
-)  # what a reader has beside him when he types a command
+# what a reader has beside him when he types a command
+LENT = ("examples", "recipes", "benchmarks", "docs")
 LONGEST_S = 300
 REPL = "import doctest, pathlib, sys\ntext = pathlib.Path(sys.argv[1]).read_text()\n"
 REPL += "parser = doctest.DocTestParser().get_doctest(text, {}, sys.argv[1], sys.argv[1], 0)\n"
@@ -66,7 +62,10 @@ class Forge:
 
 @dataclass
 class Reader:
-    """Somebody who types what a document shows: a folder of his own, the project's folders beside him, `surefoot` on his path."""
+    """Somebody who types what a document shows.
+
+    He has a folder of his own, the project's folders beside him, and `surefoot` on his path.
+    """
 
     forge: Forge
     folder: Path
@@ -115,7 +114,8 @@ class Reader:
         return self.failures
 
     def _lacks_data(self, block: Block) -> bool:
-        """Whether a block reads a data set that is not there, or what a block made that was left out for that."""
+        """Whether a block reads a data set that is not there,
+        or what a block made that was left out for that."""
         sets = re.findall(r"shared/data(?:/([\w-]+))?", block.text)
         if any(self.data is None or not (self.data / name).exists() for name in sets):
             return True
@@ -124,9 +124,8 @@ class Reader:
 
     def _type(self, block: Block) -> None:
         plain = all(map(_is_plain, block.commands))
-        steps = (
-            block.commands if plain else ["\n".join(block.commands)]
-        )  # one shell for the block, so that `cd` lasts
+        # one shell for the block, so that `cd` lasts
+        steps = block.commands if plain else ["\n".join(block.commands)]
         self.log.write_text("")
         for number, command in enumerate(steps, start=1):
             wanted = int(block.asks.get("exits", "0")) if number == len(steps) else 0
@@ -203,5 +202,8 @@ class Reader:
 
 
 def _is_plain(command: str) -> bool:
-    """Whether it is one `surefoot ...` with nothing for a shell to do; such a command needs no process of its own."""
+    """Whether it is one `surefoot ...` with nothing for a shell to do.
+
+    Such a command needs no process of its own.
+    """
     return re.fullmatch(r"surefoot [^|&;<>$(){}*?~`#\n]*", command) is not None

@@ -1,6 +1,7 @@
-"""Prose in Markdown has one sentence a line, so that a change of one sentence is a change of one line.
+"""Prose in Markdown has one sentence a line, so that a changed sentence is one changed line.
 
-`python -m tests.docs.sentences FILE ...` rewrites files so. Code, tables, headings and comments stay as they are.
+`python -m tests.docs.sentences FILE ...` rewrites files so.
+Code, tables, headings and comments stay as they are.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from pathlib import Path
 
 FENCE = re.compile(r"`{3,}|~{3,}")
 ITEM = re.compile(r"(?:[-*+]|\d+\.) +")
-KEPT = re.compile(
-    r"$|\||#|<|>|---|\[\^|\[[^\]]+\]: "
-)  # a blank line, a row, a heading, a comment, a quotation, a footnote
+# a blank line, a row, a heading, a comment, a quotation, a footnote
+KEPT = re.compile(r"$|\||#|<|>|---|\[\^|\[[^\]]+\]: ")
 ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|vs|etc|cf|approx|No|Fig|al|resp|[A-Z])\.$")
 BEGINS = re.compile(r"[A-Z0-9`\"*_\[(]|surefoot")
 LABEL = re.compile(r"\*\*[^*]+\*\*|[A-Z][a-z]+:")  # belongs to the sentence behind it
 
 
 def one_a_line(text: str) -> str:
-    """Return the Markdown `text` with each sentence of its paragraphs and list items on a line of its own."""
+    """Return the Markdown `text` with each sentence of its prose on a line of its own.
+
+    Prose is paragraphs and list items.
+    """
     lines: list[str] = []
     for line in _paragraphs(text):
         body = line.lstrip()
@@ -60,7 +63,10 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a paragraph. One inside code, brackets or quotation marks is part of the one around it."""
+    """Return the sentences of a paragraph.
+
+    One inside code, brackets or quotation marks is part of the one around it.
+    """
     found: list[str] = []
     start = at = depth = 0
     is_quoted = False

@@ -1,10 +1,13 @@
 """The code blocks of a Markdown document, with what the comments above them ask for.
 
 <!-- not run: reason -->     leave this block alone; the reason is for the reader
-<!-- file: my_task.py -->    the block is this file: write it, then run it (Python) or check it as a spec (TOML)
+<!-- file: my_task.py -->    the block is this file: write it, then run it (Python) or check it as
+                             a spec (TOML)
 <!-- exits: 2 -->            the last command ends with this code, not 0
-<!-- needs: tars -->         what an earlier block made; where that was left out, without the data sets, this one is, too
-<!-- output: checked -->     each line shown below a command is in its output; ... stands for anything
+<!-- needs: tars -->         what an earlier block made; where that was left out, without the data
+                             sets, this one is, too
+<!-- output: checked -->     each line shown below a command is in its output; ... stands for
+                             anything
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ PYTHON = ("python", "py", "pycon")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: its language, its text, the line where it opens, and the comments that stand directly above it."""
+    """One fenced block: its language, text, the line where it opens, and the comments above it."""
 
     language: str
     text: str
@@ -28,7 +31,10 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The commands of a shell block: lines after `$ `, with their continuations; the whole text where no line has a `$ `."""
+        """The commands of a shell block: lines after `$ `, with their continuations.
+
+        The whole text where no line has a `$ `.
+        """
         if not re.search(r"^\$ ", self.text, re.MULTILINE):
             return [self.text]
         found: list[str] = []

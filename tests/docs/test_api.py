@@ -1,4 +1,7 @@
-"""The public names: each is documented, stands in docs/reference/api.md, and its module has nothing of its own."""
+"""Tests of the public names.
+
+Each is documented, stands in docs/reference/api.md, and its module has nothing of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`.ci/run` in a small project: what failed is run once more, alone; up to three tests that then pass are FLAKY and count as passed."""
+"""Tests of `.ci/run` in a small project.
+
+What failed is run once more, alone; up to three tests that then pass are FLAKY and count as passed.
+"""
 
 from __future__ import annotations
 

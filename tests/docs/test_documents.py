@@ -175,7 +175,9 @@ def test_without_the_data_sets_only_what_needs_them_is_left_out(
 
 MAKES = "```console\n$ cp -r ../shared/data/small made\n```\n"
 USES = "<!-- needs: made -->\n```console\n$ ls made\n```\n"
-SETS = {  # what a document shows -> the lines that are left out where the set `small` is there, where another is, where none is
+# what a document shows -> the lines that are left out where the set `small` is there, where another
+# is, where none is
+SETS = {
     "a block that uses what another made": (f"{MAKES}{USES}", ([], [1, 5], [1, 5])),
     "one that uses what is there": (
         f"```console\n$ mkdir made\n```\n{MAKES}{USES}",

@@ -1,6 +1,7 @@
 """`make demo` and `make test` set up anywhere, again in no time, and say what is missing.
 
-The interpreters here stand in for those of other machines: an old Python, one without venv, one without a network.
+The interpreters here stand in for those of other machines: an old Python, one without venv, one
+without a network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Calls and reads that do not belong: what can run foreign code, the environment, private parts of torch."""
+"""Calls and reads that do not belong.
+
+What can run foreign code, the environment, private parts of torch.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ FORBIDDEN_METHODS = {
 FORBIDDEN_FLAGS = {"shell": "give a list of arguments", "allow_pickle": "store plain arrays"}
 WHY = "can run code hidden in data; use safetensors, JSON, TOML, lists of arguments"
 FREE = {
-    # the process that opens strangers' files: torch.load with weights_only, and an unpickler that makes records alone; it is confined
+    # the process that opens strangers' files: torch.load with weights_only, and an unpickler that
+    # makes records alone; it is confined
     "surefoot/components/checkpoint/foreign/child.py": {"pickle", "torch.load"},
     # between a run and the workers that it began itself, over a pipe that has no name
     "surefoot/components/data/loader/ring.py": {"pickle"},
@@ -61,10 +65,8 @@ FREE = {
     "benchmarks/checkpoint/stall.py": {"torch.save"},
 }
 ENDS = {
-    (
-        "surefoot/runtime/comm/watched.py",
-        "os._exit",
-    ),  # of a rank whose main thread hangs: no exception reaches it
+    # of a rank whose main thread hangs: no exception reaches it
+    ("surefoot/runtime/comm/watched.py", "os._exit")
 }
 CLEARS = "surefoot/train/failure/memory.py"  # between two attempts at a step that found no memory
 NETWORK = (
@@ -94,7 +96,9 @@ OF_RUNS = (
 OPENS_OTHERS = {
     "surefoot/contract/run_folder/files.py": "the one that does",
     "surefoot/contract/commits.py": "opens folders alone, to sync them",
-    "surefoot/contract/spec_file.py": "reads specs that the user names; that of a run after a check",
+    "surefoot/contract/spec_file.py": (
+        "reads specs that the user names; that of a run after a check"
+    ),
     "surefoot/contract/signature.py": "reads the user's source",
     "surefoot/contract/digest.py": "hashes files that the user names",
     "surefoot/train/environment.py": "reads the user's repository",
@@ -105,7 +109,10 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 
 
 def dangerous(root: Path) -> list[Violation]:
-    """Nothing that can run code hidden in a file: pickle, torch.load, eval, a shell, extraction, object collectives."""
+    """Nothing that can run code hidden in a file.
+
+    That is pickle, torch.load, eval, a shell, extraction, object collectives.
+    """
     return [found for module in modules(root, *SHIPPED) for found in _dangerous(module)]
 
 
@@ -165,11 +172,15 @@ def environment(root: Path) -> list[Violation]:
 
 
 def opened_in_runs(root: Path) -> list[Violation]:
-    """What reads or writes run folders opens their files by contract/run_folder/files.py, which follows no link in them."""
+    """What reads or writes run folders opens their files by contract/run_folder/files.py.
+
+    It follows no link in them.
+    """
     return [
         Violation(
             module.at(node.lineno),
-            f"calls {ast.unparse(node.func)}; files of a run are opened by contract/run_folder/files.py",
+            f"calls {ast.unparse(node.func)}; "
+            "files of a run are opened by contract/run_folder/files.py",
         )
         for module in modules(root)
         if module.path.as_posix().startswith(OF_RUNS) and module.path.as_posix() not in OPENS_OTHERS
@@ -184,14 +195,16 @@ def _opens(module: Module, node: ast.Call) -> bool:
         return not any("devnull" in ast.unparse(each) for each in node.args)
     if not isinstance(node.func, ast.Attribute) or name.startswith(("surefoot.", "gzip.")):
         return False
-    is_path = node.func.attr != "open" or all(
-        isinstance(each, ast.Constant) for each in node.args
-    )  # Path.open, not a method of ours
+    # Path.open, not a method of ours
+    is_path = node.func.attr != "open" or all(isinstance(each, ast.Constant) for each in node.args)
     return node.func.attr in OPENING_METHODS and is_path
 
 
 def cleared_caches(root: Path) -> list[Violation]:
-    """The allocator's cache is emptied in one place, and in no step: what is given back is asked for again, while the device waits."""
+    """The allocator's cache is emptied in one place, and in no step.
+
+    What is given back is asked for again, while the device waits.
+    """
     return [
         Violation(
             module.at(node.lineno),
@@ -219,7 +232,10 @@ def network(root: Path) -> list[Violation]:
 
 
 def private_torch(root: Path) -> list[Violation]:
-    """A private part of torch is used in one file, which the table of docs/architecture.md names with what happens without it."""
+    """A private part of torch is used in one file.
+
+    The table of docs/architecture.md names the file, with what happens without that part.
+    """
     listed = _listed_private(root)
     found = []
     for module in modules(root):
@@ -228,12 +244,8 @@ def private_torch(root: Path) -> list[Violation]:
                 fnmatch(name, pattern) and module.path.as_posix() == f"surefoot/{file}"
                 for pattern, file in listed
             ):
-                found.append(
-                    Violation(
-                        module.at(line),
-                        f"uses {name}; give it a row in docs/architecture.md, or use the public way",
-                    )
-                )
+                what = f"uses {name}; give it a row in docs/architecture.md, or use the public way"
+                found.append(Violation(module.at(line), what))
     return found
 
 
@@ -268,7 +280,10 @@ def _ends_private(name: str) -> bool:
 
 
 def _listed_private(root: Path) -> list[tuple[str, str]]:
-    """Rows `| `torch._name` | `components/optim/fused.py` | ... |` of the architecture's table; a row may name several."""
+    """Rows `| `torch._name` | `components/optim/fused.py` | ... |` of the architecture's table.
+
+    A row may name several.
+    """
     path = root / "docs" / "architecture.md"
     rows = re.findall(
         r"^\| (`torch\.[^|]*) \| `([\w/.]+\.py)` \|",

@@ -1,4 +1,7 @@
-"""The one error tree: every exception stands in core/errors.py, in its drawing, and in the table of exit codes."""
+"""The one error tree.
+
+Every exception stands in core/errors.py, in its drawing, and in the table of exit codes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def in_one_file(root: Path) -> list[Violation]:
 
 
 def drawn(root: Path) -> list[Violation]:
-    """The tree in the docstring of core/errors.py is the tree of its classes, with their exit codes."""
+    """The tree in the docstring of core/errors.py is that of its classes and exit codes."""
     module = next((one for one in modules(root) if one.path.as_posix() == ERRORS), None)
     if module is None:
         return [Violation(ERRORS, "is missing")]
@@ -69,7 +72,7 @@ def drawn(root: Path) -> list[Violation]:
 
 
 def in_the_table(root: Path) -> list[Violation]:
-    """docs/reference/exit-codes.md has a row for each exit code, naming the errors that end with it."""
+    """docs/reference/exit-codes.md has a row for each exit code, with the errors that cause it."""
     module = next(one for one in modules(root) if one.path.as_posix() == ERRORS)
     path = root / TABLE
     rows = (
@@ -103,7 +106,10 @@ def in_the_table(root: Path) -> list[Violation]:
 
 
 def raised(root: Path) -> list[Violation]:
-    """What is raised to a user is of our tree; builtins are for Python's protocols, for pydantic, and inside a `try` for them."""
+    """What is raised to a user is of our tree.
+
+    Builtins are for Python's protocols, for pydantic, and inside a `try` for them.
+    """
     found = []
     for module in modules(root):
         free = {
@@ -114,13 +120,11 @@ def raised(root: Path) -> list[Violation]:
             "AssertionError",
         }
         if any(one.target.startswith("pydantic.") for one in module.imports):
-            free.add(
-                "ValueError"
-            )  # a validator's way to refuse; pydantic turns it into its own error
+            # a validator's way to refuse; pydantic turns it into its own error
+            free.add("ValueError")
         if module.path.as_posix().startswith("surefoot/tasks/"):
-            free.add(
-                "ValueError"
-            )  # what a user's constructor raises too; contract/task.py turns it into a TaskError
+            # what a user's constructor raises too; contract/task.py turns it into a TaskError
+            free.add("ValueError")
         for node, caught in _raises(module.syntax, frozenset()):
             name = (
                 _last(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
@@ -138,7 +142,10 @@ def raised(root: Path) -> list[Violation]:
 
 
 def _raises(node: ast.AST, caught: frozenset[str]) -> Iterator[tuple[ast.Raise, frozenset[str]]]:
-    """Every raise of the file, with the names that the `try` blocks of its own function around it catch."""
+    """Every raise of the file, with the names that the `try` blocks around it catch.
+
+    Only those of its own function.
+    """
     for name, value in ast.iter_fields(node):
         inner = frozenset[str]() if isinstance(node, FUNCTIONS) else caught
         if isinstance(node, ast.Try) and name == "body":

@@ -15,7 +15,10 @@ HEADER = ["id", "what", "command", "test"]
 
 
 def features(root: Path) -> list[Violation]:
-    """Rows `| id | what | command | test |`: the id once, the command's verb exists, the test (file or file::test) exists."""
+    """Rows `| id | what | command | test |` of the table of features.
+
+    The id stands once, the command's verb exists, the test (file or file::test) exists.
+    """
     path = root / FEATURES
     if not path.is_file():
         return [Violation(FEATURES, "is missing")]
@@ -70,7 +73,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _verbs(command: str) -> Iterator[tuple[str, ...]]:
-    """The first one or two plain words after each `surefoot`: (`train`, `digits`), (`spec`, `show`)."""
+    """The one or two plain words after each `surefoot`: (`train`, `digits`), (`spec`, `show`)."""
     for hit in re.finditer(r"\bsurefoot((?: [a-z][a-z-]*(?=\s|$)){1,2})", command):
         yield tuple(hit[1].split())
 

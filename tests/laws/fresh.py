@@ -1,4 +1,7 @@
-"""Laws that only a fresh interpreter can show: what an import brings along, the public names, the verbs, what `--help` loads."""
+"""Laws that only a fresh interpreter can show.
+
+What an import brings along, the public names, the verbs, what `--help` loads.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,12 @@ for name in listed:
     value = getattr(surefoot, name, None)
     if value is None:
         missing.append(name)
-    elif (callable(value) or isinstance(value, type)) and not (getattr(value, "__doc__", None) or "").strip():
+        continue
+    words = (getattr(value, "__doc__", None) or "").strip()
+    if (callable(value) or isinstance(value, type)) and not words:
         silent.append(name)
-print(json.dumps({"light": light, "listed": listed, "shown": shown, "missing": missing, "silent": silent}))
+found = {"light": light, "listed": listed, "shown": shown, "missing": missing, "silent": silent}
+print(json.dumps(found))
 """
 
 VERBS = """
@@ -56,7 +62,10 @@ print(json.dumps({"ends": ends, "loaded": loaded}))
 
 
 def stays_light(root: Path) -> list[Violation]:
-    """`import surefoot`, then every module of floors 0 to 2, the control wing and cli: none of it brings torch."""
+    """`import surefoot` brings no torch, nor does any module of the light rooms.
+
+    Those are floors 0 to 2, the control wing and cli.
+    """
     names = [
         module.name
         for module in modules(root)
@@ -77,7 +86,10 @@ def _is_light(room: str, floor: int) -> bool:
 
 
 def public_names(root: Path) -> list[Violation]:
-    """`surefoot.__all__` is sorted, all that `dir` shows, resolves, is documented; `import surefoot` loads no torch, no numpy."""
+    """`surefoot.__all__` is sorted, all that `dir` shows, resolves, is documented.
+
+    `import surefoot` loads no torch, no numpy.
+    """
     told = _ask(root, NAMES)
     where = "surefoot/__init__.py"
     found = [Violation(where, f"{name} is listed and cannot be had") for name in told["missing"]]

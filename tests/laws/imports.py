@@ -41,18 +41,18 @@ HEAVY = (
     "safetensors.torch",
 )
 IMPORT_NAMES = {"pillow": "PIL", "scikit-learn": "sklearn"}
-PART_OF_AN_EXTRA = (
-    "torch.utils.tensorboard",
-)  # ships with torch, works only with the tensorboard package
-COSTLY = (
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.distributed.device_mesh",
-)  # half of what torch itself takes
+# ships with torch, works only with the tensorboard package
+PART_OF_AN_EXTRA = ("torch.utils.tensorboard",)
+# half of what torch itself takes
+COSTLY = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh")
+USE_WHERE_NEEDED = "import it in the function that uses it"
 
 
 def room_of(name: str) -> tuple[str, int] | None:
-    """The room and floor of a module of the package; None for the package itself and for what lies outside the floors."""
+    """The room and floor of a module of the package.
+
+    None for the package itself and for what lies outside the floors.
+    """
     parts = name.split(".")[1:]
     if not parts or parts[0] not in FLOORS:
         return None
@@ -95,16 +95,25 @@ def _too_high(root: Path, module: Module, one: Import) -> Iterator[str]:
         "surefoot/core/__init__.py",
         *(f"surefoot/{top}/__init__.py" for top in NESTED),
     ):
-        yield f"{module.path.as_posix()} imports {target}; it runs before every room inside it and stays empty"
+        yield (
+            f"{module.path.as_posix()} imports {target}; it runs before every room inside it "
+            "and stays empty"
+        )
     elif here[0] == there[0]:
         if there[1] > here[1]:
             yield f"{module.name} stands on floor 0 and imports {target} of floor 1"
         elif module.name == "surefoot.core.errors":
             yield f"surefoot.core.errors imports {target}; it imports nothing of ours"
     elif there[1] >= here[1]:
-        yield f"{here[0]} (floor {here[1]}) imports {there[0]} (floor {there[1]}); a room imports only floors below its own"
+        yield (
+            f"{here[0]} (floor {here[1]}) imports {there[0]} (floor {there[1]}); "
+            "a room imports only floors below its own"
+        )
     elif _wing(here[0]) and _wing(there[0]) and _wing(here[0]) != _wing(there[0]):
-        yield f"{here[0]} imports {there[0]}; the training wing and the control wing meet only through documents"
+        yield (
+            f"{here[0]} imports {there[0]}; the training wing and the control wing meet only "
+            "through documents"
+        )
 
 
 def _wing(room: str) -> str | None:
@@ -156,7 +165,10 @@ def _find_loop(
 
 
 def local_imports(root: Path) -> list[Violation]:
-    """An import inside a function is for optional packages only; cli and contract/task.py (which loads code by name) are free."""
+    """An import inside a function is for optional packages only.
+
+    cli and contract/task.py (which loads code by name) are free.
+    """
     found = []
     for module in modules(root):
         if (
@@ -166,34 +178,23 @@ def local_imports(root: Path) -> list[Violation]:
             continue
         for one in module.imports:
             optional, costly = _is_optional(root, one.target), _begins(one.target, COSTLY)
-            if costly and not one.in_function and not one.type_checking:
-                found.append(
-                    Violation(
-                        module.at(one.line),
-                        f"makes every process import {one.target}; import it in the function that uses it",
-                    )
-                )
-            if costly:
+            if one.type_checking or one.in_function == (costly or optional):
                 continue
-            if one.in_function and not optional and not one.type_checking:
-                found.append(
-                    Violation(
-                        module.at(one.line),
-                        f"imports {one.target} inside a function; move it to the top of the file",
-                    )
-                )
-            if optional and not one.in_function and not one.type_checking:
-                found.append(
-                    Violation(
-                        module.at(one.line),
-                        f"needs the optional package {one.target} to load; import it in the function that uses it",
-                    )
-                )
+            if one.in_function:
+                what = f"imports {one.target} inside a function; move it to the top of the file"
+            elif costly:
+                what = f"makes every process import {one.target}; {USE_WHERE_NEEDED}"
+            else:
+                what = f"needs the optional package {one.target} to load; {USE_WHERE_NEEDED}"
+            found.append(Violation(module.at(one.line), what))
     return found
 
 
 def loads_by_name(root: Path) -> list[Violation]:
-    """Code is loaded by name in contract/task.py alone; the package's own lazy names and the verbs of cli are ours already."""
+    """Code is loaded by name in contract/task.py alone.
+
+    The package's own lazy names and the verbs of cli are ours already.
+    """
     free = ("surefoot/__init__.py", "surefoot/contract/task.py")
     loaders = {
         "importlib.import_module",

@@ -1,4 +1,7 @@
-"""docs/architecture.md is kept true: its rooms stand, the rooms that stand are in it, and so is every dependency."""
+"""docs/architecture.md is kept true.
+
+Its rooms stand, the rooms that stand are in it, and so is every dependency.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ BY_MODULE = ("core", "contract")  # rooms told file by file
 
 
 def rooms(root: Path) -> list[Violation]:
-    """Every room (every module of core and contract) has its line; a line that does not begin with `later` stands."""
+    """Every room (every module of core and contract) has its line.
+
+    A line that does not begin with `later` stands.
+    """
     told = dict(
         re.findall(r"^\| `([a-z_/]+)` \| (.+) \|$", _section(root, "The rooms"), re.MULTILINE)
     )
@@ -36,7 +42,10 @@ def rooms(root: Path) -> list[Violation]:
 
 
 def dependencies(root: Path) -> list[Violation]:
-    """Every package of pyproject.toml has a line that says why it is here, and no line names another."""
+    """Every package of pyproject.toml has a line that says why it is here.
+
+    No line names another package.
+    """
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     every = [
         *project["dependencies"],

@@ -1,4 +1,4 @@
-"""Budgets: lines of a file and a function, arguments of a constructor, entries of a folder; and names that say nothing."""
+"""Budgets of files, functions, constructors and folders; and names that say nothing."""
 
 from __future__ import annotations
 
@@ -72,14 +72,20 @@ def functions(root: Path) -> list[Violation]:
 
 
 def constructors(root: Path) -> list[Violation]:
-    """A constructor takes at most 8 arguments. Frozen and keyword-only records hold what they must."""
+    """A constructor takes at most 8 arguments.
+
+    Frozen and keyword-only records hold what they must.
+    """
     found = []
     for module in modules(root):
         for node in ast.walk(module.syntax):
             if isinstance(node, ast.ClassDef):
                 count = _constructor_arguments(node)
                 if count > CONSTRUCTOR_ARGUMENTS:
-                    what = f"{node.name} takes {count} arguments, {CONSTRUCTOR_ARGUMENTS} are allowed; group what belongs together"
+                    what = (
+                        f"{node.name} takes {count} arguments, {CONSTRUCTOR_ARGUMENTS} are "
+                        "allowed; group what belongs together"
+                    )
                     found.append(Violation(module.at(node.lineno), what))
     return found
 
@@ -151,12 +157,15 @@ def folders(root: Path) -> list[Violation]:
 
 
 def _is_apart(root: Path, path: Path, hidden: Collection[str]) -> bool:
-    """Whether an entry counts for nothing: what git ignores beside the root, and the modules of public names."""
+    """Whether an entry counts for nothing.
+
+    That is what git ignores beside the root, and the modules of public names.
+    """
     return path.name in {root: hidden, root / "surefoot": PUBLIC_FILES}.get(path.parent, ())
 
 
 def package_root(root: Path) -> list[Violation]:
-    """The package's root shows the architecture's folders, the modules of public names, and nothing else."""
+    """The package's root shows the architecture's folders and the modules of public names alone."""
     return [
         Violation(
             f"surefoot/{path.name}",

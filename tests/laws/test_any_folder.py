@@ -1,4 +1,7 @@
-"""The project passes its tests wherever it is cloned to: in a folder named `surefoot`, as git names it, and at a path with a space."""
+"""The project passes its tests wherever it is cloned to.
+
+In a folder named `surefoot`, as git names it, and at a path with a space.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ PASSED = re.compile(r"^(\d+) passed", re.MULTILINE)
 
 
 def clone(folder: Path) -> Path:
-    """The files of the working tree that git does not ignore, and an interpreter in the new folder that imports what this one does."""
+    """The files of the working tree that git does not ignore, in a new folder.
+
+    With an interpreter there that imports what this one does.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

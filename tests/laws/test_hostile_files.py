@@ -1,4 +1,7 @@
-"""Reading a stranger's spec or run runs none of its code, and damaged or hostile weights are refused by name."""
+"""Reading a stranger's spec or run runs none of its code.
+
+Damaged or hostile weights are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -86,9 +89,8 @@ def test_a_manifest_that_names_anything_but_a_plain_file_is_refused(
     row = json.loads(path.read_text())
     row.pop("sha256")
     row["files"][0]["name"] = name
-    own = hashlib.sha256(
-        json.dumps(row, sort_keys=True).encode()
-    ).hexdigest()  # a hostile writer gives the right digest
+    # a hostile writer gives the right digest
+    own = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps({**row, "sha256": own}))
     with pytest.raises(RunFolderError, match="no plain name"):
         commits.check(tmp_path / "step")

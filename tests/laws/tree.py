@@ -24,7 +24,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement's target, whole (`surefoot.core.errors`, `torch.nn`), and how it stands in the file."""
+    """One import's target, whole (`surefoot.core.errors`, `torch.nn`), and how the file has it."""
 
     target: str
     line: int
@@ -77,7 +77,7 @@ class Module:
         return names
 
     def full_name(self, node: ast.expr) -> str | None:
-        """The dotted name an expression stands for, through the file's imports; None when it is no plain name."""
+        """The dotted name of an expression through the file's imports; None for no plain name."""
         if isinstance(node, ast.Name):
             return self.aliases.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
@@ -113,7 +113,10 @@ def called_names(module: Module) -> Iterator[tuple[str, int]]:
 
 
 def package_module(root: Path, target: str) -> str | None:
-    """The longest beginning of `target` that is a module of the tree: `surefoot.core.errors.X` -> `surefoot.core.errors`."""
+    """The longest beginning of `target` that is a module of the tree.
+
+    `surefoot.core.errors.X` -> `surefoot.core.errors`.
+    """
     parts = target.split(".")
     for length in range(len(parts), 0, -1):
         path = root.joinpath(*parts[:length])

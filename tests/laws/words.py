@@ -16,7 +16,9 @@ WORDS = {
     r"(?<![\w.~-])/work/": "a path of one machine; use a path from the project's root",
     HOSTILE: "a path of one machine; use a folder the reader names",
     r"\b(TODO|FIXME|XXX|HACK)\b": "a note to oneself; do it, or open an issue",
-    r"\b(pypi\.org|pythonhosted\.org|download\.pytorch\.org)\b": "a registry's address; let the reader's own settings choose",
+    r"\b(pypi\.org|pythonhosted\.org|download\.pytorch\.org)\b": (
+        "a registry's address; let the reader's own settings choose"
+    ),
 }
 
 PRONOUNS = re.compile(
@@ -27,7 +29,10 @@ PRONOUNS = re.compile(
 
 
 def class_names(root: Path) -> list[Violation]:
-    """A name of a class stands in one file of the package: who reads it elsewhere knows which is meant."""
+    """A name of a class stands in one file of the package.
+
+    Who reads it elsewhere knows which is meant.
+    """
     homes: dict[str, dict[str, str]] = defaultdict(dict)
     for module in modules(root):
         for node in ast.walk(module.syntax):
@@ -44,7 +49,10 @@ def class_names(root: Path) -> list[Violation]:
 
 
 def first_words(root: Path) -> list[Violation]:
-    """A docstring does not begin with a pronoun or a question word: it says what a function returns or does, and what a class is."""
+    """A docstring does not begin with a pronoun or a question word.
+
+    It says what a function returns or does, and what a class is.
+    """
     return [
         Violation(
             module.at(node.body[0].lineno),
@@ -58,7 +66,7 @@ def first_words(root: Path) -> list[Violation]:
 
 
 def words(root: Path) -> list[Violation]:
-    """No path of one machine, no note to oneself, no registry's address in code, documents or results."""
+    """No machine's path, note to oneself or registry's address in code, documents or results."""
     found = []
     for path in _texts(root):
         try:

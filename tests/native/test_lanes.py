@@ -1,4 +1,7 @@
-"""Messages hashed side by side have the digests that hashlib gives them, whatever their sizes and parts; and one lane too few is told."""
+"""Messages hashed side by side have the digests that hashlib gives them.
+
+Whatever their sizes and parts; and one lane too few is told.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +75,8 @@ def test_more_messages_than_lanes_are_refused(num: int) -> None:
 
 @needs_lanes
 def test_a_library_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        lanes, "INITIAL", (1, *lanes.INITIAL[1:])
-    )  # what a compiler's error would look like
+    # what a compiler's error would look like
+    monkeypatch.setattr(lanes, "INITIAL", (1, *lanes.INITIAL[1:]))
     lanes.num_lanes.cache_clear()
     try:
         assert lanes.num_lanes() == 0

@@ -1,4 +1,7 @@
-"""Tasks for rungs: an honest one, and others that are wrong in one way each, though their loss, their time or both look well."""
+"""Tasks for rungs: an honest one, and others that are wrong in one way each.
+
+The loss, the time or both of a wrong one look well.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ SAMPLES, INPUTS, CLASSES = 1024, 32, 8
 
 
 class Honest:
-    """Classes that a hidden matrix decides; `waste` passes of a forward that nobody uses make a step slower, `spare` does nothing."""
+    """Classes that a hidden matrix decides.
+
+    `waste` passes of a forward that nobody uses make a step slower, `spare` does nothing.
+    """
 
     def __init__(self, waste: int = 1, spare: int = 0) -> None:
         self.waste, self.spare = waste, spare
@@ -149,7 +155,10 @@ class Norms(Honest):
 
 
 class Bounded(Honest):
-    """Gives probabilities, near enough to 0 and 1 that a last place more would leave their range, which its loss refuses."""
+    """Gives probabilities near 0 and 1, and its loss refuses what is out of their range.
+
+    A last place more would leave it.
+    """
 
     def model(self) -> nn.Module:
         model = nn.Sequential(nn.Linear(INPUTS, 16), nn.Linear(16, 1), nn.Sigmoid())

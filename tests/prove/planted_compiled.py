@@ -12,7 +12,10 @@ from tests.prove.planted import Honest
 
 
 class WrongKernel(Honest):
-    """The gradient of ReLU is 3 % too short where inductor makes its code, as a wrong rewriting of an operator would have it."""
+    """The gradient of ReLU is 3 % too short where inductor makes its code.
+
+    A wrong rewriting of an operator would have it so.
+    """
 
     def __init__(self, short: float = 0.03) -> None:
         super().__init__(waste=0)

@@ -1,4 +1,7 @@
-"""A task whose reading and computing take as long as they are told, without a processor, so that other work beside it changes little."""
+"""A task whose reading and computing take as long as they are told, without a processor.
+
+So other work beside it changes little.
+"""
 
 from __future__ import annotations
 

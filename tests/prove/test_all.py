@@ -1,4 +1,7 @@
-"""Every built-in task, every example and both loops pass `surefoot verify`, with dropout, augmentation and shuffling on."""
+"""Every built-in task, every example and both loops pass `surefoot verify`.
+
+With dropout, augmentation and shuffling on.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,13 @@ def test_the_cases_are_all_tasks_examples_and_loops_that_there_are() -> None:
     loops = {"attach", "plain_loop"}
     assert {case.name.removesuffix(".py") for case in CASES} == built_in | wrapped.keys() | loops
     examples = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    # no training; five sources, not a task; saves nothing; sums and nothing else
     assert set(wrapped.values()) | loops == examples - {
         "read_checkpoint",
         "bring_your_data",
         "loss_scaler",
         "ring_all_reduce",
-    }  # no training; five sources, not a task; saves nothing; sums and nothing else
+    }
 
 
 def test_the_table_tells_what_was_tried_and_what_was_not() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -122,9 +123,8 @@ def test_each_mode_does_what_it_says_and_no_more(
         rehearsal.take("backward")
         again = [each.grad for each in parameters if each.grad is not None]
         assert len(once) == len(parameters)
-        assert all(
-            (one == other).all() for one, other in zip(once, again, strict=True)
-        )  # not gathered over calls
+        # not gathered over calls
+        assert all((one == other).all() for one, other in zip(once, again, strict=True))
         assert not moved()
         rehearsal.take("step")
         assert moved()
@@ -148,16 +148,7 @@ def test_a_task_that_fails_has_its_row_and_ends_the_verb_with_its_own_words(
         TEXT.replace("# FORWARD", "raise ValueError('out of luck')")
     )
     answer = surefoot(
-        "bench",
-        "step",
-        "mine.toml",
-        "--mode",
-        "forward",
-        "--calls",
-        "2",
-        "--rounds",
-        "1",
-        "--quiet",
+        *shlex.split("bench step mine.toml --mode forward --calls 2 --rounds 1 --quiet")
     )
     assert answer.code == 3
     assert answer.err.startswith("error: forward failed: ")

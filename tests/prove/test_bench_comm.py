@@ -1,4 +1,7 @@
-"""`surefoot bench comm`: what it prints, what it refuses before any rank is started, and which buckets it chooses."""
+"""Tests of `surefoot bench comm`.
+
+What it prints, what it refuses before any rank is started, and which buckets it chooses.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,8 @@ from tests.world.ranks import run_ranks
 __all__ = ["surefoot"]
 
 
-OWN = Laid(
-    64, 16
-)  # gradients of 12, 48, 16 and 64 bytes, from the last layer on: of the last bias, the last weight ...
+# gradients of 12, 48, 16 and 64 bytes, from the last layer on: the last bias, the last weight ...
+OWN = Laid(64, 16)
 SPEC: dict[str, Any] = {
     "task": {"use": "mine.py:Mine"},
     "train": {"batch": 8, "length": "2 steps"},
@@ -91,7 +93,7 @@ def test_ranks_inside_of_ranks_are_refused(
 
 
 def typed(words: str) -> list[str]:
-    """What `surefoot WORDS` prints on standard output as rank 0, on standard error, and what rank 1 prints at all."""
+    """What `surefoot WORDS` prints as rank 0, by stream, and what rank 1 prints at all."""
     sys.argv = ["surefoot", *words.split()]
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -175,7 +177,7 @@ def measured(folder: Path, job: Any) -> Any:
     return first
 
 
-def test_the_gradient_is_timed_in_its_buckets_without_growing_and_layouts_that_come_to_the_same_are_tried_once(
+def test_the_gradient_is_timed_in_its_buckets_without_growing_and_equal_layouts_are_tried_once(
     task: Path,
 ) -> None:
     def job(rank: int) -> Any:
@@ -209,10 +211,8 @@ def test_the_gradient_is_timed_in_its_buckets_without_growing_and_layouts_that_c
 
     row = measured(task, job)
     assert row["gradient"] == 4 * (4 * 4 + 4 + 4 * 3 + 3)
-    assert row["own"] == [
-        60,
-        80,
-    ]  # the last layer, then the first: in the order in which a backward pass gives them
+    # the last layer, then the first: in the order in which a backward pass gives them
+    assert row["own"] == [60, 80]
     assert (row["n"], row["largest"]) == (150, 0.0)  # 2^150 would be inf
     assert row["moved"] > 0  # and the steps after it have true gradients
     assert [size for size, _ in row["tried"]] == [64, 16]  # 48, 64 and 1 MiB come to the same two

@@ -34,17 +34,18 @@ def test_a_gradient_that_only_the_compiled_code_has_wrong_is_found_though_the_lo
             for layer in (0, 2)
             for batch in (1, 2, 3)
         } <= wrong
-        assert not wrong & {
-            "the loss after step 1",
-            "the gradient of 4.weight in batch 1",
-        }  # behind them no ReLU lies
+        # behind them no ReLU lies
+        assert not wrong & {"the loss after step 1", "the gradient of 4.weight in batch 1"}
 
 
 def test_a_task_that_calls_nothing_of_what_is_compiled_is_told_and_not_passed(
     tmp_path: Path,
 ) -> None:
     """Planted: each layer is called by itself, and the model never."""
-    layers = "out = batch[0]\n        for layer in model:\n            out = layer(out)\n        return out"
+    layers = (
+        "out = batch[0]\n        for layer in model:\n            out = layer(out)\n"
+        "        return out"
+    )
     use = write_task(tmp_path, change=("# FORWARD", layers))
     made = spec(task={"use": use}, compile={"what": "model"})
     with pytest.raises(TaskError, match="nothing was compiled"):

@@ -1,4 +1,8 @@
-"""The parity gate: what is equal passes, what is rounded passes as rounded, and a wrong gradient is found whatever the loss says."""
+"""Tests of the parity gate.
+
+What is equal passes, what is rounded passes as rounded, and a wrong gradient is found whatever the
+loss says.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,10 @@ Tensors = Callable[..., Arrays]
 
 
 def spec(name: str = "Honest", **tables: dict[str, Any]) -> RunSpec:
-    """The plain start of a small task with some keys changed; few samples a step, so that rounding is not averaged away."""
+    """The plain start of a small task with some keys changed.
+
+    Few samples a step, so that rounding is not averaged away.
+    """
     made = RunSpec.model_validate(
         {
             "task": {"use": f"{PLANTED}:{name}"},
@@ -122,9 +129,8 @@ def test_a_wrong_gradient_that_leaves_the_loss_right_fails_where_a_look_at_the_l
     task: str, tensors: Tensors
 ) -> None:
     start, rung = spec(), spec(task)
-    assert (
-        tensors(start)["loss/1"] == tensors(rung)["loss/1"]
-    )  # all that a gate of the loss alone can see
+    # all that a gate of the loss alone can see
+    assert tensors(start)["loss/1"] == tensors(rung)["loss/1"]
     after = [float(tensors(each)[f"loss/{STEPS}"]) for each in (start, rung)]
     assert after[0] == pytest.approx(after[1], rel=0.02)  # nor do a few steps tell
     verdict = judge(tensors, start, rung, "nothing")
@@ -146,9 +152,8 @@ def test_one_zeroed_slice_of_128_fails_even_under_the_noise_of_bf16(
 
 
 def test_updates_that_are_left_out_show_in_the_drift_of_the_weights(tensors: Tensors) -> None:
-    start, rung = (
-        spec(name, optim={"fused": None}) for name in ("Diligent", "SkipsUpdates")
-    )  # the optimizer is the task's own
+    # the optimizer is the task's own
+    start, rung = (spec(name, optim={"fused": None}) for name in ("Diligent", "SkipsUpdates"))
     assert np.array_equal(tensors(start)["weight/1/0.weight"], tensors(rung)["weight/1/0.weight"])
     verdict = judge(tensors, start, rung, "nothing")
     assert verdict.verdict == "fails"
@@ -252,9 +257,7 @@ def scores(*values: float, better: str = "higher") -> SeedScores:
     return SeedScores(dict(enumerate(values)), "accuracy", better, "%")
 
 
-def test_a_score_is_worse_where_every_run_says_so_or_where_it_leaves_the_spread_of_the_start_s_own_runs() -> (
-    None
-):
+def test_a_score_is_worse_where_every_run_says_so_or_it_leaves_the_spread_of_the_start_s() -> None:
     start = scores(0.980, 0.984, 0.982)
     verdicts = {
         "the same": scores(0.980, 0.984, 0.982),

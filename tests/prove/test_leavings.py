@@ -1,4 +1,7 @@
-"""What two runs of a script left is compared whole: tensors, the plain numbers beside them, and files that only look like ours."""
+"""What two runs of a script left is compared whole.
+
+Tensors, the plain numbers beside them, and files that only look like ours.
+"""
 
 from __future__ import annotations
 
@@ -201,13 +204,14 @@ PAIRS |= {
 }
 
 
+# a process each
 SANDBOXED = (
     "a number that one lacks",
     "streams that are not seeded",
     "a tensor",
     "the same in a .pt",
     "float8 in a .pt",
-)  # a process each
+)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

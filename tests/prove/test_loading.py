@@ -1,4 +1,4 @@
-"""`surefoot tune-loader`: what it measures of loaders whose speed is known, and which it chooses."""
+"""`surefoot tune-loader`: what it measures of loaders of known speed, and which it chooses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def tried(
 
 
 def check(found: LoaderTuning) -> None:
-    """No setting too many was tried, and the choice follows from what was measured, whatever a busy machine made of the measurements."""
+    """No setting too many was tried, and the choice follows from what was measured.
+
+    Whatever a busy machine made of the measurements.
+    """
     numbers = [each.workers for each in found.tried]
     rising = numbers[
         : next(

@@ -1,4 +1,7 @@
-"""What a step will hold is known without running it: against what is measured, against arithmetic, and without the memory."""
+"""What a step will hold is known without running it.
+
+Against what is measured, against arithmetic, and without the memory.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,10 @@ def test_a_task_that_needs_numbers_is_told_its_line_and_what_to_do(tmp_path: Pat
 
 
 def test_sizes_alone_are_answered_without_torch() -> None:
-    program = "import sys; from surefoot.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    program = (
+        "import sys; from surefoot.cli.main import main\ntry: main()\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
     words = [
         sys.executable,
         "-c",
@@ -176,7 +182,8 @@ from surefoot.components.data import Arrays
 class Pair:
     def model(self):
         self.scale = torch.ones(())
-        return nn.ModuleDict({"one": nn.Sequential(nn.Linear(64, 256), nn.Tanh()), "two": nn.Linear(256, 64)})
+        one = nn.Sequential(nn.Linear(64, 256), nn.Tanh())
+        return nn.ModuleDict({"one": one, "two": nn.Linear(256, 64)})
 
     def data(self, split):
         return Arrays(torch.ones(64, 64), torch.zeros(64))

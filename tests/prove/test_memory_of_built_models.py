@@ -1,4 +1,7 @@
-"""The memory of models that cast, move and read numbers while they are built: known without a step, and the same as without that."""
+"""The memory of models that cast, move and read numbers while they are built.
+
+It is known without a step, and the same as without that.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which operators of a float64 pass are noted as narrower, and which as drawing numbers, with module and line."""
+"""Which operators of a float64 pass are noted as narrower, and which as drawing numbers.
+
+With module and line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What `surefoot verify --command` finds of scripts of other trainers, each written as its own documents say."""
+"""What `surefoot verify --command` finds of other trainers' scripts.
+
+Each is written as its own documents say.
+"""
 
 from __future__ import annotations
 

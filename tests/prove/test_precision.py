@@ -21,9 +21,15 @@ def test_bits_that_change_no_score_pass_and_bits_that_do_fail(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Planted: a task that learns nothing of what it computes in 16 bits. What three seeds call worse, further ones decide: here three."""
+    """Planted: a task that learns nothing of what it computes in 16 bits.
+
+    What three seeds call worse, further ones decide: here three.
+    """
     monkeypatch.setattr(gate, "FURTHER", 1)
-    broken = "out = model(batch[0]); return out if out.dtype == torch.float32 else out * 0 + batch[0].sum(1, keepdim=True)"
+    broken = (
+        "out = model(batch[0]); return out if out.dtype == torch.float32 "
+        "else out * 0 + batch[0].sum(1, keepdim=True)"
+    )
     use = write_task(tmp_path, change=("# FORWARD", broken) if is_broken else ("", ""))
     rates = (
         "--set",

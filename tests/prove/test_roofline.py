@@ -1,4 +1,7 @@
-"""`surefoot roofline` on small real steps: what is counted, what the file holds, what `show` makes of it."""
+"""Tests of `surefoot roofline` on small real steps.
+
+What is counted, what the file holds, what `show` makes of it.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,10 @@ def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
     answer = surefoot("roofline", "run", "--steps", "1")
     assert (answer.code, answer.err) == (
         5,
-        "error: run/profile cannot be written: Not a directory\nhint: name another file with --out\n",
+        (
+            "error: run/profile cannot be written: Not a directory\n"
+            "hint: name another file with --out\n"
+        ),
     )
     answer = surefoot("roofline", "run", "--steps", "1", "--quiet", "--out", "beside.json")
     assert (
@@ -156,11 +162,8 @@ def test_the_peaks_of_a_cpu_are_those_of_the_dtypes_it_has_and_the_threads_are_p
 def test_a_library_that_is_slow_in_a_dtype_leaves_the_others_their_shapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow = {
-        "_plain": 1.0,
-        "_turned": 1.0,
-        "_onednn": 0.01,
-    }  # seconds of a product, whatever its shape
+    # seconds of a product, whatever its shape
+    slow = {"_plain": 1.0, "_turned": 1.0, "_onednn": 0.01}
     taken = []
 
     def timed(call: Callable[[], object], device: torch.device, budget_s: float) -> float:

@@ -1,4 +1,7 @@
-"""`surefoot verify` passes what goes on exactly, and names the first step and component of what does not."""
+"""`surefoot verify` passes what goes on exactly.
+
+It names the first step and component of what does not.
+"""
 
 from __future__ import annotations
 
@@ -103,8 +106,12 @@ def test_a_kill_waits_for_its_step_and_the_next_step_waits_for_the_kill(
     assert manifest.steps(tmp_path / "run")[-1] == 10
 
 
-NOISE = "global N; N = globals().get('N') or torch.Generator().manual_seed(1); batch = (batch[0] + torch.rand(1, generator=N), batch[1])"
-PLANTED = {  # what is planted, where the difference is said to be, in which component, and a word of the cause
+NOISE = (
+    "global N; N = globals().get('N') or torch.Generator().manual_seed(1); "
+    "batch = (batch[0] + torch.rand(1, generator=N), batch[1])"
+)
+# what is planted, where the difference is said to be, in which component, and a word of the cause
+PLANTED = {
     "a draw that no seed decides": (
         "import os; model[0].bias.data += os.urandom(1)[0] / 1e4",
         "repeat",
@@ -226,7 +233,8 @@ for step in range(first, 40):
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
     optimizer.zero_grad(); model(inputs).square().mean().backward(); optimizer.step()
     draft = out.with_name("draft.pt")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, draft)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+    torch.save(state, draft)
     draft.replace(file)
     time.sleep(0.02)
 (out / "time.txt").write_text("done")
@@ -309,7 +317,8 @@ out = Path("out"); again = out.exists(); out.mkdir(exist_ok=True)
 for step in range(20):
     (out / "step").write_text(str(step)); time.sleep(0.02)
 other = Path(f"elsewhere{again}"); other.mkdir(exist_ok=True); (other / "w").write_text(str(again))
-(out / "data").unlink(missing_ok=True); (out / "data").symlink_to((Path() if SAME else other).resolve())
+data = out / "data"
+data.unlink(missing_ok=True); data.symlink_to((Path() if SAME else other).resolve())
 """
 
 
@@ -327,7 +336,10 @@ def test_where_a_link_leads_is_compared_and_what_is_not_looked_at_is_said(
     assert row["resume"] == (
         None
         if same
-        else f"data is a link to {tmp_path}/elsewhereFalse, and is a link to {tmp_path}/elsewhereTrue"
+        else (
+            f"data is a link to {tmp_path}/elsewhereFalse, "
+            f"and is a link to {tmp_path}/elsewhereTrue"
+        )
     )
 
 
@@ -432,11 +444,8 @@ REMEMBERS = """return model(batch[0])
     def state(self):
         return {"seen": self.seen}
 """
-LEFT_OUT = {
-    "optimizer": "parameters",
-    "schedule": "parameters",
-    "task": "task state",
-}  # what is left out, what differs then
+# what is left out, what differs then
+LEFT_OUT = {"optimizer": "parameters", "schedule": "parameters", "task": "task state"}
 
 
 @pytest.mark.parametrize(

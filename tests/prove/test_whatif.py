@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ __all__ = ["surefoot"]
 def spec(tmp_path: Path) -> Path:
     path = tmp_path / "mine.toml"
     path.write_text(
-        f'[task]\nuse = "{write_task(tmp_path)}"\n[train]\nbatch = 8\nlength = "99 steps"\n[checkpoint]\nevery = "5 steps"\n'
+        f'[task]\nuse = "{write_task(tmp_path)}"\n[train]\nbatch = 8\n'
+        'length = "99 steps"\n[checkpoint]\nevery = "5 steps"\n'
     )
     return path
 
@@ -144,9 +146,8 @@ def test_the_variance_of_the_gradient_falls_as_one_over_the_batch_and_its_mean_i
     whole = gradient_of(assembly, np.arange(24))
     single = torch.stack([gradient_of(assembly, np.array([number])) for number in range(24)])
     torch.testing.assert_close(single.mean(0), whole)
-    variance = float(
-        (single - whole).square().sum(1).mean()
-    )  # S: that of one sample, with replacement
+    # S: that of one sample, with replacement
+    variance = float((single - whole).square().sum(1).mean())
     assert lab.levels[0].variance == pytest.approx(variance / 2, rel=0.1)
     assert lab.mean_norm == pytest.approx(
         float(whole.norm()), abs=3 * (variance / (2 * 512)) ** 0.5
@@ -174,17 +175,7 @@ def test_the_noise_of_a_run_is_that_at_its_weights(
     assert answer.code == 2
     assert "a run is measured as it is" in answer.err
     (row,) = surefoot(
-        "whatif",
-        "run",
-        "--batch",
-        "8",
-        "--microbatch",
-        "4",
-        "--rounds",
-        "1",
-        "--updates",
-        "2",
-        "--json",
+        *shlex.split("whatif run --batch 8 --microbatch 4 --rounds 1 --updates 2 --json")
     ).row["rows"]
     assert (row["batch"], row["microbatch"], row["failure"]) == (8, 4, None)  # of the run's spec
 

@@ -1,4 +1,7 @@
-"""`surefoot whatif --compile` and `--save-kernels`: which ways there are, what is read off their runs, and small real ones."""
+"""Tests of `surefoot whatif --compile` and `--save-kernels`.
+
+Which ways there are, what is read off their runs, and small real ones.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,8 @@ def test_every_mode_is_a_way_or_is_said_to_be_none_here(
     assert all("it is default here" in why for why in left_out.values())
     for name, made in specs.items():
         assert f"{made.compile.what} {made.compile.mode}" == name
-        assert (
-            made.compile.on_failure == "stop"
-        )  # or eager mode would be measured under another name
+        # or eager mode would be measured under another name
+        assert made.compile.on_failure == "stop"
 
 
 def test_a_spec_that_compiles_a_part_is_asked_for_its_modes() -> None:
@@ -78,7 +80,7 @@ def outcomes(name: str, step_s: float, compile_s: float | None) -> list[Outcome]
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks take half of eager mode's time, the model twice as long, the step compiles nothing."""
+    """The blocks take half of eager mode's time, the model twice, and the step compiles nothing."""
 
     def begin(bench: Workbench) -> float:
         bench.device = "cpu"
@@ -164,9 +166,8 @@ def test_questions_that_are_none_are_refused(
 def test_ways_are_measured_in_fresh_processes_with_caches_that_are_empty_once(
     tmp_path: Path, surefoot: Command
 ) -> None:
-    use = write_task(
-        tmp_path, change=("STEP += 1", "pass")
-    )  # a number that changes is compiled again each time
+    # a number that changes is compiled again each time
+    use = write_task(tmp_path, change=("STEP += 1", "pass"))
     (tmp_path / "mine.toml").write_text(f'[task]\nuse = "{use}"\n[train]\nbatch = 8\n')
     row = surefoot("whatif", "mine.toml", "--compile", "--rounds", "2", "--json").row
     ways = {each["what"]: each for each in row["rows"]}

@@ -26,7 +26,8 @@ def spec(tmp_path: Path) -> Path:
     )
     path = tmp_path / "mine.toml"
     path.write_text(
-        f'[task]\nuse = "{use}"\n[train]\nbatch = 12\nlength = "99 steps"\n[memory]\non_oom = "halve"\n'
+        f'[task]\nuse = "{use}"\n[train]\nbatch = 12\nlength = "99 steps"\n[memory]\n'
+        'on_oom = "halve"\n'
     )
     return path
 
@@ -120,7 +121,10 @@ def test_what_fails_for_another_reason_than_memory_is_an_error(
 def test_a_microbatch_that_the_model_refuses_is_passed_over(
     tmp_path: Path, surefoot: Command
 ) -> None:
-    """Planted: BatchNorm, which takes no single sample; where the search begins with one, the answer is a larger one, or that none fits."""
+    """Planted: BatchNorm, which takes no single sample.
+
+    Where the search begins with one, the answer is a larger one, or that none fits.
+    """
     norm = ("nn.ReLU()", "nn.BatchNorm1d(self.width), nn.ReLU()")
     use = write_task(tmp_path, change=norm)
     path = tmp_path / "mine.toml"

@@ -1,4 +1,4 @@
-"""`surefoot whatif --recompute`: what each block is worth, and every way to recompute beside none."""
+"""`surefoot whatif --recompute`: each block's worth, and every way to recompute beside none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from tests.train.small import write_task
 
 __all__ = ["surefoot"]
 UNEVEN = """nn.Sequential(
-            nn.Linear(4, 64), *(nn.Sequential(nn.Linear(64, each), nn.Tanh(), nn.Linear(each, 64)) for each in (32, 2048, 32)),
+            nn.Linear(4, 64),
+            *(
+                nn.Sequential(nn.Linear(64, each), nn.Tanh(), nn.Linear(each, 64))
+                for each in (32, 2048, 32)
+            ),
             nn.Linear(64, 3))"""
 
 

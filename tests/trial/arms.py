@@ -1,4 +1,7 @@
-"""Small arms for the tests: the bare interpreter with a line of code, no package loaded, so that each starts in a moment."""
+"""Small arms for the tests: the bare interpreter with a line of code.
+
+No package is loaded, so that each starts in a moment.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from pathlib import Path
 
 from surefoot.trial import Arm
 
-REPORTS = "import json, sys; json.dump({{'version': 1, 'measures': {measures}, 'facts': {{}}}}, open(sys.argv[1], 'w'))"
+REPORTS = (
+    "import json, sys; json.dump({{'version': 1, 'measures': {measures}, "
+    "'facts': {{}}}}, open(sys.argv[1], 'w'))"
+)
 
 
 def code_arm(

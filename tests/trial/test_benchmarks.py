@@ -1,4 +1,7 @@
-"""The cost benchmarks' tables: bars out of raw outcomes, and documents that say what the raw data beside them says."""
+"""Tests of the cost benchmarks' tables.
+
+Bars out of raw outcomes, and documents that say what the raw data beside them says.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ RENDER: dict[Path, tuple[Callable[[Trial], str], ...]] = {
 
 
 def trial_of(seconds: dict[str, float], measure: str = "mlp/cpu_s_per_step") -> Trial:
-    """Eight rounds in which every arm takes its seconds, the machine being slower in some rounds."""
+    """Eight rounds in which every arm takes its seconds, the machine being slower in some."""
     outcomes = [
         Outcome(arm=arm, round=number, ended="done", measures={measure: value * (1 + 0.1 * number)})
         for number in range(8)
@@ -103,8 +106,8 @@ def test_the_bars_of_a_step_are_judged_on_paired_ratios_and_differences() -> Non
     assert "| mlp | surefoot against fused | 0.72 (0.72 to 0.72) | <= 0.75 | holds |" in text
     assert "| mlp | surefoot against bare | 21.6 us (16 us to 27.2 us) | <= 40 us | holds |" in text
     assert (
-        "| mlp | what surefoot adds, against what fabric adds | 0.16 (0.16 to 0.16) | <= 0.25 | holds |"
-        in text
+        "| mlp | what surefoot adds, against what fabric adds "
+        "| 0.16 (0.16 to 0.16) | <= 0.25 | holds |" in text
     )
     assert "| gpt | surefoot against bare | n/a | <= 1.02 | not measured |" in text
 
@@ -195,11 +198,7 @@ def test_every_run_of_the_large_batch_benchmark_is_a_spec() -> None:
     assert {
         kind: (each.train.batch, each.train.microbatch or each.train.batch)
         for kind, each in made.items()
-    } == {
-        "sgd 256": (256, 256),
-        "lars 2048": (2048, 256),
-        "lamb 2048": (2048, 256),
-    }
+    } == {"sgd 256": (256, 256), "lars 2048": (2048, 256), "lamb 2048": (2048, 256)}
     assert {(each.train.length, each.train.seed, each.task.use) for each in made.values()} == {
         ("4 epochs", 1, "cifar10")
     }
@@ -239,9 +238,8 @@ def test_a_component_by_hand_is_the_training_that_surefoot_does(
     assert losses["surefoot"] == pytest.approx(
         losses["hand"], rel=1e-2 if component == "bf16" else 1e-4
     )
-    assert losses["hand"][0] != pytest.approx(
-        losses["hand"][1], rel=1e-2
-    )  # the third step has two updates behind it
+    # the third step has two updates behind it
+    assert losses["hand"][0] != pytest.approx(losses["hand"][1], rel=1e-2)
 
 
 def test_texts_that_are_padded_cut_or_in_buckets_have_one_loss() -> None:

@@ -1,4 +1,7 @@
-"""Claims out of paired values: no effect where the interval holds none, bars, the record as JSON and Markdown."""
+"""Tests of claims out of paired values.
+
+No effect where the interval holds none, bars, the record as JSON and Markdown.
+"""
 
 from __future__ import annotations
 
@@ -126,9 +129,8 @@ def test_a_trial_comes_back_from_json_as_the_same_value(tmp_path: Path) -> None:
     write_trial(trial, tmp_path / "trial.json")
     assert read_trial(tmp_path / "trial.json") == trial
     assert [path.name for path in tmp_path.iterdir()] == ["trial.json"]
-    assert (tmp_path / "trial.json").read_text().count(
-        "\n"
-    ) < 60  # one line an outcome, for people and for git
+    # one line an outcome, for people and for git
+    assert (tmp_path / "trial.json").read_text().count("\n") < 60
     assert find_effects(
         read_trial(tmp_path / "trial.json"), "a", ["cpu_s_per_step"]
     ) == find_effects(trial, "a", ["cpu_s_per_step"])

@@ -1,4 +1,8 @@
-"""Parity: what differs is found, what only two equal runs explain is not called equal, and real spec arms are compared."""
+"""Tests of parity.
+
+What differs is found, what only two equal runs explain is not called equal, and real spec arms are
+compared.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,9 @@ class Tiny:
     def model(self):
         made = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
         if self.zeroed:  # a gradient that loses one slice on its way, while the loss stays right
-            made[0].weight.register_hook(lambda grad: torch.cat([torch.zeros_like(grad[:1]), grad[1:]]))
+            made[0].weight.register_hook(
+                lambda grad: torch.cat([torch.zeros_like(grad[:1]), grad[1:]])
+            )
         return made
     def data(self, split):
         draw = torch.Generator().manual_seed(0)
@@ -172,9 +178,8 @@ def test_a_lost_slice_of_a_gradient_in_a_real_run_is_named_and_its_loss_is_right
     verdicts = {gap.name: gap.verdict for gap in parity.gaps}
     assert verdicts["loss/1"] == "equal"
     assert verdicts["gradient/1/0.weight"] == "differs"
-    assert (
-        verdicts["weight/1/2.bias"] == "equal"
-    )  # what comes after the lost slice saw nothing of it in step 1
+    # what comes after the lost slice saw nothing of it in step 1
+    assert verdicts["weight/1/2.bias"] == "equal"
     assert all(gap.floor == 0 for gap in parity.gaps)  # two equal runs have the same bits
 
 

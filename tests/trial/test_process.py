@@ -66,7 +66,10 @@ def test_the_memory_of_the_harness_is_not_counted_as_the_arms(tmp_path: Path) ->
 
 
 def test_a_crash_gives_the_tail_of_its_error_and_its_exit_code(tmp_path: Path) -> None:
-    code = "import sys; print('noise\\n' * 100, file=sys.stderr); raise ValueError('the reason at the end')"
+    code = (
+        "import sys; print('noise\\n' * 100, file=sys.stderr); "
+        "raise ValueError('the reason at the end')"
+    )
     outcome = run_arm(code_arm("a", code), tmp_path / "work")
     assert outcome.ended == "crashed"
     assert outcome.measures == {}
@@ -99,7 +102,11 @@ def test_a_report_that_is_missing_or_none_is_a_crash_in_words(tmp_path: Path) ->
 
 
 def test_a_hang_ends_at_its_time_and_takes_its_own_children_along(tmp_path: Path) -> None:
-    code = f"import os, time\nchild = os.fork()\nopen({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)"
+    code = (
+        "import os, time\nchild = os.fork()\n"
+        f"open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}}\\n')\n"
+        "time.sleep(600)"
+    )
     outcome = run_arm(code_arm("a", code, timeout_s=1.5), tmp_path / "work")
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert outcome.ended == "timed out"
@@ -124,7 +131,8 @@ def test_no_child_outlives_a_killed_harness(tmp_path: Path, number: signal.Signa
     arm = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     harness = (
         "import sys; from pathlib import Path; from surefoot.trial import Arm, run_arm\n"
-        f"run_arm(Arm(name='a', command=(sys.executable, '-I', '-S', '-c', {arm!r})), Path({str(tmp_path / 'work')!r}))"
+        f"run_arm(Arm(name='a', command=(sys.executable, '-I', '-S', '-c', {arm!r})), "
+        f"Path({str(tmp_path / 'work')!r}))"
     )
     process = subprocess.Popen([sys.executable, "-c", harness], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
@@ -141,12 +149,21 @@ def test_no_child_outlives_a_killed_harness(tmp_path: Path, number: signal.Signa
 
 
 def test_every_rank_has_its_place_and_a_failing_one_ends_the_others(tmp_path: Path) -> None:
-    tells = "{'rank': int(os.environ['RANK']), 'world': int(os.environ['WORLD_SIZE']), 'port': int(os.environ['MASTER_PORT'])}"
-    code = f"import os, json, sys; json.dump({{'version': 1, 'measures': {tells}}}, open(sys.argv[1], 'w'))"
+    tells = (
+        "{'rank': int(os.environ['RANK']), 'world': int(os.environ['WORLD_SIZE']), "
+        "'port': int(os.environ['MASTER_PORT'])}"
+    )
+    code = (
+        f"import os, json, sys; json.dump({{'version': 1, 'measures': {tells}}}, "
+        "open(sys.argv[1], 'w'))"
+    )
     both = run_arm(code_arm("both", code, ranks=2), tmp_path / "both")
     assert (both.measures["rank"], both.measures["world"]) == (0, 2)
     assert json.loads((tmp_path / "both/rank1/report.json").read_text())["measures"]["rank"] == 1
-    code = "import os, sys, time; sys.exit('rank 1 gives up') if os.environ['RANK'] == '1' else time.sleep(600)"
+    code = (
+        "import os, sys, time; sys.exit('rank 1 gives up') if os.environ['RANK'] == '1' "
+        "else time.sleep(600)"
+    )
     one = run_arm(code_arm("one", code, ranks=2), tmp_path / "one")
     assert one.error == "rank 1 of 2: exit code 1\nrank 1 gives up"
 
@@ -155,7 +172,10 @@ def test_the_arms_environment_is_given_and_arguments_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    measures = "{'threads': int(__import__('os').environ['OMP_NUM_THREADS']), 'mine': int(__import__('os').environ['MINE'])}"
+    measures = (
+        "{'threads': int(__import__('os').environ['OMP_NUM_THREADS']), "
+        "'mine': int(__import__('os').environ['MINE'])}"
+    )
     plain = telling_arm("a", measures)
     arm = Arm(name="a", command=plain.command, threads=2, variables={"MINE": "5"})
     outcome = run_arm(arm, tmp_path / "work")

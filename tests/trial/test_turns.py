@@ -1,4 +1,7 @@
-"""Turns: one arm computes at a time, what it waits is no part of its wall time, and none outlives the harness or its own time."""
+"""One arm computes at a time, and what it waits is no part of its wall time.
+
+None outlives the harness or its own time.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ write_report(sys.argv[1], {{"wall_s": clock.wall_s}})
 
 
 def player(name: str, file: Path, *, at_each: str = "pass", timeout_s: float = 60.0) -> Arm:
-    """An arm of 30 steps of 20 ms, of which a thread of it counts the time; it writes when each was."""
+    """An arm of 30 steps of 20 ms whose time a thread counts; it writes when each step was."""
     code = PLAYER.format(at_each=at_each, file=str(file))
     return Arm(
         name=name,
@@ -70,9 +73,8 @@ def test_one_arm_computes_at_a_time_and_its_waits_are_left_out(tmp_path: Path) -
     for outcome in outcomes:
         mine, ticks = told[outcome.arm]
         others = [(begun, ended) for begun, ended, name in steps if name != outcome.arm]
-        assert not any(
-            begun < tick < ended - 0.01 for tick in ticks for begun, ended in others
-        )  # its threads stand still too
+        # its threads stand still too
+        assert not any(begun < tick < ended - 0.01 for tick in ticks for begun, ended in others)
         whole_s, theirs_s = (
             mine[-1][1] - mine[0][0],
             sum(ended - begun for begun, ended in others if begun < mine[-1][1]),
@@ -134,7 +136,8 @@ def test_a_spec_trains_the_same_in_turns_as_alone(tmp_path: Path) -> None:
 def test_arms_that_are_stopped_do_not_outlive_a_killed_harness(tmp_path: Path) -> None:
     at_each = "number == 3 and print(__import__('os').getpid(), flush=True)"
     code = (
-        "from pathlib import Path\nfrom surefoot.trial.turns import run_in_turns\nfrom tests.trial.test_turns import player\n"
+        "from pathlib import Path\nfrom surefoot.trial.turns import run_in_turns\n"
+        "from tests.trial.test_turns import player\n"
         f"where = Path({str(tmp_path)!r})\n"
         f"each = {at_each + ' or number == 9 and time.sleep(600)'!r}\n"
         "run_in_turns([player(name, where / name, at_each=each) for name in 'ab'], where / 'work')"

@@ -210,9 +210,9 @@ def _candidates(assembly: Assembly) -> Iterator[Change]:
         yield {"train": {"microbatch": half(microbatch)}}
     kind = RecomputeChoice.parse(spec.memory.activation_checkpointing).kind
     if kind == "none":
-        yield {"memory": {"recompute": "operators"}}
+        yield {"memory": {"activation_checkpointing": "operators"}}
     if kind != "full":
-        yield {"memory": {"recompute": "full"}}
+        yield {"memory": {"activation_checkpointing": "full"}}
     if spec.precision.compute in ("fp32", "tf32"):
         yield {"precision": {"compute": "bf16"}}
 

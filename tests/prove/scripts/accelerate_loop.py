@@ -1,6 +1,9 @@
-"""Accelerate as its documents say: save_state now and then, load_state and skip_first_batches to go on.
+"""Accelerate as its documents say: save_state, then load_state and skip_first_batches to resume.
 
-python accelerate_loop.py out [own]      with a generator of the loader's own, so that a new pass over it draws nothing from the global one
+python accelerate_loop.py out [own]
+
+With `own` the loader has its own generator, so that a new pass over it draws nothing from the
+global one.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Lightning as its documents say: a checkpoint every few steps, and `ckpt_path="last"` to go on with it.
+"""Lightning as its documents say: a checkpoint every few steps, `ckpt_path="last"` to resume.
 
 python lightning_loop.py out mid|epoch      saves inside epochs, or at their ends
 """

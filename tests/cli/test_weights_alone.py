@@ -1,0 +1,177 @@
+"""Tests of runs that begin with the weights of another run alone, or with those of a file."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from surefoot.components.data import consumed
+from surefoot.contract import manifest
+from surefoot.train.resume.start import Start
+from tests.cli.conftest import Command
+from tests.cli.resumed_runs import STEPS, spec, started, train, trained
+from tests.train.test_resume import bits
+
+__all__ = ["spec", "trained"]  # fixtures
+
+
+def test_weights_alone_begin_anew_with_what_fits_and_say_what_did_not(
+    spec: Path, surefoot: Command
+) -> None:
+    answer = surefoot(
+        *shlex.split("resume whole --weights-only --fork new --from 6 --set task.width=5 --steps 2")
+    )
+    assert answer.code == 0
+    (first,) = started("new")
+    (told,) = [note for note in first.notes if note.startswith("begun with the weights")]
+    assert "loaded 1 of 4 tensors" in told
+    assert "of another shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]" in told
+    assert told.replace("\n", " ")[:40] in answer.err.replace("\n", " ")
+    assert first.first_step == 1
+    assert manifest.steps(Path("new"))[0] == 0
+    made = manifest.read(manifest.step_folder(Path("new"), 0))
+    assert made.parent is not None
+    assert (made.parent["step"], made.parent["weights_only"]) == (6, True)
+    weights = [
+        load_file(manifest.step_folder(Path(run), step) / "model.safetensors")
+        for run, step in (("whole", 6), ("new", 0))
+    ]
+    assert torch.equal(weights[0]["2.bias"], weights[1]["2.bias"])
+    state = json.loads((manifest.step_folder(Path("new"), 0) / "state.json").read_text())
+    assert (state["num_samples"], state["scores"]["best"]) == (0, None)
+    assert consumed.check(Path("new")).holds
+
+
+def test_weights_alone_of_a_run_with_an_average_begin_the_average(
+    spec: Path, surefoot: Command
+) -> None:
+    train("averaged", spec, optim={"ema": 0.9})
+    assert surefoot("resume", "averaged", "--weights-only", "--fork", "new", "--quiet").code == 0
+    begun = manifest.step_folder(Path("new"), 0)
+    served = load_file(manifest.step_folder(Path("averaged"), STEPS) / "model.safetensors")
+    for file in ("model.safetensors", "weights.safetensors"):
+        assert all(
+            torch.equal(tensor, served[name]) for name, tensor in load_file(begun / file).items()
+        )
+
+
+def test_a_new_run_that_was_killed_before_its_first_save_still_has_the_weights(
+    spec: Path, surefoot: Command
+) -> None:
+    for folder, leave_at in (("unbroken", None), ("killed", 2)):
+        train(folder, spec, leave_at=leave_at, start=Start(Path("whole"), 6, weights_only=True))
+    assert surefoot("resume", "killed", "--quiet").code == 0
+    assert bits(Path("killed"), STEPS) == bits(Path("unbroken"), STEPS)
+    assert started("killed")[1].first_step == 1
+
+
+def test_weights_none_of_which_fit_are_refused_with_both_sides(
+    spec: Path, surefoot: Command
+) -> None:
+    save_file({"other.weight": torch.zeros(3)}, "other.safetensors")
+    surefoot("checkpoint", "import", "other.safetensors", "--to", "other")
+    answer = surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet")
+    assert answer.code == 2
+    assert "missing: 0.weight, 0.bias" in answer.err
+    assert "unexpected: other.weight" in answer.err
+    assert not Path("new").exists()
+
+
+PRETRAINED = {"0.weight": (4, 4), "0.bias": (4,), "2.weight": (3, 4), "2.bias": (3,)}
+IN_PART: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
+    "one is missing": ({"2.bias": ()}, "missing: 2.bias"),
+    "another shape": ({"2.weight": (7, 4)}, "of another shape: 2.weight [7, 4], now [3, 4]"),
+    "one too many": ({"3.weight": (2, 2)}, "unexpected: 3.weight"),
+    "another name": ({"2.bias": (), "head.bias": (3,)}, "missing: 2.bias; unexpected: head.bias"),
+}
+
+
+@pytest.mark.quick("another name", "one is missing")
+@pytest.mark.parametrize("case", IN_PART)
+def test_weights_that_fit_in_part_are_refused_unless_that_is_asked_for(
+    case: str, spec: Path, surefoot: Command
+) -> None:
+    changed, words = IN_PART[case]
+    save_file(
+        {name: torch.randn(shape) for name, shape in {**PRETRAINED, **changed}.items() if shape},
+        "other.safetensors",
+    )
+    assert surefoot("checkpoint", "import", "other.safetensors", "--to", "other").code == 0
+    answer = surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet")
+    assert answer.code == 2
+    assert "fit the model in part: loaded" in answer.err
+    assert words in answer.err
+    assert "add --partial-weights" in answer.err
+    assert not Path("new").exists()
+    assert (
+        surefoot(
+            "train", spec, "--weights", "other", "--partial-weights", "--run", "new", "--quiet"
+        ).code
+        == 0
+    )
+    (told,) = [
+        note for note in started("new")[0].notes if note.startswith("begun with the weights")
+    ]
+    assert words in told
+
+
+def test_weights_that_fit_wholly_need_no_further_word(spec: Path, surefoot: Command) -> None:
+    save_file({name: torch.randn(shape) for name, shape in PRETRAINED.items()}, "other.safetensors")
+    surefoot("checkpoint", "import", "other.safetensors", "--to", "other")
+    assert surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet").code == 0
+    (told,) = [
+        note for note in started("new")[0].notes if note.startswith("begun with the weights")
+    ]
+    assert told.endswith("loaded 4 of 4 tensors")
+
+
+def test_partial_weights_without_weights_are_refused(spec: Path, surefoot: Command) -> None:
+    answer = surefoot("train", spec, "--partial-weights", "--run", "new", "--quiet")
+    assert answer.code == 2
+    assert "--partial-weights goes with --weights DIR" in answer.err
+
+
+def test_pretrained_weights_are_imported_and_fine_tuned_and_the_frozen_part_stays_bit_for_bit(
+    spec: Path, surefoot: Command
+) -> None:
+    pretrained = {
+        "backbone.0.weight": torch.randn(4, 4),
+        "backbone.0.bias": torch.randn(4),
+        "backbone.2.weight": torch.zeros(7, 4),
+    }
+    torch.save({"state_dict": pretrained, "epoch": 3}, "pretrained.pt")
+    answer = surefoot(
+        *shlex.split("checkpoint import pretrained.pt --to pretrained --strip backbone. --json")
+    )
+    assert (answer.code, answer.row["num_tensors"], answer.row["also"]) == (0, 3, ["epoch"])
+    words = (
+        "--weights",
+        "pretrained",
+        "--partial-weights",
+        "--set",
+        'optim.freeze=["0.*"]',
+        "--run",
+        "tuned",
+        "--json",
+        "--quiet",
+    )
+    assert surefoot("train", spec, *words).code == 0
+    (told,) = [
+        note for note in started("tuned")[0].notes if note.startswith("begun with the weights")
+    ]
+    assert (
+        "loaded 2 of 3 tensors; missing: 2.bias; of another shape: 2.weight [7, 4], now [3, 4]"
+        in told
+    )
+    for step in (0, STEPS):
+        frozen = load_file(
+            manifest.step_folder(Path("tuned"), step) / "model-00002-of-00002.safetensors"
+        )
+        assert {name: tensor.tolist() for name, tensor in frozen.items()} == {
+            name: pretrained[f"backbone.{name}"].tolist() for name in ("0.weight", "0.bias")
+        }
