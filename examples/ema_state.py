@@ -1,10 +1,12 @@
-"""A task that remembers: classes that go badly weigh more. What it remembers is its own state; the weights are averaged (EMA).
+"""A task that remembers: classes that go badly weigh more.
+
+What it remembers is its own state; the weights are averaged (EMA).
 
 python examples/ema_state.py
 surefoot train examples/ema_state.py:HardClasses --set optim.ema=0.99
 
-`state()` names what the task wants kept. Evaluation puts it back as it found it, like buffers and random streams, and a
-checkpoint will hold it. The averaged weights are what is evaluated and saved.
+`state()` names what the task wants kept. Evaluation puts it back as it found it, like buffers and
+random streams, and a checkpoint will hold it. The averaged weights are what is evaluated and saved.
 """
 
 from __future__ import annotations

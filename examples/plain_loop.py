@@ -1,11 +1,13 @@
-"""A whole training loop of your own out of single components: no Run, no Task, no spec. Copy it and change it.
+"""A whole training loop of your own out of single components: no Run, no Task, no spec.
 
 python examples/plain_loop.py runs/mine
-python examples/plain_loop.py runs/mine     # again: goes on from the last commit, here after it was stopped
+python examples/plain_loop.py runs/mine     # again: goes on from the last commit
 
-Data in a seekable order, bf16 compute, warm-up and cosine, accumulation, clipping and a guard against non-finite steps, a meter,
-commits of all that is needed to go on: weights, optimiser, random states. Order, augmentation and schedule are functions of the
-step alone. So a loop that goes on ends with the same bits as one that was never stopped.
+Copy it and change it.
+Data in a seekable order, bf16 compute, warm-up and cosine, accumulation, clipping and a guard
+against non-finite steps, a meter, commits of all that is needed to go on: weights, optimiser,
+random states. Order, augmentation and schedule are functions of the step alone. So a loop that goes
+on ends with the same bits as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ def build_model() -> nn.Module:
 
 
 def shift(images: Tensor, keys: Keys) -> Tensor:
-    """Move each image up to one pixel down and right: which way depends on (seed, epoch, sample), not on who asks, or when."""
+    """Move each image up to one pixel down and right.
+
+    Where to depends on (seed, epoch, sample), not on who asks, or when.
+    """
     down, right = keys.integers(0, 2, 2).T
     rows = (torch.arange(8) - down[:, None]).clamp(min=0)
     columns = (torch.arange(8) - right[:, None]).clamp(min=0)

@@ -1,4 +1,6 @@
-"""A commit of surefoot read without surefoot: numpy and json alone verify every digest and give the tensors.
+"""A commit of surefoot read without surefoot.
+
+numpy and json alone verify every digest and give the tensors.
 
 python examples/read_checkpoint.py runs/mine/checkpoints/step-000000000020
 """

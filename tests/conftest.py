@@ -1,4 +1,4 @@
-"""What every test shares: the data sets, small settings, and a watch over what a test leaves behind."""
+"""What every test shares: data sets, small settings, and a watch over what a test leaves behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_slow_members(items: list[pytest.Item], is_whole: bool) -> None:
-    """Mark slow the members that `quick` does not name; where whole files were collected, an id that is no member's is an error."""
+    """Mark slow the members that `quick` does not name.
+
+    Where whole files were collected, an id that is no member's is an error.
+    """
     named, members = dict[str, set[str]](), dict[str, set[str]]()
     for item in items:
         quick = item.get_closest_marker("quick")
@@ -65,7 +68,10 @@ def pytest_collection_finish() -> None:
 
 
 def find_data(name: str) -> Path:
-    """The folder of the data set `name` under DATA (default ../shared/data beside the project); skips the test without it."""
+    """The folder of the data set `name` under DATA (default ../shared/data beside the project).
+
+    Skips the test without it.
+    """
     folder = (ROOT / os.environ.get("DATA", "../shared/data") / name).resolve()
     if not folder.is_dir():
         pytest.skip(
@@ -88,7 +94,10 @@ def wikitext2_folder() -> Path:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """A test fails that leaves a thread, a process group, a variable, a folder or a setting of torch changed; the next starts clean."""
+    """A test fails that leaves a thread, a process group, a variable or a folder, or changes torch.
+
+    What it changes of torch are settings; the next test starts clean.
+    """
     variables, folder, threads, settings_before = (
         dict(os.environ),
         Path.cwd(),

@@ -1,4 +1,7 @@
-"""What is switched on in both arms of a pair: by which keys of the spec, and on which models there is something to switch on."""
+"""What is switched on in both arms of a pair.
+
+By which keys of the spec, and on which models there is something to switch on.
+"""
 
 from __future__ import annotations
 

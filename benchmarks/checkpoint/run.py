@@ -1,6 +1,10 @@
-"""What saving and loading cost: bandwidth beside others, the time that training loses, bytes and microseconds of the small things.
+"""What saving and loading cost.
 
-python benchmarks/checkpoint/run.py [--rounds 4] [--sizes 400,2000] [--folder DIR]     the disk of DIR is what is measured
+Bandwidth beside others, the time that training loses, bytes and microseconds of the small things.
+
+python benchmarks/checkpoint/run.py [--rounds 4] [--sizes 400,2000] [--folder DIR]
+
+The disk of DIR is what is measured.
 """
 
 from __future__ import annotations

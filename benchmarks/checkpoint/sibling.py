@@ -1,4 +1,6 @@
-"""Is the other core free? A training step on core 1 beside work on core 0 that stays in that core's own cache.
+"""Is the other core free?
+
+A training step on core 1 beside work on core 0 that stays in that core's own cache.
 
 python benchmarks/checkpoint/sibling.py
 """

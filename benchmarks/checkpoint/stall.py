@@ -1,4 +1,7 @@
-"""How much longer the steps take that a save touches: a run whose state has 400 MB, saved every few steps."""
+"""How much longer the steps take that a save touches.
+
+A run whose state has 400 MB, saved every few steps.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +57,14 @@ class Wide:
 
 
 def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
-    """The median, over the saves, of the extra seconds of all steps that a save touches, from its first copy to the end of its thread.
+    """The median, over the saves, of the extra seconds of all steps that a save touches.
 
-    Extra to the median of the untouched steps between the same two saves: a processor that others use, too, changes its speed.
-    `ordinary_s` is the median of all untouched steps, `waited_s` of how long the loop stood still for a save of ours, as the run's own
-    records have it. The first save, which makes the staged copy, is left out.
+    A save touches steps from its first copy to the end of its thread.
+
+    Extra to the median of the untouched steps between the same two saves: a processor that others
+    use, too, changes its speed. `ordinary_s` is the median of all untouched steps, `waited_s` of
+    how long the loop stood still for a save of ours, as the run's own records have it. The first
+    save, which makes the staged copy, is left out.
     """
     time.sleep(REST_S)
     shutil.rmtree(folder, ignore_errors=True)
@@ -115,7 +121,7 @@ def _time_surefoot(mode: str, threads: int, folder: Path, every: int, saves: int
 
 
 def _time_loop(mode: str, threads: int, folder: Path, every: int, saves: int) -> list[Timed]:
-    """A plain loop over the same model and numbers, saved by `torch.save` or by DCP in the background."""
+    """A plain loop over the same model and numbers, saved by `torch.save` or by DCP beside it."""
     torch.set_num_threads(threads)
     task = Wide()
     model = task.model()

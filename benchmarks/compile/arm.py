@@ -1,8 +1,11 @@
-"""What every arm's process does: the models of step_cost and a GPT of 12 layers, by a plain loop or by
-surefoot, compiled as the arm says; `graph` is the plain loop with its whole step compiled.
+"""What every arm's process does.
 
-Reports, of each model, `first_s`: wall time from the start of the loop to the end of the first step that runs as all later ones do, with
-nothing compiled before it (a folder of its own holds what the compiler keeps), and `cpu_s_per_step` of the steps after the warm-up.
+The models of step_cost and a GPT of 12 layers, by a plain loop or by surefoot, compiled as the arm
+says; `graph` is the plain loop with its whole step compiled.
+
+Reports, of each model, `first_s`: wall time from the start of the loop to the end of the first step
+that runs as all later ones do, with nothing compiled before it (a folder of its own holds what the
+compiler keeps), and `cpu_s_per_step` of the steps after the warm-up.
 """
 
 from __future__ import annotations

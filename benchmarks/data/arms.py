@@ -1,4 +1,4 @@
-"""One arm: a set of tars is indexed from the page cache, or the index of ten million samples is opened.
+"""One arm: a set of tars is indexed from the page cache, or an index of ten million samples opened.
 
 python -m benchmarks.data.arms index|open FOLDER REPORT
 """

@@ -1,4 +1,6 @@
-"""A drill: of four ranks one is killed every half minute, for ten minutes. What is left of the throughput, and of the numbers?
+"""A drill: of four ranks one is killed every half minute, for ten minutes.
+
+What is left of the throughput, and of the numbers?
 
 python -m benchmarks.distributed.drill [--ranks 4] [--every 30] [--seconds 600] [--show]
 """
@@ -84,7 +86,7 @@ def run_calmly(steps: int, run: Path, ranks: int) -> tuple[float, float]:
 
 
 def run_stormily(steps: int, run: Path, ranks: int, every_s: float) -> tuple[float, list[int]]:
-    """Wall seconds to the end of a run of which a rank is killed every so often, and which ranks were."""
+    """Wall seconds to the end of a run of which ranks are killed in turn, and which ranks were."""
     draw, killed = random.Random(SEED), list[int]()
     begun_s = time.perf_counter()
     with subprocess.Popen(
@@ -121,7 +123,10 @@ def find_rate(run: Path) -> float:
 
 
 def find_apart(one: Path, other: Path) -> list[str]:
-    """In what the newest commits of both differ: weights, moments, averages, scores; not in how a rank drew for its own samples."""
+    """In what the newest commits of both differ: weights, moments, averages, scores.
+
+    Not in how a rank drew for its own samples.
+    """
     words = [
         sys.executable,
         "-P",

@@ -1,4 +1,6 @@
-"""Ranks that hold a part each: a step of every stage against torch's own parts by hand, and the bytes that a rank holds.
+"""Ranks that hold a part each.
+
+A step of every stage against torch's own parts by hand, and the bytes that a rank holds.
 
 python -m benchmarks.distributed.shard [--only steps|bytes|trade] [--rounds 9] [--data DIR] [--show]
 """

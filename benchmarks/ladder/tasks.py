@@ -1,6 +1,9 @@
-"""The ladders of real tasks, every rung there is on one core, and those that take more on two: `surefoot ladder` as anybody would call it.
+"""The ladders of real tasks: `surefoot ladder` as anybody would call it.
 
-python -m benchmarks.ladder.tasks [--data DIR] [--only wikitext2|cifar10_quick|wikitext2_cores|cifar10_quick_cores] [--show]
+Every rung there is on one core, and those that take more on two.
+
+python -m benchmarks.ladder.tasks [--data DIR] [--show]
+                          [--only wikitext2|cifar10_quick|wikitext2_cores|cifar10_quick_cores]
 """
 
 from __future__ import annotations
@@ -52,7 +55,10 @@ def make_command(name: str, data: str, out: Path) -> list[str]:
 
 
 def keep(climbed: Path, name: str) -> None:
-    """The tables, the picture and the raw outcomes; of an error its last words, not where this machine keeps its files."""
+    """The tables, the picture and the raw outcomes.
+
+    Of an error its last words, not where this machine keeps its files.
+    """
     folder = RESULTS / name
     folder.mkdir(parents=True, exist_ok=True)
     for kept in ("ladder.json", "ladder.md", "ladder.svg"):

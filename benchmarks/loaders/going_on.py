@@ -1,4 +1,6 @@
-"""One arm: from any position of ten million samples the run goes on with the same samples and the same pixels, and how soon.
+"""One arm: how soon a run goes on from any position of ten million samples.
+
+It goes on with the same samples and the same pixels.
 
 python -m benchmarks.loaders.going_on TARS REPORT
 """

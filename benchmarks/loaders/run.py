@@ -1,6 +1,9 @@
-"""Loaders beside each other: JPEGs to augmented batches by two workers, going on anywhere, and what steps wait for their data.
+"""Loaders beside each other.
 
-python -m benchmarks.loaders.run [--only photos|ceiling|going_on|waiting] [--data FOLDER] [--rounds 7] [--show]
+JPEGs to augmented batches by two workers, going on anywhere, and what steps wait for their data.
+
+python -m benchmarks.loaders.run [--only photos|ceiling|going_on|waiting] [--data FOLDER]
+                                 [--rounds 7] [--show]
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One arm: a model, what is done about its memory, its CPU time for a step or an update and the peak of what was allocated in one.
+"""One arm: a model, and what is done about its memory.
+
+Its CPU time for a step or an update and the peak of what was allocated in one.
 
 python -m benchmarks.memory_components.arms NAME REPORT
 """
@@ -87,7 +89,7 @@ def make_deep(way: str, size: Size) -> Step:
 
 
 def make_update(state: str) -> optim.GuardedUpdate:
-    """The guarded update of AdamW over the weights of that GPT, whose gradients are there already."""
+    """The guarded update of AdamW over the weights of that GPT, whose gradients are there."""
     torch.manual_seed(0)
     model = DEEP.model()
     for parameter in model.parameters():
@@ -110,7 +112,10 @@ ARMS: dict[str, Callable[[], Step]] = {
 
 
 def find_peak(step: Callable[[], object]) -> int:
-    """The most bytes above those at its beginning that torch had given out at a time in a step, gradients included."""
+    """The most bytes that torch had given out at a time in a step, gradients included.
+
+    Those that it had given out at the step's beginning do not count.
+    """
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as recorded:

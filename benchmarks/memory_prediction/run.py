@@ -1,4 +1,6 @@
-"""The predicted peak of a step beside the measured one, over six families of models, precisions, ways to recompute and optimisers.
+"""The predicted peak of a step beside the measured one.
+
+Over six families of models, precisions, ways to recompute and optimisers.
 
 python benchmarks/memory_prediction/run.py [--show]
 """

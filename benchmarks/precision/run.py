@@ -1,6 +1,9 @@
-"""fp32, bf16 and fp16 on a convolutional network and real images: time of a step, peak memory, and what is learned.
+"""fp32, bf16 and fp16 on a convolutional network and real images.
 
-python benchmarks/precision/run.py [--only cost|score] [--data DIR] [--rounds 9] [--seeds 3] [--show]
+Time of a step, peak memory, and what is learned.
+
+python benchmarks/precision/run.py [--only cost|score] [--data DIR] [--rounds 9] [--seeds 3]
+                                   [--show]
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ MOST_APART, SEEDS = 0.5, 3  # points
 
 
 def make_spec(compute: str, data: str, *, seed: int = 0) -> RunSpec:
-    """`cifar10_quick` as it is, but for the precision: two epochs of the images, Muon at a batch of 250."""
+    """`cifar10_quick` as it is, but for the precision.
+
+    Two epochs of the images, Muon at a batch of 250.
+    """
     base = spec_file.read("cifar10_quick").spec
     return base.replace(
         precision={"compute": compute}, data={"folder": data}, train={"seed": seed, "threads": 1}

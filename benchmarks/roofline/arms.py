@@ -1,4 +1,6 @@
-"""The peaks of this CPU as surefoot measures them, and the best that a search through library calls finds.
+"""The peaks of this CPU as surefoot measures them, and the best that a search finds.
+
+The search is one through library calls.
 
 python -m benchmarks.roofline.arms surefoot|torch|numpy THREADS REPORT [--no-rest]
 """
@@ -33,7 +35,10 @@ Call = Callable[[], object]
 def torch_calls(
     dtype: torch.dtype, rows: int, inner: int, columns: int
 ) -> Iterator[tuple[str, Call]]:
-    """mm into a buffer, mm with one side transposed, linear with its bias; the products of oneDNN, as a linear layer and a convolution."""
+    """mm into a buffer, mm with one side transposed, linear with its bias.
+
+    And the products of oneDNN, as a linear layer and a convolution.
+    """
     one, other = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)
     turned, bias, out = (
         other.T.contiguous(),

@@ -1,4 +1,6 @@
-"""From the start of the process to the end of step 1: `surefoot train` against a bare script; and what `surefoot --help` costs.
+"""From the start of the process to the end of step 1, and what `surefoot --help` costs.
+
+`surefoot train` is held against a bare script.
 
 python benchmarks/startup/run.py [--rounds 15]
 """

@@ -1,4 +1,7 @@
-"""Write the tables of README.md from the raw results beside it: `python benchmarks/step_cost/tables.py`."""
+"""Write the tables of README.md from the raw results beside it.
+
+python benchmarks/step_cost/tables.py
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ def find_bars(trial: Trial) -> list[tuple[Bar, Effect]]:
 
 
 def find_share(trial: Trial) -> tuple[str, Interval] | None:
-    """What surefoot adds on the MLP as a share of the least that a peer adds, round by round; with that peer's name."""
+    """What surefoot adds on the MLP as a share of the least that a peer adds, by round.
+
+    And the peer.
+    """
     added = {
         peer: effect
         for peer in PEERS

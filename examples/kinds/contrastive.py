@@ -1,9 +1,12 @@
-"""Contrastive learning: two views of an image find each other among all views of the batch (SimCLR: Chen et al., 2020).
+"""Contrastive learning (SimCLR: Chen et al., 2020).
+
+Two views of an image find each other among all views of the batch.
 
 python examples/kinds/contrastive.py
 surefoot train examples/kinds/contrastive.py:Views --steps 40
 
-The loss compares the samples of the batch with each other: `additive=False`, without microbatches. `all_gather` joins the ranks.
+The loss compares the samples of the batch with each other: `additive=False`, without microbatches.
+`all_gather` joins the ranks.
 """
 
 from __future__ import annotations

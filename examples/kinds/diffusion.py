@@ -1,4 +1,6 @@
-"""Diffusion: a network learns to find the noise in points of a ring, and then draws new points (Ho, Jain and Abbeel, 2020).
+"""Diffusion: a network learns to find the noise in points of a ring (Ho, Jain and Abbeel, 2020).
+
+Then it draws new points.
 
 python examples/kinds/diffusion.py
 surefoot train examples/kinds/diffusion.py:Diffusion --steps 40

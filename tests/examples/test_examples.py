@@ -1,4 +1,7 @@
-"""Every example runs as the script that it is and learns; every task among them trains by its name."""
+"""Every example runs as the script that it is and learns.
+
+Every task among them trains by its name.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def has_its_extras(request: pytest.FixtureRequest) -> None:
 def run_script(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
 ) -> list[list[Event]]:
-    """Run `python examples/<name>.py` with `folder` as the working folder; gives the events of each run that it made, oldest first."""
+    """Run `python examples/<name>.py` with `folder` as the working folder.
+
+    Gives the events of each run that it made, oldest first.
+    """
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
     threads = torch.get_num_threads()
@@ -64,7 +70,10 @@ def run_script(
 
 
 def bits_of_single_bytes(text: bytes) -> float:
-    """The entropy of the bytes of `text` by themselves: what no model reaches that does not look at what came before."""
+    """The entropy of the bytes of `text` by themselves.
+
+    A model that does not look at what came before reaches no less.
+    """
     shares = np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256) / len(text)
     return float(-(shares[shares > 0] * np.log2(shares[shares > 0])).sum())
 
@@ -230,7 +239,7 @@ def test_documents_and_canvases_of_unequal_content_accumulate_to_the_whole_batch
 
 
 class Encoder:
-    """An encoder of transformers that tells lines of source that begin in the earlier half of the alphabet from the others."""
+    """A transformer that tells lines beginning in the alphabet's earlier half from the others."""
 
     def model(self) -> torch.nn.Module:
         from transformers import BertConfig, BertForSequenceClassification

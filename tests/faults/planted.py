@@ -1,4 +1,7 @@
-"""Faults that a forked trial may be asked to plant: each breaks one thing that surefoot does right."""
+"""Faults that a forked trial may be asked to plant.
+
+Each breaks one thing that surefoot does right.
+"""
 
 from __future__ import annotations
 

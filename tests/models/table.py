@@ -1,4 +1,7 @@
-"""Writes docs/reference/models.md: every case of this folder, compared. `python -m tests.models.table [WORD ...]`."""
+"""Writes docs/reference/models.md: every case of this folder, compared.
+
+python -m tests.models.table [WORD ...]
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ def write(rows: dict[tuple[str, str], str]) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Compare the cases whose package and name contain one of `words`, all without any, and write their rows."""
+    """Compare the cases whose package and name have one of `words`, or all; write their rows."""
     torch.set_num_threads(1)
     for package, name, case in cases():
         if not words or any(word in f"{package} {name}" for word in words):

@@ -1,4 +1,7 @@
-"""Models of transformers over images and sounds, and with losses of their own, train as in a plain PyTorch loop."""
+"""Models of transformers over images and sounds train as in a plain PyTorch loop.
+
+So do those with losses of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The Python corpus: which files are read, which are held out, what its digest covers, and that the transformer learns from them."""
+"""The Python corpus: which files are read, which are held out, what its digest covers.
+
+And that the transformer learns from them.
+"""
 
 from __future__ import annotations
 

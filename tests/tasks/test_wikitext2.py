@@ -1,4 +1,7 @@
-"""WikiText-2: what is read, how words become numbers, how bad files are refused, and that the transformer learns from them."""
+"""WikiText-2: what is read, how words become numbers, how bad files are refused.
+
+And that the transformer learns from them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`attach` around a plain loop: what it records, that it leaves the loop alone, and how the end is told whatever ends it."""
+"""`attach` around a plain loop.
+
+What it records, that it leaves the loop alone, and how the end is told whatever ends it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The ledger of an attached loop: every sample once a pass over any stops, and what is not so is found."""
+"""The ledger of an attached loop.
+
+Every sample once a pass over any stops, and what is not so is found.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ PASSES, SAMPLES = 4, 20
 
 
 def left_at(folder: Path, data: Callable[[], Any], *stops: int) -> loop_ledger.LoopConsumed:
-    """A loop that is left after each of these steps and at last comes to its end; what it consumed."""
+    """A loop that is left after each of these steps, then comes to its end; what it consumed."""
     for stop in stops:
         with pytest.raises(Left):
             train(folder, data(), leave_at=stop)
@@ -244,7 +247,10 @@ class Shaken(torch.utils.data.Dataset[Any]):
 def stopped_and_whole(
     folder: Path, draws: Callable[[Any], object], make: Callable[[], Any], leave_at: int
 ) -> list[list[Any]]:
-    """The batches of a loop over three passes that is left after a step, and of one that is not; `draws(loader)` is called in each step."""
+    """The batches of a loop over three passes that is left after a step, and of one that is not.
+
+    `draws(loader)` is called in each step.
+    """
     seen: list[list[Any]] = []
     for stops in ((), (leave_at,)):
         batches: list[Any] = []

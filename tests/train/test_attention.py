@@ -1,4 +1,7 @@
-"""train.attention: fused kernels off, on as torch chooses, or asked for and held against what step 1 called."""
+"""train.attention: fused kernels off, on as torch chooses, or asked for.
+
+What is asked for is held against what step 1 called.
+"""
 
 from __future__ import annotations
 

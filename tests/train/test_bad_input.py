@@ -1,4 +1,7 @@
-"""Bad input: told in words, before the run with code 2 and nothing written, during it with its own code and an Ended record."""
+"""Bad input is told in words.
+
+Before the run with code 2 and nothing written, during it with its own code and an Ended record.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Said, tmp_path: Path, *word
 def failed(
     monkeypatch: pytest.MonkeyPatch, capsys: Said, tmp_path: Path, code: int, task: str, *words: str
 ) -> tuple[str, Ended]:
-    """Train, see that it ends with `code` and that the record of its end holds the cause; gives what was said and the record."""
+    """Train, see that it ends with `code` and that the record of its end holds the cause.
+
+    Gives what was said and the record.
+    """
     assert call(monkeypatch, "train", task, *FEW, "--run", str(tmp_path / "a"), *words) == code
     said, end = capsys.readouterr().err, end_of(tmp_path / "a")
     assert "Traceback" not in said

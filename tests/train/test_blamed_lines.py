@@ -1,4 +1,7 @@
-"""An error of the user's code, also one that torch raises below it, is told with the innermost line of the user's own."""
+"""An error of the user's code is told with the innermost line of the user's own.
+
+So is one that torch raises below it.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,10 @@ PLACES = ("constructor", "forward", "dataset", "task", "data", "augment", "loss"
 
 
 def write(folder: Path, place: str, *, decorated: bool) -> str:
-    """A task that calls `grow`, of a file beside it, in one place; where it is decorated, torch calls its constructors."""
+    """A task that calls `grow`, of a file beside it, in one place.
+
+    Where it is decorated, torch calls its constructors.
+    """
     parts = {f"in_{each}": "grow(torch.ones(2))" if each == place else "pass" for each in PLACES}
     decorator = "@torch.no_grad()" if decorated else ""
     (folder / "mine.py").write_text(

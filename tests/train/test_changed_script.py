@@ -1,4 +1,7 @@
-"""A resume that meets a changed script names each key with the old and the new value, and what to type for each way to go on."""
+"""A resume that meets a changed script names each key with the old and the new value.
+
+It also says what to type for each way to go on.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,10 @@ FIRST: Build = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0
 def loop(
     folder: Path, build: Build, batch: int = 2, scheduled: bool = False, by_hand: bool = False
 ) -> tuple[list[str], float]:
-    """A pass of three steps that is left; gives the notes of its start, and the learning rate that it stood at then."""
+    """A pass of three steps that is left.
+
+    Gives the notes of its start, and the learning rate that it stood at then.
+    """
     model = torch.nn.Linear(1, 1)
     optimizer = build(list(model.parameters()))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

@@ -32,7 +32,7 @@ def _anew() -> Iterator[None]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are captured as always and run by torch's own kernels: making code takes tens of seconds."""
+    """Graphs are captured as always, and run by torch's own kernels: making code takes long."""
     monkeypatch.setattr(
         compiling, "compile_regions", functools.partial(compile_regions, backend="eager")
     )

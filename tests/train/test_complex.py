@@ -1,4 +1,4 @@
-"""Complex parameters train with every optimizer as in a plain PyTorch loop, or are refused before step 1."""
+"""Complex parameters train as in a plain PyTorch loop, or are refused before step 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A step's gradient is the sum over every item of its batch, divided once: however the batch is split, and whatever is counted."""
+"""A step's gradient is the sum over every item of its batch, divided once.
+
+However the batch is split, and whatever is counted.
+"""
 
 # B batch, T padded length
 
@@ -29,7 +32,10 @@ LONGEST = 20
 
 
 class Sequences:
-    """Sequences of unequal length: each token is classified (`say`), and of those marked a place is regressed (`place`)."""
+    """Sequences of unequal length.
+
+    Each token is classified (`say`), and of those marked a place is regressed (`place`).
+    """
 
     def __init__(
         self,

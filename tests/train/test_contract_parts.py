@@ -1,4 +1,7 @@
-"""The optional parts of a task: updates, own optimiser and schedule, own state, frozen and tied and unused parameters, and objects."""
+"""The optional parts of a task.
+
+Updates, own optimiser and schedule, own state, frozen and tied and unused parameters, and objects.
+"""
 
 from __future__ import annotations
 
@@ -185,7 +188,10 @@ class TwoUpdates(Plain):
 
 
 class OnlyUpdates:
-    """What a task of updates needs at least; `metrics` and `forward` come when it is to be evaluated."""
+    """What a task of updates needs at least.
+
+    `metrics` and `forward` come when it is to be evaluated.
+    """
 
     def __init__(self) -> None:
         self.inner = TwoUpdates()

@@ -1,4 +1,7 @@
-"""train.cudnn_benchmark: on where it may be, off with its reason elsewhere, and ended where batches have many shapes."""
+"""train.cudnn_benchmark: on where it may be, off with its reason elsewhere.
+
+It is ended where batches have many shapes.
+"""
 
 from __future__ import annotations
 

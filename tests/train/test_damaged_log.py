@@ -1,4 +1,7 @@
-"""Damage in a run's log costs the lines that it touches: the run goes on, to the same weights, and says which line it left out."""
+"""Damage in a run's log costs the lines that it touches.
+
+The run goes on, to the same weights, and says which line it left out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""float8 in the products of linear layers: what is converted and why not, what it learns, and what is saved."""
+"""float8 in the products of linear layers.
+
+What is converted and why not, what it learns, and what is saved.
+"""
 
 from __future__ import annotations
 

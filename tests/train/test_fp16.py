@@ -1,4 +1,7 @@
-"""fp16 in a run: the scale moves as it should, a step that overflows moves nothing else, and all of it goes on after a stop."""
+"""fp16 in a run: the scale moves as it should, and a step that overflows moves nothing else.
+
+All of it goes on after a stop.
+"""
 
 from __future__ import annotations
 

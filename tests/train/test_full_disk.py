@@ -1,4 +1,7 @@
-"""A disk without room for one more checkpoint: the oldest makes room where retention allows it, one verified commit always stays."""
+"""A disk without room for one more checkpoint.
+
+The oldest makes room where retention allows it, one verified commit always stays.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are not: a step that is skipped moves nothing, and a run that cannot come back ends."""
+"""Numbers that are not: a skipped step moves nothing, and a run that cannot come back ends."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_a_loss_is_diverged_when_it_stays_out_of_all_proportion(
 
 
 class Counting(nn.Module):
-    """Buffers of every kind: changed in place, replaced, constant, of whole numbers, and one that is no tensor yet."""
+    """Buffers changed in place, replaced, constant, of whole numbers, and no tensor yet."""
 
     def __init__(self) -> None:
         super().__init__()

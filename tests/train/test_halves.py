@@ -1,4 +1,7 @@
-"""Before a run each loss is computed of a batch and of its halves, whatever the data come from: what is no sum over samples is found."""
+"""Before a run each loss is computed of a batch and of its halves, whatever the data come from.
+
+What is no sum over samples is found.
+"""
 
 from __future__ import annotations
 

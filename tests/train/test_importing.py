@@ -1,4 +1,7 @@
-"""Importing a task never runs a script: what runs already is used, and a run that an import would start is refused."""
+"""Importing a task never runs a script.
+
+What runs already is used, and a run that an import would start is refused.
+"""
 
 from __future__ import annotations
 

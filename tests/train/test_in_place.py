@@ -1,4 +1,7 @@
-"""A model or a loss that writes into its batch changes the data where the batch is their own memory: that is named before step 1."""
+"""A model or a loss that writes into its batch is named before step 1.
+
+It changes the data where the batch is their own memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, break, exceptions and threads: a run always says how it ended, and puts back what it set."""
+"""Ctrl-C, break, exceptions, threads: a run says how it ended, and puts back what it set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What goes with large batches: the rate that follows them, BatchNorm under accumulation, a batch that grows."""
+"""What goes with large batches.
+
+The rate that follows them, BatchNorm under accumulation, a batch that grows.
+"""
 
 from __future__ import annotations
 

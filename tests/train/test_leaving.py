@@ -1,4 +1,7 @@
-"""What a script that trains over a DataLoader with workers leaves behind: its own output, its exit code, and no process."""
+"""What a script that trains over a DataLoader with workers leaves behind.
+
+Its own output, its exit code, and no process.
+"""
 
 from __future__ import annotations
 

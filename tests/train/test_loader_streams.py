@@ -1,4 +1,7 @@
-"""Streams, states and generators of a user's own under a run: what a check reads, what is saved, what is noticed."""
+"""Streams, states and generators of a user's own under a run.
+
+What a check reads, what is saved, what is noticed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""bf16 weights with fp32 masters, modules that are kept in fp32, and what is evaluated, saved and gone on with."""
+"""bf16 weights with fp32 masters, and modules that are kept in fp32.
+
+And what is evaluated, saved and gone on with.
+"""
 
 from __future__ import annotations
 

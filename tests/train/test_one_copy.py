@@ -1,4 +1,7 @@
-"""A run that begins, or goes on, holds its state in memory once: no second copy while weights and moments are read or written."""
+"""A run that begins, or goes on, holds its state in memory once.
+
+No second copy while weights and moments are read or written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A step that runs out of memory, for real: in a process whose address space may grow by little more once the run has begun."""
+"""A step that runs out of memory, for real.
+
+In a process whose address space may grow by little more once the run has begun.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def tables(memory: dict[str, Any] | None = None, **task: Any) -> dict[str, Any]:
 
 
 def run_short(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run a spec with little memory; gives what its error says, or the digests of its state at the end."""
+    """Run a spec with little memory.
+
+    Gives what its error says, or the digests of its state at the end.
+    """
     words = [
         sys.executable,
         "-m",

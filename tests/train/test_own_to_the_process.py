@@ -1,4 +1,7 @@
-"""A run's lock and files are its own process's, and its folder is the place that was asked for, wherever the process goes later."""
+"""A run's lock and files are its own process's, and its folder is the place that was asked for.
+
+That holds wherever the process goes later.
+"""
 
 from __future__ import annotations
 

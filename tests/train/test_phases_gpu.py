@@ -1,4 +1,7 @@
-"""On a GPU: work counts where it was launched, the phases add up to the wall time, and memory is that of the run's device."""
+"""On a GPU: work counts where it was launched, and the phases add up to the wall time.
+
+And memory is that of the run's device.
+"""
 
 from __future__ import annotations
 

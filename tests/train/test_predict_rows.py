@@ -1,4 +1,7 @@
-"""What `surefoot predict` writes has one row for each sample, or the error says which dimension is not the batch's."""
+"""What `surefoot predict` writes has one row for each sample.
+
+Or the error says which dimension is not the batch's.
+"""
 
 from __future__ import annotations
 

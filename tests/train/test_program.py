@@ -1,4 +1,7 @@
-"""A run is resumed by the program that began it: the task's file, the modules that it imports, the versions, the git commit."""
+"""A run is resumed by the program that began it.
+
+The task's file, the modules that it imports, the versions, the git commit.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ PROJECTS = {
 
 
 def write_project(folder: Path, where: str) -> tuple[str, Path]:
-    """A task that fails at step 3, with the module that it imports; gives the task's name and the module's file."""
+    """A task that fails at step 3, with the module that it imports.
+
+    Gives the task's name and the module's file.
+    """
     task_file, module_file, change = PROJECTS[where]
     module = folder / module_file
     module.parent.mkdir(parents=True, exist_ok=True)

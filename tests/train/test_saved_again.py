@@ -1,4 +1,7 @@
-"""What a loop of one's own saves by hand, changes and saves again is what is on the disk; a fork that is killed is a fork, or no run."""
+"""What a loop of one's own saves by hand, changes and saves again is what is on the disk.
+
+A fork that is killed is a fork, or no run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a script that uses Run gives its scheduler: the command's exit code, and a run that exists, finished, however often it is asked."""
+"""What a script that uses Run gives its scheduler.
+
+The command's exit code, and a run that exists, finished, however often it is asked.
+"""
 
 from __future__ import annotations
 

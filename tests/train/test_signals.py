@@ -1,4 +1,7 @@
-"""SIGTERM and SIGUSR1, as schedulers send them: the state is saved at the step boundary, and the run goes on from there."""
+"""SIGTERM and SIGUSR1, as schedulers send them.
+
+The state is saved at the step boundary, and the run goes on from there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One fact, one number: where the time of a run on a slow disk went, and its throughput, wherever they are told."""
+"""One fact, one number: where the time of a run on a slow disk went, and its throughput.
+
+They are the same wherever they are told.
+"""
 
 from __future__ import annotations
 

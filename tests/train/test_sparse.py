@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings: what torch's own optimizers take, a task's own optimizer takes."""
+"""Sparse gradients of embeddings: what torch's optimizers take, a task's own optimizer takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run that compiles nothing leaves torch's compiler unimported; one that comes later is told what the run has set."""
+"""A run that compiles nothing leaves torch's compiler unimported.
+
+One that comes later is told what the run has set.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The whole step as one graph: the numbers of the step told in order, its guard, its resume, and what it refuses."""
+"""The whole step as one graph.
+
+The numbers of the step told in order, its guard, its resume, and what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ COMMON = ("adamw", "sgd", "lamb")  # the others are of a kind with one of these
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The graph is captured as always, its backward pass with it, and run by torch's own kernels: making code takes tens of seconds."""
+    """The graph is captured as always, its backward pass with it, and run by torch's own kernels.
+
+    Making code takes tens of seconds.
+    """
     monkeypatch.setattr(
         whole, "compile_function", functools.partial(compile_function, backend="aot_eager")
     )
@@ -80,7 +86,7 @@ def graphs(folder: Path) -> list[Compiled]:
 def test_the_whole_step_gives_the_numbers_of_the_step_told_in_order(
     name: str, tmp_path: Path
 ) -> None:
-    """Dropout, BatchNorm, clipping that bites, an average of the weights and a last batch that is smaller."""
+    """Dropout, BatchNorm, clipping that bites, averaged weights and a smaller last batch."""
     limit = {"clip": 0.0, "clip_value": 0.01} if name == "adam" else {"clip": 0.05}
     tables = {"optim": {**OPTIMIZERS[name], **limit, "ema": 0.9}, "train": {"batch": 7}}
     task = Small(dropout=0.1, norm=True)
@@ -169,7 +175,10 @@ def test_what_cannot_be_one_graph_is_taken_in_order_and_said(tmp_path: Path) -> 
 
 @pytest.fixture
 def recompile_limit() -> Iterator[int]:
-    """How many sizes torch compiles: few here. By its own context, since what pytest puts back stays hidden in its configuration."""
+    """How many sizes torch compiles: few here.
+
+    By its own context, since what pytest puts back stays hidden in its configuration.
+    """
     with torch._dynamo.config.patch(recompile_limit=1):
         yield 1
 

@@ -1,4 +1,7 @@
-"""`data.window`: shards are mixed a few at a time, by an order that is known at any step, and that the ledger holds."""
+"""`data.window`: shards are mixed a few at a time.
+
+Their order is known at any step, and the ledger holds it.
+"""
 
 from __future__ import annotations
 

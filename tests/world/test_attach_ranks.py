@@ -1,4 +1,7 @@
-"""`surefoot.attach` in a loop of the user's own on several ranks: one folder, and after a kill the bits of a loop that was never killed."""
+"""`surefoot.attach` in a loop of the user's own on several ranks.
+
+One folder, and after a kill the bits of a loop that was never killed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ SLOW = ("DDP on three", "FSDP2 on three", "FSDP2 in copies", "FSDP2 by columns")
 
 
 class Net(nn.Module):
-    """A block with dropout and running statistics, tied weights, a parameter with fewer rows than ranks, a hidden buffer."""
+    """A block with dropout, running statistics and a hidden buffer.
+
+    It has tied weights, and a parameter with fewer rows than ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +103,10 @@ def columns(model: nn.Module, rank: int) -> Any:
 
 
 def by_hand(model: nn.Module, rank: int) -> Any:
-    """Gradients are summed by the loop, but for the norm's and the head's, which each rank trains for itself."""
+    """Gradients are summed by the loop, but for the norm's and the head's.
+
+    Each rank trains these for itself.
+    """
 
     def reduce() -> None:
         for name, each in model.named_parameters():
@@ -219,7 +228,10 @@ def kill(kind: str, folder: Path, name: str, leave_at: int, **more: Any) -> None
 
 
 def apart(whole: list[Any], left: list[Any]) -> list[str]:
-    """What of a resumed loop is not as in one that was never killed: all but its folder, and the losses before it was killed."""
+    """What of a resumed loop is not as in one that was never killed.
+
+    All but its folder, and the losses before it was killed.
+    """
     return [
         f"rank {rank}: {key}"
         for rank, (one, other) in enumerate(zip(whole, left, strict=True))

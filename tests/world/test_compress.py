@@ -1,4 +1,7 @@
-"""Gradients that are sent compressed, over real ranks: how far off, how many bytes, what is carried over, also into a resumed run."""
+"""Gradients that are sent compressed, over real ranks.
+
+How far off, how many bytes, what is carried over, also into a resumed run.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ def leaves(*, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def gradients(rank: int, step: int, *, columns: int | None = None) -> list[Tensor]:
-    """What a rank has in a step; matrices of so many `columns` times others of each rank and step, else of full rank."""
+    """What a rank has in a step.
+
+    Matrices of so many `columns` times others of each rank and step, else of full rank.
+    """
     draws = torch.Generator().manual_seed(100 * step + rank)
     found = []
     for shape in SHAPES:
@@ -184,7 +190,10 @@ def without_feedback(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_rest_of_one_rank_for_all(patch: pytest.MonkeyPatch) -> None:
-    """The residual of the sum on every rank: added up, it would come back as often as there are ranks."""
+    """The residual of the sum on every rank.
+
+    Added up, it would come back as often as there are ranks.
+    """
     expand = LowRank._expand
 
     def summed(self: LowRank, bases: Any, own: Any, right: Tensor, wait: Any) -> None:
@@ -213,7 +222,10 @@ def another_factor_is_not_minded(patch: pytest.MonkeyPatch) -> None:
 def test_what_was_applied_and_what_was_not_sent_add_up_to_the_gradients_of_all_steps(
     plant: Callable[[pytest.MonkeyPatch], None] | None, num_ranks: int, tmp_path: Path
 ) -> None:
-    """With factors that change from step to step, as unequal counts and loss scales make them, and a step that is skipped."""
+    """With factors that change from step to step, and a step that is skipped.
+
+    Unequal counts and loss scales make such factors.
+    """
 
     def job(group: Group) -> Any:
         with pytest.MonkeyPatch.context() as patch:
@@ -319,7 +331,10 @@ def test_a_gradient_that_no_rank_has_stays_none_and_one_that_a_rank_lacks_counts
 
 
 def test_columns_that_came_to_nothing_begin_anew(tmp_path: Path) -> None:
-    """A gradient that is 0 once, whose first rows are 0 ever after: power iteration by itself would stay at 0."""
+    """A gradient that is 0 once, whose first rows are 0 ever after.
+
+    Power iteration by itself would stay at 0.
+    """
 
     def job(group: Group) -> Any:
         parameters, replicas = start(group, "powersgd")
@@ -387,7 +402,7 @@ def state_of(folder: Path, step: int) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Runs of two ranks of every kind, by name below a folder, and what their ranks made of them."""
+    """Runs of two ranks of every kind, by name below a folder, and what their ranks made."""
     folder, found = tmp_path_factory.mktemp("kinds"), {}
     for kind in ("none", "bf16", "fp16", "powersgd"):
         found[kind] = run_ranks(

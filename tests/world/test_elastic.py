@@ -1,4 +1,7 @@
-"""Runs that shrink and grow while they train: places that fail are left out and tried again, to the numbers of one process."""
+"""Runs that shrink and grow while they train.
+
+Places that fail are left out and tried again, to the numbers of one process.
+"""
 
 from __future__ import annotations
 
@@ -296,7 +299,10 @@ def test_a_command_that_grows_prints_one_result(tmp_path: Path) -> None:
 
 
 def shaken(seed: int, folder: Path, golden: dict[str, torch.Tensor], alone: Path) -> int:
-    """Of one to four ranks any may be killed in any step, a bad place more often; gives how many kills there were."""
+    """Of one to four ranks any may be killed in any step, a bad place more often.
+
+    Gives how many kills there were.
+    """
     draws = random.Random(seed)
     bad, share = draws.sample(range(4), draws.randrange(0, 4)), draws.uniform(0.0, 0.15)
     told = f"seed {seed}: places {bad} are bad, {share:.2f}"

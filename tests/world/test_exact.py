@@ -48,7 +48,10 @@ def exactly(size: int = 4, **tables: dict[str, Any]) -> RunSpec:
 
 
 def digest(folder: Path) -> str:
-    """Of every tensor of the newest commit: weights, statistics, moments. Rank 0 writes it, and only the end of all ranks says when."""
+    """Of every tensor of the newest commit: weights, statistics, moments.
+
+    Rank 0 writes it, and only the end of all ranks says when.
+    """
     commit = checkpoint.Commit(folder, manifest.steps(folder)[-1])
     held = {
         f"{file}/{name}": tensor

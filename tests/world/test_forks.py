@@ -1,4 +1,7 @@
-"""The process that forks ranks: what it gives is what a process that is begun by itself would be, and where it may not fork, each is."""
+"""The process that forks ranks gives what a process that is begun by itself would be.
+
+Where it may not fork, each is begun by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who keeps the others waiting: hangs of several kinds, planted in real ranks, and named by the supervisor with their place."""
+"""Who keeps the others waiting.
+
+Hangs of several kinds, planted in real ranks, and named by the supervisor with their place.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ LOOP = loop.__file__  # the loop that takes the steps
 
 
 class Hangs(Sentences):
-    """Texts; rank 1 does something of `kind` in its fifth step, or while it reads for the next one."""
+    """Texts; rank 1 does something of `kind` in its fifth step, or while it reads for the next."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.folder, self.calls = kind, folder, 0
@@ -186,7 +189,10 @@ def own_network() -> None:
     [pytest.param(kind, marks=pytest.mark.slow) if kind in LONGER else kind for kind in NAMED],
 )
 def test_what_holds_up_the_others_is_named_by_the_supervisor(kind: str, tmp_path: Path) -> None:
-    """Data, uneven work, another branch, another shape, a dead rank, a stopped one, a disk, the network: planted in rank 1 of two."""
+    """Data, uneven work, another branch or shape, a dead or stopped rank, a disk, the network.
+
+    Each is planted in rank 1 of two.
+    """
 
     def job(rank: int) -> int:
         if kind.startswith("uneven"):
@@ -274,7 +280,7 @@ class Stops(Plain):
 def test_without_a_supervisor_a_cut_network_is_named_by_the_deadline_of_what_the_ranks_do_together(
     tmp_path: Path,
 ) -> None:
-    """Two ranks in networks of their own, joined by a link that is cut in a step; plain variables."""
+    """Two ranks by plain variables in networks of their own, whose link is cut in a step."""
 
     def cut() -> int:
         own_network()
@@ -303,7 +309,7 @@ def test_without_a_supervisor_a_cut_network_is_named_by_the_deadline_of_what_the
 
 
 class Neighbour:
-    """A second network, held by a process that does nothing, and a link to it: 10.0.0.1 here, 10.0.0.2 there."""
+    """A second network that an idle process holds, and a link: 10.0.0.1 here, 10.0.0.2 there."""
 
     def __enter__(self) -> int:
         reads, writes = os.pipe()
@@ -457,7 +463,10 @@ def test_the_stack_is_that_of_the_thread_which_takes_the_steps() -> None:
 
 
 def test_a_rank_that_ends_while_the_ranks_join_is_lost_to_the_others(tmp_path: Path) -> None:
-    """It raised what torch raises, told as an error of the task, and came before the rank that had been killed."""
+    """It raised what torch raises, told as an error of the task.
+
+    It came before the rank that had been killed.
+    """
 
     def job(rank: int) -> None:
         if rank == 1:

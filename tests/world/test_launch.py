@@ -1,4 +1,7 @@
-"""The supervisor of the ranks of one host, at the command line: one run, whatever happens to a rank or to it."""
+"""The supervisor of the ranks of one host, at the command line.
+
+One run, whatever happens to a rank or to it.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,10 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(
 def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unbroken_one(
     tmp_path: Path,
 ) -> None:
-    """Rank 1 is killed in each attempt that takes so many steps; what each attempt brought is kept."""
+    """Rank 1 is killed in each attempt that takes so many steps.
+
+    What each attempt brought is kept.
+    """
     whole = command(tmp_path / "whole", "--steps", "13", "--quiet")
     killed = command(
         tmp_path / "killed", "--steps", "13", "--quiet", "--set", 'task.fails="dies 1"'
@@ -225,7 +231,10 @@ def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_ano
 def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(
     name: str, tmp_path: Path
 ) -> None:
-    """As a scheduler sends it, and to the one that forks the ranks too: they would be killed with it."""
+    """As a scheduler sends it, and to the one that forks the ranks too.
+
+    They would be killed with it.
+    """
     number = getattr(signal, name)
     supervisor = subprocess.Popen(
         command(tmp_path, "--steps", "2000"),
@@ -384,7 +393,10 @@ with join(place.here(), torch.device("cpu"), wait_s=120, timeout_s=20) as group:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at its threads in /proc")
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
-    """One that lets go of a tensor then aborts the process: here a group is held by a cycle, as by the frames of an error."""
+    """One that lets go of a tensor then aborts the process.
+
+    Here a group is held by a cycle, as by the frames of an error.
+    """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

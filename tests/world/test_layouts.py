@@ -1,4 +1,7 @@
-"""`surefoot verify --layouts`: the same batches on one process and on several ranks, and a task that is another one on a rank."""
+"""`surefoot verify --layouts`.
+
+The same batches on one process and on several ranks, and a task that is another one on a rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A rank that holds rows begins, and goes on, with no more in host memory than those: the model is built whole, but not in memory."""
+"""A rank that holds rows begins, and goes on, with no more in host memory than those.
+
+The model is built whole, but not in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a profile of several ranks shows: which sums of gradients went on beside the backward pass, and which were waited for."""
+"""What a profile of several ranks shows.
+
+Which sums of gradients went on beside the backward pass, and which were waited for.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ class Layers:
 
 
 def profiled(folder: Path, *, at_the_end: bool) -> None:
-    """Record three steps of a run; the bug that is planted with `at_the_end` sends nothing before the backward pass is over."""
+    """Record three steps of a run.
+
+    The bug that is planted with `at_the_end` sends nothing before the backward pass is over.
+    """
     if at_the_end:
         Replicas._take = lambda self, parameter: None  # type: ignore[method-assign]
     spec = RunSpec(

@@ -1,5 +1,7 @@
-"""What a task's `state()` is on several ranks, by its word: the same everywhere, compared at each save, or each rank's own, saved and
-restored for each."""
+"""What a task's `state()` is on several ranks, by its word.
+
+The same everywhere, compared at each save, or each rank's own, saved and restored for each.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,10 @@ def job(
 @pytest.mark.quick("numpy generator", "environment")
 @pytest.mark.parametrize("member", MEMBERS)
 def test_each_rank_goes_on_with_its_own_state(member: str, tmp_path: Path) -> None:
-    """A generator of numpy and of torch, a counter, an array, an environment: a resumed rank draws what the unbroken one did."""
+    """A generator of numpy and of torch, a counter, an array, an environment.
+
+    A resumed rank draws what the unbroken one did.
+    """
     whole = run_ranks(2, job(tmp_path / "whole", member), tmp_path / "a")
     assert all("drawn" in each for each in whole), whole
     assert whole[0]["drawn"] != whole[1]["drawn"]

@@ -1,4 +1,7 @@
-"""Batches in which no item counts, on one rank or on all: every rank decides alike, and trains to the numbers of one process."""
+"""Batches in which no item counts, on one rank or on all.
+
+Every rank decides alike, and trains to the numbers of one process.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ EMPTY, ON_ONE = (
 
 
 class Masked(Stacked):
-    """Steps without an item on any rank, and such with items on one rank alone; by the place in the batch, as data are not shuffled."""
+    """Steps without an item on any rank, and such with items on one rank alone.
+
+    By the place in the batch, as data are not shuffled.
+    """
 
     is_constant = False
 

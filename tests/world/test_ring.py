@@ -1,4 +1,7 @@
-"""The all-reduce by hand of examples/ring_all_reduce.py: the sums of the built-in one, for the bytes that the lesson says."""
+"""The all-reduce by hand of examples/ring_all_reduce.py.
+
+The sums of the built-in one, for the bytes that the lesson says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run on several ranks: the numbers of one process, one folder, one ledger, decisions that all ranks take together."""
+"""A run on several ranks: the numbers of one process, one folder, one ledger.
+
+And decisions that all ranks take together.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ NUM_SAMPLES = 44
 
 
 class Sentences:
-    """Texts of unlike length, whose padding does not count; with dropout, BatchNorm, tied, frozen and unused parameters."""
+    """Texts of unlike length, whose padding does not count.
+
+    With dropout, BatchNorm, tied, frozen and unused parameters.
+    """
 
     split_loss, differs_in = False, ""
 
@@ -166,7 +172,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_so_many_ranks_train_to_the_numbers_of_one_process(
     num_ranks: int, alone: Any, tmp_path: Path
 ) -> None:
-    """Texts of unlike length, a short last batch, padding, clipping, accumulation, dropout, BatchNorm, tied, frozen, unused weights."""
+    """Texts of unlike length, a short last batch, padding, clipping, accumulation, dropout.
+
+    And BatchNorm, and tied, frozen and unused weights.
+    """
     found = run_ranks(num_ranks, lambda rank: train(tmp_path / "run"), tmp_path / "ranks")
     assert all("losses" in each for each in found), found
     assert max(apart(alone, each) for each in found) < 1e-10
@@ -306,7 +315,10 @@ class StartsApart(Narrow):
 
 
 def test_weights_with_masters_are_trained_by_the_gradients_of_all_ranks(tmp_path: Path) -> None:
-    """The gradient goes to the master: that of the parameter itself is gone before it could be summed."""
+    """The gradient goes to the master.
+
+    That of the parameter itself is gone before it could be summed.
+    """
     given = spec(precision={"weights": "bf16", "compute": "bf16"}, layout={"check_every": "1 step"})
     (alone,) = run_ranks(
         1, lambda rank: train(tmp_path / "alone", Narrow(), given), tmp_path / "one"
@@ -371,7 +383,10 @@ def test_a_signal_to_one_rank_ends_all_after_one_step_with_its_code(tmp_path: Pa
 
 
 def test_ranks_that_end_for_unlike_reasons_end_alike(tmp_path: Path) -> None:
-    """Who is interrupted evaluates no more: the other, which only stops, must not wait for it in an evaluation."""
+    """Who is interrupted evaluates no more.
+
+    The other, which only stops, must not wait for it in an evaluation.
+    """
 
     def job(rank: int) -> Any:
         with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:

@@ -1,5 +1,8 @@
-"""Ranks that go on hold the same: a rank whose folder has an older, another or a newer commit is named, and so is one that holds another
-state than was loaded."""
+"""Ranks that go on hold the same.
+
+A rank whose folder has an older, another or a newer commit is named, and so is one that holds
+another state than was loaded.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_a_disk_of_its_own(run: Path) -> Callable[[int], Any]:
-    """Rank 1 sees a folder of its own where the others see `run`, as on a host without the shared disk."""
+    """Rank 1 sees a folder of its own where the others see `run`, as without the shared disk."""
 
     def job(rank: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:

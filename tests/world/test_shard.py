@@ -1,4 +1,7 @@
-"""Ranks that hold a part each: the numbers of one process, commits that any layout loads, and memory and traffic that are split."""
+"""Ranks that hold a part each.
+
+The numbers of one process, commits that any layout loads, and memory and traffic that are split.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, a norm with statistics, a head that is tied, what is frozen and what nobody uses, and fewer rows than ranks."""
+    """Blocks, a norm with statistics, a head that is tied, and fewer rows than ranks.
+
+    Something is frozen, and something nobody uses.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +149,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_ranks_that_hold_a_part_train_to_the_numbers_of_one_process(
     name: str, alone: Any, tmp_path: Path
 ) -> None:
-    """Texts of unlike length, a short last batch, ranks without one, clipping, dropout, BatchNorm, averages, tied, frozen, unused."""
+    """Texts of unlike length, a short last batch, ranks without one, clipping, dropout, BatchNorm.
+
+    And averages, and tied, frozen and unused weights.
+    """
     num_ranks, layout = LAYOUTS[name]
     found = run_ranks(
         num_ranks, lambda rank: followed(tmp_path / "run", sharded(layout)), tmp_path / "ranks"
@@ -190,7 +199,10 @@ def test_each_rank_links_what_has_not_changed_of_its_part(tmp_path: Path) -> Non
 
 
 def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Path) -> None:
-    """Optimiser and averages too: the same run is left and taken up by other ranks, and ends with the weights of one process."""
+    """Optimiser and averages too.
+
+    The same run is left and taken up by other ranks, and ends with the weights of one process.
+    """
     order: list[tuple[int, dict[str, Any]]] = [
         (2, {"shard": 2, "stage": 3}),
         (1, {}),
@@ -332,7 +344,10 @@ def test_rows_are_cut_by_bytes_and_every_row_is_somebody_s(num_ranks: int) -> No
 def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
     stage: int, gathers: int, tmp_path: Path
 ) -> None:
-    """A sum in parts of all gradients, and weights gathered once, or twice those that are let go between the passes."""
+    """A sum in parts of all gradients, and weights gathered once.
+
+    Those that are let go between the passes are gathered twice.
+    """
 
     def job(rank: int, microbatch: int) -> Any:
         given = sharded(
