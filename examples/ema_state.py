@@ -50,9 +50,8 @@ class HardClasses:
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         losses = F.cross_entropy(output, batch["labels"], reduction="none")
-        hardness = self.hardness.to(
-            losses.device
-        )  # a task is not told the device; the batch knows it
+        # a task is not told the device; the batch knows it
+        hardness = self.hardness.to(losses.device)
         weights = (hardness / hardness.mean())[batch["labels"]]
         self._remember(hardness, losses.detach(), batch["labels"])
         return Loss.sum((weights * losses).sum(), count=len(losses))
@@ -61,9 +60,8 @@ class HardClasses:
         sums = torch.zeros_like(hardness).index_add_(0, labels, losses)
         seen = labels.bincount(minlength=10)
         means = torch.where(seen > 0, sums / seen.clamp(min=1), hardness)
-        self.hardness.copy_(
-            hardness.lerp(means, 1 / self.memory)
-        )  # in place: the name in state() stays true
+        # in place: the name in state() stays true
+        self.hardness.copy_(hardness.lerp(means, 1 / self.memory))
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         return {"accuracy": accuracy(output, batch["labels"])}

@@ -69,9 +69,8 @@ def main() -> float:
 
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))  # its weights stay fp32
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.7)
-    scaler = Scaler(
-        scale=2.0**24, growth_interval=100
-    )  # too large at first, so that it has to come down
+    # too large at first, so that it has to come down
+    scaler = Scaler(scale=2.0**24, growth_interval=100)
 
     for epoch in range(EPOCHS):
         for ids in torch.randperm(len(train)).split(BATCH):

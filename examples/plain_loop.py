@@ -91,9 +91,8 @@ def main(folder: Path, stop_after: int | None = None) -> float:
         return warmup(step, WARMUP_STEPS) * cosine(step, total_steps)
 
     update = GuardedUpdate([optimizer], clip=1.0, curve=curve)
-    restored = checkpoint.load(
-        folder, {"model": model, "update": update}
-    )  # the newest that is whole, every byte checked
+    # the newest that is whole, every byte checked
+    restored = checkpoint.load(folder, {"model": model, "update": update})
     first = restored.step if restored else 0
     if first:
         print(f"going on after step {first}")
@@ -113,9 +112,8 @@ def main(folder: Path, stop_after: int | None = None) -> float:
             loss.backward()
             loss_sum += loss.detach()
         count = len(window.ids)
-        norm, applied = update.step_if_finite(
-            1 / count
-        )  # the sum over all microbatches, divided once; clipped; skipped if not finite
+        # the sum over all microbatches, divided once; clipped; skipped if not finite
+        norm, applied = update.step_if_finite(1 / count)
 
         report = StepReport(
             step=step + 1,
@@ -132,9 +130,8 @@ def main(folder: Path, stop_after: int | None = None) -> float:
                 f"step {seen.step}  loss {seen.loss:.3f}  rate {seen.learning_rate:.3g}  {seen.samples_per_s:,.0f} samples/s"
             )
         if report.step % COMMIT_EVERY == 0 or report.step == total_steps:
-            checkpoint.save(
-                folder, report.step, {"model": model, "update": update}
-            )  # there whole, or not at all
+            # there whole, or not at all
+            checkpoint.save(folder, report.step, {"model": model, "update": update})
             checkpoint.retain(folder, keep=2)
 
     share = evaluate(model, test)

@@ -53,9 +53,8 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     for file in manifest["files"]:
         data = (folder / file["name"]).read_bytes()
         found = digest(data)
-        if (
-            file["tensors"] is not None
-        ):  # a file of tensors: over the digests of its header and of its tensors
+        # a file of tensors: over the digests of its header and of its tensors
+        if file["tensors"] is not None:
             body = 8 + int.from_bytes(data[:8], "little")
             parts = [digest(data[:body])]
             for name, piece in sorted(

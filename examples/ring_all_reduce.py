@@ -40,9 +40,8 @@ def ring_all_reduce(tensor: Tensor) -> int:
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     flat = tensor.view(-1)
-    pieces = flat.tensor_split(
-        size
-    )  # views, as even as can be: some hold one number more, and some none at all
+    # views, as even as can be: some hold one number more, and some none at all
+    pieces = flat.tensor_split(size)
     sent = 0
     for number in range(size - 1):  # reduce-scatter
         going, coming = pieces[(rank - number) % size], pieces[(rank - number - 1) % size]

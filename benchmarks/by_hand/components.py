@@ -34,9 +34,8 @@ class Component:
 COMPONENTS = {
     "fp32": Component({}),
     "bf16": Component({"precision": {"compute": "bf16"}}),
-    "fp16": Component(
-        {"precision": {"compute": "fp16"}}, CONVNET
-    ),  # a processor takes ten times as long over it
+    # a processor takes ten times as long over it
+    "fp16": Component({"precision": {"compute": "fp16"}}, CONVNET),
     "accumulate": Component({"train": {"microbatch": PARTS}}),
     "channels last": Component({"train": {"memory_format": "channels_last"}}, CONVNET),
     "update in backward": Component(

@@ -20,9 +20,8 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "checkpoint.json"
-OTHER = RESULTS.with_name(
-    "with_sha.json"
-)  # another machine, whose processor has instructions for SHA-256
+# another machine, whose processor has instructions for SHA-256
+OTHER = RESULTS.with_name("with_sha.json")
 WAYS = ("raw", "surefoot", "torch_save", "safetensors", "dcp")
 STALLS = {"one core": 1, "both cores": 2}
 STALL_MODES = {

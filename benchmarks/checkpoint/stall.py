@@ -23,15 +23,12 @@ from surefoot.contract import events
 
 WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
-SAVES, FEW_SAVES = (
-    11,
-    4,
-)  # a round's, ours and the peers'; the first one, which makes our staged copy, is left out
+# a round's, ours and the peers'; the first one, which makes our staged copy, is left out
+SAVES, FEW_SAVES = 11, 4
 REST_S = 20.0  # a machine that has computed on both cores for three minutes may be slowed to half its speed, until it has rested
-EVERY, OFTEN = (
-    64,
-    12,
-)  # steps between saves; the longer where a writer that yields to two threads lives through 17 to 40 of them
+# steps between saves; the longer where a writer that yields to two threads lives through 17 to 40
+# of them
+EVERY, OFTEN = 64, 12
 
 
 class Wide:

@@ -35,9 +35,8 @@ from surefoot.train.step.stepper import EAGER_STEPS
 from surefoot.trial import write_report
 
 MODELS = {
-    "mlp": replace(
-        WORKLOADS["mlp"], warmup=500, steps=8000
-    ),  # a graph takes 800 steps in less than a tenth of a second
+    # a graph takes 800 steps in less than a tenth of a second
+    "mlp": replace(WORKLOADS["mlp"], warmup=500, steps=8000),
     "convnet": replace(WORKLOADS["convnet"], warmup=8),
     "gpt": replace(WORKLOADS["gpt"], warmup=8),
     "deep": replace(
@@ -45,14 +44,8 @@ MODELS = {
     ),
 }
 KINDS = ("idiomatic", "eager", "blocks", "model", "step", "graph")
-FIRST = {
-    "idiomatic": 1,
-    "graph": 2,
-    "eager": 2,
-    "blocks": 2,
-    "model": 2,
-    "step": EAGER_STEPS + 1,
-}  # the step that runs as all later ones do
+# the step that runs as all later ones do
+FIRST = {"idiomatic": 1, "graph": 2, "eager": 2, "blocks": 2, "model": 2, "step": EAGER_STEPS + 1}
 
 
 class Compiled(Costed):

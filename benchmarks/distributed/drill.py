@@ -31,10 +31,8 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "drill.json"
 RANKS, CALM_STEPS, SEED, AIM = 4, 1500, 0, 0.98
 NAMED = "surefoot:"  # and the number of the rank: what its process is called
-OWN = (
-    "state/random/torch",
-    "microbatch",
-)  # each rank draws for its own pieces alone, and several are cut without being told how
+# each rank draws for its own pieces alone, and several are cut without being told how
+OWN = ("state/random/torch", "microbatch")
 SHARE = 0.8  # of the time that is asked for, an unbroken run takes: the rest goes to what the kills cost
 
 
@@ -160,9 +158,8 @@ def measure(ranks: int, every_s: float, seconds: float) -> dict[str, Any]:
             check=False,
         )
     start_s = calm_s - CALM_STEPS * step_s
-    unbroken_s = (
-        start_s + steps * stormy_s
-    )  # at the rate of these minutes: that of others is a few per cent off
+    # at the rate of these minutes: that of others is a few per cent off
+    unbroken_s = start_s + steps * stormy_s
     return {
         "ranks": ranks,
         "every_s": every_s,

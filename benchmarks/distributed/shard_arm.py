@@ -46,11 +46,8 @@ from surefoot.train.step import stepper
 from surefoot.trial import write_report
 
 VOCABULARY, LENGTH = 256, 4  # few tokens: what is counted are states, and not activations
-TRADED, TRADED_BATCH, TRADED_LENGTH = (
-    10,
-    8,
-    64,
-)  # steps of wikitext2, windows of a batch, words of a window
+# steps of wikitext2, windows of a batch, words of a window
+TRADED, TRADED_BATCH, TRADED_LENGTH = 10, 8, 64
 
 
 class Large:
@@ -164,9 +161,8 @@ def counting() -> Iterator[list[int]]:
         for each in (
             tensor for link in links for files in link._theirs.values() for tensor in files.values()
         ):
-            storages.pop(
-                each.untyped_storage().data_ptr(), None
-            )  # mapped here, and held by another rank
+            # mapped here, and held by another rank
+            storages.pop(each.untyped_storage().data_ptr(), None)
         seen.append(sum(storages.values()))
 
     def before_update(self: GuardedUpdate, *args: Any) -> Any:

@@ -51,9 +51,8 @@ def _compile(kind: str, guarded: optim.GuardedUpdate) -> Callable[[], object]:
     def whole(held: Any, grads: Any, rates: Any) -> Any:
         with torch.no_grad():
             norm, applied, limited = move(rules, held, grads, rates, [loss], CLIP, None)
-            for grad, each in zip(
-                grads, limited, strict=True
-            ):  # in place, as the fused kernels leave them
+            # in place, as the fused kernels leave them
+            for grad, each in zip(grads, limited, strict=True):
                 grad.copy_(each)
             return norm, applied
 

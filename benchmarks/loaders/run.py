@@ -33,12 +33,13 @@ FOLDER = Path(__file__).parent
 PHOTOS, CEILING, GOING_ON, WAITING = (
     FOLDER / "results" / f"{name}.json" for name in ("photos", "ceiling", "going_on", "waiting")
 )
+# what each reads
 PEERS = {
     "torch_loader": "files",
     "webdataset": None,
     "litdata": "litdata",
     "streaming": "streaming",
-}  # what each reads
+}
 OURS = ("surefoot_processes", "surefoot_threads", "surefoot_decoded")
 CEILING_SHARE, DECODED_TIMES, GOING_S, WAITING_SHARE, EPOCH = 0.9, 15.0, 0.005, 0.02, 1.03
 SETTINGS, TASKS = ("auto", "0", "1", "2"), ("decoded", "photos")

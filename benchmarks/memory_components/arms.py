@@ -48,9 +48,8 @@ class Size:
 
 
 DEEP = Size(layers=24, batch=8, length=128, width=256, heads=4)
-REFERENCE = Size(
-    layers=12, batch=32, length=512, width=768, heads=12, warmup=0, steps=1
-)  # a step takes minutes on one core
+# a step takes minutes on one core
+REFERENCE = Size(layers=12, batch=32, length=512, width=768, heads=12, warmup=0, steps=1)
 
 
 def make_head(*, chunked: bool) -> Step:
@@ -79,9 +78,8 @@ def make_deep(way: str, size: Size) -> Step:
     tokens = torch.randint(0, 256, (size.batch, size.length))
 
     def step() -> None:
-        model.zero_grad(
-            set_to_none=False
-        )  # gradients are there all the time: what is left of the peak are activations
+        # gradients are there all the time: what is left of the peak are activations
+        model.zero_grad(set_to_none=False)
         scores: Tensor = model(tokens)
         F.cross_entropy(scores.flatten(0, 1), tokens.flatten()).backward()
 

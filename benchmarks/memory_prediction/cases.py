@@ -181,9 +181,8 @@ def make_cases() -> list[Named]:
     """
     found = []
     for number, (family, precision, way) in enumerate(product(FAMILIES, PRECISIONS, WAYS)):
-        if family == "lstm" and (
-            way != "none" or precision == "fp16"
-        ):  # torch has no LSTM in fp16 on a CPU
+        # torch has no LSTM in fp16 on a CPU
+        if family == "lstm" and (way != "none" or precision == "fp16"):
             continue
         found.append(Named(family, precision, way, OPTIMISERS[(number + number // 4) % 3]))
     return [

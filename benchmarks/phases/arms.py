@@ -171,9 +171,8 @@ def wall(task: str, work: str, *, is_busy: bool) -> dict[str, float]:
     ).spec
     with Run(spec, folder=work, quiet=True) as run:
         whole = run.assembly.evaluation
-        run.assembly = replace(
-            run.assembly, evaluation=lambda split: _Few(whole(split), EVALUATED)
-        )  # all of it takes minutes
+        # all of it takes minutes
+        run.assembly = replace(run.assembly, evaluation=lambda split: _Few(whole(split), EVALUATED))
         for report in run.steps():
             if is_busy and report.step % every == 0:
                 run.evaluate()

@@ -20,11 +20,8 @@ from surefoot.trial import Arm, Trial, effects_markdown, find_effects, read_tria
 FOLDER = Path(__file__).parent
 RESULTS, SCORES = (FOLDER / "results" / f"{name}.json" for name in ("cost", "score"))
 DATA = "../shared/data"
-STEPS = {
-    "fp32": 8,
-    "bf16": 8,
-    "fp16": 2,
-}  # a processor without units for fp16 takes ten times as long over it
+# a processor without units for fp16 takes ten times as long over it
+STEPS = {"fp32": 8, "bf16": 8, "fp16": 2}
 LEARNED = ("fp32", "bf16")
 MOST_APART, SEEDS = 0.5, 3  # points
 

@@ -51,9 +51,8 @@ def torch_calls(
     if dtype is not torch.float64:  # oneDNN has none
         packed, weight = one.to_mkldnn(), turned.to_mkldnn()
         yield "oneDNN linear", lambda: F.linear(packed, weight)
-        pixels = one.reshape(1, rows, 1, inner).permute(
-            0, 3, 1, 2
-        )  # channels last, as it is stored
+        # channels last, as it is stored
+        pixels = one.reshape(1, rows, 1, inner).permute(0, 3, 1, 2)
         kernel = turned.reshape(columns, inner, 1, 1)
         yield (
             "oneDNN convolution",

@@ -94,9 +94,8 @@ def _cells(effect: Effect) -> tuple[str, str, str]:
 
 
 def _standing(effect: Effect) -> tuple[str, str]:
-    if effect.measure.endswith(
-        WALL
-    ):  # shown beside it; the bar is on CPU time, which a busy machine stretches less
+    # shown beside it; the bar is on CPU time, which a busy machine stretches less
+    if effect.measure.endswith(WALL):
         return "", ""
     bar = Bar(arm=effect.arm, baseline=effect.baseline, measure=effect.measure, most=MOST_TIMES)
     return f"<= {MOST_TIMES}", bar.standing(effect)

@@ -28,10 +28,8 @@ ARMS = {  # name -> (module, package it needs)
     "lightning": ("peer_lightning", "lightning"),
     "hf_trainer": ("peer_hf_trainer", "transformers"),
 }
-COMPOSER = {
-    "composer": "peer_composer",
-    "bare_for_composer": "bare",
-}  # in an interpreter of their own: its torch is another
+# in an interpreter of their own: its torch is another
+COMPOSER = {"composer": "peer_composer", "bare_for_composer": "bare"}
 TIMEOUT_S = 300.0
 
 

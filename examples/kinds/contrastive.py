@@ -75,9 +75,8 @@ class Views:
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         nearest = (output[0] @ output[0].T).fill_diagonal_(-1).argmax(1)
         right = (batch["labels"][nearest] == batch["labels"]).sum()
-        return {
-            "nearest neighbor is the same digit": mean_of(right, len(nearest), better="higher")
-        }  # chance 0.1
+        # chance 0.1
+        return {"nearest neighbor is the same digit": mean_of(right, len(nearest), better="higher")}
 
 
 def main(folder: str | None = None) -> Run:

@@ -49,9 +49,10 @@ class Reading:
             {"train": 800, "test": 200}[split],
             torch.Generator().manual_seed(int(split == "test")),
         )
+        # none twice in a row
         letters = (
             torch.randint(1, LETTERS, (count, LONGEST), generator=draws).cumsum(1) % LETTERS + 1
-        )  # none twice in a row
+        )
         num_letters = torch.randint(2, LONGEST + 1, (count,), generator=draws)
         lasts = torch.randint(2, 5, (count, LONGEST), generator=draws) * (
             torch.arange(LONGEST) < num_letters[:, None]

@@ -81,9 +81,8 @@ class Balance:
 
     def loss(self, output: Batch, batch: Batch) -> Loss:
         stands, to_come = output["stands"], torch.zeros_like(output["stands"])
-        for time in reversed(
-            range(HORIZON)
-        ):  # the reward is 1 for each state in which the pole stands
+        # the reward is 1 for each state in which the pole stands
+        for time in reversed(range(HORIZON)):
             to_come[:, time] = stands[:, time] * (
                 1 + GAMMA * (to_come[:, time + 1] if time + 1 < HORIZON else 0)
             )

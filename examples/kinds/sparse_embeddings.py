@@ -68,9 +68,10 @@ class Words:
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         ahead = (output[:, :1] > output[:, 1:]).float().sum()
+        # chance 0.5
         return {
             "neighbor ahead of a drawn word": mean_of(ahead, output[:, 1:].numel(), better="higher")
-        }  # chance 0.5
+        }
 
 
 def main(folder: str | None = None) -> Run:

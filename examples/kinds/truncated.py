@@ -20,12 +20,8 @@ from surefoot import Loss, Run, RunSpec
 from surefoot.data import Arrays
 from surefoot.metrics import Mean, accuracy
 
-ROWS, WINDOW, WINDOWS, DELAY = (
-    16,
-    8,
-    20,
-    3,
-)  # without the state, the first three answers of a window are guesses: accuracy 0.81
+# without the state, the first three answers of a window are guesses: accuracy 0.81
+ROWS, WINDOW, WINDOWS, DELAY = 16, 8, 20, 3
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
     optim={"name": "adam", "lr": 1e-2, "decay": 0.0},

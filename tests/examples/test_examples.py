@@ -112,10 +112,11 @@ MUST: dict[str, dict[str, Callable[[], float]]] = {
     "language_model": {"bits per byte": lambda: 0.9 * bits_of_test_text()},
     "hf_causal_lm": {"perplexity": lambda: 0.7 * perplexity_of_test_lines()},
     "gan": {"moment distance": lambda: 0.7 * distance_of_the_mean_image()},
+    # chance 0.1
     "detector": {
         "digits named": lambda: 0.3,
         "pixels off": lambda: 0.5 * pixels_off_in_the_middle(),
-    },  # chance 0.1
+    },
     "contrastive": {"found at once": lambda: 0.25},  # chance 1/60
     "own_optimizer": {"accuracy": lambda: 0.85},  # chance 0.1
     "ema_state": {"accuracy": lambda: 0.9},  # chance 0.1
@@ -282,9 +283,8 @@ def test_an_encoder_of_transformers_trains_unchanged(tmp_path: Path) -> None:
     task = Encoder()
     labels = task.data("train").read(np.arange(500))["labels"]
     share = float(labels.double().mean())
-    chance = -(
-        share * np.log(share) + (1 - share) * np.log(1 - share)
-    )  # of a net that says how often it is so
+    # of a net that says how often it is so
+    chance = -(share * np.log(share) + (1 - share) * np.log(1 - share))
     spec = RunSpec(
         train={"length": "40 steps", "batch": 64},
         optim={"lr": 1e-2},

@@ -202,9 +202,8 @@ def under_wrong_clocks(workshop: Workshop, seed: int, also: str | None = None) -
     first, second, last = draws.sample(sorted(CLOCKS), 3)
     try:
         with workshop.scratch("clock") as folder:
-            attempt = ProbedRun(
-                run=str(folder / "run"), background=False
-            )  # so that a seed always leaves the same commits
+            # so that a seed always leaves the same commits
+            attempt = ProbedRun(run=str(folder / "run"), background=False)
             for clock, step in zip(
                 (first, second), sorted(draws.sample(range(EVERY, STEPS, EVERY), 2)), strict=True
             ):

@@ -35,9 +35,8 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
 
     It is made in this process, so that what a first run loads is there for those that are forked.
     """
-    memory = (
-        Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
-    )  # a kill loses nothing of what was written
+    # a kill loses nothing of what was written
+    memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     folder = (
         tmp_path_factory.mktemp("photos")
         if memory is None

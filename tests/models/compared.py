@@ -27,9 +27,8 @@ from surefoot.core.errors import SurefootError
 from tests.world.ranks import run_ranks
 
 STEPS, BATCH, MICROBATCH, KILLED_AFTER = 4, 8, 4, 3
-MEMORY = Path(
-    "/dev/shm"
-)  # a file system without a disk: 20 commits a case are not what is tried here
+# a file system without a disk: 20 commits a case are not what is tried here
+MEMORY = Path("/dev/shm")
 BOUND, WIDE = 1e-6, 1e-3  # of how far the weights have moved: in float64, and in float32
 State = dict[str, Tensor]
 

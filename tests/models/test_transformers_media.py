@@ -190,11 +190,7 @@ YOLOS = SMALL | {
     "num_labels": s.LABELS,
     "eos_coefficient": NO_OBJECT,
 }
-CLIP = {
-    "text_config": TEXT | SMALL,
-    "vision_config": VISION,
-    "projection_dim": 8,
-}
+CLIP = {"text_config": TEXT | SMALL, "vision_config": VISION, "projection_dim": 8}
 SCALAR = "logit_scale has no dimension"
 NOT_ADDITIVE = {
     "microbatches": "is not additive",

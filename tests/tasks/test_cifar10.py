@@ -155,9 +155,8 @@ def test_whitened_patches_are_uncorrelated_with_unit_variance(task: Cifar10) -> 
     covariance = out @ out.T / out.shape[1]
     off_diagonal = covariance - covariance.diag().diag()
     assert float(off_diagonal.abs().max()) < 1e-3
-    assert (
-        float(covariance.diag()[-6:].sub(1).abs().max()) < 0.1
-    )  # the large ones; the faint stay below 1 by the floor
+    # the large ones; the faint stay below 1 by the floor
+    assert float(covariance.diag()[-6:].sub(1).abs().max()) < 0.1
     assert float(covariance.diag().max()) < 1.001
 
 

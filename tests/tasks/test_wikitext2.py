@@ -127,9 +127,8 @@ def test_the_transformer_does_not_see_the_words_that_it_predicts() -> None:
     torch.manual_seed(0)
     model = Transformer(50, layers=2, width=16, heads=2, length=12)
     for parameter in model.parameters():
-        torch.nn.init.normal_(
-            parameter, std=0.3
-        )  # the parts begin as the identity, which sees nothing
+        # the parts begin as the identity, which sees nothing
+        torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.randint(0, 50, (1, 12))
     changed = ids.clone()
     changed[0, 7] = (ids[0, 7] + 1) % 50

@@ -37,12 +37,8 @@ PLACES = {
     "logging": "logging",
     "other": "other",
 }
-AFTER_THE_STEP = (
-    "evaluation",
-    "checkpoint",
-    "logging",
-    "other",
-)  # these stand in the record of the next step
+# these stand in the record of the next step
+AFTER_THE_STEP = ("evaluation", "checkpoint", "logging", "other")
 
 
 def wait(seconds: float) -> float:

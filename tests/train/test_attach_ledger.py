@@ -149,9 +149,8 @@ def test_a_commit_between_two_passes_goes_on_with_the_next_pass(tmp_path: Path) 
 def test_no_commit_is_made_while_gradients_are_being_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        LoopKeeper, "is_due", lambda self, step: self.position % 2 == 1
-    )  # when the first of two batches was read
+    # when the first of two batches was read
+    monkeypatch.setattr(LoopKeeper, "is_due", lambda self, step: self.position % 2 == 1)
     model = nn.Linear(1, 1)
     data = DataLoader(TensorDataset(torch.zeros(SAMPLES, 1)), batch_size=5)
     run = surefoot.attach(
@@ -200,10 +199,8 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     kind, plant = PLANTED[name]
     for where in ("sound", "spoiled"):
         (tmp_path / where).mkdir()
-        for generation, first in (
-            (1, 0),
-            (2, 8),
-        ):  # the second attempt goes back to where the ninth row was written
+        # the second attempt goes back to where the ninth row was written
+        for generation, first in ((1, 0), (2, 8)):
             book = LoopLedger(
                 tmp_path / where, LoopGuarantee(samples=SAMPLES, once=True, all=True), generation
             )

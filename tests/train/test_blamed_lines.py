@@ -151,9 +151,8 @@ def test_an_error_in_a_worker_of_a_loader_is_told_as_itself_with_its_line(
     assert made.loader is not None
     items = module_from_spec(made)
     made.loader.exec_module(items)
-    monkeypatch.setitem(
-        sys.modules, "items_of_a_worker", items
-    )  # a worker sends the class of its error by name, or nothing ever
+    # a worker sends the class of its error by name, or nothing ever
+    monkeypatch.setitem(sys.modules, "items_of_a_worker", items)
     with pytest.raises(Exception, match="DataLoader worker process") as caught:
         next(iter(torch.utils.data.DataLoader(items.Items(), num_workers=1)))
     told = blame.describe(caught.value)

@@ -58,9 +58,8 @@ def test_another_spec_is_refused_with_its_keys_and_with_commands_that_work_as_ty
     if not words:
         assert "weights" not in commands[1]
         assert ("extend" in told) == changed.startswith("train.length")
-    shortened = (
-        ("--set", "train.length=12 steps") if not changed.startswith("train.length") else ()
-    )  # the run is over: train on
+    # the run is over: train on
+    shortened = ("--set", "train.length=12 steps") if not changed.startswith("train.length") else ()
     for command, more in ((commands[0], ()), (commands[1], shortened)):
         assert call(monkeypatch, *shlex.split(command), *more, "--quiet") == 0
     assert end_of(tmp_path / "NEW").outcome == "finished"

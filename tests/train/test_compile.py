@@ -91,9 +91,8 @@ def test_a_batch_of_another_size_is_compiled_again_and_the_budget_warns_or_stops
     assert len(again) == 1
     assert "expected 7, actual 3" in again[0]
     assert not faults_of(tmp_path / "within")
-    assert (
-        len(losses(tmp_path / "over", batch=7, evaluate_at=5, **sizes)) == 8
-    )  # where dropout is off: another graph
+    # where dropout is off: another graph
+    assert len(losses(tmp_path / "over", batch=7, evaluate_at=5, **sizes)) == 8
     (fault,) = faults_of(tmp_path / "over")
     assert "times again, compile.budget is 1; last: compiled " in fault.detail
     with pytest.raises(TaskError, match=r"times again, compile\.budget is 1"):

@@ -247,9 +247,8 @@ def test_four_microbatches_train_to_the_weights_of_the_large_batch(
         spec_of(batch=batch, microbatch=microbatch).replace(optim=optim), tmp_path / "split"
     )
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-6)
-    assert not torch.equal(
-        split["0.weight"], whole["0.weight"]
-    )  # the sums were really formed in another order
+    # the sums were really formed in another order
+    assert not torch.equal(split["0.weight"], whole["0.weight"])
 
 
 def test_ten_microbatches_by_four_are_three_updates_and_the_last_is_over_two(

@@ -552,10 +552,8 @@ with Run(spec, Mine(width=4), folder=folder, quiet=True) as run:
 
 def test_a_task_of_a_notebook_trains_with_nothing_to_import_it_by(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="needs the extra demo")
-    cells = {
-        "__name__": "notebook",
-        "folder": tmp_path / "run",
-    }  # a module that no file holds and no process can import
+    # a module that no file holds and no process can import
+    cells = {"__name__": "notebook", "folder": tmp_path / "run"}
     exec(compile(NOTEBOOK, "<cell>", "exec"), cells)
     run = cells["run"]
     assert isinstance(run, Run)

@@ -65,9 +65,8 @@ def test_products_are_observed_in_the_chosen_dtype_and_softmax_norms_and_losses_
     rows = {row.name: row for row in record.parameters}
     assert rows["query.weight"].compute == compute
     assert rows["norm.weight"].compute == "fp32"
-    assert rows["embedding.weight"].compute == (
-        "fp32" if compute == "fp32" else f"fp32, {compute}"
-    )  # looked up, and multiplied
+    # looked up, and multiplied
+    assert rows["embedding.weight"].compute == ("fp32" if compute == "fp32" else f"fp32, {compute}")
     for name, row in rows.items():
         if name.startswith("unused"):
             assert (row.compute, row.gradient, row.reduce, row.master, row.state) == (None,) * 5

@@ -66,9 +66,8 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
                 assert not report.applied
                 assert math.isnan(report.loss)
                 assert_same(before, state_of(run))
-                assert (
-                    run.assembly.updates[0].guarded.rates == rates
-                )  # the schedule did not move either
+                # the schedule did not move either
+                assert run.assembly.updates[0].guarded.rates == rates
             else:
                 assert report.applied
     faults = faults_of(tmp_path / "a")
@@ -76,9 +75,8 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
         (3, "nonfinite", "the step was skipped, nothing moved")
     ]
     assert "the loss is nan" in faults[0].detail
-    assert (
-        f"surefoot: step 3: {faults[0].detail}; {faults[0].action}\n" in capsys.readouterr().err
-    )  # also when quiet
+    # also when quiet
+    assert f"surefoot: step 3: {faults[0].detail}; {faults[0].action}\n" in capsys.readouterr().err
     assert end_of(tmp_path / "a").outcome == "finished"
     assert run.num_skipped == 1
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state_of(run).values())

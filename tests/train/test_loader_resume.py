@@ -288,9 +288,8 @@ def test_the_end_of_an_epoch_of_a_stream_is_checked_by_the_first_batch_of_that_e
     tmp_path: Path,
 ) -> None:
     make = OTHERS["a stream with a generator of its own"][0]
-    train(
-        tmp_path / "run", Task(make()), 16, leave_at=13
-    )  # the checkpoint is after step 12, the end of the third epoch
+    # the checkpoint is after step 12, the end of the third epoch
+    train(tmp_path / "run", Task(make()), 16, leave_at=13)
     with pytest.raises(OtherDataError, match="first batch of the pass before"):
         train(tmp_path / "run", Task(make()), 16)
 

@@ -94,10 +94,11 @@ def test_a_run_with_bf16_weights_follows_the_one_with_fp32_weights(
             run.evaluate()
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.03)
     stored = {name: parameter.dtype for name, parameter in run.model.named_parameters()}
+    # BatchNorm
     assert {name for name, dtype in stored.items() if dtype == torch.float32} == {
         "1.weight",
         "1.bias",
-    }  # BatchNorm
+    }
     for update in run.assembly.updates:
         for optimizer in update.guarded.optimizers:
             kept = [

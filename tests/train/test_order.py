@@ -78,9 +78,8 @@ def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Pa
     found = combine(tmp_path, {})
     for numbers, mine in found.items():
         assert mine == pytest.approx(found[0, 0, 0, numbers[3]], rel=1e-5), numbers
-    assert found[0, 0, 0, 0] != pytest.approx(
-        found[0, 0, 0, 1], rel=1e-5
-    )  # what is compared is no constant
+    # what is compared is no constant
+    assert found[0, 0, 0, 0] != pytest.approx(found[0, 0, 0, 1], rel=1e-5)
 
 
 @pytest.mark.quick("stage 3")
@@ -89,9 +88,8 @@ def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Pa
     [
         pytest.param({"replicate": 2}, (1, 1, 1, 1), id="replicate"),
         pytest.param({"shard": 2, "stage": 1}, (1, 1, 1, 1), id="stage 1", marks=pytest.mark.slow),
-        pytest.param(
-            {"shard": 2, "stage": 2}, (1, 0, 1, 1), id="stage 2", marks=pytest.mark.slow
-        ),  # which refuse to compile
+        # which refuse to compile
+        pytest.param({"shard": 2, "stage": 2}, (1, 0, 1, 1), id="stage 2", marks=pytest.mark.slow),
         pytest.param({"shard": 2, "stage": 3}, (1, 0, 1, 1), id="stage 3"),
     ],
 )

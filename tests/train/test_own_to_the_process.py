@@ -115,9 +115,8 @@ def test_a_child_that_the_loop_forks_holds_nothing_of_the_run(
     child = int(os.read(told, 20))
     try:
         until_s = time.monotonic() + DEADLINE_S
-        while (
-            open_files(child, tmp_path) and time.monotonic() < until_s
-        ):  # it closes them as it begins
+        # it closes them as it begins
+        while open_files(child, tmp_path) and time.monotonic() < until_s:
             time.sleep(0.01)
         assert open_files(child, tmp_path) == []
         assert is_held(tmp_path / "a")

@@ -32,9 +32,8 @@ from tests.train.small import Small, records, spec
 def test_a_delay_is_found_in_the_phase_that_it_was_put_into(where: str, tmp_path: Path) -> None:
     told = tell_planted(where, tmp_path)
     assert len(told.plant.spent_s) == NUM_STEPS // 2
-    assert (
-        min(told.own_s.values()) >= 0
-    )  # all of the delay is in its phase, and the phases add up to the wall time: see below
+    # all of the delay is in its phase, and the phases add up to the wall time: see below
+    assert min(told.own_s.values()) >= 0
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -58,11 +57,8 @@ class Bracket:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._of: dict[str, tuple[float, float]] = {}
         self._before_start_s = self._last_s = time.perf_counter()
-        for name in (
-            "start",
-            "take",
-            "listen_to_collections",
-        ):  # the last one is called before a Run reads when it started
+        # the last one is called before a Run reads when it started
+        for name in ("start", "take", "listen_to_collections"):
             patch.setattr(PhaseClock, name, self._around(name, getattr(PhaseClock, name)))
 
     def _around(self, name: str, method: Any) -> Any:

@@ -156,9 +156,8 @@ def test_what_is_the_same_program_is_resumed(
         words[1] = f"{tmp_path / 'moved' / 'mine.py'}:Mine"
         (tmp_path / "moved" / "mine.py").touch()
     forget(tmp_path)
-    assert call(monkeypatch, *words) == 3, (
-        capsys.readouterr().err
-    )  # its own fault at step 3: it was resumed
+    # its own fault at step 3: it was resumed
+    assert call(monkeypatch, *words) == 3, capsys.readouterr().err
     assert len([each for each in records(tmp_path / "a") if isinstance(each, Started)]) == 2
 
 

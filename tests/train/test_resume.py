@@ -401,9 +401,8 @@ def test_what_a_kill_left_undeleted_goes_with_the_next_start(tmp_path: Path) -> 
     def kept(number: int) -> RunSpec:
         return spec(STEPS, checkpoint={"every": f"{EVERY} steps", "keep": number})
 
-    train(
-        tmp_path, kept(9), Small(), leave_at=3 * EVERY + 1
-    )  # as if each kill had come between a commit and its clean-up
+    # as if each kill had come between a commit and its clean-up
+    train(tmp_path, kept(9), Small(), leave_at=3 * EVERY + 1)
     assert manifest.steps(tmp_path) == [EVERY, 2 * EVERY, 3 * EVERY]
     with Run(kept(2), Small(), folder=tmp_path, quiet=True):
         assert manifest.steps(tmp_path) == [2 * EVERY, 3 * EVERY]

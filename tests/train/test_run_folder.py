@@ -160,9 +160,10 @@ def test_changed_task_code_is_refused_unless_it_is_accepted_or_the_run_begins_an
     assert (
         end_of(tmp_path / ("a" if word == "--accept-code-change" else "a-1")).outcome == "finished"
     )
+    # nothing is deleted
     assert end_of(tmp_path / "a").outcome == (
         "finished" if word == "--accept-code-change" else "failed"
-    )  # nothing is deleted
+    )
 
 
 # ---- what is refused, leaving nothing
@@ -246,9 +247,8 @@ def test_a_full_disk_is_refused_at_the_start_and_nothing_is_left(
 def test_a_disk_that_fills_up_while_the_folder_is_opened_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "surefoot.train.folder.LEAST_FREE_BYTES", 0
-    )  # so that the disk itself refuses
+    # so that the disk itself refuses
+    monkeypatch.setattr("surefoot.train.folder.LEAST_FREE_BYTES", 0)
     with mounted(tmp_path / "disk", "size=64k") as disk:
         for leaving in (0, 4 << 10, 8 << 10):  # a page each for the lock, the spec and the log
             ballast = fill(disk, leaving=leaving)
@@ -349,9 +349,8 @@ def test_a_disk_that_is_full_at_a_commit_costs_that_commit_and_not_the_run(tmp_p
         ) as run:
             for report in run.steps():
                 if report.step == 4:
-                    ballast = fill(
-                        disk, leaving=6 << 10
-                    )  # room for a line of the log, none for a file
+                    # room for a line of the log, none for a file
+                    ballast = fill(disk, leaving=6 << 10)
                 if report.step == 9:
                     ballast.unlink()
         past = records(disk / "a")

@@ -52,10 +52,8 @@ ENDS = {
     "an exit that is raised": ("train(send='SIGTERM')\nraise SystemExit(6)", 6),
     "an exit with the run's code": ("sys.exit(train(send='SIGHUP').exit_code)", 129),
     "an error of its own": ("train(send='SIGTERM')\nraise ValueError", 1),
-    "an error in a step": (
-        "Mine.forward = lambda *given: 1 / 0\ntrain()",
-        2,
-    ),  # it fails before the run, as the command says
+    # it fails before the run, as the command says
+    "an error in a step": ("Mine.forward = lambda *given: 1 / 0\ntrain()", 2),
     "an error in a later step": (
         "import helper\nMine.loss = helper.failing(Mine.loss)\ntrain()",
         3,

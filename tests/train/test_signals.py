@@ -74,9 +74,8 @@ def test_a_handler_that_the_process_has_for_a_signal_of_its_scheduler_stays(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     heard: list[int] = []
-    before = signal.signal(
-        number, lambda number, frame: heard.append(number)
-    )  # as submitit has one
+    # as submitit has one
+    before = signal.signal(number, lambda number, frame: heard.append(number))
     try:
         with Run(spec(12), Small(), folder=tmp_path / "a", quiet=True) as run:
             for report in run.steps():
@@ -134,9 +133,8 @@ def test_sigterm_leaves_an_evaluation_in_the_middle_and_the_state_before_it_is_s
     end = end_of(tmp_path / "a")
     assert (end.outcome, end.step, end.exit_code) == ("interrupted", 7, 143)
     assert not [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
-    assert torch.equal(
-        run.model.get_parameter("4.bias"), weights
-    )  # the average went back where it came from
+    # the average went back where it came from
+    assert torch.equal(run.model.get_parameter("4.bias"), weights)
     assert manifest.steps(tmp_path / "a") == [7]
 
 

@@ -138,9 +138,8 @@ def test_a_step_whose_numbers_are_not_finite_moves_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("left", "saved"), [(7, 4), pytest.param(10, 8, marks=pytest.mark.slow)]
-)  # before and after the steps that are taken in order
+# before and after the steps that are taken in order
+@pytest.mark.parametrize(("left", "saved"), [(7, 4), pytest.param(10, 8, marks=pytest.mark.slow)])
 def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits(
     left: int, saved: int, tmp_path: Path
 ) -> None:
@@ -186,10 +185,8 @@ def recompile_limit() -> Iterator[int]:
 def test_a_run_whose_batches_have_more_sizes_than_torch_compiles_goes_on_in_order(
     tmp_path: Path, recompile_limit: int
 ) -> None:
-    tables: dict[str, Any] = {
-        "train": {"batch": 7},
-        "observe": {"every": "1 step"},
-    }  # 24 samples: the last batch is smaller
+    # 24 samples: the last batch is smaller
+    tables: dict[str, Any] = {"train": {"batch": 7}, "observe": {"every": "1 step"}}
     told, _, _ = train(spec(12, **tables), Small(), tmp_path / "told")
     made = spec(12, compile={"what": "step", "dynamic": False}, **tables)
     losses, _, _ = train(made, Small(), tmp_path / "whole")

@@ -35,9 +35,8 @@ class Many(Photos):
 def make(folder: Path) -> Many:
     (folder / "tars").mkdir()
     for shard in range(SHARDS):
-        numbers = range(
-            shard * EACH, (shard + 1) * EACH - (3 if shard == 2 else 0)
-        )  # one is smaller
+        # one is smaller
+        numbers = range(shard * EACH, (shard + 1) * EACH - (3 if shard == 2 else 0))
         parts = [
             (f"{number:03d}.{name}", part)
             for number in numbers

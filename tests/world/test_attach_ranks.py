@@ -32,9 +32,8 @@ from surefoot.core.errors import SurefootError
 from tests.world.ranks import run_ranks
 
 PASSES, BATCHES = 3, 4  # a pass has as many batches on each rank
-Wrap = Callable[
-    [nn.Module, int], Any
-]  # gives the model, and what is called between the backward pass and the optimizer step
+# gives the model, and what is called between the backward pass and the optimizer step
+Wrap = Callable[[nn.Module, int], Any]
 SLOW = ("DDP on three", "FSDP2 on three", "FSDP2 in copies", "FSDP2 by columns")
 
 
@@ -302,9 +301,8 @@ def test_weights_that_ranks_hold_in_shards_are_read_by_one_process(tmp_path: Pat
     checkpoint.load_into(model, tmp_path / "run", 4)
     launch("DDP", tmp_path / "ddp", "a", passes=1)
     other = Net()
-    checkpoint.load_into(
-        other, tmp_path / "ddp" / "run", 4
-    )  # its names are those of the model inside
+    # its names are those of the model inside
+    checkpoint.load_into(other, tmp_path / "ddp" / "run", 4)
     assert model.state_dict().keys() == other.state_dict().keys()
     assert model.first.weight.isfinite().all()
 

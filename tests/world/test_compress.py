@@ -31,14 +31,8 @@ from tests.world.test_replicate import digest, grads
 from tests.world.test_run import Narrow, Sentences, spec, train
 
 BF16, FP16 = 2.0**-8, 2.0**-11  # a rounding, as a share of the number
-SHAPES = (
-    (48, 40),
-    (48,),
-    (24, 48),
-    (3, 8),
-    (16, 8, 3, 3),
-    (64, 8),
-)  # 6, 3: too small for P and Q to be fewer
+# 6, 3: too small for P and Q to be fewer
+SHAPES = ((48, 40), (48,), (24, 48), (3, 8), (16, 8, 3, 3), (64, 8))
 
 
 def leaves(*, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -305,9 +299,8 @@ def test_a_gradient_that_no_rank_has_stays_none_and_one_that_a_rank_lacks_counts
     def job(group: Group) -> Any:
         rows = []
         for kind in ("bf16", "fp16", "powersgd"):
-            parameters, replicas = start(
-                group, kind, dtype=torch.bfloat16
-            )  # stored in 16 bits, too
+            # stored in 16 bits, too
+            parameters, replicas = start(group, kind, dtype=torch.bfloat16)
             for step, has in enumerate(([0, 1, 2, 3, 4, 5], [1, 2] if group.rank else [1, 3])):
                 given = [
                     each if place in has else None

@@ -391,10 +391,8 @@ def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_o
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12), seen(2, 7, 9.0)]).ranks == (
         1,
     )
-    assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12)]).ranks == (
-        0,
-        1,
-    )  # it may be either
+    # it may be either
+    assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12)]).ranks == (0, 1)
     later = find_hang([seen(0, 8, 9.0), seen(1, 8, 9.0), seen(2, 7, 9.0, Kind.GATHER)])
     assert later.ranks == (2,)  # what the others had called before that
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, state="T")]).ranks == (1,)
@@ -420,9 +418,8 @@ def test_a_wait_is_no_stall_while_a_rank_saves_and_lasts_longer_in_the_first_ste
     saves = RankSnapshot(1, Record(5, BUSY, 6, Kind.NONE, 0, None), "D")
     assert not is_stalled([seen(0, 7, 9.0), saves], 5.0)
     alone = RankSnapshot(1, Record(5, BUSY, 7, Kind.GATHER, 4, 9.0), "S")
-    assert is_stalled(
-        [seen(0, 7, 9.0), alone], 5.0
-    )  # what the others take no part in does not end by itself
+    # what the others take no part in does not end by itself
+    assert is_stalled([seen(0, 7, 9.0), alone], 5.0)
 
 
 def test_what_a_rank_does_is_read_from_outside() -> None:
@@ -438,13 +435,7 @@ def test_what_a_rank_does_is_read_from_outside() -> None:
         inside[0].count,
         inside[0].kind,
         inside[0].num_bytes,
-    ) == (
-        12,
-        3,
-        1,
-        Kind.GATHER,
-        40,
-    )
+    ) == (12, 3, 1, Kind.GATHER, 40)
     assert inside[0].waits_s is not None
     assert read(descriptor).waits_s is None
     with flight.busy():
@@ -470,9 +461,8 @@ def test_a_rank_that_ends_while_the_ranks_join_is_lost_to_the_others(tmp_path: P
 
     def job(rank: int) -> None:
         if rank == 1:
-            torch.distributed.init_process_group = lambda *given, **more: os._exit(
-                0
-            )  # it has come, and goes no further
+            # it has come, and goes no further
+            torch.distributed.init_process_group = lambda *given, **more: os._exit(0)
         with join(place.here(), torch.device("cpu"), wait_s=20.0, timeout_s=0.5):
             pass
 

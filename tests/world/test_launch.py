@@ -263,19 +263,16 @@ def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(
             'test "$RANK" = 1 || test -S /proc/self/fd/${SUREFOOT_FORKS-$SUREFOOT_LISTENS}',
             "exec {} <&-",
         ),
-        (
-            'test "$1" = -P',
-            "exec {}",
-        ),  # an installed `surefoot` does not look in the working folder for modules, nor do its ranks
+        # an installed `surefoot` does not look in the working folder for modules, nor do its ranks
+        ('test "$1" = -P', "exec {}"),
     ],
 )
 def test_ranks_begin_as_their_command_did_wherever_it_was_started(
     is_well: str, shell: str, tmp_path: Path
 ) -> None:
     rank = tmp_path / "python"
-    rank.write_text(
-        f"#!/bin/sh\n{is_well} || touch ill\ntest -z $SUREFOOT_FORKS\n"
-    )  # what does not fork them is not asked again
+    # what does not fork them is not asked again
+    rank.write_text(f"#!/bin/sh\n{is_well} || touch ill\ntest -z $SUREFOOT_FORKS\n")
     rank.chmod(0o755)
     script = (
         f"import sys; sys.path[0], sys.executable = '/nowhere', {str(rank)!r}; from surefoot.control.launch import launch; "

@@ -143,9 +143,8 @@ def test_a_rank_that_computes_a_millionth_more_is_found(tmp_path: Path) -> None:
     assert wide["off"] > 1e-8
     # AdamW divides a gradient by its own size: where its terms cancel, a weight moves by much more than a millionth of a step
     assert wide["worst"].startswith("weight/1/")
-    assert narrow["worst"].startswith(
-        "gradient/1/"
-    )  # of the same step, which is what is compared in fp32
+    # of the same step, which is what is compared in fp32
+    assert narrow["worst"].startswith("gradient/1/")
     assert narrow["off"] < 1e-5
 
 

@@ -112,9 +112,8 @@ def trial(seed: int, folder: Path) -> None:
         draws.randrange(2, STEPS),
         draws.choice(("2 steps", "100 steps")),
     )
-    if (
-        kind == "state"
-    ):  # between two saves: rank 0's own would see it before all ranks do, and end with that
+    # between two saves: rank 0's own would see it before all ranks do, and end with that
+    if kind == "state":
         at = (at - 2) // 3 * 3 + 2
     told = f"seed {seed}: {kind} on rank {guilty} of {num_ranks} in step {at}, {layout}, held side by side every {check}"
     job = lambda rank: followed(  # noqa: E731
@@ -138,9 +137,8 @@ def trial(seed: int, folder: Path) -> None:
             found,
         )
     committed = manifest.steps(folder / "run")
-    assert committed or at <= 4, (
-        told
-    )  # that of step 3 is copied beside step 4, with what was spoiled before it
+    # that of step 3 is copied beside step 4, with what was spoiled before it
+    assert committed or at <= 4, told
     for step in committed:
         held = checkpoint.Commit(folder / "run", step).read("")
         assert all(

@@ -16,9 +16,8 @@ import pytest
 from tests.conftest import ROOT
 
 LAYERS, WIDTH = 32, 1024
-ROWS_BYTES = (
-    3 * 4 * LAYERS * WIDTH * WIDTH // 2
-)  # of one of two ranks: weights and two moments, 201 MB
+# of one of two ranks: weights and two moments, 201 MB
+ROWS_BYTES = 3 * 4 * LAYERS * WIDTH * WIDTH // 2
 SCRIPT = """
 import os, sys
 import torch

@@ -30,11 +30,8 @@ from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 from tests.world.test_launch import environment
 
-WHOLE, PART, SAVED = (
-    9,
-    5,
-    4,
-)  # steps of the whole run, of the part after which it is left, and of its last commit
+# steps of the whole run, of the part after which it is left, and of its last commit
+WHOLE, PART, SAVED = 9, 5, 4
 
 
 class Env:

@@ -22,10 +22,8 @@ from tests.world.test_run import spec
 from tests.world.test_shard import Stacked
 
 STEPS, BATCH = 6, 4
-EMPTY, ON_ONE = (
-    3,
-    {2: slice(0, 2), 5: slice(2, 4)},
-)  # a step that has no item, and those of which one rank has none
+# a step that has no item, and those of which one rank has none
+EMPTY, ON_ONE = 3, {2: slice(0, 2), 5: slice(2, 4)}
 
 
 class Masked(Stacked):

@@ -81,18 +81,16 @@ def test_the_gradient_is_that_of_all_samples_with_the_same_bits_on_every_rank(
     found = together(num_ranks, job, tmp_path)
     assert max(each[0] for each in found) < 1e-12
     assert len({each[1] for each in found}) == 1
-    assert all(
-        each[2] == each[3] for each in found
-    )  # one sum for each bucket, however many passes were added up
+    # one sum for each bucket, however many passes were added up
+    assert all(each[2] == each[3] for each in found)
     assert (found[0][3] == 1) == (bucket_bytes > 1 << 20)
     num_numbers = sum(each.numel() + 1 for each in make_model().parameters())
     assert found[0][4] == 8 * num_numbers
 
 
 def test_the_first_bucket_has_a_size_of_its_own(tmp_path: Path) -> None:
-    parameters = [
-        nn.Parameter(torch.zeros(size)) for size in (100, 50, 10, 5, 5)
-    ]  # the last one's gradient comes first
+    # the last one's gradient comes first
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (100, 50, 10, 5, 5)]
     for bucket, first, expected in (
         (200, 40, [40, 240, 400]),
         (200, 200, [280, 400]),

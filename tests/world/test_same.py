@@ -100,9 +100,8 @@ def test_a_rank_whose_disk_has_other_commits_is_named_with_its_host_on_all_ranks
 
 
 def test_a_rank_with_a_whole_commit_of_another_run_is_named(left: Path, tmp_path: Path) -> None:
-    run_ranks(
-        2, lambda rank: train(tmp_path / "own", given=None, most=7), tmp_path / "other"
-    )  # the same spec, begun anew
+    # the same spec, begun anew
+    run_ranks(2, lambda rank: train(tmp_path / "own", given=None, most=7), tmp_path / "other")
     shutil.copytree(left, tmp_path / "run")
     found = run_ranks(2, on_a_disk_of_its_own(tmp_path / "run"), tmp_path / "ranks")
     told = f"rank 1 of 2 on {_host()} has another commit of that step in {tmp_path / 'own'}"

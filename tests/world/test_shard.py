@@ -238,9 +238,8 @@ def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Pa
     assert consumed.check(folder).holds
     pair = [checkpoint.Commit(each, 13).folder for each in (folder, whole)]
     assert (pair[0] / "optimizer.rank-00002.safetensors").exists()
-    found, _ = difference.compare(
-        *pair
-    )  # as one tensor each, though the rows of one commit are in three files
+    # as one tensor each, though the rows of one commit are in three files
+    found, _ = difference.compare(*pair)
     unlike = [
         each for each in found if each.file.endswith(".safetensors") and "random" not in each.name
     ]
@@ -301,9 +300,8 @@ def test_a_manifest_whose_parts_are_no_whole_is_refused(
     place = manifest.step_folder(folder, 1)
     row = json.loads((place / manifest.FILE).read_text())
     file = next(each for each in row["files"] if each["name"] == "weights.rank-00001.safetensors")
-    name = max(
-        file["tensors"], key=lambda name: file["tensors"][name]["start"]
-    )  # the last one: no gap in the file without it
+    # the last one: no gap in the file without it
+    name = max(file["tensors"], key=lambda name: file["tensors"][name]["start"])
     if change is None:
         file["tensors"].pop(name)
     else:
@@ -395,18 +393,16 @@ def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
     used = 8 * (trained - sum(each.numel() for each in model.unused.parameters()))
     every = 8 * (trained if stage == 1 else sum(each.numel() for each in model.parameters()))
     for scattered, gathered, *_ in found:
-        assert (
-            (8 * trained if stage == 1 else used) <= scattered <= 1.35 * 8 * trained
-        )  # rows of 1, 5 and 11 are filled up
+        # rows of 1, 5 and 11 are filled up
+        assert (8 * trained if stage == 1 else used) <= scattered <= 1.35 * 8 * trained
         assert (
             every + (gathers - 1) * in_blocks
             <= gathered
             <= 1.35 * (every + (gathers - 1) * in_blocks)
         )
     assert found[0][2] + found[1][2] == trained  # each number is moved by one rank
-    assert (
-        2 * trained <= found[0][3] + found[1][3] <= 2 * trained + 2 * 40
-    )  # and its moments are kept there alone, beside counters
+    # and its moments are kept there alone, beside counters
+    assert 2 * trained <= found[0][3] + found[1][3] <= 2 * trained + 2 * 40
     assert max(each[2] for each in found) <= 0.6 * trained
     if stage == 1:
         again = run_ranks(2, lambda rank: job(rank, 1), tmp_path / "again")

@@ -176,13 +176,11 @@ def test_a_rank_that_is_slowed_is_named_with_its_reason(
     waits_s = [
         communicating_s(home) for home in (tmp_path / "run", tmp_path / "run" / "ranks" / "1")
     ]
-    assert (
-        words is None or waits_s[0] - waits_s[1] > 0.15 * PASS_S
-    )  # told apart from the backward pass, which it follows
+    # told apart from the backward pass, which it follows
+    assert words is None or waits_s[0] - waits_s[1] > 0.15 * PASS_S
     rows = [each.ranks for each in records if isinstance(each, events.Step)]
-    assert (
-        sum(sum(row["last"]) for row in rows if row) == len(found[0]) - 1
-    )  # of the last step nobody hears
+    # of the last step nobody hears
+    assert sum(sum(row["last"]) for row in rows if row) == len(found[0]) - 1
     assert not any(
         each.ranks
         for each in events.read(tmp_path / "run" / "ranks" / "1")

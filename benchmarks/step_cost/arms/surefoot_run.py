@@ -58,9 +58,8 @@ def train(workload: Workload, watch: Watch, folder: str) -> None:
             "workload": workload.name,
             "batches": workload.num_batches,
         },
-        data={
-            "shuffle": not watch.compares
-        },  # shuffled, as by default, but where batches must be those of the other arms
+        # shuffled, as by default, but where batches must be those of the other arms
+        data={"shuffle": not watch.compares},
         optim={"lr": LEARNING_RATE},
         schedule={"name": "constant"},
         train={
