@@ -144,7 +144,8 @@ def render_ratio(effect: Effect) -> str:
     found = effect.interval
     if found is None:
         return "n/a"
-    return f"{format_number(found.estimate)} ({format_number(found.low)} to {format_number(found.high)})"
+    estimate, low, high = map(format_number, (found.estimate, found.low, found.high))
+    return f"{estimate} ({low} to {high})"
 
 
 def ratio_of(trial: Trial, arm: str, baseline: str, name: str) -> Interval | None:

@@ -82,8 +82,10 @@ def main() -> float:
                     ) / len(ids)
                 scaler.scaled(loss).backward()
             if not scaler.step(optimizer, clip=CLIP):
+                power = torch.tensor(scaler.scale).log2()
                 print(
-                    f"epoch {epoch}: a gradient overflowed, the step is left out; S is now 2^{torch.tensor(scaler.scale).log2():.0f}"
+                    f"epoch {epoch}: a gradient overflowed, the step is left out; "
+                    f"S is now 2^{power:.0f}"
                 )
 
     share = (model(images[is_test]).argmax(1) == labels[is_test]).float().mean().item()

@@ -127,7 +127,8 @@ def main(folder: Path, stop_after: int | None = None) -> float:
         meter.add(report)
         if report.step % REPORT_EVERY == 0 and (seen := meter.take()):
             print(
-                f"step {seen.step}  loss {seen.loss:.3f}  rate {seen.learning_rate:.3g}  {seen.samples_per_s:,.0f} samples/s"
+                f"step {seen.step}  loss {seen.loss:.3f}  rate {seen.learning_rate:.3g}  "
+                f"{seen.samples_per_s:,.0f} samples/s"
             )
         if report.step % COMMIT_EVERY == 0 or report.step == total_steps:
             # there whole, or not at all

@@ -82,7 +82,8 @@ def compare(rank: int, size: int, meeting: str) -> None:
     assert worst < 1e-13, worst  # another order of summation
     if rank == 0:
         print(
-            f"{size} ranks: off the built-in by {worst:.1e}; {sent / num_bytes:.6f} times the size sent",
+            f"{size} ranks: off the built-in by {worst:.1e}; "
+            f"{sent / num_bytes:.6f} times the size sent",
             end="",
         )
         print(f", 2 (n - 1) / n is {2 * (size - 1) / size:.6f}")

@@ -17,16 +17,19 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# no deadline: a busy machine is no failure; derandomised: the same examples each time, nothing kept on disk
+# no deadline: a busy machine is no failure
+# derandomised: the same examples each time, nothing kept on disk
 settings.register_profile("surefoot", deadline=None, derandomize=True, database=None)
 settings.load_profile("surefoot")
 
-# what a shell starts in the background, or nohup does, ignores these, and so does all that it starts: tests send them
+# what a shell starts in the background, or nohup does, ignores these, and so does all that it
+# starts: tests send them
 for _number, _how in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _how)
 
-# pytest's handler prints pages of stacks past its own capture: a process that a test forks and that crashes, as planted, has an exit code
+# pytest's handler prints pages of stacks past its own capture: a process that a test forks and that
+# crashes, as planted, has an exit code
 os.register_at_fork(after_in_child=faulthandler.disable)
 
 
@@ -64,7 +67,8 @@ def mark_slow_members(items: list[pytest.Item], is_whole: bool) -> None:
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # else each collection looks through every module and test again: seconds, each time
+    # else each collection looks through every module and test again: seconds, each time
+    gc.freeze()
 
 
 def find_data(name: str) -> Path:
@@ -158,7 +162,7 @@ def _torch_settings() -> dict[str, Any]:
     }
 
 
-# pytest's own, and those of packages that set variables when first imported or used: not the test's doing
+# pytest's own, and those of packages that set variables when first imported or used
 SET_BY_OTHERS = {
     "PYTEST_CURRENT_TEST",
     "KMP_DUPLICATE_LIB_OK",

@@ -65,7 +65,10 @@ def main() -> None:
     ]
     for name in BESIDE:
         ratios = [each[name] / each["nothing"] for each in rounds]
-        words = f"{name}: {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to {max(ratios):.2f}, n = {ROUNDS})"
+        words = (
+            f"{name}: {statistics.median(ratios):.2f} times as long "
+            f"({min(ratios):.2f} to {max(ratios):.2f}, n = {ROUNDS})"
+        )
         print(words, file=sys.stderr)
 
 

@@ -25,7 +25,9 @@ WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's momen
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
 # a round's, ours and the peers'; the first one, which makes our staged copy, is left out
 SAVES, FEW_SAVES = 11, 4
-REST_S = 20.0  # a machine that has computed on both cores for three minutes may be slowed to half its speed, until it has rested
+# a machine that has computed on both cores for three minutes may be slowed to half its speed, until
+# it has rested
+REST_S = 20.0
 # steps between saves; the longer where a writer that yields to two threads lives through 17 to 40
 # of them
 EVERY, OFTEN = 64, 12
@@ -105,7 +107,8 @@ def _time_surefoot(mode: str, threads: int, folder: Path, every: int, saves: int
     with Run(spec, Wide(), folder=folder, quiet=True) as run:
         began_s, was_saving = time.perf_counter(), False
         for report in run.steps():
-            # the save of a step begins after it was handed over: what it takes at once falls into the step that follows
+            # the save of a step begins after it was handed over: what it takes at once falls into
+            # the step that follows
             now_s, is_saving = (
                 time.perf_counter(),
                 any(thread.name == "surefoot-save" for thread in threading.enumerate()),

@@ -158,7 +158,8 @@ def main() -> None:
             dist.destroy_process_group()
     if first:
         write_report(asked.report, meter.measures)
-    gc.collect()  # what torch's process group leaves in circles else ends some processes by SIGABRT as they exit
+    # what torch's process group leaves in circles else ends some processes by SIGABRT as they exit
+    gc.collect()
 
 
 if __name__ == "__main__":

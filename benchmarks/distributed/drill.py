@@ -33,7 +33,8 @@ RANKS, CALM_STEPS, SEED, AIM = 4, 1500, 0, 0.98
 NAMED = "surefoot:"  # and the number of the rank: what its process is called
 # each rank draws for its own pieces alone, and several are cut without being told how
 OWN = ("state/random/torch", "microbatch")
-SHARE = 0.8  # of the time that is asked for, an unbroken run takes: the rest goes to what the kills cost
+# of the time that is asked for, an unbroken run takes: the rest goes to what the kills cost
+SHARE = 0.8
 
 
 def make_command(steps: int, run: Path, ranks: int) -> list[str]:
@@ -184,7 +185,10 @@ def render(found: dict[str, Any]) -> str:
         ("kills", f"{kills}, of ranks {', '.join(map(str, found['killed']))}"),
         (
             "steps",
-            f"{found['steps']:,} in {format_seconds(found['wall_s'])}; unbroken {format_seconds(found['unbroken_s'])}",
+            (
+                f"{found['steps']:,} in {format_seconds(found['wall_s'])}; "
+                f"unbroken {format_seconds(found['unbroken_s'])}"
+            ),
         ),
         ("throughput kept", f"{format_percent(found['kept'])}, {format_percent(AIM)} is the aim"),
         ("a kill costs", format_seconds(lost_s / max(1, kills))),

@@ -56,33 +56,17 @@ def two_hosts(rate: str | None = None) -> Iterator[Hosts]:
         hosts = Hosts((holders[0].pid, holders[1].pid))
         for each in holders:
             _wait_for_own(each)
-        _run(
-            "ip",
-            "link",
-            "add",
-            "cable0",
-            "netns",
-            str(hosts.pids[0]),
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable1",
-            "netns",
-            str(hosts.pids[1]),
-        )
+        first, second = hosts.pids
+        _run(*f"ip link add cable0 netns {first} type veth peer name cable1 netns {second}".split())
         for host, address in enumerate(ADDRESSES):
             cable = f"cable{host}"
             _run(*hosts.on(host, "ip", "address", "add", f"{address}/24", "dev", cable))
             _run(*hosts.on(host, "ip", "link", "set", cable, "up"))
             _run(*hosts.on(host, "ip", "link", "set", "lo", "up"))
             if rate is not None:
-                _run(
-                    *hosts.on(
-                        host,
-                        *f"tc qdisc add dev {cable} root tbf rate {rate} burst 32kbit latency 400ms".split(),
-                    )
-                )
+                shape = f"rate {rate} burst 32kbit latency 400ms"
+                words = f"tc qdisc add dev {cable} root tbf {shape}".split()
+                _run(*hosts.on(host, *words))
         yield hosts
 
 

@@ -30,7 +30,8 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS, PAIR = FOLDER / "results" / "replicate.json", FOLDER / "results" / "pair.json"
-# processes of each way to scale; pair: so many runs of one at a time; gloo: weak, by sockets; four: weak, on the cores of two
+# processes of each way to scale
+# pair: so many runs of one at a time; gloo: weak, by sockets; four: weak, on the cores of two
 NUM_RANKS = {"one": 1, "pair": RANKS, "weak": RANKS, "gloo": RANKS, "strong": RANKS, "four": 4}
 SHARED = ("one", "pair", "weak", "gloo")
 KINDS = tuple(

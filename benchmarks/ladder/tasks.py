@@ -29,7 +29,8 @@ TASKS = {  # what makes a run of 16 steps take seconds on one core
     "wikitext2_cores": ("train.batch=2",),
     "cifar10_quick_cores": ("train.batch=50", "task.widths=[16, 64, 64]"),
 }
-CORES = "_cores"  # of a ladder with the rungs that were kept on one core, and those that take more than one
+# of a ladder with the rungs that were kept on one core, and those that take more than one
+CORES = "_cores"
 RUNGS = {
     "wikitext2_cores": "bf16,threads,data parallel",
     "cifar10_quick_cores": "fused,bf16,threads,workers,data parallel",

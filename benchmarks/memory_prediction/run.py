@@ -65,7 +65,8 @@ def render(found: dict[str, Any]) -> str:
         )
         for each in cases
     ]
-    return f"{markdown(('of', 'is', 'bar', 'verdict'), bars)}\n{markdown(('case', 'predicted', 'measured', 'error'), rows)}"
+    cases = markdown(("case", "predicted", "measured", "error"), rows)
+    return f"{markdown(('of', 'is', 'bar', 'verdict'), bars)}\n{cases}"
 
 
 def main() -> None:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from surefoot.components.profiler.peaks import measure_peaks
 from surefoot.trial import write_report
 
-REST_S = 20.0  # before each arm: after minutes of work on both cores some machines slow down until they have rested
+# before each arm: after minutes of work on both cores some machines are slow until they have rested
+REST_S = 20.0
 BUDGET_S = 0.1  # of each call and shape; three samples at least
 SHAPES = (
     *((size, size, size) for size in (256, 512, 768, 1024, 1536, 2048, 3072)),

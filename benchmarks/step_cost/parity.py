@@ -26,7 +26,9 @@ from surefoot.core.statistics import mean
 from surefoot.trial import Arm, compare_arms, find_conditions, read_arrays, run_arm
 
 REFERENCE, CANDIDATE = "idiomatic", "surefoot"
-ROUNDED = "fused"  # torch's own loop with another order of rounding: what 2,000 steps make of that is the floor of the losses
+# torch's own loop with another order of rounding: what 2,000 steps make of that is the floor of the
+# losses
+ROUNDED = "fused"
 WINDOW = 50  # steps whose mean loss is compared
 TENSOR_STEPS = (1, 10)  # the bar is step 1; what ten steps make of rounding is shown beside it
 TENSOR_TOLERANCE, LOSS_TOLERANCE = 1e-5, 1e-3

@@ -184,7 +184,10 @@ def render_parity(found: dict[str, Any]) -> str:
             format_number(row["difference"]),
             format_number(row["floor"]),
             _loss_verdict(row),
-            f"{format_number(row['difference_of_this_step'])} ({format_number(row['floor_of_this_step'])})",
+            (
+                f"{format_number(row['difference_of_this_step'])} "
+                f"({format_number(row['floor_of_this_step'])})"
+            ),
         )
         for row in found["losses"]
     ]

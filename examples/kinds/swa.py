@@ -86,9 +86,8 @@ def main(folder: str | None = None) -> Run:
     update_bn([train.read(np.arange(len(train)))], task.average)
     task.average.eval()
     images, labels = test.read(np.arange(len(test)))
-    print(
-        f"accuracy of the average {float((task.average(images).argmax(1) == labels).float().mean()):.3f}"
-    )
+    accuracy = (task.average(images).argmax(1) == labels).float().mean()
+    print(f"accuracy of the average {accuracy:.3f}")
     return run
 
 

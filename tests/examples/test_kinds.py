@@ -40,7 +40,7 @@ TASKS = {
     "sparse_embeddings": "Words",
     "complex_weights": "Filter",
 }
-# the metric, what the last evaluation must be better than, and what a model reaches that has learned nothing
+# the metric, what the last evaluation must be better than, and what an untrained model reaches
 LEARNED = {
     "diffusion": ("<", 0.6),  # 1 for no noise found
     "graphs": (">", 0.9),

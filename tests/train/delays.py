@@ -23,7 +23,8 @@ from surefoot.train.run import Run
 from tests.train.small import Small, records, spec
 
 SIZES_S = (0.002, 0.005, 0.01, 0.02, 0.05)
-EACH = 4  # times that each size is planted: the least of them is what a phase takes without the noise of the machine
+# times that each size is planted: the least is what a phase takes without the noise of the machine
+EACH = 4
 NUM_STEPS = 2 * EACH * len(SIZES_S)
 PLACES = {
     "data": "data",

@@ -339,7 +339,8 @@ SCRIPT = """
 import torch, surefoot
 model = torch.nn.Linear(2, 1)
 data, optimizer = [torch.zeros(4, 2)] * 3, torch.optim.SGD(model.parameters(), lr=0.1)
-runs = [surefoot.attach(model=model, optimizer=optimizer, data=data, folder=name) for name in ("whole", "left")]
+given = {"model": model, "optimizer": optimizer, "data": data}
+runs = [surefoot.attach(**given, folder=name) for name in ("whole", "left")]
 for run in runs:
     for batch in run.batches():
         run.step_done(model(batch).mean())

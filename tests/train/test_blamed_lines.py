@@ -112,7 +112,10 @@ def test_a_task_that_cannot_be_built_names_its_own_line_not_that_of_a_decorator_
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "surefoot_task_odd", sys)
-    lines = "import torch\n\nclass Odd:\n    @torch.no_grad()\n    def __init__(self):\n        torch.ones(2) @ torch.ones(3)\n"
+    lines = (
+        "import torch\n\nclass Odd:\n    @torch.no_grad()\n    def __init__(self):\n"
+        "        torch.ones(2) @ torch.ones(3)\n"
+    )
     path = tmp_path / "odd.py"
     path.write_text(lines + ("Odd()\n" if kind == "import" else ""))
     with pytest.raises(TaskError, match=r"odd\.py:6, in __init__\)\nhint") as raised:
@@ -122,9 +125,14 @@ def test_a_task_that_cannot_be_built_names_its_own_line_not_that_of_a_decorator_
 
 def test_the_line_of_a_script_on_standard_input_is_named(tmp_path: Path) -> None:
     script = (
-        "import torch\nfrom surefoot.train.run import Run\nfrom tests.train.small import Small, spec\n"
-        "class Odd(Small):\n    def loss(self, output, batch):\n        return output @ torch.ones(99)\n"
-        f"with Run(spec(2), Odd(), folder={str(tmp_path / 'run')!r}, quiet=True) as run:\n    list(run.steps())\n"
+        "import torch\n"
+        "from surefoot.train.run import Run\n"
+        "from tests.train.small import Small, spec\n"
+        "class Odd(Small):\n"
+        "    def loss(self, output, batch):\n"
+        "        return output @ torch.ones(99)\n"
+        f"with Run(spec(2), Odd(), folder={str(tmp_path / 'run')!r}, quiet=True) as run:\n"
+        "    list(run.steps())\n"
     )
     done = subprocess.run(
         [sys.executable, "-"],
@@ -143,7 +151,8 @@ def test_an_error_in_a_worker_of_a_loader_is_told_as_itself_with_its_line(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "items.py").write_text(
-        "class Broken(Exception):\n    pass\n\nclass Items:\n    def __len__(self):\n        return 8\n\n"
+        "class Broken(Exception):\n    pass\n\n"
+        "class Items:\n    def __len__(self):\n        return 8\n\n"
         f"    def __getitem__(self, number):\n        raise {kind}('record 3')  # BROKEN\n"
     )
     made = spec_from_file_location("items_of_a_worker", tmp_path / "items.py")

@@ -158,7 +158,7 @@ def test_blocks_that_are_not_there_are_refused(tmp_path: Path) -> None:
         losses(tmp_path, blocks=("2",))
 
 
-def test_a_region_inside_a_block_of_which_operators_are_computed_again_is_refused_and_the_block_itself_is_not() -> (
+def test_a_region_inside_a_block_whose_operators_are_recomputed_is_refused_the_block_is_not() -> (
     None
 ):
     class Nested(Small):

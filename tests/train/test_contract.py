@@ -152,9 +152,7 @@ def test_any_split_into_microbatches_gives_the_gradient_of_the_one_batch(
     )
 
 
-def test_lengths_1_3_7_20_in_four_microbatches_equal_one_big_batch_and_a_mean_of_means_does_not() -> (
-    None
-):
+def test_lengths_1_3_7_20_in_four_microbatches_equal_one_batch_a_mean_of_means_does_not() -> None:
     task = Sequences([1, 3, 7, 20])
     whole = gradient_by_hand(task)
     torch.testing.assert_close(gradient_of_step(task, (1, 2, 3)), whole, rtol=1e-12, atol=1e-12)

@@ -42,7 +42,8 @@ class Overwritten(Small):
         if self.now < 8:
             return super().forward(model, batch)
         raise RuntimeError(
-            "Error: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run. Stack trace: none. To prevent ..."
+            "Error: accessing tensor output of CUDAGraphs that has been overwritten by a "
+            "subsequent run. Stack trace: none. To prevent ..."
         )
 
 

@@ -175,7 +175,8 @@ def test_a_sum_is_found_to_be_one_whatever_the_data_come_from(
 ) -> None:
     if source == "a DataLoader of single samples" and of is with_noise:
         pytest.skip(
-            "the noise of one sample is larger than its loss: that it could not be checked is reported"
+            "the noise of one sample is larger than its loss: "
+            "that it could not be checked is reported"
         )
     assert train(Task(of, SOURCES[source]), tmp_path / "run") == []
 

@@ -32,7 +32,8 @@ class Wide:
     def loss(self, output, batch): return Loss.sum(output.sum(), len(batch[0]))
 
 before = resident_bytes()
-spec = RunSpec(train={"length": "2 steps", "batch": 4, "threads": 1}, observe={"tensorboard": False})
+train = {"length": "2 steps", "batch": 4, "threads": 1}
+spec = RunSpec(train=train, observe={"tensorboard": False})
 with Run(spec, Wide(), folder="run", quiet=True) as run:
     print(run.step, peak_bytes() - before, flush=True)
     for report in run.steps():

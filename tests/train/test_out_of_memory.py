@@ -142,7 +142,10 @@ def test_the_changes_are_told_by_what_they_cost(tmp_path: Path) -> None:
     shortage = account.look(MemoryError("Unable to allocate 2.50 GiB for an array"), assembly, 3)
     assert shortage.asked_bytes == 5 << 29
     hint = account.tell(shortage, assembly, tmp_path, "").hint
-    order = r"first: task.chunked_loss = true \(.*\), train.microbatch = 16 \(.*\), memory.recompute = \"operators\" \("
+    order = (
+        r"first: task.chunked_loss = true \(.*\), train.microbatch = 16 \(.*\), "
+        r"memory.recompute = \"operators\" \("
+    )
     assert re.search(order, str(hint)), hint
 
 

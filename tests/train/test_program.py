@@ -56,7 +56,11 @@ PROJECTS = {
         "shared_parts.py",
         (
             "import torch\n",
-            "import torch, sys, pathlib\nsys.path.append(str(pathlib.Path(__file__).parents[1]))\nimport shared_parts\n",
+            (
+                "import torch, sys, pathlib\n"
+                "sys.path.append(str(pathlib.Path(__file__).parents[1]))\n"
+                "import shared_parts\n"
+            ),
         ),
     ),
 }

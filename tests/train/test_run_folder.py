@@ -482,7 +482,8 @@ with Run(spec(40, observe={"every": "1 step"}), Small(), folder=Path("a"), quiet
         if report.step == 6:
             run.save()
         if report.step == 9:
-            os.write(run._telling.journal._descriptor, b'{"v": 1, "kind": "step", "generation": 1, "time')
+            journal = run._telling.journal
+            os.write(journal._descriptor, b'{"v": 1, "kind": "step", "generation": 1, "time')
             os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -27,7 +27,11 @@ import atexit, os, signal, sys
 from surefoot import Run, RunSpec
 
 def train(folder="r", send=None, at=3):
-    how = RunSpec(train={{"length": "6 steps", "batch": 4}}, observe={{"tensorboard": False}}, evaluate={{"every": "100 steps"}})
+    how = RunSpec(
+        train={{"length": "6 steps", "batch": 4}},
+        observe={{"tensorboard": False}},
+        evaluate={{"every": "100 steps"}},
+    )
     with Run(how, Mine(), folder=folder, quiet=True) as run:
         for report in run.steps():
             if report.step == at and send is not None:
@@ -35,7 +39,8 @@ def train(folder="r", send=None, at=3):
     return run
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where whatever started the tests ignores it
+    # even where whatever started the tests ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit.register(print, "at exit")
     file = open("kept.txt", "w")
     file.write("written")
@@ -110,7 +115,8 @@ def test_a_script_ends_with_the_code_of_the_command_unless_it_decides_itself(
 def test_a_script_goes_on_after_an_interrupted_run_as_it_likes(tmp_path: Path) -> None:
     write_script(
         tmp_path,
-        "run = train(send='SIGTERM')\nprint(run.outcome, run.step, surefoot.load('r', 'last') is not None)",
+        "run = train(send='SIGTERM')\n"
+        "print(run.outcome, run.step, surefoot.load('r', 'last') is not None)",
     )
     script = (tmp_path / "s.py").read_text()
     (tmp_path / "s.py").write_text(f"import surefoot\n{script}")

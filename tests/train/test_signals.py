@@ -190,7 +190,10 @@ def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(
         tmp_path,
         change=(
             "# FORWARD",
-            "import time; (print(STEP, flush=True), time.sleep(0.2)) if model.training and STEP < 9 else 0",
+            (
+                "import time; "
+                "(print(STEP, flush=True), time.sleep(0.2)) if model.training and STEP < 9 else 0"
+            ),
         ),
     )
     environment = {

@@ -152,7 +152,10 @@ def test_a_row_that_only_another_rank_has_is_moved_by_sparse_adam_and_one_that_n
         (
             {"virtual_ranks": 2},
             "sgd",
-            r"layout\.virtual_ranks is given, and the gradient of an embedding with sparse=True is sparse",
+            (
+                r"layout\.virtual_ranks is given, "
+                r"and the gradient of an embedding with sparse=True is sparse"
+            ),
         ),
     ],
 )

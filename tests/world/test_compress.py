@@ -129,7 +129,7 @@ def test_fp16_takes_gradients_of_any_size(size: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_powersgd_gives_the_whole_gradient_where_that_is_of_its_rank_and_sends_what_its_formula_says(
+def test_powersgd_gives_the_whole_gradient_where_it_is_of_its_rank_and_sends_what_its_formula_says(
     num_ranks: int, tmp_path: Path
 ) -> None:
     """One column from each rank: the sum has as many dimensions as there are ranks."""

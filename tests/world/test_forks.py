@@ -31,7 +31,9 @@ THREADED = (
 STOPPED = """
 import os, signal, time
 fork, parent = os.fork, os.getpid()
-def stopped():  # as a SIGSTOP that reaches a busy machine's rank late: the kernel wakes what was stopped before its parent ended
+# as a SIGSTOP that reaches a busy machine's rank late: the kernel wakes what was stopped before its
+# parent ended
+def stopped():
     pid = fork()
     while pid == 0 and os.getppid() == parent:
         time.sleep(0.01)

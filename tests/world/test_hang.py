@@ -128,7 +128,10 @@ NAMED = {  # what the verdict says of each kind
         "error: rank 1 of 2 ended with exit code 0, as if the run",
     ),
     "uneven evaluation": (
-        "the ranks do different things: rank 1 is in a maximum of 8 bytes, this rank in another, after ",
+        (
+            "the ranks do different things: "
+            "rank 1 is in a maximum of 8 bytes, this rank in another, after "
+        ),
         "in a maximum of 40 bytes",
         "the ranks did not call collective ",
         "rank 0 called a maximum of 40 bytes and is in step 5",
@@ -319,9 +322,13 @@ class Neighbour:
             os.write(writes, b".")
             signal.pause()
         os.read(reads, 1)
-        words = f"ip link add here type veth peer name there netns {self.pid}; ip addr add 10.0.0.1/24 dev here; ip link set here up"
-        inside = f"nsenter -t {self.pid} -n sh -c 'ip addr add 10.0.0.2/24 dev there; ip link set there up'"
-        subprocess.run(["sh", "-ec", f"{words}; {inside}"], check=True)
+        script = f"""
+            ip link add here type veth peer name there netns {self.pid}
+            ip addr add 10.0.0.1/24 dev here
+            ip link set here up
+            nsenter -t {self.pid} -n sh -c 'ip addr add 10.0.0.2/24 dev there; ip link set there up'
+        """
+        subprocess.run(["sh", "-ec", script], check=True)
         return self.pid
 
     def __exit__(self, *error: object) -> None:

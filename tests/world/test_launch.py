@@ -258,7 +258,9 @@ def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(
 
 @pytest.mark.parametrize(
     ("is_well", "shell"),
-    [  # a daemon starts it: the socket at which they meet would be number 0, which the ranks have on nothing
+    [
+        # a daemon starts it: the socket at which they meet would be number 0, which the ranks have
+        # on nothing
         (
             'test "$RANK" = 1 || test -S /proc/self/fd/${SUREFOOT_FORKS-$SUREFOOT_LISTENS}',
             "exec {} <&-",
@@ -275,8 +277,10 @@ def test_ranks_begin_as_their_command_did_wherever_it_was_started(
     rank.write_text(f"#!/bin/sh\n{is_well} || touch ill\ntest -z $SUREFOOT_FORKS\n")
     rank.chmod(0o755)
     script = (
-        f"import sys; sys.path[0], sys.executable = '/nowhere', {str(rank)!r}; from surefoot.control.launch import launch; "
-        "from surefoot.control.launch.looking import Judge; sys.exit(launch([], 2, print, Judge(lambda rows: False, str)))"
+        f"import sys; sys.path[0], sys.executable = '/nowhere', {str(rank)!r}; "
+        "from surefoot.control.launch import launch; "
+        "from surefoot.control.launch.looking import Judge; "
+        "sys.exit(launch([], 2, print, Judge(lambda rows: False, str)))"
     )
     words = shell.format(shlex.join([sys.executable, "-c", script]))
     done = subprocess.run(
@@ -319,7 +323,10 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
         (
             ("--ranks", "1000"),
             {},
-            "error: a batch of 64 gives 1000 ranks 64 pieces to compute\nhint: use fewer ranks, or batches of 1000",
+            (
+                "error: a batch of 64 gives 1000 ranks 64 pieces to compute\n"
+                "hint: use fewer ranks, or batches of 1000"
+            ),
         ),
         ((), {"RANK": "0"}, "error: RANK is 0, and WORLD_SIZE is not set"),
         (
@@ -331,7 +338,8 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
         pytest.param(
             (),
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
-            "error: the variable MASTER_PORT is 'x', not a whole number\nhint: a port is a number from 1 to 65535",
+            "error: the variable MASTER_PORT is 'x', not a whole number\n"
+            "hint: a port is a number from 1 to 65535",
             marks=pytest.mark.slow,
         ),
         (
@@ -376,7 +384,8 @@ def test_what_cannot_be_launched_is_told_before_any_work(
 
 LEAVES = """
 import atexit, glob, os, sys
-atexit.register(lambda: print(sorted(open(each).read().strip() for each in glob.glob("/proc/self/task/*/comm"))))
+names = lambda: (open(each).read().strip() for each in glob.glob("/proc/self/task/*/comm"))
+atexit.register(lambda: print(sorted(names())))
 import torch, torch.distributed as dist
 from surefoot.core import place
 from surefoot.runtime.comm import join

@@ -115,7 +115,10 @@ def trial(seed: int, folder: Path) -> None:
     # between two saves: rank 0's own would see it before all ranks do, and end with that
     if kind == "state":
         at = (at - 2) // 3 * 3 + 2
-    told = f"seed {seed}: {kind} on rank {guilty} of {num_ranks} in step {at}, {layout}, held side by side every {check}"
+    told = (
+        f"seed {seed}: {kind} on rank {guilty} of {num_ranks} in step {at}, {layout}, "
+        f"held side by side every {check}"
+    )
     job = lambda rank: followed(  # noqa: E731
         folder / "run", Spoiled(kind, guilty, at), {"check_every": check, **layout}
     )

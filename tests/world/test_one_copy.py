@@ -31,7 +31,8 @@ from surefoot.trial import peak_bytes, resident_bytes
 class Deep:
     def __init__(self, width): self.width = width
     def model(self):
-        made = nn.Sequential(*(nn.Linear(self.width, self.width, bias=False) for _ in range(LAYERS)))
+        width = self.width
+        made = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
         for layer in made: nn.init.normal_(layer.weight, std=0.02)
         return made
     def blocks(self, model): return list(model)
@@ -39,7 +40,8 @@ class Deep:
     def forward(self, model, batch): return model(batch[0])
     def loss(self, output, batch): return Loss.sum(output.sum(), len(batch[0]))
 
-spec = RunSpec(train={"length": "2 steps", "batch": 4, "microbatch": 2, "threads": 1}, layout={"shard": 2}, observe={"tensorboard": False})
+train = {"length": "2 steps", "batch": 4, "microbatch": 2, "threads": 1}
+spec = RunSpec(train=train, layout={"shard": 2}, observe={"tensorboard": False})
 with Run(spec, Deep(4), folder=sys.argv[1], quiet=True) as run:  # all code is loaded once
     list(run.steps())
 before = resident_bytes()

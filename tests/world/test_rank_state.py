@@ -184,7 +184,7 @@ def test_each_rank_goes_on_with_its_own_state_where_ranks_hold_parts(
     assert whole[0]["drawn"] != whole[1]["drawn"]
 
 
-def test_a_commit_with_state_of_each_rank_is_refused_on_another_number_of_ranks_and_read_by_what_needs_no_state(
+def test_a_commit_with_state_of_each_rank_is_refused_on_other_ranks_and_read_where_none_is_needed(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
@@ -275,8 +275,8 @@ def test_state_is_named_at_the_start_with_its_word_or_the_words_to_write(tmp_pat
         "state() names 'entry', one for each of 2 ranks: each rank's is saved and restored" in own
     )
     assert (
-        "'entry' of state() starts equal on all ranks; surefoot.rank_seed() gives each rank a seed of its own"
-        in own
+        "'entry' of state() starts equal on all ranks; "
+        "surefoot.rank_seed() gives each rank a seed of its own" in own
     )
     assert "starts equal" not in told("c", "environment", "per_rank")
 

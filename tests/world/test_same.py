@@ -69,7 +69,10 @@ def drop_all(run: Path) -> None:
         (
             1,
             drop_newest,
-            "goes on after step 6, and rank 1 of 2 on {host} has no such commit in {own}: its newest is of step 5",
+            (
+                "goes on after step 6, and rank 1 of 2 on {host} has no such commit in {own}: "
+                "its newest is of step 5"
+            ),
         ),
         (
             1,
@@ -79,12 +82,18 @@ def drop_all(run: Path) -> None:
         (
             0,
             drop_newest,
-            "goes on after step 5, and rank 1 of 2 on {host} has a newer commit in {own}, of step 6",
+            (
+                "goes on after step 5, "
+                "and rank 1 of 2 on {host} has a newer commit in {own}, of step 6"
+            ),
         ),
         (
             0,
             drop_all,
-            "begins from the start, and rank 1 of 2 on {host} has a newer commit in {own}, of step 6",
+            (
+                "begins from the start, "
+                "and rank 1 of 2 on {host} has a newer commit in {own}, of step 6"
+            ),
         ),
     ],
 )
@@ -201,7 +210,10 @@ def test_copies_of_a_split_state_are_held_against_each_other_too(tmp_path: Path)
                 raise AssertionError("it began")
 
     found = run_ranks(4, job, tmp_path / "ranks")
-    told = f"after loading step 2 rank 3 of 4 on {_host()} does not hold what rank 1 does: state/optimizer/"
+    told = (
+        f"after loading step 2 rank 3 of 4 on {_host()} does not hold what rank 1 does: "
+        "state/optimizer/"
+    )
     assert all(each["kind"] == "NumbersError" and told in each["error"] for each in found), found
 
 

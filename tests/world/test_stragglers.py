@@ -27,7 +27,8 @@ from surefoot.train.run import Run
 from surefoot.train.step.pace import Paces
 from tests.world.ranks import run_ranks
 
-PASS_S = 0.1  # on every rank: what 3 in 10 of it is, no busy machine adds to one rank in nearly every step
+# on every rank: what 3 in 10 of it is, no busy machine adds to one rank in nearly every step
+PASS_S = 0.1
 NUM_STEPS, SLOW_FROM = 32, 8
 
 
@@ -205,9 +206,7 @@ class Timer:
         return (later.at_s - self.at_s) * 1e3
 
 
-def test_of_a_device_the_passes_are_timed_by_its_own_events_and_what_the_host_waits_there_is_not() -> (
-    None
-):
+def test_of_a_device_the_passes_are_timed_by_its_events_and_the_waits_of_the_host_are_not() -> None:
     paces = Paces(Group(0, 2, torch.device("cuda")), Timer)
     for _ in range(2):
         paces.begin()
