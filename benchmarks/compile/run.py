@@ -21,7 +21,7 @@ from surefoot.trial import Arm, Bar, Trial, find_effect, markdown, read_trial
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "compile.json"
 CPU, FIRST_S = "cpu_s_per_step", "first_s"
-# in processes and results of its own: its blocks are those of the GPT, and would be compiled by then
+# in processes and results of its own: its blocks are those of the GPT, and would be compiled before
 DEEP = "deep"
 SMALL = tuple(name for name in MODELS if name != DEEP)
 WITHOUT_BLOCKS = ("mlp", "convnet")

@@ -136,7 +136,7 @@ def test_the_gradients_of_a_step_are_on_their_way_while_most_of_it_is_still_to_b
     assert found[0][-1] == [True] * 4
 
 
-def test_a_parameter_that_some_ranks_do_not_use_counts_as_nothing_and_an_unused_one_keeps_no_gradient(
+def test_a_parameter_that_some_ranks_do_not_use_counts_as_nothing_an_unused_one_keeps_no_gradient(
     tmp_path: Path,
 ) -> None:
     def job(group: Group) -> Any:
