@@ -1,4 +1,7 @@
-"""What every benchmark's `run.py` does alike: its flags, the interleaved run with its conditions, the tables of its README."""
+"""What every benchmark's `run.py` does alike.
+
+Its flags, the interleaved run with its conditions, the tables of its README.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ def measure(
     said: Mapping[str, str] | None = None,
     warmup_rounds: int = 1,
 ) -> Trial:
-    """Run the arms interleaved, `warmup_rounds` first that do not count, say on stderr how far it is, and write the trial to `out`.
+    """Run the arms interleaved, say on stderr how far it is, and write the trial to `out`.
+
+    The first `warmup_rounds` do not count.
 
     `said` are conditions that only the benchmark knows.
     """
@@ -74,7 +79,7 @@ def measure(
 
 
 def render_conditions(trial: Trial) -> str:
-    """What the trial was measured under, the rounds of each arm that ended well, and how others failed."""
+    """The trial's conditions, the rounds of arms that ended well, and how others failed."""
     done = {
         arm: sum(o.arm == arm and o.ended == "done" and not o.is_warmup for o in trial.outcomes)
         for arm in trial.arms
@@ -98,9 +103,12 @@ def render_scores(
     most_worse: float,
     factor: float = 1.0,
 ) -> str:
-    """The mean score of each kind over arms `KIND seed N`, and how far it is from the first one's with the same seeds.
+    """The mean score of each kind over arms `KIND seed N`, and how far it is from the first one's.
 
-    A kind holds where its mean is at most `most_worse` below that one, scores times `factor`; with a negative factor less is better.
+    Both have the same seeds.
+
+    A kind holds where its mean is at most `most_worse` below that one, scores times `factor`; with
+    a negative factor less is better.
     """
     scores: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     for outcome in trial.outcomes:
@@ -136,7 +144,8 @@ def render_ratio(effect: Effect) -> str:
     found = effect.interval
     if found is None:
         return "n/a"
-    return f"{format_number(found.estimate)} ({format_number(found.low)} to {format_number(found.high)})"
+    estimate, low, high = map(format_number, (found.estimate, found.low, found.high))
+    return f"{estimate} ({low} to {high})"
 
 
 def ratio_of(trial: Trial, arm: str, baseline: str, name: str) -> Interval | None:
@@ -180,14 +189,19 @@ def _ends(found: Interval) -> tuple[float, float, float]:
 
 
 def show(parts: Mapping[str, str], readme: Path | None) -> None:
-    """Print the tables and, where `readme` is given, put each between its marks `<!-- name -->` and `<!-- /name -->` there."""
+    """Print the tables and put each into `readme`, where one is given.
+
+    There it stands between its marks `<!-- name -->` and `<!-- /name -->`.
+    """
     print("\n".join(parts.values()))
     if readme is not None and readme.is_file():
         readme.write_text(replace_parts(readme.read_text(), parts))
 
 
 def replace_parts(text: str, parts: Mapping[str, str]) -> str:
-    """`text` with what stands between the marks of each part replaced; a part without marks is left out.
+    """`text` with what stands between the marks of each part replaced.
+
+    One without marks is left out.
 
     >>> replace_parts("<!-- a -->\\nold\\n<!-- /a -->", {"a": "new\\n", "b": "x"})
     '<!-- a -->\\nnew\\n<!-- /a -->'

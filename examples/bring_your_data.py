@@ -1,10 +1,13 @@
-"""Five kinds of data, one task: tensors, a dataset, torch's loader, a loader of your own, a source of your own.
+"""Five kinds of data, one task.
+
+Tensors, a dataset, torch's loader, a loader of your own, a source of your own.
 
 python examples/bring_your_data.py
 surefoot train examples/bring_your_data.py:AnyData --set task.kind=loader
 
-Whatever `data(split)` gives is taken as it is. What can be read by number is shuffled and seeks; what can only be read forwards is
-named in the notes of the run as `replayed`, gives one of its own batches a step, and keeps its own order.
+Whatever `data(split)` gives is taken as it is. What can be read by number is shuffled and seeks;
+what can only be read forwards is named in the notes of the run as `replayed`, gives one of its own
+batches a step, and keeps its own order.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ KINDS: tuple[Kind, ...] = ("tensors", "dataset", "loader", "own_loader", "own_so
 
 
 class OwnLoader:
-    """Anything that can be iterated anew and knows its length: batches of `size` in an order of its own."""
+    """Anything that can be iterated anew and knows its length.
+
+    Batches of `size` in an order of its own.
+    """
 
     def __init__(self, pixels: Tensor, labels: Tensor, size: int = 64) -> None:
         self.pixels, self.labels, self.size, self.passes = pixels, labels, size, 0

@@ -1,11 +1,14 @@
-"""Which lower half belongs to which upper half? Two encoders learn it from pairs alone, by a loss over the whole batch.
+"""Which lower half belongs to which upper half?
+
+Two encoders learn it from pairs alone, by a loss over the whole batch.
 
 python examples/contrastive.py
 surefoot train examples/contrastive.py:Halves
 
-Every pair is held against all others of its batch, so the loss of a batch is not the sum of the losses of its parts:
-`additive=False` says so, and a spec with microbatches is refused. On several ranks `surefoot.all_gather` gives each rank the embeddings
-of all: the weights are those of one process. (InfoNCE: van den Oord, Li and Vinyals, 2018.)
+Every pair is held against all others of its batch, so the loss of a batch is not the sum of the
+losses of its parts: `additive=False` says so, and a spec with microbatches is refused. On several
+ranks `surefoot.all_gather` gives each rank the embeddings of all: the weights are those of one
+process. (InfoNCE: van den Oord, Li and Vinyals, 2018.)
 """
 
 # B batch, D embedding

@@ -1,10 +1,13 @@
-"""Finding digits on a canvas: which cells of a grid hold one (all cells count), and where in them it is (only those that do).
+r"""Finding digits on a canvas.
+
+Which cells of a grid hold one (all cells count), and where in them it is (only those that do).
 
 python examples/detector.py
-surefoot train examples/detector.py:Detector --set optim.name=muon --set train.batch=32 --set train.microbatch=8
+surefoot train examples/detector.py:Detector --set optim.name=muon --set train.batch=32 \
+    --set train.microbatch=8
 
-Two terms, each a sum over its own count. `counts(batch)` knows both before the forward pass, so that microbatches with few and
-with many digits give the gradient of the whole batch.
+Two terms, each a sum over its own count. `counts(batch)` knows both before the forward pass, so
+that microbatches with few and with many digits give the gradient of the whole batch.
 """
 
 # B batch, S cells a side, K classes (0 is "nothing here", 1 to 10 are the digits)
@@ -29,7 +32,10 @@ Batch = dict[str, Tensor]
 def paint(
     num_canvases: int, seed: int, digits: np.ndarray, labels: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Canvases with one to three digits at any place; a digit belongs to the cell that its centre is in."""
+    """Canvases with one to three digits at any place.
+
+    A digit belongs to the cell that its centre is in.
+    """
     draw = np.random.default_rng(seed)
     images = draw.random((num_canvases, 1, CANVAS, CANVAS), dtype=np.float32) * 0.2
     classes = np.zeros((num_canvases, NUM_CELLS, NUM_CELLS), dtype=np.int64)
@@ -102,7 +108,10 @@ class Detector:
         )
 
     def metrics(self, output: dict[str, Tensor], batch: Batch) -> dict[str, Mean]:
-        """Of the cells that hold a digit: how many are named rightly, and how many pixels off its corner is."""
+        """How many of the cells that hold a digit are named rightly.
+
+        And how many pixels off its corner is.
+        """
         has_digit = batch["classes"] > 0
         off = (output["places"][has_digit] - batch["places"][has_digit]).abs().sum() * CELL / 2
         return {

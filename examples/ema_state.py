@@ -1,10 +1,12 @@
-"""A task that remembers: classes that go badly weigh more. What it remembers is its own state; the weights are averaged (EMA).
+"""A task that remembers: classes that go badly weigh more.
+
+What it remembers is its own state; the weights are averaged (EMA).
 
 python examples/ema_state.py
 surefoot train examples/ema_state.py:HardClasses --set optim.ema=0.99
 
-`state()` names what the task wants kept. Evaluation puts it back as it found it, like buffers and random streams, and a
-checkpoint will hold it. The averaged weights are what is evaluated and saved.
+`state()` names what the task wants kept. Evaluation puts it back as it found it, like buffers and
+random streams, and a checkpoint will hold it. The averaged weights are what is evaluated and saved.
 """
 
 from __future__ import annotations
@@ -48,9 +50,8 @@ class HardClasses:
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
         losses = F.cross_entropy(output, batch["labels"], reduction="none")
-        hardness = self.hardness.to(
-            losses.device
-        )  # a task is not told the device; the batch knows it
+        # a task is not told the device; the batch knows it
+        hardness = self.hardness.to(losses.device)
         weights = (hardness / hardness.mean())[batch["labels"]]
         self._remember(hardness, losses.detach(), batch["labels"])
         return Loss.sum((weights * losses).sum(), count=len(losses))
@@ -59,9 +60,8 @@ class HardClasses:
         sums = torch.zeros_like(hardness).index_add_(0, labels, losses)
         seen = labels.bincount(minlength=10)
         means = torch.where(seen > 0, sums / seen.clamp(min=1), hardness)
-        self.hardness.copy_(
-            hardness.lerp(means, 1 / self.memory)
-        )  # in place: the name in state() stays true
+        # in place: the name in state() stays true
+        self.hardness.copy_(hardness.lerp(means, 1 / self.memory))
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         return {"accuracy": accuracy(output, batch["labels"])}

@@ -1,9 +1,10 @@
-"""Two networks against each other: one draws digits, one tells them from real ones. Two updates a step.
+"""Two networks against each other: one draws digits, one tells them from real ones.
 
 python examples/gan.py
 surefoot train examples/gan.py:Gan --steps 2000
 
-The updates say what is trained. `forward` says what the finished model is used for, so that it can be evaluated and predicted with.
+There are two updates a step, which say what is trained. `forward` says what the finished model is
+used for, so that it can be evaluated and predicted with.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over real and drawn images, so that batches add up: how far apart their means and covariances are."""
+    """Sums over real and drawn images, so that batches add up.
+
+    How far apart their means and covariances are.
+    """
 
     count: int
     sums: tuple[Tensor, Tensor]  # (pixels,) of real images, of drawn ones
@@ -50,7 +54,7 @@ class Moments:
         )
 
     def value(self) -> float | None:
-        """Squared distance of the means plus that of the covariances: 0 for equal distributions of the second order."""
+        """Squared distance of the means plus that of the covariances: 0 where both are equal."""
         if not self.count:
             return None
         means = [total / self.count for total in self.sums]
@@ -84,7 +88,7 @@ class Gan:
         )
 
     def data(self, split: str) -> Arrays:
-        """Images, and the noise that evaluation draws from: a part of the data, so that a score can be repeated."""
+        """Images, and the noise of evaluation: part of the data, so that scores can be repeated."""
         images = torch.from_numpy(load_digits().data).float() / 16
         images = images[::5] if split == "test" else images[torch.arange(len(images)) % 5 > 0]
         return Arrays(
@@ -93,7 +97,7 @@ class Gan:
         )
 
     def updates(self, model: nn.ModuleDict) -> list[Update]:
-        """First the critic, then the generator; the critic has an optimiser of its own, the generator takes the spec's."""
+        """The critic with an optimiser of its own, then the generator with the spec's."""
         own = torch.optim.Adam(model["critic"].parameters(), lr=2e-3, betas=(0.0, 0.99))
         return [
             Update("critic", self.critic_loss, model["critic"].parameters(), optimizer=own),
@@ -101,7 +105,7 @@ class Gan:
         ]
 
     def critic_loss(self, model: nn.ModuleDict, batch: Batch) -> Loss:
-        """Real or drawn, and a penalty on steepness around real images (R1: Mescheder, Geiger and Nowozin, 2018)."""
+        """Real or drawn, and a penalty on steepness at real images (R1: Mescheder et al., 2018)."""
         real = batch["images"].detach().requires_grad_()
         drawn = model["generator"](torch.randn(len(real), NOISE, device=real.device)).detach()
         on_real, on_drawn = model["critic"](real), model["critic"](drawn)

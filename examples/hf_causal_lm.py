@@ -1,10 +1,12 @@
-"""A causal language model of Hugging Face transformers, built from a config and trained unchanged; nothing is downloaded.
+r"""A causal language model of Hugging Face transformers, built from a config and trained unchanged.
 
 python examples/hf_causal_lm.py
-surefoot train examples/hf_causal_lm.py:HfCausalLM --set optim.name=muon --set optim.lr=0.02 --set train.batch=32
+surefoot train examples/hf_causal_lm.py:HfCausalLM --set optim.name=muon --set optim.lr=0.02 \
+    --set train.batch=32
 
-The documents have unequal lengths. Their losses are summed and divided once by the number of tokens in the whole global batch,
-so that microbatches give the numbers of one large batch; averaging the model's own `loss` over microbatches would not.
+Nothing is downloaded. The documents have unequal lengths. Their losses are summed and divided once
+by the number of tokens in the whole global batch, so that microbatches give the numbers of one
+large batch; averaging the model's own `loss` over microbatches would not.
 """
 
 # B batch, T tokens, V vocabulary
@@ -29,7 +31,10 @@ Batch = dict[str, Tensor]
 
 
 class HfCausalLM:
-    """Continues the lines of Python source. Batches are what transformers takes: input_ids, attention_mask, labels, each (B, T)."""
+    """Continues the lines of Python source.
+
+    Batches are what transformers takes: input_ids, attention_mask, labels, each (B, T).
+    """
 
     unit = "tokens"
 
@@ -62,7 +67,10 @@ class HfCausalLM:
         )
 
     def counts(self, batch: Batch) -> int:
-        """How many tokens the loss of this batch sums over, known without the model: lets the step divide before it adds up."""
+        """How many tokens the loss of this batch sums over, known without the model.
+
+        It lets the step divide before it adds up.
+        """
         return int((batch["labels"][:, 1:] >= 0).sum())
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:

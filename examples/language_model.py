@@ -1,7 +1,8 @@
-"""A causal transformer over bytes: it learns to continue the source code of Python's own standard library.
+r"""A causal transformer over bytes learns to continue the source of Python's standard library.
 
 python examples/language_model.py
-surefoot train examples/language_model.py:LanguageModel --set optim.name=muon --set optim.lr=0.02 --set train.batch=16
+surefoot train examples/language_model.py:LanguageModel --set optim.name=muon \
+    --set optim.lr=0.02 --set train.batch=16
 """
 
 # B batch, T bytes, D model, N heads, H per head, V vocabulary
@@ -93,7 +94,10 @@ class LanguageModel:
         return {"bits per byte": bits_per_byte(*self._nats(output, batch))}
 
     def _nats(self, logits_BTV: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed surprise, and over how many bytes; the padding of the last window (-100) counts for neither."""
+        """The summed surprise, and over how many bytes.
+
+        The padding of the last window (-100) counts for neither.
+        """
         targets_BT = batch["targets"]
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum"), (
             targets_BT >= 0

@@ -1,14 +1,19 @@
-"""A loss scaler from first principles: why fp16 needs one, and all that it does. No surefoot in it: read it, then use ours.
+"""A loss scaler from first principles: why fp16 needs one, and all that it does.
+
+No surefoot in it: read it, then use ours.
 
 python examples/loss_scaler.py
 
-fp16 keeps 11 bits of a number and no size below 6e-8. Gradients are often smaller than that, and would become zero. So the loss is
-multiplied by a scale S, which by the chain rule multiplies every gradient by S too, and before the update the gradients are divided
-by S again. How large S may be nobody knows beforehand: it is tried. Where a gradient is no longer finite, S was too large: the step is
-left out and S halves. After 2,000 steps without that it doubles. S is a power of two, so that multiplying by it rounds nothing.
+fp16 keeps 11 bits of a number and no size below 6e-8. Gradients are often smaller than that, and
+would become zero. So the loss is multiplied by a scale S, which by the chain rule multiplies every
+gradient by S too, and before the update the gradients are divided by S again. How large S may be
+nobody knows beforehand: it is tried. Where a gradient is no longer finite, S was too large: the
+step is left out and S halves. After 2,000 steps without that it doubles. S is a power of two, so
+that multiplying by it rounds nothing.
 
-The order is the point: scale, backward of every microbatch with the same S, divide once, look whether all is finite, clip, update,
-then move S. Clipping before dividing would clip S times too hard.
+The order is the point: scale, backward of every microbatch with the same S, divide once, look
+whether all is finite, clip, update, then move S. Clipping before dividing would clip S times too
+hard.
 """
 
 from __future__ import annotations
@@ -64,9 +69,8 @@ def main() -> float:
 
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))  # its weights stay fp32
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.7)
-    scaler = Scaler(
-        scale=2.0**24, growth_interval=100
-    )  # too large at first, so that it has to come down
+    # too large at first, so that it has to come down
+    scaler = Scaler(scale=2.0**24, growth_interval=100)
 
     for epoch in range(EPOCHS):
         for ids in torch.randperm(len(train)).split(BATCH):
@@ -78,8 +82,10 @@ def main() -> float:
                     ) / len(ids)
                 scaler.scaled(loss).backward()
             if not scaler.step(optimizer, clip=CLIP):
+                power = torch.tensor(scaler.scale).log2()
                 print(
-                    f"epoch {epoch}: a gradient overflowed, the step is left out; S is now 2^{torch.tensor(scaler.scale).log2():.0f}"
+                    f"epoch {epoch}: a gradient overflowed, the step is left out; "
+                    f"S is now 2^{power:.0f}"
                 )
 
     share = (model(images[is_test]).argmax(1) == labels[is_test]).float().mean().item()

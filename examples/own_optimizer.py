@@ -1,8 +1,14 @@
-"""A task that brings its own optimiser and its own schedule; guard, clipping and accumulation still work around them.
+r"""A task that brings its own optimiser and its own schedule.
+
+Guard, clipping and accumulation still work around them.
 
 python examples/own_optimizer.py
 surefoot train examples/own_optimizer.py:OwnOptimizer
-surefoot train examples/own_optimizer.py:OwnOptimizer --set optim.name=adamw --set schedule.name=cosine   # overruled
+
+These two settings are overruled by the task:
+
+surefoot train examples/own_optimizer.py:OwnOptimizer --set optim.name=adamw \
+    --set schedule.name=cosine
 """
 
 from __future__ import annotations
@@ -24,7 +30,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of an interpolation between gradient and momentum. X. Chen et al., "Symbolic Discovery of ...", 2023, algorithm 2."""
+    """The sign of an interpolation between gradient and momentum.
+
+    Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
+    """
 
     def __init__(
         self,
@@ -69,7 +78,10 @@ class OwnOptimizer:
         return Arrays(pixels[rows].astype("float32") / 16, labels[rows])
 
     def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        """`groups` are ready: norms and biases without decay, multipliers from the spec; a rate that the spec states stands in them."""
+        """`groups` are ready: norms and biases without decay, multipliers from the spec.
+
+        A rate that the spec states stands in them.
+        """
         return Lion(groups, lr=3e-3)
 
     def schedule(self, step: int, total_steps: int) -> float:

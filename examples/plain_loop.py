@@ -1,11 +1,13 @@
-"""A whole training loop of your own out of single components: no Run, no Task, no spec. Copy it and change it.
+"""A whole training loop of your own out of single components: no Run, no Task, no spec.
 
 python examples/plain_loop.py runs/mine
-python examples/plain_loop.py runs/mine     # again: goes on from the last commit, here after it was stopped
+python examples/plain_loop.py runs/mine     # again: goes on from the last commit
 
-Data in a seekable order, bf16 compute, warm-up and cosine, accumulation, clipping and a guard against non-finite steps, a meter,
-commits of all that is needed to go on: weights, optimiser, random states. Order, augmentation and schedule are functions of the
-step alone. So a loop that goes on ends with the same bits as one that was never stopped.
+Copy it and change it.
+Data in a seekable order, bf16 compute, warm-up and cosine, accumulation, clipping and a guard
+against non-finite steps, a meter, commits of all that is needed to go on: weights, optimiser,
+random states. Order, augmentation and schedule are functions of the step alone. So a loop that goes
+on ends with the same bits as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ def build_model() -> nn.Module:
 
 
 def shift(images: Tensor, keys: Keys) -> Tensor:
-    """Move each image up to one pixel down and right: which way depends on (seed, epoch, sample), not on who asks, or when."""
+    """Move each image up to one pixel down and right.
+
+    Where to depends on (seed, epoch, sample), not on who asks, or when.
+    """
     down, right = keys.integers(0, 2, 2).T
     rows = (torch.arange(8) - down[:, None]).clamp(min=0)
     columns = (torch.arange(8) - right[:, None]).clamp(min=0)
@@ -86,9 +91,8 @@ def main(folder: Path, stop_after: int | None = None) -> float:
         return warmup(step, WARMUP_STEPS) * cosine(step, total_steps)
 
     update = GuardedUpdate([optimizer], clip=1.0, curve=curve)
-    restored = checkpoint.load(
-        folder, {"model": model, "update": update}
-    )  # the newest that is whole, every byte checked
+    # the newest that is whole, every byte checked
+    restored = checkpoint.load(folder, {"model": model, "update": update})
     first = restored.step if restored else 0
     if first:
         print(f"going on after step {first}")
@@ -108,9 +112,8 @@ def main(folder: Path, stop_after: int | None = None) -> float:
             loss.backward()
             loss_sum += loss.detach()
         count = len(window.ids)
-        norm, applied = update.step_if_finite(
-            1 / count
-        )  # the sum over all microbatches, divided once; clipped; skipped if not finite
+        # the sum over all microbatches, divided once; clipped; skipped if not finite
+        norm, applied = update.step_if_finite(1 / count)
 
         report = StepReport(
             step=step + 1,
@@ -124,12 +127,12 @@ def main(folder: Path, stop_after: int | None = None) -> float:
         meter.add(report)
         if report.step % REPORT_EVERY == 0 and (seen := meter.take()):
             print(
-                f"step {seen.step}  loss {seen.loss:.3f}  rate {seen.learning_rate:.3g}  {seen.samples_per_s:,.0f} samples/s"
+                f"step {seen.step}  loss {seen.loss:.3f}  rate {seen.learning_rate:.3g}  "
+                f"{seen.samples_per_s:,.0f} samples/s"
             )
         if report.step % COMMIT_EVERY == 0 or report.step == total_steps:
-            checkpoint.save(
-                folder, report.step, {"model": model, "update": update}
-            )  # there whole, or not at all
+            # there whole, or not at all
+            checkpoint.save(folder, report.step, {"model": model, "update": update})
             checkpoint.retain(folder, keep=2)
 
     share = evaluate(model, test)

@@ -1,4 +1,6 @@
-"""A commit of surefoot read without surefoot: numpy and json alone verify every digest and give the tensors.
+"""A commit of surefoot read without surefoot.
+
+numpy and json alone verify every digest and give the tensors.
 
 python examples/read_checkpoint.py runs/mine/checkpoints/step-000000000020
 """
@@ -51,9 +53,8 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     for file in manifest["files"]:
         data = (folder / file["name"]).read_bytes()
         found = digest(data)
-        if (
-            file["tensors"] is not None
-        ):  # a file of tensors: over the digests of its header and of its tensors
+        # a file of tensors: over the digests of its header and of its tensors
+        if file["tensors"] is not None:
             body = 8 + int.from_bytes(data[:8], "little")
             parts = [digest(data[:body])]
             for name, piece in sorted(

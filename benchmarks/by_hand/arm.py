@@ -1,4 +1,6 @@
-"""What every arm's process does: its models, one after the other, with one component by hand or by surefoot.
+"""What every arm's process does.
+
+Its models, one after the other, with one component by hand or by surefoot.
 
 python -m benchmarks.by_hand.arm --how hand --component bf16 --report FILE --folder DIR
 """

@@ -1,4 +1,7 @@
-"""What is switched on in both arms of a pair: by which keys of the spec, and on which models there is something to switch on."""
+"""What is switched on in both arms of a pair.
+
+By which keys of the spec, and on which models there is something to switch on.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,8 @@ class Component:
 COMPONENTS = {
     "fp32": Component({}),
     "bf16": Component({"precision": {"compute": "bf16"}}),
-    "fp16": Component(
-        {"precision": {"compute": "fp16"}}, CONVNET
-    ),  # a processor takes ten times as long over it
+    # a processor takes ten times as long over it
+    "fp16": Component({"precision": {"compute": "fp16"}}, CONVNET),
     "accumulate": Component({"train": {"microbatch": PARTS}}),
     "channels last": Component({"train": {"memory_format": "channels_last"}}, CONVNET),
     "update in backward": Component(

@@ -1,4 +1,6 @@
-"""The loop that people write, with one feature of torch more: fused AdamW, foreach clipping, the loss read every 50 steps.
+"""The loop that people write, with one feature of torch more.
+
+Fused AdamW, foreach clipping, the loss read every 50 steps.
 
 What each feature is here is what its documentation says to write.
 """
@@ -85,7 +87,7 @@ def _optimizer(component: str, parameters: Iterable[Tensor]) -> Optimizer:
 
 
 def _in_backward(model: nn.Module) -> Callable[[Batch], Tensor]:
-    """After "How to save memory by fusing the optimizer step into the backward pass" of torch's tutorials."""
+    """After torch's tutorial on fusing the optimizer step into the backward pass."""
     optimizers = {
         parameter: AdamW([parameter], lr=LEARNING_RATE, fused=True)
         for parameter in model.parameters()

@@ -1,7 +1,9 @@
-"""A component of surefoot against the same feature of torch, written by hand: CPU time of a step, pair by pair.
+"""A component of surefoot against the same feature of torch, written by hand.
 
-python benchmarks/by_hand/run.py                                                    15 rounds
-python benchmarks/by_hand/run.py --components fp32,bf16 --rounds 17 --out benchmarks/by_hand/results/again.json
+CPU time of a step, pair by pair.
+
+python benchmarks/by_hand/run.py                                            15 rounds
+python benchmarks/by_hand/run.py --components fp32,bf16 --rounds 17 --out again.json
 python benchmarks/by_hand/run.py --components bf16,recompute --rounds 1 --steps 4 --out smoke.json
 """
 
@@ -26,7 +28,7 @@ PLAIN = "fp32"
 
 
 def make_arms(components: list[str], steps: int | None, caches: str) -> list[Arm]:
-    """A pair for each component; what one compiled in the warm-up round, it finds in `caches` later."""
+    """A pair for each component; what the warm-up round compiled, later ones find in `caches`."""
     more = () if steps is None else ("--steps", str(steps))
     return [
         Arm(
@@ -55,7 +57,10 @@ def make_arms(components: list[str], steps: int | None, caches: str) -> list[Arm
 
 
 def render(trial: Trial) -> str:
-    """Of each component and model both times of a step, their ratio with the bar, and what the component brings surefoot."""
+    """Both times of a step of each component and model, and their ratio with the bar.
+
+    And what the component brings surefoot.
+    """
     rows = []
     for component in COMPONENTS:
         for model in MODELS:

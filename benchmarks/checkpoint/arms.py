@@ -1,4 +1,6 @@
-"""One process of the benchmark: saves and loads a state of a given size in one way, or trains while it is saved.
+"""One process of the benchmark.
+
+Saves and loads a state of a given size in one way, or trains while it is saved.
 
 python -m benchmarks.checkpoint.arms save WAY MEGABYTES REPORT FOLDER
 python -m benchmarks.checkpoint.arms stall background|blocking THREADS REPORT FOLDER
@@ -148,7 +150,10 @@ WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 
 
 def measure_way(way: str, megabytes: int, folder: Path) -> dict[str, float]:
-    """Seconds of a save and of a load, the median of REPEATS; what is read lies on the disk, not in the page cache."""
+    """Seconds of a save and of a load, the median of REPEATS.
+
+    What is read lies on the disk, not in the page cache.
+    """
     torch.set_num_threads(1)
     save, load = WAYS[way]
     state = make_state(megabytes)

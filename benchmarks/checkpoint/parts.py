@@ -1,4 +1,6 @@
-"""Where both cores train, what must a save take from them? The CPU time of its parts, and what the disk alone costs a step.
+"""Where both cores train, what must a save take from them?
+
+The CPU time of its parts, and what the disk alone costs a step.
 
 python benchmarks/checkpoint/parts.py [FOLDER]     the disk of FOLDER is what is measured
 """
@@ -79,7 +81,10 @@ def _cpu_ms(call: Callable[[], object]) -> float:
 
 
 def time_disk(folder: Path) -> dict[str, list[float]]:
-    """Milliseconds that training on two threads loses while another process writes, reads or deletes as much, for each time."""
+    """Milliseconds that training on two threads loses while another process uses the disk.
+
+    One value for each time that the other process writes, reads or deletes as much.
+    """
     torch.set_num_threads(2)
     task = Wide()
     model = task.model()

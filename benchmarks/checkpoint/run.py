@@ -1,6 +1,10 @@
-"""What saving and loading cost: bandwidth beside others, the time that training loses, bytes and microseconds of the small things.
+"""What saving and loading cost.
 
-python benchmarks/checkpoint/run.py [--rounds 4] [--sizes 400,2000] [--folder DIR]     the disk of DIR is what is measured
+Bandwidth beside others, the time that training loses, bytes and microseconds of the small things.
+
+python benchmarks/checkpoint/run.py [--rounds 4] [--sizes 400,2000] [--folder DIR]
+
+The disk of DIR is what is measured.
 """
 
 from __future__ import annotations
@@ -16,9 +20,8 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "checkpoint.json"
-OTHER = RESULTS.with_name(
-    "with_sha.json"
-)  # another machine, whose processor has instructions for SHA-256
+# another machine, whose processor has instructions for SHA-256
+OTHER = RESULTS.with_name("with_sha.json")
 WAYS = ("raw", "surefoot", "torch_save", "safetensors", "dcp")
 STALLS = {"one core": 1, "both cores": 2}
 STALL_MODES = {

@@ -1,4 +1,6 @@
-"""Is the other core free? A training step on core 1 beside work on core 0 that stays in that core's own cache.
+"""Is the other core free?
+
+A training step on core 1 beside work on core 0 that stays in that core's own cache.
 
 python benchmarks/checkpoint/sibling.py
 """
@@ -63,7 +65,10 @@ def main() -> None:
     ]
     for name in BESIDE:
         ratios = [each[name] / each["nothing"] for each in rounds]
-        words = f"{name}: {statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to {max(ratios):.2f}, n = {ROUNDS})"
+        words = (
+            f"{name}: {statistics.median(ratios):.2f} times as long "
+            f"({min(ratios):.2f} to {max(ratios):.2f}, n = {ROUNDS})"
+        )
         print(words, file=sys.stderr)
 
 

@@ -38,7 +38,10 @@ class Body:
 
 
 def measure_small(folder: Path) -> dict[str, float]:
-    """Bytes and microseconds of a ledger's step, milliseconds of a seek, and an incremental save against the tensors that changed."""
+    """Bytes and microseconds of a ledger's step, and milliseconds of a seek.
+
+    And an incremental save against the tensors that changed.
+    """
     return {**measure_ledger(folder), **measure_cursor(), **measure_incremental(folder)}
 
 
@@ -76,7 +79,10 @@ def measure_cursor() -> dict[str, float]:
 
 
 def measure_incremental(folder: Path) -> dict[str, float]:
-    """Bytes newly written by the second save of a run that trains the head alone, against those of the tensors that changed."""
+    """Bytes newly written by the second save of a run that trains the head alone.
+
+    They are held against those of the tensors that changed.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     spec = RunSpec(
         train={"length": "4 steps", "batch": 32},

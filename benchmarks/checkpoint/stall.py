@@ -1,4 +1,7 @@
-"""How much longer the steps take that a save touches: a run whose state has 400 MB, saved every few steps."""
+"""How much longer the steps take that a save touches.
+
+A run whose state has 400 MB, saved every few steps.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,14 @@ from surefoot.contract import events
 
 WIDTH, LAYERS, BATCH = 2048, 8, 192  # 33.5 M weights: 134 MB, and AdamW's moments: 402 MB in all
 Timed = tuple[int, float, bool]  # step, seconds, whether a save touches it
-SAVES, FEW_SAVES = (
-    11,
-    4,
-)  # a round's, ours and the peers'; the first one, which makes our staged copy, is left out
-REST_S = 20.0  # a machine that has computed on both cores for three minutes may be slowed to half its speed, until it has rested
-EVERY, OFTEN = (
-    64,
-    12,
-)  # steps between saves; the longer where a writer that yields to two threads lives through 17 to 40 of them
+# a round's, ours and the peers'; the first one, which makes our staged copy, is left out
+SAVES, FEW_SAVES = 11, 4
+# a machine that has computed on both cores for three minutes may be slowed to half its speed, until
+# it has rested
+REST_S = 20.0
+# steps between saves; the longer where a writer that yields to two threads lives through 17 to 40
+# of them
+EVERY, OFTEN = 64, 12
 
 
 class Wide:
@@ -54,11 +56,14 @@ class Wide:
 
 
 def measure_stall(mode: str, threads: int, folder: Path) -> dict[str, float]:
-    """The median, over the saves, of the extra seconds of all steps that a save touches, from its first copy to the end of its thread.
+    """The median, over the saves, of the extra seconds of all steps that a save touches.
 
-    Extra to the median of the untouched steps between the same two saves: a processor that others use, too, changes its speed.
-    `ordinary_s` is the median of all untouched steps, `waited_s` of how long the loop stood still for a save of ours, as the run's own
-    records have it. The first save, which makes the staged copy, is left out.
+    A save touches steps from its first copy to the end of its thread.
+
+    Extra to the median of the untouched steps between the same two saves: a processor that others
+    use, too, changes its speed. `ordinary_s` is the median of all untouched steps, `waited_s` of
+    how long the loop stood still for a save of ours, as the run's own records have it. The first
+    save, which makes the staged copy, is left out.
     """
     time.sleep(REST_S)
     shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +107,8 @@ def _time_surefoot(mode: str, threads: int, folder: Path, every: int, saves: int
     with Run(spec, Wide(), folder=folder, quiet=True) as run:
         began_s, was_saving = time.perf_counter(), False
         for report in run.steps():
-            # the save of a step begins after it was handed over: what it takes at once falls into the step that follows
+            # the save of a step begins after it was handed over: what it takes at once falls into
+            # the step that follows
             now_s, is_saving = (
                 time.perf_counter(),
                 any(thread.name == "surefoot-save" for thread in threading.enumerate()),
@@ -115,7 +121,7 @@ def _time_surefoot(mode: str, threads: int, folder: Path, every: int, saves: int
 
 
 def _time_loop(mode: str, threads: int, folder: Path, every: int, saves: int) -> list[Timed]:
-    """A plain loop over the same model and numbers, saved by `torch.save` or by DCP in the background."""
+    """A plain loop over the same model and numbers, saved by `torch.save` or by DCP beside it."""
     torch.set_num_threads(threads)
     task = Wide()
     model = task.model()

@@ -1,8 +1,11 @@
-"""What every arm's process does: the models of step_cost and a GPT of 12 layers, by a plain loop or by
-surefoot, compiled as the arm says; `graph` is the plain loop with its whole step compiled.
+"""What every arm's process does.
 
-Reports, of each model, `first_s`: wall time from the start of the loop to the end of the first step that runs as all later ones do, with
-nothing compiled before it (a folder of its own holds what the compiler keeps), and `cpu_s_per_step` of the steps after the warm-up.
+The models of step_cost and a GPT of 12 layers, by a plain loop or by surefoot, compiled as the arm
+says; `graph` is the plain loop with its whole step compiled.
+
+Reports, of each model, `first_s`: wall time from the start of the loop to the end of the first step
+that runs as all later ones do, with nothing compiled before it (a folder of its own holds what the
+compiler keeps), and `cpu_s_per_step` of the steps after the warm-up.
 """
 
 from __future__ import annotations
@@ -32,9 +35,8 @@ from surefoot.train.step.stepper import EAGER_STEPS
 from surefoot.trial import write_report
 
 MODELS = {
-    "mlp": replace(
-        WORKLOADS["mlp"], warmup=500, steps=8000
-    ),  # a graph takes 800 steps in less than a tenth of a second
+    # a graph takes 800 steps in less than a tenth of a second
+    "mlp": replace(WORKLOADS["mlp"], warmup=500, steps=8000),
     "convnet": replace(WORKLOADS["convnet"], warmup=8),
     "gpt": replace(WORKLOADS["gpt"], warmup=8),
     "deep": replace(
@@ -42,14 +44,8 @@ MODELS = {
     ),
 }
 KINDS = ("idiomatic", "eager", "blocks", "model", "step", "graph")
-FIRST = {
-    "idiomatic": 1,
-    "graph": 2,
-    "eager": 2,
-    "blocks": 2,
-    "model": 2,
-    "step": EAGER_STEPS + 1,
-}  # the step that runs as all later ones do
+# the step that runs as all later ones do
+FIRST = {"idiomatic": 1, "graph": 2, "eager": 2, "blocks": 2, "model": 2, "step": EAGER_STEPS + 1}
 
 
 class Compiled(Costed):

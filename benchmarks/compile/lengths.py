@@ -1,4 +1,6 @@
-"""Texts of twenty lengths, compiled: with sizes that may change, one graph for each bucket of lengths, and padded to the longest.
+"""Texts of twenty lengths, compiled.
+
+With sizes that may change, one graph for each bucket of lengths, and padded to the longest.
 
 python -m benchmarks.compile.lengths [--rounds 7] [--out FILE] [--show]
 """
@@ -38,7 +40,10 @@ PLAIN = "padded compiled"
 
 
 class Texts:
-    """A language model on texts of twenty lengths, eight of one length to a batch; what is padded counts for nothing."""
+    """A language model on texts of twenty lengths, eight of one length to a batch.
+
+    What is padded counts for nothing.
+    """
 
     def __init__(self, how: str = "cut") -> None:
         self.how = how
@@ -95,7 +100,7 @@ def make_arms(steps: int = STEPS, warmup: int = WARMUP) -> list[Arm]:
 
 
 def render(trial: Trial) -> str:
-    """The time of a step, and all that was spent on compiling, of each arm against texts that are padded and compiled."""
+    """Time of a step, and of compiling, of each arm against texts that are padded and compiled."""
     rows = []
     for arm in trial.arms:
         times = list(trial.by_round(arm, CPU).values())

@@ -1,6 +1,8 @@
-"""What compiling brings and costs: a plain loop, surefoot in eager mode, and with its blocks, model or whole step compiled.
+"""What compiling brings and costs.
 
-python benchmarks/compile/run.py                                          15 rounds; hours, since each process compiles anew
+A plain loop, surefoot in eager mode, and with its blocks, model or whole step compiled.
+
+python benchmarks/compile/run.py        15 rounds; hours, since each process compiles anew
 python benchmarks/compile/run.py --models deep --rounds 9
 python benchmarks/compile/run.py --models mlp --rounds 1 --steps 20 --out smoke.json
 """
@@ -19,7 +21,8 @@ from surefoot.trial import Arm, Bar, Trial, find_effect, markdown, read_trial
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "compile.json"
 CPU, FIRST_S = "cpu_s_per_step", "first_s"
-DEEP = "deep"  # in processes and results of its own: its blocks are those of the GPT, and would be compiled already
+# in processes and results of its own: its blocks are those of the GPT, and would be compiled before
+DEEP = "deep"
 SMALL = tuple(name for name in MODELS if name != DEEP)
 WITHOUT_BLOCKS = ("mlp", "convnet")
 BARS = (
@@ -31,7 +34,10 @@ BARS = (
 
 
 def make_arms(models: tuple[str, ...], steps: int | None) -> list[Arm]:
-    """An arm of each kind for the models that go with it: only the GPTs have blocks, and the deep one is there for those."""
+    """An arm of each kind for the models that go with it.
+
+    Only the GPTs have blocks, and the deep one is there for those.
+    """
     more = () if steps is None else ("--steps", str(steps))
     arms = []
     for kind in ("eager", "blocks", "model") if models == (DEEP,) else KINDS:
@@ -80,7 +86,10 @@ def render_bars(trial: Trial) -> str:
 
 
 def render_arms(trial: Trial) -> str:
-    """Of each model and arm the CPU time of a step, that to the plain loop's, and how long it takes until steps run as later ones do."""
+    """Of each model and arm the CPU time of a step, and that to the plain loop's.
+
+    And how long it takes until steps run as later ones do.
+    """
     rows = []
     for model in MODELS:
         base = "eager" if model == DEEP else "idiomatic"

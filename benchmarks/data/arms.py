@@ -1,4 +1,4 @@
-"""One arm: a set of tars is indexed from the page cache, or the index of ten million samples is opened.
+"""One arm: a set of tars is indexed from the page cache, or an index of ten million samples opened.
 
 python -m benchmarks.data.arms index|open FOLDER REPORT
 """
@@ -20,11 +20,8 @@ import numpy as np
 from surefoot.components.data.tars.index import ALIGNED, open_index
 from surefoot.trial import resident_bytes, write_report
 
-SHARDS, SHARD_BYTES, IMAGE_BYTES = (
-    64,
-    64 << 20,
-    (8 << 10, 120 << 10),
-)  # 4 GiB of what photographs take
+# 4 GiB of what photographs take
+SHARDS, SHARD_BYTES, IMAGE_BYTES = 64, 64 << 20, (8 << 10, 120 << 10)
 LARGE_SHARDS, LARGE_SAMPLES = 100, 100_000  # ten million samples
 
 

@@ -1,4 +1,6 @@
-"""The index of tars: how fast it is made from the page cache, and how soon one of ten million samples is open.
+"""The index of tars: how fast it is made, and how soon one of ten million samples is open.
+
+It is made from the page cache.
 
 python -m benchmarks.data.run [--rounds 7] [--out FILE] [--show]
 """

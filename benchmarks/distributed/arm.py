@@ -1,6 +1,9 @@
-"""What each rank of an arm does: a model's steps, shared by surefoot or by torch's DistributedDataParallel, and what rank 0 saw of them.
+"""What each rank of an arm does: a model's steps, and what rank 0 saw of them.
 
-python -m benchmarks.distributed.arm --how surefoot|hand --scaling one|pair|weak|gloo|strong|four --model convnet --report FILE --folder DIR
+The ranks share the steps by surefoot or by torch's DistributedDataParallel.
+
+python -m benchmarks.distributed.arm --how surefoot|hand --model convnet --report FILE --folder DIR
+                                     --scaling one|pair|weak|gloo|strong|four
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ RANKS = 2
 
 
 class Meter:
-    """Wall and CPU seconds of the steps after the first `warmup`, and those that this rank waited for others."""
+    """Wall and CPU seconds of steps after the first `warmup`, and those waited for other ranks."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload, self._number = workload, 0
@@ -155,7 +158,8 @@ def main() -> None:
             dist.destroy_process_group()
     if first:
         write_report(asked.report, meter.measures)
-    gc.collect()  # what torch's process group leaves in circles else ends some processes by SIGABRT as they exit
+    # what torch's process group leaves in circles else ends some processes by SIGABRT as they exit
+    gc.collect()
 
 
 if __name__ == "__main__":

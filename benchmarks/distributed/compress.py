@@ -1,6 +1,9 @@
-"""Gradients that are sent compressed: the time of a step between two hosts on a slow cable, and what is learned in equal steps.
+"""Gradients that are sent compressed.
 
-python -m benchmarks.distributed.compress --data DIR [--only cost|score] [--rounds 9] [--seeds 3] [--show]
+The time of a step between two hosts on a slow cable, and what is learned in equal steps.
+
+python -m benchmarks.distributed.compress --data DIR [--only cost|score] [--rounds 9] [--seeds 3]
+                                          [--show]
 """
 
 from __future__ import annotations

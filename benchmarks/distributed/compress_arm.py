@@ -1,6 +1,9 @@
-"""What each of two ranks does: steps of a language model, its gradients sent as `--kind` says, and what rank 0 saw of them.
+"""What each of two ranks does: steps of a language model, and what rank 0 saw of them.
 
-python -m benchmarks.distributed.compress_arm --kind none|bf16|fp16|powersgd --data DIR --steps N --report FILE --folder DIR
+Its gradients are sent as `--kind` says.
+
+python -m benchmarks.distributed.compress_arm --kind none|bf16|fp16|powersgd --data DIR --steps N
+                                              --report FILE --folder DIR
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ LAST = 5  # the loss is the mean over the last fifth of the steps
 
 
 def make_spec(kind: str, data: str, *, steps: int, seed: int = 0) -> RunSpec:
-    """`wikitext2`'s model with short windows, so that a step on a CPU takes less than its gradients on the way."""
+    """`wikitext2`'s model with short windows.
+
+    So a step on a CPU takes less than its gradients on the way.
+    """
     return RunSpec(
         task={"use": "wikitext2", "length": WORDS},
         data={"folder": data},

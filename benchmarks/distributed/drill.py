@@ -1,4 +1,6 @@
-"""A drill: of four ranks one is killed every half minute, for ten minutes. What is left of the throughput, and of the numbers?
+"""A drill: of four ranks one is killed every half minute, for ten minutes.
+
+What is left of the throughput, and of the numbers?
 
 python -m benchmarks.distributed.drill [--ranks 4] [--every 30] [--seconds 600] [--show]
 """
@@ -29,11 +31,10 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "drill.json"
 RANKS, CALM_STEPS, SEED, AIM = 4, 1500, 0, 0.98
 NAMED = "surefoot:"  # and the number of the rank: what its process is called
-OWN = (
-    "state/random/torch",
-    "microbatch",
-)  # each rank draws for its own pieces alone, and several are cut without being told how
-SHARE = 0.8  # of the time that is asked for, an unbroken run takes: the rest goes to what the kills cost
+# each rank draws for its own pieces alone, and several are cut without being told how
+OWN = ("state/random/torch", "microbatch")
+# of the time that is asked for, an unbroken run takes: the rest goes to what the kills cost
+SHARE = 0.8
 
 
 def make_command(steps: int, run: Path, ranks: int) -> list[str]:
@@ -84,7 +85,7 @@ def run_calmly(steps: int, run: Path, ranks: int) -> tuple[float, float]:
 
 
 def run_stormily(steps: int, run: Path, ranks: int, every_s: float) -> tuple[float, list[int]]:
-    """Wall seconds to the end of a run of which a rank is killed every so often, and which ranks were."""
+    """Wall seconds to the end of a run of which ranks are killed in turn, and which ranks were."""
     draw, killed = random.Random(SEED), list[int]()
     begun_s = time.perf_counter()
     with subprocess.Popen(
@@ -121,7 +122,10 @@ def find_rate(run: Path) -> float:
 
 
 def find_apart(one: Path, other: Path) -> list[str]:
-    """In what the newest commits of both differ: weights, moments, averages, scores; not in how a rank drew for its own samples."""
+    """In what the newest commits of both differ: weights, moments, averages, scores.
+
+    Not in how a rank drew for its own samples.
+    """
     words = [
         sys.executable,
         "-P",
@@ -155,9 +159,8 @@ def measure(ranks: int, every_s: float, seconds: float) -> dict[str, Any]:
             check=False,
         )
     start_s = calm_s - CALM_STEPS * step_s
-    unbroken_s = (
-        start_s + steps * stormy_s
-    )  # at the rate of these minutes: that of others is a few per cent off
+    # at the rate of these minutes: that of others is a few per cent off
+    unbroken_s = start_s + steps * stormy_s
     return {
         "ranks": ranks,
         "every_s": every_s,
@@ -182,7 +185,10 @@ def render(found: dict[str, Any]) -> str:
         ("kills", f"{kills}, of ranks {', '.join(map(str, found['killed']))}"),
         (
             "steps",
-            f"{found['steps']:,} in {format_seconds(found['wall_s'])}; unbroken {format_seconds(found['unbroken_s'])}",
+            (
+                f"{found['steps']:,} in {format_seconds(found['wall_s'])}; "
+                f"unbroken {format_seconds(found['unbroken_s'])}"
+            ),
         ),
         ("throughput kept", f"{format_percent(found['kept'])}, {format_percent(AIM)} is the aim"),
         ("a kill costs", format_seconds(lost_s / max(1, kills))),

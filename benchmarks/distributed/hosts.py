@@ -1,8 +1,12 @@
-"""Two hosts on one machine: network namespaces, joined by a cable of so many bits a second. Linux, root, `ip`, `tc` and `nsenter`.
+"""Two hosts on one machine: network namespaces, joined by a cable of so many bits a second.
 
-The namespaces have no names: a process each holds them, and they end with it, which ends with ours, even by SIGKILL.
+It needs Linux, root, `ip`, `tc` and `nsenter`.
+The namespaces have no names: a process each holds them, and they end with it, which ends with ours,
+even by SIGKILL.
 
-python -m benchmarks.distributed.hosts PID PID COMMAND ...  does COMMAND on the host of this rank, where rank 0 is met at its address.
+python -m benchmarks.distributed.hosts PID PID COMMAND ...
+
+does COMMAND on the host of this rank, where rank 0 is met at its address.
 """
 
 from __future__ import annotations
@@ -34,45 +38,35 @@ class Hosts:
     pids: tuple[int, int]
 
     def on(self, host: int, *command: str) -> list[str]:
-        """The command that does `command` on a host; it takes the place of `nsenter`, so a signal reaches it."""
+        """The command that does `command` on a host.
+
+        It takes the place of `nsenter`, so a signal reaches it.
+        """
         return ["nsenter", f"--net=/proc/{self.pids[host]}/ns/net", *command]
 
 
 @contextlib.contextmanager
 def two_hosts(rate: str | None = None) -> Iterator[Hosts]:
-    """Two hosts at ADDRESSES, whose cable takes `rate` each way, as tc writes it (`100mbit`). Raises NoHosts."""
+    """Two hosts at ADDRESSES; their cable takes `rate` each way, as tc writes it.
+
+    Raises NoHosts.
+    """
     with contextlib.ExitStack() as opened:
         holders = [opened.enter_context(_holder()) for _ in ADDRESSES]
         hosts = Hosts((holders[0].pid, holders[1].pid))
         for each in holders:
             _wait_for_own(each)
-        _run(
-            "ip",
-            "link",
-            "add",
-            "cable0",
-            "netns",
-            str(hosts.pids[0]),
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable1",
-            "netns",
-            str(hosts.pids[1]),
-        )
+        first, second = hosts.pids
+        _run(*f"ip link add cable0 netns {first} type veth peer name cable1 netns {second}".split())
         for host, address in enumerate(ADDRESSES):
             cable = f"cable{host}"
             _run(*hosts.on(host, "ip", "address", "add", f"{address}/24", "dev", cable))
             _run(*hosts.on(host, "ip", "link", "set", cable, "up"))
             _run(*hosts.on(host, "ip", "link", "set", "lo", "up"))
             if rate is not None:
-                _run(
-                    *hosts.on(
-                        host,
-                        *f"tc qdisc add dev {cable} root tbf rate {rate} burst 32kbit latency 400ms".split(),
-                    )
-                )
+                shape = f"rate {rate} burst 32kbit latency 400ms"
+                words = f"tc qdisc add dev {cable} root tbf {shape}".split()
+                _run(*hosts.on(host, *words))
         yield hosts
 
 

@@ -1,4 +1,6 @@
-"""Two ranks on two cores, and four: surefoot against torch's DistributedDataParallel by hand, and against one rank.
+"""Two ranks on two cores, and four.
+
+surefoot against torch's DistributedDataParallel by hand, and against one rank.
 
 python -m benchmarks.distributed.run [--rounds 9] [--only pair] [--show]
 """
@@ -28,7 +30,8 @@ from surefoot.trial import Arm, Trial, markdown, read_trial
 
 FOLDER = Path(__file__).parent
 RESULTS, PAIR = FOLDER / "results" / "replicate.json", FOLDER / "results" / "pair.json"
-# processes of each way to scale; pair: so many runs of one at a time; gloo: weak, by sockets; four: weak, on the cores of two
+# processes of each way to scale
+# pair: so many runs of one at a time; gloo: weak, by sockets; four: weak, on the cores of two
 NUM_RANKS = {"one": 1, "pair": RANKS, "weak": RANKS, "gloo": RANKS, "strong": RANKS, "four": 4}
 SHARED = ("one", "pair", "weak", "gloo")
 KINDS = tuple(
@@ -131,7 +134,10 @@ def render(trial: Trial) -> str:
 
 
 def render_pair(trial: Trial) -> str:
-    """What becomes of weak scaling: what two cores at work leave of one, what ranks that share their work leave of that, and by gloo."""
+    """What becomes of weak scaling, also by gloo.
+
+    What two cores at work leave of one, and what ranks that share their work leave of that.
+    """
     rows = []
     for model in MODELS:
         one, pair, weak, gloo = arms = tuple(f"{model} surefoot {scaling}" for scaling in SHARED)
@@ -165,7 +171,10 @@ def _median(trial: Trial, arm: str, measure_name: str) -> str:
 
 
 def _efficiency(trial: Trial, model: str, how: str, scaling: str) -> str:
-    """T1 / T2 of a batch twice as large, or T1 / 2 T2 of the same batch; of four ranks on two cores the same of CPU time."""
+    """T1 / T2 of a batch twice as large, or T1 / 2 T2 of the same batch.
+
+    Of four ranks on two cores the same of CPU time.
+    """
     if scaling == "one":
         return "1"
     found = ratio_of(

@@ -1,4 +1,6 @@
-"""Ranks that hold a part each: a step of every stage against torch's own parts by hand, and the bytes that a rank holds.
+"""Ranks that hold a part each.
+
+A step of every stage against torch's own parts by hand, and the bytes that a rank holds.
 
 python -m benchmarks.distributed.shard [--only steps|bytes|trade] [--rounds 9] [--data DIR] [--show]
 """
@@ -32,13 +34,8 @@ FOLDER = Path(__file__).parent
 RESULTS, BYTES, TRADE = (
     FOLDER / "results" / f"{name}.json" for name in ("shard", "shard_bytes", "shard_trade")
 )
-STEPS = (
-    ("convnet", 1),
-    ("convnet", 2),
-    ("gpt", 1),
-    ("gpt", 2),
-    ("gpt", 3),
-)  # a convnet without blocks has no stage 3
+# a convnet without blocks has no stage 3
+STEPS = (("convnet", 1), ("convnet", 2), ("gpt", 1), ("gpt", 2), ("gpt", 3))
 HELD = tuple((ranks, stage) for ranks in (2, 4) for stage in (0, 1, 2, 3))
 WALL = "wall_s_per_step"
 MOST, MOST_OFF = 1.05, 0.05

@@ -1,6 +1,11 @@
-"""What each rank of an arm does: a model's steps at a stage of sharding, by surefoot or by torch's own parts, or the bytes that it holds.
+"""What each rank of an arm does.
 
-python -m benchmarks.distributed.shard_arm --how surefoot|hand|bytes|trade --stage 1 --model gpt --report FILE --folder DIR [--data DIR]
+A model's steps at a stage of sharding, or the bytes that it holds.
+
+The steps are by surefoot or by torch's own parts.
+
+python -m benchmarks.distributed.shard_arm --how surefoot|hand|bytes|trade --stage 1 --model gpt
+                                           --report FILE --folder DIR [--data DIR]
 """
 
 from __future__ import annotations
@@ -41,11 +46,8 @@ from surefoot.train.step import stepper
 from surefoot.trial import write_report
 
 VOCABULARY, LENGTH = 256, 4  # few tokens: what is counted are states, and not activations
-TRADED, TRADED_BATCH, TRADED_LENGTH = (
-    10,
-    8,
-    64,
-)  # steps of wikitext2, windows of a batch, words of a window
+# steps of wikitext2, windows of a batch, words of a window
+TRADED, TRADED_BATCH, TRADED_LENGTH = 10, 8, 64
 
 
 class Large:
@@ -106,7 +108,10 @@ def by_surefoot(workload: Workload, meter: Meter, stage: int, folder: str) -> No
 
 
 def by_hand(workload: Workload, meter: Meter, stage: int) -> None:
-    """Stage 1: DistributedDataParallel with ZeroRedundancyOptimizer; 2 and 3: fully_shard of each block and of the rest."""
+    """Stage 1: DistributedDataParallel with ZeroRedundancyOptimizer.
+
+    2 and 3: fully_shard of each block and of the rest.
+    """
     rank, model = dist.get_rank(), workload.model()
     optimizer: Any
     if stage == 1:
@@ -138,7 +143,10 @@ def by_hand(workload: Workload, meter: Meter, stage: int) -> None:
 
 @contextmanager
 def counting() -> Iterator[list[int]]:
-    """The bytes of all tensors that are alive on this rank: before each backward pass, and before each update."""
+    """The bytes of this rank's living tensors.
+
+    Before each backward pass, and before each update.
+    """
     seen = list[int]()
     update, backward = GuardedUpdate.step_if_finite, stepper.backward
 
@@ -153,9 +161,8 @@ def counting() -> Iterator[list[int]]:
         for each in (
             tensor for link in links for files in link._theirs.values() for tensor in files.values()
         ):
-            storages.pop(
-                each.untyped_storage().data_ptr(), None
-            )  # mapped here, and held by another rank
+            # mapped here, and held by another rank
+            storages.pop(each.untyped_storage().data_ptr(), None)
         seen.append(sum(storages.values()))
 
     def before_update(self: GuardedUpdate, *args: Any) -> Any:
@@ -188,7 +195,10 @@ def count_bytes(stage: int, folder: str) -> dict[str, float]:
 
 
 def trade(stage: int, data: str, folder: str) -> dict[str, float]:
-    """Of `wikitext2` with short windows: bytes held in the third step, bytes sent and seconds of the later ones, the last one's loss."""
+    """Of `wikitext2` with short windows the bytes held in the third step.
+
+    And bytes sent and seconds of the later ones, and the last one's loss.
+    """
     train = {
         "length": f"{TRADED} steps",
         "batch": TRADED_BATCH,

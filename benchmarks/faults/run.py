@@ -1,4 +1,6 @@
-"""The fault campaigns in large numbers: one JSON a campaign, with its conditions, counts, seeds and failures, and the table of README.md.
+"""The fault campaigns in large numbers.
+
+One JSON a campaign, with its conditions, counts, seeds and failures, and the table of README.md.
 
 python benchmarks/faults/run.py [--case F04] [--trials 200000] [--seed 0] [--show]
 """

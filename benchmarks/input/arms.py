@@ -1,6 +1,8 @@
-"""Batches for `cifar10`, augmented and normalised, from the same decoded uint8 map: surefoot's way, and two by hand.
+"""Batches for `cifar10`, augmented and normalised, from the same decoded uint8 map.
 
-Every arm gives float32 (B, 3, 32, 32), each image moved by up to 2 pixels (its border mirrored) and half of them mirrored.
+They are made in surefoot's way, and in two by hand.
+Every arm gives float32 (B, 3, 32, 32), each image moved by up to 2 pixels (its border mirrored) and
+half of them mirrored.
 """
 
 # B batch, H height, W width, C channels
@@ -25,7 +27,10 @@ MEAN, DEVIATION = (torch.tensor(values).view(3, 1, 1) for values in (PIXEL_MEAN,
 
 
 def surefoot(task: Cifar10, epochs: int) -> Iterator[Tensor]:
-    """Sample order, gather, augmentation keyed by sample, normalisation: what a step of the run does before its model."""
+    """Sample order, gather, augmentation keyed by sample, normalisation.
+
+    What a step of the run does before its model.
+    """
     source, normalise = task.data("train"), NormalizeImages()
     feed = Feed(source, Order(len(source), 0), batch=BATCH)
     for step in range(epochs * feed.steps_per_epoch):
@@ -35,7 +40,10 @@ def surefoot(task: Cifar10, epochs: int) -> Iterator[Tensor]:
 
 
 def by_windows(task: Cifar10, epochs: int) -> Iterator[Tensor]:
-    """Slices of the map in the order they lie; every shift of every image as a view, one fancy index takes the wanted ones."""
+    """Slices of the map in the order they lie.
+
+    Every shift of every image as a view, one fancy index takes the wanted ones.
+    """
     for batch, corners, flips in _slices(task, epochs):
         padded = _pad(batch)
         image, row, column, channel = padded.strides
@@ -50,7 +58,10 @@ def by_windows(task: Cifar10, epochs: int) -> Iterator[Tensor]:
 
 
 def by_image(task: Cifar10, epochs: int) -> Iterator[Tensor]:
-    """The same slices, one image after the other: not vectorised at all, and as fast on bytes this small."""
+    """The same slices, one image after the other.
+
+    Not vectorised at all, and as fast on bytes this small.
+    """
     for batch, corners, flips in _slices(task, epochs):
         padded, moved = _pad(batch), np.empty_like(batch)
         for number, (row, column) in enumerate(corners):
@@ -60,7 +71,10 @@ def by_image(task: Cifar10, epochs: int) -> Iterator[Tensor]:
 
 
 def _slices(task: Cifar10, epochs: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Slices of the decoded map, without a copy, and what is drawn for them: corners (B, 2), flips (B,)."""
+    """Slices of the decoded map, not copied, and what is drawn for them.
+
+    Corners (B, 2), flips (B,).
+    """
     images, draws = _map(task), np.random.default_rng(0)
     for _ in range(epochs):
         for start in range(0, len(images), BATCH):
@@ -82,7 +96,10 @@ def _normalise(batch_BHWC: np.ndarray) -> Tensor:
 
 @cache
 def _map(task: Cifar10) -> np.ndarray:
-    """All training images (50,000, 32, 32, 3), decoded, in memory: by hand nothing is paid for reading the map."""
+    """All training images (50,000, 32, 32, 3), decoded, in memory.
+
+    By hand nothing is paid for reading the map.
+    """
     images: np.ndarray = task.data("train").read(np.arange(50_000))[0].numpy()
     return images
 

@@ -1,4 +1,6 @@
-"""Input for `cifar10` (order, gather, augment, normalise) against the faster of two ways by hand over the decoded images.
+"""Input for `cifar10` against the faster of two ways by hand over the decoded images.
+
+Input is order, gather, augmentation and normalisation.
 
 python benchmarks/input/run.py --data FOLDER [--rounds 15]
 """

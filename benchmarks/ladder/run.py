@@ -1,4 +1,6 @@
-"""The ladder against an exhaustive search over five rungs, and ladders of a rung that changes nothing.
+"""The ladder against an exhaustive search over five rungs.
+
+And ladders of a rung that changes nothing.
 
 python benchmarks/ladder/run.py [--data DIR] [--only digits|cifar10_quick|equal] [--show]
 """
@@ -55,7 +57,10 @@ def told(ladder: Ladder) -> None:
 
 
 def search(name: str, spec: RunSpec, folder: Path) -> dict[str, Any]:
-    """A ladder over five rungs, then every subset of them that passes the gate, then the best of both side by side."""
+    """A ladder over five rungs, then every subset of them that passes the gate.
+
+    Then the best of both side by side.
+    """
     settings = SETTINGS[name]
     given = [parse_rung(text) for text in GIVEN]
     ladder = climb_ladder(
@@ -128,7 +133,7 @@ def _with(spec: RunSpec, subset: tuple[Rung, ...]) -> RunSpec:
 
 
 def equal_ladders(folder: Path) -> dict[str, Any]:
-    """Ladders of one rung that changes nothing, each with a seed of its own; how often it was kept."""
+    """Ladders of one rung that changes nothing, each with its own seed; how often it was kept."""
     rows = []
     for number in range(LADDERS):
         spec = spec_file.read("digits", [("train.seed", number, "here")]).spec

@@ -1,6 +1,9 @@
-"""The ladders of real tasks, every rung there is on one core, and those that take more on two: `surefoot ladder` as anybody would call it.
+"""The ladders of real tasks: `surefoot ladder` as anybody would call it.
 
-python -m benchmarks.ladder.tasks [--data DIR] [--only wikitext2|cifar10_quick|wikitext2_cores|cifar10_quick_cores] [--show]
+Every rung there is on one core, and those that take more on two.
+
+python -m benchmarks.ladder.tasks [--data DIR] [--show]
+                          [--only wikitext2|cifar10_quick|wikitext2_cores|cifar10_quick_cores]
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ TASKS = {  # what makes a run of 16 steps take seconds on one core
     "wikitext2_cores": ("train.batch=2",),
     "cifar10_quick_cores": ("train.batch=50", "task.widths=[16, 64, 64]"),
 }
-CORES = "_cores"  # of a ladder with the rungs that were kept on one core, and those that take more than one
+# of a ladder with the rungs that were kept on one core, and those that take more than one
+CORES = "_cores"
 RUNGS = {
     "wikitext2_cores": "bf16,threads,data parallel",
     "cifar10_quick_cores": "fused,bf16,threads,workers,data parallel",
@@ -52,7 +56,10 @@ def make_command(name: str, data: str, out: Path) -> list[str]:
 
 
 def keep(climbed: Path, name: str) -> None:
-    """The tables, the picture and the raw outcomes; of an error its last words, not where this machine keeps its files."""
+    """The tables, the picture and the raw outcomes.
+
+    Of an error its last words, not where this machine keeps its files.
+    """
     folder = RESULTS / name
     folder.mkdir(parents=True, exist_ok=True)
     for kept in ("ladder.json", "ladder.md", "ladder.svg"):

@@ -1,4 +1,4 @@
-"""One update of an optimiser over the weights of a workload, and one whole run of a spec for its score.
+"""One update of an optimiser over a workload's weights, and one whole run of a spec for its score.
 
 python -m benchmarks.large_batch.arms step NAME MODEL,MODEL REPORT
 python -m benchmarks.large_batch.arms score SPEC RUN REPORT
@@ -28,7 +28,10 @@ CLIP = 1.0
 
 
 def make_update(name: str, model: nn.Module) -> Callable[[], object]:
-    """The guarded update of surefoot: norm, guard, clipping and update, or with `compiled` in the name all that as one graph."""
+    """The guarded update of surefoot.
+
+    Norm, guard, clipping and update, or with `compiled` in the name all that as one graph.
+    """
     kind, _, compiled = name.partition(" ")
     built = optim.build(
         OptimTable.model_validate({"name": kind, "lr": 1e-4}), optim.find_trained(model)
@@ -38,16 +41,18 @@ def make_update(name: str, model: nn.Module) -> Callable[[], object]:
 
 
 def _compile(kind: str, guarded: optim.GuardedUpdate) -> Callable[[], object]:
-    """The end of a step that is one graph, by itself: in a run it is a part of the graph of the whole step."""
+    """The end of a step that is one graph, by itself.
+
+    In a run it is a part of the graph of the whole step.
+    """
     rules = [UpdateRule.of(kind, group) for group in guarded.groups]
     loss = torch.zeros(())
 
     def whole(held: Any, grads: Any, rates: Any) -> Any:
         with torch.no_grad():
             norm, applied, limited = move(rules, held, grads, rates, [loss], CLIP, None)
-            for grad, each in zip(
-                grads, limited, strict=True
-            ):  # in place, as the fused kernels leave them
+            # in place, as the fused kernels leave them
+            for grad, each in zip(grads, limited, strict=True):
                 grad.copy_(each)
             return norm, applied
 

@@ -1,6 +1,9 @@
-"""LARS and LAMB: what an update costs beside fused AdamW, and what a batch of 2,048 scores beside SGD at 256.
+"""LARS and LAMB: what an update costs beside fused AdamW, and what a batch of 2,048 scores.
 
-python benchmarks/large_batch/run.py [--only step|score] [--data DIR] [--rounds 15] [--seeds 3] [--show]
+The score is held against SGD at 256.
+
+python benchmarks/large_batch/run.py [--only step|score] [--data DIR] [--rounds 15] [--seeds 3]
+                                     [--show]
 """
 
 from __future__ import annotations

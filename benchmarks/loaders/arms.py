@@ -43,7 +43,11 @@ def decode(jpeg: bytes) -> np.ndarray:
 
 
 def augment_one(image: np.ndarray) -> Tensor:
-    """An image shifted by up to two pixels with a mirrored border, mirrored half the time, normalised: as a dataset does it, one by one."""
+    """An image as a dataset makes it, one by one.
+
+    It is shifted by up to two pixels with a mirrored border, mirrored half the time, and
+    normalised.
+    """
     padded = np.pad(image, ((SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)), mode="reflect")
     row, column = random.randint(0, 2 * SHIFT), random.randint(0, 2 * SHIFT)
     image = padded[row : row + 32, column : column + 32]
@@ -186,7 +190,7 @@ def _images(loader: Any) -> Batches:
 
 
 def ceiling(tars: Path, sets: Path) -> Callable[[int], None]:
-    """By hand: each of two processes reads, decodes and augments every other batch, and gives it to nobody."""
+    """By hand: two processes read, decode and augment every other batch, and give it to nobody."""
     source = Tars(sorted(tars.glob("train-*.tar")), cache=sets / "index", image="jpg", label="cls")
     files = [os.open(path, os.O_RDONLY) for path in sorted(tars.glob("train-*.tar"))]
     places = [

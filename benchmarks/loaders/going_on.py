@@ -1,4 +1,6 @@
-"""One arm: from any position of ten million samples the run goes on with the same samples and the same pixels, and how soon.
+"""One arm: how soon a run goes on from any position of ten million samples.
+
+It goes on with the same samples and the same pixels.
 
 python -m benchmarks.loaders.going_on TARS REPORT
 """
@@ -44,9 +46,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="surefoot-going-on-") as made:
         source = open_many(Path(sys.argv[1]), Path(made))
-        steps = (
-            np.random.default_rng(0).integers(1, 3 * len(source) // BATCH, TRIED).tolist()
-        )  # of three epochs
+        # of three epochs
+        steps = np.random.default_rng(0).integers(1, 3 * len(source) // BATCH, TRIED).tolist()
         going_s, same = [], 0
         for number in steps:
             fresh = make_loader(source)  # as a run has it that goes on

@@ -1,6 +1,9 @@
-"""Loaders beside each other: JPEGs to augmented batches by two workers, going on anywhere, and what steps wait for their data.
+"""Loaders beside each other.
 
-python -m benchmarks.loaders.run [--only photos|ceiling|going_on|waiting] [--data FOLDER] [--rounds 7] [--show]
+JPEGs to augmented batches by two workers, going on anywhere, and what steps wait for their data.
+
+python -m benchmarks.loaders.run [--only photos|ceiling|going_on|waiting] [--data FOLDER]
+                                 [--rounds 7] [--show]
 """
 
 from __future__ import annotations
@@ -30,12 +33,13 @@ FOLDER = Path(__file__).parent
 PHOTOS, CEILING, GOING_ON, WAITING = (
     FOLDER / "results" / f"{name}.json" for name in ("photos", "ceiling", "going_on", "waiting")
 )
+# what each reads
 PEERS = {
     "torch_loader": "files",
     "webdataset": None,
     "litdata": "litdata",
     "streaming": "streaming",
-}  # what each reads
+}
 OURS = ("surefoot_processes", "surefoot_threads", "surefoot_decoded")
 CEILING_SHARE, DECODED_TIMES, GOING_S, WAITING_SHARE, EPOCH = 0.9, 15.0, 0.005, 0.02, 1.03
 SETTINGS, TASKS = ("auto", "0", "1", "2"), ("decoded", "photos")

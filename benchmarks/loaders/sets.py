@@ -1,4 +1,7 @@
-"""CIFAR-10's training tars in the form that each peer reads. The bytes of every JPEG stay as they are."""
+"""CIFAR-10's training tars in the form that each peer reads.
+
+The bytes of every JPEG stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ def write_streaming(tars: Path, folder: Path) -> None:
 
 
 def stand_in_for_torchvision() -> None:
-    """mosaicml-streaming imports torchvision for data sets of its own, which are not used here; its wheels bring CUDA along."""
+    """mosaicml-streaming imports torchvision for data sets of its own, which are not used here.
+
+    Its wheels bring CUDA along.
+    """
     for name in (
         "torchvision",
         "torchvision.transforms",

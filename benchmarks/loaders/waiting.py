@@ -1,6 +1,10 @@
-"""One arm: steps of `cifar10`, or of the same net on JPEGs that are decoded anew each epoch, with some setting of the loader.
+"""One arm: steps of `cifar10`, or of the same net on JPEGs, with some setting of the loader.
 
-python -m benchmarks.loaders.waiting decoded|photos SETTING TARS SETS REPORT; SETTING is auto, or so many processes.
+The JPEGs are decoded anew each epoch.
+
+python -m benchmarks.loaders.waiting decoded|photos SETTING TARS SETS REPORT
+
+SETTING is auto, or so many processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The bare loop: fused AdamW and clipping in place, which is the least that torch itself needs; and the weights saved at the end."""
+"""The bare loop: fused AdamW and clipping in place, and the weights saved at the end.
+
+That is the least that torch itself needs.
+"""
 
 from __future__ import annotations
 

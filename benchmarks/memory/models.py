@@ -1,4 +1,7 @@
-"""A model that needs 537 MB: 33.6 million parameters, their gradients and two moments each, four bytes a number."""
+"""A model that needs 537 MB.
+
+33.6 million parameters, their gradients and two moments each, four bytes a number.
+"""
 
 from __future__ import annotations
 

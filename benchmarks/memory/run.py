@@ -1,4 +1,6 @@
-"""Peak minus after-import resident memory of a model that needs 537 MB: a surefoot run against the bare loop.
+"""Peak minus after-import resident memory of a model that needs 537 MB.
+
+A surefoot run against the bare loop.
 
 python benchmarks/memory/run.py [--rounds 15]
 """

@@ -1,4 +1,4 @@
-"""The same model as a surefoot run with its defaults, the commit of the weights at its end included."""
+"""The same model as a surefoot run with its defaults, including the commit of the final weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One arm: a model, what is done about its memory, its CPU time for a step or an update and the peak of what was allocated in one.
+"""One arm: a model, and what is done about its memory.
+
+Its CPU time for a step or an update and the peak of what was allocated in one.
 
 python -m benchmarks.memory_components.arms NAME REPORT
 """
@@ -46,9 +48,8 @@ class Size:
 
 
 DEEP = Size(layers=24, batch=8, length=128, width=256, heads=4)
-REFERENCE = Size(
-    layers=12, batch=32, length=512, width=768, heads=12, warmup=0, steps=1
-)  # a step takes minutes on one core
+# a step takes minutes on one core
+REFERENCE = Size(layers=12, batch=32, length=512, width=768, heads=12, warmup=0, steps=1)
 
 
 def make_head(*, chunked: bool) -> Step:
@@ -77,9 +78,8 @@ def make_deep(way: str, size: Size) -> Step:
     tokens = torch.randint(0, 256, (size.batch, size.length))
 
     def step() -> None:
-        model.zero_grad(
-            set_to_none=False
-        )  # gradients are there all the time: what is left of the peak are activations
+        # gradients are there all the time: what is left of the peak are activations
+        model.zero_grad(set_to_none=False)
         scores: Tensor = model(tokens)
         F.cross_entropy(scores.flatten(0, 1), tokens.flatten()).backward()
 
@@ -87,7 +87,7 @@ def make_deep(way: str, size: Size) -> Step:
 
 
 def make_update(state: str) -> optim.GuardedUpdate:
-    """The guarded update of AdamW over the weights of that GPT, whose gradients are there already."""
+    """The guarded update of AdamW over the weights of that GPT, whose gradients are there."""
     torch.manual_seed(0)
     model = DEEP.model()
     for parameter in model.parameters():
@@ -110,7 +110,10 @@ ARMS: dict[str, Callable[[], Step]] = {
 
 
 def find_peak(step: Callable[[], object]) -> int:
-    """The most bytes above those at its beginning that torch had given out at a time in a step, gradients included."""
+    """The most bytes that torch had given out at a time in a step, gradients included.
+
+    Those that it had given out at the step's beginning do not count.
+    """
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as recorded:

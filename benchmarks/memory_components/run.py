@@ -1,6 +1,9 @@
-"""What the memory components save and what they cost: the chunked head, recomputation of a deep model, AdamW with moments in 8 bits.
+"""What the memory components save and what they cost.
 
-python benchmarks/memory_components/run.py [--only cost|again|reference|score] [--rounds 15] [--seeds 5] [--show]
+The chunked head, recomputation of a deep model, AdamW with moments in 8 bits.
+
+python benchmarks/memory_components/run.py [--only cost|again|reference|score] [--rounds 15]
+                                           [--seeds 5] [--show]
 """
 
 from __future__ import annotations
@@ -143,13 +146,16 @@ def render_again(trial: Trial) -> str:
 
 
 def render_reference(trial: Trial) -> str:
-    """Each way to recompute against none: what the step holds on top, the whole process, and time."""
+    """Each way to recompute against none: what the step holds, the whole process, and time."""
     measures = ("peak_bytes", "process_peak_bytes", "cpu_s_per_step")
     return effects_markdown(find_effects(trial, REFERENCE_ARMS[0], measures))
 
 
 def find_share(trial: Trial) -> float | None:
-    """How much of what full recomputation saves the selective one does; allocations repeat, so one round says it."""
+    """How much of what full recomputation saves the selective one does.
+
+    Allocations repeat, so one round says it.
+    """
     found = [
         list(trial.by_round(arm, "peak_bytes").values())
         for arm in ("deep none", "deep full", "deep operators")
@@ -161,7 +167,7 @@ def find_share(trial: Trial) -> float | None:
 
 
 def render_score(trial: Trial) -> str:
-    """The mean score with moments of either kind, their difference with the same seeds, and the bar."""
+    """The mean score with moments of either kind, their difference by seed, and the bar."""
     heads = ("mean bits per byte", "above moments in fp32", f"means within {MOST_WORSE}")
     return render_scores(trial, STATES, heads=heads, most_worse=MOST_WORSE, factor=-1)
 

@@ -1,4 +1,7 @@
-"""Six families of models as tasks on drawn data, and the cases: families x precisions x ways to recompute x optimisers."""
+"""Six families of models as tasks on drawn data, and the cases.
+
+Families x precisions x ways to recompute x optimisers.
+"""
 
 # B batch, C channels, T tokens, D width
 
@@ -38,7 +41,10 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Three levels down and up again, each joined with what it was on the way down; a class for the whole image."""
+    """Three levels down and up again, each joined with what it was on the way down.
+
+    It gives a class for the whole image.
+    """
 
     def __init__(self, channels: int = 16) -> None:
         super().__init__()
@@ -109,7 +115,10 @@ def make_convnet() -> nn.Module:
 
 
 class Case:
-    """A task of one of the families; `length` is that of the tokens of the GPT, whose vocabulary is 1,000."""
+    """A task of one of the families.
+
+    `length` is that of the tokens of the GPT, whose vocabulary is 1,000.
+    """
 
     def __init__(self, family: str = "mlp", length: int = 64) -> None:
         self.family, self.length = family, length
@@ -166,12 +175,14 @@ class Named:
 
 
 def make_cases() -> list[Named]:
-    """Each family with each precision and each way, the optimisers in turn; the LSTM has no blocks to compute again."""
+    """Each family with each precision and each way, the optimisers in turn.
+
+    The LSTM has no blocks to compute again.
+    """
     found = []
     for number, (family, precision, way) in enumerate(product(FAMILIES, PRECISIONS, WAYS)):
-        if family == "lstm" and (
-            way != "none" or precision == "fp16"
-        ):  # torch has no LSTM in fp16 on a CPU
+        # torch has no LSTM in fp16 on a CPU
+        if family == "lstm" and (way != "none" or precision == "fp16"):
             continue
         found.append(Named(family, precision, way, OPTIMISERS[(number + number // 4) % 3]))
     return [

@@ -1,4 +1,6 @@
-"""The predicted peak of a step beside the measured one, over six families of models, precisions, ways to recompute and optimisers.
+"""The predicted peak of a step beside the measured one.
+
+Over six families of models, precisions, ways to recompute and optimisers.
 
 python benchmarks/memory_prediction/run.py [--show]
 """
@@ -63,7 +65,8 @@ def render(found: dict[str, Any]) -> str:
         )
         for each in cases
     ]
-    return f"{markdown(('of', 'is', 'bar', 'verdict'), bars)}\n{markdown(('case', 'predicted', 'measured', 'error'), rows)}"
+    cases = markdown(("case", "predicted", "measured", "error"), rows)
+    return f"{markdown(('of', 'is', 'bar', 'verdict'), bars)}\n{cases}"
 
 
 def main() -> None:

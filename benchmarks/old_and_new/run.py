@@ -1,6 +1,10 @@
-"""Two checkouts of surefoot against each other: live processes in turns on one core, until the ratio of their CPU time is known to 1 %.
+"""Two checkouts of surefoot against each other.
 
-python benchmarks/old_and_new/run.py OLD [NEW] [--workloads mlp,save] [--most-turns 150]      folders with a checkout each
+Live processes in turns on one core, until the ratio of their CPU time is known to 1 %.
+
+python benchmarks/old_and_new/run.py OLD [NEW] [--workloads mlp,save] [--most-turns 150]
+
+OLD and NEW are folders with a checkout each.
 """
 
 from __future__ import annotations

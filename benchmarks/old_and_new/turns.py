@@ -1,6 +1,10 @@
-"""One of two live processes: does a turn of a workload with the surefoot that PYTHONPATH leads to each time it reads a line.
+"""One of two live processes: does a turn of a workload each time it reads a line.
 
-python turns.py WORKLOAD FOLDER      answers each line of its input with the CPU seconds of a turn, as one line of JSON
+It does so with the surefoot that PYTHONPATH leads to.
+
+python turns.py WORKLOAD FOLDER
+
+answers each line of its input with the CPU seconds of a turn, as one line of JSON.
 """
 
 from __future__ import annotations

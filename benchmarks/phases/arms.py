@@ -1,4 +1,6 @@
-"""What one process of the benchmark runs: the timers' own calls, steps with and without them, a task whose phases are added up, delays.
+"""What one process of the benchmark runs.
+
+The timers' own calls, steps with and without them, a task whose phases are added up, delays.
 
 python -m benchmarks.phases.arms WHAT REPORT WORK
 """
@@ -94,7 +96,8 @@ def calls() -> dict[str, float]:
 def steps(work: str) -> dict[str, float]:
     """What the timers add to a step of the MLP of benchmarks/step_cost, all that is on by default.
 
-    In one process blocks of steps with the timers and without follow each other in turn: two processes differ by more than the timers.
+    In one process blocks of steps with the timers and without follow each other in turn: two
+    processes differ by more than the timers.
     """
     workload = WORKLOADS["mlp"]
     spec = RunSpec(
@@ -149,7 +152,7 @@ def block(run: Run, clock: Any, reports: Iterator[Any]) -> float:
 
 
 def wall(task: str, work: str, *, is_busy: bool) -> dict[str, float]:
-    """What the phases of a run add up to against the clock of the day, between its first record and its last."""
+    """A run's phases against the clock of the day, between its first record and its last."""
     number, every, data = TASKS[task]
     changes: dict[str, Any] = {
         "train.length": f"{number} steps",
@@ -168,9 +171,8 @@ def wall(task: str, work: str, *, is_busy: bool) -> dict[str, float]:
     ).spec
     with Run(spec, folder=work, quiet=True) as run:
         whole = run.assembly.evaluation
-        run.assembly = replace(
-            run.assembly, evaluation=lambda split: _Few(whole(split), EVALUATED)
-        )  # all of it takes minutes
+        # all of it takes minutes
+        run.assembly = replace(run.assembly, evaluation=lambda split: _Few(whole(split), EVALUATED))
         for report in run.steps():
             if is_busy and report.step % every == 0:
                 run.evaluate()
@@ -184,7 +186,7 @@ def wall(task: str, work: str, *, is_busy: bool) -> dict[str, float]:
 
 
 def delays(where: str) -> dict[str, float]:
-    """By how much the phase grew beyond the delay that was put into it, as a share of it, and by how much all others."""
+    """How much the phase grew beyond its delay, as a share of that, and how much all others."""
     found: dict[str, float] = {}
     for against, is_aside in (("elsewhere", True), ("nowhere", False)):
         with tempfile.TemporaryDirectory() as folder:

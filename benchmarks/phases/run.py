@@ -1,4 +1,6 @@
-"""What the timers cost a step, what the phases of four tasks add up to, and where delays of known size are found.
+"""What the timers cost a step, what the phases of four tasks add up to, and where delays are found.
+
+The delays are of known size.
 
 python benchmarks/phases/run.py [--rounds 9]
 python benchmarks/phases/run.py --part cost --rounds 60     one of the three parts alone

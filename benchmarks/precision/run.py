@@ -1,6 +1,9 @@
-"""fp32, bf16 and fp16 on a convolutional network and real images: time of a step, peak memory, and what is learned.
+"""fp32, bf16 and fp16 on a convolutional network and real images.
 
-python benchmarks/precision/run.py [--only cost|score] [--data DIR] [--rounds 9] [--seeds 3] [--show]
+Time of a step, peak memory, and what is learned.
+
+python benchmarks/precision/run.py [--only cost|score] [--data DIR] [--rounds 9] [--seeds 3]
+                                   [--show]
 """
 
 from __future__ import annotations
@@ -17,17 +20,17 @@ from surefoot.trial import Arm, Trial, effects_markdown, find_effects, read_tria
 FOLDER = Path(__file__).parent
 RESULTS, SCORES = (FOLDER / "results" / f"{name}.json" for name in ("cost", "score"))
 DATA = "../shared/data"
-STEPS = {
-    "fp32": 8,
-    "bf16": 8,
-    "fp16": 2,
-}  # a processor without units for fp16 takes ten times as long over it
+# a processor without units for fp16 takes ten times as long over it
+STEPS = {"fp32": 8, "bf16": 8, "fp16": 2}
 LEARNED = ("fp32", "bf16")
 MOST_APART, SEEDS = 0.5, 3  # points
 
 
 def make_spec(compute: str, data: str, *, seed: int = 0) -> RunSpec:
-    """`cifar10_quick` as it is, but for the precision: two epochs of the images, Muon at a batch of 250."""
+    """`cifar10_quick` as it is, but for the precision.
+
+    Two epochs of the images, Muon at a batch of 250.
+    """
     base = spec_file.read("cifar10_quick").spec
     return base.replace(
         precision={"compute": compute}, data={"folder": data}, train={"seed": seed, "threads": 1}

@@ -1,4 +1,7 @@
-"""One process: a run's steps with the profiler off, waiting for its window, or inside of it: ARM REPORT FOLDER."""
+"""One process: a run's steps with the profiler off, waiting for its window, or inside of it.
+
+Its arguments are ARM REPORT FOLDER.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,10 @@ def make_arms() -> list[Arm]:
 
 
 def render(trial: Trial) -> str:
-    """CPU time of a step at each level against the profiler off, the time that the window takes to close, the size of its trace."""
+    """CPU time of a step at each level against the profiler off.
+
+    And the time that the window takes to close, and the size of its trace.
+    """
     rows = []
     for arm in ARMS:
         cost, words = "", "1"

@@ -1,4 +1,6 @@
-"""The peaks of this CPU as surefoot measures them, and the best that a search through library calls finds.
+"""The peaks of this CPU as surefoot measures them, and the best that a search finds.
+
+The search is one through library calls.
 
 python -m benchmarks.roofline.arms surefoot|torch|numpy THREADS REPORT [--no-rest]
 """
@@ -16,7 +18,8 @@ import torch.nn.functional as F
 from surefoot.components.profiler.peaks import measure_peaks
 from surefoot.trial import write_report
 
-REST_S = 20.0  # before each arm: after minutes of work on both cores some machines slow down until they have rested
+# before each arm: after minutes of work on both cores some machines are slow until they have rested
+REST_S = 20.0
 BUDGET_S = 0.1  # of each call and shape; three samples at least
 SHAPES = (
     *((size, size, size) for size in (256, 512, 768, 1024, 1536, 2048, 3072)),
@@ -33,7 +36,10 @@ Call = Callable[[], object]
 def torch_calls(
     dtype: torch.dtype, rows: int, inner: int, columns: int
 ) -> Iterator[tuple[str, Call]]:
-    """mm into a buffer, mm with one side transposed, linear with its bias; the products of oneDNN, as a linear layer and a convolution."""
+    """mm into a buffer, mm with one side transposed, linear with its bias.
+
+    And the products of oneDNN, as a linear layer and a convolution.
+    """
     one, other = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)
     turned, bias, out = (
         other.T.contiguous(),
@@ -46,9 +52,8 @@ def torch_calls(
     if dtype is not torch.float64:  # oneDNN has none
         packed, weight = one.to_mkldnn(), turned.to_mkldnn()
         yield "oneDNN linear", lambda: F.linear(packed, weight)
-        pixels = one.reshape(1, rows, 1, inner).permute(
-            0, 3, 1, 2
-        )  # channels last, as it is stored
+        # channels last, as it is stored
+        pixels = one.reshape(1, rows, 1, inner).permute(0, 3, 1, 2)
         kernel = turned.reshape(columns, inner, 1, 1)
         yield (
             "oneDNN convolution",

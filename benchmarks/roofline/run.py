@@ -25,7 +25,10 @@ MEASURES = ("fp32_flops_per_s", "bf16_flops_per_s", "fp64_flops_per_s", "copied_
 
 
 def make_arms() -> list[Arm]:
-    """One core and all of them; the libraries search through all calls and shapes of benchmarks/roofline/arms.py."""
+    """One core and all of them.
+
+    The libraries search through all calls and shapes of benchmarks/roofline/arms.py.
+    """
     return [
         Arm(
             name=f"{kind} {threads}",

@@ -1,4 +1,7 @@
-"""A bare script that does the first step of a workload and says when: standard library, torch and the model, nothing else."""
+"""A bare script that does the first step of a workload and says when.
+
+Standard library, torch and the model, nothing else.
+"""
 
 from __future__ import annotations
 

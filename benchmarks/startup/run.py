@@ -1,4 +1,6 @@
-"""From the start of the process to the end of step 1: `surefoot train` against a bare script; and what `surefoot --help` costs.
+"""From the start of the process to the end of step 1, and what `surefoot --help` costs.
+
+`surefoot train` is held against a bare script.
 
 python benchmarks/startup/run.py [--rounds 15]
 """
@@ -92,9 +94,8 @@ def _cells(effect: Effect) -> tuple[str, str, str]:
 
 
 def _standing(effect: Effect) -> tuple[str, str]:
-    if effect.measure.endswith(
-        WALL
-    ):  # shown beside it; the bar is on CPU time, which a busy machine stretches less
+    # shown beside it; the bar is on CPU time, which a busy machine stretches less
+    if effect.measure.endswith(WALL):
         return "", ""
     bar = Bar(arm=effect.arm, baseline=effect.baseline, measure=effect.measure, most=MOST_TIMES)
     return f"<= {MOST_TIMES}", bar.standing(effect)

@@ -1,4 +1,7 @@
-"""The same step as a task for `surefoot train`: it says when the second step's forward pass begins, all of step 1 being done."""
+"""The same step as a task for `surefoot train`.
+
+It says when the second step's forward pass begins, all of step 1 being done.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from benchmarks.step_cost.models import NUM_BATCHES, Batch
 
 
 class Marked(Costed):
-    """A workload that writes a report at its second training pass; looking at the model before the run is in evaluation mode."""
+    """A workload that writes a report at its second training pass.
+
+    Looking at the model before the run is in evaluation mode.
+    """
 
     def __init__(self, workload: str, report: str, started_s: float) -> None:
         super().__init__(workload, NUM_BATCHES)

@@ -1,9 +1,12 @@
-"""The three models of every cost measurement, with their data: written once and for all, so that numbers stay comparable.
+"""The three models of every cost measurement, with their data.
 
-MLP: 32-64-10, batch 32. Convnet: two 3x3 convolutions, 32 and 64 channels, BatchNorm and pooling, 3x32x32, batch 64.
-GPT: 4 layers, width 128, 4 heads, vocabulary 256, 128 tokens, batch 8.
+Written once and for all, so that numbers stay comparable.
 
-The data is synthetic, a function of a fixed seed, and learnable in part: classes with noise, tokens of a Markov chain.
+MLP: 32-64-10, batch 32. Convnet: two 3x3 convolutions, 32 and 64 channels, BatchNorm and pooling,
+3x32x32, batch 64. GPT: 4 layers, width 128, 4 heads, vocabulary 256, 128 tokens, batch 8.
+
+The data is synthetic, a function of a fixed seed, and learnable in part: classes with noise, tokens
+of a Markov chain.
 """
 
 # B batch, T tokens, D width, N heads, C channels, V vocabulary
@@ -27,7 +30,9 @@ NUM_BATCHES = 50
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with its data: `batch` samples a step; `warmup` steps come before the `steps` that are timed.
+    """A model with its data: `batch` samples a step.
+
+    `warmup` steps come before the `steps` timed ones.
 
     The data is `num_batches` batches, over and over.
     """
@@ -100,7 +105,10 @@ def draw_convnet(count: int, draws: torch.Generator) -> Batch:
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer after GPT-2: normalised before each part, learned positions, biases everywhere but in the head."""
+    """A decoder-only transformer after GPT-2.
+
+    Normalised before each part, learned positions, biases everywhere but in the head.
+    """
 
     def __init__(
         self,
@@ -145,7 +153,10 @@ class Block(nn.Module):
 
 
 def draw_gpt(count: int, draws: torch.Generator) -> Batch:
-    """Windows of 128 tokens out of a Markov chain in which each token has 8 successors, and the tokens that follow them."""
+    """Windows of 128 tokens, and the tokens that follow them.
+
+    They come from a Markov chain in which each token has 8 successors.
+    """
     successors = torch.randint(0, 256, (256, 8), generator=draws)
     choices = torch.randint(0, 8, (count, 128), generator=draws)
     tokens = [torch.randint(0, 256, (count,), generator=draws)]

@@ -1,7 +1,11 @@
-"""Does surefoot's step compute what the idiomatic loop computes? Tensors after one step, losses after 2,000, same batches.
+"""Does surefoot's step compute what the idiomatic loop computes?
 
-python benchmarks/step_cost/parity.py            both; the losses take three processes, two at once, and minutes
+Tensors after one step, losses after 2,000, same batches.
+
+python benchmarks/step_cost/parity.py            both; the losses take minutes
 python benchmarks/step_cost/parity.py --steps 0  the tensors only
+
+The losses take three processes, two at once.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ from surefoot.core.statistics import mean
 from surefoot.trial import Arm, compare_arms, find_conditions, read_arrays, run_arm
 
 REFERENCE, CANDIDATE = "idiomatic", "surefoot"
-ROUNDED = "fused"  # torch's own loop with another order of rounding: what 2,000 steps make of that is the floor of the losses
+# torch's own loop with another order of rounding: what 2,000 steps make of that is the floor of the
+# losses
+ROUNDED = "fused"
 WINDOW = 50  # steps whose mean loss is compared
 TENSOR_STEPS = (1, 10)  # the bar is step 1; what ten steps make of rounding is shown beside it
 TENSOR_TOLERANCE, LOSS_TOLERANCE = 1e-5, 1e-3
@@ -30,7 +36,10 @@ LONGEST_S = 3600.0
 
 
 def find_tensor_rows(models: str) -> list[dict[str, Any]]:
-    """For each model and group (gradients, weights, loss of a step) the worst tensor, with the floor of two equal runs."""
+    """The worst tensor of each model and group (gradients, weights, loss of a step).
+
+    Each with the floor of two equal runs.
+    """
     words = ("--steps", str(max(TENSOR_STEPS)), "--tensors", *map(str, TENSOR_STEPS))
     parity = compare_arms(
         _arm(CANDIDATE, models, words), _arm(REFERENCE, models, words), tolerance=TENSOR_TOLERANCE
@@ -63,7 +72,10 @@ def find_tensor_rows(models: str) -> list[dict[str, Any]]:
 
 
 def find_loss_rows(models: str, steps: int, batches: int) -> list[dict[str, Any]]:
-    """The mean losses of the last WINDOW steps, of all three arms, at each quarter of `steps`; and the loss of that step alone."""
+    """The mean losses of the last WINDOW steps, of all three arms, at each quarter of `steps`.
+
+    Also the loss of that step alone.
+    """
     marks = [steps * quarter // 4 for quarter in (1, 2, 3, 4)]
     read = [step for mark in marks for step in range(mark - WINDOW + 1, mark + 1)]
     words = ("--steps", str(steps), "--batches", str(batches), "--losses", *map(str, read))

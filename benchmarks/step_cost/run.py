@@ -1,8 +1,10 @@
 """What a step costs: every arm on the three models, interleaved in fresh processes, one thread.
 
-python benchmarks/step_cost/run.py                                            all arms that are installed, 15 rounds
-python benchmarks/step_cost/run.py --arms idiomatic,surefoot --models mlp --rounds 6 --out smoke.json
-python benchmarks/step_cost/run.py --composer-python .venv-composer/bin/python      Composer too, under the torch it asks for
+python benchmarks/step_cost/run.py        all arms that are installed, 15 rounds
+python benchmarks/step_cost/run.py --arms idiomatic,surefoot --models mlp --rounds 6 --out out.json
+python benchmarks/step_cost/run.py --composer-python .venv-composer/bin/python
+
+The last one runs Composer too, under the torch it asks for.
 """
 
 from __future__ import annotations
@@ -26,10 +28,8 @@ ARMS = {  # name -> (module, package it needs)
     "lightning": ("peer_lightning", "lightning"),
     "hf_trainer": ("peer_hf_trainer", "transformers"),
 }
-COMPOSER = {
-    "composer": "peer_composer",
-    "bare_for_composer": "bare",
-}  # in an interpreter of their own: its torch is another
+# in an interpreter of their own: its torch is another
+COMPOSER = {"composer": "peer_composer", "bare_for_composer": "bare"}
 TIMEOUT_S = 300.0
 
 

@@ -1,4 +1,7 @@
-"""Write the tables of README.md from the raw results beside it: `python benchmarks/step_cost/tables.py`."""
+"""Write the tables of README.md from the raw results beside it.
+
+python benchmarks/step_cost/tables.py
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ def find_bars(trial: Trial) -> list[tuple[Bar, Effect]]:
 
 
 def find_share(trial: Trial) -> tuple[str, Interval] | None:
-    """What surefoot adds on the MLP as a share of the least that a peer adds, round by round; with that peer's name."""
+    """What surefoot adds on the MLP as a share of the least that a peer adds, by round.
+
+    And the peer.
+    """
     added = {
         peer: effect
         for peer in PEERS
@@ -178,7 +184,10 @@ def render_parity(found: dict[str, Any]) -> str:
             format_number(row["difference"]),
             format_number(row["floor"]),
             _loss_verdict(row),
-            f"{format_number(row['difference_of_this_step'])} ({format_number(row['floor_of_this_step'])})",
+            (
+                f"{format_number(row['difference_of_this_step'])} "
+                f"({format_number(row['floor_of_this_step'])})"
+            ),
         )
         for row in found["losses"]
     ]

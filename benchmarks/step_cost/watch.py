@@ -1,4 +1,7 @@
-"""What every arm's process does around its loop: read its orders, time the steps after the warm-up, take tensors, report."""
+"""What every arm's process does around its loop.
+
+Read its orders, time the steps after the warm-up, take tensors, report.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from surefoot.trial import capture, write_report
 
 
 class Watch:
-    """Called after each step by every arm alike: `tick(model, loss)`. Times the steps after the warm-up; takes tensors where asked.
+    """Called after each step by every arm alike: `tick(model, loss)`.
+
+    Times the steps after the warm-up; takes tensors where asked.
+    `loss` is read, by `read_loss`, only at a step whose tensors are wanted.
 
     `loss` is read, by `read_loss`, only at a step whose tensors are wanted.
     """
@@ -78,13 +84,19 @@ class Orders:
 
 
 class Train(Protocol):
-    """An arm: trains `workload` for `watch.total` steps and ticks after each; `folder` is for what it writes."""
+    """An arm: trains `workload` for `watch.total` steps and ticks after each.
+
+    Writes to `folder`.
+    """
 
     def __call__(self, workload: Workload, watch: Watch, folder: str) -> None: ...
 
 
 def main(train: Train, packages: Sequence[str] = ()) -> None:
-    """Run an arm as the command line says and report `<model>/cpu_s_per_step` and `<model>/wall_s_per_step` of each model."""
+    """Run an arm as the command line says and report its times for each model.
+
+    They are `<model>/cpu_s_per_step` and `<model>/wall_s_per_step`.
+    """
     torch.set_num_threads(1)
     orders = _read_orders()
     measures: dict[str, float] = {}

@@ -1,4 +1,6 @@
-"""`surefoot verify` on every built-in task, every example and every loop: what was tried, how often it was killed, what it found.
+"""`surefoot verify` on every built-in task, every example and every loop.
+
+What was tried, how often it was killed, what it found.
 
 python benchmarks/verify/run.py [--data DIR] [NAME ...]
 """
@@ -30,7 +32,10 @@ SOON = ("--set", 'evaluate.every="3 steps"')
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `surefoot verify`: its words, what it stands for, and the data set that it wants."""
+    """One call of `surefoot verify`.
+
+    Its words, what it stands for, and the data set that it wants.
+    """
 
     name: str
     words: tuple[str, ...]

@@ -1,4 +1,7 @@
-"""The tasks of examples/ with dropout behind every layer and noise on every image, so that going on has random numbers to get wrong."""
+"""The tasks of examples/ with dropout behind every layer and noise on every image.
+
+So going on has random numbers to get wrong.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ DROPOUT, NOISE = 0.1, 0.05
 
 
 class Noisy:
-    """Put before a task's class: its model drops, its augmentation moves every float of a batch a little."""
+    """Put before a task's class.
+
+    Its model drops, its augmentation moves every float of a batch a little.
+    """
 
     def model(self) -> nn.Module:
         made: nn.Module = super().model()  # type: ignore[misc]

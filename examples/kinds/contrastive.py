@@ -1,9 +1,12 @@
-"""Contrastive learning: two views of an image find each other among all views of the batch (SimCLR: Chen et al., 2020).
+"""Contrastive learning (SimCLR: Chen et al., 2020).
+
+Two views of an image find each other among all views of the batch.
 
 python examples/kinds/contrastive.py
 surefoot train examples/kinds/contrastive.py:Views --steps 40
 
-The loss compares the samples of the batch with each other: `additive=False`, without microbatches. `all_gather` joins the ranks.
+The loss compares the samples of the batch with each other: `additive=False`, without microbatches.
+`all_gather` joins the ranks.
 """
 
 from __future__ import annotations
@@ -72,9 +75,8 @@ class Views:
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         nearest = (output[0] @ output[0].T).fill_diagonal_(-1).argmax(1)
         right = (batch["labels"][nearest] == batch["labels"]).sum()
-        return {
-            "nearest neighbor is the same digit": mean_of(right, len(nearest), better="higher")
-        }  # chance 0.1
+        # chance 0.1
+        return {"nearest neighbor is the same digit": mean_of(right, len(nearest), better="higher")}
 
 
 def main(folder: str | None = None) -> Run:

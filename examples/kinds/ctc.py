@@ -1,4 +1,6 @@
-"""CTC: signals of unequal length are read as texts of unequal length, without knowing what stands where (Graves et al., 2006).
+"""CTC: signals of unequal length are read as texts of unequal length (Graves et al., 2006).
+
+It is not known what stands where.
 
 python examples/kinds/ctc.py
 surefoot train examples/kinds/ctc.py:Reading --steps 40
@@ -39,14 +41,18 @@ class Reading:
         return Reader()
 
     def data(self, split: str) -> Arrays:
-        """Each letter lasts for 2 to 4 times; the signal is its one-hot vector with noise, padded with noise."""
+        """Each letter lasts for 2 to 4 times.
+
+        The signal is its one-hot vector with noise, padded with noise.
+        """
         count, draws = (
             {"train": 800, "test": 200}[split],
             torch.Generator().manual_seed(int(split == "test")),
         )
+        # none twice in a row
         letters = (
             torch.randint(1, LETTERS, (count, LONGEST), generator=draws).cumsum(1) % LETTERS + 1
-        )  # none twice in a row
+        )
         num_letters = torch.randint(2, LONGEST + 1, (count,), generator=draws)
         lasts = torch.randint(2, 5, (count, LONGEST), generator=draws) * (
             torch.arange(LONGEST) < num_letters[:, None]

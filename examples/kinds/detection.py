@@ -1,10 +1,12 @@
-"""Detection: a set of boxes for each image, matched one to one with those that are there (DETR: Carion et al., 2020).
+"""Detection: a set of boxes for each image (DETR: Carion et al., 2020).
+
+They are matched one to one with those that are there.
 
 python examples/kinds/detection.py
 surefoot train examples/kinds/detection.py:Boxes --steps 40
 
-Images hold unequal numbers of boxes. `counts(batch)` knows how many before the forward pass, so microbatches give the gradient of the
-whole batch.
+Images hold unequal numbers of boxes. `counts(batch)` knows how many before the forward pass, so
+microbatches give the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ class Boxes:
         )
 
     def data(self, split: str) -> Arrays:
-        """Bright boxes on a dark image, one in each half of it at most; a row of boxes that is not there is -1."""
+        """Bright boxes on a dark image, one in each half of it at most.
+
+        A row of boxes that is not there is -1.
+        """
         count, draws = (
             {"train": 1000, "test": 200}[split],
             torch.Generator().manual_seed(int(split == "test")),

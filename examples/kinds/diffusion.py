@@ -1,4 +1,6 @@
-"""Diffusion: a network learns to find the noise in points of a ring, and then draws new points (Ho, Jain and Abbeel, 2020).
+"""Diffusion: a network learns to find the noise in points of a ring (Ho, Jain and Abbeel, 2020).
+
+Then it draws new points.
 
 python examples/kinds/diffusion.py
 surefoot train examples/kinds/diffusion.py:Diffusion --steps 40
@@ -18,9 +20,8 @@ from surefoot.data import Arrays, Keys
 from surefoot.metrics import Mean, mean_of
 
 STEPS = 50  # of the noise
-KEPT = torch.cumprod(
-    1 - torch.linspace(1e-3, 0.2, STEPS), 0
-)  # the share of the signal's variance after each of them
+# the share of the signal's variance after each of them
+KEPT = torch.cumprod(1 - torch.linspace(1e-3, 0.2, STEPS), 0)
 SPEC = RunSpec(
     optim={"name": "adam", "lr": 3e-3, "weight_decay": 0.0},
     train={"length": "600 steps", "batch": 128},
@@ -55,9 +56,8 @@ class Diffusion:
         return Loss.sum((output - batch["noise"]).square().sum(), count=output.numel())
 
     def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:
-        return {
-            "squared error": mean_of((output - batch["noise"]).square().sum(), output.numel())
-        }  # 1 for a net that says 0
+        # 1 for a net that says 0
+        return {"squared error": mean_of((output - batch["noise"]).square().sum(), output.numel())}
 
 
 @torch.no_grad()
@@ -69,9 +69,8 @@ def sample(model: nn.Module, count: int) -> Tensor:
         before = KEPT[time - 1] if time else torch.ones(())
         noise = model(torch.cat([points, torch.full((count, 1), time / STEPS)], 1))
         clean = ((points - (1 - KEPT[time]).sqrt() * noise) / KEPT[time].sqrt()).clamp(-2, 2)
-        points = (
-            before.sqrt() * clean + (1 - before).sqrt() * noise
-        )  # without new noise: Song, Meng and Ermon, 2021
+        # without new noise: Song, Meng and Ermon, 2021
+        points = before.sqrt() * clean + (1 - before).sqrt() * noise
     return points
 
 

@@ -1,9 +1,12 @@
-"""Graphs: which random trees have a hub. A batch is one large graph of unconnected parts, as torch_geometric makes it.
+"""Graphs: which random trees have a hub.
+
+A batch is one large graph of unconnected parts, as torch_geometric makes it.
 
 python examples/kinds/graphs.py
 surefoot train examples/kinds/graphs.py:Hubs --steps 40
 
-Parts of a batch have different lengths (nodes, edges, graphs), so the data are a source that joins the graphs it is asked for.
+Parts of a batch have different lengths (nodes, edges, graphs), so the data are a source that joins
+the graphs it is asked for.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class Trees:
 
 
 class Net(nn.Module):
-    """Two rounds of messages, each a sum over neighbors (Xu et al., 2019), then the largest value of each graph."""
+    """Two rounds of sums over neighbors (Xu et al., 2019), then the largest value of each graph."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

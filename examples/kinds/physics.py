@@ -1,9 +1,12 @@
-"""A physics-informed network: u'' = -sin x between 0 and pi with u = 0 at both ends, whose solution is sin x (Raissi et al., 2019).
+"""A physics-informed network: u'' = -sin x between 0 and pi (Raissi et al., 2019).
+
+With u = 0 at both ends the solution is sin x.
 
 python examples/kinds/physics.py
 surefoot train examples/kinds/physics.py:Equation --steps 40
 
-`forward` differentiates twice, also in evaluation. The ends do not depend on the batch: a fixed term counts once a step.
+`forward` differentiates twice, also in evaluation. The ends do not depend on the batch: a fixed
+term counts once a step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Reinforcement learning: an actor and a critic learn to balance a pole on a cart (Barto, Sutton and Anderson, 1983).
+"""Reinforcement learning: an actor and a critic learn to balance a pole on a cart.
+
+The cart and its pole are those of Barto, Sutton and Anderson, 1983.
 
 python examples/kinds/reinforcement.py
 surefoot train examples/kinds/reinforcement.py:Balance --steps 40
 
-A sample is an episode: where it starts, and a random number for each action. The loss plays the episodes with the weights of the step.
+A sample is an episode: where it starts, and a random number for each action. The loss plays the
+episodes with the weights of the step.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ SPEC = RunSpec(
 
 
 def move(state: Tensor, right: Tensor) -> Tensor:
-    """The states (B, 4) 0.02 s later, pushed right or left with 10 N: place, speed, angle, angular speed."""
+    """The states (B, 4) after 0.02 s of a push of 10 N: place, speed, angle, angular speed."""
     x, v, a, w = state.unbind(1)
     push = (20.0 * right - 10.0 + 0.05 * w.square() * a.sin()) / 1.1
     turn = (9.8 * a.sin() - a.cos() * push) / (0.5 * (4 / 3 - 0.1 * a.cos().square() / 1.1))
@@ -78,9 +81,8 @@ class Balance:
 
     def loss(self, output: Batch, batch: Batch) -> Loss:
         stands, to_come = output["stands"], torch.zeros_like(output["stands"])
-        for time in reversed(
-            range(HORIZON)
-        ):  # the reward is 1 for each state in which the pole stands
+        # the reward is 1 for each state in which the pole stands
+        for time in reversed(range(HORIZON)):
             to_come[:, time] = stands[:, time] * (
                 1 + GAMMA * (to_come[:, time + 1] if time + 1 < HORIZON else 0)
             )

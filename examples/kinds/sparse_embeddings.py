@@ -1,9 +1,12 @@
-"""Sparse embeddings: word vectors whose gradients hold the rows of a batch alone (skip-gram: Mikolov et al., 2013).
+"""Sparse embeddings: word vectors whose gradients hold the rows of a batch alone.
+
+The model is a skip-gram (Mikolov et al., 2013).
 
 python examples/kinds/sparse_embeddings.py
 surefoot train examples/kinds/sparse_embeddings.py:Words --steps 40
 
-`nn.Embedding(sparse=True)` needs an optimizer that takes sparse gradients: the task's own `SparseAdam`.
+`nn.Embedding(sparse=True)` needs an optimizer that takes sparse gradients: the task's own
+`SparseAdam`.
 """
 
 from __future__ import annotations
@@ -65,9 +68,10 @@ class Words:
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         ahead = (output[:, :1] > output[:, 1:]).float().sum()
+        # chance 0.5
         return {
             "neighbor ahead of a drawn word": mean_of(ahead, output[:, 1:].numel(), better="higher")
-        }  # chance 0.5
+        }
 
 
 def main(folder: str | None = None) -> Run:

@@ -1,9 +1,12 @@
-"""Stochastic weight averaging: the mean of the weights of the last steps, by torch.optim.swa_utils (Izmailov et al., 2018).
+"""Stochastic weight averaging: the mean of the weights of the last steps (Izmailov et al., 2018).
+
+It is made by torch.optim.swa_utils.
 
 python examples/kinds/swa.py
 surefoot train examples/kinds/swa.py:Averaged --steps 40     (trains without the average)
 
-The average is the task's own state: checkpoints hold it. Its BatchNorm statistics are taken at the end.
+The average is the task's own state: checkpoints hold it. Its BatchNorm statistics are taken at the
+end.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Averaged:
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
     def schedule(self, step: int, total_steps: int) -> float:
-        """Down to half of the learning rate, at which the weights are averaged; as torch's SWALR."""
+        """Down to half of the learning rate, at which the weights are averaged; as SWALR."""
         return 1.0 - 0.5 * min(1.0, step / (FROM * total_steps))
 
     def state(self) -> Mapping[str, Any]:
@@ -83,9 +86,8 @@ def main(folder: str | None = None) -> Run:
     update_bn([train.read(np.arange(len(train)))], task.average)
     task.average.eval()
     images, labels = test.read(np.arange(len(test)))
-    print(
-        f"accuracy of the average {float((task.average(images).argmax(1) == labels).float().mean()):.3f}"
-    )
+    accuracy = (task.average(images).argmax(1) == labels).float().mean()
+    print(f"accuracy of the average {accuracy:.3f}")
     return run
 
 

@@ -1,10 +1,13 @@
-"""Truncated backpropagation through time: a recurrent network reads long streams in windows and keeps its state between them.
+"""Truncated backpropagation through time.
+
+A recurrent network reads long streams in windows and keeps its state between them.
 
 python examples/kinds/truncated.py
 surefoot train examples/kinds/truncated.py:Echo --steps 40
 
-Each row of a batch continues the same row of the batch before (`data.shuffle = false`). The state of each row is the task's own state,
-which checkpoints hold; on several ranks each rank has that of its own rows.
+Each row of a batch continues the same row of the batch before (`data.shuffle = false`). The state
+of each row is the task's own state, which checkpoints hold; on several ranks each rank has that of
+its own rows.
 """
 
 from __future__ import annotations
@@ -17,12 +20,8 @@ from surefoot import Loss, Run, RunSpec
 from surefoot.data import Arrays
 from surefoot.metrics import Mean, accuracy
 
-ROWS, WINDOW, WINDOWS, DELAY = (
-    16,
-    8,
-    20,
-    3,
-)  # without the state, the first three answers of a window are guesses: accuracy 0.81
+# without the state, the first three answers of a window are guesses: accuracy 0.81
+ROWS, WINDOW, WINDOWS, DELAY = 16, 8, 20, 3
 Batch = dict[str, Tensor]
 SPEC = RunSpec(
     optim={"name": "adam", "lr": 1e-2, "weight_decay": 0.0},

@@ -1,10 +1,12 @@
-"""WGAN with gradient penalty: a critic measures how far drawn points are from real ones (Gulrajani et al., 2017).
+"""WGAN with gradient penalty.
+
+A critic measures how far drawn points are from real ones (Gulrajani et al., 2017).
 
 python examples/kinds/wgan.py
 surefoot train examples/kinds/wgan.py:Wgan --steps 40
 
-The critic is updated in every step, the generator in every fifth one. The gradient of the critic with respect to its input is a part of
-its loss, so the backward pass goes through a backward pass.
+The critic is updated in every step, the generator in every fifth one. The gradient of the critic
+with respect to its input is a part of its loss, so the backward pass goes through a backward pass.
 """
 
 from __future__ import annotations

@@ -165,9 +165,7 @@ def test_weights_that_could_be_one_or_another_are_asked_for() -> None:
 
 def opened(path: Path) -> foreign.Foreign:
     """As open_foreign gives it, without a process."""
-    return foreign.Foreign(
-        *child.sort(child.read(path)), is_flat=child.is_flat(path)
-    )
+    return foreign.Foreign(*child.sort(child.read(path)), is_flat=child.is_flat(path))
 
 
 def test_weights_of_which_some_cannot_be_kept_are_refused_and_those_are_named(

@@ -1,4 +1,7 @@
-"""The kinds of training of examples/kinds as plain PyTorch loops: torch's optimizers, clipping and means, and no step of surefoot."""
+"""The kinds of training of examples/kinds as plain PyTorch loops.
+
+Torch's optimizers, clipping and means, and no step of surefoot.
+"""
 
 from __future__ import annotations
 

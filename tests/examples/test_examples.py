@@ -1,4 +1,7 @@
-"""Every example runs as the script that it is and learns; every task among them trains by its name."""
+"""Every example runs as the script that it is and learns.
+
+Every task among them trains by its name.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def has_its_extras(request: pytest.FixtureRequest) -> None:
 def run_script(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
 ) -> list[list[Event]]:
-    """Run `python examples/<name>.py` with `folder` as the working folder; gives the events of each run that it made, oldest first."""
+    """Run `python examples/<name>.py` with `folder` as the working folder.
+
+    Gives the events of each run that it made, oldest first.
+    """
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
     threads = torch.get_num_threads()
@@ -64,7 +70,10 @@ def run_script(
 
 
 def bits_of_single_bytes(text: bytes) -> float:
-    """The entropy of the bytes of `text` by themselves: what no model reaches that does not look at what came before."""
+    """The entropy of the bytes of `text` by themselves.
+
+    A model that does not look at what came before reaches no less.
+    """
     shares = np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256) / len(text)
     return float(-(shares[shares > 0] * np.log2(shares[shares > 0])).sum())
 
@@ -103,10 +112,11 @@ MUST: dict[str, dict[str, Callable[[], float]]] = {
     "language_model": {"bits per byte": lambda: 0.9 * bits_of_test_text()},
     "hf_causal_lm": {"perplexity": lambda: 0.7 * perplexity_of_test_lines()},
     "gan": {"moment distance": lambda: 0.7 * distance_of_the_mean_image()},
+    # chance 0.1
     "detector": {
         "digits named": lambda: 0.3,
         "pixels off": lambda: 0.5 * pixels_off_in_the_middle(),
-    },  # chance 0.1
+    },
     "contrastive": {"found at once": lambda: 0.25},  # chance 1/60
     "own_optimizer": {"accuracy": lambda: 0.85},  # chance 0.1
     "ema_state": {"accuracy": lambda: 0.9},  # chance 0.1
@@ -230,7 +240,7 @@ def test_documents_and_canvases_of_unequal_content_accumulate_to_the_whole_batch
 
 
 class Encoder:
-    """An encoder of transformers that tells lines of source that begin in the earlier half of the alphabet from the others."""
+    """A transformer that tells lines beginning in the alphabet's earlier half from the others."""
 
     def model(self) -> torch.nn.Module:
         from transformers import BertConfig, BertForSequenceClassification
@@ -273,9 +283,8 @@ def test_an_encoder_of_transformers_trains_unchanged(tmp_path: Path) -> None:
     task = Encoder()
     labels = task.data("train").read(np.arange(500))["labels"]
     share = float(labels.double().mean())
-    chance = -(
-        share * np.log(share) + (1 - share) * np.log(1 - share)
-    )  # of a net that says how often it is so
+    # of a net that says how often it is so
+    chance = -(share * np.log(share) + (1 - share) * np.log(1 - share))
     spec = RunSpec(
         train={"length": "40 steps", "batch": 64},
         optim={"lr": 1e-2},

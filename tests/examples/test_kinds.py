@@ -1,4 +1,7 @@
-"""The kinds of training of examples/kinds, each held against a plain PyTorch loop, its microbatches, two ranks, and a resumed run."""
+"""The kinds of training of examples/kinds, each held against a plain PyTorch loop.
+
+Also against its microbatches, two ranks, and a resumed run.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ TASKS = {
     "sparse_embeddings": "Words",
     "complex_weights": "Filter",
 }
-# the metric, what the last evaluation must be better than, and what a model reaches that has learned nothing
+# the metric, what the last evaluation must be better than, and what an untrained model reaches
 LEARNED = {
     "diffusion": ("<", 0.6),  # 1 for no noise found
     "graphs": (">", 0.9),
@@ -89,7 +92,9 @@ def train(
     evaluates: bool = False,
     **given: Any,
 ) -> plain.Trained:
-    """The losses and what was trained; `until` leaves the run after that step, or has the process killed there.
+    """The losses and what was trained.
+
+    `until` leaves the run after that step, or has it killed there.
 
     With `evaluates` the score is the last of the losses.
     """

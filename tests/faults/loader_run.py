@@ -1,4 +1,7 @@
-"""A run that is killed, as its workers are: forked from a process that has loaded torch, so that a restart costs little."""
+"""A run that is killed, as its workers are.
+
+Forked from a process that has loaded torch, so that a restart costs little.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ class Unhurried:
 
 
 class Photos(OfOneTar):
-    """Learns the labels of images in a tar, each shifted by a draw; `folder` holds the tar and its index."""
+    """Learns the labels of images in a tar, each shifted by a draw.
+
+    `folder` holds the tar and its index.
+    """
 
     def __init__(self, folder: str) -> None:
         super().__init__(f"{folder}/photos.tar", f"{folder}/cache")
@@ -88,7 +94,10 @@ def digest(batch: dict[str, Tensor]) -> str:
 
 
 def attempt(folder: Path, run_folder: Path, loader: dict[str, Any]) -> dict[str, str]:
-    """Run from where it stands to its end; each step's pixels go into a file. Gives the digests of the state."""
+    """Run from where it stands to its end; each step's pixels go into a file.
+
+    Gives the digests of the state.
+    """
     seen = (folder / run_folder.name).with_suffix(".jsonl").open("a")
     with Run(spec(loader), Photos(str(folder)), folder=run_folder, quiet=True) as run:
         stepper, found = run.assembly.engine.stepper, list[str]()
@@ -155,7 +164,10 @@ def read_seen(folder: Path, run_folder: Path) -> dict[int, list[Any]]:
 def kill_until_done(
     folder: Path, run_folder: Path, drawn: random.Random, kills: int
 ) -> tuple[dict[str, str], int, int]:
-    """Kill the run so often, and about as many workers, then let it end. Gives its state, and how many kills of each kind fell."""
+    """Kill the run so often, and about as many workers, then let it end.
+
+    Gives its state, and how many kills of each kind fell.
+    """
     runs = workers = 0
     for number in range(kills + 1):
         loader = drawn.choice(SETTINGS)
@@ -206,7 +218,10 @@ def _runs(pid: int) -> bool:
 
 @contextmanager
 def nothing_leaks() -> Iterator[None]:
-    """No process, descriptor, shared memory or temporary file of the attempts within stays; other tests may leave theirs."""
+    """No process, descriptor, shared memory or temporary file of the attempts within stays.
+
+    Other tests may leave theirs.
+    """
 
     def look() -> tuple[set[str], int, int]:
         shared = {

@@ -1,4 +1,7 @@
-"""Faults that a forked trial may be asked to plant: each breaks one thing that surefoot does right."""
+"""Faults that a forked trial may be asked to plant.
+
+Each breaks one thing that surefoot does right.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,8 @@ from surefoot.train.resume.keeper import CheckpointManager
 from surefoot.train.run import Run
 
 SYNC = os.fsync
-save = sys.modules[
-    "surefoot.components.checkpoint.save"
-]  # the module, which a function of the package hides
+# the module, which a function of the package hides
+save = sys.modules["surefoot.components.checkpoint.save"]
 
 
 def sync_unless(is_kind: Callable[[int], bool]) -> None:

@@ -1,4 +1,7 @@
-"""Bugs that a forked trial may ask for: how tests show that a campaign on files and disks finds them."""
+"""Bugs that a forked trial may ask for.
+
+How tests show that a campaign on files and disks finds them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tasks of the campaigns with ranks that break surefoot in each rank which reads them: the campaigns must see it."""
+"""Tasks of the campaigns with ranks that break surefoot in each rank which reads them.
+
+The campaigns must see it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The promises hold in every trial of the fault campaigns, and each campaign is seen to catch what it is there to catch."""
+"""The promises hold in every trial of the fault campaigns.
+
+And each campaign is seen to catch what it is there to catch.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ PLANTS = [
 
 @pytest.fixture(scope="module")
 def workshop() -> Iterator[Workshop]:
-    """In memory where it can be: a kill loses nothing that was written, synced or not, and a real disk costs the tests a minute."""
+    """In memory where it can be.
+
+    A kill loses nothing that was written, synced or not, and a real disk costs the tests a minute.
+    """
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="surefoot-faults-", dir=memory) as folder:
         yield Workshop(Path(folder))
@@ -179,7 +185,10 @@ CLOCKS = {  # how far a clock is off when it is read for the nth time, in second
 
 
 def set_clock(jump: str, also: str | None) -> None:
-    """The time of day as a machine has it whose clock was set, and the time since its start as one has it that was started anew."""
+    """The time of day as a machine has it whose clock was set.
+
+    And the time since its start as one has it that was started anew.
+    """
     real, since, calls, begun_s = time.time, time.monotonic, itertools.count(1), time.monotonic()
     time.time = lambda: real() + CLOCKS[jump](next(calls))
     time.monotonic = lambda: since() - begun_s
@@ -188,14 +197,13 @@ def set_clock(jump: str, also: str | None) -> None:
 
 
 def under_wrong_clocks(workshop: Workshop, seed: int, also: str | None = None) -> str | None:
-    """Each attempt at a run has another wrong clock, and between them every file gets a random time."""
+    """Each attempt has another wrong clock, and between them every file gets a random time."""
     draws, golden = random.Random(seed), workshop.golden()
     first, second, last = draws.sample(sorted(CLOCKS), 3)
     try:
         with workshop.scratch("clock") as folder:
-            attempt = ProbedRun(
-                run=str(folder / "run"), background=False
-            )  # so that a seed always leaves the same commits
+            # so that a seed always leaves the same commits
+            attempt = ProbedRun(run=str(folder / "run"), background=False)
             for clock, step in zip(
                 (first, second), sorted(draws.sample(range(EVERY, STEPS, EVERY), 2)), strict=True
             ):

@@ -1,4 +1,7 @@
-"""Damaged files: what is loaded is a state that was saved, or the damage is named; and each campaign finds a bug that is planted."""
+"""Damaged files: what is loaded is a state that was saved, or the damage is named.
+
+And each campaign finds a bug that is planted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Disks that are full, refuse a call, turn read-only or are slow cost the saves that they refuse; and bugs that are planted are found."""
+"""Disks that are full, refuse a call, turn read-only or are slow cost the saves that they refuse.
+
+And bugs that are planted are found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hostile commits run no code, touch nothing outside of the run and take no more memory than they may; holes that are planted are found."""
+"""Hostile commits run no code, touch nothing outside of the run and take little memory.
+
+They take no more than they may; holes that are planted are found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Any number of workers, the run and its workers killed at random: each step reads what it reads in the unbroken run with none."""
+"""Any number of workers, the run and its workers killed at random.
+
+Each step reads what it reads in the unbroken run with none.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,12 @@ FEW, MANY, EACH = 20, 200, 5  # kills; of one run
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
-    """The unbroken run; it is made here, so that what a first run loads is there for those that are forked."""
-    memory = (
-        Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
-    )  # a kill loses nothing of what was written
+    """The unbroken run.
+
+    It is made in this process, so that what a first run loads is there for those that are forked.
+    """
+    # a kill loses nothing of what was written
+    memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     folder = (
         tmp_path_factory.mktemp("photos")
         if memory is None

@@ -1,4 +1,7 @@
-"""The promises hold on several ranks, and each campaign with ranks is seen to catch what it is there to catch."""
+"""The promises hold on several ranks.
+
+And each campaign with ranks is seen to catch what it is there to catch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One model of somebody else's, trained by a plain PyTorch loop and by a run: whole, in microbatches, on two ranks, killed and resumed."""
+"""One model of somebody else's, trained by a plain PyTorch loop and by a run.
+
+Whole, in microbatches, on two ranks, killed and resumed.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,8 @@ from surefoot.core.errors import SurefootError
 from tests.world.ranks import run_ranks
 
 STEPS, BATCH, MICROBATCH, KILLED_AFTER = 4, 8, 4, 3
-MEMORY = Path(
-    "/dev/shm"
-)  # a file system without a disk: 20 commits a case are not what is tried here
+# a file system without a disk: 20 commits a case are not what is tried here
+MEMORY = Path("/dev/shm")
 BOUND, WIDE = 1e-6, 1e-3  # of how far the weights have moved: in float64, and in float32
 State = dict[str, Tensor]
 
@@ -36,7 +38,10 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
 
 
 def sgd(groups: Any) -> torch.optim.Optimizer:
-    """For models that compute in float32 at some place: Adam makes a large step of a gradient that is nothing but rounding."""
+    """For models that compute in float32 at some place.
+
+    Adam makes a large step of a gradient that is nothing but rounding.
+    """
     return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
 
 
@@ -44,10 +49,12 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
 class Case:
     """A model as its user builds and trains it.
 
-    `model(drops)` builds it, with its dropout or without any; `mean(output, batch)` is the loss of a plain loop, a mean over
-    `count(batch)` items. `loss` is what the task returns where that is not the mean times its count. `source` overrules a dataset
-    of `samples`, joined by `collate`. `joins_samples` says that a pass over a part of a batch gives its samples other losses, as
-    with BatchNorm. `refused` names the comparisons that are refused before step 1, with words of the message.
+    `model(drops)` builds it, with its dropout or without any; `mean(output, batch)` is the loss of
+    a plain loop, a mean over `count(batch)` items. `loss` is what the task returns where that is
+    not the mean times its count. `source` overrules a dataset of `samples`, joined by `collate`.
+    `joins_samples` says that a pass over a part of a batch gives its samples other losses, as with
+    BatchNorm. `refused` names the comparisons that are refused before step 1, with words of the
+    message.
     """
 
     model: Callable[[bool], nn.Module]
@@ -112,7 +119,10 @@ class Trained:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a training: the loss of each step, the weights and buffers at the end, the loss of an evaluation."""
+    """A training's losses, weights and buffers.
+
+    The loss of each step, the weights and buffers at the end, the loss of an evaluation.
+    """
 
     losses: list[float]
     state: State
@@ -185,7 +195,7 @@ def run_on_ranks(case: Case, folder: Path, layout: dict[str, Any], **tables: Any
 
 
 def plain(case: Case, microbatch: int | None = None) -> Result:
-    """The loop that a user would write, with gradients accumulated over microbatches where one is given."""
+    """The loop that a user would write; gradients are accumulated where microbatches are given."""
     model = Trained(case, drops=False).model()
     model.train()
     optimizer = case.optimizer(model.parameters())
@@ -263,7 +273,10 @@ class Comparison:
         return {} if "microbatches" in self.case.refused else {"train": {"microbatch": MICROBATCH}}
 
     def compare(self, what: str) -> float:
-        """How far apart `what` compares, as a share of how far the weights have moved; 0.0 is the same bits."""
+        """How far apart `what` compares, as a share of how far the weights have moved.
+
+        0.0 is the same bits.
+        """
         return float(getattr(self, f"_{what.replace(' ', '_')}")())
 
     def _plain_loop(self) -> float:
@@ -310,7 +323,7 @@ class Comparison:
         return max(self.apart(found, unbroken, drops=True), torch.finfo(torch.float64).tiny)
 
     def apart(self, one: Result, other: Result, *, drops: bool = False) -> float:
-        """The largest difference of losses, relative, and of weights, in units of how far that tensor has moved."""
+        """Largest difference of losses, relative, and of weights, by how far that tensor moved."""
         assert one.state.keys() == other.state.keys(), one.state.keys() ^ other.state.keys()
         assert len(one.losses) == len(other.losses)
         losses = [(*one.losses, one.evaluated), (*other.losses, other.evaluated)]
@@ -336,7 +349,10 @@ COMPARISONS = ("plain loop", "microbatches", "two ranks", "two ranks sharded", "
 
 
 def check(case: Case) -> dict[str, str]:
-    """Make every comparison of a case; gives what came of each in words. AssertionError where one does not hold."""
+    """Make every comparison of a case; gives what came of each in words.
+
+    AssertionError where one does not hold.
+    """
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         return _check(case, Path(folder))
 

@@ -29,7 +29,7 @@ TEXT = {
 
 
 def build(kind: str, config: str, drops: bool, **sizes: Any) -> nn.Module:
-    """The model `kind` of a small configuration; without `drops` every rate of dropout in it is 0."""
+    """The model `kind` of a small configuration; without `drops` each dropout rate in it is 0."""
     made = getattr(transformers, config)(**sizes)
     if not drops:
         _without_dropout(made)

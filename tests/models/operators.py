@@ -1,6 +1,9 @@
-"""torchvision's compiled operators, declared where its wheel was built for another torch, so that it and what needs it can be imported.
+"""torchvision's compiled operators, declared where its wheel was built for another torch.
 
-The wheel of the package index is built for CUDA, and its operators do not load beside a CPU build of torch. No model here calls them.
+So it and what needs it can be imported.
+
+The wheel of the package index is built for CUDA, and its operators do not load beside a CPU build
+of torch. No model here calls them.
 """
 
 from __future__ import annotations

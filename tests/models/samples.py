@@ -1,4 +1,7 @@
-"""Samples as the users of these packages have them, drawn from a seed: texts of unlike lengths, images, sounds; and their collators."""
+"""Samples as the users of these packages have them, drawn from a seed.
+
+Texts of unlike lengths, images, sounds; and their collators.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,10 @@ def images(size: int = 16, channels: int = 3) -> list[Sample]:
 
 
 def padded(samples: list[Sample]) -> Sample:
-    """A batch as a collator of transformers makes it: padded texts, their mask, labels whose padding does not count."""
+    """A batch as a collator of transformers makes it.
+
+    Padded texts, their mask, labels whose padding does not count.
+    """
     batch: Sample = {}
     for name in samples[0]:
         parts = [sample[name] for sample in samples]

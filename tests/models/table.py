@@ -1,4 +1,7 @@
-"""Writes docs/reference/models.md: every case of this folder, compared. `python -m tests.models.table [WORD ...]`."""
+"""Writes docs/reference/models.md: every case of this folder, compared.
+
+python -m tests.models.table [WORD ...]
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,32 @@ MODULES = {
 }
 TEXT = """# Models of others, compared
 
-Models of three packages in small configurations, each trained by a plain PyTorch loop and by a `Run`, {steps} steps.
-`python -m tests.models.table` trains them all and writes this page; `tests/models` holds it, a few models of each package in
+Models of three packages in small configurations, each trained by a plain PyTorch loop and by a \
+`Run`, {steps} steps.
+`python -m tests.models.table` trains them all and writes this page; `tests/models` holds it, a \
+few models of each package in
 `make test`, all in `make test-faults`.
 
 | comparison | what is held against what |
 | --- | --- |
-| plain loop | whole batches against a loop of `backward()` and `step()`, without dropout: losses, weights, buffers, an evaluation |
-| microbatches | each batch cut in two, against the same loop; models marked * against a loop that accumulates the same parts (below) |
-| two ranks | two processes against one, with the same microbatches and the model's own dropout, layer drop and masking |
+| plain loop | whole batches against a loop of `backward()` and `step()`, without dropout: losses, \
+weights, buffers, an evaluation |
+| microbatches | each batch cut in two, against the same loop; models marked * against a loop that \
+accumulates the same parts (below) |
+| two ranks | two processes against one, with the same microbatches and the model's own dropout, \
+layer drop and masking |
 | sharded | the same under `layout.shard = 2`, with the stage in brackets |
-| resumed | killed (`SIGKILL`) after step 3 and started again from the commit of step 2, against unbroken, with dropout: the same bits |
+| resumed | killed (`SIGKILL`) after step 3 and started again from the commit of step 2, against \
+unbroken, with dropout: the same bits |
 
-A number is the largest difference: of losses, relative to the loss; of each tensor, relative to how far training has moved it (at
-least a thousandth of the tensor that moved farthest). No case may have more than its bound: {bound:g} in float64, {wide:g} in float32.
+A number is the largest difference: of losses, relative to the loss; of each tensor, relative to \
+how far training has moved it (at
+least a thousandth of the tensor that moved farthest). No case may have more than its bound: \
+{bound:g} in float64, {wide:g} in float32.
 What is *refused* is refused before step 1, for a reason that stands in [refusals](refusals.md).
 
-Models marked * join the samples of a pass (BatchNorm), or count the padding of a batch in the loss: PyTorch itself gives other numbers
+Models marked * join the samples of a pass (BatchNorm), or count the padding of a batch in the \
+loss: PyTorch itself gives other numbers
 for two halves of a batch than for the whole.
 
 Made with Python {python}, torch {torch}, {packages}, on a CPU.
@@ -96,7 +108,7 @@ def write(rows: dict[tuple[str, str], str]) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Compare the cases whose package and name contain one of `words`, all without any, and write their rows."""
+    """Compare the cases whose package and name have one of `words`, or all; write their rows."""
     torch.set_num_threads(1)
     for package, name, case in cases():
         if not words or any(word in f"{package} {name}" for word in words):

@@ -1,4 +1,7 @@
-"""The way out that a refused DataLoader is told: its dataset and its collate function, as samples with numbers."""
+"""The way out that a refused DataLoader is told.
+
+Its dataset and its collate function, as samples with numbers.
+"""
 
 from __future__ import annotations
 

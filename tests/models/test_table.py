@@ -1,4 +1,4 @@
-"""docs/reference/models.md has a row for each model that is compared, in their order, and no other."""
+"""docs/reference/models.md has a row for each model that is compared, in order, and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models of timm train as in a plain PyTorch loop: whole, in microbatches, on two ranks, killed and resumed."""
+"""Models of timm train as in a plain PyTorch loop.
+
+Whole, in microbatches, on two ranks, killed and resumed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Models of torch_geometric train as in a plain PyTorch loop: on one graph, and on batches of graphs."""
+"""Models of torch_geometric train as in a plain PyTorch loop.
+
+On one graph, and on batches of graphs.
+"""
 
 from __future__ import annotations
 

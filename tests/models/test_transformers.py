@@ -1,4 +1,7 @@
-"""Models of transformers train as in a plain PyTorch loop: whole, in microbatches, on two ranks, killed and resumed."""
+"""Models of transformers train as in a plain PyTorch loop.
+
+Whole, in microbatches, on two ranks, killed and resumed.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,8 @@ def causal(kind: str, config: str, dtype: torch.dtype = torch.float64, **sizes: 
 
 
 GROUPED = {"num_key_value_heads": 1, "head_dim": 8}
-EXPERTS = {
-    "num_key_value_heads": 1,
-    "num_experts_per_tok": 2,
-    "dtype": torch.float32,
-}  # torch multiplies groups in float32 at most
+# torch multiplies groups in float32 at most
+EXPERTS = {"num_key_value_heads": 1, "num_experts_per_tok": 2, "dtype": torch.float32}
 T5 = {
     "vocab_size": s.WORDS,
     "d_model": 16,

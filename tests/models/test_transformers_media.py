@@ -1,4 +1,7 @@
-"""Models of transformers over images and sounds, and with losses of their own, train as in a plain PyTorch loop."""
+"""Models of transformers over images and sounds train as in a plain PyTorch loop.
+
+So do those with losses of their own.
+"""
 
 from __future__ import annotations
 
@@ -187,11 +190,7 @@ YOLOS = SMALL | {
     "num_labels": s.LABELS,
     "eos_coefficient": NO_OBJECT,
 }
-CLIP = {
-    "text_config": TEXT | SMALL,
-    "vision_config": VISION,
-    "projection_dim": 8,
-}
+CLIP = {"text_config": TEXT | SMALL, "vision_config": VISION, "projection_dim": 8}
 SCALAR = "logit_scale has no dimension"
 NOT_ADDITIVE = {
     "microbatches": "is not additive",

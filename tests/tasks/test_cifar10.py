@@ -1,4 +1,7 @@
-"""CIFAR-10: what is read, how it is augmented and averaged, and how bad data is refused. Small tars of real samples."""
+"""CIFAR-10: what is read, how it is augmented and averaged, and how bad data is refused.
+
+Small tars of real samples.
+"""
 
 from __future__ import annotations
 
@@ -152,9 +155,8 @@ def test_whitened_patches_are_uncorrelated_with_unit_variance(task: Cifar10) -> 
     covariance = out @ out.T / out.shape[1]
     off_diagonal = covariance - covariance.diag().diag()
     assert float(off_diagonal.abs().max()) < 1e-3
-    assert (
-        float(covariance.diag()[-6:].sub(1).abs().max()) < 0.1
-    )  # the large ones; the faint stay below 1 by the floor
+    # the large ones; the faint stay below 1 by the floor
+    assert float(covariance.diag()[-6:].sub(1).abs().max()) < 0.1
     assert float(covariance.diag().max()) < 1.001
 
 
@@ -272,7 +274,10 @@ def test_the_quick_recipe_is_the_full_one_with_two_epochs() -> None:
 
 
 def command(monkeypatch: pytest.MonkeyPatch, folder: Path, cache: Path, *words: str) -> int:
-    """The exit code of `surefoot train cifar10` with a small net on one thread, its run folder being `run` beside the cache."""
+    """The exit code of `surefoot train cifar10` with a small net on one thread.
+
+    Its run folder is `run` beside the cache.
+    """
     small = (
         "task.widths=[8,8,8]",
         f"task.cache='{cache}'",

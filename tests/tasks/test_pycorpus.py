@@ -1,4 +1,7 @@
-"""The Python corpus: which files are read, which are held out, what its digest covers, and that the transformer learns from them."""
+"""The Python corpus: which files are read, which are held out, what its digest covers.
+
+And that the transformer learns from them.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,8 @@ def test_about_a_tenth_of_the_files_is_held_out_by_name_and_no_file_is_on_both_s
     names = find_files(task.folder)
     held_out = [name for name in names if is_held_out(name)]
     assert 0.07 < len(held_out) / len(names) < 0.14
-    assert {"enum.py", "subprocess.py", "traceback.py"} <= set(
-        held_out
-    )  # fixed: the same names for every Python
+    # fixed: the same names for every Python
+    assert {"enum.py", "subprocess.py", "traceback.py"} <= set(held_out)
     kept = {name for name in names if name not in held_out}
     train, heldout = task.data("train"), task.data("heldout")
     assert (train.names, heldout.names) == (sorted(kept), held_out)

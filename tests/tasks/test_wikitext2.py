@@ -1,4 +1,7 @@
-"""WikiText-2: what is read, how words become numbers, how bad files are refused, and that the transformer learns from them."""
+"""WikiText-2: what is read, how words become numbers, how bad files are refused.
+
+And that the transformer learns from them.
+"""
 
 from __future__ import annotations
 
@@ -124,9 +127,8 @@ def test_the_transformer_does_not_see_the_words_that_it_predicts() -> None:
     torch.manual_seed(0)
     model = Transformer(50, layers=2, width=16, heads=2, length=12)
     for parameter in model.parameters():
-        torch.nn.init.normal_(
-            parameter, std=0.3
-        )  # the parts begin as the identity, which sees nothing
+        # the parts begin as the identity, which sees nothing
+        torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.randint(0, 50, (1, 12))
     changed = ids.clone()
     changed[0, 7] = (ids[0, 7] + 1) % 50
@@ -178,7 +180,8 @@ def test_the_summed_loss_and_its_gradient_equal_torch_s_cross_entropy(dtype: tor
     )
     assert mine.grad is not None
     assert theirs.grad is not None
-    # the two sum in another order; in bf16 both round the same fp32 gradient, at most one unit in the last of 8 bits apart
+    # the two sum in another order; in bf16 both round the same fp32 gradient, at most one unit in
+    # the last of 8 bits apart
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=TOLERANCE[dtype], atol=1e-12)
 
 

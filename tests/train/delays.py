@@ -23,7 +23,8 @@ from surefoot.train.run import Run
 from tests.train.small import Small, records, spec
 
 SIZES_S = (0.002, 0.005, 0.01, 0.02, 0.05)
-EACH = 4  # times that each size is planted: the least of them is what a phase takes without the noise of the machine
+# times that each size is planted: the least is what a phase takes without the noise of the machine
+EACH = 4
 NUM_STEPS = 2 * EACH * len(SIZES_S)
 PLACES = {
     "data": "data",
@@ -37,12 +38,8 @@ PLACES = {
     "logging": "logging",
     "other": "other",
 }
-AFTER_THE_STEP = (
-    "evaluation",
-    "checkpoint",
-    "logging",
-    "other",
-)  # these stand in the record of the next step
+# these stand in the record of the next step
+AFTER_THE_STEP = ("evaluation", "checkpoint", "logging", "other")
 
 
 def wait(seconds: float) -> float:
@@ -54,9 +51,12 @@ def wait(seconds: float) -> float:
 
 
 class Plant:
-    """A busy wait in every second step, of each size in turn; `spent_s` is what it really took, by step.
+    """A busy wait in every second step, of each size in turn.
 
-    With a clock the other steps wait as long in the same place, told as `communication`: they differ in nothing but where it counts.
+    `spent_s` is what it really took, by step.
+
+    With a clock the other steps wait as long in the same place, told as `communication`: they
+    differ in nothing but where it counts.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,10 @@ class Planted(Small):
 
 
 def drive_planted(where: str, plant: Plant, folder: Path, *, aside: bool) -> dict[int, Step]:
-    """The records of a run with one for each step, that evaluates or saves after each where that is what waits."""
+    """The records of a run with one for each step.
+
+    It evaluates or saves after each where that is what waits.
+    """
     observed = spec(NUM_STEPS + 1, observe={"every": "1 step"}, evaluate={"batch": 24})
     with Run(observed, Planted(where, plant), folder=folder, quiet=True) as run:
         plant.step, plant.clock = 1, run._clock if aside else None
@@ -185,7 +188,10 @@ def slow_journal(plant: Plant) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Told:
-    """What a planted run told, by step: seconds of the phase that holds the delay without the delay itself, of all others, told aside."""
+    """What a planted run told, by step.
+
+    Seconds of the phase that holds the delay without the delay itself, of all others, told aside.
+    """
 
     plant: Plant
     own_s: Mapping[int, float]
@@ -193,7 +199,10 @@ class Told:
     aside_s: Mapping[int, float]
 
     def grown_s(self, size_s: float) -> tuple[float, float]:
-        """By how much the phase grew beyond a delay of `size_s`, and by how much all others: the least of the steps with and without."""
+        """By how much the phase grew beyond a delay of `size_s`, and by how much all others.
+
+        The least of the steps with and without.
+        """
         planted = [step for step in self.plant.spent_s if self.plant.size_of(step) == size_s]
         without = [
             step

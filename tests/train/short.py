@@ -1,4 +1,6 @@
-"""A run in a process of its own that is given little memory once it has begun: allocations fail for real.
+"""A run in a process of its own that has little memory once it has begun.
+
+Allocations fail for real.
 
 python -m tests.train.short SPEC.json FOLDER HEADROOM_MIB
 """
@@ -40,7 +42,10 @@ class Wide(torch.autograd.Function):
 
 
 class Deep(nn.Module):
-    """Blocks with dropout and statistics over the batch; in the middle it is greedy, forward or backward."""
+    """Blocks with dropout and statistics over the batch.
+
+    In the middle it is greedy, forward or backward.
+    """
 
     def __init__(self, forward_mib: int, backward_mib: int) -> None:
         super().__init__()
@@ -70,7 +75,10 @@ class Moving(torch.optim.SGD):
 
 
 class Greedy:
-    """A task that takes so many MiB for each sample, and too much in its update where `moves`, in large batches where `evaluates`."""
+    """A task that takes so many MiB for each sample.
+
+    It takes too much in its update where `moves`, and in large batches where `evaluates`.
+    """
 
     def __init__(
         self,

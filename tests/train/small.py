@@ -1,4 +1,4 @@
-"""Small real tasks, a way to run them through the command line, and disks that are full or read-only."""
+"""Small real tasks, a way to run them by the command line, and disks that are full or read-only."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ class Mine:
 
 
 class Small:
-    """A network with dropout and BatchNorm as asked, on 24 samples; `poison` holds the ids of samples that are not a number."""
+    """A network with dropout and BatchNorm as asked, on 24 samples.
+
+    `poison` holds the ids of samples that are not a number.
+    """
 
     def __init__(
         self, dropout: float = 0.0, norm: bool = False, poison: tuple[int, ...] = ()
@@ -170,7 +173,10 @@ def records(folder: Path) -> list[Event]:
 
 
 def faults_of(folder: Path) -> list[Fault]:
-    """The faults that a run noted, but saves that took longer than the time between them, as they do on a busy machine."""
+    """The faults that a run noted, but saves that took longer than the time between them.
+
+    They do on a busy machine.
+    """
     return [
         event
         for event in records(folder)
@@ -186,7 +192,10 @@ def end_of(folder: Path) -> Ended:
 
 @contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[Path]:
-    """A file system of its own on `folder`; the test is skipped, visibly, where mounting is not permitted."""
+    """A file system of its own on `folder`.
+
+    The test is skipped, visibly, where mounting is not permitted.
+    """
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(folder)],

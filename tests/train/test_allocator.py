@@ -43,9 +43,10 @@ def test_freed_blocks_are_used_again_without_page_faults() -> None:
     if kept == "False":
         pytest.skip("this libc has no mallopt")
     assert faults < PAGES / 8  # not 0: a system short of memory takes idle pages back
+    # what it saves from
     assert (
         count_faults("leave", MALLOC_TOP_PAD_="0", MALLOC_MMAP_THRESHOLD_="131072")[1] > PAGES / 2
-    )  # what it saves from
+    )
 
 
 @pytest.mark.slow

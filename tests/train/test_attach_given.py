@@ -1,4 +1,7 @@
-"""What a loop gives to `attach` and to `step_done`, of another kind than it must be: refused with what was given."""
+"""What a loop gives to `attach` and to `step_done`, of another kind than it must be.
+
+It is refused with what was given.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The ledger of an attached loop: every sample once a pass over any stops, and what is not so is found."""
+"""The ledger of an attached loop.
+
+Every sample once a pass over any stops, and what is not so is found.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ PASSES, SAMPLES = 4, 20
 
 
 def left_at(folder: Path, data: Callable[[], Any], *stops: int) -> loop_ledger.LoopConsumed:
-    """A loop that is left after each of these steps and at last comes to its end; what it consumed."""
+    """A loop that is left after each of these steps, then comes to its end; what it consumed."""
     for stop in stops:
         with pytest.raises(Left):
             train(folder, data(), leave_at=stop)
@@ -146,9 +149,8 @@ def test_a_commit_between_two_passes_goes_on_with_the_next_pass(tmp_path: Path) 
 def test_no_commit_is_made_while_gradients_are_being_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        LoopKeeper, "is_due", lambda self, step: self.position % 2 == 1
-    )  # when the first of two batches was read
+    # when the first of two batches was read
+    monkeypatch.setattr(LoopKeeper, "is_due", lambda self, step: self.position % 2 == 1)
     model = nn.Linear(1, 1)
     data = DataLoader(TensorDataset(torch.zeros(SAMPLES, 1)), batch_size=5)
     run = surefoot.attach(
@@ -197,10 +199,8 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     kind, plant = PLANTED[name]
     for where in ("sound", "spoiled"):
         (tmp_path / where).mkdir()
-        for generation, first in (
-            (1, 0),
-            (2, 8),
-        ):  # the second attempt goes back to where the ninth row was written
+        # the second attempt goes back to where the ninth row was written
+        for generation, first in ((1, 0), (2, 8)):
             book = LoopLedger(
                 tmp_path / where, LoopGuarantee(samples=SAMPLES, once=True, all=True), generation
             )
@@ -244,7 +244,10 @@ class Shaken(torch.utils.data.Dataset[Any]):
 def stopped_and_whole(
     folder: Path, draws: Callable[[Any], object], make: Callable[[], Any], leave_at: int
 ) -> list[list[Any]]:
-    """The batches of a loop over three passes that is left after a step, and of one that is not; `draws(loader)` is called in each step."""
+    """The batches of a loop over three passes that is left after a step, and of one that is not.
+
+    `draws(loader)` is called in each step.
+    """
     seen: list[list[Any]] = []
     for stops in ((), (leave_at,)):
         batches: list[Any] = []

@@ -1,4 +1,7 @@
-"""train.attention: fused kernels off, on as torch chooses, or asked for and held against what step 1 called."""
+"""train.attention: fused kernels off, on as torch chooses, or asked for.
+
+What is asked for is held against what step 1 called.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,8 @@ class Attention(Small):
 
 def train(folder: Path, which: str, task: Small) -> tuple[dict[str, str], list[Tensor]]:
     """The operators of step 1 and the weights after two."""
-    optim = {
-        "name": "sgd",
-        "lr": 0.1,
-    }  # Adam would make a step of the rounding in a gradient that is 0, as that of a key's bias
+    # Adam would make a step of the rounding in a gradient that is 0, as that of a key's bias
+    optim = {"name": "sgd", "lr": 0.1}
     with Run(
         spec(2, train={"attention": which}, optim=optim), task, folder=folder, quiet=True
     ) as run:

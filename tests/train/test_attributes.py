@@ -1,4 +1,7 @@
-"""State that a model keeps in plain attributes of its modules is kept like a buffer: saved, resumed, and put back after an evaluation."""
+"""State that a model keeps in plain attributes of its modules is kept like a buffer.
+
+Saved, resumed, and put back after an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,10 @@ def test_a_skipped_step_moves_no_attribute(kind: str, tmp_path: Path) -> None:
 
 
 class Cached(Cell):
-    """A table that is built once, and one that the first batch of each length builds, with the number that says for which."""
+    """A table that is built once, and one that the first batch of each length builds.
+
+    The latter has a number that says for which length.
+    """
 
     def start(self) -> None:
         self.table = torch.arange(8.0)
@@ -115,7 +121,7 @@ def test_a_table_that_never_changes_is_in_no_checkpoint_and_one_that_is_built_la
 
 
 class Derived(nn.Module):
-    """Weights that torch computes anew in each pass, and attributes that are parameters, or views of them."""
+    """Weights computed anew in each pass, and attributes that are parameters, or views of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +154,7 @@ def test_a_checkpoint_of_a_model_without_such_state_has_no_part_for_it(
 
 
 class Boxed(Cell):
-    """What no checkpoint can hold: an object, a sparse tensor, a view of a parameter, and a generator."""
+    """No checkpoint can hold these: an object, a sparse tensor, a parameter's view, a generator."""
 
     class Box:
         def __init__(self) -> None:
@@ -181,7 +187,7 @@ def test_state_that_no_checkpoint_can_hold_is_named(
 
 
 class Held(Cell):
-    """A parameter that is in a plain list, which its module does not know; and one that is deleted."""
+    """A parameter in a plain list, which its module does not know; and one that is deleted."""
 
     def start(self) -> None:
         self.hidden = [nn.Parameter(torch.zeros(8))]
@@ -239,7 +245,10 @@ def test_a_fork_begins_with_the_attributes_and_saves_them(tmp_path: Path) -> Non
 
 
 def attached(folder: Path, kind: str, *, leave_at: int | None = None) -> list[Any]:
-    """A loop with attach, left at a step as by a kill, or whole: its losses, and what is in the end."""
+    """A loop with attach, left at a step as by a kill, or whole.
+
+    Its losses, and what is in the end.
+    """
     torch.manual_seed(3)
     model = Recurrent(KINDS[kind]).model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,4 +1,7 @@
-"""The average of a run's weights and buffers: as torch's AveragedModel makes it, in checkpoints, and after a kill."""
+"""The average of a run's weights and buffers.
+
+As torch's AveragedModel makes it, in checkpoints, and after a kill.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def how(**optim: Any) -> Any:
 
 
 def averaged(folder: Path, table: dict[str, Any], *, leave_at: int | None = None) -> dict[str, Any]:
-    """The averages after the run, those that torch makes of the same weights, and a digest of all."""
+    """The averages after the run, those that torch makes of these weights, and a digest of all."""
     theirs: list[AveragedModel] = []
     with Run(how(**table), Small(norm=True), folder=folder, quiet=True) as run:
         if run.step == 0:

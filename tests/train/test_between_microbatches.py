@@ -1,4 +1,7 @@
-"""State that a microbatch leaves to the next one is reported before step 1, if microbatches train to other weights through it."""
+"""State that a microbatch leaves to the next one is reported before step 1.
+
+It is if microbatches train to other weights through it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An error of the user's code, also one that torch raises below it, is told with the innermost line of the user's own."""
+"""An error of the user's code is told with the innermost line of the user's own.
+
+So is one that torch raises below it.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,10 @@ PLACES = ("constructor", "forward", "dataset", "task", "data", "augment", "loss"
 
 
 def write(folder: Path, place: str, *, decorated: bool) -> str:
-    """A task that calls `grow`, of a file beside it, in one place; where it is decorated, torch calls its constructors."""
+    """A task that calls `grow`, of a file beside it, in one place.
+
+    Where it is decorated, torch calls its constructors.
+    """
     parts = {f"in_{each}": "grow(torch.ones(2))" if each == place else "pass" for each in PLACES}
     decorator = "@torch.no_grad()" if decorated else ""
     (folder / "mine.py").write_text(
@@ -106,7 +112,10 @@ def test_a_task_that_cannot_be_built_names_its_own_line_not_that_of_a_decorator_
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "surefoot_task_odd", sys)
-    lines = "import torch\n\nclass Odd:\n    @torch.no_grad()\n    def __init__(self):\n        torch.ones(2) @ torch.ones(3)\n"
+    lines = (
+        "import torch\n\nclass Odd:\n    @torch.no_grad()\n    def __init__(self):\n"
+        "        torch.ones(2) @ torch.ones(3)\n"
+    )
     path = tmp_path / "odd.py"
     path.write_text(lines + ("Odd()\n" if kind == "import" else ""))
     with pytest.raises(TaskError, match=r"odd\.py:6, in __init__\)\nhint") as raised:
@@ -116,9 +125,14 @@ def test_a_task_that_cannot_be_built_names_its_own_line_not_that_of_a_decorator_
 
 def test_the_line_of_a_script_on_standard_input_is_named(tmp_path: Path) -> None:
     script = (
-        "import torch\nfrom surefoot.train.run import Run\nfrom tests.train.small import Small, spec\n"
-        "class Odd(Small):\n    def loss(self, output, batch):\n        return output @ torch.ones(99)\n"
-        f"with Run(spec(2), Odd(), folder={str(tmp_path / 'run')!r}, quiet=True) as run:\n    list(run.steps())\n"
+        "import torch\n"
+        "from surefoot.train.run import Run\n"
+        "from tests.train.small import Small, spec\n"
+        "class Odd(Small):\n"
+        "    def loss(self, output, batch):\n"
+        "        return output @ torch.ones(99)\n"
+        f"with Run(spec(2), Odd(), folder={str(tmp_path / 'run')!r}, quiet=True) as run:\n"
+        "    list(run.steps())\n"
     )
     done = subprocess.run(
         [sys.executable, "-"],
@@ -137,7 +151,8 @@ def test_an_error_in_a_worker_of_a_loader_is_told_as_itself_with_its_line(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "items.py").write_text(
-        "class Broken(Exception):\n    pass\n\nclass Items:\n    def __len__(self):\n        return 8\n\n"
+        "class Broken(Exception):\n    pass\n\n"
+        "class Items:\n    def __len__(self):\n        return 8\n\n"
         f"    def __getitem__(self, number):\n        raise {kind}('record 3')  # BROKEN\n"
     )
     made = spec_from_file_location("items_of_a_worker", tmp_path / "items.py")
@@ -145,9 +160,8 @@ def test_an_error_in_a_worker_of_a_loader_is_told_as_itself_with_its_line(
     assert made.loader is not None
     items = module_from_spec(made)
     made.loader.exec_module(items)
-    monkeypatch.setitem(
-        sys.modules, "items_of_a_worker", items
-    )  # a worker sends the class of its error by name, or nothing ever
+    # a worker sends the class of its error by name, or nothing ever
+    monkeypatch.setitem(sys.modules, "items_of_a_worker", items)
     with pytest.raises(Exception, match="DataLoader worker process") as caught:
         next(iter(torch.utils.data.DataLoader(items.Items(), num_workers=1)))
     told = blame.describe(caught.value)

@@ -1,4 +1,7 @@
-"""A resume that meets a changed script names each key with the old and the new value, and what to type for each way to go on."""
+"""A resume that meets a changed script names each key with the old and the new value.
+
+It also says what to type for each way to go on.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,8 @@ def test_another_spec_is_refused_with_its_keys_and_with_commands_that_work_as_ty
     if not words:
         assert "weights" not in commands[1]
         assert ("extend" in told) == changed.startswith("train.length")
-    shortened = (
-        ("--set", "train.length=12 steps") if not changed.startswith("train.length") else ()
-    )  # the run is over: train on
+    # the run is over: train on
+    shortened = ("--set", "train.length=12 steps") if not changed.startswith("train.length") else ()
     for command, more in ((commands[0], ()), (commands[1], shortened)):
         assert call(monkeypatch, *shlex.split(command), *more, "--quiet") == 0
     assert end_of(tmp_path / "NEW").outcome == "finished"
@@ -102,7 +104,10 @@ FIRST: Build = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0
 def loop(
     folder: Path, build: Build, batch: int = 2, scheduled: bool = False, by_hand: bool = False
 ) -> tuple[list[str], float]:
-    """A pass of three steps that is left; gives the notes of its start, and the learning rate that it stood at then."""
+    """A pass of three steps that is left.
+
+    Gives the notes of its start, and the learning rate that it stood at then.
+    """
     model = torch.nn.Linear(1, 1)
     optimizer = build(list(model.parameters()))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

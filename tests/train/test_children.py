@@ -1,4 +1,7 @@
-"""What a run sets for its own process is not that of the processes which a task forks while it is open."""
+"""What a run sets for its own process is not that of others.
+
+A task forks such processes while the run is open.
+"""
 
 from __future__ import annotations
 

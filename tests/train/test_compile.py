@@ -32,7 +32,7 @@ def _anew() -> Iterator[None]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are captured as always and run by torch's own kernels: making code takes tens of seconds."""
+    """Graphs are captured as always, and run by torch's own kernels: making code takes long."""
     monkeypatch.setattr(
         compiling, "compile_regions", functools.partial(compile_regions, backend="eager")
     )
@@ -91,9 +91,8 @@ def test_a_batch_of_another_size_is_compiled_again_and_the_budget_warns_or_stops
     assert len(again) == 1
     assert "expected 7, actual 3" in again[0]
     assert not faults_of(tmp_path / "within")
-    assert (
-        len(losses(tmp_path / "over", batch=7, evaluate_at=5, **sizes)) == 8
-    )  # where dropout is off: another graph
+    # where dropout is off: another graph
+    assert len(losses(tmp_path / "over", batch=7, evaluate_at=5, **sizes)) == 8
     (fault,) = faults_of(tmp_path / "over")
     assert "times again, compile.budget is 1; last: compiled " in fault.detail
     with pytest.raises(TaskError, match=r"times again, compile\.budget is 1"):
@@ -159,7 +158,7 @@ def test_blocks_that_are_not_there_are_refused(tmp_path: Path) -> None:
         losses(tmp_path, blocks=("2",))
 
 
-def test_a_region_inside_a_block_of_which_operators_are_computed_again_is_refused_and_the_block_itself_is_not() -> (
+def test_a_region_inside_a_block_whose_operators_are_recomputed_is_refused_the_block_is_not() -> (
     None
 ):
     class Nested(Small):

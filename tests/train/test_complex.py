@@ -1,4 +1,4 @@
-"""Complex parameters train with every optimizer as in a plain PyTorch loop, or are refused before step 1."""
+"""Complex parameters train as in a plain PyTorch loop, or are refused before step 1."""
 
 from __future__ import annotations
 
@@ -84,10 +84,8 @@ OPTIMIZERS: list[tuple[dict[str, Any], Build]] = [
     ({"name": "sgd"}, lambda parameters: torch.optim.SGD(parameters, LR, momentum=0.9)),
     ({"name": "adam"}, lambda parameters: torch.optim.Adam(parameters, LR)),
     ({"name": "adamw"}, lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0)),
-    (
-        {"name": "muon"},
-        lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0),
-    ),  # the real layer is the head
+    # the real layer is the head
+    ({"name": "muon"}, lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0)),
     (
         {"name": "adamw", "state": "8bit"},
         lambda parameters: torch.optim.AdamW(parameters, LR, weight_decay=0.0),

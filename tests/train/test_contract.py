@@ -1,4 +1,7 @@
-"""A step's gradient is the sum over every item of its batch, divided once: however the batch is split, and whatever is counted."""
+"""A step's gradient is the sum over every item of its batch, divided once.
+
+However the batch is split, and whatever is counted.
+"""
 
 # B batch, T padded length
 
@@ -29,7 +32,10 @@ LONGEST = 20
 
 
 class Sequences:
-    """Sequences of unequal length: each token is classified (`say`), and of those marked a place is regressed (`place`)."""
+    """Sequences of unequal length.
+
+    Each token is classified (`say`), and of those marked a place is regressed (`place`).
+    """
 
     def __init__(
         self,
@@ -146,9 +152,7 @@ def test_any_split_into_microbatches_gives_the_gradient_of_the_one_batch(
     )
 
 
-def test_lengths_1_3_7_20_in_four_microbatches_equal_one_big_batch_and_a_mean_of_means_does_not() -> (
-    None
-):
+def test_lengths_1_3_7_20_in_four_microbatches_equal_one_batch_a_mean_of_means_does_not() -> None:
     task = Sequences([1, 3, 7, 20])
     whole = gradient_by_hand(task)
     torch.testing.assert_close(gradient_of_step(task, (1, 2, 3)), whole, rtol=1e-12, atol=1e-12)
@@ -241,9 +245,8 @@ def test_four_microbatches_train_to_the_weights_of_the_large_batch(
         spec_of(batch=batch, microbatch=microbatch).replace(optim=optim), tmp_path / "split"
     )
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-6)
-    assert not torch.equal(
-        split["0.weight"], whole["0.weight"]
-    )  # the sums were really formed in another order
+    # the sums were really formed in another order
+    assert not torch.equal(split["0.weight"], whole["0.weight"])
 
 
 def test_ten_microbatches_by_four_are_three_updates_and_the_last_is_over_two(

@@ -1,4 +1,7 @@
-"""train.cudnn_benchmark: on where it may be, off with its reason elsewhere, and ended where batches have many shapes."""
+"""train.cudnn_benchmark: on where it may be, off with its reason elsewhere.
+
+It is ended where batches have many shapes.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,8 @@ def test_the_first_step_takes_longer_and_later_ones_do_not(tmp_path: Path) -> No
         for pick in (lambda each: each[0], lambda each: sorted(each[20:])[10])
     )
     print(
-        f"first step {first[False]:.4f} s, timed {first[True]:.4f} s; later {later[False]:.5f} s, timed {later[True]:.5f} s"
+        f"first step {first[False]:.4f} s, timed {first[True]:.4f} s; "
+        f"later {later[False]:.5f} s, timed {later[True]:.5f} s"
     )
     assert first[True] > first[False]
     assert later[True] < 1.1 * later[False]

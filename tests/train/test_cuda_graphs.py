@@ -1,4 +1,7 @@
-"""compile.mode = "reduce-overhead": what a replay overwrites is refused in words, and what a CPU has no use for is said."""
+"""compile.mode = "reduce-overhead": what a replay overwrites is refused in words.
+
+And what a CPU has no use for is said.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class Keeps(Small):
 
 
 class Overwritten(Small):
-    """Planted: the words of torch where an output is read that was overwritten, in the last of eight steps."""
+    """Planted: torch's words for a read of overwritten output, in the last of eight steps."""
 
     now = 0
 
@@ -39,7 +42,8 @@ class Overwritten(Small):
         if self.now < 8:
             return super().forward(model, batch)
         raise RuntimeError(
-            "Error: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run. Stack trace: none. To prevent ..."
+            "Error: accessing tensor output of CUDAGraphs that has been overwritten by a "
+            "subsequent run. Stack trace: none. To prevent ..."
         )
 
 

@@ -1,4 +1,7 @@
-"""Damage in a run's log costs the lines that it touches: the run goes on, to the same weights, and says which line it left out."""
+"""Damage in a run's log costs the lines that it touches.
+
+The run goes on, to the same weights, and says which line it left out.
+"""
 
 from __future__ import annotations
 
@@ -104,9 +107,8 @@ def test_a_run_goes_on_in_spite_of_a_damaged_line_and_names_it(
         == 0
     )
     whole = commits.check(manifest.step_folder(run, 8)).files
-    lines = (
-        (run / "events.jsonl").read_bytes().splitlines(keepends=True)[:-1]
-    )  # a kill leaves no end
+    # a kill leaves no end
+    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)[:-1]
     SPOILED[what](lines)
     (run / "events.jsonl").write_bytes(b"".join(lines))
     capfd.readouterr()

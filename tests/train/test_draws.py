@@ -1,4 +1,7 @@
-"""Tasks whose augmentation draws from the streams of the process: workers have others, which is told before the first step."""
+"""Tasks whose augmentation draws from the streams of the process.
+
+Workers have others, which is told before the first step.
+"""
 
 from __future__ import annotations
 

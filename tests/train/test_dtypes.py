@@ -1,4 +1,7 @@
-"""The dtype record: what is observed in the first step is what is there, and a contract is held against it before the second."""
+"""The dtype record: what is observed in the first step is what is there.
+
+A contract is held against it before the second.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ ALL = ("storage", "compute", "gradient", "reduce", "master", "state")
 
 
 class Mixed(nn.Module):
-    """A layer of every kind: embedding, attention, norm, a tied head; one parameter that is never used."""
+    """Embedding, attention, norm, a tied head; and one parameter that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,9 +65,8 @@ def test_products_are_observed_in_the_chosen_dtype_and_softmax_norms_and_losses_
     rows = {row.name: row for row in record.parameters}
     assert rows["query.weight"].compute == compute
     assert rows["norm.weight"].compute == "fp32"
-    assert rows["embedding.weight"].compute == (
-        "fp32" if compute == "fp32" else f"fp32, {compute}"
-    )  # looked up, and multiplied
+    # looked up, and multiplied
+    assert rows["embedding.weight"].compute == ("fp32" if compute == "fp32" else f"fp32, {compute}")
     for name, row in rows.items():
         if name.startswith("unused"):
             assert (row.compute, row.gradient, row.reduce, row.master, row.state) == (None,) * 5
@@ -75,7 +77,7 @@ def test_products_are_observed_in_the_chosen_dtype_and_softmax_norms_and_losses_
 
 
 def test_what_is_wrong_is_seen_and_not_presumed() -> None:
-    """Planted: a layer cast to bf16 by hand, state that somebody made half, a module that is never computed in bf16."""
+    """Planted: a layer cast to bf16, state made half, a module that is never computed in bf16."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     record = DtypeRecord(model)

@@ -34,9 +34,8 @@ def test_training_after_an_evaluation_is_the_same_bit_for_bit(tmp_path: Path) ->
             return super().metrics(output, batch)
 
         def augment(self, batch: Any, keys: Any) -> Any:
-            return batch[0] + 0.1 * torch.rand_like(batch[0]), batch[
-                1
-            ]  # not from its keys: from the stream that was put back
+            # not from its keys: from the stream that was put back
+            return batch[0] + 0.1 * torch.rand_like(batch[0]), batch[1]
 
     made = []
     for every in (1000, 2):

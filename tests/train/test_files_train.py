@@ -1,4 +1,7 @@
-"""What lies in files trains to the same losses, bit for bit, as the same rows in memory; and packed documents go on as they began."""
+"""What lies in files trains to the same losses, bit for bit, as the same rows in memory.
+
+And packed documents go on as they began.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,10 @@ def test_a_file_trains_to_the_losses_of_the_same_rows_in_memory(
 
 
 class Bags:
-    """The class of a text by the mean of its words: padding and grouping may not show in the losses."""
+    """The class of a text by the mean of its words.
+
+    Padding and grouping may not show in the losses.
+    """
 
     def __init__(self, bounds: tuple[int, ...]) -> None:
         self.source = Texts(*join_texts(TEXTS), labels=np.arange(len(TEXTS)) % 2, bounds=bounds)

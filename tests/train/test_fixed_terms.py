@@ -89,9 +89,8 @@ def test_a_fixed_term_counts_once_a_step(of: Any, microbatch: int, tmp_path: Pat
         rtol=1e-9,
         atol=1e-12,
     )
-    plain = train(
-        Fixed(of, marked=False, counted=False), tmp_path / "plain"
-    )  # one microbatch a step: it may be any term
+    # one microbatch a step: it may be any term
+    plain = train(Fixed(of, marked=False, counted=False), tmp_path / "plain")
     torch.testing.assert_close(plain, (losses, weights), rtol=0, atol=0)
 
 

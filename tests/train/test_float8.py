@@ -1,4 +1,7 @@
-"""float8 in the products of linear layers: what is converted and why not, what it learns, and what is saved."""
+"""float8 in the products of linear layers.
+
+What is converted and why not, what it learns, and what is saved.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +194,8 @@ from tests.train.small import Small
 
 class Mine(Small):
     def model(self):
-        return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
+        layers = nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
+        return nn.Sequential(*layers)
 """
 
 
@@ -235,9 +239,9 @@ def test_a_device_without_units_for_float8_is_refused_with_the_reason_unless_it_
         SpecError, match=rf"'float8', which {units.name} lacks: it has no units for float8"
     ) as refused:
         choose("float8", units)
-    assert (
-        refused.value.hint
-        == "GPUs have them since Ada and Hopper (2022); precision.emulate = true gives its numbers without them, slowly"
+    assert refused.value.hint == (
+        "GPUs have them since Ada and Hopper (2022); "
+        "precision.emulate = true gives its numbers without them, slowly"
     )
     assert choose("float8", units, emulate=True)[0] == "float8"
     assert choose("float8", FormatSupport("cuda", "H100", units.formats | {"float8"})) == (

@@ -1,4 +1,7 @@
-"""A process that a task or a loop forks inherits the run: it writes, ends and deletes nothing of it, and what it prints is its own."""
+"""A process that a task or a loop forks inherits the run.
+
+It writes, ends and deletes nothing of it, and what it prints is its own.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +198,10 @@ class Terminal(io.StringIO):
 def test_a_child_prints_past_the_bar_of_its_parent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The thread that draws the bar may hold its lock at the fork: there is nobody in the child to release it."""
+    """The thread that draws the bar may hold its lock at the fork.
+
+    There is nobody in the child to release it.
+    """
     path = tmp_path / "out"
     with path.open("w+") as out:
         monkeypatch.setattr(sys, "stdout", out)

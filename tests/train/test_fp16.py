@@ -1,4 +1,7 @@
-"""fp16 in a run: the scale moves as it should, a step that overflows moves nothing else, and all of it goes on after a stop."""
+"""fp16 in a run: the scale moves as it should, and a step that overflows moves nothing else.
+
+All of it goes on after a stop.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +86,8 @@ def test_a_scale_that_begins_too_high_comes_down_by_itself(tmp_path: Path) -> No
     how = fp16(60, precision={"init_scale": 2.0**30}, stability={"max_skips": 2})
     with Run(how, Small(), folder=tmp_path / "a", quiet=True) as run:
         applied = [report.applied for report in run.steps()]
-    assert (
-        applied[:3] == [False] * 3
-    )  # even before any update, and more often in a row than max_skips
+    # even before any update, and more often in a row than max_skips
+    assert applied[:3] == [False] * 3
     assert all(applied[20:])
     assert scales(tmp_path / "a")[-1] == 2.0 ** (30 - applied.count(False))
 
@@ -155,9 +157,8 @@ def test_microbatches_share_one_scale_and_one_that_overflows_discards_the_step(
             {k: v.clone() for k, v in run.model.state_dict().items()},
         )
     assert told[None][:2] == told[1][:2]
-    assert told[None][0].count(False) == (
-        0 if poisoned is None else 2
-    )  # 12 steps of 4 are two passes over 24 samples
+    # 12 steps of 4 are two passes over 24 samples
+    assert told[None][0].count(False) == (0 if poisoned is None else 2)
     for name, tensor in told[None][2].items():
         torch.testing.assert_close(tensor, told[1][2][name], rtol=2e-3, atol=2e-3)
 

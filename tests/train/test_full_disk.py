@@ -1,4 +1,7 @@
-"""A disk without room for one more checkpoint: the oldest makes room where retention allows it, one verified commit always stays."""
+"""A disk without room for one more checkpoint.
+
+The oldest makes room where retention allows it, one verified commit always stays.
+"""
 
 from __future__ import annotations
 
@@ -141,9 +144,8 @@ def test_nothing_is_deleted_for_a_damaged_commit_or_where_it_would_not_be_enough
         assert retention.find_in_the_way(run.folder, need, need // 2) == [2]
         assert retention.find_in_the_way(run.folder, 2 * need, need // 2) == [2, 4]
         assert retention.find_in_the_way(run.folder, 9 * need, 0) == []
-        assert retention.find_in_the_way(run.folder, need, 9 * need) == [
-            2
-        ]  # a quota, or inodes: room is not what is missing
+        # a quota, or inodes: room is not what is missing
+        assert retention.find_in_the_way(run.folder, need, 9 * need) == [2]
         assert retention.find_in_the_way(run.folder, need, 0, every=2) == []
         weights = manifest.step_folder(run.folder, 6) / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
@@ -246,9 +248,8 @@ def test_a_run_whose_saves_are_all_refused_for_long_ends(
             raised.value
         )
         assert is_over == (steps == 4)
-        told = [
-            fault.step for fault in faults(run, "storage") if fault.step < 40
-        ]  # the last one is tried twice
+        # the last one is tried twice
+        told = [fault.step for fault in faults(run, "storage") if fault.step < 40]
         assert told == sorted(set(told))
         if is_over:
             assert "checkpoint.max_unsaved" in (raised.value.hint or "")

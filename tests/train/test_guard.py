@@ -1,4 +1,4 @@
-"""Numbers that are not: a step that is skipped moves nothing, and a run that cannot come back ends."""
+"""Numbers that are not: a skipped step moves nothing, and a run that cannot come back ends."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
                 assert not report.applied
                 assert math.isnan(report.loss)
                 assert_same(before, state_of(run))
-                assert (
-                    run.assembly.updates[0].guarded.rates == rates
-                )  # the schedule did not move either
+                # the schedule did not move either
+                assert run.assembly.updates[0].guarded.rates == rates
             else:
                 assert report.applied
     faults = faults_of(tmp_path / "a")
@@ -76,9 +75,8 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
         (3, "nonfinite", "the step was skipped, nothing moved")
     ]
     assert "the loss is nan" in faults[0].detail
-    assert (
-        f"surefoot: step 3: {faults[0].detail}; {faults[0].action}\n" in capsys.readouterr().err
-    )  # also when quiet
+    # also when quiet
+    assert f"surefoot: step 3: {faults[0].detail}; {faults[0].action}\n" in capsys.readouterr().err
     assert end_of(tmp_path / "a").outcome == "finished"
     assert run.num_skipped == 1
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state_of(run).values())
@@ -297,7 +295,7 @@ def test_a_loss_is_diverged_when_it_stays_out_of_all_proportion(
 
 
 class Counting(nn.Module):
-    """Buffers of every kind: changed in place, replaced, constant, of whole numbers, and one that is no tensor yet."""
+    """Buffers changed in place, replaced, constant, of whole numbers, and no tensor yet."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""What the guard decides on an asynchronous device, forced on a CPU: the numbers of deciding on the host, and no wait."""
+"""What the guard decides on an asynchronous device, forced on a CPU.
+
+The numbers of deciding on the host, and no wait.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Before a run each loss is computed of a batch and of its halves, whatever the data come from: what is no sum over samples is found."""
+"""Before a run each loss is computed of a batch and of its halves, whatever the data come from.
+
+What is no sum over samples is found.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +175,8 @@ def test_a_sum_is_found_to_be_one_whatever_the_data_come_from(
 ) -> None:
     if source == "a DataLoader of single samples" and of is with_noise:
         pytest.skip(
-            "the noise of one sample is larger than its loss: that it could not be checked is reported"
+            "the noise of one sample is larger than its loss: "
+            "that it could not be checked is reported"
         )
     assert train(Task(of, SOURCES[source]), tmp_path / "run") == []
 

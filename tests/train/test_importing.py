@@ -1,4 +1,7 @@
-"""Importing a task never runs a script: what runs already is used, and a run that an import would start is refused."""
+"""Importing a task never runs a script.
+
+What runs already is used, and a run that an import would start is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,45 @@ from surefoot.contract.signature import find_unguarded_run
 from tests.train.small import TEXT, call
 
 HEAD = (
-    "import pathlib\npathlib.Path('executions').open('a').write('x')\nimport surefoot\nfrom surefoot import Run, RunSpec\n"
-    + TEXT
+    "import pathlib\npathlib.Path('executions').open('a').write('x')\n"
+    "import surefoot\nfrom surefoot import Run, RunSpec\n" + TEXT
 )
 SPEC = "SPEC = RunSpec(train={'length': '2 steps', 'batch': 4}, observe={'tensorboard': False})\n"
-TRAIN = "with Run(SPEC, Mine(), folder='r', quiet=True) as run:\n    for _ in run.steps():\n        pass\n"
+TRAIN = """with Run(SPEC, Mine(), folder='r', quiet=True) as run:
+    for _ in run.steps():
+        pass
+"""
 FUNCTION = "def go():\n    " + TRAIN.replace("\n", "\n    ").rstrip() + "\n"
 
 STARTS = {
     "a with statement": TRAIN,
     "a function that is called": f"{FUNCTION}go()\n",
-    "a function that a function calls": f"{FUNCTION}def main():\n    return go()\nexit_code = main()\n",
-    "a loop over seeds": "for seed in range(2):\n    with Run(SPEC, Mine()) as run:\n        pass\n",
-    "a try statement": "try:\n    with Run(SPEC, Mine()) as run:\n        pass\nfinally:\n    print('done')\n",
+    "a function that a function calls": (
+        f"{FUNCTION}def main():\n    return go()\nexit_code = main()\n"
+    ),
+    "a loop over seeds": (
+        "for seed in range(2):\n    with Run(SPEC, Mine()) as run:\n        pass\n"
+    ),
+    "a try statement": (
+        "try:\n    with Run(SPEC, Mine()) as run:\n        pass\nfinally:\n    print('done')\n"
+    ),
     "another name": "from surefoot import Run as R\nwith R(SPEC) as run:\n    pass\n",
-    "the package under another name": "import surefoot as sf\nwith sf.Run(SPEC) as run:\n    pass\n",
+    "the package under another name": (
+        "import surefoot as sf\nwith sf.Run(SPEC) as run:\n    pass\n"
+    ),
     "attach": "run = surefoot.attach(model=model, optimizer=optimizer, data=data)\n",
     "after a guard of something else": f"if 1 > 2:\n    print('odd')\n{TRAIN}",
 }
 STARTS_NOTHING = {
     "a guard": f"if __name__ == '__main__':\n    {TRAIN.replace(chr(10), chr(10) + '    ')}\n",
-    "a function that is called under the guard": f"{FUNCTION}if __name__ == '__main__':\n    go()\n",
+    "a function that is called under the guard": (
+        f"{FUNCTION}if __name__ == '__main__':\n    go()\n"
+    ),
     "a condition": f"import sys\nif 'fit' in sys.argv:\n    go()\n{FUNCTION}",
     "an end before": f"import sys\nif __name__ != '__main__':\n    sys.exit()\n{TRAIN}",
-    "a method": "class Other:\n    def go(self):\n        with Run(SPEC) as run:\n            pass\n",
+    "a method": (
+        "class Other:\n    def go(self):\n        with Run(SPEC) as run:\n            pass\n"
+    ),
     "another Run": "def Run(*given):\n    return open('x')\nwith Run() as run:\n    pass\n",
 }
 
@@ -97,7 +115,10 @@ def test_a_command_refuses_an_unguarded_script_before_anything_of_it_runs(
     [
         f"if 2 > 1:\n    {TRAIN.replace(chr(10), chr(10) + '    ')}\n",
         "run = Run(SPEC, Mine(), folder='new', quiet=True)\nwith run:\n    pass\n",
-        "import contextlib\nstack = contextlib.ExitStack()\nstack.enter_context(Run(SPEC, Mine(), folder='new', quiet=True))\n",
+        (
+            "import contextlib\nstack = contextlib.ExitStack()\n"
+            "stack.enter_context(Run(SPEC, Mine(), folder='new', quiet=True))\n"
+        ),
         "import helper\nhelper.go(Run, SPEC, Mine())\n",
     ],
     ids=["under a condition", "entered later", "entered by a stack", "in another module"],

@@ -1,4 +1,7 @@
-"""A model or a loss that writes into its batch changes the data where the batch is their own memory: that is named before step 1."""
+"""A model or a loss that writes into its batch is named before step 1.
+
+It changes the data where the batch is their own memory.
+"""
 
 from __future__ import annotations
 
@@ -133,9 +136,8 @@ def test_a_run_names_a_pass_that_changes_its_data(
     started = records(tmp_path)[0]
     assert isinstance(started, Started)
     if where == "training":
-        first = (
-            1 if kind == "a source of views" else 2
-        )  # of an iterable the first batch is the one that the checks copied
+        # of an iterable the first batch is the one that the checks copied
+        first = 1 if kind == "a source of views" else 2
         assert [(each.fault, each.step) for each in faults] == [("changed-data", first)]
     else:
         assert [each for each in started.notes if NOTICE in each]

@@ -1,4 +1,4 @@
-"""Ctrl-C, break, exceptions and threads: a run always says how it ended, and puts back what it set."""
+"""Ctrl-C, break, exceptions, threads: a run says how it ended, and puts back what it set."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ def test_a_step_in_which_the_interrupt_comes_is_done_first(tmp_path: Path) -> No
     with Run(spec(50), Interrupted(), folder=tmp_path / "a", quiet=True) as run:
         drive(run)
     assert (end_of(tmp_path / "a").step, run.is_stopping) == (1, "interrupted")
-    assert not [
-        event for event in records(tmp_path / "a") if isinstance(event, Evaluated)
-    ]  # it ends now, not after a last evaluation
+    # it ends now, not after a last evaluation
+    assert not [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
 
 
 @pytest.mark.parametrize(

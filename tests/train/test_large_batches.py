@@ -1,4 +1,7 @@
-"""What goes with large batches: the rate that follows them, BatchNorm under accumulation, a batch that grows."""
+"""What goes with large batches.
+
+The rate that follows them, BatchNorm under accumulation, a batch that grows.
+"""
 
 from __future__ import annotations
 
@@ -241,7 +244,7 @@ RAMP = [[0, 2], [10, 4], [60, 8]]
 GROWING = {"train": {"batch": 8, "microbatch": 2, "ramp": RAMP, "length": "4 epochs"}}
 
 
-def test_a_run_whose_batch_grows_sees_every_sample_once_an_epoch_and_its_rate_follows_only_where_asked(
+def test_a_run_whose_batch_grows_sees_every_sample_once_an_epoch_and_its_rate_follows_if_asked(
     tmp_path: Path,
 ) -> None:
     more = {

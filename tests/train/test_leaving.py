@@ -1,4 +1,7 @@
-"""What a script that trains over a DataLoader with workers leaves behind: its own output, its exit code, and no process."""
+"""What a script that trains over a DataLoader with workers leaves behind.
+
+Its own output, its exit code, and no process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import pytest
 
 DEADLINE_S = 300
 
-# trains, is left in the middle of an epoch, lets the run become garbage, and forks children that collect what they inherit
+# trains, is left in the middle of an epoch, lets the run become garbage, and forks children that
+# collect what they inherit
 SCRIPT = """
 import gc, multiprocessing, os, sys, threading, time
 from concurrent.futures import ProcessPoolExecutor
@@ -26,8 +30,9 @@ WAY, LEFT, PERSISTENT, FOLDER = sys.argv[1:]
 FORK = multiprocessing.get_context("fork")
 
 def loader():
-    data = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3)
-    return DataLoader(data, batch_size=4, shuffle=True, num_workers=2, persistent_workers=PERSISTENT == "persistent")
+    rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    data, stays = TensorDataset(rows, torch.arange(64) % 3), PERSISTENT == "persistent"
+    return DataLoader(data, batch_size=4, shuffle=True, num_workers=2, persistent_workers=stays)
 
 class Mine:
     def model(self):
@@ -37,17 +42,21 @@ class Mine:
     def forward(self, model, batch):
         return model(batch[0])
     def loss(self, output, batch):
-        return surefoot.Loss.sum(nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
+        labels = batch[1]
+        loss = nn.functional.cross_entropy(output, labels, reduction="sum")
+        return surefoot.Loss.sum(loss, len(labels))
 
 def leave(step):
     if step == 5:
-        print(f"workers: {[each.name[:7] for each in multiprocessing.active_children()].count('Process') >= 2}")
+        names = [each.name[:7] for each in multiprocessing.active_children()]
+        print(f"workers: {names.count('Process') >= 2}")
         if LEFT == "error":
             raise ValueError("mine")
         return LEFT == "break"
 
 def train_by_run():
-    spec = surefoot.RunSpec(train={"length": "9 steps", "device": "cpu"}, observe={"tensorboard": False})
+    train, observe = {"length": "9 steps", "device": "cpu"}, {"tensorboard": False}
+    spec = surefoot.RunSpec(train=train, observe=observe)
     with surefoot.Run(spec, Mine(), folder=FOLDER, quiet=True) as run:
         for report in run.steps():
             if leave(report.step):
@@ -77,7 +86,8 @@ if __name__ == "__main__":
         train_by_run() if WAY == "Run" else train_by_attach()
     except ValueError as error:
         failed = error
-    print(f"left: {[each.name for each in multiprocessing.active_children()]}" if LEFT != "error" else "left by an error")
+    names = [each.name for each in multiprocessing.active_children()]
+    print(f"left: {names}" if LEFT != "error" else "left by an error")
     del failed
     for _ in DataLoader(torch.arange(4), num_workers=2, worker_init_fn=collect):
         pass

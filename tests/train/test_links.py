@@ -1,4 +1,7 @@
-"""A run folder from a stranger: no file of it is read or written through a symbolic link. The folder itself may be behind one."""
+"""A run folder from a stranger: no file of it is read or written through a symbolic link.
+
+The folder itself may be behind one.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def call(*words: str) -> int:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An unfinished run with two commits, and what a profile, a roofline and a prediction leave in it."""
+    """An unfinished run with two commits, a profile, a roofline and a prediction."""
     place = tmp_path_factory.mktemp("sound")
     task = write_task(place)
     assert (
@@ -51,7 +54,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy_with_link(sound: Path, place: Path, name: str) -> tuple[Path, Path]:
-    """A copy of the run in which `name` is a link, and what the link points at: a copy of what stood there, and a file beside it."""
+    """A copy of the run in which `name` is a link, and what the link points at.
+
+    That is a copy of what stood there, and a file beside it.
+    """
     run, outside = place / "run", place / "outside"
     shutil.copytree(sound, run)
     if (run / name).is_dir():

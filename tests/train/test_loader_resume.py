@@ -1,4 +1,7 @@
-"""A run whose data is a DataLoader resumes with the batches of a run that was never stopped, or says what differs."""
+"""A run whose data is a DataLoader resumes with the batches of a run that was never stopped.
+
+Or it says what differs.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +177,10 @@ def train(
 
 
 def resumed(folder: Path, make: Callable[[], Any], steps: int, *stops: int) -> list[list[float]]:
-    """The batches that count of a run that is left after each of these steps; the step after a save is done again."""
+    """The batches that count of a run that is left after each of these steps.
+
+    The step after a save is done again.
+    """
     seen: list[list[float]] = []
     for stop in (*stops, None):
         done = train(folder, Task(make()), steps, leave_at=stop)
@@ -219,7 +225,10 @@ def test_each_epoch_has_an_order_of_its_own(kind: str, tmp_path: Path) -> None:
 
 
 class Shuffling(IterableDataset[Any]):
-    """A stream that counts its passes: in a fresh process the third one comes in the order of the first."""
+    """A stream that counts its passes.
+
+    In a fresh process the third one comes in the order of the first.
+    """
 
     def __init__(self) -> None:
         self.draw = random.Random(3)
@@ -279,9 +288,8 @@ def test_the_end_of_an_epoch_of_a_stream_is_checked_by_the_first_batch_of_that_e
     tmp_path: Path,
 ) -> None:
     make = OTHERS["a stream with a generator of its own"][0]
-    train(
-        tmp_path / "run", Task(make()), 16, leave_at=13
-    )  # the checkpoint is after step 12, the end of the third epoch
+    # the checkpoint is after step 12, the end of the third epoch
+    train(tmp_path / "run", Task(make()), 16, leave_at=13)
     with pytest.raises(OtherDataError, match="first batch of the pass before"):
         train(tmp_path / "run", Task(make()), 16)
 

@@ -1,4 +1,7 @@
-"""Streams, states and generators of a user's own under a run: what a check reads, what is saved, what is noticed."""
+"""Streams, states and generators of a user's own under a run.
+
+What a check reads, what is saved, what is noticed.
+"""
 
 from __future__ import annotations
 
@@ -203,18 +206,8 @@ def test_batches_of_a_loader_are_accumulated_and_resumed_between_them(tmp_path: 
         return task.seen, [float(value) for value in run.model.state_dict()["weight"].flatten()]
 
     seen, weights = run_of(tmp_path / "whole")
-    assert [len(batch) for batch in seen] == [
-        4,
-        4,
-        4,
-        4,
-        2,
-        4,
-        4,
-        4,
-        4,
-        2,
-    ]  # five batches an epoch, two a step
+    # five batches an epoch, two a step
+    assert [len(batch) for batch in seen] == [4, 4, 4, 4, 2, 4, 4, 4, 4, 2]
     run_of(tmp_path / "left", leave_at=3)
     assert run_of(tmp_path / "left")[1] == weights
     assert loop_ledger.check(tmp_path / "left").num_samples == 2 * SAMPLES

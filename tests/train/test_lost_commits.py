@@ -1,4 +1,7 @@
-"""A run that resumes without a commit that its log names says so, whoever asked for quiet; so it does with every other warning."""
+"""A run that resumes without a commit that its log names says so, whoever asked for quiet.
+
+So it does with every other warning.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""bf16 weights with fp32 masters, modules that are kept in fp32, and what is evaluated, saved and gone on with."""
+"""bf16 weights with fp32 masters, and modules that are kept in fp32.
+
+And what is evaluated, saved and gone on with.
+"""
 
 from __future__ import annotations
 
@@ -91,10 +94,11 @@ def test_a_run_with_bf16_weights_follows_the_one_with_fp32_weights(
             run.evaluate()
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.03)
     stored = {name: parameter.dtype for name, parameter in run.model.named_parameters()}
+    # BatchNorm
     assert {name for name, dtype in stored.items() if dtype == torch.float32} == {
         "1.weight",
         "1.bias",
-    }  # BatchNorm
+    }
     for update in run.assembly.updates:
         for optimizer in update.guarded.optimizers:
             kept = [

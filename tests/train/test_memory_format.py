@@ -1,4 +1,7 @@
-"""train.memory_format: filters channels last compute what they did, and a run goes on with what the optimiser keeps of them."""
+"""train.memory_format: filters channels last compute what they did.
+
+And a run goes on with what the optimiser keeps of them.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,10 @@ def test_a_task_whose_own_model_is_channels_last_goes_on_to_the_same_bits(
 
 @pytest.mark.parametrize("how", ["fused", "not fused", "guarded"])
 def test_a_loop_of_ones_own_goes_on_with_filters_channels_last(how: str, tmp_path: Path) -> None:
-    """A file holds moments row by row, and a fused kernel goes through weights and moments in the order of the memory."""
+    """A file holds moments row by row.
+
+    A fused kernel goes through weights and moments in the order of the memory.
+    """
 
     def begin() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)

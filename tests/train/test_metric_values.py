@@ -1,4 +1,7 @@
-"""What a metric may give: one number, of whatever type; anything else is refused before the first step, and every folder reads back."""
+"""What a metric may give: one number, of whatever type.
+
+Anything else is refused before the first step, and every folder reads back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The mode that model() gave each module, and weights that a forward pass changes: an evaluation leaves both as they were."""
+"""The mode that model() gave each module, and weights that a forward pass changes.
+
+An evaluation leaves both as they were.
+"""
 
 from __future__ import annotations
 

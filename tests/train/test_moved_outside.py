@@ -1,4 +1,7 @@
-"""What an optimizer trains is what checkpoints hold and what is evaluated, wherever it is kept; what is found nowhere is refused."""
+"""What an optimizer trains is what checkpoints hold and what is evaluated, wherever it is kept.
+
+What is found nowhere is refused.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +131,10 @@ LOOPS = {
 
 
 def loop(make: Callable[[], Made], folder: Path, *, leave_at: int | None = None) -> float:
-    """A loop that keeps `beside` in a variable; left as by a kill, or whole; gives its last loss."""
+    """A loop that keeps `beside` in a variable, left as by a kill, or whole.
+
+    Gives its last loss.
+    """
     torch.manual_seed(1)
     model, more, forward, beside = make()
     optimizer = torch.optim.AdamW([*model.parameters(), *more], lr=0.05)

@@ -1,4 +1,7 @@
-"""A run that trains nothing says so: a rate of 0, weights that have not moved. Shares of the run as rhythms."""
+"""A run that trains nothing says so: a rate of 0, weights that have not moved.
+
+Shares of the run as rhythms.
+"""
 
 from __future__ import annotations
 

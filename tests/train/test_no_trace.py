@@ -1,4 +1,7 @@
-"""What surefoot does for its own purposes in the middle of a run leaves data, model, buffers, random states and files as they were."""
+"""What surefoot does for its own purposes in the middle of a run leaves no trace.
+
+Data, model, buffers, random states and files are as they were.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Stream:
 
 
 class Task:
-    """Everything that a look might move: BatchNorm, dropout, a state, draws of all global streams."""
+    """What a look might move: BatchNorm, dropout, a state, draws of all global streams."""
 
     def __init__(self, data: Callable[[], Any]) -> None:
         self.make, self.passes = data, torch.zeros(())

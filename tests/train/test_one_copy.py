@@ -1,4 +1,7 @@
-"""A run that begins, or goes on, holds its state in memory once: no second copy while weights and moments are read or written."""
+"""A run that begins, or goes on, holds its state in memory once.
+
+No second copy while weights and moments are read or written.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ class Wide:
     def loss(self, output, batch): return Loss.sum(output.sum(), len(batch[0]))
 
 before = resident_bytes()
-spec = RunSpec(train={"length": "2 steps", "batch": 4, "threads": 1}, observe={"tensorboard": False})
+train = {"length": "2 steps", "batch": 4, "threads": 1}
+spec = RunSpec(train=train, observe={"tensorboard": False})
 with Run(spec, Wide(), folder="run", quiet=True) as run:
     print(run.step, peak_bytes() - before, flush=True)
     for report in run.steps():

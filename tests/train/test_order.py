@@ -1,4 +1,7 @@
-"""What is switched on together: recomputation, then compilation block by block, with accumulation, formats and the average beside them."""
+"""What is switched on together: recomputation, then compilation block by block.
+
+With accumulation, formats and the average beside them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ CHOICES: dict[str, tuple[dict[str, dict[str, Any]], ...]] = {
 
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are captured, differentiated and cut as always, and run by torch's own kernels: making code takes tens of seconds."""
+    """Graphs are captured, differentiated and cut as always, and run by torch's own kernels.
+
+    Making code takes tens of seconds.
+    """
     monkeypatch.setattr(
         compiling, "compile_regions", functools.partial(compile_regions, backend="aot_eager")
     )
@@ -65,13 +71,15 @@ def combine(
 
 @pytest.mark.slow
 def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Path) -> None:
-    """Of four things, each of which leaves the numbers alone, all sixteen combinations; clipping and the average move them alike."""
+    """Of four things, each of which leaves the numbers alone, all sixteen combinations.
+
+    Clipping and the average move them alike.
+    """
     found = combine(tmp_path, {})
     for numbers, mine in found.items():
         assert mine == pytest.approx(found[0, 0, 0, numbers[3]], rel=1e-5), numbers
-    assert found[0, 0, 0, 0] != pytest.approx(
-        found[0, 0, 0, 1], rel=1e-5
-    )  # what is compared is no constant
+    # what is compared is no constant
+    assert found[0, 0, 0, 0] != pytest.approx(found[0, 0, 0, 1], rel=1e-5)
 
 
 @pytest.mark.quick("stage 3")
@@ -82,9 +90,10 @@ def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Pa
         pytest.param(
             {"shard": 2, "zero_stage": 1}, (1, 1, 1, 1), id="stage 1", marks=pytest.mark.slow
         ),
+        # which refuse to compile
         pytest.param(
             {"shard": 2, "zero_stage": 2}, (1, 0, 1, 1), id="stage 2", marks=pytest.mark.slow
-        ),  # which refuse to compile
+        ),
         pytest.param({"shard": 2, "zero_stage": 3}, (1, 0, 1, 1), id="stage 3"),
     ],
 )

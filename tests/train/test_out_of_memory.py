@@ -1,4 +1,7 @@
-"""A step that runs out of memory, for real: in a process whose address space may grow by little more once the run has begun."""
+"""A step that runs out of memory, for real.
+
+In a process whose address space may grow by little more once the run has begun.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def tables(memory: dict[str, Any] | None = None, **task: Any) -> dict[str, Any]:
 
 
 def run_short(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run a spec with little memory; gives what its error says, or the digests of its state at the end."""
+    """Run a spec with little memory.
+
+    Gives what its error says, or the digests of its state at the end.
+    """
     words = [
         sys.executable,
         "-m",
@@ -136,7 +142,10 @@ def test_the_changes_are_told_by_what_they_cost(tmp_path: Path) -> None:
     shortage = account.look(MemoryError("Unable to allocate 2.50 GiB for an array"), assembly, 3)
     assert shortage.asked_bytes == 5 << 29
     hint = account.tell(shortage, assembly, tmp_path, "").hint
-    order = r"first: task.chunked_loss = true \(.*\), train.microbatch = 16 \(.*\), memory.activation_checkpointing = \"operators\" \("
+    order = (
+        r"first: task.chunked_loss = true \(.*\), train.microbatch = 16 \(.*\), "
+        r"memory.activation_checkpointing = \"operators\" \("
+    )
     assert re.search(order, str(hint)), hint
 
 

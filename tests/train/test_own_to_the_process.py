@@ -1,4 +1,7 @@
-"""A run's lock and files are its own process's, and its folder is the place that was asked for, wherever the process goes later."""
+"""A run's lock and files are its own process's, and its folder is the place that was asked for.
+
+That holds wherever the process goes later.
+"""
 
 from __future__ import annotations
 
@@ -112,9 +115,8 @@ def test_a_child_that_the_loop_forks_holds_nothing_of_the_run(
     child = int(os.read(told, 20))
     try:
         until_s = time.monotonic() + DEADLINE_S
-        while (
-            open_files(child, tmp_path) and time.monotonic() < until_s
-        ):  # it closes them as it begins
+        # it closes them as it begins
+        while open_files(child, tmp_path) and time.monotonic() < until_s:
             time.sleep(0.01)
         assert open_files(child, tmp_path) == []
         assert is_held(tmp_path / "a")

@@ -1,4 +1,7 @@
-"""Where the time of a run goes: delays are found where they were put, and the phases add up to the wall time."""
+"""Where the time of a run goes.
+
+Delays are found where they were put, and the phases add up to the wall time.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,8 @@ from tests.train.small import Small, records, spec
 def test_a_delay_is_found_in_the_phase_that_it_was_put_into(where: str, tmp_path: Path) -> None:
     told = tell_planted(where, tmp_path)
     assert len(told.plant.spent_s) == NUM_STEPS // 2
-    assert (
-        min(told.own_s.values()) >= 0
-    )  # all of the delay is in its phase, and the phases add up to the wall time: see below
+    # all of the delay is in its phase, and the phases add up to the wall time: see below
+    assert min(told.own_s.values()) >= 0
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -44,19 +46,19 @@ def test_a_delay_that_is_told_elsewhere_is_in_no_other_phase(where: str, tmp_pat
 
 
 class Bracket:
-    """Wall time by a clock of the test's own: around the start of the run's clock and around the last time that it was read.
+    """Wall time by a clock of the test's own, around the run's clock.
 
-    A busy machine may stop the run between any two readings of a clock: what is asserted holds for any such stop.
+    Its start and its last reading.
+
+    A busy machine may stop the run between any two readings of a clock: what is asserted holds for
+    any such stop.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._of: dict[str, tuple[float, float]] = {}
         self._before_start_s = self._last_s = time.perf_counter()
-        for name in (
-            "start",
-            "take",
-            "listen_to_collections",
-        ):  # the last one is called before a Run reads when it started
+        # the last one is called before a Run reads when it started
+        for name in ("start", "take", "listen_to_collections"):
             patch.setattr(PhaseClock, name, self._around(name, getattr(PhaseClock, name)))
 
     def _around(self, name: str, method: Any) -> Any:
@@ -72,12 +74,15 @@ class Bracket:
         return call
 
     def holds(self, total_s: float) -> bool:
-        """Whether `total_s` lies between the shortest and the longest that it can be, which no busy machine changes."""
+        """Whether `total_s` lies between the shortest and the longest that it can be.
+
+        No busy machine changes these.
+        """
         start, take = self._of["start"], self._of["take"]
         return take[0] - start[1] <= total_s <= take[1] - start[0]
 
     def holds_elapsed(self, elapsed_s: float, done_s: float) -> bool:
-        """The same of the time between two readings around those, the last of them before `done_s`."""
+        """The same between two readings around those, the last of them before `done_s`."""
         return (
             self._of["take"][0] - self._of["start"][1] <= elapsed_s <= done_s - self._before_start_s
         )

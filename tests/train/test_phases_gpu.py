@@ -1,4 +1,7 @@
-"""On a GPU: work counts where it was launched, the phases add up to the wall time, and memory is that of the run's device."""
+"""On a GPU: work counts where it was launched, and the phases add up to the wall time.
+
+And memory is that of the run's device.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +74,8 @@ def test_a_kernel_of_50_ms_is_found_in_its_phase_and_the_phases_add_up(
     ) as run:
         for _ in run.steps():
             pass
-    later = [event for event in records(tmp_path) if isinstance(event, Step)][
-        1:
-    ]  # the first step also loads kernels
+    # the first step also loads kernels
+    later = [event for event in records(tmp_path) if isinstance(event, Step)][1:]
     steps = sum(event.num_steps for event in later)
     phases = {
         name: sum(event.phases.get(name, 0.0) for event in later) / steps

@@ -1,4 +1,7 @@
-"""What `surefoot predict` writes has one row for each sample, or the error says which dimension is not the batch's."""
+"""What `surefoot predict` writes has one row for each sample.
+
+Or the error says which dimension is not the batch's.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +155,10 @@ def test_parts_without_rows_beside_others_are_left_out_and_named() -> None:
 def test_predict_writes_ragged_rows_and_names_what_it_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = "{'wide': torch.cat([model(batch[0]), batch[0][:, :int(batch[1][0])]], 1), 'deep': (batch[0],), 'none': None}"
+    made = (
+        "{'wide': torch.cat([model(batch[0]), batch[0][:, :int(batch[1][0])]], 1), "
+        "'deep': (batch[0],), 'none': None}"
+    )
     task = write_task(tmp_path, change=("        return model(batch[0])", f"        return {made}"))
     path = tmp_path / "mine.py"
     path.write_text(

@@ -1,4 +1,7 @@
-"""A run is resumed by the program that began it: the task's file, the modules that it imports, the versions, the git commit."""
+"""A run is resumed by the program that began it.
+
+The task's file, the modules that it imports, the versions, the git commit.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +56,21 @@ PROJECTS = {
         "shared_parts.py",
         (
             "import torch\n",
-            "import torch, sys, pathlib\nsys.path.append(str(pathlib.Path(__file__).parents[1]))\nimport shared_parts\n",
+            (
+                "import torch, sys, pathlib\n"
+                "sys.path.append(str(pathlib.Path(__file__).parents[1]))\n"
+                "import shared_parts\n"
+            ),
         ),
     ),
 }
 
 
 def write_project(folder: Path, where: str) -> tuple[str, Path]:
-    """A task that fails at step 3, with the module that it imports; gives the task's name and the module's file."""
+    """A task that fails at step 3, with the module that it imports.
+
+    Gives the task's name and the module's file.
+    """
     task_file, module_file, change = PROJECTS[where]
     module = folder / module_file
     module.parent.mkdir(parents=True, exist_ok=True)
@@ -150,9 +160,8 @@ def test_what_is_the_same_program_is_resumed(
         words[1] = f"{tmp_path / 'moved' / 'mine.py'}:Mine"
         (tmp_path / "moved" / "mine.py").touch()
     forget(tmp_path)
-    assert call(monkeypatch, *words) == 3, (
-        capsys.readouterr().err
-    )  # its own fault at step 3: it was resumed
+    # its own fault at step 3: it was resumed
+    assert call(monkeypatch, *words) == 3, capsys.readouterr().err
     assert len([each for each in records(tmp_path / "a") if isinstance(each, Started)]) == 2
 
 

@@ -1,4 +1,7 @@
-"""Batches in which no item counts are rare data: their steps are skipped, and no run ends, or is refused, for them."""
+"""Batches in which no item counts are rare data.
+
+Their steps are skipped, and no run ends, or is refused, for them.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ class Masked:
 
 
 class Numbers(Masked):
-    """The count as a Python number, the total a constant where there is nothing, as a guard in a task gives it."""
+    """The count as a Python number, the total a constant where there is nothing.
+
+    A guard in a task gives it so.
+    """
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
         count = int((batch["y"] != -100).sum())

@@ -60,7 +60,10 @@ def test_a_run_repeats_from_its_own_spec_in_a_fresh_process_bit_for_bit(tmp_path
 def test_the_spec_of_a_run_means_the_same_wherever_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative path in a spec built in Python is relative to where it was built, and its run folder lies elsewhere."""
+    """A relative path in a spec built in Python is relative to where it was built.
+
+    Its run folder lies elsewhere.
+    """
 
     write_task(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -162,7 +162,10 @@ def test_an_optimiser_of_the_tasks_own_goes_on_with_the_same_bits(
 
 
 class Hidden(nn.Linear):
-    """A layer whose output depends on buffers that are not persistent, one of which its first batch makes, and on extra state."""
+    """A layer whose output depends on buffers that are not persistent, and on extra state.
+
+    Its first batch makes one of the buffers.
+    """
 
     def __init__(self) -> None:
         super().__init__(4, 3)
@@ -227,7 +230,10 @@ def test_what_no_state_dict_names_goes_on_with_the_same_bits(tmp_path: Path) -> 
 def test_each_part_of_the_state_is_needed_for_the_same_bits(
     lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Takes one part away while going on: the end must then differ, or the part would not be worth its place."""
+    """Takes one part away while going on.
+
+    The end must then differ, or the part would not be worth its place.
+    """
     precision = {"compute": "fp16", "growth_interval": 3} if lost == "scaler" else {}
     how = spec(
         STEPS,
@@ -395,9 +401,8 @@ def test_what_a_kill_left_undeleted_goes_with_the_next_start(tmp_path: Path) -> 
     def kept(number: int) -> RunSpec:
         return spec(STEPS, checkpoint={"every": f"{EVERY} steps", "keep": number})
 
-    train(
-        tmp_path, kept(9), Small(), leave_at=3 * EVERY + 1
-    )  # as if each kill had come between a commit and its clean-up
+    # as if each kill had come between a commit and its clean-up
+    train(tmp_path, kept(9), Small(), leave_at=3 * EVERY + 1)
     assert manifest.steps(tmp_path) == [EVERY, 2 * EVERY, 3 * EVERY]
     with Run(kept(2), Small(), folder=tmp_path, quiet=True):
         assert manifest.steps(tmp_path) == [2 * EVERY, 3 * EVERY]

@@ -1,4 +1,7 @@
-"""What a loop of one's own saves by hand, changes and saves again is what is on the disk; a fork that is killed is a fork, or no run."""
+"""What a loop of one's own saves by hand, changes and saves again is what is on the disk.
+
+A fork that is killed is a fork, or no run.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def test_a_step_that_was_saved_before_is_saved_again_where_it_has_changed(
     assert sum(isinstance(event, Committed) for event in records(tmp_path / "a")) == 2
 
 
-def test_a_step_is_saved_once_where_nothing_has_changed_and_before_the_first_step_when_it_is_asked_for(
+def test_a_step_is_saved_once_where_nothing_has_changed_and_before_the_first_step_when_asked_for(
     tmp_path: Path,
 ) -> None:
     with Run(

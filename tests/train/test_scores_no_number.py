@@ -23,9 +23,8 @@ class Scored(Small):
         self.score, self.is_training = score, False
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Mean]:
-        return {
-            "score": self.score if self.is_training else Mean(1.0, 1.0)
-        }  # the trial before the run gives a number
+        # the trial before the run gives a number
+        return {"score": self.score if self.is_training else Mean(1.0, 1.0)}
 
 
 @pytest.mark.parametrize("kind", SCORES)

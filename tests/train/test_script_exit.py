@@ -1,4 +1,7 @@
-"""What a script that uses Run gives its scheduler: the command's exit code, and a run that exists, finished, however often it is asked."""
+"""What a script that uses Run gives its scheduler.
+
+The command's exit code, and a run that exists, finished, however often it is asked.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ import atexit, os, signal, sys
 from surefoot import Run, RunSpec
 
 def train(folder="r", send=None, at=3):
-    how = RunSpec(train={{"length": "6 steps", "batch": 4}}, observe={{"tensorboard": False}}, evaluate={{"every": "100 steps"}})
+    how = RunSpec(
+        train={{"length": "6 steps", "batch": 4}},
+        observe={{"tensorboard": False}},
+        evaluate={{"every": "100 steps"}},
+    )
     with Run(how, Mine(), folder=folder, quiet=True) as run:
         for report in run.steps():
             if report.step == at and send is not None:
@@ -32,7 +39,8 @@ def train(folder="r", send=None, at=3):
     return run
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where whatever started the tests ignores it
+    # even where whatever started the tests ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit.register(print, "at exit")
     file = open("kept.txt", "w")
     file.write("written")
@@ -49,10 +57,8 @@ ENDS = {
     "an exit that is raised": ("train(send='SIGTERM')\nraise SystemExit(6)", 6),
     "an exit with the run's code": ("sys.exit(train(send='SIGHUP').exit_code)", 129),
     "an error of its own": ("train(send='SIGTERM')\nraise ValueError", 1),
-    "an error in a step": (
-        "Mine.forward = lambda *given: 1 / 0\ntrain()",
-        2,
-    ),  # it fails before the run, as the command says
+    # it fails before the run, as the command says
+    "an error in a step": ("Mine.forward = lambda *given: 1 / 0\ntrain()", 2),
     "an error in a later step": (
         "import helper\nMine.loss = helper.failing(Mine.loss)\ntrain()",
         3,
@@ -109,7 +115,8 @@ def test_a_script_ends_with_the_code_of_the_command_unless_it_decides_itself(
 def test_a_script_goes_on_after_an_interrupted_run_as_it_likes(tmp_path: Path) -> None:
     write_script(
         tmp_path,
-        "run = train(send='SIGTERM')\nprint(run.outcome, run.step, surefoot.load('r', 'last') is not None)",
+        "run = train(send='SIGTERM')\n"
+        "print(run.outcome, run.step, surefoot.load('r', 'last') is not None)",
     )
     script = (tmp_path / "s.py").read_text()
     (tmp_path / "s.py").write_text(f"import surefoot\n{script}")

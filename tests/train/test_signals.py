@@ -1,4 +1,7 @@
-"""SIGTERM and SIGUSR1, as schedulers send them: the state is saved at the step boundary, and the run goes on from there."""
+"""SIGTERM and SIGUSR1, as schedulers send them.
+
+The state is saved at the step boundary, and the run goes on from there.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +74,8 @@ def test_a_handler_that_the_process_has_for_a_signal_of_its_scheduler_stays(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     heard: list[int] = []
-    before = signal.signal(
-        number, lambda number, frame: heard.append(number)
-    )  # as submitit has one
+    # as submitit has one
+    before = signal.signal(number, lambda number, frame: heard.append(number))
     try:
         with Run(spec(12), Small(), folder=tmp_path / "a", quiet=True) as run:
             for report in run.steps():
@@ -131,9 +133,8 @@ def test_sigterm_leaves_an_evaluation_in_the_middle_and_the_state_before_it_is_s
     end = end_of(tmp_path / "a")
     assert (end.outcome, end.step, end.exit_code) == ("interrupted", 7, 143)
     assert not [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
-    assert torch.equal(
-        run.model.get_parameter("4.bias"), weights
-    )  # the average went back where it came from
+    # the average went back where it came from
+    assert torch.equal(run.model.get_parameter("4.bias"), weights)
     assert manifest.steps(tmp_path / "a") == [7]
 
 
@@ -189,7 +190,10 @@ def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(
         tmp_path,
         change=(
             "# FORWARD",
-            "import time; (print(STEP, flush=True), time.sleep(0.2)) if model.training and STEP < 9 else 0",
+            (
+                "import time; "
+                "(print(STEP, flush=True), time.sleep(0.2)) if model.training and STEP < 9 else 0"
+            ),
         ),
     )
     environment = {

@@ -1,4 +1,7 @@
-"""One fact, one number: where the time of a run on a slow disk went, and its throughput, wherever they are told."""
+"""One fact, one number: where the time of a run on a slow disk went, and its throughput.
+
+They are the same wherever they are told.
+"""
 
 from __future__ import annotations
 
@@ -85,9 +88,8 @@ def test_why_and_show_tell_the_same_of_a_slow_disk(
     )
     assert account.save_s / account.total_s > 0.5
     waited_s = sum(event.waited_s for event in every if isinstance(event, Committed))
-    assert waited_s == pytest.approx(
-        account.save_s, rel=0.3
-    )  # the rest: the log and the ledger, which are synced before
+    # the rest: the log and the ledger, which are synced before
+    assert waited_s == pytest.approx(account.save_s, rel=0.3)
 
 
 def test_the_parts_of_an_attempt_that_was_killed_are_those_of_its_records(
@@ -172,9 +174,8 @@ def test_an_attached_loop_that_goes_on_counts_the_time_of_the_attempts_before(
     assert isinstance(end, Ended)
     assert end.num_samples == 40
     assert end.samples_per_s is not None
-    assert (
-        end.samples_per_s <= 2 / 0.01
-    )  # ten steps of this attempt took as long as ten of the one before
+    # ten steps of this attempt took as long as ten of the one before
+    assert end.samples_per_s <= 2 / 0.01
 
 
 # ---- a save that takes longer than its rhythm

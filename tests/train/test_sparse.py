@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings: what torch's own optimizers take, a task's own optimizer takes."""
+"""Sparse gradients of embeddings: what torch's optimizers take, a task's own optimizer takes."""
 
 from __future__ import annotations
 
@@ -152,7 +152,10 @@ def test_a_row_that_only_another_rank_has_is_moved_by_sparse_adam_and_one_that_n
         (
             {"virtual_ranks": 2},
             "sgd",
-            r"layout\.virtual_ranks is given, and the gradient of an embedding with sparse=True is sparse",
+            (
+                r"layout\.virtual_ranks is given, "
+                r"and the gradient of an embedding with sparse=True is sparse"
+            ),
         ),
     ],
 )

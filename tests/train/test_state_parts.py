@@ -1,4 +1,7 @@
-"""Each random stream, the schedule's place, the average and the best score are saved because a run without them ends elsewhere."""
+"""Each random stream, the schedule's place, the average and the best score are saved.
+
+A run without them ends elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Commits in an object store: a real S3-compatible server, half an upload that nobody sees, another machine that goes on."""
+"""Commits in an object store.
+
+A real S3-compatible server, half an upload that nobody sees, another machine that goes on.
+"""
 
 from __future__ import annotations
 

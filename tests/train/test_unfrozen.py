@@ -1,4 +1,7 @@
-"""What the reader's loop unfreezes trains from there on, and a resumed run knows of it; what cannot be trained so is named."""
+"""What the reader's loop unfreezes trains from there on, and a resumed run knows of it.
+
+What cannot be trained so is named.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +205,10 @@ def test_a_layer_that_cannot_be_unfrozen_is_named_with_the_reason(
 def looped(
     folder: Path, *, leave_at: int | None, changes: dict[int, dict[int, bool]]
 ) -> tuple[list[Tensor], list[bool], list[str]]:
-    """A loop of three passes that freezes or unfreezes layers at the start of a pass, left after so many of its steps."""
+    """A loop of three passes that freezes or unfreezes layers at the start of a pass.
+
+    It is left after so many of its steps.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     model[0].requires_grad_(False)

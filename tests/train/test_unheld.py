@@ -1,4 +1,7 @@
-"""State that can be seen and that no checkpoint holds is reported at the start, with the word that holds it; what is held is not."""
+"""State that can be seen and that no checkpoint holds is reported at the start.
+
+The report has the word that holds it; what is held is not reported.
+"""
 
 from __future__ import annotations
 

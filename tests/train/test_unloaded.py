@@ -1,4 +1,7 @@
-"""A run that compiles nothing leaves torch's compiler unimported; one that comes later is told what the run has set."""
+"""A run that compiles nothing leaves torch's compiler unimported.
+
+One that comes later is told what the run has set.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ if LATER:
     print("after", config.deterministic)
 import torch
 assert LATER or "sympy" not in sys.modules
-print("compiler", "torch._dynamo" in sys.modules, "deterministic", torch.are_deterministic_algorithms_enabled())
+is_deterministic = torch.are_deterministic_algorithms_enabled()
+print("compiler", "torch._dynamo" in sys.modules, "deterministic", is_deterministic)
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 print("compiler", "torch._dynamo" in sys.modules)
 """

@@ -1,4 +1,7 @@
-"""`data.window`: shards are mixed a few at a time, by an order that is known at any step, and that the ledger holds."""
+"""`data.window`: shards are mixed a few at a time.
+
+Their order is known at any step, and the ledger holds it.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,8 @@ class Many(Photos):
 def make(folder: Path) -> Many:
     (folder / "tars").mkdir()
     for shard in range(SHARDS):
-        numbers = range(
-            shard * EACH, (shard + 1) * EACH - (3 if shard == 2 else 0)
-        )  # one is smaller
+        # one is smaller
+        numbers = range(shard * EACH, (shard + 1) * EACH - (3 if shard == 2 else 0))
         parts = [
             (f"{number:03d}.{name}", part)
             for number in numbers

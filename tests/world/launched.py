@@ -1,4 +1,7 @@
-"""The supervisor with ranks that are forked from a process that has loaded torch: a run of them takes half a second."""
+"""The supervisor with ranks that are forked from a process that has loaded torch.
+
+A run of them takes half a second.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,12 @@ class Forked:
 
 
 class Supervised:
-    """A supervisor in a process of its own, over so many ranks that each do `job(rank)` and end with the exit code that it gives.
+    """A supervisor in a process of its own, over so many ranks that each do `job(rank)`.
 
-    `prepare` is called first, by the supervisor. What all of them say is in `said`; `pids` holds the ranks of the newest attempt, by rank.
+    Each rank ends with the exit code that `job` gives.
+
+    `prepare` is called first, by the supervisor. What all of them say is in `said`; `pids` holds
+    the ranks of the newest attempt, by rank.
     """
 
     def __init__(
@@ -118,7 +124,9 @@ class Supervised:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process does anything still, in any thread: one that has ended and that nobody has asked for does not.
+    """Whether a process does anything still, in any thread.
+
+    One that has ended and that nobody has asked for does not.
 
     Its main thread may be gone while another one, which writes, still holds the lock of the run.
     """
@@ -215,7 +223,10 @@ def speak(out: int, error: int) -> None:
 
 
 def forked(job: Callable[[], int]) -> int:
-    """A process that does it, and ends with the code that it gives, or that of what it raises; gives its number."""
+    """A process that does it, and ends with the code that it gives, or that of what it raises.
+
+    Gives the process's number.
+    """
     pid = os.fork()
     if pid:
         return pid

@@ -1,4 +1,7 @@
-"""Real ranks for tests: forked from a process that has loaded torch, joined by gloo on the loopback, ended under a deadline."""
+"""Real ranks for tests: forked from a process that has loaded torch.
+
+They are joined by gloo on the loopback, and ended under a deadline.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ class RankFailed(AssertionError):
 def run_ranks(
     num_ranks: int, job: Callable[[int], Any], folder: Path, *, within_s: float = DEADLINE_S
 ) -> list[Any]:
-    """What `job(rank)` gives in each of so many processes; {"error": words} for one that raised. None is left after it."""
+    """What `job(rank)` gives in each of so many processes; {"error": words} for one that raised.
+
+    None is left after it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8) as meeting:
         pids = [
@@ -58,7 +64,10 @@ def together(
     timeout_s: float = 20.0,
     transport: Transport = "auto",
 ) -> list[Any]:
-    """The same of `job(group)`, once the ranks have joined. Raises RankFailed with what the first rank that failed raised."""
+    """The same of `job(group)`, once the ranks have joined.
+
+    Raises RankFailed with what the first rank that failed raised.
+    """
 
     def joined(rank: int) -> Any:
         with join(

@@ -1,4 +1,4 @@
-"""Ranks that would not compute the same are refused before the first step, with the field and the rank."""
+"""Ranks that would not compute the same are refused before step 1, with the field and the rank."""
 
 from __future__ import annotations
 

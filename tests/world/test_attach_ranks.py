@@ -1,4 +1,7 @@
-"""`surefoot.attach` in a loop of the user's own on several ranks: one folder, and after a kill the bits of a loop that was never killed."""
+"""`surefoot.attach` in a loop of the user's own on several ranks.
+
+One folder, and after a kill the bits of a loop that was never killed.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,16 @@ from surefoot.core.errors import SurefootError
 from tests.world.ranks import run_ranks
 
 PASSES, BATCHES = 3, 4  # a pass has as many batches on each rank
-Wrap = Callable[
-    [nn.Module, int], Any
-]  # gives the model, and what is called between the backward pass and the optimizer step
+# gives the model, and what is called between the backward pass and the optimizer step
+Wrap = Callable[[nn.Module, int], Any]
 SLOW = ("DDP on three", "FSDP2 on three", "FSDP2 in copies", "FSDP2 by columns")
 
 
 class Net(nn.Module):
-    """A block with dropout and running statistics, tied weights, a parameter with fewer rows than ranks, a hidden buffer."""
+    """A block with dropout, running statistics and a hidden buffer.
+
+    It has tied weights, and a parameter with fewer rows than ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +102,10 @@ def columns(model: nn.Module, rank: int) -> Any:
 
 
 def by_hand(model: nn.Module, rank: int) -> Any:
-    """Gradients are summed by the loop, but for the norm's and the head's, which each rank trains for itself."""
+    """Gradients are summed by the loop, but for the norm's and the head's.
+
+    Each rank trains these for itself.
+    """
 
     def reduce() -> None:
         for name, each in model.named_parameters():
@@ -219,7 +227,10 @@ def kill(kind: str, folder: Path, name: str, leave_at: int, **more: Any) -> None
 
 
 def apart(whole: list[Any], left: list[Any]) -> list[str]:
-    """What of a resumed loop is not as in one that was never killed: all but its folder, and the losses before it was killed."""
+    """What of a resumed loop is not as in one that was never killed.
+
+    All but its folder, and the losses before it was killed.
+    """
     return [
         f"rank {rank}: {key}"
         for rank, (one, other) in enumerate(zip(whole, left, strict=True))
@@ -290,9 +301,8 @@ def test_weights_that_ranks_hold_in_shards_are_read_by_one_process(tmp_path: Pat
     checkpoint.load_into(model, tmp_path / "run", 4)
     launch("DDP", tmp_path / "ddp", "a", passes=1)
     other = Net()
-    checkpoint.load_into(
-        other, tmp_path / "ddp" / "run", 4
-    )  # its names are those of the model inside
+    # its names are those of the model inside
+    checkpoint.load_into(other, tmp_path / "ddp" / "run", 4)
     assert model.state_dict().keys() == other.state_dict().keys()
     assert model.first.weight.isfinite().all()
 

@@ -1,4 +1,7 @@
-"""Under stages 2 and 3 a block that some ranks call and others do not is named, with its parameters, and nothing is trained by it."""
+"""Under stages 2 and 3 a block that some ranks call and others do not is named.
+
+So are its parameters, and nothing is trained by it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from tests.world.ranks import run_ranks
 
 
 class Branching(nn.Module):
-    """Rank 1 takes another way than rank 0, `rare` in training alone: `even` and `odd` are of one size, `rare` of another."""
+    """Rank 1 takes another way than rank 0, `rare` in training alone.
+
+    `even` and `odd` are of one size, `rare` of another.
+    """
 
     def __init__(self, branches: str) -> None:
         super().__init__()

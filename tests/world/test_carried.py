@@ -1,4 +1,7 @@
-"""A model that keeps state from one batch of an evaluation to the next has the score of one process on several ranks."""
+"""A model that keeps state from one batch of an evaluation to the next.
+
+It has the score of one process on several ranks.
+"""
 
 from __future__ import annotations
 

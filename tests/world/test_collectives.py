@@ -1,4 +1,7 @@
-"""What `surefoot bench comm` measures: collectives that do what their names say, timed as the slowest rank has it."""
+"""What `surefoot bench comm` measures.
+
+Collectives that do what their names say, timed as the slowest rank has it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a model draws in its forward pass depends on the step and the microbatch, whatever draws it: ranks draw as one process does."""
+"""What a model draws in its forward pass depends on the step and the microbatch.
+
+Whatever draws it, ranks draw as one process does.
+"""
 
 from __future__ import annotations
 

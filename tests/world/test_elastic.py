@@ -1,4 +1,7 @@
-"""Runs that shrink and grow while they train: places that fail are left out and tried again, to the numbers of one process."""
+"""Runs that shrink and grow while they train.
+
+Places that fail are left out and tried again, to the numbers of one process.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,8 @@ from tests.world.test_run import spec
 from tests.world.test_shard import AVERAGED, Stacked
 
 STEPS, WAIT_S = 16, 30.0
-Plan = Mapping[
-    int, tuple[str, int, int]
-]  # attempt -> what happens, at which place, after how many steps of the attempt
+# attempt -> what happens, at which place, after how many steps of the attempt
+Plan = Mapping[int, tuple[str, int, int]]
 
 
 def take_steps(run: Path, plan: Plan, die: Callable[[int], bool] = lambda step: False) -> int:
@@ -136,9 +138,8 @@ def test_a_run_goes_from_four_ranks_to_two_to_three_to_one_and_back_to_the_numbe
         numbers=range(1, 5),
     )
     assert supervised.wait(120) == 0, supervised.said
-    assert sizes(run)[:10] == [4, 4, 3, 3, 2, 3, 2, 2, 1, 2], (
-        supervised.said
-    )  # and then more, if it lasts
+    # and then more, if it lasts
+    assert sizes(run)[:10] == [4, 4, 3, 3, 2, 3, 2, 2, 1, 2], supervised.said
     assert supervised.left() == []
     check_as_alone(run, golden, tmp_path / "alone/run", supervised.said)
     lines = [
@@ -202,9 +203,8 @@ def test_who_was_killed_is_named_and_not_who_was_ended_for_it(tmp_path: Path) ->
 
 def test_a_place_that_hangs_twice_is_left_out(tmp_path: Path) -> None:
     def job(rank: int) -> int:
-        return take_steps(
-            run, dict.fromkeys((1, 2), ("stop", 1, 2))
-        )  # where it is tried again before the end it does its part
+        # where it is tried again before the end it does its part
+        return take_steps(run, dict.fromkeys((1, 2), ("stop", 1, 2)))
 
     run = tmp_path / "run"
     supervised = Supervised(
@@ -296,7 +296,10 @@ def test_a_command_that_grows_prints_one_result(tmp_path: Path) -> None:
 
 
 def shaken(seed: int, folder: Path, golden: dict[str, torch.Tensor], alone: Path) -> int:
-    """Of one to four ranks any may be killed in any step, a bad place more often; gives how many kills there were."""
+    """Of one to four ranks any may be killed in any step, a bad place more often.
+
+    Gives how many kills there were.
+    """
     draws = random.Random(seed)
     bad, share = draws.sample(range(4), draws.randrange(0, 4)), draws.uniform(0.0, 0.15)
     told = f"seed {seed}: places {bad} are bad, {share:.2f}"

@@ -1,4 +1,7 @@
-"""What an evaluation draws is a matter of the seed, the split and the batch: not of the step, the ranks, the workers or the verb."""
+"""What an evaluation draws is a matter of the seed, the split and the batch.
+
+Not of the step, the ranks, the workers or the verb.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ class Drawn(Dataset[Any]):
 
 
 class Noisy:
-    """Takes noise in the forward pass, as a diffusion model does; `source` draws too where it is not "arrays"."""
+    """Takes noise in the forward pass, as a diffusion model does.
+
+    `source` draws too where it is not "arrays".
+    """
 
     def __init__(self, stream: str = "torch", source: str = "arrays") -> None:
         self.stream, self.source = stream, source

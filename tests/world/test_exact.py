@@ -48,7 +48,10 @@ def exactly(size: int = 4, **tables: dict[str, Any]) -> RunSpec:
 
 
 def digest(folder: Path) -> str:
-    """Of every tensor of the newest commit: weights, statistics, moments. Rank 0 writes it, and only the end of all ranks says when."""
+    """Of every tensor of the newest commit: weights, statistics, moments.
+
+    Rank 0 writes it, and only the end of all ranks says when.
+    """
     commit = checkpoint.Commit(folder, manifest.steps(folder)[-1])
     held = {
         f"{file}/{name}": tensor
@@ -87,9 +90,8 @@ def bits(folder: Path, task: Any, given: RunSpec, most: int | None = None) -> li
     [
         (Narrow, {}),  # microbatches of 2: 4 a step, 2 in the short last one
         (NarrowCounted, {"train": {"microbatch": 1}}),
-        pytest.param(
-            Sometimes, {"train": {"batch": 12}}, marks=pytest.mark.slow
-        ),  # 6 microbatches, unlike numbers
+        # 6 microbatches, unlike numbers
+        pytest.param(Sometimes, {"train": {"batch": 12}}, marks=pytest.mark.slow),
         pytest.param(
             Narrow,
             {"train": {"microbatch": None}, "precision": {"compute": "bf16"}},
@@ -114,9 +116,8 @@ def test_losses_norms_scores_weights_and_moments_have_the_same_bits_on_1_2_and_4
     assert len({digest(tmp_path / f"run{count}") for count in (1, 2, 4)}) == 1
     plain = spec(**tables)
     run_ranks(1, lambda rank: bits(tmp_path / "plain", task(), plain), tmp_path / "one")
-    assert digest(tmp_path / "plain") != digest(
-        tmp_path / "run1"
-    )  # another order of sums does show
+    # another order of sums does show
+    assert digest(tmp_path / "plain") != digest(tmp_path / "run1")
 
 
 def test_a_run_that_other_numbers_of_ranks_take_up_ends_with_the_bits_of_the_unbroken_one(

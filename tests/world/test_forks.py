@@ -1,4 +1,7 @@
-"""The process that forks ranks: what it gives is what a process that is begun by itself would be, and where it may not fork, each is."""
+"""The process that forks ranks gives what a process that is begun by itself would be.
+
+Where it may not fork, each is begun by itself.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ THREADED = (
 STOPPED = """
 import os, signal, time
 fork, parent = os.fork, os.getpid()
-def stopped():  # as a SIGSTOP that reaches a busy machine's rank late: the kernel wakes what was stopped before its parent ended
+# as a SIGSTOP that reaches a busy machine's rank late: the kernel wakes what was stopped before its
+# parent ended
+def stopped():
     pid = fork()
     while pid == 0 and os.getppid() == parent:
         time.sleep(0.01)

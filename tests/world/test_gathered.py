@@ -1,4 +1,7 @@
-"""Losses that compare the samples of all ranks with each other, and fixed terms: ranks train to the weights of one process."""
+"""Losses that compare the samples of all ranks with each other, and fixed terms.
+
+Ranks train to the weights of one process.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ from tests.world.ranks import run_ranks, together
 
 
 class Pairs:
-    """Two views of each sample, recognized among those of the whole batch; `how` says what the loss of a rank sums."""
+    """Two views of each sample, recognized among those of the whole batch.
+
+    `how` says what the loss of a rank sums.
+    """
 
     def __init__(self, how: str = "all rows", num_samples: int = 48) -> None:
         self.how, self.num_samples = how, num_samples

@@ -1,4 +1,7 @@
-"""Who keeps the others waiting: hangs of several kinds, planted in real ranks, and named by the supervisor with their place."""
+"""Who keeps the others waiting.
+
+Hangs of several kinds, planted in real ranks, and named by the supervisor with their place.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ LOOP = loop.__file__  # the loop that takes the steps
 
 
 class Hangs(Sentences):
-    """Texts; rank 1 does something of `kind` in its fifth step, or while it reads for the next one."""
+    """Texts; rank 1 does something of `kind` in its fifth step, or while it reads for the next."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.folder, self.calls = kind, folder, 0
@@ -125,7 +128,10 @@ NAMED = {  # what the verdict says of each kind
         "error: rank 1 of 2 ended with exit code 0, as if the run",
     ),
     "uneven evaluation": (
-        "the ranks do different things: rank 1 is in a maximum of 8 bytes, this rank in another, after ",
+        (
+            "the ranks do different things: "
+            "rank 1 is in a maximum of 8 bytes, this rank in another, after "
+        ),
         "in a maximum of 40 bytes",
         "the ranks did not call collective ",
         "rank 0 called a maximum of 40 bytes and is in step 5",
@@ -186,7 +192,10 @@ def own_network() -> None:
     [pytest.param(kind, marks=pytest.mark.slow) if kind in LONGER else kind for kind in NAMED],
 )
 def test_what_holds_up_the_others_is_named_by_the_supervisor(kind: str, tmp_path: Path) -> None:
-    """Data, uneven work, another branch, another shape, a dead rank, a stopped one, a disk, the network: planted in rank 1 of two."""
+    """Data, uneven work, another branch or shape, a dead or stopped rank, a disk, the network.
+
+    Each is planted in rank 1 of two.
+    """
 
     def job(rank: int) -> int:
         if kind.startswith("uneven"):
@@ -274,7 +283,7 @@ class Stops(Plain):
 def test_without_a_supervisor_a_cut_network_is_named_by_the_deadline_of_what_the_ranks_do_together(
     tmp_path: Path,
 ) -> None:
-    """Two ranks in networks of their own, joined by a link that is cut in a step; plain variables."""
+    """Two ranks by plain variables in networks of their own, whose link is cut in a step."""
 
     def cut() -> int:
         own_network()
@@ -303,7 +312,7 @@ def test_without_a_supervisor_a_cut_network_is_named_by_the_deadline_of_what_the
 
 
 class Neighbour:
-    """A second network, held by a process that does nothing, and a link to it: 10.0.0.1 here, 10.0.0.2 there."""
+    """A second network that an idle process holds, and a link: 10.0.0.1 here, 10.0.0.2 there."""
 
     def __enter__(self) -> int:
         reads, writes = os.pipe()
@@ -313,9 +322,13 @@ class Neighbour:
             os.write(writes, b".")
             signal.pause()
         os.read(reads, 1)
-        words = f"ip link add here type veth peer name there netns {self.pid}; ip addr add 10.0.0.1/24 dev here; ip link set here up"
-        inside = f"nsenter -t {self.pid} -n sh -c 'ip addr add 10.0.0.2/24 dev there; ip link set there up'"
-        subprocess.run(["sh", "-ec", f"{words}; {inside}"], check=True)
+        script = f"""
+            ip link add here type veth peer name there netns {self.pid}
+            ip addr add 10.0.0.1/24 dev here
+            ip link set here up
+            nsenter -t {self.pid} -n sh -c 'ip addr add 10.0.0.2/24 dev there; ip link set there up'
+        """
+        subprocess.run(["sh", "-ec", script], check=True)
         return self.pid
 
     def __exit__(self, *error: object) -> None:
@@ -385,10 +398,8 @@ def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_o
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12), seen(2, 7, 9.0)]).ranks == (
         1,
     )
-    assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12)]).ranks == (
-        0,
-        1,
-    )  # it may be either
+    # it may be either
+    assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12)]).ranks == (0, 1)
     later = find_hang([seen(0, 8, 9.0), seen(1, 8, 9.0), seen(2, 7, 9.0, Kind.GATHER)])
     assert later.ranks == (2,)  # what the others had called before that
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, state="T")]).ranks == (1,)
@@ -414,9 +425,8 @@ def test_a_wait_is_no_stall_while_a_rank_saves_and_lasts_longer_in_the_first_ste
     saves = RankSnapshot(1, Record(5, BUSY, 6, Kind.NONE, 0, None), "D")
     assert not is_stalled([seen(0, 7, 9.0), saves], 5.0)
     alone = RankSnapshot(1, Record(5, BUSY, 7, Kind.GATHER, 4, 9.0), "S")
-    assert is_stalled(
-        [seen(0, 7, 9.0), alone], 5.0
-    )  # what the others take no part in does not end by itself
+    # what the others take no part in does not end by itself
+    assert is_stalled([seen(0, 7, 9.0), alone], 5.0)
 
 
 def test_what_a_rank_does_is_read_from_outside() -> None:
@@ -432,13 +442,7 @@ def test_what_a_rank_does_is_read_from_outside() -> None:
         inside[0].count,
         inside[0].kind,
         inside[0].num_bytes,
-    ) == (
-        12,
-        3,
-        1,
-        Kind.GATHER,
-        40,
-    )
+    ) == (12, 3, 1, Kind.GATHER, 40)
     assert inside[0].waits_s is not None
     assert read(descriptor).waits_s is None
     with flight.busy():
@@ -457,13 +461,15 @@ def test_the_stack_is_that_of_the_thread_which_takes_the_steps() -> None:
 
 
 def test_a_rank_that_ends_while_the_ranks_join_is_lost_to_the_others(tmp_path: Path) -> None:
-    """It raised what torch raises, told as an error of the task, and came before the rank that had been killed."""
+    """It raised what torch raises, told as an error of the task.
+
+    It came before the rank that had been killed.
+    """
 
     def job(rank: int) -> None:
         if rank == 1:
-            torch.distributed.init_process_group = lambda *given, **more: os._exit(
-                0
-            )  # it has come, and goes no further
+            # it has come, and goes no further
+            torch.distributed.init_process_group = lambda *given, **more: os._exit(0)
         with join(place.here(), torch.device("cpu"), wait_s=20.0, timeout_s=0.5):
             pass
 

@@ -1,4 +1,7 @@
-"""A hook on gradients sees the mean gradient of this rank's microbatch, changes it as in a plain loop, and may come in the loop."""
+"""A hook on gradients sees the mean gradient of this rank's microbatch.
+
+It changes it as in a plain loop, and may come in the loop.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,10 @@ def train(folder: Path, how: str, stated: RunSpec, *, in_loop: bool = False) -> 
 
 
 def plain(how: str, rank: int, num_parts: int, *, in_loop: bool = False) -> dict[str, Any]:
-    """A plain loop over the parts of each batch, each with its mean loss; what the hook sees of part `rank` alone."""
+    """A plain loop over the parts of each batch, each with its mean loss.
+
+    What the hook sees of part `rank` alone.
+    """
     task, seen = Task(), []  # type: Task, list[list[float]]
     model, data = task.model(), task.data("train")
     parameters = list(model.parameters())

@@ -1,4 +1,7 @@
-"""Ranks of one host that sum through memory which all of them have: the right numbers, one order, and nothing left of who is killed."""
+"""Ranks of one host that sum through memory which all of them have.
+
+The right numbers, one order, and nothing left of who is killed.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +164,7 @@ def test_a_rank_that_runs_ahead_by_more_words_than_a_socket_holds_waits(tmp_path
 def test_the_end_of_a_rank_is_heard_at_once_and_leaves_nothing(
     is_inside: bool, tmp_path: Path
 ) -> None:
-    """It is killed before it has said a word of the sum, or once it said that its numbers are there."""
+    """It is killed before it said a word of the sum, or once it said that its numbers are there."""
 
     def job(rank: int) -> Any:
         with join(place.here(), CPU, wait_s=120.0, timeout_s=20.0) as group:
@@ -300,7 +303,10 @@ def test_more_open_files_than_select_knows_do_not_matter(tmp_path: Path) -> None
 
 
 def test_ranks_of_several_hosts_go_by_gloo_or_are_refused(tmp_path: Path) -> None:
-    """The names of sockets are those of a network: ranks in two of them cannot reach each other so. Here one only says that it is apart."""
+    """The names of sockets are those of a network: ranks in two of them cannot reach each other so.
+
+    Here one only says that it is apart.
+    """
 
     def job(rank: int) -> Any:
         host_memory._host = lambda: f"host-{rank}"
@@ -357,7 +363,10 @@ def slowly(rows: Any) -> Tensor:
 
 @pytest.mark.parametrize("planted", ["an early end", "one share", "the order of ranks"])
 def test_what_breaks_a_sum_is_seen(planted: str, tmp_path: Path) -> None:
-    """Bugs: a rank that does not wait until the others have added; a share that is left out; numbers that are added as they come."""
+    """Bugs: a rank does not wait until the others have added, or a share is left out.
+
+    Or numbers are added as they come.
+    """
 
     def job(group: Group) -> Any:
         if planted == "an early end":

@@ -1,4 +1,7 @@
-"""Two hosts that train one run: network namespaces with a cable between them, plain variables, no launcher."""
+"""Two hosts that train one run.
+
+Network namespaces with a cable between them, plain variables, no launcher.
+"""
 
 from __future__ import annotations
 

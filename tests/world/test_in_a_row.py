@@ -14,7 +14,10 @@ from tests.world.test_run import Sentences, spec, train
 
 @pytest.mark.slow
 def test_one_run_follows_the_other_in_the_same_processes(tmp_path: Path) -> None:
-    """As in a script that trains several seeds: the first one's objects still stand while the second joins."""
+    """As in a script that trains several seeds.
+
+    The first one's objects still stand while the second joins.
+    """
 
     def both(rank: int) -> list[Any]:
         with Run(spec(), Sentences(), folder=tmp_path / "first", quiet=True) as first:

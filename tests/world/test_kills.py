@@ -1,6 +1,9 @@
-"""kill -9 of a rank, of rank 0, of the supervisor, at any time: recovered to the bits of the unbroken run; no process is left, none hangs.
+"""kill -9 of a rank, of rank 0, of the supervisor, at any time.
 
-And of all ranks between attempts with another number of them: each sample once, and the numbers of one process.
+Recovered to the bits of the unbroken run; no process is left, none hangs.
+
+And of all ranks between attempts with another number of them: each sample once, and the numbers of
+one process.
 """
 
 from __future__ import annotations
@@ -117,7 +120,10 @@ def killed(
 
 
 def campaign(victim: str, trials: int, seed: int, folder: Path) -> int:
-    """So many kills that fell, in a process that has loaded what each rank of stages 2 and 3 would load for two seconds."""
+    """So many kills that fell, in a process that has loaded the modules of stages 2 and 3.
+
+    Each rank would load these for two seconds.
+    """
     importlib.import_module("torch._dynamo")
     fell, tried = 0, 0
     while fell < trials:
@@ -181,7 +187,7 @@ def draw_layout(draws: random.Random) -> tuple[int, dict[str, Any]]:
 
 
 def changed(seed: int, folder: Path, golden: dict[str, torch.Tensor], loss: float) -> None:
-    """Attempts with other numbers of ranks, each killed after a step or two of its own, but for the last."""
+    """Attempts with other numbers of ranks, each but the last killed after a step or two."""
     draws = random.Random(seed)
     ends = [*sorted(draws.sample(range(2, STEPS), draws.randrange(1, 4))), None]
     plan = [(*draw_layout(draws), end) for end in ends]
@@ -232,6 +238,6 @@ def changes(seeds: range, folder: Path) -> int:
 def test_a_run_goes_on_with_other_numbers_of_ranks_after_kills_to_the_numbers_of_one_process(
     seeds: range, tmp_path: Path
 ) -> None:
-    """One to four of them, replicas or shards of any stage; each sample exactly once, in float64."""
+    """One to four replicas or shards of any stage; each sample exactly once, in float64."""
     pid = forked(lambda: changes(seeds, tmp_path))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,4 +1,7 @@
-"""The supervisor of the ranks of one host, at the command line: one run, whatever happens to a rank or to it."""
+"""The supervisor of the ranks of one host, at the command line.
+
+One run, whatever happens to a rank or to it.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,10 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(
 def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unbroken_one(
     tmp_path: Path,
 ) -> None:
-    """Rank 1 is killed in each attempt that takes so many steps; what each attempt brought is kept."""
+    """Rank 1 is killed in each attempt that takes so many steps.
+
+    What each attempt brought is kept.
+    """
     whole = command(tmp_path / "whole", "--steps", "13", "--quiet")
     killed = command(
         tmp_path / "killed", "--steps", "13", "--quiet", "--set", 'task.fails="dies 1"'
@@ -225,7 +231,10 @@ def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_ano
 def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(
     name: str, tmp_path: Path
 ) -> None:
-    """As a scheduler sends it, and to the one that forks the ranks too: they would be killed with it."""
+    """As a scheduler sends it, and to the one that forks the ranks too.
+
+    They would be killed with it.
+    """
     number = getattr(signal, name)
     supervisor = subprocess.Popen(
         command(tmp_path, "--steps", "2000"),
@@ -249,28 +258,29 @@ def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(
 
 @pytest.mark.parametrize(
     ("is_well", "shell"),
-    [  # a daemon starts it: the socket at which they meet would be number 0, which the ranks have on nothing
+    [
+        # a daemon starts it: the socket at which they meet would be number 0, which the ranks have
+        # on nothing
         (
             'test "$RANK" = 1 || test -S /proc/self/fd/${SUREFOOT_FORKS-$SUREFOOT_LISTENS}',
             "exec {} <&-",
         ),
-        (
-            'test "$1" = -P',
-            "exec {}",
-        ),  # an installed `surefoot` does not look in the working folder for modules, nor do its ranks
+        # an installed `surefoot` does not look in the working folder for modules, nor do its ranks
+        ('test "$1" = -P', "exec {}"),
     ],
 )
 def test_ranks_begin_as_their_command_did_wherever_it_was_started(
     is_well: str, shell: str, tmp_path: Path
 ) -> None:
     rank = tmp_path / "python"
-    rank.write_text(
-        f"#!/bin/sh\n{is_well} || touch ill\ntest -z $SUREFOOT_FORKS\n"
-    )  # what does not fork them is not asked again
+    # what does not fork them is not asked again
+    rank.write_text(f"#!/bin/sh\n{is_well} || touch ill\ntest -z $SUREFOOT_FORKS\n")
     rank.chmod(0o755)
     script = (
-        f"import sys; sys.path[0], sys.executable = '/nowhere', {str(rank)!r}; from surefoot.control.launch import launch; "
-        "from surefoot.control.launch.looking import Judge; sys.exit(launch([], 2, print, Judge(lambda rows: False, str)))"
+        f"import sys; sys.path[0], sys.executable = '/nowhere', {str(rank)!r}; "
+        "from surefoot.control.launch import launch; "
+        "from surefoot.control.launch.looking import Judge; "
+        "sys.exit(launch([], 2, print, Judge(lambda rows: False, str)))"
     )
     words = shell.format(shlex.join([sys.executable, "-c", script]))
     done = subprocess.run(
@@ -313,7 +323,10 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
         (
             ("--ranks", "1000"),
             {},
-            "error: a batch of 64 gives 1000 ranks 64 pieces to compute\nhint: use fewer ranks, or batches of 1000",
+            (
+                "error: a batch of 64 gives 1000 ranks 64 pieces to compute\n"
+                "hint: use fewer ranks, or batches of 1000"
+            ),
         ),
         ((), {"RANK": "0"}, "error: RANK is 0, and WORLD_SIZE is not set"),
         (
@@ -325,7 +338,8 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
         pytest.param(
             (),
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
-            "error: the variable MASTER_PORT is 'x', not a whole number\nhint: a port is a number from 1 to 65535",
+            "error: the variable MASTER_PORT is 'x', not a whole number\n"
+            "hint: a port is a number from 1 to 65535",
             marks=pytest.mark.slow,
         ),
         (
@@ -370,7 +384,8 @@ def test_what_cannot_be_launched_is_told_before_any_work(
 
 LEAVES = """
 import atexit, glob, os, sys
-atexit.register(lambda: print(sorted(open(each).read().strip() for each in glob.glob("/proc/self/task/*/comm"))))
+names = lambda: (open(each).read().strip() for each in glob.glob("/proc/self/task/*/comm"))
+atexit.register(lambda: print(sorted(names())))
 import torch, torch.distributed as dist
 from surefoot.core import place
 from surefoot.runtime.comm import join
@@ -384,7 +399,10 @@ with join(place.here(), torch.device("cpu"), wait_s=120, timeout_s=20) as group:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at its threads in /proc")
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
-    """One that lets go of a tensor then aborts the process: here a group is held by a cycle, as by the frames of an error."""
+    """One that lets go of a tensor then aborts the process.
+
+    Here a group is held by a cycle, as by the frames of an error.
+    """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

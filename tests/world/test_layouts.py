@@ -1,4 +1,7 @@
-"""`surefoot verify --layouts`: the same batches on one process and on several ranks, and a task that is another one on a rank."""
+"""`surefoot verify --layouts`.
+
+The same batches on one process and on several ranks, and a task that is another one on a rank.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +61,16 @@ class Halves(Base):
 class Bytes(Base):
     def data(self, split):
         g = torch.Generator().manual_seed(1)
-        return Arrays(x=torch.randint(0, 255, (64, 8), generator=g, dtype=torch.uint8), y=torch.randint(0, 4, (64,), generator=g))
+        x = torch.randint(0, 255, (64, 8), generator=g, dtype=torch.uint8)
+        return Arrays(x=x, y=torch.randint(0, 4, (64,), generator=g))
     def forward(self, model, batch):
         return model(batch["x"].float() / 255)
 
 class Contrastive(Base):
     def loss(self, output, batch):
         unit = F.normalize(output, dim=-1)
-        return Loss.sum(F.cross_entropy(unit @ unit.T / 0.1, torch.arange(len(unit)), reduction="sum"), count=len(unit))
+        loss = F.cross_entropy(unit @ unit.T / 0.1, torch.arange(len(unit)), reduction="sum")
+        return Loss.sum(loss, count=len(unit))
 
 class Hardest(Base):  # the worst three of whatever batch there is
     def loss(self, output, batch):
@@ -80,11 +85,13 @@ class Penalty(Base):
     def forward(self, model, batch):
         return model(batch["x"]), model[0].weight.square().sum()
     def loss(self, output, batch):
-        return Loss.sum(F.cross_entropy(output[0], batch["y"], reduction="sum") + output[1], count=len(output[0]))
+        loss = F.cross_entropy(output[0], batch["y"], reduction="sum")
+        return Loss.sum(loss + output[1], count=len(output[0]))
 
 class Norms(Base):
     def model(self):
-        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4))
+        layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4)
+        return nn.Sequential(*layers)
 
 class Noisy(Base):
     def forward(self, model, batch):
@@ -138,11 +145,11 @@ def test_a_rank_that_computes_a_millionth_more_is_found(tmp_path: Path) -> None:
     _, wide, narrow = json.loads(done.stdout)["rows"]
     assert not wide["holds"]
     assert wide["off"] > 1e-8
-    # AdamW divides a gradient by its own size: where its terms cancel, a weight moves by much more than a millionth of a step
+    # AdamW divides a gradient by its own size: where its terms cancel, a weight moves by much more
+    # than a millionth of a step
     assert wide["worst"].startswith("weight/1/")
-    assert narrow["worst"].startswith(
-        "gradient/1/"
-    )  # of the same step, which is what is compared in fp32
+    # of the same step, which is what is compared in fp32
+    assert narrow["worst"].startswith("gradient/1/")
     assert narrow["off"] < 1e-5
 
 

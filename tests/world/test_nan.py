@@ -1,7 +1,9 @@
-"""A number that is none, on one rank: in its data, its loss, a gradient, its optimiser's state, or the statistics of its BatchNorm.
+"""A number that is none, on one rank.
 
-All ranks decide the same, and nothing that is not finite is ever committed. What a step computes is skipped by all of them; what a rank
-holds ends the run, with the rank and the tensor.
+In its data, its loss, a gradient, its optimiser's state, or the statistics of its BatchNorm.
+
+All ranks decide the same, and nothing that is not finite is ever committed. What a step computes is
+skipped by all of them; what a rank holds ends the run, with the rank and the tensor.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Spoiled(Stacked):
         )
 
     def spoil_state(self, kept: Any) -> None:
-        """The square of a gradient that the optimiser keeps of the first tensor of which this rank has some."""
+        """The square of a gradient kept of the first tensor of which this rank has some."""
         if (
             self.kind == "state"
             and self.run.step == self.at - 1
@@ -76,7 +78,7 @@ class Spoiled(Stacked):
 
 
 def followed(folder: Path, task: Spoiled, layout: dict[str, Any]) -> dict[str, Any]:
-    """What a rank decided in each step, the digest of what it held at the end, and what ended it before."""
+    """A rank's decision in each step, the digest of its last state, and what ended it before."""
     decided, error = list[Any](), None
     given = spec(
         layout=layout,
@@ -110,11 +112,13 @@ def trial(seed: int, folder: Path) -> None:
         draws.randrange(2, STEPS),
         draws.choice(("2 steps", "100 steps")),
     )
-    if (
-        kind == "state"
-    ):  # between two saves: rank 0's own would see it before all ranks do, and end with that
+    # between two saves: rank 0's own would see it before all ranks do, and end with that
+    if kind == "state":
         at = (at - 2) // 3 * 3 + 2
-    told = f"seed {seed}: {kind} on rank {guilty} of {num_ranks} in step {at}, {layout}, held side by side every {check}"
+    told = (
+        f"seed {seed}: {kind} on rank {guilty} of {num_ranks} in step {at}, {layout}, "
+        f"held side by side every {check}"
+    )
     job = lambda rank: followed(  # noqa: E731
         folder / "run", Spoiled(kind, guilty, at), {"check_every": check, **layout}
     )
@@ -136,9 +140,8 @@ def trial(seed: int, folder: Path) -> None:
             found,
         )
     committed = manifest.steps(folder / "run")
-    assert committed or at <= 4, (
-        told
-    )  # that of step 3 is copied beside step 4, with what was spoiled before it
+    # that of step 3 is copied beside step 4, with what was spoiled before it
+    assert committed or at <= 4, told
     for step in committed:
         held = checkpoint.Commit(folder / "run", step).read("")
         assert all(

@@ -1,4 +1,7 @@
-"""What NCCL is told: each key under the name that NCCL has for it, misspelt variables refused, what holds written down."""
+"""What NCCL is told: each key under the name that NCCL has for it.
+
+Misspelt variables are refused, and what holds is written down.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What ranks that hold rows keep on the host: the same bits, commits that go on without it. Here the host is the device too."""
+"""What ranks that hold rows keep on the host: the same bits, commits that go on without it.
+
+Here the host is the device too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.world.test_shard import Stacked
 
 
 def train(folder: Path, offload: str, stage: int, length: int) -> Any:
-    """The weights of all rows after so many steps, and whether the optimiser moves copies of them."""
+    """The weights of all rows after so many steps, and whether the optimiser moves copies."""
     if offload != "none":  # a run on a CPU is refused, since nothing is gained
         preflight.check = lambda assembly, is_again: []
     stated = spec(

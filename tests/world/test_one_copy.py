@@ -1,4 +1,7 @@
-"""A rank that holds rows begins, and goes on, with no more in host memory than those: the model is built whole, but not in memory."""
+"""A rank that holds rows begins, and goes on, with no more in host memory than those.
+
+The model is built whole, but not in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ import pytest
 from tests.conftest import ROOT
 
 LAYERS, WIDTH = 32, 1024
-ROWS_BYTES = (
-    3 * 4 * LAYERS * WIDTH * WIDTH // 2
-)  # of one of two ranks: weights and two moments, 201 MB
+# of one of two ranks: weights and two moments, 201 MB
+ROWS_BYTES = 3 * 4 * LAYERS * WIDTH * WIDTH // 2
 SCRIPT = """
 import os, sys
 import torch
@@ -29,7 +31,8 @@ from surefoot.trial import peak_bytes, resident_bytes
 class Deep:
     def __init__(self, width): self.width = width
     def model(self):
-        made = nn.Sequential(*(nn.Linear(self.width, self.width, bias=False) for _ in range(LAYERS)))
+        width = self.width
+        made = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
         for layer in made: nn.init.normal_(layer.weight, std=0.02)
         return made
     def blocks(self, model): return list(model)
@@ -37,7 +40,8 @@ class Deep:
     def forward(self, model, batch): return model(batch[0])
     def loss(self, output, batch): return Loss.sum(output.sum(), len(batch[0]))
 
-spec = RunSpec(train={"length": "2 steps", "batch": 4, "microbatch": 2, "threads": 1}, layout={"shard": 2}, observe={"tensorboard": False})
+train = {"length": "2 steps", "batch": 4, "microbatch": 2, "threads": 1}
+spec = RunSpec(train=train, layout={"shard": 2}, observe={"tensorboard": False})
 with Run(spec, Deep(4), folder=sys.argv[1], quiet=True) as run:  # all code is loaded once
     list(run.steps())
 before = resident_bytes()

@@ -1,4 +1,7 @@
-"""Ranks share an evaluation with metrics of one's own, where these are tensors, numbers and text; else a line says that they do not."""
+"""Ranks share an evaluation with metrics of one's own.
+
+These are tensors, numbers and text; else a line says that they do not.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ class Hoarding(Longest):
 
 
 class Own(Sentences):
-    """Metrics of the user's own, one of each kind that other ranks can rebuild, or one that they cannot."""
+    """Metrics of the user's own, of each kind that other ranks can rebuild, or one they cannot."""
 
     def __init__(self, shared: bool) -> None:
         super().__init__()

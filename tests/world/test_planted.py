@@ -1,4 +1,7 @@
-"""What is claimed of several ranks is seen to fail where it is broken: faults planted one at a time, in real runs."""
+"""What is claimed of several ranks is seen to fail where it is broken.
+
+Faults planted one at a time, in real runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a profile of several ranks shows: which sums of gradients went on beside the backward pass, and which were waited for."""
+"""What a profile of several ranks shows.
+
+Which sums of gradients went on beside the backward pass, and which were waited for.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ class Layers:
 
 
 def profiled(folder: Path, *, at_the_end: bool) -> None:
-    """Record three steps of a run; the bug that is planted with `at_the_end` sends nothing before the backward pass is over."""
+    """Record three steps of a run.
+
+    The bug that is planted with `at_the_end` sends nothing before the backward pass is over.
+    """
     if at_the_end:
         Replicas._take = lambda self, parameter: None  # type: ignore[method-assign]
     spec = RunSpec(
@@ -89,9 +95,8 @@ def test_what_is_sent_beside_the_backward_pass_is_overlapped_and_what_is_sent_af
         assert [each.name for each in buckets] == SIZES
         early, late = buckets[0], buckets[-1]
         assert all(each.backward_ends_s is not None for each in buckets)
-        assert [each.num_early for each in buckets[:2]] == (
-            [0, 0] if at_the_end else [3, 3]
-        )  # the last one has no more to run beside
+        # the last one has no more to run beside
+        assert [each.num_early for each in buckets[:2]] == ([0, 0] if at_the_end else [3, 3])
         if not at_the_end:
             assert early.begins_s < late.begins_s
         if home.name == "run":  # how much of them is overlapped depends on who else computes

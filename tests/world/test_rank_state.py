@@ -1,5 +1,7 @@
-"""What a task's `state()` is on several ranks, by its word: the same everywhere, compared at each save, or each rank's own, saved and
-restored for each."""
+"""What a task's `state()` is on several ranks, by its word.
+
+The same everywhere, compared at each save, or each rank's own, saved and restored for each.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,8 @@ from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 from tests.world.test_launch import environment
 
-WHOLE, PART, SAVED = (
-    9,
-    5,
-    4,
-)  # steps of the whole run, of the part after which it is left, and of its last commit
+# steps of the whole run, of the part after which it is left, and of its last commit
+WHOLE, PART, SAVED = 9, 5, 4
 
 
 class Env:
@@ -149,7 +148,10 @@ def job(
 @pytest.mark.quick("numpy generator", "environment")
 @pytest.mark.parametrize("member", MEMBERS)
 def test_each_rank_goes_on_with_its_own_state(member: str, tmp_path: Path) -> None:
-    """A generator of numpy and of torch, a counter, an array, an environment: a resumed rank draws what the unbroken one did."""
+    """A generator of numpy and of torch, a counter, an array, an environment.
+
+    A resumed rank draws what the unbroken one did.
+    """
     whole = run_ranks(2, job(tmp_path / "whole", member), tmp_path / "a")
     assert all("drawn" in each for each in whole), whole
     assert whole[0]["drawn"] != whole[1]["drawn"]
@@ -184,7 +186,7 @@ def test_each_rank_goes_on_with_its_own_state_where_ranks_hold_parts(
     assert whole[0]["drawn"] != whole[1]["drawn"]
 
 
-def test_a_commit_with_state_of_each_rank_is_refused_on_another_number_of_ranks_and_read_by_what_needs_no_state(
+def test_a_commit_with_state_of_each_rank_is_refused_on_other_ranks_and_read_where_none_is_needed(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
@@ -275,8 +277,8 @@ def test_state_is_named_at_the_start_with_its_word_or_the_words_to_write(tmp_pat
         "state() names 'entry', one for each of 2 ranks: each rank's is saved and restored" in own
     )
     assert (
-        "'entry' of state() starts equal on all ranks; surefoot.rank_seed() gives each rank a seed of its own"
-        in own
+        "'entry' of state() starts equal on all ranks; "
+        "surefoot.rank_seed() gives each rank a seed of its own" in own
     )
     assert "starts equal" not in told("c", "environment", "per_rank")
 

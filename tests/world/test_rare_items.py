@@ -1,4 +1,7 @@
-"""Batches in which no item counts, on one rank or on all: every rank decides alike, and trains to the numbers of one process."""
+"""Batches in which no item counts, on one rank or on all.
+
+Every rank decides alike, and trains to the numbers of one process.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,15 @@ from tests.world.test_run import spec
 from tests.world.test_shard import Stacked
 
 STEPS, BATCH = 6, 4
-EMPTY, ON_ONE = (
-    3,
-    {2: slice(0, 2), 5: slice(2, 4)},
-)  # a step that has no item, and those of which one rank has none
+# a step that has no item, and those of which one rank has none
+EMPTY, ON_ONE = 3, {2: slice(0, 2), 5: slice(2, 4)}
 
 
 class Masked(Stacked):
-    """Steps without an item on any rank, and such with items on one rank alone; by the place in the batch, as data are not shuffled."""
+    """Steps without an item on any rank, and such with items on one rank alone.
+
+    By the place in the batch, as data are not shuffled.
+    """
 
     is_constant = False
 

@@ -1,4 +1,7 @@
-"""Embeddings with max_norm on ranks: a lookup changes weights, and replicas stay those of one process."""
+"""Embeddings with max_norm on ranks.
+
+Lookups change weights, and replicas stay those of one process.
+"""
 
 from __future__ import annotations
 

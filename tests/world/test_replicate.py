@@ -81,18 +81,16 @@ def test_the_gradient_is_that_of_all_samples_with_the_same_bits_on_every_rank(
     found = together(num_ranks, job, tmp_path)
     assert max(each[0] for each in found) < 1e-12
     assert len({each[1] for each in found}) == 1
-    assert all(
-        each[2] == each[3] for each in found
-    )  # one sum for each bucket, however many passes were added up
+    # one sum for each bucket, however many passes were added up
+    assert all(each[2] == each[3] for each in found)
     assert (found[0][3] == 1) == (bucket_bytes > 1 << 20)
     num_numbers = sum(each.numel() + 1 for each in make_model().parameters())
     assert found[0][4] == 8 * num_numbers
 
 
 def test_the_first_bucket_has_a_size_of_its_own(tmp_path: Path) -> None:
-    parameters = [
-        nn.Parameter(torch.zeros(size)) for size in (100, 50, 10, 5, 5)
-    ]  # the last one's gradient comes first
+    # the last one's gradient comes first
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (100, 50, 10, 5, 5)]
     for bucket, first, expected in (
         (200, 40, [40, 240, 400]),
         (200, 200, [280, 400]),
@@ -107,7 +105,10 @@ def test_the_first_bucket_has_a_size_of_its_own(tmp_path: Path) -> None:
 def test_the_gradients_of_a_step_are_on_their_way_while_most_of_it_is_still_to_be_computed(
     tmp_path: Path,
 ) -> None:
-    """Biases are a group of the optimiser's, and come from every layer: sent first, as the groups stand, they would hold up the rest."""
+    """Biases are a group of the optimiser's, and come from every layer.
+
+    Sent first, as the groups stand, they would hold up the rest.
+    """
     (tmp_path / "mine.py").write_text(TEXT)
     spec = RunSpec(
         task={"use": f"{tmp_path}/mine.py:Mine"},
@@ -135,7 +136,7 @@ def test_the_gradients_of_a_step_are_on_their_way_while_most_of_it_is_still_to_b
     assert found[0][-1] == [True] * 4
 
 
-def test_a_parameter_that_some_ranks_do_not_use_counts_as_nothing_there_and_one_that_none_uses_keeps_no_gradient(
+def test_a_parameter_that_some_ranks_do_not_use_counts_as_nothing_an_unused_one_keeps_no_gradient(
     tmp_path: Path,
 ) -> None:
     def job(group: Group) -> Any:

@@ -1,4 +1,7 @@
-"""The all-reduce by hand of examples/ring_all_reduce.py: the sums of the built-in one, for the bytes that the lesson says."""
+"""The all-reduce by hand of examples/ring_all_reduce.py.
+
+The sums of the built-in one, for the bytes that the lesson says.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,8 @@ from surefoot.runtime.comm import Group
 from tests.world.ranks import together
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "ring_all_reduce.py"
-SIZES = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    12,
-    1000,
-    1001,
-)  # among them fewer numbers than ranks, and sizes that no number of ranks divides
+# among them fewer numbers than ranks, and sizes that no number of ranks divides
+SIZES = (1, 2, 3, 4, 5, 7, 12, 1000, 1001)
 
 
 def load() -> ModuleType:
@@ -49,9 +43,8 @@ def test_the_ring_gives_the_sums_of_the_built_in_for_the_bytes_it_says(
             mine = torch.randn(
                 size, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank)
             )
-            whole = torch.arange(size, dtype=torch.float64) * (
-                group.rank + 1
-            )  # whole numbers: no order of summation changes a bit
+            # whole numbers: no order of summation changes a bit
+            whole = torch.arange(size, dtype=torch.float64) * (group.rank + 1)
             by_hand, built_in, whole_built_in = mine.clone(), mine.clone(), whole.clone()
             sent = ring.ring_all_reduce(by_hand)
             ring.ring_all_reduce(whole)
@@ -74,11 +67,9 @@ def test_the_ring_gives_the_sums_of_the_built_in_for_the_bytes_it_says(
         assert max(row[2] for row in rows) < 1e-14 * num_ranks
         assert all(row[1] == rows[0][1] for row in rows)  # the same bits on every rank
         exact = 2 * (num_ranks - 1) / num_ranks * 8 * size
-        assert (
-            sum(row[0] for row in rows) == 2 * (num_ranks - 1) * 8 * size
-        )  # on average over ranks exact, whatever the size
-        assert all(
-            abs(row[0] - exact) < 2 * 8 for row in rows
-        )  # and a rank is off by less than two numbers
+        # on average over ranks exact, whatever the size
+        assert sum(row[0] for row in rows) == 2 * (num_ranks - 1) * 8 * size
+        # and a rank is off by less than two numbers
+        assert all(abs(row[0] - exact) < 2 * 8 for row in rows)
         if size % num_ranks == 0:
             assert [row[0] for row in rows] == [exact] * num_ranks

@@ -1,4 +1,7 @@
-"""Ranks that hold rows, and what looks at more than a number: weights gathered in 16 bits, rules that move whole layers."""
+"""Ranks that hold rows, and what looks at more than a number.
+
+Weights gathered in 16 bits, rules that move whole layers.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,11 @@ class Narrow(Stacked):
 
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_gathered_in_bf16_are_summed_and_moved_in_fp32(stage: int, tmp_path: Path) -> None:
-    """But for those of norms. What is sent to gather them halves, and the losses are those of one process that stores them in bf16."""
+    """But for those of norms.
+
+    What is sent to gather them halves, and the losses are those of one process that stores them in
+    bf16.
+    """
 
     def job(rank: int, weights: str, layout: dict[str, Any]) -> Any:
         given = spec(
@@ -94,7 +101,10 @@ def test_weights_gathered_in_bf16_are_summed_and_moved_in_fp32(stage: int, tmp_p
 
 
 class Small64:
-    """A weight whose gradient is 1 for the first sample and 2^-9 for each of 63 others: bf16 would lose those on the way."""
+    """A weight whose gradient is 1 for the first sample and 2^-9 for each of 63 others.
+
+    bf16 would lose those on the way.
+    """
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(1, 2, bias=False))

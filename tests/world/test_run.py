@@ -1,9 +1,7 @@
-"""A run on several ranks: the numbers of one process, one folder, one ledger, decisions that all ranks take together."""
+"""A run on several ranks: the numbers of one process, one folder, one ledger."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,6 @@ from surefoot.contract import events, manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Term, Update
 from surefoot.core import place
-from surefoot.core.errors import EXIT_TERMINATED
-from surefoot.runtime.comm import Group
 from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 
@@ -28,7 +24,10 @@ NUM_SAMPLES = 44
 
 
 class Sentences:
-    """Texts of unlike length, whose padding does not count; with dropout, BatchNorm, tied, frozen and unused parameters."""
+    """Texts of unlike length, whose padding does not count.
+
+    With dropout, BatchNorm, tied, frozen and unused parameters.
+    """
 
     split_loss, differs_in = False, ""
 
@@ -166,7 +165,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_so_many_ranks_train_to_the_numbers_of_one_process(
     num_ranks: int, alone: Any, tmp_path: Path
 ) -> None:
-    """Texts of unlike length, a short last batch, padding, clipping, accumulation, dropout, BatchNorm, tied, frozen, unused weights."""
+    """Texts of unlike length, a short last batch, padding, clipping, accumulation, dropout.
+
+    And BatchNorm, and tied, frozen and unused weights.
+    """
     found = run_ranks(num_ranks, lambda rank: train(tmp_path / "run"), tmp_path / "ranks")
     assert all("losses" in each for each in found), found
     assert max(apart(alone, each) for each in found) < 1e-10
@@ -291,105 +293,6 @@ def test_several_updates_of_a_step_move_running_statistics_as_on_one_process(
         assert np.abs(np.subtract(kept, found[0]["state"][name])).max(initial=0.0) < 1e-8, name
 
 
-class Narrow(Sentences):
-    starts_apart = False
-
-    def model(self) -> nn.Module:
-        model = super().model().float()
-        for each in model.parameters() if self.starts_apart and place.here().rank else ():
-            each.data.add_(0.25)
-        return model
-
-
-class StartsApart(Narrow):
-    starts_apart = True
-
-
-def test_weights_with_masters_are_trained_by_the_gradients_of_all_ranks(tmp_path: Path) -> None:
-    """The gradient goes to the master: that of the parameter itself is gone before it could be summed."""
-    given = spec(precision={"weights": "bf16", "compute": "bf16"}, layout={"check_every": "1 step"})
-    (alone,) = run_ranks(
-        1, lambda rank: train(tmp_path / "alone", Narrow(), given), tmp_path / "one"
-    )
-    for task in (Narrow, StartsApart):
-        found = run_ranks(
-            2,
-            lambda rank, task=task: train(tmp_path / task.__name__, task(), given),
-            tmp_path / f"ranks-{task.__name__}",
-        )
-        assert all("error" not in each for each in found), found
-        assert found[0]["state"] == found[1]["state"]
-        assert apart(alone, found[0]) < 0.02
-
-
-def test_averages_begin_with_the_weights_that_all_ranks_begin_with(tmp_path: Path) -> None:
-    def job(rank: int) -> Any:
-        with Run(
-            spec(optim={"ema": 0.9}), StartsApart(), folder=tmp_path / "run", quiet=True
-        ) as run:
-            average = run.assembly.engine.average
-            assert average is not None
-            return [each.tolist() for each in average.averages]
-
-    first, second = run_ranks(2, job, tmp_path / "ranks")
-    assert "error" not in first, first
-    assert first == second
-
-
-def test_masters_on_the_host_are_refused(tmp_path: Path) -> None:
-    (first, _) = run_ranks(
-        2,
-        lambda rank: train(tmp_path / "run", None, spec(memory={"offload": "optimizer"})),
-        tmp_path / "ranks",
-    )
-    assert "memory.offload is 'optimizer', and there are several ranks" in first["error"]
-
-
-def test_a_stop_that_one_rank_asks_for_is_taken_by_all_after_the_same_step(tmp_path: Path) -> None:
-    def job(rank: int) -> Any:
-        with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:
-            for report in run.steps():
-                if report.step == 4 and rank == 1:
-                    run.stop("good enough")
-        return [run.step, run.outcome, run.cause, run.exit_code]
-
-    first, second = run_ranks(2, job, tmp_path / "ranks")
-    assert first == [4, "stopped", "another rank ended the run", 0]
-    assert second == [4, "stopped", "good enough", 0]
-    assert manifest.steps(tmp_path / "run")[-1] == 4
-
-
-def test_a_signal_to_one_rank_ends_all_after_one_step_with_its_code(tmp_path: Path) -> None:
-    def job(rank: int) -> Any:
-        with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:
-            for report in run.steps():
-                if report.step == 3 and rank == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-        return [run.step, run.outcome, run.exit_code]
-
-    assert run_ranks(2, job, tmp_path / "ranks") == [[3, "interrupted", EXIT_TERMINATED]] * 2
-
-
-def test_ranks_that_end_for_unlike_reasons_end_alike(tmp_path: Path) -> None:
-    """Who is interrupted evaluates no more: the other, which only stops, must not wait for it in an evaluation."""
-
-    def job(rank: int) -> Any:
-        with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run:
-            for report in run.steps():
-                if report.step == 3 and rank == 0:
-                    run.stop("good enough")
-                if report.step == 3 and rank == 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
-            if run.is_stopping != "interrupted":
-                run.evaluate()
-        return [run.step, run.outcome, run.exit_code]
-
-    assert (
-        run_ranks(2, job, tmp_path / "ranks", within_s=20)
-        == [[3, "interrupted", EXIT_TERMINATED]] * 2
-    )
-
-
 def test_numbers_of_numpy_count_on_several_ranks_as_on_one_and_scores_of_32_bits_have_the_same_bits(
     tmp_path: Path,
 ) -> None:
@@ -419,26 +322,6 @@ def test_numbers_of_numpy_count_on_several_ranks_as_on_one_and_scores_of_32_bits
     assert both == [alone] * 2
 
 
-def test_a_number_that_is_none_in_one_rank_s_data_skips_the_step_on_all(tmp_path: Path) -> None:
-    class Poisoned(Sentences):
-        def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-            output = super().forward(model, batch)
-            bad = (batch["words"] == self.data("train").read(np.array([7]))["words"]).all(1).any()
-            return output * torch.where(bad, torch.nan, 1.0)
-
-    whole = train(tmp_path / "one", Poisoned(), spec(stability={"max_skips": 20}))
-    found = run_ranks(
-        2,
-        lambda rank: train(tmp_path / "run", Poisoned(), spec(stability={"max_skips": 20})),
-        tmp_path / "ranks",
-    )
-    assert found[0]["state"] == found[1]["state"]
-    assert all(np.isfinite(each).all() for each in found[0]["state"].values())
-    skipped = [not np.isfinite(each) for each in found[0]["losses"]]
-    assert 0 < sum(skipped) < 13
-    assert skipped == [not np.isfinite(each) for each in whole["losses"]]
-
-
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
@@ -462,33 +345,6 @@ def test_what_several_ranks_cannot_do_is_refused_in_words(
     )
     assert all(words in each["error"] and each["code"] == 2 for each in found), found
     assert not (tmp_path / "run").exists()
-
-
-def test_an_error_of_the_task_on_one_rank_is_told_with_its_place_and_ends_the_others(
-    tmp_path: Path,
-) -> None:
-    class Failing(Sentences):
-        rank = 0
-
-        def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
-            if self.rank == 1 and torch.is_grad_enabled() and self.calls > 12:
-                raise ValueError("planted")
-            self.calls += 1
-            return super().loss(output, batch)
-
-        calls = 0
-
-    def job(rank: int) -> Any:
-        task = Failing()
-        task.rank = rank
-        return train(tmp_path / "run", task)
-
-    first, second = run_ranks(2, job, tmp_path / "ranks")
-    assert second["error"].startswith("rank 1 of 2, step ")
-    assert "ValueError: planted" in second["error"]
-    assert second["code"] == 3
-    assert "rank 1 is gone, after " in first["error"]
-    assert first["code"] == 8
 
 
 def test_a_run_with_a_joint_batch_norm_has_the_numbers_of_whole_batches_on_one_process(
@@ -542,29 +398,6 @@ def test_a_bit_that_flips_on_one_replica_is_named_within_the_interval(
     told = f"step 9: the weights of rank 1 of {num_ranks} {words}: hidden."
     assert all(told in each["error"] and each["code"] == 4 for each in found), found
     assert all("alike after step 6" in each["error"] for each in found)
-
-
-def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) -> None:
-    def job(rank: int) -> Any:
-        most, calls = Group.most, list[int]()
-
-        def interrupted(self: Group, values: Any) -> list[float]:
-            found = most(self, values)
-            calls.append(1)
-            if len(calls) == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return found
-
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True) as run,
-        ):
-            patch.setattr(Group, "most", interrupted)
-            for _ in run.steps():
-                pass
-        return [run.step, run.outcome, run.exit_code]
-
-    assert run_ranks(2, job, tmp_path / "ranks") == [[4, "interrupted", EXIT_TERMINATED]] * 2
 
 
 class Remembering(Sentences):

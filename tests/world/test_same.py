@@ -1,5 +1,8 @@
-"""Ranks that go on hold the same: a rank whose folder has an older, another or a newer commit is named, and so is one that holds another
-state than was loaded."""
+"""Ranks that go on hold the same.
+
+A rank whose folder has an older, another or a newer commit is named, and so is one that holds
+another state than was loaded.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_a_disk_of_its_own(run: Path) -> Callable[[int], Any]:
-    """Rank 1 sees a folder of its own where the others see `run`, as on a host without the shared disk."""
+    """Rank 1 sees a folder of its own where the others see `run`, as without the shared disk."""
 
     def job(rank: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +69,10 @@ def drop_all(run: Path) -> None:
         (
             1,
             drop_newest,
-            "goes on after step 6, and rank 1 of 2 on {host} has no such commit in {own}: its newest is of step 5",
+            (
+                "goes on after step 6, and rank 1 of 2 on {host} has no such commit in {own}: "
+                "its newest is of step 5"
+            ),
         ),
         (
             1,
@@ -76,12 +82,18 @@ def drop_all(run: Path) -> None:
         (
             0,
             drop_newest,
-            "goes on after step 5, and rank 1 of 2 on {host} has a newer commit in {own}, of step 6",
+            (
+                "goes on after step 5, "
+                "and rank 1 of 2 on {host} has a newer commit in {own}, of step 6"
+            ),
         ),
         (
             0,
             drop_all,
-            "begins from the start, and rank 1 of 2 on {host} has a newer commit in {own}, of step 6",
+            (
+                "begins from the start, "
+                "and rank 1 of 2 on {host} has a newer commit in {own}, of step 6"
+            ),
         ),
     ],
 )
@@ -97,9 +109,8 @@ def test_a_rank_whose_disk_has_other_commits_is_named_with_its_host_on_all_ranks
 
 
 def test_a_rank_with_a_whole_commit_of_another_run_is_named(left: Path, tmp_path: Path) -> None:
-    run_ranks(
-        2, lambda rank: train(tmp_path / "own", given=None, most=7), tmp_path / "other"
-    )  # the same spec, begun anew
+    # the same spec, begun anew
+    run_ranks(2, lambda rank: train(tmp_path / "own", given=None, most=7), tmp_path / "other")
     shutil.copytree(left, tmp_path / "run")
     found = run_ranks(2, on_a_disk_of_its_own(tmp_path / "run"), tmp_path / "ranks")
     told = f"rank 1 of 2 on {_host()} has another commit of that step in {tmp_path / 'own'}"
@@ -199,7 +210,10 @@ def test_copies_of_a_split_state_are_held_against_each_other_too(tmp_path: Path)
                 raise AssertionError("it began")
 
     found = run_ranks(4, job, tmp_path / "ranks")
-    told = f"after loading step 2 rank 3 of 4 on {_host()} does not hold what rank 1 does: state/optimizer/"
+    told = (
+        f"after loading step 2 rank 3 of 4 on {_host()} does not hold what rank 1 does: "
+        "state/optimizer/"
+    )
     assert all(each["kind"] == "NumbersError" and told in each["error"] for each in found), found
 
 

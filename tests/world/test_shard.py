@@ -1,10 +1,11 @@
-"""Ranks that hold a part each: the numbers of one process, commits that any layout loads, and memory and traffic that are split."""
+"""Ranks that hold a part each.
+
+The numbers of one process, commits that any layout loads, and traffic that is split.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.cli.operate import difference
-from surefoot.cli.options import launch_ranks
 from surefoot.components import checkpoint
 from surefoot.components.data import consumed
 from surefoot.components.parallel.shard import cut_rows
 from surefoot.contract import commits, manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of, part_of
-from surefoot.core import place
-from surefoot.core.errors import RunFolderError, SpecError, StorageError
 from surefoot.core.flight import Kind
-from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
-from tests.world.test_run import Sentences, apart, spec, train
+from tests.world.test_run import Sentences, apart, spec
 
 LAYOUTS = {
     "stage 1 on 2": (2, {"shard": 2, "zero_stage": 1}),
@@ -54,7 +51,10 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, a norm with statistics, a head that is tied, what is frozen and what nobody uses, and fewer rows than ranks."""
+    """Blocks, a norm with statistics, a head that is tied, and fewer rows than ranks.
+
+    Something is frozen, and something nobody uses.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_ranks_that_hold_a_part_train_to_the_numbers_of_one_process(
     name: str, alone: Any, tmp_path: Path
 ) -> None:
-    """Texts of unlike length, a short last batch, ranks without one, clipping, dropout, BatchNorm, averages, tied, frozen, unused."""
+    """Texts of unlike length, a short last batch, ranks without one, clipping, dropout, BatchNorm.
+
+    And averages, and tied, frozen and unused weights.
+    """
     num_ranks, layout = LAYOUTS[name]
     found = run_ranks(
         num_ranks, lambda rank: followed(tmp_path / "run", sharded(layout)), tmp_path / "ranks"
@@ -159,38 +162,11 @@ def test_ranks_that_hold_a_part_train_to_the_numbers_of_one_process(
     assert made.layout["world_size"] == num_ranks
 
 
-def test_each_rank_links_what_has_not_changed_of_its_part(tmp_path: Path) -> None:
-    """The rows of the frozen layer; when the older commit goes, the newer one still holds them."""
-    given = sharded({"shard": 2, "zero_stage": 3}, checkpoint={"every": "1 step", "keep": 2})
-    run_ranks(2, lambda rank: _left(tmp_path / "run", given, 4), tmp_path / "ranks")
-    newest = max(manifest.steps(tmp_path / "run"))
-    assert 1 not in manifest.steps(tmp_path / "run")
-    folder = manifest.step_folder(tmp_path / "run", newest)
-    files = {
-        each.name: (folder / each.name).stat()
-        for each in manifest.read(folder).files
-        if each.name.endswith(".safetensors")
-    }
-    frozen = [
-        each.name for each in manifest.read(folder).files if "frozen.weight" in (each.tensors or {})
-    ]
-    assert len(frozen) == 2  # a file of each rank
-    written = {name: status.st_mtime_ns for name, status in files.items()}
-    moved = [stamp for name, stamp in written.items() if name not in frozen]
-    assert all(written[name] < min(moved) for name in frozen)  # by an earlier commit, which is gone
-    assert commits.check(folder).step == newest
-    weights = final_weights(tmp_path / "run", newest)
-    assert (
-        worst(
-            {"frozen.weight": weights["frozen.weight"]},
-            {"frozen.weight": Stacked().model().state_dict()["frozen.weight"]},
-        )
-        == 0.0
-    )
-
-
 def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Path) -> None:
-    """Optimiser and averages too: the same run is left and taken up by other ranks, and ends with the weights of one process."""
+    """Optimiser and averages too.
+
+    The same run is left and taken up by other ranks, and ends with the weights of one process.
+    """
     order: list[tuple[int, dict[str, Any]]] = [
         (2, {"shard": 2, "zero_stage": 3}),
         (1, {}),
@@ -208,7 +184,7 @@ def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Pa
         given = spec(layout={"replicate": None, **layout}, **averaged)
         found = run_ranks(
             num_ranks,
-            lambda rank, given=given, most=most: _left(folder, given, most),
+            lambda rank, given=given, most=most: train_until(folder, given, most),
             tmp_path / f"ranks{turn}",
         )
         assert all("losses" in each for each in found), (turn, found)
@@ -226,9 +202,8 @@ def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Pa
     assert consumed.check(folder).holds
     pair = [checkpoint.Commit(each, 13).folder for each in (folder, whole)]
     assert (pair[0] / "optimizer.rank-00002.safetensors").exists()
-    found, _ = difference.compare(
-        *pair
-    )  # as one tensor each, though the rows of one commit are in three files
+    # as one tensor each, though the rows of one commit are in three files
+    found, _ = difference.compare(*pair)
     unlike = [
         each for each in found if each.file.endswith(".safetensors") and "random" not in each.name
     ]
@@ -236,7 +211,7 @@ def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Pa
     assert all(each.max_abs is not None and each.max_abs < 1e-10 for each in unlike), unlike
 
 
-def _left(folder: Path, given: RunSpec, most: int | None) -> Any:
+def train_until(folder: Path, given: RunSpec, most: int | None) -> Any:
     losses: list[Any] = []
     try:
         with Run(given, Stacked(), folder=folder, quiet=True) as run:
@@ -248,64 +223,6 @@ def _left(folder: Path, given: RunSpec, most: int | None) -> Any:
     except KeyboardInterrupt:
         pass
     return {"losses": losses}
-
-
-def test_a_commit_of_which_a_rank_s_part_is_damaged_is_set_aside_and_the_one_before_it_taken(
-    tmp_path: Path,
-) -> None:
-    folder, given = tmp_path / "run", sharded({"shard": 2, "zero_stage": 1})
-    run_ranks(2, lambda rank: _left(folder, given, 7), tmp_path / "first")
-    newest = manifest.steps(folder)[-1]
-    part = manifest.step_folder(folder, newest) / "optimizer.rank-00001.safetensors"
-    content = bytearray(part.read_bytes())
-    content[-9] ^= 4
-    part.write_bytes(content)
-    with pytest.raises(RunFolderError, match=r"rank-00001.safetensors is damaged"):
-        commits.check(manifest.step_folder(folder, newest))
-    found = run_ranks(2, lambda rank: _left(folder, given, None), tmp_path / "second")
-    assert all("losses" in each for each in found), found
-    assert len(found[0]["losses"]) == 13 - 6  # after step 6, not 7
-    assert consumed.check(folder).holds
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda piece: piece.update(offset=[0, 0]), "overlap or leave a gap"),
-        (
-            lambda piece: piece.update(whole=[piece["whole"][0] + 1, piece["whole"][1]]),
-            "the parts of .* differ",
-        ),
-        (None, "rows of .* are missing"),
-    ],
-)
-def test_a_manifest_whose_parts_are_no_whole_is_refused(
-    change: Any, words: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    run_ranks(
-        2, lambda rank: _left(folder, sharded({"shard": 2, "zero_stage": 1}), 1), tmp_path / "ranks"
-    )
-    place = manifest.step_folder(folder, 1)
-    row = json.loads((place / manifest.FILE).read_text())
-    file = next(each for each in row["files"] if each["name"] == "weights.rank-00001.safetensors")
-    name = max(
-        file["tensors"], key=lambda name: file["tensors"][name]["start"]
-    )  # the last one: no gap in the file without it
-    if change is None:
-        file["tensors"].pop(name)
-    else:
-        name = next(
-            name
-            for name, piece in file["tensors"].items()
-            if piece["offset"][0] and len(piece["whole"]) == 2
-        )
-        change(file["tensors"][name])
-    row.pop("sha256")
-    row["sha256"] = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
-    (place / manifest.FILE).write_text(json.dumps(row))
-    with pytest.raises(RunFolderError, match=words):
-        manifest.read(place)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
@@ -332,7 +249,10 @@ def test_rows_are_cut_by_bytes_and_every_row_is_somebody_s(num_ranks: int) -> No
 def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
     stage: int, gathers: int, tmp_path: Path
 ) -> None:
-    """A sum in parts of all gradients, and weights gathered once, or twice those that are let go between the passes."""
+    """A sum in parts of all gradients, and weights gathered once.
+
+    Those that are let go between the passes are gathered twice.
+    """
 
     def job(rank: int, microbatch: int) -> Any:
         given = sharded(
@@ -380,18 +300,16 @@ def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
     used = 8 * (trained - sum(each.numel() for each in model.unused.parameters()))
     every = 8 * (trained if stage == 1 else sum(each.numel() for each in model.parameters()))
     for scattered, gathered, *_ in found:
-        assert (
-            (8 * trained if stage == 1 else used) <= scattered <= 1.35 * 8 * trained
-        )  # rows of 1, 5 and 11 are filled up
+        # rows of 1, 5 and 11 are filled up
+        assert (8 * trained if stage == 1 else used) <= scattered <= 1.35 * 8 * trained
         assert (
             every + (gathers - 1) * in_blocks
             <= gathered
             <= 1.35 * (every + (gathers - 1) * in_blocks)
         )
     assert found[0][2] + found[1][2] == trained  # each number is moved by one rank
-    assert (
-        2 * trained <= found[0][3] + found[1][3] <= 2 * trained + 2 * 40
-    )  # and its moments are kept there alone, beside counters
+    # and its moments are kept there alone, beside counters
+    assert 2 * trained <= found[0][3] + found[1][3] <= 2 * trained + 2 * 40
     assert max(each[2] for each in found) <= 0.6 * trained
     if stage == 1:
         again = run_ranks(2, lambda rank: job(rank, 1), tmp_path / "again")
@@ -419,219 +337,3 @@ def test_a_bit_that_flips_in_one_copy_of_a_split_model_is_named(tmp_path: Path) 
     assert "the weights of rank 3 of 4 are not those of rank 1: " in found[3]["error"]
     assert "the weights of rank 3 of 4 are not those of rank 1: " in found[1]["error"]
     assert all(each["kind"] in ("LostRank", "NumbersError") for each in found), found
-
-
-class Alone(Stacked):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.blocks = nn.ModuleList()
-        return model
-
-
-class Parts(Stacked):
-    """A task that calls parts of its model."""
-
-    def forward(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        made: Tensor = model.head(model.table(batch["words"].flatten()))
-        return made
-
-
-class Scalar(Stacked):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.offset = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        return model
-
-
-class TiedBlocks(Stacked):
-    def model(self) -> nn.Module:
-        model: Any = super().model()
-        model.blocks[1].inner[0].weight = model.blocks[0].inner[0].weight
-        return model  # type: ignore[no-any-return]
-
-
-class Apart(Stacked):
-    def model(self) -> nn.Module:
-        model = super().model()
-        for each in model.parameters() if place.here().rank else ():
-            each.data.add_(0.25)
-        return model
-
-
-class Empty(Stacked):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.nothing = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
-        return model
-
-
-class ChannelsLast(Stacked):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.filters = nn.Conv2d(2, 3, 3).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return model
-
-
-@pytest.mark.parametrize(
-    ("task", "layout", "tables", "words"),
-    [
-        (Stacked, {"shard": 3}, {}, "layout.shard is 3, and there are 2 ranks"),
-        (
-            Stacked,
-            {"shard": 2, "replicate": 2},
-            {},
-            "layout.replicate is 2 times a layout.shard of 2, and there are 2 ranks",
-        ),
-        (
-            Stacked,
-            {"shard": 2, "zero_stage": 1},
-            {"optim": {"name": "muon"}},
-            "optim.name is 'muon', and layout.shard is 2",
-        ),
-        (
-            Stacked,
-            {"shard": 2},
-            {"optim": {"name": "muon"}},
-            "optim.name is 'muon', and layout.shard is 2",
-        ),
-        (
-            Stacked,
-            {"shard": 2, "zero_stage": 1},
-            {"precision": {"weights": "bf16", "compute": "bf16"}},
-            "precision.weights is 'bf16', and layout",
-        ),
-        (
-            Stacked,
-            {"shard": 2},
-            {"precision": {"weights": "bf16", "compute": "bf16", "keep": ["head"]}},
-            "precision.keep is ('head',), and layout",
-        ),
-        (
-            Half,
-            {"shard": 2},
-            {"precision": {"weights": "bf16", "compute": "bf16"}},
-            "and frozen.weight is frozen",
-        ),
-        (
-            Stacked,
-            {"shard": 2},
-            {"compile": {"what": "model"}},
-            "compile.what is 'model', and layout.shard is 2",
-        ),
-        (Alone, {"shard": 2, "zero_stage": 3}, {}, "gathers the weights of a block at a time"),
-        (
-            Scalar,
-            {"shard": 2, "zero_stage": 1},
-            {},
-            "splits parameters by rows, and offset has no dimension",
-        ),
-        (TiedBlocks, {"shard": 2}, {}, "is tied to a parameter of another unit"),
-        (Empty, {"shard": 2, "zero_stage": 2}, {}, "nothing is empty: [0, 3]"),
-        (ChannelsLast, {"shard": 2}, {}, "filters.weight lies in memory in another order"),
-        (Apart, {"shard": 2, "zero_stage": 2}, {}, "weights at the start: rank 1 has"),
-        (Sentences, {"shard": 2, "zero_stage": 2}, {}, "calls parts of a ModuleDict"),
-        (Parts, {"shard": 2, "zero_stage": 3}, {}, "gather weights where the model is called"),
-    ],
-)
-def test_what_cannot_be_split_is_refused_before_anything_is_written(
-    task: Any, layout: Any, tables: Any, words: str, tmp_path: Path
-) -> None:
-    given = spec(layout=layout, **tables)
-    found = run_ranks(2, lambda rank: train(tmp_path / "run", task(), given), tmp_path / "ranks")
-    assert words in found[0]["error"], found[0]["error"]
-    assert not (tmp_path / "run").exists()
-
-
-class Slashed(Stacked):
-    """Parameters whose names have a slash: a part of each is on either rank."""
-
-    def model(self) -> nn.Module:
-        model: Any = super().model()
-        model.named = nn.ParameterDict({"a/b": nn.Parameter(torch.ones(4, 8, dtype=torch.float64))})
-        inner = model.forward
-        model.forward = lambda words: inner(words) + model.named["a/b"].prod(0).sum()
-        return model  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_moments_of_a_parameter_with_a_slash_in_its_name_are_written_in_parts_too(
-    stage: int, tmp_path: Path
-) -> None:
-    """Without it rank 0's rows of them stood in the commit as if they were all."""
-    buckets = {"first_bucket_size": "8 B", "bucket_size": "8 B"} if stage == 1 else {}
-    given = spec(layout={"shard": 2, "zero_stage": stage, **buckets}, train={"length": "2 steps"})
-
-    def job(rank: int) -> Any:
-        with Run(given, Slashed(), folder=tmp_path / "run", quiet=True) as run:
-            return len(list(run.steps()))
-
-    assert run_ranks(2, job, tmp_path / "ranks") == [2, 2]
-    held = checkpoint.Commit(tmp_path / "run", 2).read("optimizer.safetensors")
-    assert {
-        tuple(each.shape) for name, each in held.items() if "/a/b/" in name or ".a/b/" in name
-    } >= {(4, 8)}
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_that_hold_a_part_begin_with_the_weights_of_a_commit(
-    stage: int, tmp_path: Path
-) -> None:
-    run_ranks(
-        2,
-        lambda rank: _left(tmp_path / "run", sharded({"shard": 2, "zero_stage": 1}), 1),
-        tmp_path / "first",
-    )
-    given = spec(
-        layout={"shard": 2, "zero_stage": stage},
-        train={"length": "1 step"},
-        optim={"name": "sgd", "lr": 0.0, "clip": 0.0},
-    )
-
-    def job(rank: int) -> Any:
-        start = Start(tmp_path / "run", 1, weights_only=True)
-        with Run(given, Stacked(), folder=tmp_path / "new", quiet=True, start=start) as run:
-            return len(list(run.steps()))
-
-    found = run_ranks(2, job, tmp_path / "second")
-    assert found == [1, 1], found
-    before, after = final_weights(tmp_path / "run", 1), final_weights(tmp_path / "new", 1)
-    assert (
-        worst(
-            {name: before[name] for name in before if "norm.r" not in name and "num_b" not in name},
-            {name: after[name] for name in before if "norm.r" not in name and "num_b" not in name},
-        )
-        == 0
-    )
-
-
-@pytest.mark.parametrize("refused", [0, 1])
-def test_a_save_that_the_disk_refuses_to_one_rank_before_its_part_is_given_up_by_all(
-    refused: int, tmp_path: Path
-) -> None:
-    def job(rank: int) -> Any:
-        given = sharded(
-            {"shard": 2, "zero_stage": 1, "timeout": 10.0},
-            train={"length": "5 steps"},
-            checkpoint={"every": "1 step"},
-        )
-        with Run(given, Stacked(), folder=tmp_path / "run", quiet=True) as run:
-            sync = run._telling.journal.sync
-
-            def fails() -> None:
-                if run.step == 3:
-                    raise StorageError("no space")
-                sync()
-
-            if rank == refused:
-                run._telling.journal.sync = fails  # type: ignore[method-assign]
-            return len(list(run.steps()))
-
-    assert run_ranks(2, job, tmp_path / "ranks") == [5, 5]
-    assert manifest.steps(tmp_path / "run") == [4, 5]
-
-
-def test_a_layout_that_the_ranks_do_not_make_up_is_refused_before_they_are_started() -> None:
-    with pytest.raises(
-        SpecError, match=r"layout.replicate is 3 times a layout.shard of 2, and there are 4 ranks"
-    ):
-        launch_ranks(4, RunSpec(layout={"shard": 2, "replicate": 3}), None, None)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""State and weights that are split in a loop of one's own: losses with weights, what stays whole, gradients at their parameters."""
+"""State and weights that are split in a loop of one's own.
+
+Losses with weights, what stays whole, gradients at their parameters.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def sum_passes(synced: Any, each_pass: list[Callable[[], None]]) -> None:
 def alone(
     params: Any, model: nn.Module, loss: nn.Module, *, clips: bool = False
 ) -> tuple[list[Tensor], list[Any], list[float]]:
-    """Weights after the steps of one process, the gradients of the last one and the norm of each."""
+    """Weights after the steps of one process, the last one's gradients and the norm of each."""
     parameters = [*model.parameters(), *loss.parameters()]
     optimizer, norms = torch.optim.AdamW(params, lr=0.05), []
     for step in range(STEPS):
@@ -228,7 +231,10 @@ def test_a_parameter_whose_state_is_not_split_is_not_summed() -> None:
 def test_a_parameter_that_stays_whole_trains_to_the_numbers_of_one_process(
     stage: int, num_ranks: int, tmp_path: Path
 ) -> None:
-    """A scalar, which cannot be split, what two units hold, and all of a unit; each rank has all of them, with the same bits."""
+    """A scalar, which cannot be split, what two units hold, and all of a unit.
+
+    Each rank has all of them, with the same bits.
+    """
 
     def job(group: Group) -> Any:
         model, loss, calls = Scaled(), nn.CrossEntropyLoss(reduction="sum"), list[int]()

@@ -1,5 +1,8 @@
-"""SIGTERM to the supervisor, to one rank, to all of them, with a SIGKILL behind it: ranks agree on the step after which they save, and
-whatever was sent when, a commit is there that goes on to the bits of the unbroken run. SIGUSR1 to any of them saves and goes on."""
+"""SIGTERM to the supervisor, to one rank, to all of them, with a SIGKILL behind it.
+
+Ranks agree on the step after which they save, and whatever was sent when, a commit is there that
+goes on to the bits of the unbroken run. SIGUSR1 to any of them saves and goes on.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ GRACES_S = (0.0, 0.0, 0.05, 0.2, 1.0)
 
 
 def take_steps(run: Path, layout: dict[str, Any], every: str = "5 steps") -> int:
-    """Slowly enough for a signal to find it at work; the first step is marked in the folder of the run."""
+    """Slowly enough for a signal to find it at work.
+
+    The first step is marked in the folder of the run.
+    """
     given = spec(
         layout=layout,
         train={"length": f"{STEPS} steps"},
@@ -165,7 +171,10 @@ def test_sigusr1_to_any_of_them_saves_once_and_goes_on(whom: str, tmp_path: Path
 
 
 def killed(seed: int, folder: Path, goldens: Path, layouts: list[dict[str, Any]]) -> None:
-    """One trial: SIGTERM at any time to any of them, SIGKILL to all that is left after a while; then the same command goes on."""
+    """One trial: SIGTERM at any time to any of them, SIGKILL to all that is left after a while.
+
+    Then the same command goes on.
+    """
     draws = random.Random(seed)
     layout, whom, after_s, grace_s = (
         draws.choice(layouts),

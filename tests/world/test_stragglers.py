@@ -1,4 +1,7 @@
-"""A rank that the others wait for, in real runs: named, with its reason, in the records and on the terminal."""
+"""A rank that the others wait for, in real runs.
+
+Named, with its reason, in the records and on the terminal.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,16 @@ from surefoot.train.run import Run
 from surefoot.train.step.pace import Paces
 from tests.world.ranks import run_ranks
 
-PASS_S = 0.1  # on every rank: what 3 in 10 of it is, no busy machine adds to one rank in nearly every step
+# on every rank: what 3 in 10 of it is, no busy machine adds to one rank in nearly every step
+PASS_S = 0.1
 NUM_STEPS, SLOW_FROM = 32, 8
 
 
 class Slowed:
-    """Rows of 6 words, of which rank 1 gets as many as `words`; its passes, its data and its loop take so much longer, from a step on."""
+    """Rows of 6 words, of which rank 1 gets as many as `words`.
+
+    Its passes, its data and its loop take so much longer, from a step on.
+    """
 
     def __init__(self, pass_s: float = 0.0, data_s: float = 0.0, words: int = 4) -> None:
         self._is_slow, self._pass_s, self._data_s, self._words = (
@@ -100,7 +107,10 @@ def spec(**tables: dict[str, Any]) -> RunSpec:
 def train(
     folder: Path, make: Callable[[], Slowed], after_step_s: float, num_steps: int
 ) -> list[float]:
-    """The losses of each step, until a fault is recorded; rank 1 sleeps after each of its steps from `SLOW_FROM` on."""
+    """The losses of each step, until a fault is recorded.
+
+    Rank 1 sleeps after each of its steps from `SLOW_FROM` on.
+    """
     losses = []
     with Run(
         spec(train={"length": f"{num_steps} steps"}), make(), folder=folder, quiet=True
@@ -118,7 +128,10 @@ def train(
 
 
 def communicating_s(home: Path) -> float:
-    """What a rank waited for the others in a step, the median of the records while rank 1 was slowed."""
+    """How long a rank waited for others in a step.
+
+    The median of records while rank 1 was slowed.
+    """
     slowed = [
         each
         for each in events.read(home)
@@ -141,7 +154,10 @@ def communicating_s(home: Path) -> float:
 def test_a_rank_that_is_slowed_is_named_with_its_reason(
     made: dict[str, Any], after_step_s: float, words: str | None, tmp_path: Path
 ) -> None:
-    """Within 20 steps, as tests/core/test_stragglers.py holds it to, where no other process slows the ranks by as much: else later."""
+    """Within 20 steps, as tests/core/test_stragglers.py holds it to.
+
+    Later only where other processes slow the ranks by as much.
+    """
     most = NUM_STEPS if words is None else 12 * NUM_STEPS
     found = run_ranks(
         2,
@@ -161,13 +177,11 @@ def test_a_rank_that_is_slowed_is_named_with_its_reason(
     waits_s = [
         communicating_s(home) for home in (tmp_path / "run", tmp_path / "run" / "ranks" / "1")
     ]
-    assert (
-        words is None or waits_s[0] - waits_s[1] > 0.15 * PASS_S
-    )  # told apart from the backward pass, which it follows
+    # told apart from the backward pass, which it follows
+    assert words is None or waits_s[0] - waits_s[1] > 0.15 * PASS_S
     rows = [each.ranks for each in records if isinstance(each, events.Step)]
-    assert (
-        sum(sum(row["last"]) for row in rows if row) == len(found[0]) - 1
-    )  # of the last step nobody hears
+    # of the last step nobody hears
+    assert sum(sum(row["last"]) for row in rows if row) == len(found[0]) - 1
     assert not any(
         each.ranks
         for each in events.read(tmp_path / "run" / "ranks" / "1")
@@ -192,9 +206,7 @@ class Timer:
         return (later.at_s - self.at_s) * 1e3
 
 
-def test_of_a_device_the_passes_are_timed_by_its_own_events_and_what_the_host_waits_there_is_not() -> (
-    None
-):
+def test_of_a_device_the_passes_are_timed_by_its_events_and_the_waits_of_the_host_are_not() -> None:
     paces = Paces(Group(0, 2, torch.device("cuda")), Timer)
     for _ in range(2):
         paces.begin()

@@ -1,4 +1,7 @@
-"""The ranks of torchrun: the numbers of our own supervisor's, what follows when one is killed, and none of them without it."""
+"""The ranks of torchrun: the numbers of our own supervisor's.
+
+What follows when one is killed, and none of them without it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Under stages 2 and 3 a branch that only some ranks take trains as in one process, and hooks on gradients are called."""
+"""Under stages 2 and 3 a branch that only some ranks take trains as in one process.
+
+And hooks on gradients are called.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ranks that torchrun, or plain variables, started: who keeps the others waiting is named as under `--ranks`, and all end with 8."""
+"""Ranks that torchrun, or plain variables, started.
+
+Who keeps the others waiting is named as under `--ranks`, and all end with 8.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ LONGER = ("computes", "barrier", "disk")
 
 
 def run_plain_ranks(job: Callable[[int], Any], folder: Path) -> tuple[list[int], str]:
-    """The exit codes of two ranks that do `job(rank)`, begun by plain variables, and what they wrote; none is left."""
+    """The exit codes of two ranks that do `job(rank)`, and what they wrote.
+
+    They are begun by plain variables, and none is left.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0), backlog=10) as meeting:
         pids = [_fork(rank, job, meeting, folder) for rank in range(2)]
@@ -100,7 +106,10 @@ def find_watchers(parents: set[int]) -> list[int]:
 def test_what_holds_up_the_others_is_named_where_no_supervisor_looks_on(
     kind: str, tmp_path: Path
 ) -> None:
-    """Data, uneven work, another branch, a barrier, a disk, a stopped rank: the words are those of the supervisor."""
+    """Data, uneven work, another branch, a barrier, a disk, a stopped rank.
+
+    The words are those of the supervisor.
+    """
 
     def job(rank: int) -> None:
         train(
@@ -130,7 +139,10 @@ class Slow:
 
 
 class Saves(Sentences):
-    """Rank 1 is slow to save its state: in the save that follows on its 17th pass, in the fifth step."""
+    """Rank 1 is slow to save its state.
+
+    In the save that follows on its 17th pass, in the fifth step.
+    """
 
     state_on_ranks = {"slow": "per_rank"}  # noqa: RUF012
 
@@ -236,7 +248,8 @@ class Hangs(Plain):
         return Reads(source, self) if split == "train" else source
 
     def is_time(self, kind, number):
-        if os.environ.get("RANK") != "1" or self.kind != kind or number < 40 or Path(self.mark).exists():
+        is_early = self.kind != kind or number < 40
+        if os.environ.get("RANK") != "1" or is_early or Path(self.mark).exists():
             return False
         Path(self.mark).touch()
         return True

@@ -1,4 +1,7 @@
-"""The same loop with what torch has to make it faster: `fused=True`, and clipping by foreach operators."""
+"""The same loop with what torch has to make it faster.
+
+`fused=True`, and clipping by foreach operators.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The loop that people write: prebuilt batches, AdamW as torch gives it, clipping, the loss read every 50 steps."""
+"""The loop that people write.
+
+Prebuilt batches, AdamW as torch gives it, clipping, the loss read every 50 steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hugging Face Accelerate: the loop stays the user's; backward, clipping and the optimiser's step go through the Accelerator."""
+"""Hugging Face Accelerate: the loop stays the user's.
+
+Backward, clipping and the optimiser's step go through the Accelerator.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""MosaicML Composer's Trainer: fused AdamW, gradient clipping as its algorithm, no progress bar, nothing logged or saved."""
+"""MosaicML Composer's Trainer.
+
+Fused AdamW, gradient clipping as its algorithm, no progress bar, nothing logged or saved.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lightning Fabric: the loop stays the user's; backward, clipping and the optimiser's step go through Fabric."""
+"""Lightning Fabric: the loop stays the user's.
+
+Backward, clipping and the optimiser's step go through Fabric.
+"""
 
 from __future__ import annotations
 

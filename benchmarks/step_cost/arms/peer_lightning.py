@@ -1,4 +1,7 @@
-"""Lightning's Trainer, as lean as it goes: no logger, no progress bar, no checkpoints, no validation."""
+"""Lightning's Trainer, as lean as it goes.
+
+No logger, no progress bar, no checkpoints, no validation.
+"""
 
 from __future__ import annotations
 

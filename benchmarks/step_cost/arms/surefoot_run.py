@@ -1,4 +1,7 @@
-"""surefoot with all that is on by default: order, guard, norm, clipping, meter, events, console; the batch gathered from memory."""
+"""surefoot with all that is on by default; the batch is gathered from memory.
+
+On are order, guard, norm, clipping, meter, events and console.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ from surefoot.train.run import Run
 
 
 class Costed:
-    """One of the workloads as a task. All parameters decay, as in `AdamW(model.parameters())`, so that weights can be compared."""
+    """One of the workloads as a task.
+
+    All parameters decay, as in `AdamW(model.parameters())`, so that weights can be compared.
+    """
 
     def __init__(self, workload: str, batches: int) -> None:
         self.workload = replace(WORKLOADS[workload], num_batches=batches)
@@ -52,9 +58,8 @@ def train(workload: Workload, watch: Watch, folder: str) -> None:
             "workload": workload.name,
             "batches": workload.num_batches,
         },
-        data={
-            "shuffle": not watch.compares
-        },  # shuffled, as by default, but where batches must be those of the other arms
+        # shuffled, as by default, but where batches must be those of the other arms
+        data={"shuffle": not watch.compares},
         optim={"lr": LEARNING_RATE},
         schedule={"name": "constant"},
         train={
