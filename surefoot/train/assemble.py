@@ -58,7 +58,13 @@ from surefoot.train.record.partial import describe_unshared, watch
 from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.course import RunSchedule
-from surefoot.train.step.reading import make_feed, make_settings, read_once, read_split
+from surefoot.train.step.reading import (
+    describe_short_batch,
+    make_feed,
+    make_settings,
+    read_once,
+    read_split,
+)
 from surefoot.train.step.sharding import make_ranks, shard
 from surefoot.train.step.unfrozen import TrainedSet
 
@@ -307,7 +313,11 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
         *optim.describe_scaling(spec.optim, feed.largest),
         *describe_unshared(unshared, group),
     ]
-    told += describe_mode(spec, device.type) + describe_cudnn(spec, device.type)
+    told += (
+        describe_mode(spec, device.type)
+        + describe_cudnn(spec, device.type)
+        + describe_short_batch(feed)
+    )
     is_counted = not isinstance(source, Iterated)
     warnings = (
         optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name)

@@ -123,10 +123,7 @@ def evaluate(
     wrong kind.
     """
     started_s = time.perf_counter()
-    total_samples = (
-        None if isinstance(source, Iterated) else len(source)
-    )  # an iterable's length is in batches
-    size, num_samples = _batch_size(source, batch), 0
+    total_samples, size, num_samples = count_samples(source), _batch_size(source, batch), 0
     shares = not group.is_alone and source.guarantee == "proven"
     share = Share(group.rank, group.size) if shares else WHOLE
     merged, mine = Merged(), list[BatchResult]()
@@ -204,6 +201,11 @@ def evaluate(
         time.perf_counter() - started_s,
         precision,
     )
+
+
+def count_samples(source: Source) -> int | None:
+    """Return the number of samples of `source`; None for an iterable of batches, which counts those."""
+    return None if isinstance(source, Iterated) else len(source)
 
 
 def _count_of(terms: tuple[tuple[str, Tensor, Any, float], ...]) -> int:

@@ -361,6 +361,18 @@ LAWS: dict[str, Law] = {
         ),
         {"surefoot/core/a.py": 'def f():\n    """Return what there is."""\n'},
     ),
+    "a message names public modules": Law(
+        words.public_homes,
+        (
+            Plant(
+                "surefoot.components.data",
+                {"surefoot/core/a.py": "hint = f'use {1} of surefoot.components.data'\n"},
+            ),
+        ),
+        {
+            "surefoot/core/a.py": '"""A surefoot.core.b."""\nx = ["surefoot.cli.watch", "-m surefoot.cli.watch x", "of surefoot.data"]\n'
+        },
+    ),
     "nothing runs code hidden in data": Law(
         calls.dangerous,
         tuple(

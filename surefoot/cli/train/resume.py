@@ -91,9 +91,16 @@ def resume(
         longer = (
             "" if ended is None or steps is not None else f" --steps {2 * max(1, ended.step)}"
         )  # without more steps nothing is left to train
+        given = [
+            *(part for each in set_ or [] for part in ("--set", each)),
+            *([] if steps is None else ["--steps", str(steps)]),
+        ]
+        given += [
+            *([] if data is None else ["--data", str(data)]),
+            *([] if task is None else ["--task", task]),
+        ]
         changes.check_in_place(
-            found,
-            f"surefoot resume {shlex.quote(str(run))} --fork NEW{longer} with the same changes",
+            found, f"surefoot resume {shlex.quote(str(run))} --fork NEW{longer} {shlex.join(given)}"
         )
         if tell_finished(run, before, json=json):
             return EXIT_OK

@@ -66,7 +66,7 @@ def record_again(
     if spec.task.use is None:
         raise InputError(
             f"the task of {run} was built in a script, so only that script can repeat it",
-            hint="there: surefoot.components.profiler.tracing.Profiler around its loop, or ask while it runs: surefoot profile RUN",
+            hint=f"there: surefoot.profiler.Profiler around its loop, or ask while it runs: surefoot profile {shlex.quote(str(run))}",
         )
     step, troubles = newest_sound(run)
     for trouble in troubles:
