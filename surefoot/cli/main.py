@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import mmap
 import os
 import sys
 import warnings
@@ -44,7 +45,7 @@ from surefoot.core.errors import (
     hint_unread,
     hint_unwritten,
 )
-from surefoot.core.process.refused import is_refused
+from surefoot.core.process.refused import address_space_bytes, is_refused
 
 app = typer.Typer(
     name="surefoot",
@@ -67,6 +68,8 @@ app = typer.Typer(
 # another user's file, a link in a run folder, an invalid name, a file instead of a folder
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)
 DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+RESERVE_BYTES = 16 << 20  # of address space, which no page of memory stands behind
+RESERVE: list[mmap.mmap] = []  # released where memory is refused
 TRAIN, LOOK, PROVE, OPERATE = "Train", "Look", "Prove", "Operate"
 app.command(cls=Verb, rich_help_panel=TRAIN)(demo.demo)
 app.command(cls=Verb, rich_help_panel=TRAIN)(init.init)
@@ -104,6 +107,7 @@ def main() -> None:
     _open_closed_streams()
     _allow_any_text()
     _show_renamed_keys()
+    _reserve_memory()
     try:
         code = app(prog_name="surefoot", standalone_mode=False)
     except SurefootError as error:
@@ -163,6 +167,16 @@ def _allow_any_text() -> None:
                 stream.reconfigure(errors="backslashreplace")
 
 
+def _reserve_memory() -> None:
+    """Reserve the memory that an out-of-memory error needs to be printed, under `ulimit -v`.
+
+    Without that limit Linux ends a process before it refuses an import its memory.
+    """
+    if address_space_bytes() is not None:
+        with contextlib.suppress(OSError, MemoryError):
+            RESERVE.append(mmap.mmap(-1, RESERVE_BYTES))
+
+
 def _flush(code: int) -> int:
     """Flush standard output; return `code`, or a storage error's code if the disk is full.
 
@@ -184,6 +198,7 @@ def _tell_no_memory(error: Exception, message: str = "") -> int:
     The host, the container or `ulimit -v` refused the memory, for example for the import of torch
     or for the weights of a model.
     """
+    RESERVE.clear()
     text = next(iter(str(error).strip().splitlines()), "")
     message = message or f"memory was refused: {type(error).__name__}: {text}"
     try:
@@ -191,7 +206,7 @@ def _tell_no_memory(error: Exception, message: str = "") -> int:
 
         most = f"this process may use at most {find_limit().words}"
         _tell(OutOfMemory(message, hint=f"{most}: raise that, or use a smaller model or batch"))
-    except (MemoryError, ImportError):  # even this message needs memory
+    except Exception:  # noqa: BLE001 - even this message needs memory, and an import without it raises any error
         os.write(2, f"error: {message}\n".encode(errors="replace"))
     return OutOfMemory.exit_code
 

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -280,7 +281,7 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
     if isinstance(found, str):
         raise RunFolderError(
             f"{path} is no ledger: {found}",
-            hint="an unfinished run sets it aside when it goes on: surefoot resume RUN",
+            hint=f"an unfinished run sets it aside when it goes on: surefoot resume {shlex.quote(str(folder))}",
         )
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from surefoot.core.errors import SpecError, TaskError
 
 MAX_DEPTH = 8
 STARTERS = ("Run", "attach")
+NAMING = "a task is named file.py:Class or package.module:Class"
+METHODS = ("model", "data", "forward", "loss")
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
@@ -124,20 +127,18 @@ def find_parameters(use: str) -> list[Parameter] | None:
 
     Raises TaskError where the file or the class is missing or not valid Python.
     """
-    _, colon, name = use.partition(":")
+    module, colon, name = use.partition(":")
     path = find_source(use)
     if path is None:
         if not colon:
-            raise TaskError(
-                f"there is no built-in task {use[:500]!r}",
-                hint="name your own as file.py:Class or package.module:Class",
-            )
+            file = Path(f"{use}.py")
+            hint = suggest_class(file) if _is_file(file) else NAMING
+            raise TaskError(f"there is no built-in task {use[:500]!r}", hint=hint)
         return None
     if not _is_file(path):
-        raise TaskError(
-            f"there is no task file {str(path)[:500]}",
-            hint="a task is named file.py:Class or package.module:Class",
-        )
+        raise TaskError(f"there is no task file {str(path)[:500]}", hint=NAMING)
+    if module.endswith(".py") and not colon:
+        raise TaskError(f"{path} is a file, and a task is a class of one", hint=suggest_class(path))
     try:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
@@ -155,9 +156,45 @@ def find_parameters(use: str) -> list[Parameter] | None:
     if name not in classes:
         if _is_bound(tree, name):
             return None
-        listed = ", ".join(classes) or "no class"
-        raise TaskError(f"{path} has no class {name!r}", hint=f"it has: {listed}")
+        raise TaskError(f"{path} has no class {name!r}", hint=suggest_class(path, name))
     return _of_class(classes[name], classes, tree, 0)
+
+
+def suggest_class(path: Path, name: str = "") -> str:
+    """Return a hint that names the task in a file: the class with most methods of a task.
+
+    A class whose name is near `name` comes before others. The file is not imported.
+    """
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return NAMING
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    counts = {
+        each: len(_methods_of(node, classes, 0).intersection(METHODS))
+        for each, node in classes.items()
+    }
+    likeliest = [each for each, count in counts.items() if count == max(counts.values())]
+    if not likeliest:
+        return "it has no class; surefoot init NEW writes a file with a task"
+    near = difflib.get_close_matches(name, likeliest, n=1) or likeliest
+    here = Path.cwd()
+    file = path.absolute().relative_to(here) if path.absolute().is_relative_to(here) else path
+    named = " or ".join(shlex.quote(f"{file}:{each}") for each in near)
+    return f"name {'its class' if len(near) == 1 else 'one of its classes'}: {named}"
+
+
+def _methods_of(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], depth: int) -> set[str]:
+    """Return the methods of a class, those of its bases in the same file included."""
+    found = {
+        each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    bases = [
+        classes[each.id] for each in node.bases if isinstance(each, ast.Name) and each.id in classes
+    ]
+    return found.union(
+        *(_methods_of(each, classes, depth + 1) for each in bases if depth < MAX_DEPTH)
+    )
 
 
 def find_unguarded_run(path: Path) -> int | None:

@@ -6,6 +6,7 @@ import ast
 import difflib
 import importlib.util
 import re
+import shlex
 import tomllib
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +18,15 @@ import tomli_w
 
 from surefoot.contract import signature
 from surefoot.contract.run_folder import files
-from surefoot.contract.spec import ALLOWED, RunSpec, find_idle_keys, find_place, leave_out_idle
+from surefoot.contract.spec import (
+    ALLOWED,
+    RunSpec,
+    as_value,
+    find_idle_keys,
+    find_place,
+    leave_out_idle,
+    suggest_keys,
+)
 from surefoot.contract.spec.renamed import RENAMED, describe_renamed, with_new_names
 from surefoot.core.errors import (
     RenamedKeyWarning,
@@ -189,9 +198,16 @@ def parse_set(text: str) -> tuple[str, Any, str]:
     """
     key, equals, value = text.partition("=")
     if not equals or key.count(".") < 1 or not all(key.split(".")):
-        raise SpecError(
-            f"--set {text!r} is not table.key=value", hint="for example --set optim.lr=0.01"
+        near = [
+            f"{each}={as_value(each, key, value or '...')}"
+            for each in suggest_keys(None, key.strip())
+        ]
+        hint = (
+            f"did you mean --set {' or --set '.join(map(shlex.quote, near))}?"
+            if near
+            else "for example --set optim.lr=0.01"
         )
+        raise SpecError(f"--set {text!r} is not table.key=value", hint=hint)
     try:
         return key.strip(), tomllib.loads(f"x = {value}")["x"], f"--set {key.strip()}"
     except (ValueError, RecursionError):
@@ -228,10 +244,9 @@ def _tables_of_file(
         stated = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         # tomllib lets through errors of huge integers and of deep nesting
-        classes = re.findall(r"^class (\w+)", text, re.MULTILINE) if path.suffix == ".py" else []
         ways = (
-            f"name its class: {path.name}:{classes[0]}"
-            if classes
+            signature.suggest_class(path)
+            if path.suffix == ".py"
             else "surefoot init NEW writes one that runs"
         )
         raise SpecError(f"{path} is not TOML, the form of a spec: {error}", hint=ways) from None
@@ -255,9 +270,13 @@ def _tables_of_file(
     _make_paths_absolute(stated, path.parent)
     for table, keys in stated.items():
         if not isinstance(keys, dict):
+            near = " or ".join(
+                f"{name} under [{of}]"
+                for of, name in (each.split(".") for each in suggest_keys(None, table))
+            )
             raise SpecError(
                 f"{table!r} stands outside a table",
-                hint="put it under one, as in [train]",
+                hint=f"did you mean {near}?" if near else "put it under one, as in [train]",
                 where=f"{path.name}:{lines.get(table, 1)}",
             )
         into = tables.setdefault(table, {})

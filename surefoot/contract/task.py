@@ -215,10 +215,14 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
         evaluated = any(callable(getattr(task, part, None)) for part in ("metrics", "loss"))
         missing = [part for part in missing if part != "loss" and (part != "forward" or evaluated)]
     if missing:
+        source = (
+            None if importable is None or len(missing) < 2 else signature.find_source(importable)
+        )
+        other = "" if source is None else f"{signature.suggest_class(source)}; "
         raise TaskError(
             f"task {kind} has no method {', '.join(missing)}",
-            hint="a task has model(), data(split), forward(model, batch) and loss(output, batch); "
-            "with updates(model) it needs no loss, "
+            hint=f"{'' if kind in other else other}a task has model(), data(split), "
+            "forward(model, batch) and loss(output, batch); with updates(model) it needs no loss, "
             "and forward only to be evaluated",
         )
     parts = {part: getattr(task, part, None) for part in MAY_HAVE}
@@ -266,15 +270,18 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
         elif module_name.endswith(".py"):
             module = import_file(Path(module_name))
         else:
+            if (here := str(Path.cwd())) not in sys.path:
+                sys.path.append(here)  # where `python -m` and `signature.find_source` look too
             with _importing(module_name):
                 module = importlib.import_module(module_name)
     except TaskError:
         raise
+    except ModuleNotFoundError as error:
+        if class_name and f"{module_name}.".startswith(f"{error.name}."):
+            raise _missing_module(use, module_name) from error
+        raise _failed_import(use, error) from error
     except (Exception, SystemExit) as error:
-        raise TaskError(
-            f"task {use!r} does not import: {type(error).__name__}: {error}{_where(error)}",
-            hint="run it with --traceback to see all of it",
-        ) from error
+        raise _failed_import(use, error) from error
     made = getattr(module, class_name, None)
     if made is None:
         raise TaskError(
@@ -291,6 +298,20 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
             hint="its parameters are the keys of [task]",
         ) from error
     return resolve(task, importable=use)
+
+
+def _missing_module(use: str, module_name: str) -> TaskError:
+    return TaskError(
+        f"task {use!r} does not import: there is no module {module_name}",
+        hint=f"run surefoot in the folder that holds it, or name its file: {module_name.replace('.', '/')}.py:{use.partition(':')[2]}",
+    )
+
+
+def _failed_import(use: str, error: BaseException) -> TaskError:
+    return TaskError(
+        f"task {use!r} does not import: {type(error).__name__}: {error}{_where(error)}",
+        hint="run it with --traceback to see all of it",
+    )
 
 
 def _find_main(module_name: str, class_name: str) -> ModuleType | None:

@@ -122,9 +122,7 @@ def evaluate(
     wrong kind.
     """
     started_s = time.perf_counter()
-    # an iterable's length is in batches
-    total = None if isinstance(source, Iterated) else len(source)
-    size, num_samples = _batch_size(source, batch), 0
+    total, size, num_samples = count_samples(source), _batch_size(source, batch), 0
     shares = not group.is_alone and source.guarantee == "proven"
     share = Share(group.rank, group.size) if shares else WHOLE
     merged, mine = Merged(), list[BatchResult]()
@@ -205,6 +203,11 @@ def _evaluate_batch(
     )
     count = num_samples if num_samples is not None else _count_of(terms)
     return BatchResult(count, terms, _metrics(task, output, inputs))
+
+
+def count_samples(source: Source) -> int | None:
+    """Return the number of samples of `source`; None for an iterable, whose length is in batches."""
+    return None if isinstance(source, Iterated) else len(source)
 
 
 def _count_of(terms: tuple[tuple[str, Tensor, Any, float], ...]) -> int:

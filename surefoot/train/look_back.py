@@ -31,7 +31,14 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source, resolve
 from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, hint_unwritten
 from surefoot.train.assemble import build_model, load_task, set_storage
-from surefoot.train.evaluate import Evaluation, batches, counted_batches, evaluate, evaluation_key
+from surefoot.train.evaluate import (
+    Evaluation,
+    batches,
+    count_samples,
+    counted_batches,
+    evaluate,
+    evaluation_key,
+)
 from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import untouched
 from surefoot.train.record.noticed.moved_outside import load_outside
@@ -213,7 +220,7 @@ def predict_run(
             if not num_done:
                 _check_first(source, count, lambda few: task.task.forward(model, few), outputs)
             num_done += count or 0
-            console.reading(name, num_done, len(source))
+            console.reading(name, num_done, count_samples(source))
         arrays = outputs.arrays()
         for key, why in outputs.left_out.items():
             console.warn(f"{key!r} is left out, {why}")

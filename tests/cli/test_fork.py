@@ -206,7 +206,8 @@ def test_a_fork_notes_other_data_and_code_and_how_it_is_repeated(
     )
     told = " ".join(surefoot("show", "new").out.split())
     assert (
-        f"surefoot resume {tmp_path / 'own'} --from 6 --fork NEW, changed as its notes say" in told
+        f"surefoot resume {tmp_path / 'own'} --from 6 --fork NEW "
+        "with the changes that its notes name" in told
     )
 
 

@@ -23,19 +23,16 @@ OLD = ROOT / "tests" / "fixtures" / "previous_names"
 ID = "a86d4420cb9d"  # as the previous release computed it
 LOSS, TOTAL = 1.126, -0.04273923  # of the run and of the loop, never stopped
 VALUES: dict[str, Any] = {
-    "optim.weight_decay": 0.3,
-    "optim.trust_coefficient": 0.2,
-    "optim.lr_multipliers": {"0.*": 0.5},
-    "memory.activation_checkpointing": "full",
-    "layout.zero_stage": 2,
-    "layout.bucket_size": "2 MiB",
-    "layout.first_bucket_size": "3 MiB",
-    "layout.hang_timeout": 7.0,
+    "optim.decay": 0.3,
+    "optim.trust": 0.2,
+    "optim.rates": {"0.*": 0.5},
+    "memory.recompute": "full",
+    "layout.stage": 2,
+    "layout.bucket": "2 MiB",
+    "layout.first_bucket": "3 MiB",
+    "layout.stall": 7.0,
 }
-BESIDE: dict[str, dict[str, Any]] = {
-    "optim.trust_coefficient": {"name": "lars"},
-    "layout.zero_stage": {"shard": 2},
-}
+BESIDE: dict[str, dict[str, Any]] = {"optim.trust": {"name": "lars"}, "layout.stage": {"shard": 2}}
 
 
 @pytest.fixture
@@ -73,12 +70,12 @@ def test_a_previous_name_is_read_named_once_and_leaves_the_id(
 
 
 def test_a_flag_with_a_previous_name_overrides_the_current_one(surefoot: Command) -> None:
-    words = ("--set", "optim.weight_decay=0.5", "--set", "optim.weight_decay=0.25", "--json")
+    words = ("--set", "optim.weight_decay=0.5", "--set", "optim.decay=0.25", "--json")
     answer = surefoot("spec", "show", "digits", *words)
     values = {each["key"]: each["value"] for each in answer.row["values"]}
     assert values["optim.weight_decay"] == 0.25
-    assert "optim.weight_decay" not in values
-    assert answer.err.startswith("warning: --set: optim.weight_decay is now optim.weight_decay")
+    assert "optim.decay" not in values
+    assert answer.err.startswith("warning: --set: optim.decay is now optim.weight_decay")
 
 
 def test_a_key_by_both_names_is_refused_with_its_place(surefoot: Command, tmp_path: Path) -> None:
@@ -87,13 +84,13 @@ def test_a_key_by_both_names_is_refused_with_its_place(surefoot: Command, tmp_pa
     )
     answer = surefoot("spec", "check", "mine.toml")
     assert answer.code == 2
-    assert answer.err.startswith("error: mine.toml:5: optim.weight_decay is the previous name")
+    assert answer.err.startswith("error: mine.toml:5: optim.decay is the previous name")
     with pytest.raises(SpecError, match="both are given"):
         RunSpec(optim={"decay": 0.1, "weight_decay": 0.1})
 
 
 def test_a_run_of_the_previous_release_keeps_its_id(old: Path) -> None:
-    with pytest.warns(RenamedKeyWarning, match=r"spec.toml:6: optim.weight_decay"):
+    with pytest.warns(RenamedKeyWarning, match=r"spec.toml:6: optim.decay"):
         assert spec_file.read(str(old / "spec.toml")).spec.id == ID
     with warnings.catch_warnings():
         warnings.simplefilter("error", RenamedKeyWarning)  # of its own file a run says nothing

@@ -6,10 +6,12 @@ Every value with its origin, what is wrong with its place, ids that mean somethi
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from surefoot.contract.spec import key_names, synonyms
 from tests.cli.conftest import Command
 
 
@@ -79,6 +81,36 @@ WRONG = {
     "an unknown table": (
         "[optimm]\nlr = 1.0",
         "mine.toml:3: 'optimm' is no table",
+        "did you mean 'optim'?",
+    ),
+    "torch's name of a key": (
+        "[optim]\nlearning_rate = 1.0",
+        "mine.toml:4: 'learning_rate' is no key in [optim]",
+        "did you mean 'lr'?",
+    ),
+    "a hyphen": (
+        "[optim]\nweight-decay = 1.0",
+        "mine.toml:4: 'weight-decay' is no key in [optim]",
+        "did you mean 'decay'?",
+    ),
+    "a loader's name": (
+        "[loader]\nnum_workers = 2",
+        "'num_workers' is no key in [loader]",
+        "did you mean 'workers'?",
+    ),
+    "epochs": (
+        "[train]\nepochs = 3",
+        "'epochs' is no key in [train]",
+        "did you mean 'length', as in length = \"3 epochs\"?",
+    ),
+    "a key of another table": (
+        "[train]\nlr = 1.0",
+        "'lr' is no key in [train]",
+        "did you mean 'optim.lr'?",
+    ),
+    "a synonym of a table": (
+        "[optimizer]\nlr = 1.0",
+        "'optimizer' is no table",
         "did you mean 'optim'?",
     ),
     "an unknown parameter": ("wdith = 3", "mine.toml:3: ", "did you mean 'width'?"),
@@ -188,6 +220,44 @@ def test_a_spec_without_a_task_is_not_ok(surefoot: Command, spec_file: Path) -> 
     assert (answer.code, answer.out) == (2, "")
     assert "the spec names no task" in answer.err
     assert surefoot("spec", "check", spec_file, "--set", "task.use=digits").code == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("lr=3", "--set optim.lr=3?"),
+        ("learning_rate=0.1", "--set optim.lr=0.1?"),
+        ("weigth_decay=0", "--set optim.weight_decay=0?"),
+        ("batch_size=8", "--set train.batch=8 or --set evaluate.batch=8?"),
+        ("epochs=3", "--set 'train.length=3 epochs'?"),
+        ("max_steps=500", "--set 'train.length=500 steps'?"),
+        ("momentum=0.9", "--set optim.momentum=0.9?"),
+        ("wd", "--set optim.weight_decay=...?"),
+        ("seed=1", "--set train.seed=1?"),
+        ("nothing_alike=1", "for example --set optim.lr=0.01"),
+    ],
+)
+def test_a_key_without_its_table_is_answered_with_what_to_type(
+    given: str, hint: str, surefoot: Command
+) -> None:
+    answer = surefoot("spec", "check", "digits", "--set", given)
+    assert answer.code == 2
+    assert f"--set {given!r} is not table.key=value" in answer.err
+    assert hint in answer.err
+    if "did you mean" in answer.err and "..." not in hint:
+        typed = shlex.split(
+            answer.err.partition("did you mean ")[2].partition("?")[0].partition(" or ")[0]
+        )
+        assert surefoot("spec", "check", "digits", *typed, "--set", "optim.name=sgd").code == 0
+
+
+def test_every_synonym_leads_to_a_key_and_is_none() -> None:
+    for dotted, words in synonyms.KEYS.items():
+        table, _, key = dotted.partition(".")
+        assert key in key_names(table)
+        assert not set(words) & set(key_names(table)), dotted
+    assert set(synonyms.TABLES.values()) <= set(key_names(None))
+    assert not set(synonyms.TABLES) & set(key_names(None))
 
 
 def test_a_wrong_flag_is_named_as_the_place(surefoot: Command, spec_file: Path) -> None:

@@ -5,13 +5,15 @@ What cannot be seen is left to the import.
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from surefoot.contract import signature
+from surefoot.contract import signature, spec_file
+from surefoot.contract.task import load
 from surefoot.core.errors import InputError, SpecError, TaskError
 
 
@@ -201,3 +203,86 @@ def test_an_unknown_and_a_missing_parameter_are_named(tmp_path: Path) -> None:
         signature.check(f"{path}:Mine", {"depth": 3}, {})
     signature.check(f"{path}:Mine", {"width": 3}, {})  # the folder comes from [data]
     assert signature.takes_folder(f"{path}:Mine") is True
+
+
+DATASET = "class Rows(Dataset):\n    def __len__(self): ...\n    def __getitem__(self, i): ...\n"
+NET = "class Net(nn.Module):\n    def forward(self, x): ...\n    def loss(self, x): ...\n"
+PARTS = "".join(
+    f"    def {name}: ...\n"
+    for name in ("model(self)", "data(self, split)", "forward(self, m, b)", "loss(self, o, b)")
+)
+SUGGESTED = {
+    "a dataset first": (
+        f"{DATASET}class Mine:\n{PARTS}",
+        "mine.py",
+        "name its class: mine.py:Mine",
+    ),
+    "a model first": (f"{NET}class Mine:\n{PARTS}", "mine.py", "name its class: mine.py:Mine"),
+    "methods of a base": (
+        f"{NET}class Base:\n{PARTS}class Own(Base): ...\n",
+        "mine.py",
+        "name one of its classes: mine.py:Base or mine.py:Own",
+    ),
+    "on a built-in task": (
+        f"class Own(Digits):\n    def loss(self, o, b): ...\n{DATASET}",
+        "mine.py",
+        "name its class: mine.py:Own",
+    ),
+    "a path with a space": (
+        f"{DATASET}class Mine:\n{PARTS}",
+        "my own/mine.py",
+        "name its class: 'my own/mine.py:Mine'",
+    ),
+    "no class": (
+        "import os\n",
+        "mine.py",
+        "it has no class; surefoot init NEW writes a file with a task",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SUGGESTED)
+def test_the_class_that_is_suggested_is_the_task_as_a_shell_takes_it(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, name, hint = SUGGESTED[what]
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    refused = [
+        (SpecError, lambda: spec_file.read(name)),
+        (TaskError, lambda: signature.find_parameters(name)),
+        (TaskError, lambda: signature.find_parameters(f"{name}:Nothing")),
+    ]
+    if path.parent == tmp_path:
+        refused.append((TaskError, lambda: signature.find_parameters("mine")))
+    for kind, call in refused:
+        with pytest.raises(kind) as raised:
+            call()
+        assert raised.value.hint == hint
+
+
+def test_a_class_that_is_no_task_names_the_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside.py").write_text(f"class Rows: ...\nclass Mine:\n{PARTS}")
+    with pytest.raises(TaskError, match="task Rows has no method model") as raised:
+        load("beside.py:Rows", {})
+    assert str(raised.value.hint).startswith("name its class: beside.py:Mine; a task has model()")
+
+
+def test_a_module_in_the_current_folder_is_found_and_a_missing_one_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    (tmp_path / "own_package").mkdir()
+    for name in ("own_module.py", "own_package/inner.py"):
+        (tmp_path / name).write_text(f"class Mine:\n{PARTS}")
+    assert load("own_module:Mine", {}).name == "mine"
+    assert load("own_package.inner:Mine", {}).name == "mine"
+    with pytest.raises(TaskError, match=r"there is no module own_package\.other") as raised:
+        load("own_package.other:Mine", {})
+    assert "name its file: own_package/other.py:Mine" in str(raised.value.hint)

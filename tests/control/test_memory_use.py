@@ -112,6 +112,55 @@ def test_what_is_tight_is_told_three_remedies_with_what_was_predicted_of_them() 
     )
 
 
+WHOLE_BATCHES = {
+    "describe": "27 batches of DataLoader",
+    "digest": "d" * 64,
+    "guarantee": "replayed",
+}
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "words"),
+    [
+        (520, "half the batch_size of the task's DataLoader"),
+        (1200, "twice the batch_size of the task's DataLoader"),
+    ],
+)
+def test_a_task_that_brings_whole_batches_is_told_of_its_loader_and_of_no_key_that_it_refuses(
+    limit_mib: float, words: str
+) -> None:
+    for known in ({}, {"shape": SHAPE}):
+        found = find_memory_use(
+            run(data=WHOLE_BATCHES),
+            limit_bytes=limit_mib * MIB,
+            spec_file="'my run/spec.toml'",
+            **known,
+        )
+        assert found is not None
+        told = " ".join(f"{each.change} {each.effect}" for each in found.remedies)
+        assert words in told
+        assert "train.batch" not in told
+        assert "train.microbatch" not in told
+        assert "SPEC" not in told
+        assert known or "surefoot memory 'my run/spec.toml'" in told
+
+
+@pytest.mark.parametrize(
+    ("spec", "known"),
+    [
+        ({}, "the run has no spec to predict it from"),
+        ({"task": {}, "train": {"batch": 64}}, "the task was built in a script"),
+    ],
+    ids=["a loop of one's own", "a task of a script"],
+)
+def test_a_run_that_no_command_can_predict_is_told_of_none(spec: Any, known: str) -> None:
+    found = find_memory_use(run(spec), limit_bytes=520 * MIB)
+    assert found is not None
+    assert [
+        known in each.effect and "surefoot memory" not in each.effect for each in found.remedies
+    ] == [True] * 3
+
+
 def test_what_a_run_does_already_is_no_remedy() -> None:
     spec = {
         **SPEC,

@@ -225,9 +225,59 @@ def test_a_task_that_is_refused_memory_ends_with_7_wherever_it_asks(
     assert "fault of surefoot" not in done.stderr
 
 
+FILLED = """
+import resource
+from pathlib import Path
+from surefoot.cli import main
+
+held = []
+def fill(**_):
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    size = 1 << 20
+    while size > 16:
+        try:
+            held.append(bytes(size))
+        except MemoryError:
+            size //= 2
+    raise {error}
+
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+main.app = fill
+main.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "MemoryError",
+        "ImportError('failed to map segment from shared object')",
+        "UserCodeError('lost') from MemoryError()",
+    ],
+)
+def test_a_process_without_a_byte_left_still_prints_its_limit_and_ends_with_7(
+    error: str, tmp_path: Path
+) -> None:
+    code = "from surefoot.core.errors import UserCodeError\n" + FILLED.format(error=error)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 7, done.stderr
+    assert "hint: this process may use at most " in done.stderr
+    assert "(ulimit -v)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 ENDED_BY_C = (
     "cannot allocate memory for thread-local data: ABORT",
-    "terminate called after throwing an instance of 'std::bad_alloc'",
+    "terminate called after throwing an instance of 'std::",
+    "OpenBLAS error: Memory allocation still failed",
 )
 
 
@@ -241,7 +291,7 @@ def test_a_limit_that_torch_itself_does_not_fit_into_ends_with_7(
         num_bytes,
     )
     # while torch is loaded: no Python is left to say more
-    if any(words in done.stderr for words in ENDED_BY_C):
+    if done.returncode < 0 or any(words in done.stderr for words in ENDED_BY_C):
         assert "Traceback" not in done.stderr
         return
     # what torch itself takes differs between its builds

@@ -292,6 +292,21 @@ STRUCTURE_LAWS: dict[str, Law] = {
         ),
         {"surefoot/core/a.py": "class A: ...\nclass _A: ...\n", "tests/a.py": "class A: ...\n"},
     ),
+    "a message names public modules": Law(
+        words.public_homes,
+        (
+            Plant(
+                "surefoot.components.data",
+                {"surefoot/core/a.py": "hint = f'use {1} of surefoot.components.data'\n"},
+            ),
+        ),
+        {
+            "surefoot/core/a.py": (
+                '"""A surefoot.core.b."""\n'
+                'x = ["surefoot.cli.watch", "-m surefoot.cli.watch x", "of surefoot.data"]\n'
+            )
+        },
+    ),
     "a docstring does not begin with a pronoun": Law(
         words.first_words,
         (

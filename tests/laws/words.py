@@ -21,6 +21,9 @@ WORDS = {
     ),
 }
 
+INNER = re.compile(
+    r"(?<!-m )\bsurefoot\.(components|train|runtime|contract|core|control|prove|trial|cli|tasks)\.\w+"
+)
 PRONOUNS = re.compile(
     r"(how|whether|what|which|who|whose|whom|it|its|they|them|their|this|that|these|those|ones?|both|he|she|we|you|i|others"
     r"|(what|which|who)ever|(no|some|any|every)body|(no|some|any|every)thing|none)\b",
@@ -63,6 +66,32 @@ def first_words(root: Path) -> list[Violation]:
         if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
         and (word := PRONOUNS.match(ast.get_docstring(node) or ""))
     ]
+
+
+def public_homes(root: Path) -> list[Violation]:
+    """A message names the public module of a class or function: the rooms behind it may be moved."""
+    found = []
+    for module in modules(root):
+        docs = {id(node.value) for node in ast.walk(module.syntax) if isinstance(node, ast.Expr)}
+        texts = [
+            node
+            for node in ast.walk(module.syntax)
+            if isinstance(node, ast.Constant) and id(node) not in docs
+        ]
+        inner = (
+            (node, INNER.search(node.value))
+            for node in texts
+            if isinstance(node.value, str) and " " in node.value
+        )
+        found += [
+            Violation(
+                module.at(node.lineno),
+                f"the message names {name[0]}; name its public home, as surefoot.data",
+            )
+            for node, name in inner
+            if name
+        ]
+    return found
 
 
 def words(root: Path) -> list[Violation]:

@@ -10,7 +10,7 @@ import pytest
 from surefoot.cli.prove.whatif import _way_out
 from surefoot.prove.whatif.fit import STEPS_OF_THE_ANSWER, Fitted, Predicted, Try, find_largest
 from tests.cli.conftest import Command, surefoot
-from tests.train.small import write_task
+from tests.train.small import WHOLE_BATCHES, write_task
 
 __all__ = ["surefoot"]
 
@@ -115,6 +115,20 @@ def test_what_fails_for_another_reason_than_memory_is_an_error(
     assert (answer.code, answer.out) == (code, "")
     assert words in answer.err
     assert "hint:" in answer.err
+
+
+@pytest.mark.parametrize("verb", ["whatif", "memory"])
+def test_whole_batches_of_a_loader_are_not_searched_for_a_microbatch(
+    verb: str, tmp_path: Path, surefoot: Command
+) -> None:
+    answer = surefoot(verb, write_task(tmp_path, change=WHOLE_BATCHES), "--fit", "4 GiB")
+    assert (answer.code, answer.out) == (2, "")
+    assert (
+        "--fit looks for a train.microbatch, and the source gives whole batches: 3 batches of DataLoader"
+        in answer.err
+    )
+    assert "another batch_size" in answer.err
+    assert "train.batch" not in answer.err
 
 
 @pytest.mark.slow

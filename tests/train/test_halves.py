@@ -192,6 +192,42 @@ def test_a_loss_that_is_no_sum_is_refused_where_the_run_divides_its_batches(
         train(Task(of), tmp_path / "run", microbatch=4)
 
 
+def broadcast_in_torch(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
+    return Loss.sum(F.mse_loss(output, y, reduction="sum"), len(y))
+
+
+def broadcast_the_other_way(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
+    return Loss.sum((output[:, 0] - y[:, None, None]).abs().sum(), len(y))
+
+
+def indexed(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
+    return Loss.sum((output[torch.arange(len(y))][:, 0] * y).sum().square(), len(y))
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        (broadcast, "sub takes tensors of shapes (8, 1) and (8,)"),
+        (broadcast_in_torch, "mse_loss takes tensors of shapes (8, 1) and (8,)"),
+        (broadcast_the_other_way, "sub takes tensors of shapes (8,) and (8, 1, 1)"),
+        (indexed, ""),
+        (covariance, ""),
+        (penalized, ""),
+    ],
+    ids=lambda of: getattr(of, "__name__", ""),
+)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_shapes_that_broadcast_samples_against_each_other_are_named(
+    of: Parts, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TaskError, match="is not a sum over samples") as refused:
+        train(Task(of), tmp_path / "split", microbatch=4)
+    (note,) = train(Task(of), tmp_path / "whole")
+    for told in (str(refused.value.hint), note):
+        assert words in told
+        assert ("give both one shape" in told) is bool(words)
+
+
 @pytest.mark.parametrize("source", ["arrays", "a DataLoader"])
 @pytest.mark.parametrize("of", NO_SUMS, ids=lambda of: of.__name__)
 def test_a_loss_that_is_no_sum_is_reported_on_the_screen_where_batches_stay_whole(

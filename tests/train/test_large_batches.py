@@ -78,6 +78,31 @@ def test_a_batch_of_more_samples_than_there_are_scales_the_rate_by_those(tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        (
+            {"batch": 25},
+            "train.batch is 25, and the training set has 24 samples: such a step trains on all 24, and is an epoch",
+        ),
+        ({"batch": 24}, ""),
+        ({"batch": 64, "microbatch": 16}, "set train.batch to 24 or less"),
+        ({"batch": 32, "ramp": ((0, 4), (24, 32))}, "train.batch is 32, and"),
+    ],
+)
+def test_a_batch_of_more_samples_than_there_are_is_told_before_the_run(
+    train: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Run(spec(2, train=train), Small(), folder=tmp_path / "run") as run:
+        assert [report.num_samples for report in run.steps()] == [
+            min(24, train["batch"] if "ramp" not in train else 4)
+        ] * 2
+    before = capsys.readouterr().err.partition("step 1")[0]
+    assert (
+        (told or "the training set has") in before if told else "the training set has" not in before
+    )
+
+
 def test_a_rule_without_a_batch_to_scale_from_is_refused() -> None:
     with pytest.raises(
         SpecError, match=r'optim\.scaling = "sqrt" has no effect without optim\.reference_batch'

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from surefoot.components.observe import console
 from surefoot.core.errors import TaskError
 from surefoot.train.record.outputs import Outputs
-from tests.train.small import call, write_task
+from tests.train.small import WHOLE_BATCHES, call, write_task
 
 SIZES = (4, 4, 3)  # of three batches
 ROWS = torch.arange(44, dtype=torch.float32).reshape(11, 4)
@@ -189,6 +190,41 @@ def test_predict_writes_ragged_rows_and_names_what_it_leaves_out(
     }
     assert arrays["wide.shape"][:12:4, 0].tolist() == [3, 4, 5]
     assert "'none' is left out, of type NoneType" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["predict", "evaluate"])
+@pytest.mark.parametrize(
+    ("data", "lines"), [("Arrays", ["16/24", "24/24"]), ("DataLoader", ["9", "18", "24"])]
+)
+def test_progress_counts_done_and_total_in_samples(
+    verb: str,
+    data: str,
+    lines: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    task = write_task(tmp_path, change=WHOLE_BATCHES if data == "DataLoader" else ("", ""))
+    run = str(tmp_path / "a")
+    assert (
+        call(
+            monkeypatch,
+            "train",
+            task,
+            "--steps",
+            "2",
+            "--set",
+            "evaluate.batch=16",
+            "--quiet",
+            "--run",
+            run,
+        )
+        == 0
+    )
+    monkeypatch.setattr(console, "LINE_EVERY_S", -1.0)
+    capsys.readouterr()
+    assert call(monkeypatch, verb, run) == 0
+    assert capsys.readouterr().err.splitlines() == [f"test {done} samples" for done in lines]
 
 
 @pytest.mark.parametrize("batch", [3, 4, 6])

@@ -135,6 +135,7 @@ def rows_of(past: Past) -> RunRows:
 
     steps = [each for each in past.steps if each.generation == past.started.generation]
     records = [past.started, *steps, *([past.ended] if past.ended is not None else [])]
+    spec_file = shlex.quote(str(past.folder / "spec.toml"))
     return RunRows(
         name=str(past.folder),
         headline=f"{shorten(past.started.task)}: {past.state}, {shorten(format_score(past))}",
@@ -149,7 +150,7 @@ def rows_of(past: Past) -> RunRows:
         faults=past.faults,
         goodput=past.goodput,
         phases=past.phases,
-        memory=find_memory_use(records, shape=read_shape(past.folder)),
+        memory=find_memory_use(records, shape=read_shape(past.folder), spec_file=spec_file),
         profile=read_profile(past.folder),
     )
 

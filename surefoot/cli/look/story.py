@@ -89,7 +89,7 @@ def tell_place(past: Past) -> Pairs:
                 "attempts",
                 (
                     f"{past.num_attempts}; {told}of each step the newest is told; "
-                    "surefoot why tells more"
+                    f"surefoot why {_typed(past.folder)} tells more"
                 ),
             )
         )
@@ -270,11 +270,16 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
         )
 
 
+def _typed(path: object) -> str:
+    """Return a path as a shell takes it."""
+    return shlex.quote(str(path))
+
+
 def _utilisation(past: Past) -> str:
     """Describe the model FLOPs utilization with its terms, once `surefoot roofline` has counted."""
     found = past.utilisation()
     return (
-        f"{UNKNOWN} (surefoot roofline RUN counts them)"
+        f"{UNKNOWN} (surefoot roofline {_typed(past.folder)} counts them)"
         if found is None
         else f"MFU {found.words(past.samples_per_s)}"
     )
@@ -282,24 +287,29 @@ def _utilisation(past: Past) -> str:
 
 def tell_again(past: Past) -> Pairs:
     """Return how to repeat the run, and where its weights are."""
-    spec, parent = past.folder / "spec.toml", past.parent()
+    parent = past.parent()
     command = (
-        f"surefoot train {shlex.quote(str(spec))}"
+        f"surefoot train {_typed(past.folder / 'spec.toml')}"
         if past.use
         else "n/a: the task was built in a script, so only that script can"
     )
     if past.use and parent is not None:
-        weights_only = "--weights-only " if parent.get("weights_only") else ""
-        began = f"--from {parent.get('step')} {weights_only}--fork NEW"
-        folder = shlex.quote(str(parent.get("folder")))
-        command = f"surefoot resume {folder} {began}, changed as its notes say"
+        began = (
+            f"--from {parent.get('step')} "
+            f"{'--weights-only ' if parent.get('weights_only') else ''}--fork NEW"
+        )
+        command = f"surefoot resume {_typed(parent.get('folder'))} {began}"
     steps = past.weights()
     weights = [
         ("weights", str(past.folder / "checkpoints" / f"step-{step:012d}")) for step in steps
     ] or [("weights", "none saved")]
     pairs = [(name if not index else "", value) for index, (name, value) in enumerate(weights)]
+    changed = (
+        [("", "with the changes that its notes name")] if past.use and parent is not None else []
+    )
     return [
         ("repeat", command),
+        *changed,
         *pairs,
         *([("load", f"surefoot.load({str(past.folder)!r})")] if steps and past.use else []),
     ]

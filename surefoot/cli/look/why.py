@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,7 +61,11 @@ def why(
     records, _ = past.read_records(run)
     found = find_goodput(records)
     memory = find_memory_use(
-        records, limit_bytes=limit_bytes, shape=read_shape(run), measured=elsewhere
+        records,
+        limit_bytes=limit_bytes,
+        shape=read_shape(run),
+        measured=elsewhere,
+        spec_file=shlex.quote(str(run / "spec.toml")),
     )
     waits, advice = find_waits(records), None
     if found.median_save_s is not None and found.between_failures_s is not None:

@@ -94,9 +94,14 @@ def resume(
         ended = events.find_end(run, before.id)
         # without more steps nothing is left to train
         longer = "" if ended is None or steps is not None else f" --steps {2 * max(1, ended.step)}"
+        given = [
+            *(part for each in set_ or [] for part in ("--set", each)),
+            *([] if steps is None else ["--steps", str(steps)]),
+            *([] if data is None else ["--data", str(data)]),
+            *([] if task is None else ["--task", task]),
+        ]
         changes.check_in_place(
-            found,
-            f"surefoot resume {shlex.quote(str(run))} --fork NEW{longer} with the same changes",
+            found, f"surefoot resume {shlex.quote(str(run))} --fork NEW{longer} {shlex.join(given)}"
         )
         if tell_finished(run, before, json=json):
             return EXIT_OK

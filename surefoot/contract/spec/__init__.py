@@ -9,7 +9,9 @@ from surefoot.contract.spec.run_spec import (
     find_place,
     key_names,
     leave_out_idle,
+    suggest_keys,
 )
+from surefoot.contract.spec.synonyms import as_value
 from surefoot.contract.spec.training import CheckpointTable, OptimTable, StabilityTable
 from surefoot.contract.spec.values import SpecTable
 
@@ -23,9 +25,11 @@ __all__ = [
     "RunSpec",
     "StabilityTable",
     "SpecTable",
+    "as_value",
     "explain",
     "find_idle_keys",
     "find_place",
     "key_names",
     "leave_out_idle",
+    "suggest_keys",
 ]

@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from surefoot.contract.spec import synonyms
 from surefoot.contract.spec.effects import Read, describe, find_idle
 from surefoot.contract.spec.execution import (
     CompileTable,
@@ -383,7 +384,7 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
     given, kind = fault.get("input"), fault["type"]
     dotted = ".".join(path)
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return _unknown_key(path)
+        return _unknown_key(path, given)
     if kind == "missing":
         hint = (
             'a spec needs at least [task] use = "digits"'
@@ -442,10 +443,33 @@ def find_place(key: Sequence[str], places: Mapping[str, str]) -> str | None:
     return None
 
 
-def _unknown_key(path: tuple[str, ...]) -> SpecError:
-    table, key = (None, path[0]) if len(path) == 1 else (path[0], path[-1])
-    names = key_names(table)
-    kind = "table" if table is None else f"key in [{table}]"
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return SpecError(f"{key!r} is no {kind}", hint=f"{hint}allowed: {', '.join(names)}", key=path)
+def suggest_keys(table: str | None, key: str) -> list[str]:
+    """Return the dotted keys of a spec that `table.key`, or `key` alone, may mean."""
+    return synonyms.suggest(table, key, {each: key_names(each) for each in key_names(None)})
+
+
+def _unknown_key(path: tuple[str, ...], given: object) -> SpecError:
+    key = path[-1]
+    if len(path) == 1:
+        names = key_names(None)
+        near = [synonyms.TABLES[key.lower()]] if key.lower() in synonyms.TABLES else []
+        near = near or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return SpecError(
+            f"{key!r} is no table", hint=f"{hint}allowed: {', '.join(names)}", key=path
+        )
+    table = path[0]
+    found = [
+        (each.removeprefix(f"{table}."), synonyms.as_value(each, key, str(given)))
+        for each in suggest_keys(table, key)
+    ]
+    words = [
+        repr(name) if value == str(given) else f'{name!r}, as in {name} = "{value}"'
+        for name, value in found
+    ]
+    hint = f"did you mean {' or '.join(words)}? " if words else ""
+    return SpecError(
+        f"{key!r} is no key in [{table}]",
+        hint=f"{hint}allowed: {', '.join(key_names(table))}",
+        key=path,
+    )

@@ -13,12 +13,17 @@ from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes, format_percent
 
 TIGHT, ROOMY = 0.9, 0.5  # of the capacity
-ASK = "not known; surefoot memory SPEC --set {} predicts it"
 OWN_LOOP: Mapping[str, str] = {  # names of the changes for a run without a spec
     "memory.activation_checkpointing": "blocks computed again in the backward pass",
     "train.microbatch": "half the samples at a time",
     "precision.compute": "bf16",
     "train.batch": "twice the batch",
+}
+OWN_BATCHES: Mapping[
+    str, str
+] = {  # and for a task that brings whole batches, of which a spec changes nothing
+    "train.microbatch": "half the batch_size of the task's DataLoader",
+    "train.batch": "twice the batch_size of the task's DataLoader",
 }
 Verdict = Literal["tight", "fits", "roomy"]
 MEANING: Mapping[Verdict, str] = {
@@ -113,6 +118,7 @@ def find_memory_use(
     limit_bytes: float | None = None,
     shape: Shape | None = None,
     measured: Sequence[MeasuredMemory] = (),
+    spec_file: str = "SPEC",
 ) -> MemoryUse | None:
     """Judge the peak memory of the newest attempt among `events`; None where a number is missing.
 
@@ -121,6 +127,7 @@ def find_memory_use(
         limit_bytes: capacity to compare with; by default that of the GPU, else of the host.
         shape: predicted memory of a step of this run.
         measured: results of experiments on this spec.
+        spec_file: the spec of the run as a shell takes it, for commands that predict a change.
     """
     attempt = newest_attempt(events)
     started = attempt[0] if attempt else None
@@ -149,9 +156,9 @@ def find_memory_use(
     )
     found: Iterable[Remedy] = ()
     if verdict == "tight":
-        found = _shrink(started, peak, shape, measured)
+        found = _shrink(started, peak, shape, measured, spec_file)
     elif verdict == "roomy":
-        found = _grow(started, peak, TIGHT * limit, shape, measured)
+        found = _grow(started, peak, TIGHT * limit, shape, measured, spec_file)
     return MemoryUse(
         peak_bytes=peak,
         limit_bytes=limit,
@@ -162,7 +169,11 @@ def find_memory_use(
 
 
 def _shrink(
-    started: Started, peak: float, shape: Shape | None, measured: Sequence[MeasuredMemory]
+    started: Started,
+    peak: float,
+    shape: Shape | None,
+    measured: Sequence[MeasuredMemory],
+    spec_file: str,
 ) -> Iterator[Remedy]:
     """Yield changes that save memory: measured ones by their saving, then predicted ones."""
     spec = _spec(started)
@@ -187,9 +198,8 @@ def _shrink(
             and any(each.split is not None and each.split[1] < (microbatch or 0) for each in there)
         )
         if not is_measured and _helps(started, spec, key, value):
-            yield _as_predicted(
-                spec, key, value, None if shape is None else share * shape.activation_bytes
-            )
+            saved = None if shape is None else share * shape.activation_bytes
+            yield _as_predicted(started, f"{key}={value}", saved, spec_file)
 
 
 def _grow(
@@ -198,6 +208,7 @@ def _grow(
     most: float,
     shape: Shape | None,
     measured: Sequence[MeasuredMemory],
+    spec_file: str,
 ) -> Iterator[Remedy]:
     """Yield uses of free memory: a larger batch, and a larger model.
 
@@ -219,9 +230,12 @@ def _grow(
         spec, "train.batch", twice
     ):
         yield _as_predicted(
-            spec, "train.batch", twice, None if shape is None else -shape.activation_bytes
+            started,
+            f"train.batch={twice}",
+            None if shape is None else -shape.activation_bytes,
+            spec_file,
         )
-    known = "not known; surefoot memory SPEC predicts it"
+    known = "not known; surefoot memory predicts it from the spec of that model"
     if shape is not None:
         known = (
             f"{format_bytes(shape.parameter_bytes)} a parameter and its activations, "
@@ -267,18 +281,32 @@ def _half(batch: int | None, microbatch: int | None) -> int | None:
     return next((size for size in range(microbatch // 2, 0, -1) if batch % size == 0), None)
 
 
-def _as_predicted(spec: RunSpec | None, key: str, value: Any, saved_bytes: float | None) -> Remedy:
+def _as_predicted(
+    started: Started, change: str, saved_bytes: float | None, spec_file: str
+) -> Remedy:
+    """Return a change as `--set` takes it, or in words where no `--set` does, with its effect."""
+    spec, (key, _, _) = _spec(started), change.partition("=")
     if spec is None:
         return Remedy(
             change=OWN_LOOP[key],
             saved_bytes=None,
             known="not known; the run has no spec to predict it from",
         )
-    change = f"{key}={value}"
-    known = (
-        ASK.format(change) if saved_bytes is None else "at most, as predicted of its activations"
+    has_own_batches = started.data.get("guarantee") == "replayed" and key in OWN_BATCHES
+    words = OWN_BATCHES[key] if has_own_batches else change
+    if saved_bytes is not None:
+        return Remedy(
+            change=words, saved_bytes=saved_bytes, known="at most, as predicted of its activations"
+        )
+    if has_own_batches:
+        known = f"not known; after that change of the task surefoot memory {spec_file} predicts it"
+    else:
+        known = f"not known; surefoot memory {spec_file} --set {change} predicts it"
+    return Remedy(
+        change=words,
+        saved_bytes=None,
+        known="not known; the task was built in a script" if spec.task.use is None else known,
     )
-    return Remedy(change=change, saved_bytes=saved_bytes, known=known)
 
 
 def _as_measured(found: MeasuredMemory, before: float) -> Remedy:

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from surefoot.components.data import Iterated
 from surefoot.contract.spec import RunSpec
-from surefoot.core.errors import InputError
+from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import format_bytes
+from surefoot.train.assemble import load_task
 from surefoot.train.preflight.predicted import Prediction, predict
 from surefoot.train.preflight.rank_memory import find_layout
+from surefoot.train.step.reading import read_split
 
 WAYS = ("none", "operators", "every 2", "full")  # the cheapest first
 Tell = Callable[[str], None]
@@ -50,11 +53,23 @@ def find_sizes(spec: RunSpec) -> list[int]:
     return [size for size in range(batch, 0, -1) if size == batch or smaller % size == 0]
 
 
+def check_divisible(spec: RunSpec) -> None:
+    """Raise SpecError if the task's data gives whole batches, which no microbatch divides."""
+    source = read_split(load_task(spec), "train")
+    if isinstance(source, Iterated):
+        raise SpecError(
+            f"--fit looks for a train.microbatch, and the source gives whole batches: {source.describe()}",
+            hint="give the task's DataLoader another batch_size; without --fit surefoot memory predicts a step of its batches",
+        )
+
+
 def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
     """Return the largest microbatch whose predicted peak is at most `budget_bytes`, with margin.
 
-    Raises InputError where none fits, with the least memory that is needed.
+    Raises InputError where none fits, with the least memory that is needed; SpecError for data of
+    whole batches.
     """
+    check_divisible(spec)
     spec = spec.replace(observe={"noise": False})  # not every microbatch allows it
     ways, least = list(WAYS), None
     sizes = find_sizes(spec)

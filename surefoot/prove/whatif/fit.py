@@ -20,7 +20,7 @@ from surefoot.core.errors import InputError, OutOfMemory, UserCodeError
 from surefoot.core.hardware import find_machine
 from surefoot.core.units import format_bytes
 from surefoot.prove.attempts import last_words
-from surefoot.prove.memory import find_sizes, predict
+from surefoot.prove.memory import check_divisible, find_sizes, predict
 from surefoot.prove.whatif.batch import QUIET, peak_of
 from surefoot.train.environment import find_device
 from surefoot.trial import find_conditions, resident_bytes, run_rounds, spec_arm
@@ -175,8 +175,9 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
     """Search the microbatches of the spec's batch by the peaks of real runs.
 
     The search starts from the size that is predicted to fit. Raises InputError for a batch that the
-    data does not fill, UserCodeError where a try fails for another reason than memory.
+    data does not fill or does not divide, UserCodeError where a try fails for another reason than memory.
     """
+    check_divisible(spec)
     sizes, most = find_sizes(spec)[::-1], usable(limit_bytes)
     made = at_its_largest(spec).replace(**QUIET, memory={"on_oom": "stop"})
     specs = {

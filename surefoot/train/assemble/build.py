@@ -41,7 +41,12 @@ from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_un
 from surefoot.train.record.partial import describe_unshared, watch
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.course import RunSchedule
-from surefoot.train.step.reading import make_feed, make_settings, read_split
+from surefoot.train.step.reading import (
+    describe_short_batch,
+    make_feed,
+    make_settings,
+    read_split,
+)
 from surefoot.train.step.sharding import make_ranks, shard
 from surefoot.train.step.unfrozen import TrainedSet
 
@@ -108,6 +113,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
         *describe_unshared(unshared, group),
         *describe_mode(spec, device.type),
         *describe_cudnn(spec, device.type),
+        *describe_short_batch(feed),
     ]
     warnings = _find_warnings(spec, model, updates, curve, feed, total_steps)
     engine, more = _make_engine(

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import TaskError
@@ -27,8 +28,7 @@ SUM_HINT = (
 WAYS_OUT = (
     "a penalty that does not depend on the batch goes in a term of its own: Term(..., "
     "fixed=True); a loss that compares samples with each other is returned with additive=False, "
-    "and train.microbatch is left out (on several ranks it uses surefoot.all_gather); a loss of "
-    "outputs (B, 1) and targets (B,) needs equal shapes"
+    "and train.microbatch is left out (on several ranks it uses surefoot.all_gather)"
 )
 Verdict = Literal["sum", "mean", "other", "unknown"]
 
@@ -40,6 +40,44 @@ class LossTrial:
     loss: Loss
     draws: bool
     gathers: bool = False
+
+
+class _Broadcasts(TorchFunctionMode):
+    """Record the last call that broadcast the samples of one tensor against those of another.
+
+    Tensors of shapes (B, 1) and (B,) give one of (B, B).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        shapes = [
+            tuple(each.shape)
+            for each in (*args, *(kwargs or {}).values())
+            if isinstance(each, Tensor) and each.ndim
+        ]
+        if (
+            len(shapes) == 2
+            and shapes[0][0] == shapes[1][0] > 1
+            and {len(shape) for shape in shapes} >= {1}
+        ):
+            wide = max(shapes, key=len)
+            is_indexed = isinstance(result, Tensor) and tuple(result.shape) == wide
+            if len(wide) > 1 and wide[-1] == 1 and not is_indexed:
+                self.found = (
+                    f"{getattr(func, '__name__', func)} takes tensors of shapes {shapes[0]} and {shapes[1]}, and each sample meets "
+                    f"every other one: if that is not meant, give both one shape, for example by .squeeze(-1) of that of shape {wide}"
+                )
+        return result
 
 
 Try = Callable[[Batch, int], LossTrial]  # the loss of a batch under a seed
@@ -138,8 +176,16 @@ def check_sums(
                 hint=SUM_HINT,
             )
         if verdict == "other":
+            with _Broadcasts() as broadcasts:
+                attempt(whole, 0)
             found.append(
-                _report(name, term.name, values[0], is_refused=is_split and not first.draws)
+                _report(
+                    name,
+                    term.name,
+                    values[0],
+                    broadcasts.found,
+                    is_refused=is_split and not first.draws,
+                )
             )
         if verdict == "unknown":
             found.append(
@@ -175,7 +221,9 @@ def judge(values: np.ndarray, *, is_same: bool = True) -> Verdict:
     return "other" if abs(apart) > ROUNDING * scale + CERTAIN * error else "unknown"
 
 
-def _report(update: str, term: str, values: Sequence[float], *, is_refused: bool) -> str:
+def _report(
+    update: str, term: str, values: Sequence[float], broadcast: str, *, is_refused: bool
+) -> str:
     whole, *halves = values
     what = (
         f"the term {term} of update {update} is not a sum over samples: a batch gives "
@@ -183,8 +231,12 @@ def _report(update: str, term: str, values: Sequence[float], *, is_refused: bool
         f"{' and '.join(f'{half:.6g}' for half in halves)}, together {sum(halves):.6g}"
     )
     if is_refused:
-        raise TaskError(f"{what}, and the run divides its batches", hint=WAYS_OUT)
-    return f"{what}; with train.microbatch or on several ranks it trains to other weights"
+        raise TaskError(
+            f"{what}, and the run divides its batches",
+            hint=f"{broadcast}; {WAYS_OUT}" if broadcast else WAYS_OUT,
+        )
+    cause = f"; {broadcast}" if broadcast else ""
+    return f"{what}{cause}; with train.microbatch or on several ranks it trains to other weights"
 
 
 def _repeats(

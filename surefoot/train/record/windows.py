@@ -67,8 +67,8 @@ def record_again(
         raise InputError(
             f"the task of {run} was built in a script, so only that script can repeat it",
             hint=(
-                "there: surefoot.components.profiler.tracing.Profiler around its loop, or ask "
-                "while it runs: surefoot profile RUN"
+                "there: surefoot.profiler.Profiler around its loop, or ask while it runs: "
+                f"surefoot profile {shlex.quote(str(run))}"
             ),
         )
     step, troubles = newest_sound(run)

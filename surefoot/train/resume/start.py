@@ -174,7 +174,7 @@ def newest_sound(run: Path) -> tuple[int, list[str]]:
     told = f": {troubles[0]}" if troubles else ""
     raise RunFolderError(
         f"{run} holds no commit that a run could begin with{told}",
-        hint="surefoot checkpoint check RUN",
+        hint=f"surefoot checkpoint check {shlex.quote(str(run))}",
     )
 
 
@@ -212,7 +212,7 @@ def check_same_data(chosen: Chosen, digest: str) -> None:
     if chosen.data_digest is not None and chosen.data_digest != digest:
         raise RunFolderError(
             f"the training data are not those that {chosen.folder} was begun with",
-            hint="give the same data with --data, or begin another run: surefoot resume RUN --fork NEW",
+            hint=f"give the same data with --data, or begin another run: surefoot resume {shlex.quote(str(chosen.folder))} --fork NEW",
         )
 
 

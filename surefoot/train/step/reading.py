@@ -24,8 +24,7 @@ from surefoot.train.failure.blame import describe
 
 LEAST_BATCHES = 4  # for fewer no worker is begun
 INSTEAD_OF_A_LOADER = (
-    ", in place of a DataLoader TorchDataset(loader.dataset, loader.collate_fn) of "
-    "surefoot.components.data"
+    ", in place of a DataLoader TorchDataset(loader.dataset, loader.collate_fn) of surefoot.data"
 )
 
 
@@ -117,6 +116,18 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
         ramp=train.ramp,
         share=share,
     )
+
+
+def describe_short_batch(feed: Feed) -> list[str]:
+    """Return a message for a batch larger than the training set, of which a step then trains on all."""
+    largest, n = max([feed.batch, *(batch for _, batch in feed.ramp)]), feed.order.n
+    if largest <= n:
+        return []
+    unit = "batches" if isinstance(feed.source, Iterated) else "samples"
+    whole = f"such a step trains on all {n:,}, and is an epoch"
+    return [
+        f"train.batch is {largest:,}, and the training set has {n:,} {unit}: {whole}; set train.batch to {n:,} or less"
+    ]
 
 
 def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:

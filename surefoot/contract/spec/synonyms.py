@@ -1,0 +1,208 @@
+"""Names that other libraries give to the keys of a spec, and the key that is meant by a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+NEAR, NEAR_IN_TABLE = 0.75, 0.5  # how alike two names are, from 0 to 1
+MOST = 4  # suggestions
+TABLES = {
+    "optimizer": "optim",
+    "optimiser": "optim",
+    "optimization": "optim",
+    "scheduler": "schedule",
+    "lr_scheduler": "schedule",
+    "training": "train",
+    "trainer": "train",
+    "dataloader": "loader",
+    "data_loader": "loader",
+    "dataset": "data",
+    "model": "task",
+    "eval": "evaluate",
+    "evaluation": "evaluate",
+    "validation": "evaluate",
+    "val": "evaluate",
+    "amp": "precision",
+    "ddp": "layout",
+    "fsdp": "layout",
+    "parallel": "layout",
+    "distributed": "layout",
+    "logging": "observe",
+    "log": "observe",
+    "checkpoints": "checkpoint",
+    "save": "checkpoint",
+}
+KEYS: Mapping[str, Sequence[str]] = {
+    "optim.name": ("optimizer", "optimiser", "type", "kind", "algorithm"),
+    "optim.lr": (
+        "learning_rate",
+        "learningrate",
+        "base_lr",
+        "max_lr",
+        "peak_lr",
+        "initial_lr",
+        "rate",
+        "step_size",
+    ),
+    "optim.weight_decay": ("weightdecay", "wd", "l2", "lambda"),
+    "optim.no_decay": ("no_weight_decay", "decay_exclude"),
+    "optim.betas": ("beta", "beta1", "beta2", "adam_betas", "beta_1", "beta_2"),
+    "optim.eps": ("epsilon", "adam_epsilon"),
+    "optim.clip": (
+        "clip_norm",
+        "clip_grad",
+        "clip_grad_norm",
+        "grad_clip",
+        "gradient_clip",
+        "gradient_clip_val",
+        "gradient_clipping",
+        "max_norm",
+        "max_grad_norm",
+    ),
+    "optim.clip_value": ("clip_grad_value", "max_grad_value"),
+    "optim.trust_coefficient": ("trust_coef",),
+    "optim.lr_multipliers": ("layer_rates", "layerwise_lr"),
+    "optim.ema": ("ema_decay", "averaging", "swa"),
+    "schedule.name": ("scheduler", "lr_scheduler", "lr_scheduler_type", "type", "kind"),
+    "schedule.warmup": (
+        "warmup_steps",
+        "warmup_epochs",
+        "num_warmup_steps",
+        "warmup_ratio",
+        "warm_up",
+    ),
+    "schedule.floor": ("min_lr", "eta_min", "final_lr", "end_lr"),
+    "schedule.factor": ("gamma",),
+    "schedule.every": ("step_size",),
+    "train.length": (
+        "epochs",
+        "epoch",
+        "n_epochs",
+        "num_epochs",
+        "max_epochs",
+        "num_train_epochs",
+        "steps",
+        "n_steps",
+        "num_steps",
+        "max_steps",
+        "total_steps",
+        "iterations",
+        "iters",
+        "max_iters",
+        "num_iterations",
+        "duration",
+    ),
+    "train.batch": (
+        "batch_size",
+        "batchsize",
+        "bs",
+        "global_batch_size",
+        "train_batch_size",
+        "per_device_train_batch_size",
+    ),
+    "train.microbatch": (
+        "micro_batch",
+        "micro_batch_size",
+        "microbatch_size",
+        "accumulate",
+        "grad_accum",
+        "gradient_accumulation",
+        "gradient_accumulation_steps",
+        "accumulate_grad_batches",
+        "accumulation_steps",
+    ),
+    "train.seed": ("random_seed", "random_state"),
+    "train.device": ("gpu", "gpus", "cuda", "accelerator"),
+    "train.threads": ("num_threads",),
+    "train.batchnorm": ("sync_batchnorm", "sync_bn"),
+    "train.deterministic": ("determinism", "use_deterministic_algorithms"),
+    "train.cudnn_benchmark": ("benchmark",),
+    "loader.workers": ("num_workers", "n_workers", "num_proc"),
+    "loader.prefetch": ("prefetch_factor",),
+    "data.folder": ("root", "path", "dir", "data_dir", "data_path"),
+    "data.last_batch": ("drop_last",),
+    "evaluate.every": (
+        "eval_every",
+        "eval_steps",
+        "eval_interval",
+        "val_every",
+        "val_check_interval",
+        "interval",
+    ),
+    "evaluate.batch": (
+        "eval_batch_size",
+        "val_batch_size",
+        "batch_size",
+        "per_device_eval_batch_size",
+    ),
+    "evaluate.score": ("metric", "monitor", "metric_for_best_model"),
+    "evaluate.patience": ("early_stopping", "early_stopping_patience"),
+    "precision.compute": ("dtype", "amp", "mixed_precision", "autocast", "precision"),
+    "compile.what": ("compile", "enabled", "torch_compile"),
+    "memory.activation_checkpointing": (
+        "gradient_checkpointing",
+        "checkpointing",
+        "remat",
+    ),
+    "layout.zero_stage": ("zero",),
+    "layout.shard": ("fsdp", "sharding"),
+    "layout.replicate": ("ddp", "world_size", "num_ranks", "ranks"),
+    "layout.bucket_size": ("bucket_cap_mb",),
+    "layout.hang_timeout": ("stall_timeout", "heartbeat_timeout"),
+    "checkpoint.every": (
+        "save_every",
+        "save_steps",
+        "save_interval",
+        "checkpoint_every",
+        "interval",
+    ),
+    "checkpoint.keep": ("max_to_keep", "save_total_limit", "save_last"),
+    "checkpoint.keep_best": ("save_top_k", "save_best"),
+    "observe.every": (
+        "log_every",
+        "log_interval",
+        "logging_steps",
+        "log_every_n_steps",
+        "interval",
+    ),
+}
+
+
+def suggest(table: str | None, key: str, names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the dotted keys that `table.key` may mean, the likeliest first; at most 4.
+
+    `names` holds the keys of each table. Without a table all tables are searched.
+
+    >>> names = {"optim": ["name", "lr", "betas"], "train": ["length", "batch"], "evaluate": ["batch"]}
+    >>> suggest("optim", "learning-rate", names), suggest("train", "lr", names), suggest(None, "batch", names)
+    (['optim.lr'], ['optim.lr'], ['train.batch', 'evaluate.batch'])
+    """
+    plain = key.lower().replace("-", "_")
+    known = [f"{each}.{name}" for each, keys in names.items() for name in keys]
+    inside = [each for each in known if each.startswith(f"{table}.")]
+    for dotted, cutoff in ((inside, NEAR_IN_TABLE), (known, NEAR)):
+        found = [each for each in dotted if each.partition(".")[2] == plain]
+        found += [each for each in dotted if plain in KEYS.get(each, ())]
+        if not found:
+            words = {
+                word: each
+                for each in reversed(dotted)
+                for word in (*KEYS.get(each, ()), each.partition(".")[2])
+            }
+            found = [
+                words[word] for word in difflib.get_close_matches(plain, words, n=1, cutoff=cutoff)
+            ]
+        if found:
+            return list(dict.fromkeys(found))[:MOST]
+    return []
+
+
+def as_value(dotted: str, key: str, value: str) -> str:
+    """Return a value in the form that the suggested key takes: a bare count of a length has its unit.
+
+    >>> as_value("train.length", "epochs", "3"), as_value("train.length", "max_steps", "500"), as_value("optim.lr", "lr", "3")
+    ('3 epochs', '500 steps', '3')
+    """
+    unit = "epochs" if "epoch" in key.lower() else "steps"
+    return f"{value} {unit}" if dotted == "train.length" and value.isdecimal() else value
