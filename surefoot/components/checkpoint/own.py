@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -52,7 +53,13 @@ from surefoot.contract import commits
 from surefoot.contract.manifest import NAME, Manifest, Piece
 from surefoot.contract.state import laid_as, master_of, part_of
 from surefoot.core.errors import RunFolderError, TaskError
-from surefoot.runtime.attributes import check_attributes, put_back_attributes
+from surefoot.runtime.attributes import (
+    check_attributes,
+    generator_state,
+    is_generator,
+    put_back_attributes,
+    restore_generator,
+)
 
 NO_STAMP = Stamp()
 RESERVED = ("state", "manifest", "optimizer-state")
@@ -83,8 +90,8 @@ def save(
 ) -> Manifest:
     """Save `state`, and every random state, as the checkpoint of a step in `folder`.
 
-    `state` maps names to modules, objects with a state_dict, tensors, arrays and numbers. The
-    module named "model" is written to model.safetensors, as other programs read it. `attributes`
+    `state` maps names to modules, objects with a state_dict, random generators of torch, NumPy and
+    Python, tensors, arrays and numbers. The module named "model" is written to model.safetensors, as other programs read it. `attributes`
     are the plain attributes of modules, by the name of the module, as `encode_storable` returns
     them; by default none are saved. The function returns once the checkpoint is on disk; an earlier
     checkpoint of the same step is replaced. Only one process may save into a folder at a time,
@@ -148,6 +155,8 @@ def check_state(state: Mapping[str, Any]) -> None:
 def load(folder: str | Path, state: Mapping[str, Any], step: int | None = None) -> Restored | None:
     """Read the newest undamaged checkpoint, or that of `step`, into the objects of `state`.
 
+    Modules, objects with a state_dict, random generators, tensors and arrays are restored in place.
+
     Returns None if `folder` has no checkpoint. Every byte is verified against its digest; a damaged
     checkpoint is set aside and the previous one is loaded. Raises RunFolderError, before any object
     changes, if the checkpoint is of other objects, shapes or dtypes, or if that of `step` is
@@ -195,9 +204,13 @@ def _gather(
             f"a module is called {bad[0]!r}", hint='call it by a plain name, as "model"'
         )
     objects = {name: value for name, value in state.items() if name not in modules}
-    kinds = {name: type(value).__name__ for name, value in objects.items() if has_state(value)}
+    kinds = {
+        name: type(value).__name__
+        for name, value in objects.items()
+        if has_state(value) or is_generator(value)
+    }
     values = {
-        name: value.state_dict() if name in kinds else value for name, value in objects.items()
+        name: _read_object(value) if name in kinds else value for name, value in objects.items()
     }
     layouts = find_layouts(modules.values())
     values = unsharded(values, layouts)
@@ -279,6 +292,15 @@ def has_state(value: Any) -> bool:
     return not isinstance(value, type) and all(
         callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")
     )
+
+
+def is_restorable(value: Any) -> bool:
+    """Return whether `load` restores `value` in place, so that every reference to it sees the saved state."""
+    return has_state(value) or is_generator(value) or isinstance(value, Tensor | np.ndarray)
+
+
+def _read_object(value: Any) -> Any:
+    return generator_state(value) if is_generator(value) else value.state_dict()
 
 
 def _stored(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -391,11 +413,13 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
         with taken_from(one.folder):
             _check_object(one.folder, name, value, values[name], kinds.get(name))
     for name, value in objects.items():  # first the objects, which may refuse their state
-        if has_state(value):
+        if has_state(value) or is_generator(value):
             with taken_from(f"{name!r} of {one.folder}"):
                 _load_object(value, values.pop(name))
         elif isinstance(value, Tensor):
             fill(name, value, values[name])
+        elif isinstance(value, np.ndarray):
+            value[...] = values[name]
     for name, module in modules.items():
         _read_into(module, one, f"{name}.safetensors", own.of(f"{name}.safetensors"))
         with taken_from(f"{name!r} of {one.folder}"):
@@ -466,7 +490,7 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
             f"{place} holds the state of {name!r}, which was {kind}: the loop gives {given}",
             hint=hint,
         )
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.ndarray):
         held = _describe(saved)
         if held != _describe(value):
             raise RunFolderError(
@@ -509,6 +533,9 @@ def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _load_object(value: Any, saved: Any) -> None:
+    if is_generator(value):
+        restore_generator(value, saved)
+        return
     if not (
         isinstance(value, Optimizer) and type(value).load_state_dict is Optimizer.load_state_dict
     ):
@@ -545,6 +572,8 @@ def _uncast(saved: Any, near: Tensor, moved: Tensor) -> Any:
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} {list(value.shape)}"
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"a tensor of {DTYPES.get(value.dtype, value.dtype)} {list(value.shape)}{' on the meta device' if value.is_meta else ''}"
