@@ -71,7 +71,7 @@ class DamagedBytes(NamedTuple):
 class LoopFault(NamedTuple):
     """A wrong batch or row.
 
-    `kind` is `lost`, `twice`, `out of order`, `other samples` or `damaged`.
+    `kind` is `lost`, `twice`, `out of order`, `other samples`, `other data` or `damaged`.
     """
 
     kind: str

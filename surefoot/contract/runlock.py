@@ -1,8 +1,8 @@
 """A lock for one writer per run folder, and a generation that increases with every attempt.
 
 The lock is a kernel lock (flock on `run.lock`): it is released when the process ends, however that
-happens. Where there is no flock (Windows), nothing is locked, and only the generation shows that a
-later attempt took the folder.
+happens. Where there is no flock (Windows), nothing is locked, which a note at the start of a run
+says, and only the generation shows that a later attempt took the folder.
 """
 
 from __future__ import annotations
@@ -202,6 +202,15 @@ class RunLock:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def describe_missing_lock() -> tuple[str, ...]:
+    """Return a note for a system without flock, where two processes may write the same folder."""
+    if fcntl is not None:
+        return ()
+    return (
+        "this system has no flock, so nothing keeps a second process from writing into the run folder: start one at a time",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -490,7 +490,7 @@ class _LoopRecord:
         summary = None if self._is_unrecorded() else self._meter.take()
         if summary is None:
             return
-        for line in self._unheld.find_untrained() if self._group.is_first else ():
+        for line in self._unheld.find_new() if self._group.is_first else ():
             self._console.warn(line)
         timing = self.clock.take()
         self._training_s += summary.elapsed_s

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from surefoot.contract import commits, events, ledger, manifest, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.run_folder import files, removals
 from surefoot.contract.runlock import FILE as LOCK_FILE
-from surefoot.contract.runlock import RunLock, is_held
+from surefoot.contract.runlock import RunLock, describe_missing_lock, is_held
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, StorageError, hint_unread, hint_unwritten
 from surefoot.train import environment
@@ -369,7 +369,7 @@ def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[
             _write_spec(mine.chosen.folder, spec_file.write(spec).encode())
         for path in (mine.chosen.folder, *(made.parent for made in mine.created)):
             checkpoint.sync_folder(path)  # a commit is durable only if the run's own entry is
-        yield mine.chosen, mine.lock
+        yield replace(mine.chosen, notes=(*mine.chosen.notes, *describe_missing_lock())), mine.lock
     except (OSError, StorageError) as error:
         mine.give_back(before)
         text = (

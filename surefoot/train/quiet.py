@@ -124,8 +124,8 @@ def read_entry(name: str, value: Any) -> Any:
         f"state() gives {name!r} as {checkpoint.name_kind(value)}, "
         "which cannot be put back in place",
         hint=(
-            "give a tensor or array that is changed in place, a generator of torch or numpy, or "
-            "an object with state_dict and load_state_dict"
+            "give a tensor or array that is changed in place, a random generator of torch, NumPy "
+            "or Python, or an object with state_dict and load_state_dict"
         ),
     )
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -263,6 +264,36 @@ def test_of_a_loop_the_samples_themselves_are_told(tmp_path: Path, surefoot: Com
     ]
     book.close()
     assert surefoot("ledger", tmp_path, "--sample", "6").code == 2
+
+
+def test_a_resume_with_other_data_is_a_fault_of_the_ledger(
+    tmp_path: Path, surefoot: Command
+) -> None:
+    told = replace(
+        past_runs.fault(2, 2),
+        fault="other-data",
+        detail="the 2 batches that are read again are not those trained on",
+    )
+    loop = past_runs.write(tmp_path / "loop", [past_runs.started(), past_runs.fault(1)])
+    book = LoopLedger(loop, LoopGuarantee(samples=6, once=True, all=True), 1)
+    for step, ids in enumerate([(4, 1, 0), (2, 5, 3)]):
+        book.add(step + 1, 0, step, ids)
+    book.sync()
+    book.close()
+    run = write(tmp_path / "run", (1, 3))
+    past_runs.write(tmp_path / "log", [past_runs.started(), past_runs.fault(1)])
+    for folder, log in ((loop, loop / "events.jsonl"), (run, tmp_path / "log" / "events.jsonl")):
+        text = log.read_text()
+        (folder / "events.jsonl").write_text(text)
+        assert surefoot("ledger", folder).code == 0
+        (folder / "events.jsonl").write_text(text + told.as_line())
+        answer = surefoot("ledger", folder)
+        assert answer.code == 1
+        assert (
+            "other data: attempt 2 resumed after step 2: the 2 batches that are read again"
+            in " ".join(answer.out.split())
+        )
+    assert surefoot("ledger", loop, "--json").row["ok"] is False
 
 
 def test_a_pipe_in_place_of_the_ledger_is_told_and_not_waited_for(tmp_path: Path) -> None:

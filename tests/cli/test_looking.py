@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -369,6 +370,21 @@ def test_losses_are_compared_only_at_steps_that_every_run_recorded(surefoot: Com
         20,
         40,
     ]
+
+
+def test_means_over_different_numbers_of_steps_are_not_compared(surefoot: Command) -> None:
+    whole, short = past.step(26, 1.0), replace(past.step(26, 2.0), num_steps=6)
+    past.write(Path("a"), [past.started(), past.step(20, 1.0), whole])
+    past.write(Path("b"), [past.started(), past.step(20, 1.0), short])
+    past.write(Path("c"), [past.started(), short])
+    assert [each["step"] for each in surefoot("compare", "a", "b", "--json").row["losses"]] == [20]
+    assert (
+        "different numbers of steps (in brackets): step 26 (10, 6)"
+        in surefoot("compare", "a", "b").out
+    )
+    answer = surefoot("compare", "a", "c").out
+    assert "step 26 (10, 6)" in answer
+    assert "no step in common" not in answer
 
 
 def test_a_default_that_one_run_states_is_no_difference(surefoot: Command) -> None:

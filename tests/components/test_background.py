@@ -81,6 +81,12 @@ def test_a_save_that_the_disk_refuses_is_an_answer(monkeypatch: pytest.MonkeyPat
     assert (saved.step, saved.manifest, str(saved.error)) == (1, None, "the disk is full")
 
 
+def test_training_waits_for_a_save_in_the_foreground_that_fails() -> None:
+    saved = Saver(refuse_disk).save_now(Content(step=1, tensors={}))
+    assert str(saved.error) == "the disk is full"
+    assert saved.waited_s == saved.elapsed_s > 0
+
+
 def test_one_save_after_another_holds_what_was_copied() -> None:
     written: list[float] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +310,41 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
             lambda one: one(torch.ones(2, 6), shift=torch.ones(2, 6)),
             tmp_path / "no" / "a.safetensors",
         )
+
+
+@dataclass
+class Scores:
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+    attention: Tensor | None = None
+
+
+class Scoring(nn.Module):
+    """Returns a dataclass, as models of many libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Scores:
+        return Scores(self.layer(x), (x * 2,))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch-export", "onnx"])
+def test_a_model_whose_output_is_a_dataclass_is_exported(kind: Any, tmp_path: Path) -> None:
+    model, sizes = Scoring(), (torch.randn(4, 3), torch.randn(3, 3))
+    if kind == "safetensors":
+        assert export_weights(model, Scoring, lambda one: one(sizes[0]), tmp_path / "a").holds
+        return
+    if kind == "onnx":
+        pytest.importorskip("onnxscript")
+    taken = [ModelCall((x,), {}, model(x)) for x in sizes]
+    found = export_graph(model, taken, tmp_path / "a.pt2", kind)
+    assert (found.holds, found.batch) == (True, None)
+    assert isinstance(model(sizes[0]), Scores)
+    if kind == "torch-export":
+        read = torch.export.load(tmp_path / "a.pt2").module()(sizes[0])
+        assert {name: type(part) for name, part in read.items()} == {
+            "logits": Tensor,
+            "hidden": tuple,
+        }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from surefoot.cli.look import why
 from surefoot.contract import events
 from surefoot.control.diagnose import find_goodput
 from surefoot.control.plan import advise_interval
@@ -117,6 +118,22 @@ def test_the_parts_add_up_to_the_total_and_rework_is_what_the_kill_cost() -> Non
         ("finished", 0, 30),
     ]
     assert (found.num_failures, found.between_failures_s) == (1, 41.0)
+
+
+def test_a_killed_attempt_came_as_far_as_any_record_shows_and_up_to_a_record_further() -> None:
+    events = [
+        started(1, 100.0),
+        steps(1, 110.0, 10, 9.0),
+        committed(1, 110.5, 14, 1.0),
+        started(2, 150.0, first_step=11),
+        steps(2, 160.0, 20, 9.0),
+        ended(2, 171.0, 20),
+    ]
+    first, second = find_goodput(events).attempts
+    assert (first.last_step, first.num_redone, first.num_unrecorded) == (14, 4, 9)
+    assert "SIGKILL" in first.cause
+    assert second.num_unrecorded == 0
+    assert why._row(first)[2:4] == ["14 to 23", "4 to 13"]
 
 
 @pytest.mark.parametrize(

@@ -298,3 +298,24 @@ def test_a_model_with_an_expanded_and_a_conjugated_buffer_goes_on(tmp_path: Path
             run.save()
             run._record._let_go()
         assert model.turned.tolist() == [1 - 2j]
+
+
+@pytest.mark.parametrize("kind", ["loader", "list"])
+def test_data_that_are_made_at_random_without_a_seed_are_named_as_the_cause_of_a_difference(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        rows = torch.randn(20, 3, generator=torch.Generator().manual_seed(torch.seed() % 1000))
+        data: Any = DataLoader(list(rows), 4) if kind == "loader" else list(rows.split(4))
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = surefoot.attach(
+            model=model, optimizer=optimizer, data=data, folder=tmp_path, save="1 steps"
+        )
+        for batch in run.batches():
+            run.step_done(model(batch).square().mean())
+            if run.step == 3:
+                break
+        run._record._lock.release()
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "torch.manual_seed(0) before they are made" in printed

@@ -6,6 +6,7 @@ Or it says what differs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,16 +53,29 @@ class Augmented(Dataset[Any]):
 
 
 class Own(Dataset[Any]):
-    """Draws from a generator of its own, of which nobody knows."""
+    """Draws from a generator of its own, which is an attribute."""
 
     def __init__(self) -> None:
-        self.draw = torch.Generator().manual_seed(5)
+        self.generator = random.Random(5)
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, number: int) -> Any:
-        return number + torch.rand((), generator=self.draw).item() / 2, number
+        return number + self.draw() / 2, number
+
+    def draw(self) -> float:
+        return self.generator.random()
+
+
+class Hidden(Own):
+    """Draws from a generator that nobody can find."""
+
+    def __init__(self) -> None:
+        self.draws = (each.random() for each in itertools.repeat(random.Random(5)))
+
+    def draw(self) -> float:
+        return next(self.draws)
 
 
 class ByEpoch:
@@ -112,6 +126,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
         NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, num_replicas=1, rank=0)
     ),  # type: ignore[arg-type]
     "by epoch": lambda: DataLoader(NUMBERS, batch_sampler=ByEpoch()),  # type: ignore[arg-type]
+    "with a generator of its own": lambda: DataLoader(Own(), BATCH, shuffle=True),
     "augmented": lambda: DataLoader(Augmented(), BATCH, shuffle=True),
     "augmented by workers": lambda: DataLoader(Augmented(), BATCH, shuffle=True, num_workers=2),
     "workers and a generator": lambda: DataLoader(
@@ -231,15 +246,13 @@ class Shuffling(IterableDataset[Any]):
     """
 
     def __init__(self) -> None:
-        self.draw = random.Random(3)
+        self.orders = (each.sample(range(16), 16) for each in itertools.repeat(random.Random(3)))
 
     def __len__(self) -> int:
         return 16
 
     def __iter__(self) -> Iterator[float]:
-        order = [float(number) for number in range(16)]
-        self.draw.shuffle(order)
-        return iter(order)
+        return map(float, next(self.orders))
 
 
 class Changing(torch.utils.data.Sampler[int]):
@@ -303,9 +316,9 @@ def test_a_stream_that_counts_its_passes_resumes_in_the_first_one(tmp_path: Path
 def test_the_same_samples_with_other_values_are_reported_and_the_run_resumes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path / "run", Task(DataLoader(Own(), BATCH)), 10, leave_at=8)
+    train(tmp_path / "run", Task(DataLoader(Hidden(), BATCH)), 10, leave_at=8)
     assert "other values" not in capfd.readouterr().err
-    train(tmp_path / "run", Task(DataLoader(Own(), BATCH)), 10)
+    train(tmp_path / "run", Task(DataLoader(Hidden(), BATCH)), 10)
     assert "holds the same samples with other values than before" in capfd.readouterr().err
     assert loop_ledger.check(tmp_path / "run").num_samples == 2 * SAMPLES
 
@@ -366,9 +379,9 @@ def test_a_sampler_that_counts_its_passes_resumes_right_or_is_refused(
 def test_the_end_of_an_epoch_reports_a_dataset_that_draws_from_its_own_generator(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path / "run", Task(DataLoader(Own(), BATCH)), 14, leave_at=11)
+    train(tmp_path / "run", Task(DataLoader(Hidden(), BATCH)), 14, leave_at=11)
     assert "other values" not in capfd.readouterr().err
-    train(tmp_path / "run", Task(DataLoader(Own(), BATCH)), 14)
+    train(tmp_path / "run", Task(DataLoader(Hidden(), BATCH)), 14)
     assert "the same samples with other values" in capfd.readouterr().err
 
 

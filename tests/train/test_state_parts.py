@@ -19,8 +19,8 @@ import surefoot
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
 from surefoot.components.optim import WeightAverage
-from surefoot.contract import commits, manifest
-from surefoot.contract.events import Evaluated
+from surefoot.contract import commits, manifest, runlock
+from surefoot.contract.events import Evaluated, Started
 from surefoot.core.schedule.plan import Curve
 from surefoot.train.resume.start import Start
 from surefoot.train.resume.state import LiveState
@@ -166,3 +166,27 @@ def test_a_model_of_views_goes_on_is_forked_and_loads(tmp_path: Path) -> None:
     model = surefoot.load(tmp_path / "a", task=Expanded())
     assert model.turned.tolist() == [1 - 2j]
     assert torch.equal(model.wide, model.wide[:1].expand(3))
+
+
+def test_a_system_without_locks_says_so_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runlock, "fcntl", None)
+    with Run(spec(1), Small(), folder=tmp_path / "a", quiet=True) as run:
+        list(run.steps())
+    started = next(event for event in records(tmp_path / "a") if isinstance(event, Started))
+    assert any("no flock" in note for note in started.notes)
+
+
+@pytest.mark.parametrize(("name", "values"), [("sgd", 1), ("adamw", 2)])
+def test_the_size_of_a_checkpoint_counts_what_the_optimizer_holds(
+    name: str, values: int, tmp_path: Path
+) -> None:
+    with Run(spec(2, optim={"name": name}), Small(), folder=tmp_path / "a", quiet=True) as run:
+        state = LiveState(run.assembly)
+        weights = sum(
+            each.numel() * each.element_size() for each in run.assembly.model.parameters()
+        )
+        for _ in range(2):
+            assert 0 <= state.num_bytes() - weights * (1 + values) < 200  # and counters of steps
+            list(run.steps())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from surefoot.contract import loop_ledger
 
 MOST_SHOWN = 10
+OTHER_DATA = "other data"
 
 
 def ledger(
@@ -46,6 +47,10 @@ def ledger(
         # raises the error for a folder that is not a run
         next(events.read(run, events.Started), None)
     found = consumed.check(run)
+    found = replace(
+        found,
+        faults=(*found.faults, *(consumed.LedgerFault(*each) for each in _find_other_data(run))),
+    )
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else consumed.find_sample(run, sample)
@@ -89,6 +94,30 @@ def _check_any(run: Path, count: int) -> None:
                 "save more often with --set 'checkpoint.every=10 steps'"
             ),
         )
+
+
+def _find_other_data(run: Path) -> list[tuple[str, int, str]]:
+    """Return a fault for each resume at which the log records data that differ from those before.
+
+    The ledger holds numbers of samples; what they stand for has changed.
+    """
+    from surefoot.contract import events
+
+    if not (run / events.FILE).is_file():
+        return []
+    found = (
+        each
+        for each in events.read(run, events.Fault)
+        if isinstance(each, events.Fault) and each.fault == "other-data"
+    )
+    return [
+        (
+            OTHER_DATA,
+            each.step,
+            f"attempt {each.generation} resumed after step {each.step:,}: {each.detail}",
+        )
+        for each in found
+    ]
 
 
 def _tell_unjudged(run: Path, last: int) -> None:
@@ -169,6 +198,10 @@ def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
     from surefoot.contract import loop_ledger
 
     found = loop_ledger.check(run)
+    found = replace(
+        found,
+        faults=(*found.faults, *(loop_ledger.LoopFault(*each) for each in _find_other_data(run))),
+    )
     _check_any(run, found.num_batches)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else loop_ledger.find_sample(run, sample)
@@ -220,7 +253,7 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
             ),
             (
                 "attempts",
-                f"{len(found.attempts):,}; {found.num_overruled:,} batches were read again",
+                f"{len(found.attempts):,}; {found.num_overruled:,} batches were trained on again",
             ),
         ]
     )
@@ -236,5 +269,5 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
     if found.num_compared and found.holds:
         what = "digest" if promise.digests else "samples"
         print(
-            f"{found.num_compared:,} batches that were read again after a stop had the same {what}"
+            f"{found.num_compared:,} batches that were trained on again after a stop had the same {what}"
         )

@@ -11,7 +11,7 @@ from typing import Any
 from surefoot.cli.look.past import Past, format_metric
 from surefoot.cli.table import print_table, shorten
 from surefoot.core.errors import SpecError
-from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_seconds
+from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_seconds, name_some
 
 NUM_EQUAL_STEPS = 5
 DIGESTS = ("code", "commit", "data")
@@ -33,7 +33,12 @@ def tell(runs: Sequence[Past]) -> None:
         (f"loss at step {step:,}", [format_number(loss) for loss in values])
         for step, values in losses
     ]
-    _print_rows("Training loss at equal steps", headers, rows, "the runs have no step in common")
+    uneven = describe_uneven_spans(runs)
+    _print_rows(
+        "Training loss at equal steps", headers, rows, uneven or "the runs have no step in common"
+    )
+    if rows and uneven:
+        print(f"  {uneven}\n")
     texts: list[Row] = [
         (key, [shorten(_text(value), 15 if key in DIGESTS else 24) for value in values])
         for key, values in circumstances
@@ -178,15 +183,39 @@ def _listed(value: Any) -> Any:
 
 
 def losses_at_equal_steps(runs: Sequence[Past]) -> list[tuple[int, list[float | None]]]:
-    """Return the training loss at up to 5 steps that every run recorded, the last one included."""
-    own = [{each.step for each in run.steps} for run in runs]
-    equal = sorted(set.intersection(*own))
+    """Return the training loss at up to 5 steps that every run recorded, the last one included.
+
+    Every run must have recorded the mean over the same steps.
+    """
+    equal = sorted({step for step, _ in set.intersection(*map(_spans, runs))})
     if len(equal) > NUM_EQUAL_STEPS:
         equal = [
             equal[round(index * (len(equal) - 1) / (NUM_EQUAL_STEPS - 1))]
             for index in range(NUM_EQUAL_STEPS)
         ]
     return [(step, [run.loss_at(step) for run in runs]) for step in equal]
+
+
+def describe_uneven_spans(runs: Sequence[Past]) -> str:
+    """Return which steps are left out, since the runs recorded means over different numbers of steps."""
+    spans = [dict(_spans(run)) for run in runs]
+    uneven = [
+        step
+        for step in sorted(set.intersection(*map(set, spans)))
+        if len({each[step] for each in spans}) > 1
+    ]
+    if not uneven:
+        return ""
+    named = name_some(
+        [f"{step:,} ({', '.join(str(each[step]) for each in spans)})" for step in uneven],
+        NUM_EQUAL_STEPS,
+    )
+    return f"not compared, since the runs recorded means over different numbers of steps (in brackets): step {named}"
+
+
+def _spans(run: Past) -> set[tuple[int, int]]:
+    """Return each recorded step, and the number of steps up to it whose losses its record averages."""
+    return {(each.step, each.num_steps) for each in run.steps}
 
 
 def as_row(runs: Sequence[Past]) -> dict[str, Any]:

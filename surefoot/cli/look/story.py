@@ -83,7 +83,8 @@ def tell_place(past: Past) -> Pairs:
     ]
     if past.num_attempts > 1:
         redone = sum(each.num_redone for each in past.goodput.attempts)
-        told = f"{redone:,} steps done again; " if redone else ""
+        is_least = any(each.num_redone and each.num_unrecorded for each in past.goodput.attempts)
+        told = f"{'at least ' if is_least else ''}{redone:,} steps done again; " if redone else ""
         pairs.append(
             (
                 "attempts",

@@ -127,16 +127,22 @@ def _row(attempt: Attempt) -> list[str]:
     from surefoot.control.diagnose.attempts import SET_BACK
     from surefoot.core.units import format_seconds
 
-    again = f"{attempt.num_redone:,}" if attempt.num_redone else ""
+    more = attempt.num_unrecorded
+    again = _range(attempt.num_redone, more) if attempt.num_redone else ""
     return [
         str(attempt.generation),
         f"{attempt.first_step:,}",
-        f"{attempt.last_step:,}",
+        _range(attempt.last_step, more),
         again,
         attempt.outcome,
         SET_BACK if attempt.elapsed_s is None else format_seconds(attempt.elapsed_s),
         attempt.cause,
     ]
+
+
+def _range(least: int, more: int) -> str:
+    """Return a number of which the log shows the least value, since it has a record every few steps."""
+    return f"{least:,} to {least + more:,}" if more else f"{least:,}"
 
 
 def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:

@@ -18,14 +18,14 @@ from surefoot.components.checkpoint.modules import (
     put_back_buffers,
     put_back_extra,
 )
-from surefoot.components.checkpoint.own import check_state, content_of, has_state, save
-from surefoot.components.checkpoint.random import (
-    generator_state,
-    is_generator,
-    random_states,
-    restore_generator,
-    restore_random,
+from surefoot.components.checkpoint.own import (
+    check_state,
+    content_of,
+    has_state,
+    is_restorable,
+    save,
 )
+from surefoot.components.checkpoint.random import random_states, restore_random
 from surefoot.components.checkpoint.restore import Restored, load, load_into, restore
 from surefoot.components.checkpoint.save import (
     Content,
@@ -46,6 +46,7 @@ from surefoot.components.checkpoint.tensors import (
 from surefoot.components.checkpoint.tree import join, name_kind, split, taken_from
 from surefoot.contract.commits import find_step, sync_folder
 from surefoot.contract.run_folder.retention import make_room, retain
+from surefoot.runtime.attributes import generator_state, is_generator, restore_generator
 
 __all__ = [
     "MODEL",
@@ -74,6 +75,7 @@ __all__ = [
     "held_by",
     "identity",
     "is_generator",
+    "is_restorable",
     "join",
     "load",
     "load_into",

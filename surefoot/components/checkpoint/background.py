@@ -61,10 +61,10 @@ class Saver:
         try:
             made = self._write(content, lambda: True)
         except SurefootError as error:
-            return Saved(content.step, time.perf_counter() - started_s, 0.0, error=error)
-        return Saved(
-            content.step, time.perf_counter() - started_s, time.perf_counter() - started_s, made
-        )
+            elapsed_s = time.perf_counter() - started_s
+            return Saved(content.step, elapsed_s, elapsed_s, error=error)
+        elapsed_s = time.perf_counter() - started_s
+        return Saved(content.step, elapsed_s, elapsed_s, made)
 
     def begin(self, content: Content, moving: Mapping[str, Mapping[str, Tensor]]) -> bool:
         """Start a background save of `content` and of the tensors in `moving`, given by file.

@@ -10,7 +10,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,9 +160,22 @@ def export_graph(
     """Write the model as a graph that runs without its code.
 
     `calls` are two calls with different batch sizes, the larger first. The batch size of the graph
-    is dynamic if the outputs match for both calls, otherwise it is fixed to that of the first call.
+    is dynamic if the outputs match for both calls, otherwise it is fixed to that of the first call. A
+    dataclass in the output becomes a dict.
     Raises TaskError for a model that cannot be traced, MissingExtra if ONNX is not installed.
     """
+    handle = model.register_forward_hook(
+        lambda module, args, output: _without_dataclasses(output)
+    )  # a file has no class of the user's
+    try:
+        return _export_graph(model, calls, path, kind)
+    finally:
+        handle.remove()
+
+
+def _export_graph(
+    model: nn.Module, calls: Sequence[ModelCall], path: Path, kind: Format
+) -> Exported:
     write = _write_onnx if kind == "onnx" else _write_export
     draft = _draft(path)
     first, size = calls[0], _batch_size(calls[0])
@@ -280,7 +293,8 @@ def max_error(one: Any, other: Any) -> float:
 
 
 def leaves(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of an output in order, also inside tuples, lists and mappings."""
+    """Yield every tensor of an output in order, also inside sequences, mappings and dataclasses."""
+    value = _without_dataclasses(value)
     if isinstance(value, Tensor):
         yield value.detach()
     elif isinstance(value, Mapping):
@@ -289,6 +303,25 @@ def leaves(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from leaves(part)
+
+
+def _without_dataclasses(value: Any) -> Any:
+    """Return an output with a dict of the fields that are set in place of each dataclass.
+
+    A mapping that is a dataclass too, as the outputs of Hugging Face, stays as it is.
+    """
+    if isinstance(value, list) or type(value) is tuple:
+        return type(value)(_without_dataclasses(part) for part in value)
+    if isinstance(value, Mapping):
+        return (
+            {key: _without_dataclasses(part) for key, part in value.items()}
+            if type(value) is dict
+            else value
+        )
+    if isinstance(value, type) or not is_dataclass(value):
+        return value
+    held = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: _without_dataclasses(part) for name, part in held.items() if part is not None}
 
 
 def check_new(path: Path) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,6 +39,7 @@ from surefoot.components.checkpoint.tree import split
 from surefoot.contract.manifest import NAME, Manifest
 from surefoot.contract.state import master_of, part_of
 from surefoot.core.errors import TaskError
+from surefoot.runtime.attributes import generator_state, is_generator
 
 NO_STAMP = Stamp()
 RESERVED = ("state", "manifest", "optimizer-state")
@@ -55,8 +57,8 @@ def save(
 ) -> Manifest:
     """Save `state`, and every random state, as the checkpoint of a step in `folder`.
 
-    `state` maps names to modules, objects with a state_dict, tensors, arrays and numbers. The
-    module named "model" is written to model.safetensors, as other programs read it. `attributes`
+    `state` maps names to modules, objects with a state_dict, random generators of torch, NumPy and
+    Python, tensors, arrays and numbers. The module named "model" is written to model.safetensors, as other programs read it. `attributes`
     are the plain attributes of modules, by the name of the module, as `encode_storable` returns
     them; by default none are saved. The function returns once the checkpoint is on disk; an earlier
     checkpoint of the same step is replaced. Only one process may save into a folder at a time,
@@ -132,9 +134,13 @@ def _gather(
             f"a module is called {bad[0]!r}", hint='call it by a plain name, as "model"'
         )
     objects = {name: value for name, value in state.items() if name not in modules}
-    kinds = {name: type(value).__name__ for name, value in objects.items() if has_state(value)}
+    kinds = {
+        name: type(value).__name__
+        for name, value in objects.items()
+        if has_state(value) or is_generator(value)
+    }
     values = {
-        name: value.state_dict() if name in kinds else value for name, value in objects.items()
+        name: _read_object(value) if name in kinds else value for name, value in objects.items()
     }
     layouts = find_layouts(modules.values())
     values = unsharded(values, layouts)
@@ -218,6 +224,15 @@ def has_state(value: Any) -> bool:
     return not isinstance(value, type) and all(
         callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")
     )
+
+
+def is_restorable(value: Any) -> bool:
+    """Return whether `load` restores `value` in place, so that every reference to it sees the saved state."""
+    return has_state(value) or is_generator(value) or isinstance(value, Tensor | np.ndarray)
+
+
+def _read_object(value: Any) -> Any:
+    return generator_state(value) if is_generator(value) else value.state_dict()
 
 
 def _stored(held: Mapping[str, Tensor]) -> dict[str, Tensor]:

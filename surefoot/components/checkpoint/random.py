@@ -1,7 +1,4 @@
-"""Random states that a model or its data may draw from: torch, CUDA devices, numpy, Python.
-
-The states of separate generators are read and set as well.
-"""
+"""Global random states that a model or its data may draw from: torch, CUDA devices, numpy, Python."""
 
 from __future__ import annotations
 
@@ -30,28 +27,3 @@ def restore_random(saved: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state, index)
     np.random.set_state(saved["numpy"])  # noqa: NPY002
     random.setstate(saved["python"])
-
-
-def is_generator(value: object) -> bool:
-    """Return whether `value` is a generator of torch or of numpy."""
-    return isinstance(value, torch.Generator | np.random.Generator)
-
-
-def generator_state(generator: Any) -> Any:
-    """Return a copy of a generator's state: a tensor of bytes of torch, or a dict of numpy."""
-    return (
-        generator.get_state()
-        if isinstance(generator, torch.Generator)
-        else generator.bit_generator.state
-    )
-
-
-def restore_generator(generator: Any, state: Any) -> None:
-    """Set a generator to a state that `generator_state` returned.
-
-    Raises ValueError or TypeError for the state of another kind of generator.
-    """
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,7 +49,12 @@ from surefoot.contract import commits
 from surefoot.contract.manifest import Manifest, Piece
 from surefoot.contract.state import laid_as, master_of, part_of
 from surefoot.core.errors import RunFolderError
-from surefoot.runtime.attributes import check_attributes, put_back_attributes
+from surefoot.runtime.attributes import (
+    check_attributes,
+    is_generator,
+    put_back_attributes,
+    restore_generator,
+)
 
 NOTHING: Mapping[str, Mapping[str, Any]] = {"extra": {}, "buffers": {}}
 
@@ -67,6 +73,8 @@ class Restored:
 
 def load(folder: str | Path, state: Mapping[str, Any], step: int | None = None) -> Restored | None:
     """Read the newest undamaged checkpoint, or that of `step`, into the objects of `state`.
+
+    Modules, objects with a state_dict, random generators, tensors and arrays are restored in place.
 
     Returns None if `folder` has no checkpoint. Every byte is verified against its digest; a damaged
     checkpoint is set aside and the previous one is loaded. Raises RunFolderError, before any object
@@ -179,11 +187,13 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
         with taken_from(one.folder):
             _check_object(one.folder, name, value, values[name], kinds.get(name))
     for name, value in objects.items():  # first the objects, which may refuse their state
-        if has_state(value):
+        if has_state(value) or is_generator(value):
             with taken_from(f"{name!r} of {one.folder}"):
                 _load_object(value, values.pop(name))
         elif isinstance(value, Tensor):
             fill(name, value, values[name])
+        elif isinstance(value, np.ndarray):
+            value[...] = values[name]
     for name, module in modules.items():
         _read_into(module, one, f"{name}.safetensors", own.of(f"{name}.safetensors"))
         with taken_from(f"{name!r} of {one.folder}"):
@@ -254,7 +264,7 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
             f"{place} holds the state of {name!r}, which was {kind}: the loop gives {given}",
             hint=hint,
         )
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.ndarray):
         held = _describe(saved)
         if held != _describe(value):
             raise RunFolderError(
@@ -301,6 +311,9 @@ def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _load_object(value: Any, saved: Any) -> None:
+    if is_generator(value):
+        restore_generator(value, saved)
+        return
     if not (
         isinstance(value, Optimizer) and type(value).load_state_dict is Optimizer.load_state_dict
     ):
@@ -337,6 +350,8 @@ def _uncast(saved: Any, near: Tensor, moved: Tensor) -> Any:
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} {list(value.shape)}"
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return (

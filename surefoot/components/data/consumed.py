@@ -25,7 +25,7 @@ SEARCHED = 1 << 20  # positions of an epoch computed at once
 class LedgerFault(NamedTuple):
     """Deviation of a step in the ledger from the plan.
 
-    `kind` is `lost`, `twice`, `out of order`, `other samples` or `damaged`.
+    `kind` is `lost`, `twice`, `out of order`, `other samples`, `other data` or `damaged`.
     """
 
     kind: str

@@ -21,6 +21,7 @@ from surefoot.contract.events import PHASES, Committed, Ended, Evaluated, Event,
 from surefoot.control.diagnose.phases import number_of, sum_phases
 
 KILLED = "killed"
+NO_END = "no end was recorded, as after SIGKILL (which the system sends when it lacks memory) or a loss of power"
 PARTS = ("productive", "evaluate", "save", "rework", "other")
 SET_BACK = "n/a (the clock was set back)"
 
@@ -29,7 +30,8 @@ SET_BACK = "n/a (the clock was set back)"
 class Attempt:
     """An attempt: its steps, how it ended and how many of its steps the next attempt repeated.
 
-    `outcome` is "killed" where the attempt recorded no end.
+    `outcome` is "killed" where the attempt recorded no end. A killed attempt may have done up to
+    `num_unrecorded` more steps than its last record shows, and the next attempt repeated them too.
     """
 
     generation: int
@@ -38,6 +40,7 @@ class Attempt:
     outcome: str
     cause: str
     num_redone: int
+    num_unrecorded: int
     began_s: float
     last_s: float
     elapsed_s: float | None
@@ -204,15 +207,20 @@ def _attempt(group: Sequence[Event], after: int | None, account: Mapping[str, fl
     started, last = group[0], group[-1]
     first = _first_step(group)
     came_to = max(
-        (event.step for event in group if isinstance(event, Step | Ended)), default=first - 1
+        (event.step for event in group if isinstance(event, Step | Evaluated | Committed | Ended)),
+        default=first - 1,
+    )
+    most_per_record = max(
+        (event.num_steps for event in group if isinstance(event, Step)), default=1
     )
     return Attempt(
         generation=started.generation,
         first_step=first,
         last_step=came_to,
         outcome=last.outcome if isinstance(last, Ended) else KILLED,
-        cause=last.cause if isinstance(last, Ended) else "no end was recorded",
+        cause=last.cause if isinstance(last, Ended) else NO_END,
         num_redone=0 if after is None else max(0, came_to - after + 1),
+        num_unrecorded=0 if isinstance(last, Ended) else most_per_record - 1,
         began_s=started.time_s,
         last_s=last.time_s,
         elapsed_s=sum(account.values()) if account else None,

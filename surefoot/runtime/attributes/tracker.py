@@ -47,7 +47,8 @@ class AttributeTracker:
         }
 
     def find_changed(self, state: Mapping[str, Any] = NOTHING) -> Changed:
-        """Return the attributes that have changed; tensors in `state` are saved anyway."""
+        """Return the attributes that have changed; what is in `state` is saved anyway."""
+        held = {id(each) for each in state.values()}
         aliases = Aliases.of(self._model, state)
         now = named_attributes(self._model)
         values, unsaved = dict[str, Any](), list[str]()
@@ -57,7 +58,9 @@ class AttributeTracker:
                 continue
             if is_state(value) and not _is_view(value, aliases):
                 values[name] = value
-            elif signed is not None:  # else it holds no tensor that is known
+            elif (
+                signed is not None and id(value) not in held
+            ):  # else it holds no tensor that is known
                 unsaved.append(f"{name} ({type(value).__name__})")
         deleted = [
             name for name, signed in self._before.items() if signed is not None and name not in now

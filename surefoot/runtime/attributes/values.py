@@ -7,7 +7,6 @@ one is an alias: its values are saved and restored with the parameter or buffer.
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from surefoot.runtime.attributes.generators import OF_TORCH, is_generator, sign_generator
+
 LEAVES = (Tensor, np.ndarray, bool, int, float, complex, str, bytes, type(None))
 # besides namedtuples
 SEQUENCES, MAPPINGS = {list, tuple, deque, torch.Size}, {dict, OrderedDict, defaultdict, Counter}
 # in one attribute: what holds more is a table, and reading it would cost more than a step
 MAX_VALUES = 10_000
-OF_TORCH = frozenset(vars(nn.Module()))
 Slot = tuple[nn.Module, str]
 NOTHING: Mapping[str, Any] = {}
 
@@ -175,17 +175,8 @@ def _sign_opaque(value: Any, aliases: Aliases) -> Any:
 
     None for an object without tensors.
     """
-    if isinstance(value, torch.Generator):
-        return _sign_tensor(value.get_state(), aliases)
-    if isinstance(value, np.random.Generator | np.random.RandomState):
-        held = (
-            value.bit_generator.state
-            if isinstance(value, np.random.Generator)
-            else value.get_state()
-        )
-        return repr(held)
-    if isinstance(value, random.Random):
-        return hash(value.getstate())
+    if is_generator(value):
+        return sign_generator(value)
     if isinstance(value, nn.Module | type) or callable(value):
         return None
     held = {

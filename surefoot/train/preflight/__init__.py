@@ -6,7 +6,7 @@ from surefoot.core.errors import SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight import contract, draws, norms
 from surefoot.train.record.compiling import eager
-from surefoot.train.record.noticed.unheld import describe_task
+from surefoot.train.record.noticed.unheld import describe_task, watch_task
 from surefoot.train.resume.state import LiveState
 
 
@@ -25,8 +25,11 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
             hint='leave it out; for less memory see memory.activation_checkpointing, or optim.name = "sgd"',
         )
     LiveState(assembly).check()
+    generators = watch_task(assembly)
     with eager(assembly.engine.compiled):  # what is tried here no step repeats
         notes = contract.check(assembly)
         measured = [] if is_again else norms.check(assembly)
-        assembly.warnings.extend([*measured, *draws.check(assembly), *describe_task(assembly)])
+        assembly.warnings.extend(
+            [*measured, *draws.check(assembly), *describe_task(assembly, generators)]
+        )
     return notes

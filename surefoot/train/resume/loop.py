@@ -13,15 +13,25 @@ from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Stamp
-from surefoot.components.data.sources import Watched
-from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
+from surefoot.components.data.sources import OF_LOADER, Watched, name_states
+from surefoot.components.data.sources.batch_digest import (
+    PassDigest,
+    ReadingDifference,
+    compare_content,
+    digest_of_content,
+)
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError, RunFolderError, TaskError
 from surefoot.core.units import Duration, name_some
-from surefoot.runtime.attributes import AttributeTracker
+from surefoot.runtime.attributes import (
+    AttributeTracker,
+    find_generators,
+    generator_state,
+    restore_generator,
+)
 from surefoot.runtime.comm import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.quiet import read_streams
@@ -60,6 +70,11 @@ class LoopKeeper:
         self._modules = {
             name: each for name, each in objects.items() if isinstance(each, nn.Module)
         }
+        self._beside = {
+            name: each
+            for name, each in objects.items()
+            if not isinstance(each, torch.optim.Optimizer)
+        }
         self._trackers = {name: AttributeTracker(each) for name, each in self._modules.items()}
         self._attribute_notes = AttributeNotes()
         self._unsaved: list[str] = []  # attributes that the last checkpoint could not hold
@@ -82,10 +97,14 @@ class LoopKeeper:
         self._took: tuple[int, float] | None = None  # the step and seconds of the last save
         self._room = RoomMaker(folder, group=group)
         self._last_s = time.monotonic()
+        self._content = digest_of_content(self._data)
+        self._content_before: str | None = None  # as the checkpoint that is resumed holds it
         self._pass_random: Mapping[str, Any] = {}
         self._last_random: Mapping[str, Any] = {}  # of the pass before
         self._sampler: Any = None  # see Watched.sampler_start
-        self._own_now: Sequence[Any] = ()  # the states of the loader's own generators at the commit
+        self._own_now: Mapping[
+            str, Any
+        ] = {}  # the states of the loader's own generators at the commit
         self._before: PassDigest | None = None  # of the pass that is resumed, as it was
         self.seen = PassDigest()  # the batches of this pass
         self._wanted: Mapping[str, Any] | None = (
@@ -119,7 +138,8 @@ class LoopKeeper:
             self._check_kinds(found.step, dict(loop.get("kinds", {})))
             self.unfrozen = self._set_trained(dict(loop.get("trains", {})))
             self._last_random, self._sampler = loop.get("last_random", {}), loop.get("sampler")
-            self._own_now = loop.get("own_now", ())
+            self._own_now = name_states(loop.get("own_now") or self._pass_random.get("own", ()))
+            self._content_before = loop.get("content")
             self._before = PassDigest.from_state(loop["seen"]) if "seen" in loop else None
         self._wanted = checkpoint.random_states()
         if data is not None:
@@ -166,13 +186,19 @@ class LoopKeeper:
 
     def begin_pass(self) -> Iterator[Any]:
         """Return an iterator over the data, after a resume at the saved position."""
+        batches = self._begin_pass()
+        before, self._content_before = self._content_before, None
+        self.difference = self.difference or compare_content(self._content, before)
+        return batches
+
+    def _begin_pass(self) -> Iterator[Any]:
         wanted, self._wanted = self._wanted, None
         self._watched.begin_pass()
         self.difference = None
         if wanted is not None and self._is_between:
             self._compare_first()
             checkpoint.restore_random(wanted)
-            self._watched.restore_generators(self._pass_random["own"])
+            self._restore_generators(self._own_now)
             wanted = None
         self._is_between = False
         if wanted is None:
@@ -183,7 +209,15 @@ class LoopKeeper:
         if self._saves_itself:
             checkpoint.restore_random(wanted)
             self.seen = self._before or PassDigest()
-            return self._watched.iterate()
+            batches = self._watched.iterate()
+            self._restore_generators(
+                {
+                    name: each
+                    for name, each in self._own_now.items()
+                    if not name.startswith(OF_LOADER)
+                }
+            )
+            return batches
         self._restore(self._pass_random)
         self._watched.start_sampler_at(self._sampler)
         batches, self.seen, position = self._iterate(), PassDigest(), self.position
@@ -198,7 +232,7 @@ class LoopKeeper:
                 self._before, knows_samples=self._watched.knows_samples, values=not draws
             )
         checkpoint.restore_random(wanted)
-        self._watched.restore_generators(self._own_now)
+        self._restore_generators(self._own_now)
         return batches
 
     difference: ReadingDifference | None = (
@@ -238,11 +272,28 @@ class LoopKeeper:
 
     def _random(self) -> dict[str, Any]:
         """Return the current random states, from which an epoch draws its order."""
-        return {**checkpoint.random_states(), "own": self._watched.generator_states()}
+        return {**checkpoint.random_states(), "own": self._generator_states()}
 
     def _restore(self, states: Mapping[str, Any]) -> None:
         checkpoint.restore_random(states)
-        self._watched.restore_generators(states["own"])
+        self._restore_generators(name_states(states["own"]))
+
+    def generators(self) -> dict[str, Any]:
+        """Return the generators of the data, of the model and of the loop's `state`, by name."""
+        return {
+            **self._watched.generators(),
+            **find_generators((f"{name}", each) for name, each in self._beside.items()),
+        }
+
+    def _generator_states(self) -> dict[str, Any]:
+        return {name: generator_state(each) for name, each in self.generators().items()}
+
+    def _restore_generators(self, states: Mapping[str, Any]) -> None:
+        """Set generators to saved states; one that the script has added since keeps its own."""
+        for name, each in self.generators().items():
+            if name in states:
+                with checkpoint.taken_from(f"the saved state of the random generator {name}"):
+                    restore_generator(each, states[name])
 
     # ---- saving
 
@@ -270,7 +321,7 @@ class LoopKeeper:
         found, self._unsaved = {}, []
         for name, tracker in self._trackers.items():
             found[name], unsaved = checkpoint.encode_storable(
-                self._objects[name], tracker.find_changed()
+                self._objects[name], tracker.find_changed(self.generators())
             )
             self._unsaved += unsaved
         return found
@@ -306,7 +357,8 @@ class LoopKeeper:
             "last_random": self._last_random,
             "sampler": self._watched.sampler_start(),
             "seen": self.seen.as_state(),
-            "own_now": self._watched.generator_states(),
+            "content": self._content,
+            "own_now": self._generator_states(),
             "kinds": {
                 name: type(each).__name__ for name, each in self._objects.items() if name != "model"
             },
@@ -443,10 +495,11 @@ def name_objects(
     for name, value in more.items():
         if name in named or name in OWN:
             raise TaskError(f"state names {name!r}, which is taken", hint="give it another name")
-        if not checkpoint.has_state(value):
+        if not checkpoint.is_restorable(value):
             raise TaskError(
                 f"state gives {name!r} as {checkpoint.name_kind(value)}, which cannot be put back in place",
-                hint="give objects with state_dict and load_state_dict, as schedulers and scalers have",
+                hint="give an object with state_dict and load_state_dict, as schedulers and scalers have, a random generator of torch, "
+                "NumPy or Python, or a tensor or array that is changed in place",
             )
         named[name] = value
     beside, told = find_beside(named, optimizers, variables)

@@ -14,7 +14,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content
@@ -80,15 +82,21 @@ class LiveState:
     def num_bytes(self) -> int:
         """Return the approximate size of a checkpoint: weights, buffers, average, optimizer state.
 
-        Two values per trained weight are assumed for the optimizer.
+        The state of the optimizers is counted where they have made it already, else estimated.
         """
         held = {id(tensor): tensor for tensor in checkpoint.held_by(self._model).tensors.values()}
         weights = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
         trained = sum(
             p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad
         )
-        trained *= 2 if self._assembly.engine.average is None else 3
-        return weights + trained + unsent.num_bytes(self._ranks)
+        average = 0 if self._assembly.engine.average is None else trained
+        optimizers = [
+            each for update in self._assembly.updates for each in update.guarded.optimizers
+        ]
+        of_optimizers = (
+            trained * 2 if self._sharded is not None else sum(map(_optimizer_bytes, optimizers))
+        )
+        return weights + average + of_optimizers + unsent.num_bytes(self._ranks)
 
     # ---- taking
 
@@ -557,3 +565,30 @@ def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:
         taken.update(name.encode())
         taken.update(checkpoint.as_buffer(tensors[name].detach().cpu().contiguous()))
     return taken.hexdigest()
+
+
+def _optimizer_bytes(optimizer: Optimizer) -> int:
+    """Return the size of an optimizer's state, estimated by its settings for parameters without one.
+
+    SGD has one value per weight with momentum and none without; two are assumed for the others.
+    """
+    total = 0
+    for group in optimizer.param_groups:
+        values = (
+            int(bool(group["momentum"]))
+            if "momentum" in group and isinstance(optimizer, torch.optim.SGD)
+            else 2
+        )
+        for parameter in group["params"]:
+            held = [
+                each
+                for each in optimizer.state.get(parameter, {}).values()
+                if isinstance(each, Tensor)
+            ]
+            own = (
+                parameter.numel() * parameter.element_size() * values
+                if parameter.requires_grad
+                else 0
+            )
+            total += sum(each.numel() * each.element_size() for each in held) if held else own
+    return total

@@ -39,6 +39,7 @@ from surefoot.components.data.loader.pilot import (
 )
 from surefoot.components.data.loader.settings import Kind, LoaderNotice, LoaderSettings
 from surefoot.components.data.sources import Iterated
+from surefoot.components.data.sources.batch_digest import check_content
 from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import BadRecordError, DataError
 from surefoot.core.hardware import count_cores
@@ -83,7 +84,10 @@ class Loader:
     ) -> None:
         """Create a loader up to step `last`; without settings, steps read without workers."""
         self._feed, self._reader, self._last = feed, reader, last
-        self.bad = BadRecords(len(feed.source), 0.0)
+        self.bad, self._content_before = (
+            BadRecords(len(feed.source), 0.0),
+            getattr(feed.source, "content", None),
+        )
         self.tell: Callable[[LoaderNotice], None] = lambda told: None
         self._pilot: WorkerTuner | None = None
         self._last_take = 0, 0.0, 0.0
@@ -208,23 +212,30 @@ class Loader:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: records left out, and the position of the source."""
         source = {"source": self.source.state_dict()} if isinstance(self.source, Iterated) else {}
-        return {**({"bad_records": self.bad.state()} if self.bad.found else {}), **source}
+        content = {"content": self.source.content} if hasattr(self.source, "content") else {}
+        return {
+            **({"bad_records": self.bad.state()} if self.bad.found else {}),
+            **source,
+            **content,
+        }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         self.bad.restore(saved.get("bad_records", ()))
+        self._content_before = saved.get("content")
         if isinstance(self.source, Iterated) and "source" in saved:
             self.source.load_state_dict(saved["source"])
 
     def seek(self, number: int) -> None:
         """Advance a sequential source to the samples of step `number`.
 
-        Raises OtherDataError if the data read again on the way differ from the data read before.
+        Raises OtherDataError if the data, or those read again on the way, are not those of before.
         """
         if isinstance(self.source, Iterated):
             window = self._feed.window(number - 1)
             streams_of = functools.partial(streams_of_epoch, self._reader.seed)
             self.source.seek(window.epoch, int(window.ids[0]), streams_of)
+        check_content(self.source, self._content_before)
 
     def skip_bad(self, share: float) -> None:
         """Leave out unreadable samples, up to a share of the data set."""

@@ -14,10 +14,11 @@ from surefoot.components.data.sources.tables import Table
 from surefoot.components.data.sources.tensors import Safetensors
 from surefoot.components.data.sources.texts import Texts, join_texts
 from surefoot.components.data.sources.tokens import Tokens
-from surefoot.components.data.sources.watched import Watched, as_ids
+from surefoot.components.data.sources.watched import OF_LOADER, Watched, as_ids, name_states
 from surefoot.components.data.sources.wrapped import TorchDataset, as_source
 
 __all__ = [
+    "OF_LOADER",
     "ArrayLike",
     "Arrays",
     "BatchRead",
@@ -37,4 +38,5 @@ __all__ = [
     "block_diagonal",
     "find_documents",
     "join_texts",
+    "name_states",
 ]

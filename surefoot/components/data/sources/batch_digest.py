@@ -1,4 +1,4 @@
-"""Digests of batches: they cover enough bytes to detect other data, few enough for every batch."""
+"""Digests of batches and data: enough bytes to detect other data, few enough for every batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from surefoot.core.errors import OtherDataError
 
 SAMPLED_BYTES = 4096  # of one batch, over all of its tensors
 DIGEST_BYTES = 16
@@ -20,15 +24,25 @@ MAX_DEPTH = 8  # nesting of containers
 MAX_PARTS = 256  # of one container
 ARRAYS = (Tensor, np.ndarray)
 DIGESTS = ("first", "first_values", "digest", "spot")
-VALUES_HINT = (
-    "augmentation that draws from the global streams of torch, NumPy or Python is the same again"
+SEED_HINT = (
+    "data that the code makes at random need a seed: torch.manual_seed(0) before they are made"
 )
+VALUES_HINT = f"{SEED_HINT}; augmentation that draws from the global streams of torch, NumPy or Python is the same again"
 SPOT_EVERY = 8  # batches
 AGAIN = "that are read again to resume"
-OTHER_HINT = (
+AGAIN_HINT = (
     "give an iterable that gives the same batches each time it is iterated, "
     "or one with state_dict and load_state_dict"
 )
+OTHER_HINT = f"{SEED_HINT}; else {AGAIN_HINT}"
+VALUE_BYTES = 8  # as which a single value counts
+MIN_PARTS = 64  # of a container of containers
+TEXT_CHARACTERS = 64  # of a text in the data
+CONTAINERS = (dict, list, tuple, deque)
+CONTENT = (
+    "the content of the data is not that of the attempt before (4 KiB at even strides are compared)"
+)
+CONTENT_HINT = f"{SEED_HINT}; else give the data that were trained on"
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -251,3 +265,103 @@ def _as_array(tensor: Tensor) -> np.ndarray:
             if plain.is_complex()
             else plain.view(SAME_SIZE[plain.element_size()])
         ).numpy()
+
+
+# ---- the content of the data, of which a resume reads only a part again
+
+
+def digest_of_content(data: Any) -> str:
+    """Return a digest, as hex, of about 4 KiB at even strides of what a dataset holds in memory.
+
+    Tensors, arrays, and the values in lists, tuples and dicts count, in attributes of the dataset and
+    of the datasets inside. Settings (single values), caches (by their name), and
+    the folders of paths do not count: they may differ between two attempts over the same data.
+    """
+    taken = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    _add_value(
+        taken,
+        data.dataset if isinstance(data, DataLoader) else data,
+        SAMPLED_BYTES // VALUE_BYTES,
+        0,
+    )
+    return taken.hexdigest()
+
+
+def compare_content(now: str | None, before: str | None) -> ReadingDifference | None:
+    """Return a difference if the content has changed; None where no earlier digest is known."""
+    return (
+        None if now is None or before in (None, now) else ReadingDifference(CONTENT, CONTENT_HINT)
+    )
+
+
+def check_content(source: Any, before: str | None) -> None:
+    """Raise OtherDataError if the content of a source has changed since a checkpoint was saved."""
+    if (found := compare_content(getattr(source, "content", None), before)) is not None:
+        raise OtherDataError(found.what, hint=found.hint)
+
+
+def _add_value(taken: Any, value: Any, share: int, depth: int) -> None:
+    """Add up to `share` values of an object to the digest."""
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.ravel().tolist()
+    if isinstance(value, Tensor | np.ndarray):
+        try:
+            _add_elements(taken, value, max(1, share) * VALUE_BYTES)
+        except Exception:  # noqa: BLE001 - a tensor of a class without readable elements
+            taken.update(type(value).__name__.encode())
+    elif isinstance(value, str | bytes | PurePath):
+        text = _without_folder(value)
+        taken.update(
+            f"{len(text)} {text[:: max(1, -(-len(text) // TEXT_CHARACTERS))]!r}".encode(
+                errors="replace"
+            )
+        )
+    elif isinstance(value, bool | int | float | complex | np.generic | None):
+        taken.update(repr(value).encode())
+    elif isinstance(value, CONTAINERS):
+        _add_container(taken, value, share, depth)
+    else:
+        taken.update(type(value).__name__.encode())
+        fingerprint = getattr(value, "_fingerprint", None)  # of Hugging Face
+        if isinstance(fingerprint, str):
+            taken.update(fingerprint.encode())
+        elif depth == 0 or isinstance(value, Dataset):
+            held = {
+                name: each
+                for name, each in getattr(value, "__dict__", {}).items()
+                if _is_content(name, each)
+            }
+            for name, each in held.items():
+                taken.update(name.encode())
+                _add_value(taken, each, share, depth + 1)
+    taken.update(b"\0")
+
+
+def _add_container(taken: Any, value: Any, share: int, depth: int) -> None:
+    taken.update(f"{type(value).__name__} {len(value)}".encode())
+    if depth >= MAX_DEPTH or not share or not value:
+        return
+    inner = next(iter(value.values() if isinstance(value, dict) else value))
+    num_inner = (
+        len(inner) if isinstance(inner, CONTAINERS) else share if isinstance(inner, Dataset) else 1
+    )
+    stride = -(-len(value) // max(min(share, MIN_PARTS), share // max(1, num_inner)))
+    keys = list(value)[::stride] if isinstance(value, dict) else range(0, len(value), stride)
+    for key in keys:
+        if isinstance(value, dict):
+            _add_value(taken, key, 1, depth + 1)
+        _add_value(taken, value[key], max(share // len(keys), min(num_inner, MIN_PARTS)), depth + 1)
+
+
+def _is_content(name: str, value: Any) -> bool:
+    return (
+        isinstance(value, (Tensor, np.ndarray, Dataset, *CONTAINERS))
+        and "cache" not in name.lower()
+    )
+
+
+def _without_folder(text: Any) -> Any:
+    """Return a text without the folder of an absolute path: data may have been moved."""
+    if isinstance(text, PurePath):
+        return text.name
+    return text.rpartition("/")[2] if isinstance(text, str) and text.startswith("/") else text

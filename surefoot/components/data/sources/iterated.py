@@ -12,15 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from surefoot.components.data.feed import size_of
-from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
-from surefoot.components.data.sources.watched import Watched
+from surefoot.components.data.sources.batch_digest import (
+    PassDigest,
+    ReadingDifference,
+    digest_of_content,
+)
+from surefoot.components.data.sources.watched import Watched, name_states
 from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError, OtherDataError
+from surefoot.runtime.attributes import sign_state
 
 KEPT_STATES, KEPT_SIZES = 16, 1024
 NOTHING = object()
@@ -40,7 +44,9 @@ class _Pass:
     """State at the start of an epoch, and digests of its batches so far."""
 
     epoch: int = 0
-    generators: list[Tensor] = field(default_factory=list)  # states of the loader's generators
+    generators: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # states of the data's generators, see Watched.generators
     sampler: list[Tensor] | None = None  # see Watched.sampler_start
     state: Any = None  # of the iterable, before the first batch
     seen: PassDigest = field(default_factory=PassDigest)
@@ -56,7 +62,11 @@ class _Pass:
 
     @classmethod
     def from_state(cls, held: Mapping[str, Any]) -> _Pass:
-        return cls(**{**held, "seen": PassDigest.from_state(held["seen"])})
+        own = {
+            "generators": name_states(held["generators"]),
+            "seen": PassDigest.from_state(held["seen"]),
+        }
+        return cls(**{**held, **own})
 
 
 class Iterated:
@@ -64,9 +74,9 @@ class Iterated:
 
     It is therefore trained with `batch = 1`, unshuffled. It can only be read sequentially: to
     resume at batch k, the first k batches are read again (*replayed*) from the random states at the
-    start of the epoch. The states of the loader's generators are saved; the global ones follow from
-    the seed, the epoch and the number of the batch. The batches read again are compared with
-    digests of the first reading; OtherDataError describes a difference.
+    start of the epoch. The states of the generators of the loader and its dataset are saved; the
+    global ones follow from the seed, the epoch and the number of the batch. The batches read again
+    are compared with digests of the first reading; OtherDataError describes a difference.
 
     An iterable with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored
     instead. `set_epoch` of a loader, its samplers and its dataset is called before each epoch.
@@ -90,6 +100,7 @@ class Iterated:
                 hint="give 1 batch or more",
             )
         self._watched = Watched(iterable)
+        self.content = digest_of_content(iterable)
         self._iterable = self._watched.data
         self._num_batches, self._is_cut = length, num_batches is not None
         self._iterator: Iterator[Batch] | None = None
@@ -336,7 +347,7 @@ class Iterated:
         ):
             self._expected = _Pass.from_state(current)
             return
-        self._watched.restore_generators(held.get("generators", ()))
+        self._watched.restore_generators(name_states(held.get("generators", ())))
         self._begun = (
             None
             if self._first is None or self._pass is None
@@ -362,17 +373,9 @@ class Iterated:
         If so, reading continues in it, since a restarted epoch may have another order.
         """
         mine = self._pass
-        if (
-            mine is None
-            or self._first is None
-            or mine.epoch != saved.epoch
-            or len(mine.generators) != len(saved.generators)
-        ):
+        if mine is None or self._first is None or mine.epoch != saved.epoch:
             return False
-        return all(
-            torch.equal(one, other)
-            for one, other in zip(mine.generators, saved.generators, strict=True)
-        )
+        return sign_state(mine.generators) == sign_state(saved.generators)
 
     def forget_states(self) -> None:
         """Stop saving the state of the iterable, which no checkpoint can hold; replay to resume."""

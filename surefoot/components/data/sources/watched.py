@@ -6,7 +6,7 @@ import copy
 import operator
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from torch.utils.data import (
 from surefoot.components.data.sources.batch_digest import PassDigest
 from surefoot.contract.loop_ledger import MOST_IDS, LoopGuarantee
 from surefoot.core.process.forked import never_end_in_children
+from surefoot.runtime.attributes import find_generators, generator_state, restore_generator
 
 MAX_NESTED = 16  # nesting of samplers
+OF_LOADER = "loader"  # name of the generators of a loader and its samplers
 
 
 class Watched:
@@ -88,13 +90,25 @@ class Watched:
         if self._sampler is not None:
             vars(self.data)["_iterator"] = None
 
-    # ---- generators that determine the order
+    # ---- generators that determine the order and the values
 
-    def generators(self) -> list[torch.Generator]:
-        """Return the generators of the loader and of its samplers, each once.
+    def generators(self) -> dict[str, Any]:
+        """Return the generators that the data draw from, by name, each once.
 
-        Nested samplers, as Accelerate makes them, are included.
+        Those of the loader and of its samplers, which determine the order, come first; nested
+        samplers, as Accelerate makes them, are included. The others are in attributes of the
+        dataset and of what it refers to, and are of torch, NumPy or Python.
         """
+        of_loader = self._loader_generators()
+        known = {id(each) for each in of_loader}
+        others = {
+            name: each
+            for name, each in find_generators([("data", self.data)]).items()
+            if id(each) not in known
+        }
+        return {**name_states(of_loader), **others}
+
+    def _loader_generators(self) -> list[torch.Generator]:
         places = [self.data]
         for place in places:
             inner = (getattr(place, name, None) for name in ("sampler", "batch_sampler"))
@@ -114,13 +128,17 @@ class Watched:
             {id(each): each for each in found if isinstance(each, torch.Generator)}.values()
         )
 
-    def generator_states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self.generators()]
+    def generator_states(self) -> dict[str, Any]:
+        return {name: generator_state(each) for name, each in self.generators().items()}
 
-    def restore_generators(self, states: Sequence[Tensor]) -> None:
-        """Set the generators of the loader and its samplers to what `generator_states` returned."""
-        for generator, state in zip(self.generators(), states, strict=False):
-            generator.set_state(state)
+    def restore_generators(self, states: Mapping[str, Any]) -> None:
+        """Set the generators of the data to what `generator_states` returned.
+
+        Raises ValueError or TypeError for the state of another kind of generator.
+        """
+        for name, generator in self.generators().items():
+            if name in states:
+                restore_generator(generator, states[name])
 
     def sampler_start(self) -> list[Tensor] | None:
         """Return the states of the generators at which the sampler started this epoch.
@@ -173,6 +191,18 @@ class Watched:
         for place in {id(each): each for each in places}.values():
             if callable(getattr(place, "set_epoch", None)):
                 place.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def name_states(held: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    """Return states by the name of their generator.
+
+    Version 0.1 wrote a list, of the generators of the loader and its samplers alone.
+    """
+    return (
+        dict(held)
+        if isinstance(held, Mapping)
+        else {f"{OF_LOADER} {number}": each for number, each in enumerate(held)}
+    )
 
 
 def as_ids(samples: Iterable[Any]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from surefoot.components.data.sources.arrays import ArrayLike, Arrays
 from surefoot.components.data.sources.asked import check_asked
+from surefoot.components.data.sources.batch_digest import digest_of_content
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.task import Batch, Guarantee, Source
 from surefoot.core.errors import DataError
@@ -22,7 +23,8 @@ class TorchDataset:
 
     A dataset that reads several items at once (`__getitems__`, as those of Hugging Face) is read
     one batch at a time. The digest is that of the dataset's fingerprint if it has one
-    (`_fingerprint`, also of Hugging Face), else of its type and length.
+    (`_fingerprint`, also of Hugging Face), else of its type and length. `content` is a digest of what
+    the dataset holds in memory.
     """
 
     guarantee: Guarantee = "proven"
@@ -46,6 +48,7 @@ class TorchDataset:
             else f"{type(dataset).__qualname__} {len(dataset)}"
         )
         self.digest = hashlib.sha256(known.encode()).hexdigest()
+        self.content = digest_of_content(dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)

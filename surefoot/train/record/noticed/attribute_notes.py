@@ -10,7 +10,10 @@ UNSAVED = (
     "{names} of the model changes while it trains, and a checkpoint cannot hold it: a resumed run "
     "has what the model is built with"
 )
-KEEP_ALL = "keep it in a tensor, or in a list, tuple or dict of tensors"
+KEEP_ALL = (
+    "keep it in a tensor, or in a list, tuple or dict of tensors; "
+    "a random generator: return it from state() of the task"
+)
 OF_RANKS = (
     "{names} of the model changes while it trains, and each of {size} ranks has a copy of its "
     "own: rank 0's is saved, and all ranks resume with it"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 from torch import nn
 from torch.amp import GradScaler
@@ -16,9 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from surefoot.core.units import name_some
+from surefoot.runtime.attributes import find_generators, sign_generator
 from surefoot.train.assemble import Assembly
 
 LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} begins with a new one"
+DRAWN = "the {what} draws from {name}, and no checkpoint holds its state, so a resumed {what} draws other random numbers"
 OF_LOOP = "give it to attach: state={{{key!r}: {name}}}"
 OF_OPTIMIZER = "give it to attach: optimizer=[..., {name}]"
 OF_TASK = "return it from the task's state(): {{{key!r}: {name}}}"
@@ -26,6 +29,7 @@ UNTRAINED = (
     "the loop has unfrozen or added parameters that are in no optimizer of attach, so that no "
     "step of it trains them: {names}; add them: optimizer.add_param_group({{'params': [...]}})"
 )
+DEPTH = 2  # of the search for generators: an attribute of an attribute of a variable
 UNLESS = "; a copy that never changes needs none"
 
 
@@ -37,6 +41,9 @@ class Unheld:
         self._optimizers = optimizers
         parts = [getattr(data, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         self._held = _with_parts([*objects.values(), data, *parts])
+        self._generators = UnheldGenerators(
+            find_generators([("data", data), *objects.items()]).values()
+        )
         self._own = {id(each) for each in self._model.parameters()}
         trained = {
             id(each)
@@ -46,6 +53,13 @@ class Unheld:
         }
         self._apart = trained - self._own
         self._told = {name for name, each in self._model.named_parameters() if each.requires_grad}
+
+    def find_new(self) -> list[str]:
+        """Return a warning, once each, on what the loop has done since `attach` that no checkpoint will hold."""
+        return [
+            *self.find_untrained(),
+            *(describe_generator(name, "loop") for name in self._generators.find_drawn()),
+        ]
 
     def find_untrained(self) -> list[str]:
         """Return a warning, once each, on parameters with gradients that are in no optimizer."""
@@ -70,6 +84,7 @@ class Unheld:
         Every object is reported once.
         """
         names = dict(variables(caller))
+        self._generators.watch(names.items())
         found = {id(each): each for each in names.values() if self._is_state(each)}
         found |= {id(each): each for each in self._schedulers()}
         inside = {
@@ -111,6 +126,42 @@ class Unheld:
                 yield each
 
 
+@final
+class UnheldGenerators:
+    """Random generators that no checkpoint holds, watched from when they are found.
+
+    A generator that never draws again, as one that made the data or split them, loses nothing.
+    """
+
+    def __init__(self, held: Iterable[Any]) -> None:
+        self._known = {id(each) for each in held}
+        self._watched: dict[
+            str, tuple[Any, Any]
+        ] = {}  # the generator, and its state when it was found
+
+    def watch(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Add the generators in objects and their attributes that are not known yet."""
+        for name, each in find_generators(named, DEPTH).items():
+            if id(each) not in self._known:
+                self._known.add(id(each))
+                self._watched[name] = each, sign_generator(each)
+
+    def find_drawn(self) -> list[str]:
+        """Return the names of the generators that have drawn, once each."""
+        drawn = [
+            name for name, (each, before) in self._watched.items() if sign_generator(each) != before
+        ]
+        for name in drawn:
+            del self._watched[name]
+        return drawn
+
+
+def describe_generator(name: str, what: str) -> str:
+    """Return a warning on a random generator that has drawn in a `what`, "loop" or "run"."""
+    give, key = (OF_LOOP if what == "loop" else OF_TASK), re.findall(r"\w+", name)[-1]
+    return f"{DRAWN.format(name=name, what=what)}: {give.format(key=key, name=name)}"
+
+
 def has_state(value: Any) -> bool:
     """Return whether an object, not a class or Python module, can save and load a state."""
     return _saves_state(type(value))
@@ -134,6 +185,8 @@ def variables(caller: FrameType | None) -> Iterator[tuple[str, Any]]:
         for name, value in getattr(caller.f_locals.get("self"), "__dict__", {}).items()
     )
     yield from caller.f_globals.copy().items()
+    script = vars(sys.modules["__main__"])
+    yield from script.copy().items() if script is not caller.f_globals else ()
 
 
 def _with_parts(objects: Iterable[Any]) -> set[int]:
@@ -170,13 +223,31 @@ def _describe(value: Any, name: str) -> str:
     )
 
 
-def describe_task(assembly: Assembly) -> list[str]:
-    """Return a warning on each attribute of the task with a state that the run does not save."""
+def watch_task(assembly: Assembly) -> UnheldGenerators:
+    """Return the random generators of the task that neither its `state()` nor the data hold."""
+    task = assembly.task
+    named = task.state() if task.state is not None else {}
+    made = UnheldGenerators(
+        find_generators(
+            [("data", assembly.feed.source), ("model", assembly.model), *named.items()]
+        ).values()
+    )
+    made.watch(
+        (f"self.{name}", value) for name, value in getattr(task.task, "__dict__", {}).items()
+    )
+    return made
+
+
+def describe_task(assembly: Assembly, generators: UnheldGenerators) -> list[str]:
+    """Return a warning on each attribute of the task with a state that the run does not save.
+
+    `generators` are those of `watch_task`.
+    """
     task, source = assembly.task, assembly.feed.source
     named = list((task.state() if task.state is not None else {}).values())
     optimizers = [each for update in assembly.updates for each in update.guarded.optimizers]
     held = _with_parts([*named, source, *optimizers, *assembly.model.modules()])
-    lines = []
+    lines = [describe_generator(name, "run") for name in generators.find_drawn()]
     for name, value in getattr(task.task, "__dict__", {}).items():
         if (
             id(value) in held

@@ -1,0 +1,133 @@
+"""Random generators of torch, NumPy and Python besides the global ones: their states, and a search for them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+MAX_DEPTH, MAX_OBJECTS = 6, 100_000  # of a search: nesting, and objects visited
+MAX_PARTS = 64  # of one container: a longer one holds samples
+CLOSED = (
+    Tensor,
+    np.ndarray,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    ModuleType,
+    BuiltinFunctionType,
+)
+
+
+def is_generator(value: object) -> bool:
+    """Return whether `value` is a generator of torch, NumPy or Python whose state can be read and set."""
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return a copy of the state: a tensor (torch), a dict or a tuple (NumPy), a tuple (Python)."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def restore_generator(generator: Any, state: Any) -> None:
+    """Set a generator to a state that `generator_state` returned.
+
+    Raises ValueError or TypeError for the state of another kind of generator.
+    """
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def sign_generator(generator: Any) -> object:
+    """Return a value that differs after the generator has drawn."""
+    return sign_state(generator_state(generator))
+
+
+def sign_state(state: Any) -> object:
+    """Return states of generators in a form that `==` compares."""
+    if isinstance(state, Tensor):
+        return state.numpy().tobytes()
+    if isinstance(state, np.ndarray):
+        return state.tobytes()
+    if isinstance(state, dict):
+        return tuple((key, sign_state(part)) for key, part in state.items())
+    return tuple(sign_state(part) for part in state) if isinstance(state, tuple) else state
+
+
+def find_generators(named: Iterable[tuple[str, Any]], max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+    """Return the generators in objects, by the code that reads them, each once.
+
+    Attributes, short containers, and what functions refer to are searched, `max_depth` levels deep.
+    The global streams, whose states every checkpoint has, are left out.
+    """
+    shared = (
+        random.random.__self__,  # type: ignore[attr-defined]
+        np.random.mtrand._rand,
+        torch.default_generator,
+        *torch.cuda.default_generators,
+    )
+    seen = {id(each) for each in shared}
+    found = dict[str, Any]()
+    waiting = deque((name, value, 0) for name, value in named)
+    while waiting and len(seen) < MAX_OBJECTS:
+        name, value, depth = waiting.popleft()
+        if isinstance(value, CLOSED) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_generator(value):
+            found[name] = value
+        elif depth < max_depth:
+            waiting.extend((f"{name}{key}", part, depth + 1) for key, part in _parts(value))
+    return found
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping | list | tuple | deque):
+        if len(value) <= MAX_PARTS:
+            pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+            yield from ((f"[{key!r}]", part) for key, part in list(pairs))
+    elif isinstance(value, nn.Module):
+        for path, module in value.named_modules():
+            held = {key: part for key, part in vars(module).items() if key not in OF_TORCH}
+            yield from (
+                (f".{path}.{key}" if path else f".{key}", part) for key, part in held.items()
+            )
+    elif isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield f".{name}", cell.cell_contents
+            except ValueError:  # a variable that has no value yet
+                continue
+        yield from (
+            (f".__defaults__[{number}]", part)
+            for number, part in enumerate(value.__defaults__ or ())
+        )
+    elif isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, functools.partial):
+        yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+    else:
+        attributes = getattr(value, "__dict__", None)
+        yield from (
+            (f".{key}", part)
+            for key, part in (list(attributes.items()) if isinstance(attributes, dict) else ())
+        )

@@ -1,0 +1,138 @@
+"""A change of what a dataset holds in memory is seen between two attempts, and a change of its settings is none."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+
+import surefoot
+from surefoot.components.data.sources.batch_digest import digest_of_content
+from surefoot.contract.events import Fault
+from surefoot.core.errors import OtherDataError
+from surefoot.train.run import Run
+from tests.train.small import Small, records, spec
+
+
+class Held(Dataset[Any]):
+    """A dataset of the user's, with the content, a setting, a cache and a folder."""
+
+    def __init__(self, rows: Any, **more: Any) -> None:
+        self.rows = rows
+        vars(self).update(more)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Any:
+        return torch.full((4,), float(self.rows[number])), number % 3
+
+
+ROWS = [1.0] * 24
+MADE: dict[str, Callable[[float], Any]] = {
+    "numbers": lambda x: [0.0, 1.0, x],
+    "texts": lambda x: ["a" * 50, f"b{x}"],
+    "dicts": lambda x: [{"text": "a", "label": x, "more": {"deep": (1, 2)}}] * 3000,
+    "dict": lambda x: {"a": 1, "b": [x]},
+    "keys": lambda x: {"a": 1, f"b{x}": 2},
+    "tuple": lambda x: (1, 2, (3, x)),
+    "deque": lambda x: deque([1, x]),
+    "objects": lambda x: np.array(["a", {"b": x}], dtype=object),
+    "tensors": lambda x: [torch.zeros(3), torch.full((2,), x)],
+    "tensor": lambda x: torch.full((2000, 30), x),
+    "names of files": lambda x: [f"/data/{x}.png"],
+}
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda rows: rows,
+    "dataset": Held,
+    "loader": lambda rows: DataLoader(Held(rows)),
+    "subset": lambda rows: Subset(Held(rows), [0]),
+    "concat": lambda rows: DataLoader(ConcatDataset([Held([1]), Held(rows)])),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("kind", MADE)
+def test_other_content_has_another_digest(kind: str, around: str) -> None:
+    make = AROUND[around]
+    first, again, other = (digest_of_content(make(MADE[kind](x))) for x in (1.0, 1.0, 2.0))
+    assert first == again != other
+
+
+def test_settings_caches_and_the_folder_of_the_data_are_no_content() -> None:
+    rows = ["/here/a.png", Path("/here/b.png")]
+    one = Held(
+        rows, root="/here", epoch=0, cache={}, transform=nn.Identity(), rng=np.random.default_rng()
+    )
+    moved = ["/there/a.png", Path("/there/b.png")]
+    other = Held(
+        moved,
+        root="/there",
+        epoch=3,
+        cache={1: 2},
+        transform=nn.Identity(),
+        rng=np.random.default_rng(),
+    )
+    assert digest_of_content(one) == digest_of_content(other)
+
+
+def test_a_large_list_takes_no_longer_than_a_batch() -> None:
+    rows = [{"text": "word " * 400, "ids": list(range(100))} for _ in range(20_000)]
+    started_s = time.perf_counter()
+    digest_of_content(Held(rows))
+    assert time.perf_counter() - started_s < 0.5
+
+
+def test_a_list_that_changes_between_two_attempts_of_a_loop_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for last in (1.0, 1.0, 5.0):
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(Held([1.0] * 19 + [last]), 4)
+        run = surefoot.attach(
+            model=model, optimizer=optimizer, data=loader, folder=tmp_path, save="1 steps"
+        )
+        for inputs, _ in run.batches():
+            run.step_done(model(inputs).sum())
+            break  # the last row is not read
+        run.save()
+        run._record.end("stopped")
+        printed = " ".join(capsys.readouterr().err.split())
+        assert ("the content of the data" in printed) == (last == 5.0)
+    faults = [event for event in records(tmp_path) if isinstance(event, Fault)]
+    assert [each.fault for each in faults] == ["other-data"]
+
+
+class OfLists(Small):
+    def data(self, split: str) -> Any:
+        return Held(ROWS) if split == "train" else super().data(split)
+
+
+def test_a_list_that_changes_between_two_attempts_of_a_run_needs_a_word(tmp_path: Path) -> None:
+    def train(steps: int, last: float, *, accept_data: bool = False) -> None:
+        ROWS[-1] = last
+        with Run(
+            spec(12), OfLists(), folder=tmp_path / "a", quiet=True, accept_data=accept_data
+        ) as run:
+            for report in run.steps():
+                if report.step == steps:
+                    break
+
+    train(2, 1.0)
+    train(4, 1.0)
+    with pytest.raises(OtherDataError, match="content of the data"):
+        train(6, 5.0)
+    train(8, 5.0, accept_data=True)
+    assert [event.fault for event in records(tmp_path / "a") if isinstance(event, Fault)] == [
+        "other-data"
+    ]
+    train(10, 5.0)
