@@ -95,7 +95,7 @@ CASES = (
         "--set",
         "train.microbatch=4",
     ),
-    of_example("Gan", "two updates a step, an optimiser of its own beside the spec's"),
+    of_example("Gan", "two updates a step, an optimizer of its own beside the spec's"),
     of_example(
         "Detector",
         "two terms, each with its count, microbatches",
@@ -105,7 +105,7 @@ CASES = (
         "train.microbatch=4",
     ),
     of_example("Halves", "a loss over all pairs of the batch"),
-    of_example("OwnOptimizer", "an optimiser and a schedule of the task's own"),
+    of_example("OwnOptimizer", "an optimizer and a schedule of the task's own"),
     of_example(
         "HardClasses",
         "state of the task's own, averaged weights, BatchNorm",

@@ -30,13 +30,14 @@ PHASES = (
     "copy",
     "forward",
     "backward",
-    "optimiser",
+    "optimizer",
     "communication",
     "checkpoint",
     "evaluation",
     "logging",
     "other",
 )
+RENAMED_PHASE = ('"optimiser":', '"optimizer":')  # as the previous release wrote it, and as now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +328,7 @@ def _row(line: str) -> dict[str, Any] | None:
     if UNREADABLE in line:
         return None
     try:
-        row = json.loads(line)
+        row = json.loads(line.replace(*RENAMED_PHASE))
     except (ValueError, RecursionError):
         return None
     fits = (

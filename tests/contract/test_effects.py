@@ -318,7 +318,7 @@ class OwnOptimizer(Small):
         (
             OwnOptimizer(),
             {"fused": False},
-            r"optim\.fused is given, but the optimiser is the task's own",
+            r"optim\.fused is given, but the optimizer is the task's own",
         ),
     ],
 )
