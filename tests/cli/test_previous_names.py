@@ -86,7 +86,7 @@ def test_a_key_by_both_names_is_refused_with_its_place(surefoot: Command, tmp_pa
     assert answer.code == 2
     assert answer.err.startswith("error: mine.toml:5: optim.decay is the previous name")
     with pytest.raises(SpecError, match="both are given"):
-        RunSpec(optim={"weight_decay": 0.1, "weight_decay": 0.1})
+        RunSpec(optim={"decay": 0.1, "weight_decay": 0.1})
 
 
 def test_a_run_of_the_previous_release_keeps_its_id(old: Path) -> None:
