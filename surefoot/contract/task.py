@@ -303,7 +303,10 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
 def _missing_module(use: str, module_name: str) -> TaskError:
     return TaskError(
         f"task {use!r} does not import: there is no module {module_name}",
-        hint=f"run surefoot in the folder that holds it, or name its file: {module_name.replace('.', '/')}.py:{use.partition(':')[2]}",
+        hint=(
+            "run surefoot in the folder that holds it, or name its file: "
+            f"{module_name.replace('.', '/')}.py:{use.partition(':')[2]}"
+        ),
     )
 
 

@@ -400,7 +400,8 @@ class _LoopRecord:
         finally:
             if deleted := self._keeper.take_deleted():
                 self._console.warn(
-                    f"the disk was full: the checkpoint of {deleted} was deleted before its time; the loop continues"
+                    f"the disk was full: the checkpoint of {deleted} was deleted before its time; "
+                    "the loop continues"
                 )
         self._saved_step = self.step
         lost = (

@@ -56,7 +56,8 @@ RULES = (
     ChangeRule(
         "layout.*",
         "in place",
-        "other ranks share the same batches; what one pass sees stays the same where train.microbatch is stated",
+        "other ranks share the same batches; what one pass sees stays the same where "
+        "train.microbatch is stated",
     ),
     ChangeRule(
         "nccl.*",
@@ -247,11 +248,15 @@ def _ways(run: Path, found: Sequence[Change]) -> list[str]:
     label = "the same" if len(ways) > 2 else purpose
     start = f"Start(Path({str(run)!r}), {newest}{weights})"
     ways.append(
-        f'  {label} in Python, by surefoot.Run and surefoot.Start: Run(spec, task, folder="NEW", start={start})'
+        f'  {label} in Python, by surefoot.Run and surefoot.Start: Run(spec, task, folder="NEW", '
+        f"start={start})"
     )
     return [
         *ways,
-        "  train from step 0: give another --run folder, or --fresh; in Python another folder=, or fresh=True",
+        (
+            "  train from step 0: give another --run folder, or --fresh; in Python another "
+            "folder=, or fresh=True"
+        ),
     ]
 
 
@@ -306,5 +311,5 @@ def starts_scores_anew(changes: Sequence[Change]) -> bool:
 
 
 def changes_settings(changes: Sequence[Change]) -> bool:
-    """Return whether the optimizer's group settings must be those of the new spec, not the saved ones."""
+    """Return whether the optimizer's groups take the new spec's settings, not the saved ones."""
     return any(change.key.startswith(("optim.", "schedule.")) for change in changes)

@@ -156,7 +156,8 @@ class LoopKeeper:
             given = type(self._objects[name]).__name__ if name in self._objects else "nothing"
             if given != kind:
                 raise RunFolderError(
-                    f"step {step:,} of {self._folder} holds the state of {name!r}, which was {kind}: the loop gives {given}",
+                    f"step {step:,} of {self._folder} holds the state of {name!r}, which was "
+                    f"{kind}: the loop gives {given}",
                     hint="give what the loop was begun with, or begin in another folder",
                 )
 
@@ -462,13 +463,15 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: 
         else:
             more = ", and the base_lrs of a scheduler" if key.endswith("['lr']") else ""
             notes.append(
-                f"{told}: the saved value is kept; for the new one set {key} = {now[key]} after attach{more}"
+                f"{told}: the saved value is kept; for the new one set {key} = {now[key]} after "
+                f"attach{more}"
             )
     if notes:
         name = str(folder)
         copied = f"cp -r {shlex.quote(name)} NEW, and folder='NEW' goes on in the copy"
         notes.append(
-            f"to keep {name} as it is: {copied}; another folder trains from step 0; more passes than before extend the loop"
+            f"to keep {name} as it is: {copied}; another folder trains from step 0; more passes "
+            "than before extend the loop"
         )
     return notes
 
@@ -497,9 +500,13 @@ def name_objects(
             raise TaskError(f"state names {name!r}, which is taken", hint="give it another name")
         if not checkpoint.is_restorable(value):
             raise TaskError(
-                f"state gives {name!r} as {checkpoint.name_kind(value)}, which cannot be put back in place",
-                hint="give an object with state_dict and load_state_dict, as schedulers and scalers have, a random generator of torch, "
-                "NumPy or Python, or a tensor or array that is changed in place",
+                f"state gives {name!r} as {checkpoint.name_kind(value)}, which cannot be put back "
+                "in place",
+                hint=(
+                    "give an object with state_dict and load_state_dict, as schedulers and "
+                    "scalers have, a random generator of torch, NumPy or Python, or a tensor or "
+                    "array that is changed in place"
+                ),
             )
         named[name] = value
     beside, told = find_beside(named, optimizers, variables)
@@ -519,7 +526,10 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
     if getattr(data, "persistent_workers", False):
         return (
             "replayed",
-            "they are read forwards again; new workers draw other random numbers than those that stayed would have",
+            (
+                "they are read forwards again; new workers draw other random numbers than those "
+                "that stayed would have"
+            ),
         )
     return "replayed", "they are read forwards: going on reads what was read before once more"
 

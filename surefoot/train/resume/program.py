@@ -128,7 +128,7 @@ def _sources() -> Iterator[tuple[str, Path]]:
         if not isinstance(file, str) or name in SCRIPTS:
             continue
         if file.startswith(_FOREIGN) or not INSTALLED.isdisjoint(file.split(os.sep)):
-            continue  # before the path is resolved, which asks the disk about each folder on the way
+            continue  # before the path is resolved, which reads each folder on the way
         path = os.path.realpath(file)
         if not path.startswith(_FOREIGN) and INSTALLED.isdisjoint(path.split(os.sep)):
             yield name, Path(path)

@@ -357,7 +357,8 @@ class LiveState:
         """Return a digest of each component of the state; equal for runs with identical state."""
         content, moving = self.take(0, more, {})
         skeleton = json.loads(content.texts["state.json"])
-        found = {"parameters": {}, "optimizer": moving.get(OPTIMIZER, {}), "buffers": {}}  # type: dict[str, dict[str, Tensor]]
+        found: dict[str, dict[str, Tensor]] = {"parameters": {}, "optimizer": {}, "buffers": {}}
+        found["optimizer"] = moving.get(OPTIMIZER, {})
         for file, held in moving.items():
             if file != OPTIMIZER:
                 found["parameters"] |= {f"{file}/{name}": tensor for name, tensor in held.items()}
@@ -568,7 +569,7 @@ def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:
 
 
 def _optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the size of an optimizer's state, estimated by its settings for parameters without one.
+    """Return the size of an optimizer's state, estimated for parameters that have none yet.
 
     SGD has one value per weight with momentum and none without; two are assumed for the others.
     """
