@@ -92,9 +92,8 @@ def attach(
     DataError if `data` is not iterable, TaskError for an optimizer without `param_groups`,
     RunFolderError for a folder of another kind, LostRank if a rank does not call `attach`.
     """
-    if (
-        not environment.has_process_group()
-    ):  # else the loop has joined its ranks by itself, as it read the launcher's variables
+    # else the loop has joined its ranks by itself, as it read the launcher's variables
+    if not environment.has_process_group():
         place.check_launcher()
     check_not_importing()
     optimizers = check_given(model, optimizer, data, state)
@@ -122,9 +121,8 @@ class Attached:
     def __init__(self, record: _LoopRecord) -> None:
         self._record = record
         self._left = weakref.finalize(self, record.end, "stopped")
-        self._left.atexit = (
-            False  # then the record asks first whether an exception ended the process
-        )
+        # then the record asks first whether an exception ended the process
+        self._left.atexit = False
         atexit.register(record.end_with_process)
 
     @property
@@ -219,12 +217,8 @@ class _LoopRecord:
         self._unheld, reported, notes_on_resume = noticed
         self._has_saved = False
         model: nn.Module = objects["model"]
-        self._optimizers, self._every, self._data, self._group = (
-            optimizers,
-            max(1, every),
-            data,
-            group,
-        )
+        self._optimizers, self._every = optimizers, max(1, every)
+        self._data, self._group = data, group
         self._length = length_of(data)
         self._console = Console(total_steps=None, unit="samples", quiet=True)
         self._meter = Meter()
@@ -234,9 +228,8 @@ class _LoopRecord:
         self._waiting_s = self._training_s = 0.0
         self._num_batches = self._num_passes = self._unreported = 0
         self._watched = Watched(data)
-        self._unstepped: list[
-            tuple[int, int, tuple[int, ...]]
-        ] = []  # (pass, place, samples) of the batches since the last step
+        # (pass, place, samples) of the batches since the last step
+        self._unstepped: list[tuple[int, int, tuple[int, ...]]] = []
         self._lent = in_place.Lent(data)
         self._is_inside = self._is_over = False
         self.step = self.num_samples = self.first_pass = self._saved_step = self._num_untimed = 0
@@ -260,11 +253,8 @@ class _LoopRecord:
             closed_by=(),
         )
         with loop_ranks.taken(group, choice) as (chosen, self._lock):
-            self._at, self._root, self.generation = (
-                folder.anchor(chosen.folder),
-                chosen.folder.absolute(),
-                self._lock.generation,
-            )
+            self._at, self._root = folder.anchor(chosen.folder), chosen.folder.absolute()
+            self.generation = self._lock.generation
             self._keeper = LoopKeeper(self._root, self._lock, objects, self._watched, save, group)
             notes = (
                 *chosen.notes,
@@ -302,9 +292,8 @@ class _LoopRecord:
         self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
         changed = describe_changes(loop.get("given", {}), self._given, self.folder)
         self._training_s = float(loop.get("training_s", 0.0))
-        self._num_untimed = (
-            0 if "training_s" in loop else self.num_samples
-        )  # an older version did not save the time
+        # an older version did not save the time
+        self._num_untimed = 0 if "training_s" in loop else self.num_samples
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
         return (
             *set_aside,
@@ -352,7 +341,8 @@ class _LoopRecord:
 
     def begin_pass(self) -> Iterator[Any]:
         self._is_inside = True
-        self._meter.restart_clock()  # what the loop did between two passes is no part of a step's rate
+        # what the loop did between two passes is no part of a step's rate
+        self._meter.restart_clock()
         self.clock.begin_steps()
         with self.clock.within(DATA):
             batches = self._keeper.begin_pass()
@@ -404,9 +394,8 @@ class _LoopRecord:
                     "the loop continues"
                 )
         self._saved_step = self.step
-        lost = (
-            [] if self._has_saved else self._unheld.find()
-        )  # a scheduler that was made after attach
+        # a scheduler that was made after attach
+        lost = [] if self._has_saved else self._unheld.find()
         self._has_saved = True
         for line in (*self._keeper.take_unsaved(), *lost):
             self._console.warn(line)

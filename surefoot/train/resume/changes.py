@@ -206,9 +206,8 @@ def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -
     """
     found: list[Change] = []
     if now is not None:
-        with contextlib.suppress(
-            ValidationError, SurefootError
-        ):  # of a version that had other keys
+        # of a version that had other keys
+        with contextlib.suppress(ValidationError, SurefootError):
             found = [
                 each
                 for each in find(RunSpec.of_record(started.spec), now)

@@ -79,9 +79,8 @@ class Patience:
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
-        self._first: tuple[int, float] | None = (
-            None  # the step that was refused first since the last save, and when
-        )
+        # the step that was refused first since the last save, and when
+        self._first: tuple[int, float] | None = None
         self._ending: StorageError | None = None
 
     def saved(self) -> None:

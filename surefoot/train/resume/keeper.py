@@ -97,12 +97,12 @@ class CheckpointManager:
         if not self._state.is_shared:
             if self._group.is_first:
                 return self._is_due(step)
-            return self._rhythm is not None and self._rhythm(
-                step
-            )  # rank 0 saves, and hears of what this one was asked
+            # rank 0 saves, and hears of what this one was asked
+            return self._rhythm is not None and self._rhythm(step)
+        # clocks differ, so that of rank 0 decides
         wants = self._is_due(step) and (
             self.is_asked or self._every_s is None or self._group.is_first
-        )  # clocks differ
+        )
         return self._group.most([float(wants)])[0] > 0
 
     def _is_due(self, step: int) -> bool:

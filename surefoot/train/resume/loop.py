@@ -59,13 +59,8 @@ class LoopKeeper:
         every: str | None,
         group: Group = ALONE,
     ) -> None:
-        self._folder, self._lock, self._objects, self._watched, self._group = (
-            folder,
-            lock,
-            objects,
-            data,
-            group,
-        )
+        self._folder, self._lock, self._objects = folder, lock, objects
+        self._watched, self._group = data, group
         self._data = data.data
         self._modules = {
             name: each for name, each in objects.items() if isinstance(each, nn.Module)
@@ -102,18 +97,15 @@ class LoopKeeper:
         self._pass_random: Mapping[str, Any] = {}
         self._last_random: Mapping[str, Any] = {}  # of the pass before
         self._sampler: Any = None  # see Watched.sampler_start
-        self._own_now: Mapping[
-            str, Any
-        ] = {}  # the states of the loader's own generators at the commit
+        # the states of the loader's own generators at the commit
+        self._own_now: Mapping[str, Any] = {}
         self._before: PassDigest | None = None  # of the pass that is resumed, as it was
         self.seen = PassDigest()  # the batches of this pass
-        self._wanted: Mapping[str, Any] | None = (
-            None  # random states to go on with, once the place in the data is found
-        )
+        # random states to go on with, once the place in the data is found
+        self._wanted: Mapping[str, Any] | None = None
         self.position = 0  # batches read in the pass that goes on
-        self.pass_number = (
-            -1
-        )  # of the pass that goes on, from 0; one that is left before its end counts too
+        # of the pass that goes on, from 0; one that is left before its end counts too
+        self.pass_number = -1
         self._is_between = False  # two passes
 
     # ---- going on
@@ -236,9 +228,8 @@ class LoopKeeper:
         self._restore_generators(self._own_now)
         return batches
 
-    difference: ReadingDifference | None = (
-        None  # between what was read again to resume and what was read before
-    )
+    # between what was read again to resume and what was read before
+    difference: ReadingDifference | None = None
 
     def _iterate(self) -> Iterator[Any]:
         self._watched.before_iteration(is_first=self.pass_number == 0)

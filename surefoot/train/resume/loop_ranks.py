@@ -37,10 +37,8 @@ from surefoot.train.resume import same
 
 IS_HELD = "is being written by process"
 WAIT_S = 300.0  # for ranks that have not called `attach` yet
-LATE_S, SHARE = (
-    10.0,
-    0.05,
-)  # how late a save may be that is due by time, at most and of the time between two
+# how late a save may be that is due by time, at most and of the time between two
+LATE_S, SHARE = 10.0, 0.05
 TOGETHER = "all ranks call batches(), step_done(), save() and close() alike, after the same steps"
 Row = tuple[int, int, int, tuple[int, ...]]  # of the ledger: step, pass, place in it, samples
 
@@ -177,9 +175,8 @@ def begin_journal(group: Group, root: Path, started: Callable[[], events.Started
         journal.begin(started())
         return journal
 
-    first = group.settle(
-        lambda: begin() if group.is_first else None
-    )  # a folder without a log is not to be filled by the others
+    # a folder without a log is not to be filled by the others
+    first = group.settle(lambda: begin() if group.is_first else None)
     other = group.settle(lambda: begin() if first is None else None)
     made = first or other
     assert made is not None, "one of them began it"
@@ -241,9 +238,8 @@ class RankedLedger:
 
     def __init__(self, group: Group, root: Path, promise: LoopGuarantee, generation: int) -> None:
         self._group = group
-        promise = (
-            promise if group.is_alone else replace(promise, once=False, all=False)
-        )  # which rank reads what is the sampler's
+        # which rank reads what is the sampler's
+        promise = promise if group.is_alone else replace(promise, once=False, all=False)
         self._file = LoopLedger(root, promise, generation) if group.is_first else None
         self._rows: list[Row] = []
 

@@ -267,9 +267,8 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
         name: master_of(each)
         for name, each in checkpoint.held_by(assembly.model, stored).tensors.items()
     }
-    shapes = {
-        name: checkpoint.whole_shape(each) for name, each in own.items()
-    }  # a rank may hold some rows of each
+    # a rank may hold some rows of each
+    shapes = {name: checkpoint.whole_shape(each) for name, each in own.items()}
     fits = {name for name, piece in stored.items() if shapes.get(name) == piece.shape}
     reshaped = [
         f"{n} {list(p.shape)}, now {list(shapes[n])}"
@@ -307,9 +306,8 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
     def give(name: str, piece: Piece) -> Tensor:
         if name not in fits:
             return checkpoint.create(name, piece)
-        return (
-            own[name] if part_of(own[name]) else own[name].detach()
-        )  # what it is a part of stands at the parameter
+        # what it is a part of stands at the parameter
+        return own[name] if part_of(own[name]) else own[name].detach()
 
     commit.read(checkpoint.MODEL, give)
     publish(assembly.model.parameters())

@@ -50,10 +50,8 @@ COMPONENTS = {
     "scaler": "scaler",
     "attributes": "buffers",
 }
-STATISTICS = (
-    "running_mean",
-    "running_var",
-)  # buffers that are finite wherever a model is sound; a mask may well be infinite
+# buffers that are finite wherever a model is sound; a mask may well be infinite
+STATISTICS = ("running_mean", "running_var")
 Files = dict[str, dict[str, Tensor]]
 
 
@@ -231,9 +229,8 @@ class LiveState:
 
     def _moved(self, name: str) -> Tensor | None:
         """Return the local rows of an optimizer state tensor's parameter; None if not sharded."""
-        return self._held.get(
-            name.partition("/state/")[2].rpartition("/")[0]
-        )  # a parameter's own name may have a "/"
+        # a parameter's own name may have a "/"
+        return self._held.get(name.partition("/state/")[2].rpartition("/")[0])
 
     def check(self) -> None:
         """Raise TaskError for state that a checkpoint cannot hold, before the first save."""
@@ -318,15 +315,14 @@ class LiveState:
         return texts
 
     def _tree(self) -> dict[str, Any]:
-        average = self._assembly.engine.average
+        average, feed = self._assembly.engine.average, self._assembly.feed
         held, task_state = checkpoint.held_by(self._model), self._task_state()
         return {
             "optimizer": self._optimizers(),
             "average": None if average is None else average.num_updates,
             "plateau": self._assembly.schedule.state(),
-            "microbatch": self._assembly.feed.microbatch
-            if self._assembly.feed.share.size == 1
-            else None,  # else cut for each rank
+            # with several ranks it is cut for each rank
+            "microbatch": feed.microbatch if feed.share.size == 1 else None,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": {
                 name: value if isinstance(value, Tensor) else copy.deepcopy(value)
@@ -526,9 +522,8 @@ class LiveState:
             self._assembly.engine.average.restore(tree["average"])
         self._assembly.schedule.restore(tree["plateau"])
         self._take_microbatch(tree.get("microbatch"))
-        if (
-            self._scaler is not None and tree.get("scaler") is not None
-        ):  # a fork, or a commit before there were any, has none
+        # a fork, or a commit before there were any, has none
+        if self._scaler is not None and tree.get("scaler") is not None:
             self._scaler.load_state_dict(tree["scaler"])
 
     def _take_microbatch(self, saved: int | None) -> None:

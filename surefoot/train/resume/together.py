@@ -204,9 +204,8 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
     common = set[str].intersection(
         *(set(json.loads(names)) for names in group.exchange(json.dumps(list(modules))))
     )
-    facts |= {
-        f"code of module {name}": modules[name][:16] for name in sorted(common)
-    }  # rank 0 may import more, as what draws curves
+    # rank 0 may import more, as what draws curves
+    facts |= {f"code of module {name}": modules[name][:16] for name in sorted(common)}
     apart = group.check_equal(facts)
     if apart:
         name, rank, theirs, first = apart[0]
@@ -378,8 +377,7 @@ def is_over(
     if mine or (asked and group.is_first):
         keeper.is_asked = group.is_first and not saved
     wants = "interrupted" if kind == kinds["interrupted"] else "stopped"
-    if kind and (
-        stop is None or kinds.get(stop[0], 1.0) != kind
-    ):  # one that is interrupted evaluates no more, so none does
+    # one that is interrupted evaluates no more, so none does
+    if kind and (stop is None or kinds.get(stop[0], 1.0) != kind):
         stop = wants, "another rank ended the run"
     return stop, int(most) or code, bool(over)
