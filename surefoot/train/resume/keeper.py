@@ -28,7 +28,8 @@ from surefoot.train.record.noticed.attribute_notes import AttributeNotes
 from surefoot.train.resume import same
 from surefoot.train.resume.full_disk import Patience, RoomMaker, list_steps
 from surefoot.train.resume.slow_save import SaveRhythm
-from surefoot.train.resume.state import CLOCK, LiveState
+from surefoot.train.resume.state import LiveState
+from surefoot.train.resume.state_files import CLOCK
 
 if TYPE_CHECKING:
     from surefoot.train.record.telling import Telling
