@@ -1,4 +1,7 @@
-"""Compiles `surefoot/native/sha256.c` when surefoot is built or installed; without a C compiler surefoot works as well, by hashlib."""
+"""Compiles `surefoot/native/sha256.c` when surefoot is built or installed.
+
+Without a C compiler surefoot works as well, by hashlib.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ class NativeBuild(BuildHookInterface):
         except (OSError, subprocess.CalledProcessError) as error:
             why = getattr(error, "stderr", b"") or str(error).encode()
             self.app.display_warning(
-                f"checkpoints will be hashed by hashlib alone: {why.decode(errors='replace').strip()}"
+                "checkpoints will be hashed by hashlib alone: "
+                f"{why.decode(errors='replace').strip()}"
             )
             return
         draft.replace(made)  # a running surefoot keeps the old one

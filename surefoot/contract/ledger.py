@@ -281,7 +281,10 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
     if isinstance(found, str):
         raise RunFolderError(
             f"{path} is no ledger: {found}",
-            hint=f"an unfinished run sets it aside when it goes on: surefoot resume {shlex.quote(str(folder))}",
+            hint=(
+                "an unfinished run sets it aside when it goes on: surefoot resume "
+                f"{shlex.quote(str(folder))}"
+            ),
         )
     return found
 

@@ -209,7 +209,10 @@ def describe_missing_lock() -> tuple[str, ...]:
     if fcntl is not None:
         return ()
     return (
-        "this system has no flock, so nothing keeps a second process from writing into the run folder: start one at a time",
+        (
+            "this system has no flock, so nothing keeps a second process from writing into the "
+            "run folder: start one at a time"
+        ),
     )
 
 

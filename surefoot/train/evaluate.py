@@ -206,7 +206,7 @@ def _evaluate_batch(
 
 
 def count_samples(source: Source) -> int | None:
-    """Return the number of samples of `source`; None for an iterable, whose length is in batches."""
+    """Return the number of samples of `source`; None for an iterable, which counts in batches."""
     return None if isinstance(source, Iterated) else len(source)
 
 

@@ -91,9 +91,8 @@ def other_samples(rows: list[list[int]]) -> None:
 
 
 def renumbered(rows: list[list[int]]) -> None:
-    rows[20][0] += (
-        7  # an epoch later: as if the samples had been read in the order of another epoch
-    )
+    # an epoch later: as if the samples had been read in the order of another epoch
+    rows[20][0] += 7
 
 
 def older_attempt(rows: list[list[int]]) -> None:

@@ -36,14 +36,8 @@ def test_a_run_is_listed_with_the_state_that_its_end_says(state: str, surefoot: 
     assert (answer.code, answer.err) == (0, "")
     header, line = answer.out.splitlines()
     assert header.split() == ["run", "task", "state", "steps", "score", "time", "when"]
-    assert [cell.strip() for cell in columns(line)][:6] == [
-        "runs/a-1",
-        "digits",
-        state,
-        "10/40",
-        "accuracy 99.4 %",
-        "50 s",
-    ]
+    cells = [cell.strip() for cell in columns(line)]
+    assert cells[:6] == ["runs/a-1", "digits", state, "10/40", "accuracy 99.4 %", "50 s"]
 
 
 def test_a_run_without_an_end_is_none_of_those_even_when_an_earlier_attempt_ended(
@@ -75,9 +69,8 @@ def test_runs_are_found_at_any_depth_in_order_of_their_numbers(surefoot: Command
         past.write_finished(Path("runs") / name)
     found = [row["run"] for row in surefoot("runs", "--json").row["runs"]]
     assert found == ["runs/deep/er/x-1", "runs/x-9", "runs/x-10"]
-    assert [row["run"] for row in surefoot("runs", "runs/x-9", "--json").row["runs"]] == [
-        "runs/x-9"
-    ]
+    below = surefoot("runs", "runs/x-9", "--json").row["runs"]
+    assert [row["run"] for row in below] == ["runs/x-9"]
 
 
 def test_a_damaged_run_does_not_hide_the_others(surefoot: Command) -> None:

@@ -330,16 +330,16 @@ def test_an_id_is_over_meaning_and_not_over_form(surefoot: Command, spec_file: P
     )
     same = [
         (
-            '# a comment\n[train]\nlength = "600 s" # spelt otherwise\n[optim]\nweight_decay = 0.0\n'
-            f"lr = 0.1\n{head}"
+            '# a comment\n[train]\nlength = "600 s" # spelt otherwise\n'
+            f"[optim]\nweight_decay = 0.0\nlr = 0.1\n{head}"
         ),
         (
             f"{head}[optim]\nlr = 1e-1\nweight_decay = 0.0\neps = 1e-8\n[train]\n"
             'length = "10 minutes"\n[observe]\nevery = "3 steps"\n'
         ),
         (
-            f'{head}[optim]\nlr = 0.1\nweight_decay = 0.0\n[train]\nlength = "10 min"\nthreads = 2\n'
-            '[data]\nfolder = "elsewhere"\n'
+            f'{head}[optim]\nlr = 0.1\nweight_decay = 0.0\n[train]\nlength = "10 min"\n'
+            'threads = 2\n[data]\nfolder = "elsewhere"\n'
         ),
     ]
     assert [identity(surefoot, spec_file, text) for text in same] == [plain] * 3

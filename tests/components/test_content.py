@@ -1,4 +1,4 @@
-"""A change of what a dataset holds in memory is seen between two attempts, and a change of its settings is none."""
+"""Between two attempts a change of what a dataset holds is seen; one of its settings is none."""
 
 from __future__ import annotations
 

@@ -330,7 +330,10 @@ def test_a_budget_that_cannot_be_met_is_told_in_the_first_batch_with_one_that_ca
     recompute(model, "1 KiB")
     with pytest.raises(
         SpecError,
-        match=r"memory.activation_checkpointing is 1 KiB, and the blocks hold .* even when each is computed again",
+        match=(
+            r"memory.activation_checkpointing is 1 KiB, and the blocks hold .* "
+            "even when each is computed again"
+        ),
     ):
         model(torch.randn(24, 8))
 
@@ -390,9 +393,9 @@ def test_a_pattern_that_matches_nothing_and_a_model_without_blocks_are_refused()
     lonely = Transformer(5, layers=1, width=8, heads=2, length=4)
     with pytest.raises(InputError, match="no block repeats in this Transformer") as refused:
         find_blocks(lonely)
-    assert (
-        refused.value.hint
-        == 'name its blocks, as memory.activation_checkpointing = "full" with memory.blocks = ["blocks.*"]'
+    assert refused.value.hint == (
+        'name its blocks, as memory.activation_checkpointing = "full" with memory.blocks = '
+        '["blocks.*"]'
     )
     assert list(find_blocks(lonely, ["blocks.*"])) == ["blocks.0"]
 

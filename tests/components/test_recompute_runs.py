@@ -105,6 +105,9 @@ def test_a_task_names_its_blocks_and_the_spec_overrules_it(tmp_path: Path) -> No
 def test_blocks_without_recomputation_say_nothing_and_are_refused() -> None:
     with pytest.raises(
         SpecError,
-        match=r'memory\.blocks = \["a"\] has no effect with memory\.activation_checkpointing = "none"',
+        match=(
+            r'memory\.blocks = \["a"\] has no effect with '
+            r'memory\.activation_checkpointing = "none"'
+        ),
     ):
         RunSpec(memory={"blocks": ("a",)})

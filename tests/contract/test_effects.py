@@ -144,12 +144,12 @@ def test_the_table_speaks_of_keys_that_there_are() -> None:
         (
             {"memory": {"blocks": ["a"]}},
             (
-                'memory.blocks = ["a"] has no effect with memory.activation_checkpointing = "none", '
-                "its default and with layout.shard = 1, its default"
+                'memory.blocks = ["a"] has no effect with memory.activation_checkpointing = '
+                '"none", its default and with layout.shard = 1, its default'
             ),
             (
-                'leave memory.blocks out, or set memory.activation_checkpointing to another value than "none", '
-                "or set layout.shard to another value than 1"
+                "leave memory.blocks out, or set memory.activation_checkpointing to another value "
+                'than "none", or set layout.shard to another value than 1'
             ),
         ),
     ],

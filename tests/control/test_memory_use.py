@@ -322,7 +322,10 @@ def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(
     told = [" ".join(line.split()) for line in answer.out.partition("Memory\n")[2].splitlines()]
     assert told == [
         f"at its most 500 MiB, 96.15 % of {format_bytes(520 * MIB)} (the limit): little is left",
-        "memory.activation_checkpointing=full 250 MiB less, as measured: 0.5 (0.4 to 0.6), rejected by .",
+        (
+            "memory.activation_checkpointing=full 250 MiB less, as measured: 0.5 (0.4 to 0.6), "
+            "rejected by ."
+        ),
         "train.batch=64 train.microbatch=16 30 MiB less, as measured: b.csv",
         "precision.compute=bf16 20 MiB less, at most, as predicted of its activations",
     ]

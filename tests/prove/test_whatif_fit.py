@@ -124,8 +124,8 @@ def test_whole_batches_of_a_loader_are_not_searched_for_a_microbatch(
     answer = surefoot(verb, write_task(tmp_path, change=WHOLE_BATCHES), "--fit", "4 GiB")
     assert (answer.code, answer.out) == (2, "")
     assert (
-        "--fit looks for a train.microbatch, and the source gives whole batches: 3 batches of DataLoader"
-        in answer.err
+        "--fit looks for a train.microbatch, and the source gives whole batches: 3 batches of "
+        "DataLoader" in answer.err
     )
     assert "another batch_size" in answer.err
     assert "train.batch" not in answer.err

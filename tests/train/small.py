@@ -149,7 +149,10 @@ def write_task(folder: Path, *, change: tuple[str, str] = ("", ""), name: str = 
 # for `write_task`: the task's data is a DataLoader of whole batches
 WHOLE_BATCHES = (
     "Arrays(torch.randn(24, 4, generator=generator), torch.arange(24) % 3)",
-    "torch.utils.data.DataLoader([(torch.randn(4, generator=generator), place % 3) for place in range(24)], batch_size=9)",
+    (
+        "torch.utils.data.DataLoader([(torch.randn(4, generator=generator), place % 3) for place "
+        "in range(24)], batch_size=9)"
+    ),
 )
 FEW = ("--steps", "8", "--set", "train.batch=4", "--set", "observe.tensorboard=false")
 

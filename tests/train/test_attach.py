@@ -21,7 +21,7 @@ from surefoot.contract import events
 from surefoot.contract.events import Ended, Event, Started, Step
 from surefoot.core.errors import DataError, InputError, RunFolderError, TaskError
 from surefoot.train.attach import Attached
-from surefoot.train.resume.loop import find_guarantee
+from surefoot.train.attach.arguments import find_guarantee
 
 ROOT = Path(__file__).resolve().parents[2]
 

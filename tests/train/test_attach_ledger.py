@@ -19,7 +19,7 @@ import surefoot
 from surefoot.contract import loop_ledger, manifest
 from surefoot.contract.loop_ledger import Batch, LoopGuarantee, LoopLedger
 from surefoot.core.errors import RunFolderError
-from surefoot.train.resume.loop import LoopKeeper
+from surefoot.train.attach.loop_keeper import LoopKeeper
 from tests.train.test_attach_resume import DATA, Left, shuffled, train
 
 PASSES, SAMPLES = 4, 20

@@ -1,4 +1,4 @@
-"""Random generators besides the global ones resume where they were, or are reported with the word that saves them."""
+"""Random generators besides the global ones resume where they were, or a message names the fix."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ class WithNoise(nn.Linear):
 
 
 def loop(folder: Path, generator: Any, where: str, until: int = 99) -> list[float]:
-    """Train two epochs of five batches, the generator drawn from in one place; leave after `until` steps as by a kill."""
+    """Train two epochs of five batches, the generator drawn from in one place.
+
+    Leave after `until` steps, as by a kill.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(WithNoise(generator) if where == "model" else nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

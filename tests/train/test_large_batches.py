@@ -83,7 +83,10 @@ def test_a_batch_of_more_samples_than_there_are_scales_the_rate_by_those(tmp_pat
     [
         (
             {"batch": 25},
-            "train.batch is 25, and the training set has 24 samples: such a step trains on all 24, and is an epoch",
+            (
+                "train.batch is 25, and the training set has 24 samples: such a step trains on "
+                "all 24, and is an epoch"
+            ),
         ),
         ({"batch": 24}, ""),
         ({"batch": 64, "microbatch": 16}, "set train.batch to 24 or less"),

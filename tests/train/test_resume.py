@@ -246,7 +246,7 @@ def test_each_part_of_the_state_is_needed_for_the_same_bits(
     target = {
         "optimizer": "surefoot.components.optim.update.GuardedUpdate.restore",
         "random": "surefoot.components.checkpoint.restore_random",
-        "task": "surefoot.train.resume.state.restore_entry",
+        "task": "surefoot.train.resume.put_back.restore_entry",
         "scores": "surefoot.train.record.scores.Scores.restore",
         "guard": "surefoot.components.stability.Guard.restore",
         "scaler": "surefoot.components.precision.LossScaler.load_state_dict",

@@ -196,9 +196,8 @@ def test_settings_that_change_later_hold_from_the_next_step_on(what: str, how: s
                 ):
                     into["groups"] = of["groups"]
                 guarded.load_state_dict(saved)
-        elif (
-            number >= 2 and how == "in the groups"
-        ):  # each time another one: more often than torch compiles one function
+        # each time another one: more often than torch compiles one function
+        elif number >= 2 and how == "in the groups":
             for _, guarded in pairs:
                 guarded.groups[0].update({**then, "weight_decay": 0.1 * number})
         told(plain, update, batch)

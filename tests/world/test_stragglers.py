@@ -54,9 +54,8 @@ class Slowed:
     def data(self, split: str) -> Any:
         rows = torch.zeros(32, 6)
         rows[:, :4] = 1.0
-        rows[np.arange(32) % 8 >= 4, 4 : self._words] = (
-            1.0  # the second half of each batch is that of rank 1
-        )
+        # the second half of each batch is that of rank 1
+        rows[np.arange(32) % 8 >= 4, 4 : self._words] = 1.0
         return Late(self, rows=rows) if split == "train" else Arrays(rows=rows)
 
     def wait_for_data(self) -> None:

@@ -269,5 +269,6 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
     if found.num_compared and found.holds:
         what = "digest" if promise.digests else "samples"
         print(
-            f"{found.num_compared:,} batches that were trained on again after a stop had the same {what}"
+            f"{found.num_compared:,} batches that were trained on again after a stop had the same "
+            f"{what}"
         )

@@ -197,7 +197,7 @@ def losses_at_equal_steps(runs: Sequence[Past]) -> list[tuple[int, list[float | 
 
 
 def describe_uneven_spans(runs: Sequence[Past]) -> str:
-    """Return which steps are left out, since the runs recorded means over different numbers of steps."""
+    """Return which steps are left out: the runs recorded means over different numbers of steps."""
     spans = [dict(_spans(run)) for run in runs]
     uneven = [
         step
@@ -210,11 +210,14 @@ def describe_uneven_spans(runs: Sequence[Past]) -> str:
         [f"{step:,} ({', '.join(str(each[step]) for each in spans)})" for step in uneven],
         NUM_EQUAL_STEPS,
     )
-    return f"not compared, since the runs recorded means over different numbers of steps (in brackets): step {named}"
+    return (
+        "not compared, since the runs recorded means over different numbers of steps (in "
+        f"brackets): step {named}"
+    )
 
 
 def _spans(run: Past) -> set[tuple[int, int]]:
-    """Return each recorded step, and the number of steps up to it whose losses its record averages."""
+    """Return each recorded step with the number of steps whose losses its record averages."""
     return {(each.step, each.num_steps) for each in run.steps}
 
 

@@ -141,7 +141,7 @@ def _row(attempt: Attempt) -> list[str]:
 
 
 def _range(least: int, more: int) -> str:
-    """Return a number of which the log shows the least value, since it has a record every few steps."""
+    """Return a number of which the log, with a record every few steps, shows the least value."""
     return f"{least:,} to {least + more:,}" if more else f"{least:,}"
 
 

@@ -160,13 +160,12 @@ def export_graph(
     """Write the model as a graph that runs without its code.
 
     `calls` are two calls with different batch sizes, the larger first. The batch size of the graph
-    is dynamic if the outputs match for both calls, otherwise it is fixed to that of the first call. A
-    dataclass in the output becomes a dict.
-    Raises TaskError for a model that cannot be traced, MissingExtra if ONNX is not installed.
+    is dynamic if the outputs match for both calls, otherwise it is fixed to that of the first call.
+    A dataclass in the output becomes a dict. Raises TaskError for a model that cannot be traced,
+    MissingExtra if ONNX is not installed.
     """
-    handle = model.register_forward_hook(
-        lambda module, args, output: _without_dataclasses(output)
-    )  # a file has no class of the user's
+    # a file has no class of the user's
+    handle = model.register_forward_hook(lambda module, args, output: _without_dataclasses(output))
     try:
         return _export_graph(model, calls, path, kind)
     finally:

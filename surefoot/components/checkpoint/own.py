@@ -58,13 +58,13 @@ def save(
     """Save `state`, and every random state, as the checkpoint of a step in `folder`.
 
     `state` maps names to modules, objects with a state_dict, random generators of torch, NumPy and
-    Python, tensors, arrays and numbers. The module named "model" is written to model.safetensors, as other programs read it. `attributes`
-    are the plain attributes of modules, by the name of the module, as `encode_storable` returns
-    them; by default none are saved. The function returns once the checkpoint is on disk; an earlier
-    checkpoint of the same step is replaced. Only one process may save into a folder at a time,
-    since leftovers of a killed save are deleted. Raises TaskError for a value that a checkpoint
-    cannot hold, NumbersError for a trained parameter that is not finite, StorageError when the disk
-    refuses; earlier checkpoints stay unchanged.
+    Python, tensors, arrays and numbers. The module named "model" is written to model.safetensors,
+    as other programs read it. `attributes` are the plain attributes of modules, by the name of the
+    module, as `encode_storable` returns them; by default none are saved. The function returns once
+    the checkpoint is on disk; an earlier checkpoint of the same step is replaced. Only one process
+    may save into a folder at a time, since leftovers of a killed save are deleted. Raises TaskError
+    for a value that a checkpoint cannot hold, NumbersError for a trained parameter that is not
+    finite, StorageError when the disk refuses; earlier checkpoints stay unchanged.
     """
     content, _ = content_of(step, state, attributes)
     with contextlib.suppress(OSError):  # `commit` reports what the disk refuses
@@ -227,7 +227,10 @@ def has_state(value: Any) -> bool:
 
 
 def is_restorable(value: Any) -> bool:
-    """Return whether `load` restores `value` in place, so that every reference to it sees the saved state."""
+    """Return whether `load` restores `value` in place.
+
+    Every reference to it then sees the saved state.
+    """
     return has_state(value) or is_generator(value) or isinstance(value, Tensor | np.ndarray)
 
 

@@ -1,4 +1,4 @@
-"""Global random states that a model or its data may draw from: torch, CUDA devices, numpy, Python."""
+"""Global random states that a model or its data may draw from: torch, CUDA, numpy, Python."""
 
 from __future__ import annotations
 

@@ -149,12 +149,11 @@ def build_groups(
     no_decay: Sequence[str] = (),
     lr_multipliers: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return groups for a torch optimizer, with `params`, `names`, `weight_decay`, and `rate`, the
-    learning-rate multiplier.
+    """Return groups for a torch optimizer, with `params`, `names`, `weight_decay` and `rate`.
 
-    Norms, biases and embeddings have no weight decay, nor do parameters that match `no_decay`. Of
-    several patterns in `lr_multipliers` that match a parameter, the last one counts. Raises SpecError for a
-    pattern that matches nothing.
+    `rate` is the learning-rate multiplier. Norms, biases and embeddings have no weight decay, nor
+    do parameters that match `no_decay`. Of several patterns in `lr_multipliers` that match a
+    parameter, the last one counts. Raises SpecError for a pattern that matches nothing.
     """
     rates = lr_multipliers or {}
     _refuse_idle([*no_decay], trained, "no_decay")

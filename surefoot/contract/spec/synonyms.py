@@ -1,4 +1,4 @@
-"""Names that other libraries give to the keys of a spec, and the key that is meant by a wrong one."""
+"""Names that other libraries give to the keys of a spec, and the key that a wrong name means."""
 
 from __future__ import annotations
 
@@ -174,9 +174,11 @@ def suggest(table: str | None, key: str, names: Mapping[str, Sequence[str]]) -> 
 
     `names` holds the keys of each table. Without a table all tables are searched.
 
-    >>> names = {"optim": ["name", "lr", "betas"], "train": ["length", "batch"], "evaluate": ["batch"]}
-    >>> suggest("optim", "learning-rate", names), suggest("train", "lr", names), suggest(None, "batch", names)
-    (['optim.lr'], ['optim.lr'], ['train.batch', 'evaluate.batch'])
+    >>> names = {"optim": ["name", "lr"], "train": ["length", "batch"], "evaluate": ["batch"]}
+    >>> suggest("optim", "learning-rate", names), suggest("train", "lr", names)
+    (['optim.lr'], ['optim.lr'])
+    >>> suggest(None, "batch", names)
+    ['train.batch', 'evaluate.batch']
     """
     plain = key.lower().replace("-", "_")
     known = [f"{each}.{name}" for each, keys in names.items() for name in keys]
@@ -199,10 +201,12 @@ def suggest(table: str | None, key: str, names: Mapping[str, Sequence[str]]) -> 
 
 
 def as_value(dotted: str, key: str, value: str) -> str:
-    """Return a value in the form that the suggested key takes: a bare count of a length has its unit.
+    """Return a value in the form that the suggested key takes: a bare count gets its unit.
 
-    >>> as_value("train.length", "epochs", "3"), as_value("train.length", "max_steps", "500"), as_value("optim.lr", "lr", "3")
-    ('3 epochs', '500 steps', '3')
+    >>> as_value("train.length", "epochs", "3"), as_value("train.length", "max_steps", "500")
+    ('3 epochs', '500 steps')
+    >>> as_value("optim.lr", "lr", "3")
+    '3'
     """
     unit = "epochs" if "epoch" in key.lower() else "steps"
     return f"{value} {unit}" if dotted == "train.length" and value.isdecimal() else value

@@ -21,7 +21,10 @@ from surefoot.contract.events import PHASES, Committed, Ended, Evaluated, Event,
 from surefoot.control.diagnose.phases import number_of, sum_phases
 
 KILLED = "killed"
-NO_END = "no end was recorded, as after SIGKILL (which the system sends when it lacks memory) or a loss of power"
+NO_END = (
+    "no end was recorded, as after SIGKILL (which the system sends when it lacks memory) or a "
+    "loss of power"
+)
 PARTS = ("productive", "evaluate", "save", "rework", "other")
 SET_BACK = "n/a (the clock was set back)"
 

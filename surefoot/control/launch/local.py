@@ -180,8 +180,8 @@ def _name_memory(
         f"use {memory.find_limit().words}"
     )
     say(
-        "hint: use a smaller train.microbatch, memory.activation_checkpointing, layout.shard or fewer ranks, "
-        "or raise the limit"
+        "hint: use a smaller train.microbatch, memory.activation_checkpointing, layout.shard or "
+        "fewer ranks, or raise the limit"
     )
     how = end.fault.how if places.is_elastic else ExitKind.SHORT
     return end._replace(code=OutOfMemory.exit_code, fault=end.fault._replace(how=how))
@@ -304,7 +304,10 @@ def end_if_stalled(
     say(
         "hint: all ranks are ended: every rank has to call the same collectives, in one order"
         if late is None
-        else f"hint: all ranks are ended, and {judge.hint}; layout.hang_timeout says how long one may take"
+        else (
+            f"hint: all ranks are ended, and {judge.hint}; layout.hang_timeout says how long one "
+            "may take"
+        )
     )
     _end_all(ranks)
     return (

@@ -58,8 +58,12 @@ def check_divisible(spec: RunSpec) -> None:
     source = read_split(load_task(spec), "train")
     if isinstance(source, Iterated):
         raise SpecError(
-            f"--fit looks for a train.microbatch, and the source gives whole batches: {source.describe()}",
-            hint="give the task's DataLoader another batch_size; without --fit surefoot memory predicts a step of its batches",
+            "--fit looks for a train.microbatch, and the source gives whole batches: "
+            f"{source.describe()}",
+            hint=(
+                "give the task's DataLoader another batch_size; without --fit surefoot memory "
+                "predicts a step of its batches"
+            ),
         )
 
 

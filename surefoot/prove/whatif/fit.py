@@ -175,7 +175,8 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
     """Search the microbatches of the spec's batch by the peaks of real runs.
 
     The search starts from the size that is predicted to fit. Raises InputError for a batch that the
-    data does not fill or does not divide, UserCodeError where a try fails for another reason than memory.
+    data does not fill or does not divide, UserCodeError where a try fails for another reason than
+    memory.
     """
     check_divisible(spec)
     sizes, most = find_sizes(spec)[::-1], usable(limit_bytes)

@@ -50,12 +50,12 @@ class BlockCost:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeTiming:
-    """A value of `memory.activation_checkpointing`; a value that was not measured is None (`failure` says why).
+    """A value of `memory.activation_checkpointing`, measured.
 
-    `held_bytes` is the most that the blocks hold, by what each was measured to keep; None for
-    "operators", which keeps parts of each. `peak_bytes` is the peak memory of a step: everything
-    allocated on a GPU, all tensors on a CPU. `ratio` is the time of a step over that without
-    recomputation.
+    A number that was not measured is None (`failure` says why). `held_bytes` is the most that the
+    blocks hold, by what each was measured to keep; None for "operators", which keeps parts of each.
+    `peak_bytes` is the peak memory of a step: everything allocated on a GPU, all tensors on a CPU.
+    `ratio` is the time of a step over that without recomputation.
     """
 
     how: str

@@ -1,4 +1,4 @@
-"""Random generators of torch, NumPy and Python besides the global ones: their states, and a search for them."""
+"""Random generators of torch, NumPy and Python besides the global ones: states and search."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLOSED = (
 
 
 def is_generator(value: object) -> bool:
-    """Return whether `value` is a generator of torch, NumPy or Python whose state can be read and set."""
+    """Return whether `value` is a torch, NumPy or Python generator with a state to read and set."""
     return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
 
 

@@ -58,9 +58,8 @@ class AttributeTracker:
                 continue
             if is_state(value) and not _is_view(value, aliases):
                 values[name] = value
-            elif (
-                signed is not None and id(value) not in held
-            ):  # else it holds no tensor that is known
+            # else it holds no tensor that is known
+            elif signed is not None and id(value) not in held:
                 unsaved.append(f"{name} ({type(value).__name__})")
         deleted = [
             name for name, signed in self._before.items() if signed is not None and name not in now

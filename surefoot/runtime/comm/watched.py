@@ -1,8 +1,8 @@
 """Hang detection for ranks without a surefoot supervisor, as under torchrun.
 
-A rank that waits for half of `layout.hang_timeout` starts a process that inspects all ranks (`cli/watch`),
-and each rank ends when that process reports a hang. Works on one host only: the state of a rank is
-read from its memory, and its stack is requested by a signal.
+A rank that waits for half of `layout.hang_timeout` starts a process that inspects all ranks
+(`cli/watch`), and each rank ends when that process reports a hang. Works on one host only: the
+state of a rank is read from its memory, and its stack is requested by a signal.
 """
 
 from __future__ import annotations

@@ -22,7 +22,10 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
         raise SpecError(
             f"memory.offload is {offload!r}, and the run is on a CPU: the device is the host "
             "already, and nothing would be gained",
-            hint='leave it out; for less memory see memory.activation_checkpointing, or optim.name = "sgd"',
+            hint=(
+                "leave it out; for less memory see memory.activation_checkpointing, or "
+                'optim.name = "sgd"'
+            ),
         )
     LiveState(assembly).check()
     generators = watch_task(assembly)

@@ -74,8 +74,9 @@ class _Broadcasts(TorchFunctionMode):
             is_indexed = isinstance(result, Tensor) and tuple(result.shape) == wide
             if len(wide) > 1 and wide[-1] == 1 and not is_indexed:
                 self.found = (
-                    f"{getattr(func, '__name__', func)} takes tensors of shapes {shapes[0]} and {shapes[1]}, and each sample meets "
-                    f"every other one: if that is not meant, give both one shape, for example by .squeeze(-1) of that of shape {wide}"
+                    f"{getattr(func, '__name__', func)} takes tensors of shapes {shapes[0]} and "
+                    f"{shapes[1]}, and each sample meets every other one: if that is not meant, "
+                    f"give both one shape, for example by .squeeze(-1) of that of shape {wide}"
                 )
         return result
 

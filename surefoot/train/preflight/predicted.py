@@ -102,7 +102,10 @@ def predict(
     if RecomputeChoice.parse(spec.memory.activation_checkpointing).kind == "budget":
         raise InputError(
             "a budget is met by measuring the blocks, and nothing is run here",
-            hint='set memory.activation_checkpointing = "none" or "full", or run three steps: --measure',
+            hint=(
+                'set memory.activation_checkpointing = "none" or "full", or run three steps: '
+                "--measure"
+            ),
         )
     if spec.precision.compute == "float8":
         raise InputError(

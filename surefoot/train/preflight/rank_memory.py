@@ -1,9 +1,9 @@
 """Share of the training state that one rank of a layout holds, for a trace on one process.
 
 Without sharding, and in stage 1, every gradient is moved into a bucket of its size, which persists
-between steps; in stages 2 and 3 a rank keeps rows of the gradient. The state that `layout.zero_stage`
-shards is divided by the number of shard ranks. Stage 2 gathers all weights during a step; stage 3
-gathers those outside of blocks, and the weights of one block at a time.
+between steps; in stages 2 and 3 a rank keeps rows of the gradient. The state that
+`layout.zero_stage` shards is divided by the number of shard ranks. Stage 2 gathers all weights
+during a step; stage 3 gathers those outside of blocks, and the weights of one block at a time.
 """
 
 from __future__ import annotations

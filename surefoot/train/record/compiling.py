@@ -149,8 +149,8 @@ def _check_around(regions: Iterable[str], recomputed: Recomputed) -> None:
         block = next((each for each in blocks if region.startswith(f"{each}.")), None)
         if block is not None:
             raise SpecError(
-                f'memory.activation_checkpointing is "operators", of which there are none to choose in {region}: '
-                f"it is compiled, inside {block}",
+                'memory.activation_checkpointing is "operators", of which there are none to '
+                f"choose in {region}: it is compiled, inside {block}",
                 hint=(
                     f'compile it whole, compile.blocks = ["{block}"], or compile.what = "model"; '
                     'or set memory.activation_checkpointing = "full"'

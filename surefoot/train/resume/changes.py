@@ -224,9 +224,8 @@ def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -
     """
     found: list[Change] = []
     if now is not None:
-        with contextlib.suppress(
-            ValidationError, SurefootError
-        ):  # of a version that had other keys
+        # of a version that had other keys
+        with contextlib.suppress(ValidationError, SurefootError):
             found = [
                 each
                 for each in find(RunSpec.of_record(started.spec), now)
@@ -266,11 +265,15 @@ def _ways(run: Path, found: Sequence[Change]) -> list[str]:
     label = "the same" if len(ways) > 2 else purpose
     start = f"Start(Path({str(run)!r}), {newest}{weights})"
     ways.append(
-        f'  {label} in Python, by surefoot.Run and surefoot.Start: Run(spec, task, folder="NEW", start={start})'
+        f'  {label} in Python, by surefoot.Run and surefoot.Start: Run(spec, task, folder="NEW", '
+        f"start={start})"
     )
     return [
         *ways,
-        "  train from step 0: give another --run folder, or --fresh; in Python another folder=, or fresh=True",
+        (
+            "  train from step 0: give another --run folder, or --fresh; in Python another "
+            "folder=, or fresh=True"
+        ),
     ]
 
 
@@ -325,5 +328,5 @@ def starts_scores_anew(changes: Sequence[Change]) -> bool:
 
 
 def changes_settings(changes: Sequence[Change]) -> bool:
-    """Return whether the optimizer's group settings must be those of the new spec, not the saved ones."""
+    """Return whether the optimizer's groups take the new spec's settings, not the saved ones."""
     return any(change.key.startswith(("optim.", "schedule.")) for change in changes)

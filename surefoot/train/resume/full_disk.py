@@ -79,9 +79,8 @@ class Patience:
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
-        self._first: tuple[int, float] | None = (
-            None  # the step that was refused first since the last save, and when
-        )
+        # the step that was refused first since the last save, and when
+        self._first: tuple[int, float] | None = None
         self._ending: StorageError | None = None
 
     def saved(self) -> None:
@@ -101,8 +100,11 @@ class Patience:
         if self._limit_s is None or time.monotonic() - since_s < self._limit_s:
             return
         self._ending = StorageError(
-            f"no checkpoint could be written for {format_seconds(self._limit_s)}, from step {first:,} to step {step:,}: {error.message}",
-            hint=f"{error.hint or 'repair the disk'}, and start the same command again: it resumes after the newest checkpoint; "
-            "checkpoint.max_unsaved sets the time",
+            f"no checkpoint could be written for {format_seconds(self._limit_s)}, from step "
+            f"{first:,} to step {step:,}: {error.message}",
+            hint=(
+                f"{error.hint or 'repair the disk'}, and start the same command again: it resumes "
+                "after the newest checkpoint; checkpoint.max_unsaved sets the time"
+            ),
         )
         raise self._ending from error

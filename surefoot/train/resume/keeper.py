@@ -28,7 +28,8 @@ from surefoot.train.record.noticed.attribute_notes import AttributeNotes
 from surefoot.train.resume import same
 from surefoot.train.resume.full_disk import Patience, RoomMaker, list_steps
 from surefoot.train.resume.slow_save import SaveRhythm
-from surefoot.train.resume.state import CLOCK, LiveState
+from surefoot.train.resume.state import LiveState
+from surefoot.train.resume.state_files import CLOCK
 
 if TYPE_CHECKING:
     from surefoot.train.record.telling import Telling
@@ -97,12 +98,12 @@ class CheckpointManager:
         if not self._state.is_shared:
             if self._group.is_first:
                 return self._is_due(step)
-            return self._rhythm is not None and self._rhythm(
-                step
-            )  # rank 0 saves, and hears of what this one was asked
+            # rank 0 saves, and hears of what this one was asked
+            return self._rhythm is not None and self._rhythm(step)
+        # clocks differ, so that of rank 0 decides
         wants = self._is_due(step) and (
             self.is_asked or self._every_s is None or self._group.is_first
-        )  # clocks differ
+        )
         return self._group.most([float(wants)])[0] > 0
 
     def _is_due(self, step: int) -> bool:
@@ -129,7 +130,10 @@ class CheckpointManager:
             return ()
         need = f"{count} commits of about {format_bytes(one)} need {format_bytes(one * count)}"
         return (
-            f"{need}, and {format_bytes(free)} are free: saves may fail, or delete older ones; see checkpoint.keep and checkpoint.budget",
+            (
+                f"{need}, and {format_bytes(free)} are free: saves may fail, or delete older "
+                "ones; see checkpoint.keep and checkpoint.budget"
+            ),
         )
 
     @property
@@ -242,7 +246,7 @@ class CheckpointManager:
         return not self._group.most([float(not is_there)])[0] if self._all_save else is_there
 
     def _is_on_disk(self, content: Content, *, texts: bool) -> bool:
-        """Return whether this step's checkpoint holds all tensors and texts of `content` but the clock."""
+        """Return whether this step's checkpoint holds all of `content`, except for the clock."""
         try:
             held = {
                 entry.name: entry
@@ -346,7 +350,10 @@ class CheckpointManager:
         if step != self.saved_step:
             raise StorageError(
                 f"the state after step {step:,} was not saved",
-                hint="mend the disk, and start the same command again: it goes on after the newest commit",
+                hint=(
+                    "mend the disk, and start the same command again: it goes on after the "
+                    "newest commit"
+                ),
             )
 
     def abandon(self) -> None:
@@ -391,15 +398,15 @@ class CheckpointManager:
 
         if self._group.is_first:
 
-            def tell_and_load(
-                commit: Commit | None,
-            ) -> None:  # all ranks load at once: they give each other rows
+            def tell_and_load(commit: Commit | None) -> None:
+                # all ranks load at once: they give each other rows
                 step = None if commit is None else commit.manifest.step
                 self._group.from_first(json.dumps(step))
                 load(step)
 
             step, troubles = checkpoint.newest_loadable(self._folder, tell_and_load)
-            self._retain()  # what a kill between a commit and this left over: where the run is at its end, no save follows
+            # what a kill between a commit and this left over: at the run's end no save follows
+            self._retain()
             if step is None:
                 tell_and_load(None)
         else:

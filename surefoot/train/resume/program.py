@@ -17,17 +17,11 @@ from surefoot.contract import signature
 from surefoot.contract.events import Started
 from surefoot.contract.task import find_use
 
-PROJECT_FILES = (
-    ".git",
-    "pyproject.toml",
-    "setup.py",
-    "setup.cfg",
-)  # one of them marks the folder of a project
+# one of them marks the folder of a project
+PROJECT_FILES = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 INSTALLED = frozenset(("site-packages", "dist-packages"))
-SCRIPTS = (
-    "__main__",
-    "__mp_main__",
-)  # a script that holds the task is the task's file; the code of any other script may change
+# a script that holds the task is the task's file; the code of any other script may change
+SCRIPTS = ("__main__", "__mp_main__")
 GIT_LIMIT_S = 5.0  # a large repository on a slow disk must not hold up a run
 _SUREFOOT = str(Path(__file__).parents[2]) + os.sep
 _STANDARD = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
@@ -128,7 +122,7 @@ def _sources() -> Iterator[tuple[str, Path]]:
         if not isinstance(file, str) or name in SCRIPTS:
             continue
         if file.startswith(_FOREIGN) or not INSTALLED.isdisjoint(file.split(os.sep)):
-            continue  # before the path is resolved, which asks the disk about each folder on the way
+            continue  # before the path is resolved, which reads each folder on the way
         path = os.path.realpath(file)
         if not path.startswith(_FOREIGN) and INSTALLED.isdisjoint(path.split(os.sep)):
             yield name, Path(path)

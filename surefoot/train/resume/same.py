@@ -72,7 +72,8 @@ def _compare(group: Group, run: Path, what: str, seen: str) -> None:
                 else f"no such commit in {folder}{other}"
             )
         raise RunFolderError(
-            f"rank 0 on {host_of_first} {what}, and rank {rank} of {group.size} on {host} has {found}",
+            f"rank 0 on {host_of_first} {what}, and rank {rank} of {group.size} on {host} has "
+            f"{found}",
             hint=HINT,
         )
 
@@ -109,8 +110,12 @@ def check_alike(group: Group, state: LiveState, step: int) -> None:
     for _, told in rows:  # all of them end, also those whose own copies agree
         for rank, what in told.items():
             raise NumbersError(
-                f"after loading step {step:,} rank {rank} of {group.size} on {rows[int(rank)][0]} does not hold what {what}",
-                hint="its memory or its disk changed what was read; the commit is sound: start again without that host",
+                f"after loading step {step:,} rank {rank} of {group.size} on {rows[int(rank)][0]} "
+                f"does not hold what {what}",
+                hint=(
+                    "its memory or its disk changed what was read; the commit is sound: start "
+                    "again without that host"
+                ),
             )
 
 

@@ -24,7 +24,10 @@ class SlowSave(NamedTuple):
     def words(self) -> str:
         """The measurement as one sentence."""
         took, period = format_seconds(self.took_s), format_seconds(self.period_s)
-        return f"the save after step {self.step:,} took {took}, and the next one was due after {period}"
+        return (
+            f"the save after step {self.step:,} took {took}, and the next one was due after "
+            f"{period}"
+        )
 
 
 class SaveRhythm:

@@ -84,8 +84,12 @@ def begin(start: Start, assembly: Assembly) -> Begun:
     total = assembly.course.total_steps
     if total is not None and start.step >= total:
         raise SpecError(
-            f"train.length is {assembly.spec.train.length}, and the fork begins after step {start.step:,}: no step is left",
-            hint=f"a longer run: --steps {2 * max(1, start.step)}, or begin with an older commit: --from STEP",
+            f"train.length is {assembly.spec.train.length}, and the fork begins after step "
+            f"{start.step:,}: no step is left",
+            hint=(
+                f"a longer run: --steps {2 * max(1, start.step)}, or begin with an older commit: "
+                "--from STEP"
+            ),
         )
     table = assembly.spec.checkpoint
     if table.store is not None and table.store == before.checkpoint.store:
@@ -107,8 +111,12 @@ def _check_time_left(commit: Commit, saved: Mapping[str, Any], assembly: Assembl
         spent_s = float(saved["clock"]["training_s"])
     if spent_s >= assembly.course.length.value:
         raise SpecError(
-            f"train.length is {assembly.spec.train.length}, and {commit.folder} stands after {spent_s:.0f} s of training: none is left",
-            hint=f"a longer run: --set 'train.length={max(1, round(2 * spent_s))} s', or begin with an older commit: --from STEP",
+            f"train.length is {assembly.spec.train.length}, and {commit.folder} stands after "
+            f"{spent_s:.0f} s of training: none is left",
+            hint=(
+                f"a longer run: --set 'train.length={max(1, round(2 * spent_s))} s', or begin "
+                "with an older commit: --from STEP"
+            ),
         )
 
 
@@ -190,8 +198,12 @@ def check_as_stated(chosen: Chosen, spec: RunSpec, task: Resolved) -> None:
     for key in (key for key in now if now[key] != before[key]):
         how = "states" if now[key] else "does not state"
         raise SpecError(
-            f"the spec {how} {key}, unlike when {chosen.folder} was begun, and it overrules the task's own",
-            hint=f"as it was begun: surefoot resume {shlex.quote(str(chosen.folder))}; or give another --run folder, or --fresh",
+            f"the spec {how} {key}, unlike when {chosen.folder} was begun, and it overrules the "
+            "task's own",
+            hint=(
+                f"as it was begun: surefoot resume {shlex.quote(str(chosen.folder))}; or give "
+                "another --run folder, or --fresh"
+            ),
         )
 
 
@@ -212,7 +224,10 @@ def check_same_data(chosen: Chosen, digest: str) -> None:
     if chosen.data_digest is not None and chosen.data_digest != digest:
         raise RunFolderError(
             f"the training data are not those that {chosen.folder} was begun with",
-            hint=f"give the same data with --data, or begin another run: surefoot resume {shlex.quote(str(chosen.folder))} --fork NEW",
+            hint=(
+                "give the same data with --data, or begin another run: surefoot resume "
+                f"{shlex.quote(str(chosen.folder))} --fork NEW"
+            ),
         )
 
 
@@ -228,9 +243,13 @@ def check_can_begin_anew(chosen: Chosen) -> None:
         )
     if chosen.parent:
         source, step = chosen.parent.get("folder"), chosen.parent.get("step")
-        words = f"{shlex.quote(str(source))} --from {step}{' --weights-only' if chosen.parent.get('weights_only') else ''}"
+        words = (
+            f"{shlex.quote(str(source))} --from "
+            f"{step}{' --weights-only' if chosen.parent.get('weights_only') else ''}"
+        )
         raise RunFolderError(
-            f"{chosen.folder} began with the state of {source} after step {step}, and no commit of it is whole",
+            f"{chosen.folder} began with the state of {source} after step {step}, and no commit "
+            "of it is whole",
             hint=f"make it again: surefoot resume {words} --fork NEW",
         )
 
@@ -248,9 +267,8 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
         name: master_of(each)
         for name, each in checkpoint.held_by(assembly.model, stored).tensors.items()
     }
-    shapes = {
-        name: checkpoint.whole_shape(each) for name, each in own.items()
-    }  # a rank may hold some rows of each
+    # a rank may hold some rows of each
+    shapes = {name: checkpoint.whole_shape(each) for name, each in own.items()}
     fits = {name for name, piece in stored.items() if shapes.get(name) == piece.shape}
     reshaped = [
         f"{n} {list(p.shape)}, now {list(shapes[n])}"
@@ -279,15 +297,17 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
     if not partial and (missing or reshaped or unexpected):
         raise RunFolderError(
             f"the weights of {commit.folder} fit the model in part: {told}",
-            hint="checkpoint import --strip PREFIX takes a prefix off all names; to begin with those that fit, add --partial-weights",
+            hint=(
+                "checkpoint import --strip PREFIX takes a prefix off all names; to begin with "
+                "those that fit, add --partial-weights"
+            ),
         )
 
     def give(name: str, piece: Piece) -> Tensor:
         if name not in fits:
             return checkpoint.create(name, piece)
-        return (
-            own[name] if part_of(own[name]) else own[name].detach()
-        )  # what it is a part of stands at the parameter
+        # what it is a part of stands at the parameter
+        return own[name] if part_of(own[name]) else own[name].detach()
 
     commit.read(checkpoint.MODEL, give)
     publish(assembly.model.parameters())

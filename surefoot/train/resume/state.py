@@ -24,19 +24,27 @@ from surefoot.components.optim import master_of, publish
 from surefoot.components.parallel import Sharded
 from surefoot.contract.manifest import Piece, name_of_rank
 from surefoot.contract.state import Part, laid_by, part_of
-from surefoot.core.errors import RunFolderError
 from surefoot.runtime.attributes import check_attributes, put_back_attributes
 from surefoot.runtime.comm import ALONE, Group
 from surefoot.train.assemble import Assembly
-from surefoot.train.quiet import read_entry, restore_entry
+from surefoot.train.quiet import read_entry
 from surefoot.train.resume.per_rank import rank_state, unsent
 from surefoot.train.resume.per_rank.rank_state import Gathered
+from surefoot.train.resume.put_back import check_fit, put_back_task_state, put_back_training
+from surefoot.train.resume.state_files import (
+    CLOCK,
+    LIVE,
+    OPTIMIZER,
+    STATE,
+    Files,
+    index_weights,
+    name_weight_files,
+    write_config,
+)
 
 if TYPE_CHECKING:
     from surefoot.train.step.ranks import Ranks
 
-CLOCK = "clock.json"
-OPTIMIZER, STATE, LIVE = "optimizer.safetensors", "state.safetensors", "weights.safetensors"
 ROOT = "state"  # the tree's names begin so
 OPTIMIZER_ROOT = f"{ROOT}/optimizer/"
 COMPONENTS = {
@@ -50,11 +58,8 @@ COMPONENTS = {
     "scaler": "scaler",
     "attributes": "buffers",
 }
-STATISTICS = (
-    "running_mean",
-    "running_var",
-)  # buffers that are finite wherever a model is sound; a mask may well be infinite
-Files = dict[str, dict[str, Tensor]]
+# buffers that are finite wherever a model is sound; a mask may well be infinite
+STATISTICS = ("running_mean", "running_var")
 
 
 class LiveState:
@@ -71,11 +76,8 @@ class LiveState:
         }
         ranks = assembly.engine.stepper.ranks
         self._sharded = None if ranks is None else ranks.sharded
-        self._held = (
-            {}
-            if self._sharded is None
-            else {name: master_of(parameter) for name, parameter in named}
-        )
+        held = {} if self._sharded is None else dict(named)
+        self._held = {name: master_of(parameter) for name, parameter in held.items()}
         self.attributes: tuple[str, ...] = ()  # of modules, that the last checkpoint held
         self.unsaved_attributes: tuple[str, ...] = ()  # that change and that no checkpoint can hold
 
@@ -163,7 +165,8 @@ class LiveState:
         texts = {
             "state.json": json.dumps({"step": step, **skeleton}).encode(),
             CLOCK: json.dumps(clock).encode(),
-            **self._texts(weights, moving),
+            **({} if self._sharded is not None else index_weights(weights, moving)),
+            **write_config(self._model),
         }
         gathered, texts = (of_ranks or Gathered()).tensors, texts | (of_ranks or Gathered()).texts
         finite = {
@@ -231,9 +234,8 @@ class LiveState:
 
     def _moved(self, name: str) -> Tensor | None:
         """Return the local rows of an optimizer state tensor's parameter; None if not sharded."""
-        return self._held.get(
-            name.partition("/state/")[2].rpartition("/")[0]
-        )  # a parameter's own name may have a "/"
+        # a parameter's own name may have a "/"
+        return self._held.get(name.partition("/state/")[2].rpartition("/")[0])
 
     def check(self) -> None:
         """Raise TaskError for state that a checkpoint cannot hold, before the first save."""
@@ -257,7 +259,7 @@ class LiveState:
         copied: Files = {}
         moving: Files = {}
         averages = self._averages()
-        trained, frozen = self._file_names()
+        trained, frozen = name_weight_files(self._model)
         seen: set[Any] = set()
         for name, tensor in checkpoint.held_by(self._model).tensors.items():
             checkpoint.check_storable(name, tensor)
@@ -286,47 +288,15 @@ class LiveState:
         average = self._assembly.engine.average
         return {} if average is None else average.by_id()
 
-    def _file_names(self) -> tuple[str, str]:
-        """Return the file names for trained and frozen weights, in Hugging Face's scheme."""
-        if all(parameter.requires_grad for parameter in self._model.parameters()):
-            return "model.safetensors", ""
-        return "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-
-    def _texts(self, weights: Files, moving: Files) -> dict[str, bytes]:
-        """Return files for other libraries: index of a split model, and Hugging Face config."""
-        texts = {}
-        parts = {
-            file: {**weights.get(file, {}), **moving.get(file, {})}
-            for file in {*weights, *moving}
-            if file.startswith("model-")
-        }
-        if parts and self._sharded is None:
-            total = sum(
-                tensor.numel() * tensor.element_size()
-                for held in parts.values()
-                for tensor in held.values()
-            )
-            where = {name: file for file, held in sorted(parts.items()) for name in held}
-            texts["model.safetensors.index.json"] = json.dumps(
-                {"metadata": {"total_size": total}, "weight_map": where}
-            ).encode()
-        config = getattr(self._model, "config", None)
-        if callable(getattr(config, "to_json_string", None)) and callable(
-            getattr(self._model, "save_pretrained", None)
-        ):
-            texts["config.json"] = str(config.to_json_string()).encode()  # type: ignore[union-attr]
-        return texts
-
     def _tree(self) -> dict[str, Any]:
-        average = self._assembly.engine.average
+        average, feed = self._assembly.engine.average, self._assembly.feed
         held, task_state = checkpoint.held_by(self._model), self._task_state()
         return {
             "optimizer": self._optimizers(),
             "average": None if average is None else average.num_updates,
             "plateau": self._assembly.schedule.state(),
-            "microbatch": self._assembly.feed.microbatch
-            if self._assembly.feed.share.size == 1
-            else None,  # else cut for each rank
+            # with several ranks it is cut for each rank
+            "microbatch": feed.microbatch if feed.share.size == 1 else None,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": {
                 name: value if isinstance(value, Tensor) else copy.deepcopy(value)
@@ -357,7 +327,8 @@ class LiveState:
         """Return a digest of each component of the state; equal for runs with identical state."""
         content, moving = self.take(0, more, {})
         skeleton = json.loads(content.texts["state.json"])
-        found = {"parameters": {}, "optimizer": moving.get(OPTIMIZER, {}), "buffers": {}}  # type: dict[str, dict[str, Tensor]]
+        found: dict[str, dict[str, Tensor]] = {"parameters": {}, "optimizer": {}, "buffers": {}}
+        found["optimizer"] = moving.get(OPTIMIZER, {})
         for file, held in moving.items():
             if file != OPTIMIZER:
                 found["parameters"] |= {f"{file}/{name}": tensor for name, tensor in held.items()}
@@ -420,7 +391,7 @@ class LiveState:
             self._assembly.trained.restore(self._assembly, skeleton)
         held_tensors = checkpoint.held_by(self._model, commit.pieces(checkpoint.MODEL)).tensors
         own = {name: master_of(tensor) for name, tensor in held_tensors.items()}
-        self._check_fit(commit, skeleton)
+        check_fit(self._group, self._assembly, commit, skeleton)
         with checkpoint.taken_from(commit.folder):
             checkpoint.check_buffers(self._model, skeleton["buffers"])
             if not keep_buffers:
@@ -445,22 +416,17 @@ class LiveState:
                 **checkpoint.join(skeleton, tensors, commit.folder),
                 "clock": commit.json("clock.json"),
             }
-            tree["task"] = {
-                **tree["task"],
-                **rank_state.read(self._group, self._assembly.task, commit),
-            }
+            of_rank = rank_state.read(self._group, self._assembly.task, commit)
+            tree["task"] = {**tree["task"], **of_rank}
             if adapt is not None:
                 adapt(tree)
-            self._put_back(tree)
+            put_back_training(self._assembly, self._names, tree)
             checkpoint.put_back_buffers(self._model, tree["buffers"], keep_others=keep_buffers)
-            put_back_attributes(
-                self._model,
-                tree.get("attributes", {}),
-                self._task_state(),
-                keep_others=keep_buffers,
-            )
+            attributes, task_state = tree.get("attributes", {}), self._task_state()
+            put_back_attributes(self._model, attributes, task_state, keep_others=keep_buffers)
             extra, task, random = tree["extra"], dict(tree["task"]), tree["random"]
-        self._put_back_of_task(extra, task)
+        checkpoint.put_back_extra(self._model, extra)
+        put_back_task_state(self._task_state(), task)
         with checkpoint.taken_from(commit.folder):
             self._assembly.told.extend(unsent.restore(self._ranks, self._names, commit))
             checkpoint.restore_random(random)
@@ -500,60 +466,6 @@ class LiveState:
             moved,
         )
 
-    def _check_fit(self, commit: Commit, skeleton: Any) -> None:
-        step = skeleton.get("step", commit.manifest.step) if isinstance(skeleton, dict) else None
-        if step != commit.manifest.step:
-            raise RunFolderError(
-                f"{commit.folder} holds the state after step {step}: it was renamed",
-                hint="remove it, or name it by its step",
-            )
-        rank_state.check_fit(self._group, self._assembly.task, commit)
-        stated = set(skeleton.get("optimizer", {})) if isinstance(skeleton, dict) else set()
-        own = {update.name for update in self._assembly.updates}
-        is_averaged = bool(commit.names(LIVE))
-        if stated != own or is_averaged != (self._assembly.engine.average is not None):
-            held = f"{sorted(stated)}{' and an average of the weights' if is_averaged else ''}"
-            raise RunFolderError(
-                f"{commit.folder} holds the updates {held}, the task has {sorted(own)}",
-                hint="go on with the task and the spec that the run had",
-            )
-
-    def _put_back(self, tree: Mapping[str, Any]) -> None:
-        for update in self._assembly.updates:
-            update.guarded.restore(tree["optimizer"][update.name], self._names)
-        if self._assembly.engine.average is not None:
-            self._assembly.engine.average.restore(tree["average"])
-        self._assembly.schedule.restore(tree["plateau"])
-        self._take_microbatch(tree.get("microbatch"))
-        if (
-            self._scaler is not None and tree.get("scaler") is not None
-        ):  # a fork, or a commit before there were any, has none
-            self._scaler.load_state_dict(tree["scaler"])
-
-    def _take_microbatch(self, saved: int | None) -> None:
-        """Use the saved microbatch if it is smaller: a step that ran out of memory halved it."""
-        feed = self._assembly.feed
-        if saved is not None and saved < feed.microbatch:
-            self._assembly.told.append(
-                f"microbatch {saved:,}, not {feed.microbatch:,}: memory had run out with that"
-            )
-            feed.microbatch = saved
-
-    def _put_back_of_task(self, extra: Any, task: Mapping[str, Any]) -> None:
-        """Restore the state that user code handles: get_extra_state and the task's `state()`."""
-        checkpoint.put_back_extra(self._model, extra)
-        state = self._task_state()
-        if missing := [name for name in state if name not in task]:
-            raise RunFolderError(
-                f"the task's state() names {missing[0]!r}, of which the commit holds nothing"
-            )
-        for name, value in task.items():
-            if name not in state:
-                raise RunFolderError(
-                    f"the commit holds the task's state {name!r}, which its state() no longer names"
-                )
-            restore_entry(name, state[name], value)
-
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().cpu().contiguous()
@@ -568,27 +480,17 @@ def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:
 
 
 def _optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the size of an optimizer's state, estimated by its settings for parameters without one.
+    """Return the size of an optimizer's state, estimated for parameters that have none yet.
 
     SGD has one value per weight with momentum and none without; two are assumed for the others.
     """
     total = 0
     for group in optimizer.param_groups:
-        values = (
-            int(bool(group["momentum"]))
-            if "momentum" in group and isinstance(optimizer, torch.optim.SGD)
-            else 2
-        )
+        is_sgd = "momentum" in group and isinstance(optimizer, torch.optim.SGD)
+        values = int(bool(group["momentum"])) if is_sgd else 2
         for parameter in group["params"]:
-            held = [
-                each
-                for each in optimizer.state.get(parameter, {}).values()
-                if isinstance(each, Tensor)
-            ]
-            own = (
-                parameter.numel() * parameter.element_size() * values
-                if parameter.requires_grad
-                else 0
-            )
+            state = optimizer.state.get(parameter, {}).values()
+            held = [each for each in state if isinstance(each, Tensor)]
+            own = parameter.numel() * parameter.element_size() * values * parameter.requires_grad
             total += sum(each.numel() * each.element_size() for each in held) if held else own
     return total

@@ -36,8 +36,8 @@ from surefoot.train.resume.program import Program
 
 WAIT_S = 120.0  # for ranks that are still importing
 UNWATCHED = (
-    "layout.hang_timeout ({stall:g} s) has no effect: {why}; a rank that hangs ends the run after layout.timeout ({timeout:g} s), named without "
-    "its line"
+    "layout.hang_timeout ({stall:g} s) has no effect: {why}; a rank that hangs ends the run after "
+    "layout.timeout ({timeout:g} s), named without its line"
 )
 
 
@@ -103,7 +103,10 @@ def check_shared(spec: RunSpec) -> None:
         ),
         "memory.offload": (
             spec.memory.offload == "optimizer" and spec.layout.shard == 1,
-            "GPUs sum what is in their own memory; with layout.shard a rank keeps its rows on the host",
+            (
+                "GPUs sum what is in their own memory; with layout.shard a rank keeps its rows "
+                "on the host"
+            ),
         ),
         "memory.on_oom": (
             spec.memory.on_oom == "halve",
@@ -159,7 +162,7 @@ def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
 
 
 def _is_time(spec: RunSpec, text: str) -> bool:
-    """Return whether `text` is a duration in time; a share of a run with a time length is one too."""
+    """Return whether `text` is a duration in time; a share of a run of a given time is one."""
     unit = None if text == "never" else Duration.parse(text).unit
     return unit == "s" or (unit == "%" and Duration.parse(spec.train.length).unit == "s")
 
@@ -201,15 +204,17 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
     common = set[str].intersection(
         *(set(json.loads(names)) for names in group.exchange(json.dumps(list(modules))))
     )
-    facts |= {
-        f"code of module {name}": modules[name][:16] for name in sorted(common)
-    }  # rank 0 may import more, as what draws curves
+    # rank 0 may import more, as what draws curves
+    facts |= {f"code of module {name}": modules[name][:16] for name in sorted(common)}
     apart = group.check_equal(facts)
     if apart:
         name, rank, theirs, first = apart[0]
         raise SpecError(
             f"{name}: rank {rank} has {theirs[:80]}, rank 0 has {first[:80]}",
-            hint="start every rank with the same spec, code, data, packages, replicated state and --run",
+            hint=(
+                "start every rank with the same spec, code, data, packages, replicated state and "
+                "--run"
+            ),
         )
     assembly.told.extend(rank_state.describe(group, assembly.task))
     if ranks is not None and ranks.sharded is not None:
@@ -372,8 +377,7 @@ def is_over(
     if mine or (asked and group.is_first):
         keeper.is_asked = group.is_first and not saved
     wants = "interrupted" if kind == kinds["interrupted"] else "stopped"
-    if kind and (
-        stop is None or kinds.get(stop[0], 1.0) != kind
-    ):  # one that is interrupted evaluates no more, so none does
+    # one that is interrupted evaluates no more, so none does
+    if kind and (stop is None or kinds.get(stop[0], 1.0) != kind):
         stop = wants, "another rank ended the run"
     return stop, int(most) or code, bool(over)

@@ -119,14 +119,17 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
 
 
 def describe_short_batch(feed: Feed) -> list[str]:
-    """Return a message for a batch larger than the training set, of which a step then trains on all."""
+    """Return a message if the batch is larger than the training set: a step trains on all."""
     largest, n = max([feed.batch, *(batch for _, batch in feed.ramp)]), feed.order.n
     if largest <= n:
         return []
     unit = "batches" if isinstance(feed.source, Iterated) else "samples"
     whole = f"such a step trains on all {n:,}, and is an epoch"
     return [
-        f"train.batch is {largest:,}, and the training set has {n:,} {unit}: {whole}; set train.batch to {n:,} or less"
+        (
+            f"train.batch is {largest:,}, and the training set has {n:,} {unit}: {whole}; set "
+            f"train.batch to {n:,} or less"
+        )
     ]
 
 

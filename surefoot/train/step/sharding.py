@@ -144,8 +144,11 @@ def find_units(
     except InputError as error:
         if blocks or stage == 3:
             raise SpecError(
-                f"layout.zero_stage = {stage} gathers the weights of a block at a time: {error.message}",
-                hint="name its blocks in the task, blocks(model), or set layout.zero_stage to 1 or 2",
+                f"layout.zero_stage = {stage} gathers the weights of a block at a time: "
+                f"{error.message}",
+                hint=(
+                    "name its blocks in the task, blocks(model), or set layout.zero_stage to 1 or 2"
+                ),
             ) from None
         return {}  # gathered once a step: all at a time
 

@@ -27,7 +27,10 @@ DIGESTS = ("first", "first_values", "digest", "spot")
 SEED_HINT = (
     "data that the code makes at random need a seed: torch.manual_seed(0) before they are made"
 )
-VALUES_HINT = f"{SEED_HINT}; augmentation that draws from the global streams of torch, NumPy or Python is the same again"
+VALUES_HINT = (
+    f"{SEED_HINT}; augmentation that draws from the global streams of torch, NumPy or Python is "
+    "the same again"
+)
 SPOT_EVERY = 8  # batches
 AGAIN = "that are read again to resume"
 AGAIN_HINT = (
@@ -273,9 +276,9 @@ def _as_array(tensor: Tensor) -> np.ndarray:
 def digest_of_content(data: Any) -> str:
     """Return a digest, as hex, of about 4 KiB at even strides of what a dataset holds in memory.
 
-    Tensors, arrays, and the values in lists, tuples and dicts count, in attributes of the dataset and
-    of the datasets inside. Settings (single values), caches (by their name), and
-    the folders of paths do not count: they may differ between two attempts over the same data.
+    Tensors, arrays, and the values in lists, tuples and dicts count, in attributes of the dataset
+    and of the datasets inside. Settings (single values), caches (by their name), and the folders of
+    paths do not count: they may differ between two attempts over the same data.
     """
     taken = hashlib.blake2b(digest_size=DIGEST_BYTES)
     _add_value(

@@ -44,9 +44,8 @@ class _Pass:
     """State at the start of an epoch, and digests of its batches so far."""
 
     epoch: int = 0
-    generators: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # states of the data's generators, see Watched.generators
+    # states of the data's generators, see Watched.generators
+    generators: Mapping[str, Any] = field(default_factory=dict)
     sampler: list[Tensor] | None = None  # see Watched.sampler_start
     state: Any = None  # of the iterable, before the first batch
     seen: PassDigest = field(default_factory=PassDigest)

@@ -23,8 +23,8 @@ class TorchDataset:
 
     A dataset that reads several items at once (`__getitems__`, as those of Hugging Face) is read
     one batch at a time. The digest is that of the dataset's fingerprint if it has one
-    (`_fingerprint`, also of Hugging Face), else of its type and length. `content` is a digest of what
-    the dataset holds in memory.
+    (`_fingerprint`, also of Hugging Face), else of its type and length. `content` is a digest of
+    what the dataset holds in memory.
     """
 
     guarantee: Guarantee = "proven"

@@ -36,11 +36,8 @@ def find_samples(read: Read, *, most_bytes: int, most_members: int) -> np.ndarra
     while (block := read(at, BLOCK)) != bytes(BLOCK):
         try:
             member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except (
-            tarfile.HeaderError,
-            ValueError,
-            OverflowError,
-        ):  # the last two for malformed headers
+        # ValueError and OverflowError are for malformed headers
+        except (tarfile.HeaderError, ValueError, OverflowError):
             return None
         begin, size, at = at, member.size, at + BLOCK + -(-member.size // BLOCK) * BLOCK
         if (

@@ -410,7 +410,9 @@ def _check_gathered(named: Named) -> None:
             raise SpecError(
                 "stages 2 and 3 gather contiguous parameters, "
                 f"and {name} lies in memory in another order, as channels_last does",
-                hint='set layout.zero_stage = 1, or leave out train.memory_format = "channels_last"',
+                hint=(
+                    'set layout.zero_stage = 1, or leave out train.memory_format = "channels_last"'
+                ),
             )
 
 

@@ -21,7 +21,10 @@ from surefoot.runtime.attributes import find_generators, sign_generator
 from surefoot.train.assemble import Assembly
 
 LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} begins with a new one"
-DRAWN = "the {what} draws from {name}, and no checkpoint holds its state, so a resumed {what} draws other random numbers"
+DRAWN = (
+    "the {what} draws from {name}, and no checkpoint holds its state, so a resumed {what} draws "
+    "other random numbers"
+)
 OF_LOOP = "give it to attach: state={{{key!r}: {name}}}"
 OF_OPTIMIZER = "give it to attach: optimizer=[..., {name}]"
 OF_TASK = "return it from the task's state(): {{{key!r}: {name}}}"
@@ -55,7 +58,7 @@ class Unheld:
         self._told = {name for name, each in self._model.named_parameters() if each.requires_grad}
 
     def find_new(self) -> list[str]:
-        """Return a warning, once each, on what the loop has done since `attach` that no checkpoint will hold."""
+        """Return a warning, once each, on changes since `attach` that no checkpoint will hold."""
         return [
             *self.find_untrained(),
             *(describe_generator(name, "loop") for name in self._generators.find_drawn()),

@@ -57,13 +57,15 @@ def check_words(task: Resolved, spec: RunSpec) -> None:
     names = [] if task.state is None else list(task.state())
     if unknown := [name for name in task.state_on_ranks if name not in names]:
         raise TaskError(
-            f"state_on_ranks names {unknown[0]!r}, and state() names {', '.join(map(repr, names)) or 'nothing'}",
+            f"state_on_ranks names {unknown[0]!r}, and state() names "
+            f"{', '.join(map(repr, names)) or 'nothing'}",
             hint="state_on_ranks holds entries of state(), each with 'replicated' or 'per_rank'",
         )
     if (each := find_per_rank(task)) and spec.layout.virtual_ranks is not None:
         raise SpecError(
-            f"state_on_ranks says that {each[0]!r} is per_rank, and layout.virtual_ranks is {spec.layout.virtual_ranks}: other numbers of "
-            "ranks would have other states, and so other bits",
+            f"state_on_ranks says that {each[0]!r} is per_rank, and layout.virtual_ranks is "
+            f"{spec.layout.virtual_ranks}: other numbers of ranks would have other states, and so "
+            "other bits",
             hint="leave layout.virtual_ranks out, or keep replicated state only",
         )
 
@@ -80,22 +82,26 @@ def describe(group: Group, task: Resolved) -> list[str]:
     told = []
     if unsaid:
         told.append(
-            f"state() names {unsaid}: each of {group.size} ranks has a copy of its own, which its own microbatches alone move; rank 0's is "
-            f"saved, and all ranks resume with it. Say what is meant in the task: state_on_ranks = {{{unsaid.split(', ')[0]}: "
+            f"state() names {unsaid}: each of {group.size} ranks has a copy of its own, which its "
+            "own microbatches alone move; rank 0's is saved, and all ranks resume with it. Say "
+            f"what is meant in the task: state_on_ranks = {{{unsaid.split(', ')[0]}: "
             '"replicated"} for what is the same on all ranks, "per_rank" for one on each rank'
         )
     if same := [name for name, word in words.items() if word == "replicated"]:
         told.append(
-            f"state() names {_list(same)}, replicated on {group.size} ranks: all ranks are compared at each save"
+            f"state() names {_list(same)}, replicated on {group.size} ranks: all ranks are "
+            "compared at each save"
         )
     if own := find_per_rank(task):
         told.append(
-            f"state() names {_list(own)}, one for each of {group.size} ranks: each rank's is saved and restored"
+            f"state() names {_list(own)}, one for each of {group.size} ranks: each rank's is saved "
+            "and restored"
         )
     digests = [json.loads(text) for text in group.exchange(json.dumps(digest_entries(task, own)))]
     if alike := [name for name in own if len({each[name] for each in digests}) == 1]:
         told.append(
-            f"{_list(alike)} of state() starts equal on all ranks; surefoot.rank_seed() gives each rank a seed of its own"
+            f"{_list(alike)} of state() starts equal on all ranks; surefoot.rank_seed() gives each "
+            "rank a seed of its own"
         )
     return told
 
@@ -140,8 +146,12 @@ def gather(group: Group, task: Resolved) -> Gathered:
     if facts and (apart := group.check_equal(facts)):
         name, rank, _, _ = apart[0]
         raise NumbersError(
-            f"state_on_ranks says that {name!r} is replicated, and rank {rank} of {group.size} no longer holds what rank 0 does",
-            hint="sum over the ranks what moves it, as torch.distributed.all_reduce does, or call it per_rank",
+            f"state_on_ranks says that {name!r} is replicated, and rank {rank} of {group.size} no "
+            "longer holds what rank 0 does",
+            hint=(
+                "sum over the ranks what moves it, as torch.distributed.all_reduce does, or call "
+                "it per_rank"
+            ),
         )
     if not (names := find_per_rank(task)):
         return Gathered()
@@ -204,8 +214,9 @@ def check_fit(group: Group, task: Resolved, commit: Commit) -> None:
     names, saved = find_per_rank(task), count_saved(commit)
     if names and saved != group.size:
         raise RunFolderError(
-            f"{commit.folder} holds {_list(names)} of state() for {saved} rank{'s' * (saved > 1)}, one for each, and the run has "
-            f"{group.size} rank{'s' * (group.size > 1)} now",
+            f"{commit.folder} holds {_list(names)} of state() for {saved} "
+            f"rank{'s' * (saved > 1)}, one for each, and the run has {group.size} "
+            f"rank{'s' * (group.size > 1)} now",
             hint=f"resume with {saved} rank{'s' * (saved > 1)}: --ranks {saved}",
         )
 

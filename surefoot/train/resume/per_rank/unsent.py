@@ -81,7 +81,10 @@ def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
         return []
     if ranks is None or not held:
         return [
-            f"what {len(saved)} ranks had not yet sent of their gradients is left out: nothing is compressed by powersgd"
+            (
+                f"what {len(saved)} ranks had not yet sent of their gradients is left out: nothing "
+                "is compressed by powersgd"
+            )
         ]
     alike = commit.read(ALIKE)
     lost = [
@@ -101,11 +104,15 @@ def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
         for rank in saved if ranks.group.is_first else ():
             _add(commit, rank, held)
         told = [
-            f"what {len(saved)} ranks had not yet sent of their gradients is rank 0's as a sum: {ranks.group.size} ranks go on"
+            (
+                f"what {len(saved)} ranks had not yet sent of their gradients is rank 0's as a "
+                f"sum: {ranks.group.size} ranks go on"
+            )
         ]
     if lost:
         told.append(
-            f"what was not yet sent of {', '.join(lost[:8])} is left out: it is no longer compressed"
+            f"what was not yet sent of {', '.join(lost[:8])} is left out: it is no longer "
+            "compressed"
         )
     return told
 

@@ -1,8 +1,4 @@
-"""Record, time and save an existing training loop without changing it.
-
-The records are those of a Run (`events.jsonl`: Started, Step, Committed, Ended), so that `surefoot
-show` and `runs` read both alike. A restarted loop resumes from its newest whole checkpoint.
-"""
+"""The record of an attached loop: its counters, its events, its ledger and its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,18 +7,13 @@ import functools
 import hashlib
 import sys
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from surefoot.components import optim
 from surefoot.components.data import in_place, size_of
 from surefoot.components.data.sources import Watched
 from surefoot.components.observe import (
@@ -37,172 +28,31 @@ from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, Phase
 from surefoot.components.stability import Guard, GuardFault
 from surefoot.contract import events
 from surefoot.contract.state import StepReport
-from surefoot.contract.task import check_not_importing
-from surefoot.core import place
-from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, InputError, StorageError
+from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, StorageError
 from surefoot.core.process.forked import OwningProcess
 from surefoot.runtime.comm import Group
 from surefoot.train import environment, folder
-from surefoot.train.failure import blame
-from surefoot.train.record.noticed.unheld import Unheld, variables
-from surefoot.train.record.scores import timing_rows
-from surefoot.train.resume import loop_ranks
-from surefoot.train.resume.loop import (
-    LoopKeeper,
+from surefoot.train.attach import loop_ranks
+from surefoot.train.attach.arguments import (
     as_loss,
-    check_given,
     describe_changes,
     find_guarantee,
     given_settings,
     length_of,
-    name_objects,
     saves_its_place,
 )
-from surefoot.train.resume.loop_ranks import RankedLedger, begin_journal, describe, prepare_save
+from surefoot.train.attach.loop_keeper import LoopKeeper
+from surefoot.train.attach.loop_ranks import RankedLedger, begin_journal, describe, prepare_save
+from surefoot.train.failure import blame
+from surefoot.train.record.noticed.unheld import Unheld
+from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume.program import Program
 
 SPEC_ID = "attached"  # such a run has no spec
 
 
-def attach(
-    *,
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    data: Iterable[Any],
-    folder: str | Path | None = None,
-    every: int = 10,
-    save: str | None = "10 min",
-    state: Mapping[str, Any] | None = None,
-) -> Attached:
-    """Record a loop in `folder` (default: a new one in runs/), one Step record per `every` steps.
-
-        run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder="runs/mine")
-        for epoch in range(run.first_pass, 10):
-            for batch in run.batches():
-                ...                      # your step, as it is
-                run.step_done(loss)
-
-    Every `save` (duration or steps; None: never) and in `close`, model, optimizers, random states,
-    data position and `state` (objects with a state_dict) are saved. The same script then resumes in
-    the middle of epoch `first_pass`. With torch.distributed all ranks call `attach`, with one
-    folder that rank 0 writes, and `batches`, `step_done`, `save` and `close`.
-
-    `batches()` is one epoch of `data`, any iterable of batches. `close()` or the end of a `with`
-    block, whose exception is recorded, ends the run; else the exit of the process does. Raises
-    DataError if `data` is not iterable, TaskError for an optimizer without `param_groups`,
-    RunFolderError for a folder of another kind, LostRank if a rank does not call `attach`.
-    """
-    if (
-        not environment.has_process_group()
-    ):  # else the loop has joined its ranks by itself, as it read the launcher's variables
-        place.check_launcher()
-    check_not_importing()
-    optimizers = check_given(model, optimizer, data, state)
-    optim.check_shaped(model)
-    wanted = None if folder is None else Path(folder)
-    group = loop_ranks.find_group(wanted)
-    caller, bare = sys._getframe(1), loop_ranks.bare(model, group)
-    objects, kept = group.settle(
-        lambda: name_objects(bare, optimizers, state or {}, variables(caller))
-    )
-    unheld = Unheld(objects, optimizers, data)
-    reported = [*kept, *unheld.find(caller)]
-    notes = loop_ranks.describe_buckets(group, model)
-    return Attached(
-        _LoopRecord(
-            objects, optimizers, data, wanted, every, save, group, (unheld, reported, notes)
-        )
-    )
-
-
 @final
-class Attached:
-    """A recorded loop: `folder` is the run folder, `step` the number of steps in all attempts."""
-
-    def __init__(self, record: _LoopRecord) -> None:
-        self._record = record
-        self._left = weakref.finalize(self, record.end, "stopped")
-        self._left.atexit = (
-            False  # then the record asks first whether an exception ended the process
-        )
-        atexit.register(record.end_with_process)
-
-    @property
-    def folder(self) -> Path:
-        return self._record.folder
-
-    @property
-    def step(self) -> int:
-        return self._record.step
-
-    @property
-    def first_pass(self) -> int:
-        """Number of finished or broken-off epochs before this attempt; the next may be partial."""
-        return self._record.first_pass
-
-    def save(self) -> None:
-        """Save a checkpoint now, after a finished step; for a loop that chooses the moment."""
-        self._record.save()
-
-    def batches(self) -> Iterator[Any]:
-        """Yield the batches of one epoch, unchanged; resumes in mid-epoch after a restart."""
-        record = self._record
-        batches = record.begin_pass()
-        while True:
-            record.between_steps()
-            asked_ns = record.clock.switch(DATA)
-            try:
-                batch = next(batches)
-            except StopIteration:
-                break
-            finally:
-                got_ns = record.clock.switch(OTHER)
-            record.took(batch, (got_ns - asked_ns) / 1e9)
-            yield batch
-        record.end_pass()
-
-    def step_done(self, loss: Tensor | float, *, num_samples: int | None = None) -> None:
-        """Record an optimizer step; `loss` is a scalar, the mean over the step's samples.
-
-        `num_samples` defaults to the samples read since the last step. Raises TaskError if `loss`
-        is no scalar.
-        """
-        self._record.step_done(loss, num_samples)
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time the `with` block as phase `name` of the step; time outside all phases is "other".
-
-        Raises InputError for an unknown phase.
-        """
-        if name not in events.PHASES:
-            raise InputError(f"{name!r} is no phase", hint=f"use one of {', '.join(events.PHASES)}")
-        return self._record.clock.within(events.PHASES.index(name))
-
-    def close(self) -> None:
-        """Save a checkpoint and record that the loop has finished; a second call does nothing."""
-        self._record.save()
-        self._record.end("finished", f"the loop was done after step {self.step}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._record.owner.is_here:
-            return  # the process that attached ends it
-        if error is None:
-            self._record.save()
-            self._record.end()
-        else:
-            self._record.end_by(error)
-
-
-@final
-class _LoopRecord:
+class LoopRecord:
     """Counters and files of an attached loop; ended when its `Attached` object is deleted."""
 
     def __init__(
@@ -219,12 +69,8 @@ class _LoopRecord:
         self._unheld, reported, notes_on_resume = noticed
         self._has_saved = False
         model: nn.Module = objects["model"]
-        self._optimizers, self._every, self._data, self._group = (
-            optimizers,
-            max(1, every),
-            data,
-            group,
-        )
+        self._optimizers, self._every = optimizers, max(1, every)
+        self._data, self._group = data, group
         self._length = length_of(data)
         self._console = Console(total_steps=None, unit="samples", quiet=True)
         self._meter = Meter()
@@ -234,9 +80,8 @@ class _LoopRecord:
         self._waiting_s = self._training_s = 0.0
         self._num_batches = self._num_passes = self._unreported = 0
         self._watched = Watched(data)
-        self._unstepped: list[
-            tuple[int, int, tuple[int, ...]]
-        ] = []  # (pass, place, samples) of the batches since the last step
+        # (pass, place, samples) of the batches since the last step
+        self._unstepped: list[tuple[int, int, tuple[int, ...]]] = []
         self._lent = in_place.Lent(data)
         self._is_inside = self._is_over = False
         self.step = self.num_samples = self.first_pass = self._saved_step = self._num_untimed = 0
@@ -260,11 +105,8 @@ class _LoopRecord:
             closed_by=(),
         )
         with loop_ranks.taken(group, choice) as (chosen, self._lock):
-            self._at, self._root, self.generation = (
-                folder.anchor(chosen.folder),
-                chosen.folder.absolute(),
-                self._lock.generation,
-            )
+            self._at, self._root = folder.anchor(chosen.folder), chosen.folder.absolute()
+            self.generation = self._lock.generation
             self._keeper = LoopKeeper(self._root, self._lock, objects, self._watched, save, group)
             notes = (
                 *chosen.notes,
@@ -302,9 +144,8 @@ class _LoopRecord:
         self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
         changed = describe_changes(loop.get("given", {}), self._given, self.folder)
         self._training_s = float(loop.get("training_s", 0.0))
-        self._num_untimed = (
-            0 if "training_s" in loop else self.num_samples
-        )  # an older version did not save the time
+        # an older version did not save the time
+        self._num_untimed = 0 if "training_s" in loop else self.num_samples
         set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
         return (
             *set_aside,
@@ -352,7 +193,8 @@ class _LoopRecord:
 
     def begin_pass(self) -> Iterator[Any]:
         self._is_inside = True
-        self._meter.restart_clock()  # what the loop did between two passes is no part of a step's rate
+        # what the loop did between two passes is no part of a step's rate
+        self._meter.restart_clock()
         self.clock.begin_steps()
         with self.clock.within(DATA):
             batches = self._keeper.begin_pass()
@@ -400,12 +242,12 @@ class _LoopRecord:
         finally:
             if deleted := self._keeper.take_deleted():
                 self._console.warn(
-                    f"the disk was full: the checkpoint of {deleted} was deleted before its time; the loop continues"
+                    f"the disk was full: the checkpoint of {deleted} was deleted before its time; "
+                    "the loop continues"
                 )
         self._saved_step = self.step
-        lost = (
-            [] if self._has_saved else self._unheld.find()
-        )  # a scheduler that was made after attach
+        # a scheduler that was made after attach
+        lost = [] if self._has_saved else self._unheld.find()
         self._has_saved = True
         for line in (*self._keeper.take_unsaved(), *lost):
             self._console.warn(line)

@@ -37,10 +37,8 @@ from surefoot.train.resume import same
 
 IS_HELD = "is being written by process"
 WAIT_S = 300.0  # for ranks that have not called `attach` yet
-LATE_S, SHARE = (
-    10.0,
-    0.05,
-)  # how late a save may be that is due by time, at most and of the time between two
+# how late a save may be that is due by time, at most and of the time between two
+LATE_S, SHARE = 10.0, 0.05
 TOGETHER = "all ranks call batches(), step_done(), save() and close() alike, after the same steps"
 Row = tuple[int, int, int, tuple[int, ...]]  # of the ledger: step, pass, place in it, samples
 
@@ -61,8 +59,12 @@ def find_group(given: Path | None) -> Group:
         wanted = meeting.exchange("" if given is None else str(given.absolute()))
     except (RuntimeError, LostRank) as error:
         raise LostRank(
-            f"rank {rank} of {size} called surefoot.attach, and another rank did not within {WAIT_S:g} s",
-            hint="call attach on every rank, after init_process_group: rank 0 writes the folder, and each rank saves its own state",
+            f"rank {rank} of {size} called surefoot.attach, and another rank did not within "
+            f"{WAIT_S:g} s",
+            hint=(
+                "call attach on every rank, after init_process_group: rank 0 writes the folder, "
+                "and each rank saves its own state"
+            ),
         ) from error
     dist.destroy_process_group(meeting.channel)
     if len(set(wanted)) == size:
@@ -91,7 +93,10 @@ def describe(group: Group) -> tuple[str, ...]:
     if group.is_alone:
         return ()
     return (
-        f"rank {group.rank} of {group.size}: losses and samples are this rank's; the other ranks log in {files.RANKS}/",
+        (
+            f"rank {group.rank} of {group.size}: losses and samples are this rank's; the other "
+            f"ranks log in {files.RANKS}/"
+        ),
     )
 
 
@@ -148,7 +153,10 @@ def _taken_by_first(group: Group, choice: Callable[[], Chosen]) -> Iterator[tupl
             and place.has_other_ranks()
         ):
             raise
-        hint = "call torch.distributed.init_process_group() before surefoot.attach: then all ranks share the folder"
+        hint = (
+            "call torch.distributed.init_process_group() before surefoot.attach: then all ranks "
+            "share the folder"
+        )
         raise RunFolderError(error.message, hint=hint) from error
 
 
@@ -167,9 +175,8 @@ def begin_journal(group: Group, root: Path, started: Callable[[], events.Started
         journal.begin(started())
         return journal
 
-    first = group.settle(
-        lambda: begin() if group.is_first else None
-    )  # a folder without a log is not to be filled by the others
+    # a folder without a log is not to be filled by the others
+    first = group.settle(lambda: begin() if group.is_first else None)
     other = group.settle(lambda: begin() if first is None else None)
     made = first or other
     assert made is not None, "one of them began it"
@@ -216,7 +223,8 @@ def check_same_step(group: Group, steps: Sequence[int]) -> None:
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise TaskError(
-                f"rank {rank} of {group.size} has done {step:,} steps, rank 0 {steps[0]:,}: a save needs the same",
+                f"rank {rank} of {group.size} has done {step:,} steps, rank 0 {steps[0]:,}: a "
+                "save needs the same",
                 hint=TOGETHER,
             )
 
@@ -230,9 +238,8 @@ class RankedLedger:
 
     def __init__(self, group: Group, root: Path, promise: LoopGuarantee, generation: int) -> None:
         self._group = group
-        promise = (
-            promise if group.is_alone else replace(promise, once=False, all=False)
-        )  # which rank reads what is the sampler's
+        # which rank reads what is the sampler's
+        promise = promise if group.is_alone else replace(promise, once=False, all=False)
         self._file = LoopLedger(root, promise, generation) if group.is_first else None
         self._rows: list[Row] = []
 
@@ -417,8 +424,12 @@ def check_num_ranks(run: Path, made: Manifest, size: int) -> None:
     saved = made.layout["world_size"]
     if saved != size:
         raise RunFolderError(
-            f"step {made.step:,} of {run} was saved by a loop on {_count(saved)}, and this loop runs on {_count(size)}",
-            hint=f"start it on {_count(saved)} (torchrun --nproc-per-node={saved} on one host), or in another folder from step 0",
+            f"step {made.step:,} of {run} was saved by a loop on {_count(saved)}, and this loop "
+            f"runs on {_count(size)}",
+            hint=(
+                f"start it on {_count(saved)} (torchrun --nproc-per-node={saved} on one host), or "
+                "in another folder from step 0"
+            ),
         )
 
 

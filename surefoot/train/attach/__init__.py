@@ -1,0 +1,164 @@
+"""Record, time and save an existing training loop without changing it.
+
+The records are those of a Run (`events.jsonl`: Started, Step, Committed, Ended), so that `surefoot
+show` and `runs` read both alike. A restarted loop resumes from its newest whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from surefoot.components import optim
+from surefoot.components.profiler import DATA, OTHER
+from surefoot.contract import events
+from surefoot.contract.task import check_not_importing
+from surefoot.core import place
+from surefoot.core.errors import InputError
+from surefoot.train import environment
+from surefoot.train.attach import loop_ranks
+from surefoot.train.attach.arguments import check_given, name_objects
+from surefoot.train.attach.loop_record import LoopRecord
+from surefoot.train.record.noticed.unheld import Unheld, variables
+
+
+def attach(
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    data: Iterable[Any],
+    folder: str | Path | None = None,
+    every: int = 10,
+    save: str | None = "10 min",
+    state: Mapping[str, Any] | None = None,
+) -> Attached:
+    """Record a loop in `folder` (default: a new one in runs/), one Step record per `every` steps.
+
+        run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder="runs/mine")
+        for epoch in range(run.first_pass, 10):
+            for batch in run.batches():
+                ...                      # your step, as it is
+                run.step_done(loss)
+
+    Every `save` (duration or steps; None: never) and in `close`, model, optimizers, random states,
+    data position and `state` (objects with a state_dict) are saved. The same script then resumes in
+    the middle of epoch `first_pass`. With torch.distributed all ranks call `attach`, with one
+    folder that rank 0 writes, and `batches`, `step_done`, `save` and `close`.
+
+    `batches()` is one epoch of `data`, any iterable of batches. `close()` or the end of a `with`
+    block, whose exception is recorded, ends the run; else the exit of the process does. Raises
+    DataError if `data` is not iterable, TaskError for an optimizer without `param_groups`,
+    RunFolderError for a folder of another kind, LostRank if a rank does not call `attach`.
+    """
+    # else the loop has joined its ranks by itself, as it read the launcher's variables
+    if not environment.has_process_group():
+        place.check_launcher()
+    check_not_importing()
+    optimizers = check_given(model, optimizer, data, state)
+    optim.check_shaped(model)
+    wanted = None if folder is None else Path(folder)
+    group = loop_ranks.find_group(wanted)
+    caller, bare = sys._getframe(1), loop_ranks.bare(model, group)
+    objects, kept = group.settle(
+        lambda: name_objects(bare, optimizers, state or {}, variables(caller))
+    )
+    unheld = Unheld(objects, optimizers, data)
+    reported = [*kept, *unheld.find(caller)]
+    notes = loop_ranks.describe_buckets(group, model)
+    return Attached(
+        LoopRecord(objects, optimizers, data, wanted, every, save, group, (unheld, reported, notes))
+    )
+
+
+@final
+class Attached:
+    """A recorded loop: `folder` is the run folder, `step` the number of steps in all attempts."""
+
+    def __init__(self, record: LoopRecord) -> None:
+        self._record = record
+        self._left = weakref.finalize(self, record.end, "stopped")
+        # then the record asks first whether an exception ended the process
+        self._left.atexit = False
+        atexit.register(record.end_with_process)
+
+    @property
+    def folder(self) -> Path:
+        return self._record.folder
+
+    @property
+    def step(self) -> int:
+        return self._record.step
+
+    @property
+    def first_pass(self) -> int:
+        """Number of finished or broken-off epochs before this attempt; the next may be partial."""
+        return self._record.first_pass
+
+    def save(self) -> None:
+        """Save a checkpoint now, after a finished step; for a loop that chooses the moment."""
+        self._record.save()
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of one epoch, unchanged; resumes in mid-epoch after a restart."""
+        record = self._record
+        batches = record.begin_pass()
+        while True:
+            record.between_steps()
+            asked_ns = record.clock.switch(DATA)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            finally:
+                got_ns = record.clock.switch(OTHER)
+            record.took(batch, (got_ns - asked_ns) / 1e9)
+            yield batch
+        record.end_pass()
+
+    def step_done(self, loss: Tensor | float, *, num_samples: int | None = None) -> None:
+        """Record an optimizer step; `loss` is a scalar, the mean over the step's samples.
+
+        `num_samples` defaults to the samples read since the last step. Raises TaskError if `loss`
+        is no scalar.
+        """
+        self._record.step_done(loss, num_samples)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time the `with` block as phase `name` of the step; time outside all phases is "other".
+
+        Raises InputError for an unknown phase.
+        """
+        if name not in events.PHASES:
+            raise InputError(f"{name!r} is no phase", hint=f"use one of {', '.join(events.PHASES)}")
+        return self._record.clock.within(events.PHASES.index(name))
+
+    def close(self) -> None:
+        """Save a checkpoint and record that the loop has finished; a second call does nothing."""
+        self._record.save()
+        self._record.end("finished", f"the loop was done after step {self.step}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._record.owner.is_here:
+            return  # the process that attached ends it
+        if error is None:
+            self._record.save()
+            self._record.end()
+        else:
+            self._record.end_by(error)

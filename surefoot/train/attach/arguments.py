@@ -1,0 +1,187 @@
+"""What a loop passes to `attach`: checked, named, and described for the record."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.components import checkpoint
+from surefoot.contract.task import Guarantee
+from surefoot.core.errors import DataError, TaskError
+from surefoot.train.record.noticed.moved_outside import find_beside
+
+OWN = ("loop", "data")
+PLAIN = (bool, int, float, str, tuple, list, type(None))
+
+
+def check_given(model: Any, optimizer: Any, data: Any, state: Any) -> list[Any]:
+    """Check the arguments of `attach` and return the optimizers as a list.
+
+    Raises TaskError or DataError for an argument of the wrong type.
+    """
+    if not isinstance(model, nn.Module):
+        raise TaskError(
+            f"model is {checkpoint.name_kind(model)}",
+            hint="give the torch.nn.Module that the loop trains",
+        )
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    bad = [each for each in optimizers if not hasattr(each, "param_groups")]
+    if bad or not optimizers:
+        raise TaskError(
+            f"optimizer is {bad[0] if bad else optimizer!r}, which has no param_groups",
+            hint="give a torch.optim.Optimizer",
+        )
+    if not isinstance(data, Iterable):
+        raise DataError(
+            f"data is a {type(data).__name__}, which cannot be iterated",
+            hint="give the loader that the loop reads",
+        )
+    if not isinstance(state, Mapping | None):
+        raise TaskError(
+            f"state is {checkpoint.name_kind(state)}",
+            hint='name each object that is saved: state={"scheduler": scheduler}',
+        )
+    return optimizers
+
+
+def as_loss(loss: Any) -> Tensor:
+    """Return a scalar loss as a tensor without a graph. Raises TaskError for any other value."""
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise TaskError(
+            f"step_done was given a loss of shape {tuple(loss.shape)}",
+            hint="give its mean over the batch: loss.mean()",
+        )
+    if isinstance(loss, Tensor):
+        return loss.detach()
+    try:
+        return torch.tensor(float(loss), dtype=torch.float64)
+    except (TypeError, ValueError):
+        raise TaskError(
+            f"step_done was given {checkpoint.name_kind(loss)}",
+            hint="give the loss of the step: a number, or a tensor of one",
+        ) from None
+
+
+def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
+    """Return the parameter group settings and batch size that the script sets, by expression."""
+    found = {
+        f"{name}.param_groups[{number}][{key!r}]": value
+        for name, each in objects.items()
+        if name.startswith("optimizer")
+        for number, group in enumerate(each.param_groups)
+        for key, value in group.items()
+        if key not in ("params", "initial_lr")
+    }
+    found["data.batch_size"] = getattr(data, "batch_size", None)
+    plain = {
+        key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in found.items()
+    }
+    return {key: repr(value) for key, value in plain.items() if isinstance(value, PLAIN)}
+
+
+def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: Path) -> list[str]:
+    """Return a note on each setting that differs from the last attempt, and how to set either."""
+    notes = []
+    for key in [key for key in now if before.get(key, now[key]) != now[key]]:
+        told = f"the script gives {key} = {now[key]}, and gave {before[key]} in the attempt before"
+        if key == "data.batch_size":
+            notes.append(f"{told}: the pass that was left goes on with other batches")
+        else:
+            more = ", and the base_lrs of a scheduler" if key.endswith("['lr']") else ""
+            notes.append(
+                f"{told}: the saved value is kept; for the new one set {key} = {now[key]} after "
+                f"attach{more}"
+            )
+    if notes:
+        name = str(folder)
+        copied = f"cp -r {shlex.quote(name)} NEW, and folder='NEW' goes on in the copy"
+        notes.append(
+            f"to keep {name} as it is: {copied}; another folder trains from step 0; more passes "
+            "than before extend the loop"
+        )
+    return notes
+
+
+def name_objects(
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    more: Mapping[str, Any],
+    variables: Iterable[tuple[str, Any]],
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the objects that a loop's checkpoint holds, by name, and messages for the user.
+
+    Objects that an optimizer trains besides the model are looked up in `variables`. Raises
+    TaskError for an object that cannot be saved or restored, and for a trained parameter that no
+    object holds.
+    """
+    named = {
+        "model": model,
+        **{
+            f"optimizer-{number}" if number else "optimizer": each
+            for number, each in enumerate(optimizers)
+        },
+    }
+    for name, value in more.items():
+        if name in named or name in OWN:
+            raise TaskError(f"state names {name!r}, which is taken", hint="give it another name")
+        if not checkpoint.is_restorable(value):
+            raise TaskError(
+                f"state gives {name!r} as {checkpoint.name_kind(value)}, which cannot be put back "
+                "in place",
+                hint=(
+                    "give an object with state_dict and load_state_dict, as schedulers and "
+                    "scalers have, a random generator of torch, NumPy or Python, or a tensor or "
+                    "array that is changed in place"
+                ),
+            )
+        named[name] = value
+    beside, told = find_beside(named, optimizers, variables)
+    named |= beside
+    checkpoint.check_state(named)
+    return named, told
+
+
+def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
+    """Return the guarantee (proven, replayed or none) of a resume within `data`, and why."""
+    if saves_its_place(data):
+        return "proven", "they save and restore their own place"
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return "proven", "any batch of them can be read by its number"
+    if isinstance(data, Iterator):
+        return "none", "an iterator is read once and cannot go back"
+    if getattr(data, "persistent_workers", False):
+        return (
+            "replayed",
+            (
+                "they are read forwards again; new workers draw other random numbers than those "
+                "that stayed would have"
+            ),
+        )
+    return "replayed", "they are read forwards: going on reads what was read before once more"
+
+
+def saves_its_place(data: Any) -> bool:
+    """Return whether `data` can save its position.
+
+    Some loaders (Accelerate's) have the methods and raise unless they were built for it.
+    """
+    if not checkpoint.has_state(data):
+        return False
+    try:
+        data.state_dict()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def length_of(data: Iterable[Any]) -> int | None:
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except TypeError:
+        return None

@@ -1,0 +1,44 @@
+"""The files of a checkpoint that hold a run's state, and those that other libraries read."""
+
+from __future__ import annotations
+
+import json
+
+from torch import Tensor, nn
+
+CLOCK = "clock.json"
+OPTIMIZER, STATE, LIVE = "optimizer.safetensors", "state.safetensors", "weights.safetensors"
+Files = dict[str, dict[str, Tensor]]
+
+
+def name_weight_files(model: nn.Module) -> tuple[str, str]:
+    """Return the file names for trained and frozen weights, in Hugging Face's scheme."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return "model.safetensors", ""
+    return "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def index_weights(weights: Files, moving: Files) -> dict[str, bytes]:
+    """Return the index of a model whose weights are split into files; nothing for one file."""
+    parts = {
+        file: {**weights.get(file, {}), **moving.get(file, {})}
+        for file in {*weights, *moving}
+        if file.startswith("model-")
+    }
+    if not parts:
+        return {}
+    tensors = [tensor for held in parts.values() for tensor in held.values()]
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    where = {name: file for file, held in sorted(parts.items()) for name in held}
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    return {"model.safetensors.index.json": json.dumps(index).encode()}
+
+
+def write_config(model: nn.Module) -> dict[str, bytes]:
+    """Return the config of a Hugging Face model as a file; nothing for another model."""
+    config = getattr(model, "config", None)
+    if callable(getattr(config, "to_json_string", None)) and callable(
+        getattr(model, "save_pretrained", None)
+    ):
+        return {"config.json": str(config.to_json_string()).encode()}  # type: ignore[union-attr]
+    return {}
