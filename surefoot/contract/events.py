@@ -37,7 +37,7 @@ PHASES = (
     "logging",
     "other",
 )
-RENAMED_PHASE = ('"optimiser":', '"optimizer":')  # as the previous release wrote it, and as now
+RENAMED_PHASES = {"optimiser": "optimizer"}  # the previous release wrote the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,9 @@ def _row(line: str) -> dict[str, Any] | None:
     if UNREADABLE in line:
         return None
     try:
-        row = json.loads(line.replace(*RENAMED_PHASE))
+        for old, new in RENAMED_PHASES.items():
+            line = line.replace(f'"{old}":', f'"{new}":')
+        row = json.loads(line)
     except (ValueError, RecursionError):
         return None
     fits = (

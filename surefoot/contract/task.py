@@ -279,7 +279,7 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
     except ModuleNotFoundError as error:
         if class_name and f"{module_name}.".startswith(f"{error.name}."):
             file = f"{module_name.replace('.', '/')}.py:{class_name}"
-            hint = f"run surefoot in the folder that holds it, or name its file: {file}"
+            hint = f"change to the folder that holds it, or name its file: {file}"
             raise _failed_import(use, error, hint) from error
         raise _failed_import(use, error) from error
     except (Exception, SystemExit) as error:

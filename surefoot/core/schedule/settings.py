@@ -122,19 +122,15 @@ class ScheduleSettings:
     length: str | None = field(
         default=None,
         metadata=_means(
-            (
-                "Length of warm-up and curve together; the learning rate then stays "
-                "constant; none: the length of the run."
-            )
+            "Length of warm-up and curve together; the learning rate then stays "
+            "constant; none: the length of the run."
         ),
     )
     every: str | None = field(
         default=None,
         metadata=_means(
-            (
-                "step: interval between two multiplications by `factor`; exponential: "
-                "time in which the learning rate falls by `factor`."
-            )
+            "step: interval between two multiplications by `factor`; exponential: "
+            "time in which the learning rate falls by `factor`."
         ),
     )
     factor: float | None = field(default=None, metadata=_means("Factor of the learning rate."))
@@ -171,7 +167,7 @@ class ScheduleSettings:
     cycle_momentum: bool | None = field(
         default=None,
         metadata=_means(
-            ("one_cycle: momentum falls while the learning rate rises, and rises while it falls.")
+            "one_cycle: momentum falls while the learning rate rises, and rises while it falls."
         ),
     )
     momentum_low: float | None = field(
@@ -183,43 +179,35 @@ class ScheduleSettings:
     stable: str | None = field(
         default=None,
         metadata=_means(
-            (
-                "warmup_stable_decay: length of the constant phase; none: what remains "
-                "beside warm-up and decay."
-            )
+            "warmup_stable_decay: length of the constant phase; none: what remains "
+            "beside warm-up and decay."
         ),
     )
     decay_length: str | None = field(
         default=None,
         metadata=_means(
-            (
-                "warmup_stable_decay: length of the decay; none: what remains after "
-                "`stable`, else a fifth of the steps after the warm-up."
-            )
+            "warmup_stable_decay: length of the decay; none: what remains after "
+            "`stable`, else a fifth of the steps after the warm-up."
         ),
     )
     timescale: str | None = field(
         default=None,
         metadata=_means(
-            (
-                "inverse_square_root: timescale; the learning rate is halved after three "
-                "timescales; none: the length of the warm-up."
-            )
+            "inverse_square_root: timescale; the learning rate is halved after three "
+            "timescales; none: the length of the warm-up."
         ),
     )
     mode: Mode | None = field(
         default=None,
         metadata=_means(
-            ("plateau: whether a lower or a higher score is better; none: as the metric declares.")
+            "plateau: whether a lower or a higher score is better; none: as the metric declares."
         ),
     )
     patience: int | None = field(
         default=None,
         metadata=_means(
-            (
-                "plateau: evaluations in a row without a better score before the "
-                "learning rate is lowered."
-            )
+            "plateau: evaluations in a row without a better score before the "
+            "learning rate is lowered."
         ),
     )
     threshold: float | None = field(
@@ -229,7 +217,7 @@ class ScheduleSettings:
     sequence: tuple[ScheduleSettings, ...] = field(
         default=(),
         metadata=_means(
-            ("Curves that follow each other, each with its `length`; the last one may omit it.")
+            "Curves that follow each other, each with its `length`; the last one may omit it."
         ),
     )
 
