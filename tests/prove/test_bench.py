@@ -247,3 +247,27 @@ def test_a_mode_that_there_is_not_is_refused_by_the_rehearsal_too(
         pytest.raises(InputError, match="sideways"),
     ):
         rehearsal.take("sideways")  # type: ignore[arg-type]
+
+
+LOADERS = {
+    "a list": "DataLoader([(torch.randn(4), i % 3) for i in range(24)], batch_size=6)",
+    "tensors": "DataLoader(TensorDataset(torch.randn(24, 4), torch.arange(24) % 3), batch_size=6)",
+}
+OWN = """
+from torch.utils.data import DataLoader, TensorDataset
+
+class Mine(Base):
+    def data(self, split):
+        return {}
+"""
+
+
+@pytest.mark.parametrize("source", LOADERS)
+def test_the_samples_of_a_step_over_a_loader_are_counted_and_not_its_batches(
+    source: str, tmp_path: Path
+) -> None:
+    text = TEXT.replace("class Mine:", "class Base:") + OWN.format(LOADERS[source])
+    (tmp_path / "batches.py").write_text(text)
+    given = spec_file.read(f"{tmp_path}/batches.py:Mine").spec
+    with Rehearsal(given.replace(train={"length": "2 steps"}), steps=2) as rehearsal:
+        assert rehearsal.num_samples == 6

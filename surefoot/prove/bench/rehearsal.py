@@ -10,6 +10,7 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from surefoot.components.data import Iterated
 from surefoot.components.optim import backward
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch
@@ -69,8 +70,14 @@ class Rehearsal:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in the first step."""
-        return len(self.assembly.feed.window(0).ids)
+        """Number of samples in the first step; of batches, where nobody knows their samples."""
+        feed = self.assembly.feed
+        source, window = feed.source, feed.window(0)
+        if not isinstance(source, Iterated):
+            return len(window.ids)
+        read = zip(feed.mine(window)[1], self.batches, strict=True)
+        sizes = [source.count_samples(window.epoch, int(ids[0]), batch) for ids, batch in read]
+        return len(window.ids) if None in sizes else sum(size or 0 for size in sizes)
 
     def _compute(self, *, with_gradients: bool) -> None:
         engine = self.assembly.engine
