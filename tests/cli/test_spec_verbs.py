@@ -91,7 +91,7 @@ WRONG = {
     "a hyphen": (
         "[optim]\nweight-decay = 1.0",
         "mine.toml:4: 'weight-decay' is no key in [optim]",
-        "did you mean 'decay'?",
+        "did you mean 'weight_decay'?",
     ),
     "a loader's name": (
         "[loader]\nnum_workers = 2",

@@ -27,7 +27,7 @@ def test_a_with_block_names_the_error_that_left_it_and_where(tmp_path: Path) -> 
     end = ended(tmp_path / "run")
     assert (end.outcome, end.step, end.exit_code) == ("failed", 1, 3)
     assert end.cause.startswith("after step 1: ValueError: spilled (")
-    assert "test_attach.py" in end.cause
+    assert "test_attach_end.py" in end.cause
 
 
 def test_a_with_block_tells_a_break_from_a_whole_pass(tmp_path: Path) -> None:
