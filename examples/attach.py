@@ -4,7 +4,7 @@ python examples/attach.py
 surefoot show runs/attached
 surefoot verify --command "python examples/attach.py out" --state out     # does it?
 
-The loop keeps its loader, optimiser and schedule. What is added counts, times, records and saves,
+The loop keeps its loader, optimizer and schedule. What is added counts, times, records and saves,
 and names the cause of the end; the same script, started again after a kill, goes on to the same
 bits.
 """

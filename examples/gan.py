@@ -97,7 +97,7 @@ class Gan:
         )
 
     def updates(self, model: nn.ModuleDict) -> list[Update]:
-        """The critic with an optimiser of its own, then the generator with the spec's."""
+        """The critic with an optimizer of its own, then the generator with the spec's."""
         own = torch.optim.Adam(model["critic"].parameters(), lr=2e-3, betas=(0.0, 0.99))
         return [
             Update("critic", self.critic_loss, model["critic"].parameters(), optimizer=own),

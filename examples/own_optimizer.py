@@ -1,4 +1,4 @@
-r"""A task that brings its own optimiser and its own schedule.
+r"""A task that brings its own optimizer and its own schedule.
 
 Guard, clipping and accumulation still work around them.
 

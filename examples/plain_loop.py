@@ -5,7 +5,7 @@ python examples/plain_loop.py runs/mine     # again: goes on from the last commi
 
 Copy it and change it.
 Data in a seekable order, bf16 compute, warm-up and cosine, accumulation, clipping and a guard
-against non-finite steps, a meter, commits of all that is needed to go on: weights, optimiser,
+against non-finite steps, a meter, commits of all that is needed to go on: weights, optimizer,
 random states. Order, augmentation and schedule are functions of the step alone. So a loop that goes
 on ends with the same bits as one that was never stopped.
 """

@@ -1,4 +1,4 @@
-"""One update of an optimiser over a workload's weights, and one whole run of a spec for its score.
+"""One update of an optimizer over a workload's weights, and one whole run of a spec for its score.
 
 python -m benchmarks.large_batch.arms step NAME MODEL,MODEL REPORT
 python -m benchmarks.large_batch.arms score SPEC RUN REPORT

@@ -97,7 +97,7 @@ def score_arms(seeds: int, data: str) -> list[Arm]:
 
 
 def render_step(trial: Trial) -> str:
-    """Every optimiser's update against that of fused AdamW, and the bar of the compiled ones."""
+    """Every optimizer's update against that of fused AdamW, and the bar of the compiled ones."""
     parts, bars = [], []
     for model in MODELS:
         name = f"{model}/cpu_s_per_step"

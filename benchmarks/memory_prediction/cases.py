@@ -1,6 +1,6 @@
 """Six families of models as tasks on drawn data, and the cases.
 
-Families x precisions x ways to recompute x optimisers.
+Families x precisions x ways to recompute x optimizers.
 """
 
 # B batch, C channels, T tokens, D width
@@ -23,7 +23,7 @@ CLASSES, BATCH = 10, 16
 FAMILIES = ("mlp", "convnet", "gpt", "lstm", "unet", "vit")
 PRECISIONS = ("fp32", "bf16", "fp16")
 WAYS = ("none", "full", "every 2", "operators")
-OPTIMISERS = ("adamw", "sgd", "muon")
+OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
 class Residual(nn.Module):
@@ -157,25 +157,25 @@ class Named:
     family: str
     precision: str
     way: str
-    optimiser: str
+    optimizer: str
 
     @property
     def name(self) -> str:
-        return f"{self.family}, {self.precision}, {self.way}, {self.optimiser}"
+        return f"{self.family}, {self.precision}, {self.way}, {self.optimizer}"
 
     def spec(self) -> RunSpec:
         return RunSpec(
             task={"use": f"{__name__}:Case", "family": self.family},
             precision={"compute": self.precision},
             memory={"activation_checkpointing": self.way},
-            optim={"name": self.optimiser},
+            optim={"name": self.optimizer},
             train={"batch": BATCH, "length": "10 steps", "threads": 1, "device": "cpu"},
             observe={"tensorboard": False},
         )
 
 
 def make_cases() -> list[Named]:
-    """Each family with each precision and each way, the optimisers in turn.
+    """Each family with each precision and each way, the optimizers in turn.
 
     The LSTM has no blocks to compute again.
     """
@@ -184,12 +184,12 @@ def make_cases() -> list[Named]:
         # torch has no LSTM in fp16 on a CPU
         if family == "lstm" and (way != "none" or precision == "fp16"):
             continue
-        found.append(Named(family, precision, way, OPTIMISERS[(number + number // 4) % 3]))
+        found.append(Named(family, precision, way, OPTIMIZERS[(number + number // 4) % 3]))
     return [
         *found,
         *(
             Named("lstm", "fp32", "none", each)
-            for each in OPTIMISERS
+            for each in OPTIMIZERS
             if not any(c == Named("lstm", "fp32", "none", each) for c in found)
         ),
     ]

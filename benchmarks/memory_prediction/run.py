@@ -1,6 +1,6 @@
 """The predicted peak of a step beside the measured one.
 
-Over six families of models, precisions, ways to recompute and optimisers.
+Over six families of models, precisions, ways to recompute and optimizers.
 
 python benchmarks/memory_prediction/run.py [--show]
 """

@@ -29,7 +29,7 @@ from surefoot.components.profiler import (
     DATA,
     FORWARD,
     LOGGING,
-    OPTIMISER,
+    OPTIMIZER,
     OTHER,
     PhaseClock,
 )
@@ -84,7 +84,7 @@ def calls() -> dict[str, float]:
     clock.begin_steps()
     began_s = time.process_time()
     for number in range(CALLS):
-        for phase in (DATA, OTHER, FORWARD, FORWARD, BACKWARD, OPTIMISER):
+        for phase in (DATA, OTHER, FORWARD, FORWARD, BACKWARD, OPTIMIZER):
             clock.switch(phase)
         clock.end_step(number)
         if number % WINDOW == 0:

@@ -31,7 +31,7 @@ PLACES = (
     "forward",
     "loss",
     "backward",
-    "optimiser",
+    "optimizer",
     "evaluation",
     "checkpoint",
     "logging",

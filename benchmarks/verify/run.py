@@ -27,7 +27,6 @@ from surefoot.trial import find_conditions, markdown
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "verify.json"
 TASKS = "benchmarks/verify/tasks.py"
-SOON = ("--set", 'evaluate.every="3 steps"')
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,10 @@ class Case:
     wants: str | None = None
 
 
+def sets(*keys: str) -> tuple[str, ...]:
+    return tuple(word for key in keys for word in ("--set", key))
+
+
 def of_task(name: str, what: str, *words: str, wants: str | None = None, steps: int = 12) -> Case:
     return Case(name, (name, "--steps", str(steps), *words), what, wants)
 
@@ -52,19 +55,12 @@ def of_example(name: str, what: str, *words: str) -> Case:
 
 
 def of_script(name: str, what: str) -> Case:
-    return Case(
-        name,
-        (
-            "--command",
-            shlex.join((sys.executable, str(ROOT / "examples" / name), "out")),
-            "--state",
-            "out",
-        ),
-        what,
-    )
+    command = shlex.join((sys.executable, str(ROOT / "examples" / name), "out"))
+    return Case(name, ("--command", command, "--state", "out"), what)
 
 
-CIFAR = ("--set", "train.batch=50")
+SOON = sets('evaluate.every="3 steps"')
+CIFAR = sets("train.batch=50")
 CASES = (
     of_task("digits", "dropout, shifted images, BatchNorm", *SOON),
     of_task(
@@ -76,42 +72,32 @@ CASES = (
     ),
     of_task("cifar10_quick", "the same, narrower", *CIFAR, wants="cifar10-webdataset", steps=6),
     of_task("wikitext2", "dropout, bf16, Muon", wants="wikitext-2", steps=6),
-    of_task("pycorpus", "dropout, bf16, Muon", "--set", "task.dropout=0.1", steps=6),
+    of_task("pycorpus", "dropout, bf16, Muon", *sets("task.dropout=0.1"), steps=6),
     of_example(
         "ImageClassifier",
         "a plateau schedule, BatchNorm",
         *SOON,
-        "--set",
-        "schedule.name=plateau",
-        "--set",
-        "schedule.patience=1",
+        *sets("schedule.name=plateau", "schedule.patience=1"),
     ),
-    of_example("LanguageModel", "Muon, tied weights", "--set", "optim.name=muon"),
+    of_example("LanguageModel", "Muon, tied weights", *sets("optim.name=muon")),
     of_example(
         "HfCausalLM",
         "a model of transformers, four microbatches",
-        "--set",
-        "train.batch=16",
-        "--set",
-        "train.microbatch=4",
+        *sets("train.batch=16", "train.microbatch=4"),
     ),
-    of_example("Gan", "two updates a step, an optimiser of its own beside the spec's"),
+    of_example("Gan", "two updates a step, an optimizer of its own beside the spec's"),
     of_example(
         "Detector",
         "two terms, each with its count, microbatches",
-        "--set",
-        "train.batch=16",
-        "--set",
-        "train.microbatch=4",
+        *sets("train.batch=16", "train.microbatch=4"),
     ),
     of_example("Halves", "a loss over all pairs of the batch"),
-    of_example("OwnOptimizer", "an optimiser and a schedule of the task's own"),
+    of_example("OwnOptimizer", "an optimizer and a schedule of the task's own"),
     of_example(
         "HardClasses",
         "state of the task's own, averaged weights, BatchNorm",
         *SOON,
-        "--set",
-        "optim.ema=0.9",
+        *sets("optim.ema=0.9"),
     ),
     of_script("plain_loop.py", "a loop of single components, with dropout and shifted images"),
     of_script("attach.py", "surefoot.attach around a loop with a shuffling DataLoader"),

@@ -45,36 +45,25 @@ class Reading:
 
         The signal is its one-hot vector with noise, padded with noise.
         """
-        count, draws = (
-            {"train": 800, "test": 200}[split],
-            torch.Generator().manual_seed(int(split == "test")),
-        )
-        # none twice in a row
-        letters = (
-            torch.randint(1, LETTERS, (count, LONGEST), generator=draws).cumsum(1) % LETTERS + 1
-        )
+        count = {"train": 800, "test": 200}[split]
+        draws = torch.Generator().manual_seed(int(split == "test"))
+        steps = torch.randint(1, LETTERS, (count, LONGEST), generator=draws)
+        letters = steps.cumsum(1) % LETTERS + 1  # none twice in a row
         num_letters = torch.randint(2, LONGEST + 1, (count,), generator=draws)
-        lasts = torch.randint(2, 5, (count, LONGEST), generator=draws) * (
-            torch.arange(LONGEST) < num_letters[:, None]
-        )
+        lasts = torch.randint(2, 5, (count, LONGEST), generator=draws)
+        lasts *= torch.arange(LONGEST) < num_letters[:, None]
         signal = 0.3 * torch.randn(count, TIMES, LETTERS, generator=draws)
         for row, (which, last) in enumerate(zip(letters, lasts, strict=True)):
-            signal[row, : int(last.sum())] += F.one_hot(
-                (which - 1).repeat_interleave(last), LETTERS
-            )
+            at_times = (which - 1).repeat_interleave(last)
+            signal[row, : int(last.sum())] += F.one_hot(at_times, LETTERS)
         return Arrays(signal=signal, times=lasts.sum(1), letters=letters, num_letters=num_letters)
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["signal"]).log_softmax(2)
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
-        total = F.ctc_loss(
-            output.transpose(0, 1),
-            batch["letters"],
-            batch["times"],
-            batch["num_letters"],
-            reduction="sum",
-        )
+        lengths = batch["times"], batch["num_letters"]
+        total = F.ctc_loss(output.transpose(0, 1), batch["letters"], *lengths, reduction="sum")
         return Loss.sum(total, count=batch["num_letters"].sum())
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:

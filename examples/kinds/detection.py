@@ -11,6 +11,7 @@ microbatches give the gradient of the whole batch.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
@@ -21,112 +22,73 @@ from surefoot.data import Arrays
 from surefoot.metrics import Mean, mean_of
 
 QUERIES, MOST, SIDE = 4, 2, 16
-Batch = dict[str, Tensor]
-SPEC = RunSpec(
-    optim={"name": "adam", "lr": 3e-3, "weight_decay": 0.0},
-    train={"length": "10 epochs", "batch": 32},
-    evaluate={"every": "5 epochs"},
-)
+Batch, Pairs = dict[str, Tensor], tuple[Tensor, Tensor]
+OPTIM = {"name": "adam", "lr": 3e-3, "weight_decay": 0.0}
+SPEC = RunSpec(optim=OPTIM, train={"batch": 32}, evaluate={"every": "5 epochs"})
 
 
 def overlap(a: Tensor, b: Tensor) -> Tensor:
     """The intersection over the union of boxes (..., 4) given as left, top, right, bottom."""
     low, high = torch.maximum(a[..., :2], b[..., :2]), torch.minimum(a[..., 2:], b[..., 2:])
     shared = (high - low).clamp(min=0).prod(-1)
-    return shared / (
-        (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1) - shared
-    )
+    areas = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1)
+    return shared / (areas - shared)
 
 
 class Boxes:
     def model(self) -> nn.Module:
-        layers = [
-            nn.Conv2d(1, 16, 3, 2, 1),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 3, 2, 1),
-            nn.ReLU(),
-            nn.Flatten(),
-        ]
-        return nn.Sequential(
-            *layers,
-            nn.Linear(512, 64),
-            nn.ReLU(),
-            nn.Linear(64, QUERIES * 5),
-            nn.Unflatten(1, (QUERIES, 5)),
-        )
+        body = [nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()]
+        head = [nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, QUERIES * 5)]
+        return nn.Sequential(*body, *head, nn.Unflatten(1, (QUERIES, 5)))
 
     def data(self, split: str) -> Arrays:
         """Bright boxes on a dark image, one in each half of it at most.
 
         A row of boxes that is not there is -1.
         """
-        count, draws = (
-            {"train": 1000, "test": 200}[split],
-            torch.Generator().manual_seed(int(split == "test")),
-        )
-        size, there = (
-            torch.randint(3, 7, (count, MOST, 2), generator=draws),
-            torch.rand(count, MOST, generator=draws) < 0.7,
-        )
-        corner = (
-            torch.rand(count, MOST, 2, generator=draws) * (torch.tensor([8, SIDE]) - size + 1)
-        ).long()
-        corner[:, 1, 0] += 8
-        boxes = torch.cat([corner, corner + size], 2)
-        y, x = torch.arange(SIDE)[:, None], torch.arange(SIDE)
-        left, top, right, bottom = (each[..., None, None] for each in boxes.unbind(2))
-        inside = (x >= left) & (x < right) & (y >= top) & (y < bottom) & there[..., None, None]
-        images = inside.any(1, keepdim=True) + 0.1 * torch.randn(
-            count, 1, SIDE, SIDE, generator=draws
-        )
-        return Arrays(images=images, boxes=torch.where(there[..., None], boxes / SIDE, -1.0))
+        draws, count = np.random.default_rng(split == "test"), 200 if split == "test" else 1000
+        images = 0.1 * draws.normal(size=(count, 1, SIDE, SIDE)).astype(np.float32)
+        boxes = np.full((count, MOST, 4), -1, np.float32)
+        for image, half in np.argwhere(draws.random((count, MOST)) < 0.7):
+            width, height = draws.integers(3, 7, 2)
+            left, top = 8 * half + draws.integers(0, 9 - width), draws.integers(0, 17 - height)
+            images[image, 0, top : top + height, left : left + width] += 1
+            boxes[image, half] = np.array([left, top, left + width, top + height]) / SIDE
+        return Arrays(images=torch.from_numpy(images), boxes=torch.from_numpy(boxes))
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        return {
-            "there": len(batch["boxes"]) * QUERIES,
-            "boxes": int((batch["boxes"][..., 0] >= 0).sum()),
-        }
+        num_boxes = int((batch["boxes"][..., 0] >= 0).sum())
+        return {"there": len(batch["boxes"]) * QUERIES, "boxes": num_boxes}
 
     def forward(self, model: nn.Module, batch: Batch) -> Batch:
-        logits, middle, size = model(batch["images"]).split([1, 2, 2], 2)
-        middle, size = middle.sigmoid(), size.sigmoid()
-        return {
-            "logits": logits[..., 0],
-            "boxes": torch.cat([middle - size / 2, middle + size / 2], 2),
-        }
+        logits, boxes = model(batch["images"]).split([1, 4], 2)
+        mid, size = boxes.sigmoid().chunk(2, 2)
+        return {"logits": logits[..., 0], "boxes": torch.cat([mid - size / 2, mid + size / 2], 2)}
 
-    def match(self, output: Batch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """The image, the query and the box of each pair of the cheapest assignment."""
+    def match(self, output: Batch, batch: Batch) -> tuple[Pairs, Tensor, Tensor]:
+        """The image and the query of each pair of the cheapest assignment, and both boxes."""
         rows = []
         for image, boxes in enumerate(batch["boxes"]):
             real = (boxes[:, 0] >= 0).nonzero()[:, 0]
-            cost = (
-                torch.cdist(output["boxes"][image], boxes[real], p=1)
-                - output["logits"][image].sigmoid()[:, None]
-            )
-            rows += [
-                (image, query, real[box])
-                for query, box in zip(*linear_sum_assignment(cost.detach().cpu()), strict=True)
-            ]
-        return tuple(torch.tensor(rows, device=batch["boxes"].device).reshape(-1, 3).long().T)
+            cost = torch.cdist(output["boxes"][image], boxes[real], p=1)
+            cost = cost - output["logits"][image].sigmoid()[:, None]
+            pairs = zip(*linear_sum_assignment(cost.detach().cpu()), strict=True)
+            rows += [(image, query, real[box]) for query, box in pairs]
+        image, query, box = torch.tensor(rows, device=real.device).reshape(-1, 3).long().T
+        return (image, query), output["boxes"][image, query], batch["boxes"][image, box]
 
     def loss(self, output: Batch, batch: Batch) -> Loss:
-        image, query, box = self.match(output, batch)
-        there = torch.zeros_like(output["logits"]).index_put((image, query), torch.ones(()))
-        mine, real = output["boxes"][image, query], batch["boxes"][image, box]
+        pairs, mine, real = self.match(output, batch)
+        there = torch.zeros_like(output["logits"]).index_put(pairs, torch.ones(()))
         off = (mine - real).abs().sum() + (1 - overlap(mine, real)).sum()
-        counts, told = (
-            self.counts(batch),
-            F.binary_cross_entropy_with_logits(output["logits"], there, reduction="sum"),
-        )
-        return Loss(Term("there", told, counts["there"]), Term("boxes", off, counts["boxes"]))
+        wrong = F.binary_cross_entropy_with_logits(output["logits"], there, reduction="sum")
+        totals, counts = {"there": wrong, "boxes": off}, self.counts(batch)
+        return Loss(*(Term(name, total, counts[name]) for name, total in totals.items()))
 
     def metrics(self, output: Batch, batch: Batch) -> dict[str, Mean]:
         """Of the boxes that are there: how many are found, with half of the union shared."""
-        image, query, box = self.match(output, batch)
-        found = (overlap(output["boxes"][image, query], batch["boxes"][image, box]) > 0.5) & (
-            output["logits"][image, query] > 0
-        )
+        pairs, mine, real = self.match(output, batch)
+        found = (overlap(mine, real) > 0.5) & (output["logits"][pairs] > 0)
         return {"boxes found": mean_of(found.sum(), len(found), better="higher")}
 
 

@@ -51,11 +51,8 @@ class Trees:
             edges.append(np.concatenate([pairs, pairs[:, ::-1]]) + sum(sizes))
             sizes.append(size)
         graph = torch.arange(len(ids)).repeat_interleave(torch.tensor(sizes))
-        return {
-            "edges": torch.from_numpy(np.concatenate(edges).T.copy()),
-            "graph": graph,
-            "labels": torch.tensor(labels),
-        }
+        joined = torch.from_numpy(np.concatenate(edges).T.copy())
+        return {"edges": joined, "graph": graph, "labels": torch.tensor(labels)}
 
 
 class Net(nn.Module):
@@ -85,9 +82,8 @@ class Hubs:
         return model(batch["edges"], batch["graph"], len(batch["labels"]))
 
     def loss(self, output: Tensor, batch: Batch) -> Loss:
-        return Loss.sum(
-            F.cross_entropy(output, batch["labels"], reduction="sum"), count=len(output)
-        )
+        total = F.cross_entropy(output, batch["labels"], reduction="sum")
+        return Loss.sum(total, count=len(output))
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
         return {"accuracy": accuracy(output, batch["labels"])}

@@ -30,18 +30,11 @@ SPEC = RunSpec(
 
 def move(state: Tensor, right: Tensor) -> Tensor:
     """The states (B, 4) after 0.02 s of a push of 10 N: place, speed, angle, angular speed."""
-    x, v, a, w = state.unbind(1)
+    _, v, a, w = state.unbind(1)
     push = (20.0 * right - 10.0 + 0.05 * w.square() * a.sin()) / 1.1
     turn = (9.8 * a.sin() - a.cos() * push) / (0.5 * (4 / 3 - 0.1 * a.cos().square() / 1.1))
-    return torch.stack(
-        [
-            x + 0.02 * v,
-            v + 0.02 * (push - 0.05 * turn * a.cos() / 1.1),
-            a + 0.02 * w,
-            w + 0.02 * turn,
-        ],
-        1,
-    )
+    change = torch.stack([v, push - 0.05 * turn * a.cos() / 1.1, w, turn], 1)
+    return state + 0.02 * change
 
 
 class Balance:
@@ -53,10 +46,8 @@ class Balance:
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(int(split == "test"))
-        return Arrays(
-            start=0.1 * torch.rand(640, 4, generator=draws) - 0.05,
-            draws=torch.rand(640, HORIZON, generator=draws),
-        )
+        start = 0.1 * torch.rand(640, 4, generator=draws) - 0.05
+        return Arrays(start=start, draws=torch.rand(640, HORIZON, generator=draws))
 
     def augment(self, batch: Batch, keys: Keys) -> Batch:
         return {**batch, "draws": keys.uniform(HORIZON)}
@@ -72,33 +63,24 @@ class Balance:
                 state = move(state, right)
                 stands = stands * (state[:, 0].abs() < 2.4) * (state[:, 2].abs() < 0.2)
         states, right, stands = (torch.stack(each, 1) for each in zip(*rows, strict=True))
-        return {
-            "logits": model["actor"](states)[..., 0],
-            "values": model["critic"](states)[..., 0],
-            "right": right,
-            "stands": stands,
-        }
+        logits, values = model["actor"](states)[..., 0], model["critic"](states)[..., 0]
+        return {"logits": logits, "values": values, "right": right, "stands": stands}
 
     def loss(self, output: Batch, batch: Batch) -> Loss:
         stands, to_come = output["stands"], torch.zeros_like(output["stands"])
         # the reward is 1 for each state in which the pole stands
         for time in reversed(range(HORIZON)):
-            to_come[:, time] = stands[:, time] * (
-                1 + GAMMA * (to_come[:, time + 1] if time + 1 < HORIZON else 0)
-            )
+            later = to_come[:, time + 1] if time + 1 < HORIZON else 0
+            to_come[:, time] = stands[:, time] * (1 + GAMMA * later)
         better = to_come - output["values"] * stands
-        surprise = F.binary_cross_entropy_with_logits(
-            output["logits"], output["right"], reduction="none"
-        )
+        logits, right = output["logits"], output["right"]
+        surprise = F.binary_cross_entropy_with_logits(logits, right, reduction="none")
         actor = (surprise * better.detach() * stands).sum()
         return Loss.sum(actor + 0.5 * (better / 10).square().sum(), count=stands.sum())
 
     def metrics(self, output: Batch, batch: Batch) -> dict[str, Mean]:
-        return {
-            "steps balanced": mean_of(
-                output["stands"].sum(), len(output["stands"]), better="higher"
-            )
-        }
+        stands = output["stands"]
+        return {"steps balanced": mean_of(stands.sum(), len(stands), better="higher")}
 
 
 def main(folder: str | None = None) -> Run:

@@ -34,23 +34,16 @@ class Wgan:
 
     def model(self) -> nn.Module:
         def net(inputs: int, outputs: int) -> nn.Module:
-            return nn.Sequential(
-                nn.Linear(inputs, 64),
-                nn.ReLU(),
-                nn.Linear(64, 64),
-                nn.ReLU(),
-                nn.Linear(64, outputs),
-            )
+            first, second = nn.Linear(inputs, 64), nn.Linear(64, 64)
+            return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(64, outputs))
 
         return nn.ModuleDict({"generator": net(NOISE, 2), "critic": net(2, 1)})
 
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(int(split == "test"))
         angle = 2 * math.pi * torch.rand(1024, generator=draws)
-        noise, between = (
-            torch.randn(1024, NOISE, generator=draws),
-            torch.rand(1024, 1, generator=draws),
-        )
+        noise = torch.randn(1024, NOISE, generator=draws)
+        between = torch.rand(1024, 1, generator=draws)
         return Arrays(real=torch.stack([angle.cos(), angle.sin()], 1), noise=noise, between=between)
 
     def augment(self, batch: Batch, keys: Keys) -> Batch:
@@ -68,14 +61,12 @@ class Wgan:
         (slope,) = torch.autograd.grad(model["critic"](mixed).sum(), mixed, create_graph=True)
         apart = (model["critic"](drawn) - model["critic"](real)).sum()
         penalty = (slope.norm(dim=1) - 1).square().sum()
-        return Loss(
-            Term("apart", apart, len(real)), Term("penalty", penalty, len(real), weight=PENALTY)
-        )
+        weighted = Term("penalty", penalty, len(real), weight=PENALTY)
+        return Loss(Term("apart", apart, len(real)), weighted)
 
     def generator_loss(self, model: nn.ModuleDict, batch: Batch) -> Loss:
-        return Loss.sum(
-            -model["critic"](model["generator"](batch["noise"])).sum(), count=len(batch["noise"])
-        )
+        drawn = model["generator"](batch["noise"])
+        return Loss.sum(-model["critic"](drawn).sum(), count=len(drawn))
 
     def counts(self, batch: Batch) -> dict[str, int]:
         return dict.fromkeys(("apart", "penalty", "loss"), len(batch["real"]))
@@ -84,9 +75,8 @@ class Wgan:
         return model["generator"](batch["noise"])
 
     def metrics(self, output: Tensor, batch: Batch) -> dict[str, Mean]:
-        return {
-            "distance from the ring": mean_of((output.norm(dim=1) - 1).abs().sum(), len(output))
-        }
+        off = (output.norm(dim=1) - 1).abs()
+        return {"distance from the ring": mean_of(off.sum(), len(output))}
 
 
 def main(folder: str | None = None) -> Run:

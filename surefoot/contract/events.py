@@ -30,13 +30,14 @@ PHASES = (
     "copy",
     "forward",
     "backward",
-    "optimiser",
+    "optimizer",
     "communication",
     "checkpoint",
     "evaluation",
     "logging",
     "other",
 )
+RENAMED_PHASES = {"optimiser": "optimizer"}  # the previous release wrote the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +328,8 @@ def _row(line: str) -> dict[str, Any] | None:
     if UNREADABLE in line:
         return None
     try:
+        for old, new in RENAMED_PHASES.items():
+            line = line.replace(f'"{old}":', f'"{new}":')
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None

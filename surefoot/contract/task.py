@@ -278,7 +278,9 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
         raise
     except ModuleNotFoundError as error:
         if class_name and f"{module_name}.".startswith(f"{error.name}."):
-            raise _missing_module(use, module_name) from error
+            file = f"{module_name.replace('.', '/')}.py:{class_name}"
+            hint = f"change to the folder that holds it, or name its file: {file}"
+            raise _failed_import(use, error, hint) from error
         raise _failed_import(use, error) from error
     except (Exception, SystemExit) as error:
         raise _failed_import(use, error) from error
@@ -300,20 +302,11 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
     return resolve(task, importable=use)
 
 
-def _missing_module(use: str, module_name: str) -> TaskError:
+def _failed_import(
+    use: str, error: BaseException, hint: str = "run it with --traceback to see all of it"
+) -> TaskError:
     return TaskError(
-        f"task {use!r} does not import: there is no module {module_name}",
-        hint=(
-            "run surefoot in the folder that holds it, or name its file: "
-            f"{module_name.replace('.', '/')}.py:{use.partition(':')[2]}"
-        ),
-    )
-
-
-def _failed_import(use: str, error: BaseException) -> TaskError:
-    return TaskError(
-        f"task {use!r} does not import: {type(error).__name__}: {error}{_where(error)}",
-        hint="run it with --traceback to see all of it",
+        f"task {use!r} does not import: {type(error).__name__}: {error}{_where(error)}", hint=hint
     )
 
 

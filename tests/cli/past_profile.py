@@ -35,7 +35,7 @@ def write_profile(run: Path, *, name: str = "aten::addmm", inside: str = "") -> 
             "categories": {
                 "parameters": [8 << 20] * 4,
                 "gradients": [0, 2 << 20, 8 << 20, 0],
-                "optimiser": [16 << 20] * 4,
+                "optimizer": [16 << 20] * 4,
                 "activations": [0, 30 << 20, 12 << 20, 0],
                 name: [0, 1 << 20, None, 0],
             },

@@ -104,7 +104,7 @@ def test_four_hundred_of_four_hundred_flipped_bits_are_found_in_the_file_that_ho
 ) -> None:
     """Flip bits over every file of a commit, in proportion to the files' sizes; seed 0.
 
-    The commit has weights, average, optimiser and state.
+    The commit has weights, average, optimizer and state.
     """
     folder = tmp_path / FIXTURE.name
     shutil.copytree(FIXTURE, folder)

@@ -177,8 +177,8 @@ def test_a_fork_never_takes_a_folder_that_holds_a_run(spec: Path, surefoot: Comm
 
 REFUSED = {
     "task.width=5": "of another shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]",
-    "optim.name=sgd": "optim.name is 'sgd', was 'adamw': another optimiser has another state",
-    'optim.freeze=["0.*"]': "what was frozen has no optimiser state",
+    "optim.name=sgd": "optim.name is 'sgd', was 'adamw': another optimizer has another state",
+    'optim.freeze=["0.*"]': "parameters that were frozen have no optimizer state",
     "optim.ema=0.9": "switching the average on or off",
 }
 

@@ -149,14 +149,14 @@ def test_a_command_names_what_it_does_not_use_even_when_quiet(
     )
 
 
-STATES = ("parameters", "gradients", "optimiser")
+STATES = ("parameters", "gradients", "optimizer")
 
 
 @pytest.mark.parametrize(
     ("layout", "divided", "num_microbatches"),
     [
         ({"replicate": 4}, (), 4),
-        ({"shard": 4, "zero_stage": 1}, ("optimiser",), 4),
+        ({"shard": 4, "zero_stage": 1}, ("optimizer",), 4),
         ({"shard": 4, "zero_stage": 2}, STATES, 4),
         ({"shard": 4, "zero_stage": 3}, STATES, 4),
         ({"shard": 2, "replicate": 2, "zero_stage": 3}, STATES, 4),
@@ -187,7 +187,7 @@ def test_memory_predicts_what_a_rank_of_the_layout_holds(
         ({"precision": {"compute": "bf16"}}, "activations"),
         ({"memory": {"activation_checkpointing": "full"}}, "activations"),
         ({"train": {"microbatch": 4}}, "activations"),
-        ({"optim": {"name": "sgd", "momentum": 0.0}}, "optimiser"),
+        ({"optim": {"name": "sgd", "momentum": 0.0}}, "optimizer"),
     ],
 )
 def test_memory_uses_what_else_changes_a_step(

@@ -84,7 +84,7 @@ def test_phases_modules_steps_and_epochs_are_nested_ranges(
         "module Sequential",
         "module 0",
     ]
-    assert {"data", "forward", "backward", "optimiser"} <= {each.name for each in ranges}
+    assert {"data", "forward", "backward", "optimizer"} <= {each.name for each in ranges}
 
 
 def _around(ranges: list[trace.Slice], inner: trace.Slice) -> list[str]:

@@ -296,7 +296,7 @@ def test_a_layer_has_no_part_of_what_came_before_it() -> None:
     assert flops(counter, ".", "product") == 3 * 2 * B * OUTS * (2 + INS)
 
 
-def test_an_optimisers_products_are_no_part_of_the_models_own() -> None:
+def test_an_optimizers_products_are_no_part_of_the_models_own() -> None:
     model, inputs = Two(), torch.randn(B, INS, requires_grad=True)
     with Counter(model) as counter:
         model(inputs).sum().backward()

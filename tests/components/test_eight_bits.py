@@ -1,6 +1,6 @@
 """Tests of moments in 8 bits.
 
-The same as torchao's own optimiser bit for bit, a quarter of the bytes, and everything a run does
+The same as torchao's own optimizer bit for bit, a quarter of the bytes, and everything a run does
 with its state.
 """
 
@@ -133,7 +133,7 @@ def test_the_state_takes_a_quarter_of_the_bytes_and_what_stays_wide_is_told() ->
 
 
 def by_hand(model: nn.Module, steps: list[int], clip: float, clip_value: float | None) -> None:
-    """The same optimisers, their gradients divided and clipped by torch's own functions."""
+    """The same optimizers, their gradients divided and clipped by torch's own functions."""
     built = made(model, lr_multipliers={"2.*": 0.5})
     for done, step in enumerate(steps):
         gradients_of(model, step)
@@ -276,7 +276,7 @@ def test_the_prediction_of_memory_knows_the_smaller_state() -> None:
         for tables in (BITS_8, BITS_32)
     )
     found, plain = predict(narrow), predict(wide)
-    assert found.terms["optimiser"] < 0.35 * plain.terms["optimiser"]
+    assert found.terms["optimizer"] < 0.35 * plain.terms["optimizer"]
     measured = compare(narrow, found.peak_bytes).measured_bytes
     assert found.interval[0] <= measured <= found.interval[1]
 
@@ -299,7 +299,7 @@ def test_what_has_no_moments_in_8_bits_is_refused_with_what_has(
     assert "adamw" in str(refused.value) or "8bit" in str(refused.value.hint)
 
 
-def test_an_optimiser_of_the_task_and_an_update_in_the_backward_pass_are_refused(
+def test_an_optimizer_of_the_task_and_an_update_in_the_backward_pass_are_refused(
     tmp_path: Path,
 ) -> None:
     class Own(Wide):
@@ -307,11 +307,11 @@ def test_an_optimiser_of_the_task_and_an_update_in_the_backward_pass_are_refused
             return torch.optim.NAdam(groups)
 
     with pytest.raises(
-        SpecError, match=r"optim\.state is given, but the optimiser is the task's own"
+        SpecError, match=r"optim\.state is given, but the optimizer is the task's own"
     ):
         Run(spec(2, optim=STATE), Own(), folder=tmp_path / "a").__enter__()
     inside = {"memory": {"update_in_backward": True}, "stability": {"nonfinite": "stop"}}
-    with pytest.raises(InputError, match="with this optimiser"):
+    with pytest.raises(InputError, match="with this optimizer"):
         Run(
             spec(2, optim={**STATE, "clip": 0.0}, **inside), Wide(), folder=tmp_path / "b"
         ).__enter__()
@@ -368,7 +368,7 @@ def test_torchao_is_loaded_by_whom_asks_for_it_alone_and_says_nothing() -> None:
         (torch.ones(64, 64, dtype=torch.complex64), "its numbers are torch.complex64"),
     ],
 )
-def test_a_parameter_that_does_not_fit_is_refused_by_the_optimiser(
+def test_a_parameter_that_does_not_fit_is_refused_by_the_optimizer(
     weight: torch.Tensor, reason: str
 ) -> None:
     with pytest.raises(SpecError, match=reason):

@@ -1,6 +1,6 @@
 """A commit that an earlier surefoot wrote loads for ever.
 
-Model, optimiser and state come back as they were.
+Model, optimizer and state come back as they were.
 `python -m tests.components.test_format_fixtures FOLDER` writes one like it;
 what is in tests/fixtures/format_1 is never written again.
 """
@@ -121,7 +121,7 @@ def test_the_fixture_is_the_one_that_was_written() -> None:
     ]
 
 
-def test_model_optimiser_and_state_of_format_1_come_back_bit_for_bit() -> None:
+def test_model_optimizer_and_state_of_format_1_come_back_bit_for_bit() -> None:
     assembly, state, task, saved = restored()
     one = Commit(FIXTURE, STEP)
     stored = one.read("")

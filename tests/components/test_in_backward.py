@@ -145,13 +145,13 @@ def test_scaled_gradients_are_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_an_optimiser_of_the_task_and_several_updates_are_refused(tmp_path: Path) -> None:
+def test_an_optimizer_of_the_task_and_several_updates_are_refused(tmp_path: Path) -> None:
     class Own(small.Small):
         def optimizer(self, groups: Any) -> torch.optim.Optimizer:
             return torch.optim.NAdam(groups)
 
     with (
-        pytest.raises(InputError, match="with this optimiser"),
+        pytest.raises(InputError, match="with this optimizer"),
         Run(
             small.spec(2, **{**TABLES, "optim": {"clip": 0.0}}),
             Own(),

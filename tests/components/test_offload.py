@@ -39,7 +39,7 @@ def train(steps: int, **tables: Any) -> tuple[dict[str, Tensor], Rehearsal]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimiser_on_the_host_moves_the_weights_to_the_same_bits_and_leaves_no_gradient(
+def test_an_optimizer_on_the_host_moves_the_weights_to_the_same_bits_and_leaves_no_gradient(
     name: str,
 ) -> None:
     tables = {

@@ -302,7 +302,7 @@ def test_a_parameter_in_no_group_or_in_two_is_an_error(fault: str) -> None:
         optim.check_cover(model, groups)
 
 
-def test_frozen_layers_stay_bitwise_and_take_no_optimiser_memory() -> None:
+def test_frozen_layers_stay_bitwise_and_take_no_optimizer_memory() -> None:
     model = network()
     before = copy.deepcopy(model[0].state_dict())
     optim.freeze(model, ["0.*"])

@@ -297,7 +297,7 @@ class Signs(ByGroup):
 def test_an_optimizer_whose_rule_no_graph_knows_is_refused_whatever_its_name(name: str) -> None:
     """It would be trained by the rule of another one."""
     update = optim.GuardedUpdate([type(name, (Signs,), {})(weights())])
-    with pytest.raises(SpecError, match=f"an optimiser is {name}"):
+    with pytest.raises(SpecError, match=f"an optimizer is {name}"):
         update.check_traceable()
 
 

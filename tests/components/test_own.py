@@ -369,7 +369,7 @@ def test_a_model_whose_weights_are_no_tensors_is_refused(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-# ---- the state of optimisers
+# ---- the state of optimizers
 
 
 class Keeping(torch.optim.Optimizer):
@@ -395,7 +395,7 @@ class Keeping(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_state_of_an_optimiser_is_neither_cast_nor_taken_apart(
+def test_the_state_of_an_optimizer_is_neither_cast_nor_taken_apart(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     first, second = linear(1.0).to(dtype), linear(1.0).to(dtype)
@@ -416,7 +416,7 @@ def test_the_state_of_an_optimiser_is_neither_cast_nor_taken_apart(
         )
 
 
-def test_an_optimiser_of_other_parameters_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     turned = [model.bias, model.weight]
     alike = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

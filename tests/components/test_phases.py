@@ -21,7 +21,7 @@ from surefoot.components.profiler import (
     EVALUATION,
     FORWARD,
     LOGGING,
-    OPTIMISER,
+    OPTIMIZER,
     OTHER,
     PhaseClock,
 )
@@ -40,7 +40,7 @@ def test_the_phases_tile_the_time_between_the_first_switch_and_the_last_to_the_n
     clock = PhaseClock(CPU)
     began_ns = clock.switch(DATA)
     before = clock._tally.spent_ns[OTHER]
-    for phase in (FORWARD, BACKWARD, FORWARD, OPTIMISER, LOGGING):
+    for phase in (FORWARD, BACKWARD, FORWARD, OPTIMIZER, LOGGING):
         clock.switch(phase)
     with clock.within(EVALUATION), clock.within(CHECKPOINT):
         pass
@@ -50,7 +50,7 @@ def test_the_phases_tile_the_time_between_the_first_switch_and_the_last_to_the_n
         "data",
         "forward",
         "backward",
-        "optimiser",
+        "optimizer",
         "logging",
         "evaluation",
         "checkpoint",
@@ -92,7 +92,7 @@ class Steps:
 
     def usual(self, count: int = 10) -> None:
         for _ in range(count):
-            self.do(data=1, forward=4, backward=4, optimiser=1)
+            self.do(data=1, forward=4, backward=4, optimizer=1)
 
 
 def cause_of(steps: Steps) -> list[tuple[int, str]]:
@@ -107,7 +107,7 @@ def test_a_slow_step_is_told_with_the_phase_that_grew(phase: str) -> None:
     steps.usual()
     assert cause_of(steps) == []
     steps.usual(3)
-    steps.do(**({"data": 1, "forward": 4, "backward": 4, "optimiser": 1} | {phase: 60}))
+    steps.do(**({"data": 1, "forward": 4, "backward": 4, "optimizer": 1} | {phase: 60}))
     steps.usual(3)
     assert cause_of(steps) == [(14, phase)]
 
@@ -268,12 +268,12 @@ class Line:
         data: float = 0.0,
         forward: float = 0.0,
         backward: float = 0.0,
-        optimiser: float = 0.0,
+        optimizer: float = 0.0,
     ) -> None:
         self.switch(DATA, host=data)
         self.switch(FORWARD, host=0.1, device=forward)
         self.switch(BACKWARD, host=0.1, device=backward)
-        self.switch(OPTIMISER, host=0.1, device=optimiser)
+        self.switch(OPTIMIZER, host=0.1, device=optimizer)
         self.switch(OTHER)
         self.number += 1
         self.line.end_step(self.number, 0)
@@ -290,17 +290,17 @@ class Line:
 
 def test_a_kernel_that_outlasts_its_launch_counts_where_it_was_launched() -> None:
     line = Line()
-    line.step(forward=50, backward=100, optimiser=5)
+    line.step(forward=50, backward=100, optimizer=5)
     line.switch(LOGGING, host=1)
     # the host's logging was hidden behind it
-    assert line.read() == pytest.approx({"forward": 50, "backward": 100, "optimiser": 5})
+    assert line.read() == pytest.approx({"forward": 50, "backward": 100, "optimizer": 5})
 
 
 def test_reading_data_counts_only_as_far_as_the_device_stood_still_for_it() -> None:
     line = Line()
-    line.step(data=3, forward=10, backward=10, optimiser=10)
+    line.step(data=3, forward=10, backward=10, optimizer=10)
     # 30 ms of work were waiting, 0.3 of them passed while launching
-    line.step(data=50, forward=10, backward=10, optimiser=10)
+    line.step(data=50, forward=10, backward=10, optimizer=10)
     spent = line.read()
     assert spent["data"] == pytest.approx(3 + 50 - 29.7)
     assert spent["forward"] == pytest.approx(20)
@@ -312,7 +312,7 @@ def test_a_device_that_waits_for_launches_counts_them_where_they_are() -> None:
     line = Line()
     line.step(data=3)
     assert line.read() == pytest.approx(
-        {"data": 3, "forward": 0.1, "backward": 0.1, "optimiser": 0.1}
+        {"data": 3, "forward": 0.1, "backward": 0.1, "optimizer": 0.1}
     )
 
 
@@ -327,7 +327,7 @@ def test_work_that_the_reader_launches_between_two_steps_counts_as_the_readers()
 def test_marks_are_used_again_and_windows_follow_each_other_without_a_gap() -> None:
     line = Line()
     for _ in range(5):
-        line.step(data=1, forward=2, backward=2, optimiser=1)
+        line.step(data=1, forward=2, backward=2, optimizer=1)
         line.read()
     assert len(line.line._events) == 6  # one at the window's begin, four a step, one at its end
     line.switch(FORWARD, host=1, device=7)  # a window that ends inside a phase

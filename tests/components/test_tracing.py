@@ -49,7 +49,7 @@ def test_the_memory_of_a_step_is_told_apart_by_category(recorded: Path) -> None:
     assert found is not None
     assert set(found.categories["parameters"]) == {weights}
     counters = 4 * len(list(model.parameters()))
-    assert set(found.categories["optimiser"]) == {2 * weights + counters}
+    assert set(found.categories["optimizer"]) == {2 * weights + counters}
     assert max(found.categories["gradients"]) == weights
     assert min(found.categories["gradients"]) == 0
     # at least the batch, what the first layer, relu and the second layer gave, and its logarithm
@@ -95,28 +95,28 @@ def test_blocks_are_told_apart_by_hand() -> None:
 
     assert at(0) == {
         "parameters": 40,
-        "optimiser": 0,
+        "optimizer": 0,
         "gradients": 0,
         "activations": 0,
         "temporaries": 1000,
     }
     assert at(35) == {
         "parameters": 40,
-        "optimiser": 0,
+        "optimizer": 0,
         "gradients": 0,
         "activations": 100,
         "temporaries": 1010,
     }
     assert at(530) == {
         "parameters": 40,
-        "optimiser": 0,
+        "optimizer": 0,
         "gradients": 50,
         "activations": 100,
         "temporaries": 1007,
     }
     assert at(900) == {
         "parameters": 40,
-        "optimiser": 0,
+        "optimizer": 0,
         "gradients": 50,
         "activations": 0,
         "temporaries": 0,

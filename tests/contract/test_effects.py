@@ -21,9 +21,8 @@ from surefoot.cli.left_out import DECIDED
 from surefoot.components import optim
 from surefoot.components.optim import Named
 from surefoot.contract import spec_file
-from surefoot.contract.spec import find_idle_keys, formulas
+from surefoot.contract.spec import OptimTable, find_idle_keys, formulas
 from surefoot.contract.spec.effects import NEEDS, keys_of
-from surefoot.contract.spec.tables import OptimTable
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import build as build_schedule
 from surefoot.core.units import Duration
@@ -318,7 +317,7 @@ class OwnOptimizer(Small):
         (
             OwnOptimizer(),
             {"fused": False},
-            r"optim\.fused is given, but the optimiser is the task's own",
+            r"optim\.fused is given, but the optimizer is the task's own",
         ),
     ],
 )

@@ -286,7 +286,7 @@ def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(
     terms = {
         "parameters": 8,
         "gradients": 8,
-        "optimiser": 16,
+        "optimizer": 16,
         "activations of 0": 30 * MIB,
         "activations": 10 * MIB,
         "batches": 7,

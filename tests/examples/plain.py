@@ -110,10 +110,9 @@ def ctc(kind: ModuleType, model: nn.Module, batch: Any) -> Tensor:
 def detection(kind: ModuleType, model: nn.Module, batch: Any) -> Tensor:
     task = kind.Boxes()
     output = task.forward(model, batch)
-    image, query, box = task.match(output, batch)
+    pairs, mine, real = task.match(output, batch)
     there = torch.zeros_like(output["logits"])
-    there[image, query] = 1.0
-    mine, real = output["boxes"][image, query], batch["boxes"][image, box]
+    there[pairs] = 1.0
     off = F.l1_loss(mine, real, reduction="none").sum(1) + 1 - kind.overlap(mine, real)
     return F.binary_cross_entropy_with_logits(output["logits"], there) + off.mean()
 

@@ -73,7 +73,7 @@ def test_a_model_that_this_memory_could_not_train_is_predicted_without_it(tmp_pa
     assert peak_resident_bytes() - before < 1 << 29
     parameters = 4 * 16384**2
     assert found.num_parameters == parameters
-    assert (found.terms["parameters"], found.terms["optimiser"] // parameters) == (
+    assert (found.terms["parameters"], found.terms["optimizer"] // parameters) == (
         4 * parameters,
         8,
     )
@@ -212,7 +212,7 @@ def test_bf16_weights_are_predicted_with_their_masters_and_the_gradients_of_thos
     )
     count = found.num_parameters
     assert [
-        found.terms[name] / count for name in ("parameters", "masters", "optimiser")
+        found.terms[name] / count for name in ("parameters", "masters", "optimizer")
     ] == pytest.approx([2, 4, 8], abs=0.01)
     assert found.terms["gradients"] > count  # at the peak not all of them are there
     spec = RunSpec(

@@ -32,7 +32,7 @@ PLACES = {
     "forward": "forward",
     "loss": "forward",
     "backward": "backward",
-    "optimiser": "optimiser",
+    "optimizer": "optimizer",
     "evaluation": "evaluation",
     "checkpoint": "checkpoint",
     "logging": "logging",
@@ -139,7 +139,7 @@ class Planted(Small):
 
     def optimizer(self, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         made = Slow(groups, lr=0.01)
-        made.call = lambda: self.at("optimiser")
+        made.call = lambda: self.at("optimizer")
         return made
 
     def metrics(self, output: Tensor, batch: Any) -> dict[str, Mean]:

@@ -248,7 +248,7 @@ OPTIMIZERS = {
 
 
 def state_of(run: Run) -> dict[str, Tensor]:
-    """All that a step may move: weights, buffers, optimiser state, averages."""
+    """All that a step may move: weights, buffers, optimizer state, averages."""
     found = {f"model.{name}": tensor for name, tensor in run.model.state_dict().items()}
     for update in run.assembly.updates:
         for number, optimizer in enumerate(update.guarded.optimizers):

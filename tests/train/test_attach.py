@@ -194,7 +194,7 @@ def test_the_time_spent_waiting_for_data_is_told_apart_from_the_step(tmp_path: P
     assert all(step.waiting_s <= step.elapsed_s for step in steps)
 
 
-def test_several_optimisers_and_groups_are_each_logged(tmp_path: Path) -> None:
+def test_several_optimizers_and_groups_are_each_logged(tmp_path: Path) -> None:
     loop = Loop()
     scale, shift = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     second = torch.optim.Adam([{"params": [scale], "lr": 0.1}, {"params": [shift], "lr": 0.2}])
@@ -312,7 +312,7 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
         DataError,
         "data is a int, which cannot be iterated",
     ),
-    "an optimiser that is none": ({"optimizer": "adam"}, TaskError, "which has no param_groups"),
+    "an optimizer that is none": ({"optimizer": "adam"}, TaskError, "which has no param_groups"),
     "a model without shapes": (
         {"model": torch.nn.LazyLinear(2)},
         TaskError,
@@ -349,7 +349,7 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
         TaskError,
         "'__metadata__'",
     ),
-    "no optimiser": ({"optimizer": []}, TaskError, "which has no param_groups"),
+    "no optimizer": ({"optimizer": []}, TaskError, "which has no param_groups"),
 }
 
 

@@ -93,7 +93,7 @@ DATA = {
 def train(
     folder: Path, data: Any, *, leave_at: int | None = None, save: str = "3 steps"
 ) -> dict[str, Any]:
-    """A plain loop with dropout, two optimisers and a schedule of epochs."""
+    """A plain loop with dropout, two optimizers and a schedule of epochs."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2)

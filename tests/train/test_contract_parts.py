@@ -1,6 +1,6 @@
 """The optional parts of a task.
 
-Own optimiser and schedule, own state, frozen and tied and unused parameters, and objects.
+Own optimizer and schedule, own state, frozen and tied and unused parameters, and objects.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_frozen_and_unused_parameters_stay_bitwise_and_tied_ones_move_once(
     assert id(parameters["first.weight"]) not in with_state
 
 
-def test_a_frozen_layer_takes_no_optimiser_memory(tmp_path: Path) -> None:
+def test_a_frozen_layer_takes_no_optimizer_memory(tmp_path: Path) -> None:
     def state_bytes(run: Run) -> int:
         states = [
             state
@@ -167,7 +167,7 @@ def rates_of(run: Run) -> list[float]:
     return [next(iter(step.learning_rates.values())) for step in steps]  # type: ignore[attr-defined]
 
 
-def test_a_tasks_own_optimiser_and_schedule_are_used(tmp_path: Path) -> None:
+def test_a_tasks_own_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
     run = train(Own(), tmp_path / "run", spec_of("4 steps"))
     assert [type(each).__name__ for each in run.assembly.updates[0].guarded.optimizers] == [
         "RMSprop"
@@ -181,7 +181,7 @@ def test_a_rate_that_the_spec_states_overrules_the_tasks_own(tmp_path: Path) -> 
     ] == pytest.approx(0.4)
 
 
-def test_a_named_optimiser_and_schedule_overrule_the_tasks_own_also_from_the_runs_own_spec(
+def test_a_named_optimizer_and_schedule_overrule_the_tasks_own_also_from_the_runs_own_spec(
     tmp_path: Path,
 ) -> None:
     spec = spec_of("4 steps", optim={"name": "adamw"}, schedule={"name": "cosine"})
@@ -194,8 +194,8 @@ def test_a_named_optimiser_and_schedule_overrule_the_tasks_own_also_from_the_run
     assert rates_of(repeated) == rates_of(run)
 
 
-def test_what_cannot_reach_a_tasks_own_optimiser_or_schedule_is_refused(tmp_path: Path) -> None:
-    assert "optim.betas is given, but the optimiser is the task's own" in refused(
+def test_what_cannot_reach_a_tasks_own_optimizer_or_schedule_is_refused(tmp_path: Path) -> None:
+    assert "optim.betas is given, but the optimizer is the task's own" in refused(
         Own(), tmp_path, spec_of(optim={"betas": [0.5, 0.9]})
     )
     assert "needs the number of steps" in refused(Own(), tmp_path, spec_of("1 min"))

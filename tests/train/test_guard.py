@@ -116,7 +116,7 @@ def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(tmp_path
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimiser_whose_first_step_is_skipped_starts_as_if_it_had_not_been(name: str) -> None:
+def test_an_optimizer_whose_first_step_is_skipped_starts_as_if_it_had_not_been(name: str) -> None:
     made = []
     for is_skipped in (False, True):
         torch.manual_seed(0)

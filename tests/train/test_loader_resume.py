@@ -33,7 +33,7 @@ from surefoot.contract import events, loop_ledger
 from surefoot.core.errors import OtherDataError, RunError
 
 SAMPLES, BATCH, EPOCHS = 18, 4, 3  # the last batch of an epoch is short
-NUMBERS = [(float(number), number) for number in range(SAMPLES)]
+NUMBERS: Any = [(float(number), number) for number in range(SAMPLES)]
 
 
 class Left(Exception):
@@ -101,31 +101,31 @@ def own_generator() -> torch.Generator:
 
 
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "shuffled": lambda: DataLoader(NUMBERS, BATCH, shuffle=True),  # type: ignore[arg-type]
+    "shuffled": lambda: DataLoader(NUMBERS, BATCH, shuffle=True),
     "shuffled by a generator": lambda: DataLoader(
         NUMBERS, BATCH, shuffle=True, generator=own_generator()
-    ),  # type: ignore[arg-type]
-    "in order": lambda: DataLoader(NUMBERS, BATCH),  # type: ignore[arg-type]
-    "the last batch dropped": lambda: DataLoader(NUMBERS, BATCH, shuffle=True, drop_last=True),  # type: ignore[arg-type]
+    ),
+    "in order": lambda: DataLoader(NUMBERS, BATCH),
+    "the last batch dropped": lambda: DataLoader(NUMBERS, BATCH, shuffle=True, drop_last=True),
     "with replacement": lambda: DataLoader(
         NUMBERS, BATCH, sampler=RandomSampler(NUMBERS, replacement=True, num_samples=SAMPLES)
-    ),  # type: ignore[arg-type]
+    ),
     "of a subset": lambda: DataLoader(
         NUMBERS, BATCH, sampler=SubsetRandomSampler(range(3, SAMPLES))
-    ),  # type: ignore[arg-type]
+    ),
     "weighted": lambda: DataLoader(
         NUMBERS,
         BATCH,
         sampler=WeightedRandomSampler([1.0] * 17 + [9.0], SAMPLES, generator=own_generator()),
-    ),  # type: ignore[arg-type]
+    ),
     "a batch sampler": lambda: DataLoader(
         NUMBERS,
         batch_sampler=BatchSampler(RandomSampler(NUMBERS, generator=own_generator()), 5, False),
-    ),  # type: ignore[arg-type]
+    ),
     "distributed": lambda: DataLoader(
         NUMBERS, BATCH, sampler=DistributedSampler(NUMBERS, num_replicas=1, rank=0)
-    ),  # type: ignore[arg-type]
-    "by epoch": lambda: DataLoader(NUMBERS, batch_sampler=ByEpoch()),  # type: ignore[arg-type]
+    ),
+    "by epoch": lambda: DataLoader(NUMBERS, batch_sampler=ByEpoch()),
     "with a generator of its own": lambda: DataLoader(Own(), BATCH, shuffle=True),
     "augmented": lambda: DataLoader(Augmented(), BATCH, shuffle=True),
     "augmented by workers": lambda: DataLoader(Augmented(), BATCH, shuffle=True, num_workers=2),
@@ -134,14 +134,14 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     ),
     "workers that stay": lambda: DataLoader(
         NUMBERS, BATCH, shuffle=True, num_workers=1, persistent_workers=True
-    ),  # type: ignore[arg-type]
+    ),
     "workers that stay and a generator": lambda: DataLoader(
         NUMBERS,
         BATCH,
         shuffle=True,
         num_workers=1,
         persistent_workers=True,
-        generator=own_generator(),  # type: ignore[arg-type]
+        generator=own_generator(),
     ),
 }
 
@@ -273,7 +273,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "a sampler from the system's randomness": (
         lambda: DataLoader(NUMBERS, BATCH, sampler=Changing()),
         "hold other samples",
-    ),  # type: ignore[arg-type]
+    ),
 }
 
 
@@ -362,7 +362,7 @@ def test_a_sampler_that_counts_its_passes_resumes_right_or_is_refused(
     stop: int, tmp_path: Path
 ) -> None:
     def make() -> Any:
-        return DataLoader(NUMBERS, BATCH, sampler=CountingSampler())  # type: ignore[arg-type]
+        return DataLoader(NUMBERS, BATCH, sampler=CountingSampler())
 
     unbroken = train(tmp_path / "whole", Task(make()), 20)
     train(tmp_path / "run", Task(make()), 20, leave_at=stop + 1)
@@ -388,14 +388,14 @@ def test_the_end_of_an_epoch_reports_a_dataset_that_draws_from_its_own_generator
 def test_batches_that_are_iterators_are_known_by_their_samples(tmp_path: Path) -> None:
     for shuffle in (False, True):
         folder = tmp_path / str(shuffle)
-        train(folder, Task(DataLoader(NUMBERS, batch_sampler=OneShot(shuffle))), 8, leave_at=6)  # type: ignore[arg-type]
+        train(folder, Task(DataLoader(NUMBERS, batch_sampler=OneShot(shuffle))), 8, leave_at=6)
         assert loop_ledger.check(folder).num_samples == 5 * 6  # up to the last save
         with (
             pytest.raises(OtherDataError, match="hold other samples")
             if shuffle
             else contextlib.nullcontext()
         ):
-            train(folder, Task(DataLoader(NUMBERS, batch_sampler=OneShot(shuffle))), 8)  # type: ignore[arg-type]
+            train(folder, Task(DataLoader(NUMBERS, batch_sampler=OneShot(shuffle))), 8)
 
 
 def test_a_fork_over_other_data_reports_it_and_goes_on(
@@ -403,8 +403,8 @@ def test_a_fork_over_other_data_reports_it_and_goes_on(
 ) -> None:
     from surefoot.train.resume.start import Start
 
-    train(tmp_path / "parent", Task(DataLoader(NUMBERS, BATCH, sampler=Changing())), 7)  # type: ignore[arg-type]
-    task = Task(DataLoader(NUMBERS, BATCH, sampler=Changing()))  # type: ignore[arg-type]
+    train(tmp_path / "parent", Task(DataLoader(NUMBERS, BATCH, sampler=Changing())), 7)
+    task = Task(DataLoader(NUMBERS, BATCH, sampler=Changing()))
     with Run(
         spec_for(10),
         task,
@@ -444,13 +444,6 @@ def test_keys_that_are_no_sample_numbers_train_and_resume(kind: str, tmp_path: P
 
 
 def test_samples_one_by_one_are_trained_on(tmp_path: Path) -> None:
-    assert (
-        len(
-            train(
-                tmp_path / "run",
-                Task(DataLoader([torch.tensor(1.0), torch.tensor(2.0)], batch_size=None)),
-                4,
-            )
-        )
-        == 4
-    )  # type: ignore[arg-type]
+    rows: Any = [torch.tensor(1.0), torch.tensor(2.0)]
+    losses = train(tmp_path / "run", Task(DataLoader(rows, batch_size=None)), 4)
+    assert len(losses) == 4

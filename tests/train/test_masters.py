@@ -65,7 +65,7 @@ def test_gradients_of_many_microbatches_are_summed_up_in_fp32() -> None:
     assert model.weight.grad is None
 
 
-def test_a_loop_of_ones_own_publishes_what_its_optimiser_moved() -> None:
+def test_a_loop_of_ones_own_publishes_what_its_optimizer_moved() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     assert store_narrow(model) == ["0.weight", "0.bias"]
     assert {name: p.dtype for name, p in model.named_parameters() if p.dtype != torch.bfloat16} == {

@@ -1,6 +1,6 @@
 """train.memory_format: filters channels last compute what they did.
 
-And a run goes on with what the optimiser keeps of them.
+And a run goes on with what the optimizer keeps of them.
 """
 
 from __future__ import annotations

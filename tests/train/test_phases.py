@@ -142,7 +142,7 @@ def test_the_phases_add_up_to_the_wall_time(kind: str, tmp_path: Path, wall: Bra
     assert wall.holds_elapsed(run.summary["elapsed_s"], done_s)
     assert sum(phases.values()) <= run.summary["elapsed_s"] + 1e-6
     assert (
-        {"data", "forward", "backward", "optimiser", "logging", "checkpoint", "evaluation", "other"}
+        {"data", "forward", "backward", "optimizer", "logging", "checkpoint", "evaluation", "other"}
         <= set(phases)
         <= set(PHASES)
     )
@@ -235,7 +235,7 @@ def test_a_loop_of_ones_own_is_timed_by_the_phases_that_it_names(
                 loss = F.cross_entropy(model(inputs), targets)
             with run.phase("backward"):
                 loss.backward()
-            with run.phase("optimiser"):
+            with run.phase("optimizer"):
                 optimizer.step()
             run.step_done(loss)
         with pytest.raises(InputError, match="'forwards' is no phase"):
@@ -249,7 +249,7 @@ def test_a_loop_of_ones_own_is_timed_by_the_phases_that_it_names(
     assert phases["data"] >= spent_s >= 0.1
     assert phases["forward"] >= 20 * 0.01
     assert named_s >= 0.01
-    assert {"backward", "optimiser", "checkpoint", "logging", "other"} <= set(phases)
+    assert {"backward", "optimizer", "checkpoint", "logging", "other"} <= set(phases)
     assert sum(phases.values()) <= ended.elapsed_s + 1e-6
 
 

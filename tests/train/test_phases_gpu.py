@@ -79,7 +79,7 @@ def test_a_kernel_of_50_ms_is_found_in_its_phase_and_the_phases_add_up(
     steps = sum(event.num_steps for event in later)
     phases = {
         name: sum(event.phases.get(name, 0.0) for event in later) / steps
-        for name in ("forward", "backward", "optimiser")
+        for name in ("forward", "backward", "optimizer")
     }
     assert phases[where] == pytest.approx(expected_s, rel=0.1)
     assert sum(seconds for name, seconds in phases.items() if name != where) < 0.2 * expected_s

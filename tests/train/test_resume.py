@@ -147,7 +147,7 @@ OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.quick("adam", "adagrad")
 @pytest.mark.parametrize("name", OWN)
-def test_an_optimiser_of_the_tasks_own_goes_on_with_the_same_bits(
+def test_an_optimizer_of_the_tasks_own_goes_on_with_the_same_bits(
     name: str, tmp_path: Path
 ) -> None:
     class Own(Rich):
@@ -209,7 +209,7 @@ class Slowing(torch.optim.Optimizer):
 
 
 def test_what_no_state_dict_names_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    """Hidden buffers, extra state, and what an optimiser keeps of no parameter."""
+    """Hidden buffers, extra state, and what an optimizer keeps of no parameter."""
 
     class Unnamed(Small):
         def model(self) -> nn.Module:

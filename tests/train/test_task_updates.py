@@ -1,4 +1,4 @@
-"""Tasks of several updates: which parameters each moves, when, and by which optimiser."""
+"""Tasks of several updates: which parameters each moves, when, and by which optimizer."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ class OtherParameters(TwoUpdates):
         ]
 
 
-def test_an_update_whose_optimiser_holds_other_parameters_is_refused(tmp_path: Path) -> None:
-    assert "update head names 2 parameters, its optimiser holds 4, not the same ones" in refused(
+def test_an_update_whose_optimizer_holds_other_parameters_is_refused(tmp_path: Path) -> None:
+    assert "update head names 2 parameters, its optimizer holds 4, not the same ones" in refused(
         OtherParameters(), tmp_path
     )
 
 
-class OwnOptimisers(TwoUpdates):
+class OwnOptimizers(TwoUpdates):
     def updates(self, model: Any) -> list[Update]:
         return [
             Update(
@@ -163,10 +163,10 @@ class OwnOptimisers(TwoUpdates):
         ]
 
 
-def test_two_updates_with_own_optimisers_train_where_some_parameters_are_frozen(
+def test_two_updates_with_own_optimizers_train_where_some_parameters_are_frozen(
     tmp_path: Path,
 ) -> None:
-    run = train(OwnOptimisers(), tmp_path / "run", spec_of(optim={"freeze": ["body.weight"]}))
+    run = train(OwnOptimizers(), tmp_path / "run", spec_of(optim={"freeze": ["body.weight"]}))
     assert run.outcome == "finished"
 
 
@@ -186,7 +186,7 @@ def test_a_loss_that_differentiates_by_itself_trains(tmp_path: Path) -> None:
     assert train(Steep(), tmp_path / "run").outcome == "finished"
 
 
-# ---- own optimiser and schedule
+# ---- own optimizer and schedule
 
 
 class EveryThird(Plain):
@@ -217,5 +217,5 @@ class Quadratic(Plain):
         return torch.optim.LBFGS([parameter for group in groups for parameter in group["params"]])
 
 
-def test_an_optimiser_that_computes_the_loss_by_itself_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_that_computes_the_loss_by_itself_is_refused(tmp_path: Path) -> None:
     assert "LBFGS calls the loss several times" in refused(Quadratic(), tmp_path)

@@ -203,8 +203,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "memory.on_oom": {"memory": {"on_oom": "halve"}},
     "memory.offload": {"memory": {"offload": "optimizer"}},
     "fp16": {"precision": {"compute": "fp16"}},
-    "an optimiser is FlatMuon": {"optim": {"name": "muon"}},
-    "an optimiser is AdamW without fused": {"optim": {"fused": False}},
+    "an optimizer is FlatMuon": {"optim": {"name": "muon"}},
+    "an optimizer is AdamW without fused": {"optim": {"fused": False}},
     "moves the momentum": {"schedule": {"name": "one_cycle"}},
     "precision.weights": {"precision": {"compute": "bf16", "weights": "bf16", "master": "none"}},
 }

@@ -109,10 +109,10 @@ def test_an_update_that_no_graph_of_ones_own_can_hold_is_refused_with_what_keeps
         torch.optim.SGD(model.parameters(), fused=True),
         torch.optim.AdamW(model.parameters()),
     )
-    with pytest.raises(SpecError, match="an optimiser is AdamW without fused") as refused:
+    with pytest.raises(SpecError, match="an optimizer is AdamW without fused") as refused:
         whole.compile_step(model, summed, GuardedUpdate([sgd, unfused]))
     assert "fused=True in a loop of your own" in str(refused.value.hint)
-    with pytest.raises(SpecError, match="an optimiser is AdamW with an option"):
+    with pytest.raises(SpecError, match="an optimizer is AdamW with an option"):
         whole.compile_step(model, summed, guarded_of(torch.optim.AdamW, model, amsgrad=True))
     with pytest.raises(SpecError, match="a parameter in float64 that has no dimensions"):
         whole.compile_step(wide, summed, guarded_of(torch.optim.SGD, wide, momentum=0.9))
@@ -360,7 +360,7 @@ def test_more_sizes_than_torch_compiles_are_told() -> None:
 
 def test_a_loop_of_ones_own_is_told_what_cannot_be_one_graph() -> None:
     model = small_model()
-    with pytest.raises(SpecError, match="an optimiser is RMSprop"):
+    with pytest.raises(SpecError, match="an optimizer is RMSprop"):
         whole.compile_step(model, summed, GuardedUpdate([torch.optim.RMSprop(model.parameters())]))
 
     def looks(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:

@@ -1,6 +1,6 @@
 """A number that is none, on one rank.
 
-In its data, its loss, a gradient, its optimiser's state, or the statistics of its BatchNorm.
+In its data, its loss, a gradient, its optimizer's state, or the statistics of its BatchNorm.
 
 All ranks decide the same, and nothing that is not finite is ever committed. What a step computes is
 skipped by all of them; what a rank holds ends the run, with the rank and the tensor.

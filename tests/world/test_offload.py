@@ -21,7 +21,7 @@ from tests.world.test_shard import Stacked
 
 
 def train(folder: Path, offload: str, stage: int, length: int) -> Any:
-    """The weights of all rows after so many steps, and whether the optimiser moves copies."""
+    """The weights of all rows after so many steps, and whether the optimizer moves copies."""
     if offload != "none":  # a run on a CPU is refused, since nothing is gained
         preflight.check = lambda assembly, is_again: []
     stated = spec(
@@ -91,7 +91,7 @@ def test_copies_of_a_whole_model_do_not_go_to_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks take a GPU each")
-def test_a_gpu_holds_fewer_bytes_by_what_its_optimiser_has_of_the_rows(tmp_path: Path) -> None:
+def test_a_gpu_holds_fewer_bytes_by_what_its_optimizer_has_of_the_rows(tmp_path: Path) -> None:
     def job(rank: int, offload: str) -> Any:
         stated = spec(
             layout={"shard": 2, "zero_stage": 3},

@@ -105,7 +105,7 @@ def test_the_first_bucket_has_a_size_of_its_own(tmp_path: Path) -> None:
 def test_the_gradients_of_a_step_are_on_their_way_while_most_of_it_is_still_to_be_computed(
     tmp_path: Path,
 ) -> None:
-    """Biases are a group of the optimiser's, and come from every layer.
+    """Biases are a group of the optimizer's, and come from every layer.
 
     Sent first, as the groups stand, they would hold up the rest.
     """

@@ -163,7 +163,7 @@ def test_ranks_that_hold_a_part_train_to_the_numbers_of_one_process(
 
 
 def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Path) -> None:
-    """Optimiser and averages too.
+    """Optimizer and averages too.
 
     The same run is left and taken up by other ranks, and ends with the weights of one process.
     """

@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: the loop stays the user's.
 
-Backward, clipping and the optimiser's step go through the Accelerator.
+Backward, clipping and the optimizer's step go through the Accelerator.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lightning Fabric: the loop stays the user's.
 
-Backward, clipping and the optimiser's step go through Fabric.
+Backward, clipping and the optimizer's step go through Fabric.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def explain(
 ) -> int:
     """Take the first step of a spec and show what every parameter and operator was in.
 
-    Observed, not presumed: storage, compute, gradient, sum of gradients, master, optimiser state.
+    Observed, not presumed: storage, compute, gradient, sum of gradients, master, optimizer state.
     Ends with 1 where the spec's `precision.contract` does not hold. Nothing is written.
     """
     from dataclasses import asdict

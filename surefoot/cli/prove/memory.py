@@ -74,7 +74,7 @@ def memory(
 ) -> None:
     """Predict what a step holds at its most, without running it.
 
-    Parameters, gradients, optimiser state, activations by block, temporaries: from a trace without
+    Parameters, gradients, optimizer state, activations by block, temporaries: from a trace without
     numbers. `--fit` finds the largest microbatch, and the cheapest recomputation, that fit into
     some memory. `--parameters 175B --ranks 64` compares the stages of sharding.
     """
@@ -236,7 +236,7 @@ def _print(row: Mapping[str, Any]) -> None:
         ]
         print_table(("sharding", "each rank", "saved", "sent a step"), stages)
         print_text(
-            "weights, gradients and the optimiser's state (Adam); activations are not in it, "
+            "weights, gradients and the optimizer's state (Adam); activations are not in it, "
             "and no stage divides them"
         )
         return

@@ -124,7 +124,7 @@ class Saver:
             raise StorageError(
                 f"{self._torn.replace(chr(10), ': ')} was changed while it was copied: "
                 "set checkpoint.background = false",
-                hint="or change weights only in the optimiser's step",
+                hint="or change weights only in the optimizer's step",
             )
         return True
 

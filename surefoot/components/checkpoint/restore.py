@@ -306,7 +306,7 @@ def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
                 raise RunFolderError(
                     f"{place} holds the state of {name!r}, whose parameter {number} was {was}: "
                     f"it is {is_now} now",
-                    hint="give the optimiser the parameters that it had, in the same order",
+                    hint="give the optimizer the parameters that it had, in the same order",
                 )
 
 

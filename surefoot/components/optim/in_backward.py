@@ -29,7 +29,7 @@ class UpdateInBackward:
     def __init__(self, guarded: GuardedUpdate) -> None:
         if guarded.places() is None:
             raise InputError(
-                "the update cannot run inside the backward pass with this optimiser",
+                "the update cannot run inside the backward pass with this optimizer",
                 hint=(
                     "it goes with torch.optim.SGD, Adam and AdamW, fused; "
                     "set memory.update_in_backward = false"

@@ -103,7 +103,7 @@ def restore(
     kind = type(optimizer).__name__
     if saved["type"] != kind or has_own_form(optimizer) != ("own" in saved):
         raise RunFolderError(
-            f"the saved state is that of {saved['type']}, the optimiser is {kind}",
+            f"the saved state is that of {saved['type']}, the optimizer is {kind}",
             hint="go on with the task and the spec that the run had",
         )
     if has_own_form(optimizer):
@@ -125,7 +125,7 @@ def restore(
                 f"the saved state of {kind} is of parameters of shapes {saved['shapes']}, "
                 f"and it has {shapes}"
             )[:MOST_SAID],
-            hint="give the optimiser the parameters that it had, in the same order",
+            hint="give the optimizer the parameters that it had, in the same order",
         )
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update(settings)

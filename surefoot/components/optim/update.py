@@ -150,7 +150,7 @@ class GuardedUpdate:
         if self.on_device and not all(fused_groups_of(each) for each in optimizers):
             raise SpecError(
                 f"{type(optimizers[0]).__name__} has no fused update, and the others have",
-                hint="use one kind of optimiser",
+                hint="use one kind of optimizer",
             )
         self.optimizers += optimizers
         self._take_optimizers()
@@ -178,7 +178,7 @@ class GuardedUpdate:
         self._follow_optimizers()
         if len(saved["optimizers"]) != len(self.optimizers):
             raise RunFolderError(
-                "the saved state is that of other optimisers",
+                "the saved state is that of other optimizers",
                 hint="go on with the spec that the run had",
             )
         for optimizer, held, each in zip(
@@ -332,7 +332,7 @@ class GuardedUpdate:
             if not has_rule or groups is None or any(each.tensors is None for each in groups):
                 raise SpecError(
                     f"{ONE_GRAPH} takes the fused updates of sgd, adam, adamw, lars and lamb, "
-                    f"and an optimiser is {type(optimizer).__name__}{_how_not_fused(optimizer)}",
+                    f"and an optimizer is {type(optimizer).__name__}{_how_not_fused(optimizer)}",
                     hint=(
                         "use one of them with optim.fused = true (fused=True in a loop of your "
                         f"own), {other}"

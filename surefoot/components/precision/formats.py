@@ -15,7 +15,7 @@ from torch import Tensor
 HALVINGS = 60  # bisections of an interval of doubles, down to the last bit
 LEAST_NORMAL, LARGEST = 2.0**-126, 3.4028234e38  # of fp32
 USES = {
-    "fp32": "weights, optimiser state, sums; the default",
+    "fp32": "weights, optimizer state, sums; the default",
     "tf32": "products of fp32 on a GPU, rounded on the way in",
     "bf16": "forward and backward; no loss scale",
     "fp16": "forward and backward, with a loss scale",

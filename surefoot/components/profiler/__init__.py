@@ -10,7 +10,7 @@ from surefoot.components.profiler.phases.clock import (
     EVALUATION,
     FORWARD,
     LOGGING,
-    OPTIMISER,
+    OPTIMIZER,
     OTHER,
     PhaseClock,
 )
@@ -25,7 +25,7 @@ __all__ = [
     "EVALUATION",
     "FORWARD",
     "LOGGING",
-    "OPTIMISER",
+    "OPTIMIZER",
     "OTHER",
     "PhaseClock",
     "Timed",

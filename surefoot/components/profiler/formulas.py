@@ -346,12 +346,12 @@ def _formulas() -> dict[Any, tuple[str, Formula]]:
             "recurrent",
             lambda args, kwargs, out: _recurrent(args, kwargs, out, times=2),
         ),
-        aten._fused_adamw_: ("optimiser", _decoupled),
+        aten._fused_adamw_: ("optimizer", _decoupled),
         aten._fused_adam_: (
-            "optimiser",
+            "optimizer",
             lambda args, kwargs, out: _update(args, kwargs, out, ADAM),
         ),
-        aten._fused_sgd_: ("optimiser", lambda args, kwargs, out: _update(args, kwargs, out, SGD)),
+        aten._fused_sgd_: ("optimizer", lambda args, kwargs, out: _update(args, kwargs, out, SGD)),
         aten.max_pool2d_with_indices: ("reduction", _pool),
         aten.avg_pool2d: ("reduction", _pool),
     }

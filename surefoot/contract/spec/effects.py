@@ -68,7 +68,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         ("optim.momentum",),
         _not("schedule.name", "one_cycle") + _one_of("schedule.cycle_momentum", False),
-        "one_cycle moves the momentum from momentum_high to momentum_low and back",
+        "one_cycle changes the momentum from momentum_high to momentum_low and back",
     ),
     Need(("optim.nesterov",), _one_of("optim.name", "sgd", "muon")),
     Need(("optim.trust_coefficient",), _one_of("optim.name", "lars")),
@@ -86,16 +86,18 @@ NEEDS: tuple[Need, ...] = (
     Need(
         ("precision.init_scale", "precision.growth_interval", "precision.min_scale"),
         _one_of("precision.compute", "fp16", "auto"),
-        "the range of the other formats is that of fp32, so that there is nothing to scale",
+        "the other formats have the range of fp32 and need no loss scaling",
     ),
     Need(
-        ("precision.master",), _one_of("precision.weights", "bf16"), "fp32 weights have no masters"
+        ("precision.master",),
+        _one_of("precision.weights", "bf16"),
+        "fp32 weights have no master weights",
     ),
     Need(("precision.emulate",), _one_of("precision.compute", "float8")),
     Need(
         ("precision.keep",),
         _one_of("precision.compute", "bf16", "fp16", "float8", "auto"),
-        "autocast narrows nothing there",
+        "autocast is off for this dtype",
     ),
     Need(
         ("memory.blocks",),
@@ -116,7 +118,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         ("layout.bucket_size", "layout.first_bucket_size"),
         _one_of("layout.shard", 1) + _one_of("layout.zero_stage", 1),
-        "stages 2 and 3 send the gradients of a block at a time",
+        "stages 2 and 3 reduce the gradients of one block at a time",
     ),
     Need(("layout.compress_rank",), _one_of("layout.compress", "powersgd")),
     Need(

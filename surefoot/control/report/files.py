@@ -35,7 +35,7 @@ MAX_BYTES = 16 << 20
 MAX_FLAME_BYTES = 4 << 20  # the page embeds it as an image
 MAX_ROWS, MAX_RUNGS, MAX_TIMES = 5000, 200, 100_000
 LADDER_FILE, SHAPE_FILE = "ladder.json", "shape.json"
-LASTING = ("parameters", "masters", "gradients", "optimiser")
+LASTING = ("parameters", "masters", "gradients", "optimizer")
 FLAMES = (
     ("By Python stack", "flame_stack.svg"),
     ("By module", "flame_module.svg"),
@@ -179,7 +179,8 @@ def _read(path: Path) -> Mapping[str, Any]:
     Raises RunFolderError for another version than `VERSION`.
     """
     try:
-        row = json.loads(_open(path, MAX_BYTES))
+        text = _open(path, MAX_BYTES)
+        row = json.loads(text.replace(b'"optimiser"', b'"optimizer"'))  # of the previous release
     except (ValueError, RecursionError, MemoryError):
         raise RunFolderError(f"{path} is damaged: it is no JSON") from None
     if not isinstance(row, dict):

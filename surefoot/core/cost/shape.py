@@ -113,12 +113,12 @@ def training_bytes(parameters: int, *, number_bytes: int = 4, states: int = 2) -
     175 B are 700 GB.
 
     >>> training_bytes(70 * 10**9)
-    {'parameters': 280000000000, 'gradients': 280000000000, 'optimiser': 560000000000}
+    {'parameters': 280000000000, 'gradients': 280000000000, 'optimizer': 560000000000}
     >>> training_bytes(175 * 10**9)["parameters"], sum(training_bytes(1).values())
     (700000000000, 16)
     """
     weights = parameters * number_bytes
-    return {"parameters": weights, "gradients": weights, "optimiser": states * weights}
+    return {"parameters": weights, "gradients": weights, "optimizer": states * weights}
 
 
 def transformer_flops(

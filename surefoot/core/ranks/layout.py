@@ -61,7 +61,7 @@ class Layout:
                 f"the layout {text.strip()!r} has stage {values['stage']} on "
                 f"{values.get('shard', 1)} shard rank(s)",
                 hint=(
-                    "a stage says what 2 or more shard ranks split: 1 the optimiser's state, "
+                    "a stage says what 2 or more shard ranks split: 1 the optimizer's state, "
                     "2 gradients too, 3 weights too"
                 ),
             )

@@ -107,93 +107,117 @@ class ScheduleSettings:
         "allow_inf_nan": False,
     }
 
-    name: Name = field(default="cosine", metadata=_means("the curve"))
+    name: Name = field(default="cosine", metadata=_means("Name of the curve."))
     warmup: str = field(
-        default="0 steps", metadata=_means("how long the rate rises before the curve begins")
+        default="0 steps", metadata=_means("Length of the warm-up; the curve starts after it.")
     )
-    warmup_shape: WarmupShape = field(default="linear", metadata=_means("how it rises"))
+    warmup_shape: WarmupShape = field(default="linear", metadata=_means("Shape of the warm-up."))
     warmup_start: float | None = field(
         default=None,
-        metadata=_means("exponential warm-up: the share of the base rate that it rises from"),
+        metadata=_means("exponential warm-up: its first learning rate, as a share of optim.lr."),
     )
-    floor: float = field(default=0.0, metadata=_means("least share of the base rate"))
+    floor: float = field(
+        default=0.0, metadata=_means("Lowest learning rate, as a share of optim.lr.")
+    )
     length: str | None = field(
         default=None,
         metadata=_means(
-            "warm-up and curve together; none: the run; afterwards the rate stays where it is"
+            "Length of warm-up and curve together; the learning rate then stays "
+            "constant; none: the length of the run."
         ),
     )
     every: str | None = field(
         default=None,
-        metadata=_means("step: multiplies so often; exponential: reaches the factor in so long"),
+        metadata=_means(
+            "step: interval between two multiplications by `factor`; exponential: "
+            "time in which the learning rate falls by `factor`."
+        ),
     )
-    factor: float | None = field(default=None, metadata=_means("what the rate is multiplied by"))
+    factor: float | None = field(default=None, metadata=_means("Factor of the learning rate."))
     milestones: tuple[str, ...] | None = field(
-        default=None, metadata=_means("multi_step: when the factor applies")
+        default=None,
+        metadata=_means("multi_step: points at which the learning rate is multiplied by `factor`."),
     )
-    power: float | None = field(default=None, metadata=_means("polynomial: 1 is a straight line"))
-    cycle: str | None = field(default=None, metadata=_means("cosine_restarts: the first cycle"))
+    power: float | None = field(
+        default=None, metadata=_means("polynomial: exponent; 1 is a straight line.")
+    )
+    cycle: str | None = field(
+        default=None, metadata=_means("cosine_restarts: length of the first cycle.")
+    )
     cycle_factor: int | None = field(
         default=None,
-        metadata=_means("cosine_restarts: each cycle is so many times as long as the one before"),
+        metadata=_means("cosine_restarts: ratio of the lengths of two successive cycles."),
     )
     peak: float | None = field(
-        default=None, metadata=_means("one_cycle: where the top is, as a share of its length")
+        default=None, metadata=_means("one_cycle: position of the peak, as a share of the length.")
     )
     start_factor: float | None = field(
         default=None,
-        metadata=_means("linear, one_cycle: the share of the base rate at the first update"),
+        metadata=_means(
+            "linear, one_cycle: learning rate of the first step, as a share of optim.lr."
+        ),
     )
     final_factor: float | None = field(
-        default=None, metadata=_means("one_cycle: the share of the base rate at the last update")
+        default=None,
+        metadata=_means("one_cycle: learning rate of the last step, as a share of optim.lr."),
     )
     shape: DecayShape | None = field(
-        default=None, metadata=_means("one_cycle, warmup_stable_decay: how it falls")
+        default=None, metadata=_means("one_cycle, warmup_stable_decay: shape of the decay.")
     )
     cycle_momentum: bool | None = field(
-        default=None, metadata=_means("one_cycle: momentum moves against the rate")
+        default=None,
+        metadata=_means(
+            "one_cycle: momentum falls while the learning rate rises, and rises while it falls."
+        ),
     )
     momentum_low: float | None = field(
-        default=None, metadata=_means("one_cycle: momentum at the top")
+        default=None, metadata=_means("one_cycle: momentum at the peak of the learning rate.")
     )
     momentum_high: float | None = field(
-        default=None, metadata=_means("one_cycle: momentum at both ends")
+        default=None, metadata=_means("one_cycle: momentum at the first and the last step.")
     )
     stable: str | None = field(
         default=None,
         metadata=_means(
-            "warmup_stable_decay: how long the rate stays; none: what warm-up and decay leave"
+            "warmup_stable_decay: length of the constant phase; none: what remains "
+            "beside warm-up and decay."
         ),
     )
     decay_length: str | None = field(
         default=None,
         metadata=_means(
-            "warmup_stable_decay: how long it falls; none: what `stable` leaves, "
-            "else a fifth after the warm-up"
+            "warmup_stable_decay: length of the decay; none: what remains after "
+            "`stable`, else a fifth of the steps after the warm-up."
         ),
     )
     timescale: str | None = field(
         default=None,
         metadata=_means(
-            "inverse_square_root: the curve is halved after three of these; "
-            "none: the warm-up's length"
+            "inverse_square_root: timescale; the learning rate is halved after three "
+            "timescales; none: the length of the warm-up."
         ),
     )
     mode: Mode | None = field(
         default=None,
-        metadata=_means("plateau: which is better; none: what the score says of itself"),
+        metadata=_means(
+            "plateau: whether a lower or a higher score is better; none: as the metric declares."
+        ),
     )
     patience: int | None = field(
         default=None,
-        metadata=_means("plateau: lowers at so many checks in a row that are not better"),
+        metadata=_means(
+            "plateau: evaluations in a row without a better score before the "
+            "learning rate is lowered."
+        ),
     )
     threshold: float | None = field(
-        default=None, metadata=_means("plateau: better by more than this share of the best")
+        default=None,
+        metadata=_means("plateau: smallest relative improvement that counts as better."),
     )
     sequence: tuple[ScheduleSettings, ...] = field(
         default=(),
         metadata=_means(
-            "curves one after another, each with its length; the last one may leave it out"
+            "Curves that follow each other, each with its `length`; the last one may omit it."
         ),
     )
 

@@ -42,7 +42,7 @@ KEPT = (
         cases=("F01", "F02", "F03", "F24"),
         words=(
             "A run that was broken off ends bit for bit equal to one that was not: weights, "
-            "optimiser, random state, order, metrics."
+            "optimizer, random state, order, metrics."
         ),
     ),
     Promise(

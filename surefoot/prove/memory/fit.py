@@ -98,7 +98,7 @@ def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
     raise InputError(
         f"nothing fits into {format_bytes(budget_bytes)}: "
         f"one sample at a time needs up to {format_bytes(least)}",
-        hint='use a smaller model, or an optimiser with less state: optim.name = "sgd"',
+        hint='use a smaller model, or an optimizer with less state: optim.name = "sgd"',
     )
 
 

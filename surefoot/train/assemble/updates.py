@@ -160,9 +160,9 @@ def _optimizers(
     if update.optimizer is not None:
         if any(optim.master_of(parameter) is not parameter for parameter in parameters):
             raise SpecError(
-                f"update {update.name} has an optimiser of its own, which knows no masters "
+                f"update {update.name} has an optimizer of its own, which knows no masters "
                 "(precision.weights, memory.offload)",
-                hint="let surefoot build the optimiser, or leave that out",
+                hint="let surefoot build the optimizer, or leave that out",
             )
         held = {
             id(parameter)
@@ -171,7 +171,7 @@ def _optimizers(
         }
         if held != mine:
             raise TaskError(
-                f"update {update.name} names {len(mine)} parameters, its optimiser holds "
+                f"update {update.name} names {len(mine)} parameters, its optimizer holds "
                 f"{len(held)}, not the same ones",
                 hint="give both the same parameters",
             )
@@ -219,7 +219,7 @@ def _stepping_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(
             "LBFGS calls the loss several times in a step, which a run cannot do",
-            hint="use another optimiser, or keep your own loop and surefoot.attach",
+            hint="use another optimizer, or keep your own loop and surefoot.attach",
         )
     return optimizer
 
@@ -229,7 +229,7 @@ def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[d
     idle = sorted(table.model_fields_set & {*optim.OWN_KEYS})
     if idle:
         raise SpecError(
-            f"optim.{idle[0]} is given, but the optimiser is the task's own",
+            f"optim.{idle[0]} is given, but the optimizer is the task's own",
             hint='set it in the task\'s optimizer(groups), or name another: optim.name = "adamw"',
         )
     return (

@@ -137,6 +137,7 @@ class Attached:
 
         Raises InputError for an unknown phase.
         """
+        name = events.RENAMED_PHASES.get(name, name)
         if name not in events.PHASES:
             raise InputError(f"{name!r} is no phase", hint=f"use one of {', '.join(events.PHASES)}")
         return self._record.clock.within(events.PHASES.index(name))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from surefoot.components.observe import peak_resident_bytes
-from surefoot.components.profiler import BACKWARD, COPY, DATA, FORWARD, OPTIMISER
+from surefoot.components.profiler import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER
 from surefoot.contract import signature
 from surefoot.contract.events import PHASES
 from surefoot.contract.run_folder import files
@@ -34,7 +34,7 @@ PLACES = {
     COPY: "while its samples were copied to the device",
     FORWARD: "in the forward pass",
     BACKWARD: "in the backward pass",
-    OPTIMISER: "in the update",
+    OPTIMIZER: "in the update",
 }
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _ASKED_FOR = re.compile(rf"allocate ([\d.]+) ({'|'.join(UNITS)})")
@@ -144,7 +144,7 @@ def _hint(
     if not changes:
         return (
             f"{now}, mostly {max(found.terms, key=lambda kind: found.terms[kind])}: use a smaller "
-            "model, or an optimiser with less state"
+            "model, or an optimizer with less state"
         )
     is_possible = can_halve and any(words.startswith("train.microbatch") for words, _ in changes)
     by_itself = (

@@ -219,7 +219,7 @@ def held(
             master for each in model.parameters() if (master := master_of(each)) is not each
         ],
         "buffers": list(model.buffers()),
-        "optimiser": list(find_tensors(states)),
+        "optimizer": list(find_tensors(states)),
         "averages": list(average.by_id().values()) if average is not None else [],
         "batches": list(find_tensors(list(batches))),
     }

@@ -55,7 +55,7 @@ class RankShare:
 
     def of(self, kind: str) -> float:
         """Return the share (0 to 1) of a kind of state (`held`) that one rank holds, in bytes."""
-        split = {"optimiser", "averages"} | ({GRADIENTS, "parameters"} if self.is_split else set())
+        split = {"optimizer", "averages"} | ({GRADIENTS, "parameters"} if self.is_split else set())
         return 1 / self.layout.shard if self.layout.is_sharded and kind in split else 1.0
 
     def gathered_bytes(self, model: nn.Module) -> int:

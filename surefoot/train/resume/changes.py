@@ -37,98 +37,116 @@ class ChangeRule:
 
 
 RULES = (
-    ChangeRule("observe.*", "in place", "what is recorded changes no number"),
-    ChangeRule("checkpoint.*", "in place", "when a run is saved changes no number"),
+    ChangeRule("observe.*", "in place", "logging does not change the results"),
+    ChangeRule("checkpoint.*", "in place", "saving does not change the results"),
     ChangeRule(
         "data.folder",
         "in place",
-        "data may lie elsewhere; other data are refused when they are read",
+        "the data may be moved; other data are refused when they are read",
     ),
-    ChangeRule("loader.*", "in place", "who reads ahead changes no sample and no number"),
+    ChangeRule("loader.*", "in place", "the workers do not change the samples or the results"),
     ChangeRule(
         "layout.compress*",
         "fork",
-        "what is sent of the gradients is another from the first new step",
+        "gradients are compressed differently from the first new step",
     ),
-    ChangeRule(
-        "layout.virtual_ranks", "fork", "sums are added in another order from the first new step"
-    ),
+    ChangeRule("layout.virtual_ranks", "fork", "sums have another order from the first new step"),
     ChangeRule(
         "layout.*",
         "in place",
-        "other ranks share the same batches; what one pass sees stays the same where "
-        "train.microbatch is stated",
+        (
+            "the same batches are divided among other ranks; a forward pass has the "
+            "same samples if train.microbatch is given"
+        ),
     ),
     ChangeRule(
         "nccl.*",
         "in place",
-        "what is sent is the same; another algorithm may add it in another order",
+        "another NCCL algorithm may sum in another order",
     ),
-    ChangeRule("train.device", "in place", "another device computes other bits, the same run"),
+    ChangeRule(
+        "train.device", "in place", "another device may give other bits; the run is the same"
+    ),
     ChangeRule(
         "train.threads",
         "in place",
-        "another number of threads may compute other bits, the same run",
+        "another number of threads may give other bits; the run is the same",
     ),
-    ChangeRule("memory.*", "in place", "what is held and what is computed again changes no number"),
-    ChangeRule("compile.*", "in place", "compiled code may compute other bits, the same run"),
+    ChangeRule(
+        "memory.*", "in place", "offloading and activation checkpointing do not change the results"
+    ),
+    ChangeRule("compile.*", "in place", "compiled code may give other bits; the run is the same"),
     ChangeRule(
         "train.cudnn_benchmark",
         "in place",
-        "another algorithm may compute other bits, the same run",
+        "another algorithm may give other bits; the run is the same",
     ),
     ChangeRule(
-        "train.attention", "in place", "another kernel may compute other bits, the same run"
+        "train.attention", "in place", "another kernel may give other bits; the run is the same"
     ),
     ChangeRule(
-        "train.keep_freed_memory", "in place", "memory is held otherwise, and no number changes"
+        "train.keep_freed_memory", "in place", "keeping freed memory does not change the results"
     ),
     ChangeRule("task.use", "refused", "another task has another model"),
     ChangeRule(
         "task.*",
         "fork",
-        "a model with other names or shapes is refused when it is loaded; scores begin anew",
+        (
+            "a model with other names or shapes is refused when it is loaded; the "
+            "best score is reset"
+        ),
     ),
-    ChangeRule("optim.name", "refused", "another optimiser has another state"),
-    ChangeRule("optim.state", "refused", "the optimiser's state is of another format"),
-    ChangeRule("optim.freeze", "refused", "what was frozen has no optimiser state"),
-    ChangeRule("optim.ema", "fork", "switching the average on or off is refused when it is loaded"),
+    ChangeRule("optim.name", "refused", "another optimizer has another state"),
+    ChangeRule("optim.state", "refused", "the optimizer state has another format"),
+    ChangeRule("optim.freeze", "refused", "parameters that were frozen have no optimizer state"),
     ChangeRule(
-        "optim.ema_buffers", "refused", "a checkpoint holds averages of buffers, or it does not"
+        "optim.ema",
+        "fork",
+        (
+            "a checkpoint with an average of the weights is refused without one, and "
+            "the other way round"
+        ),
+    ),
+    ChangeRule(
+        "optim.ema_buffers", "refused", "a checkpoint has averages of buffers, or it does not"
     ),
     ChangeRule(
         "optim.*",
         "fork",
-        "the new values hold from the first new step; the optimiser's moments stay",
+        ("the new values apply from the first new step; the optimizer's moments are kept"),
     ),
     ChangeRule(
-        "schedule.*", "fork", "the new curve holds from the first new step, at the run's step"
+        "schedule.*", "fork", "the new curve applies from the first new step, at the run's step"
+    ),
+    ChangeRule("precision.weights", "refused", "weights and optimizer state have another format"),
+    ChangeRule("precision.master", "refused", "weights and optimizer state have another format"),
+    ChangeRule("train.length", "fork", "the run is longer or shorter, and so is its schedule"),
+    ChangeRule(
+        "train.batch",
+        "fork",
+        ("step n reads the samples that it would read if the run had always had this batch size"),
     ),
     ChangeRule(
-        "precision.weights", "refused", "weights and the optimiser's state are of another format"
+        "train.ramp",
+        "fork",
+        ("step n reads the samples that it would read if the run had always had this ramp"),
     ),
+    ChangeRule("train.batchnorm", "refused", "another normalization layer has another state"),
     ChangeRule(
-        "precision.master", "refused", "weights and the optimiser's state are of another format"
+        "train.memory_format",
+        "refused",
+        "Muon's state of convolution filters has their memory format",
     ),
-    ChangeRule("train.length", "fork", "a longer or shorter run; its schedule follows"),
-    ChangeRule(
-        "train.batch", "fork", "step n reads what step n reads of a run that always had this batch"
-    ),
-    ChangeRule(
-        "train.ramp", "fork", "step n reads what step n reads of a run that always had this ramp"
-    ),
-    ChangeRule("train.batchnorm", "refused", "another norm has another state"),
-    ChangeRule("train.memory_format", "refused", "what Muon keeps of filters lies as they do"),
     ChangeRule(
         "train.seed",
         "fork",
-        "the order of the data is that of the new seed from the first new step",
+        "the data order is that of the new seed from the first new step",
     ),
-    ChangeRule("data.*", "fork", "the order of the data is another from the first new step"),
-    ChangeRule("evaluate.split", "fork", "scores begin anew"),
-    ChangeRule("evaluate.score", "fork", "scores begin anew"),
-    ChangeRule("evaluate.*", "fork", "the new values hold from the first new step"),
-    ChangeRule("*", "fork", "the new values hold from the first new step"),
+    ChangeRule("data.*", "fork", "the data order differs from the first new step"),
+    ChangeRule("evaluate.split", "fork", "the best score is reset"),
+    ChangeRule("evaluate.score", "fork", "the best score is reset"),
+    ChangeRule("evaluate.*", "fork", "the new values apply from the first new step"),
+    ChangeRule("*", "fork", "the new values apply from the first new step"),
 )
 
 

@@ -205,7 +205,7 @@ def _check_sharded(
             # which are told the norms of whole layers
             if not by_number and not isinstance(optimizer, Lamb | Lars):
                 raise SpecError(
-                    "layout.shard splits what an optimiser moves by "
+                    "layout.shard splits what an optimizer moves by "
                     f"rows, and whether {name} may be split is not known",
                     hint=(
                         f"use one of torch's {', '.join(BY_NUMBER)}, lars "

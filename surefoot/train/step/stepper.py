@@ -38,7 +38,7 @@ from surefoot.components.profiler import (
     COPY,
     DATA,
     FORWARD,
-    OPTIMISER,
+    OPTIMIZER,
     PhaseClock,
 )
 from surefoot.components.stability import GradientNoise
@@ -215,7 +215,7 @@ class Stepper:
             self._buffers.put_back_unless(applied)
         if self.ranks is not None:
             self.ranks.look(number, applied)
-            self.clock.switch(OPTIMISER)
+            self.clock.switch(OPTIMIZER)
         if self._average is not None:
             self._average.update(applied)
         if self._is_first and self.record is not None:
@@ -345,7 +345,7 @@ class Stepper:
         if self.before_update is not None:
             switch(CHECKPOINT)
             self.before_update()
-        switch(OPTIMISER)
+        switch(OPTIMIZER)
         totals.update(
             mine if inputs is None else {f"{update.name}.{name}": row for name, row in mine.items()}
         )
@@ -459,7 +459,7 @@ class Stepper:
         self.clock.switch(BACKWARD)
         self.has_moved = True
         norm = update.step(lambda: backward([term.total for term in terms], factors))
-        self.clock.switch(OPTIMISER)
+        self.clock.switch(OPTIMIZER)
         return norm, True
 
     @contextmanager

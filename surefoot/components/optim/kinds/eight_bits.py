@@ -149,7 +149,7 @@ class Adam8bit(ByGroup):
                 shape = " x ".join(map(str, parameter.shape))
                 raise SpecError(
                     f"a parameter of {shape or 'no dimensions'} has no 8-bit state: {reason}",
-                    hint="give it to another optimiser",
+                    hint="give it to another optimizer",
                 )
             self._codes_on(parameter.device)
 

@@ -22,10 +22,10 @@ from surefoot.components.profiler.phases.tally import Tally
 from surefoot.contract.events import PHASES
 from surefoot.contract.state import Timing
 
-DATA, COPY, FORWARD, BACKWARD, OPTIMISER, COMMUNICATION, CHECKPOINT, EVALUATION, LOGGING, OTHER = (
+DATA, COPY, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, CHECKPOINT, EVALUATION, LOGGING, OTHER = (
     range(len(PHASES))
 )
-ON_DEVICE = frozenset((COPY, FORWARD, BACKWARD, OPTIMISER))  # the host only launches these
+ON_DEVICE = frozenset((COPY, FORWARD, BACKWARD, OPTIMIZER))  # the host only launches these
 
 
 @final

@@ -154,7 +154,7 @@ class Tally:
         )
 
 
-COMPILED = ("forward", "backward", "optimiser")  # the phases of compiled code
+COMPILED = ("forward", "backward", "optimizer")  # the phases of compiled code
 CAUSES = ("compile", "checkpoint", "evaluation")  # causes more specific than "first step"
 
 

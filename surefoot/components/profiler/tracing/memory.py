@@ -4,7 +4,7 @@
 | --- | --- |
 | parameters | the model's parameters and buffers |
 | gradients | the tensors in `.grad` |
-| optimiser | the state of the optimizers |
+| optimizer | the state of the optimizers |
 | activations | allocated outside a backward pass, not freed before the next one; with the batch |
 | temporaries | all other allocations |
 
@@ -21,14 +21,14 @@ from typing import Any, Self
 
 from surefoot.components.profiler.tracing.trace import OPERATOR, Trace
 
-PARAMETERS, GRADIENTS, OPTIMISER, ACTIVATIONS, TEMPORARIES = (
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = (
     "parameters",
     "gradients",
-    "optimiser",
+    "optimizer",
     "activations",
     "temporaries",
 )
-CATEGORIES = (PARAMETERS, OPTIMISER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # the longest-lived first
+CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # the longest-lived first
 MOST_POINTS = 2000
 _NODE = "autograd::engine::evaluate_function"
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from surefoot.components.profiler.tracing import trace
-from surefoot.components.profiler.tracing.memory import GRADIENTS, OPTIMISER, PARAMETERS, Known
+from surefoot.components.profiler.tracing.memory import GRADIENTS, OPTIMIZER, PARAMETERS, Known
 from surefoot.components.profiler.tracing.ranges import ModuleRanges, Ranges
 from surefoot.contract.run_folder import files
 from surefoot.core import place
@@ -253,7 +253,7 @@ class Profiler:
                 if _lies_on(each, self._device)
             }
             for name, found in (
-                (OPTIMISER, [*held, *self._more]),
+                (OPTIMIZER, [*held, *self._more]),
                 (GRADIENTS, grads),
                 (PARAMETERS, whole),
             )
