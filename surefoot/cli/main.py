@@ -9,7 +9,7 @@ import mmap
 import os
 import sys
 import warnings
-from typing import Any, cast
+from typing import TextIO
 
 import typer
 
@@ -135,14 +135,19 @@ def _show_renamed_keys() -> None:
     show = warnings.showwarning
 
     def show_or_print(
-        message: Warning | str, category: type[Warning], *args: Any, **more: Any
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
     ) -> None:
         if not issubclass(category, RenamedKeyWarning):
-            show(message, category, *args, **more)
+            show(message, category, filename, lineno, file, line)
         elif not place.is_started_rank():
             options.warn(str(message))
 
-    warnings.showwarning = cast(Any, show_or_print)
+    warnings.showwarning = show_or_print
 
 
 def _open_closed_streams() -> None:
