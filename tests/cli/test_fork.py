@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 from surefoot.components.data import consumed
 from surefoot.contract import events, ledger, manifest
-from surefoot.contract.events import Fault, Step
+from surefoot.contract.events import Step
 from surefoot.train.resume.start import Start
 from tests.cli.conftest import Command
 from tests.cli.resumed_runs import SPEC, STEPS, STOP, snapshot, spec, started, train, trained
-from tests.train.small import write_task
+from tests.train.small import faults_of, write_task
 from tests.train.test_resume import bits
 
 __all__ = ["spec", "trained"]  # fixtures
@@ -291,7 +291,7 @@ def test_a_ledger_with_a_damaged_header_is_set_aside_and_the_run_goes_on(
     assert surefoot("resume", "left", "--quiet").code == 0
     assert bits(Path("left"), STEPS) == bits(Path("whole"), STEPS)
     assert (Path("left") / ledger.BAD_FILE).read_bytes() == damaged
-    (fault,) = (event for event in events.read(Path("left")) if isinstance(event, Fault))
+    (fault,) = faults_of(Path("left"))
     assert (fault.fault, fault.detail) == ("damaged-ledger", "ledger.bin lost the rows of 6 steps")
 
 

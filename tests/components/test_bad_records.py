@@ -20,13 +20,13 @@ from surefoot.components.data import Feed, Keys, Order, Tars
 from surefoot.components.data.loader import Loader, LoaderNotice, LoaderSettings, Reader
 from surefoot.components.data.loader.bad import read_sound
 from surefoot.components.metrics import Mean, accuracy
-from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Source
 from surefoot.core.errors import BadRecordError
 from surefoot.train.run import Run, drive
 from tests.components.test_index import write_tar
 from tests.components.test_tars import image
+from tests.train.small import faults_of
 
 NUM_SAMPLES, BATCH = 200, 8
 BAD = (3, 17, 18, 101, 199)
@@ -140,7 +140,7 @@ def test_a_run_leaves_out_what_is_bad_and_says_how_many_samples_it_had(tmp_path:
         result = run.evaluate("test")
         assert run.num_samples == NUM_SAMPLES - len(BAD)
     assert result.num_samples == NUM_SAMPLES - len(BAD)
-    faults = [each for each in events.read(tmp_path / "run") if isinstance(each, events.Fault)]
+    faults = faults_of(tmp_path / "run")
     assert [each.fault for each in faults] == ["bad-record"] * 2 * len(BAD)
     assert all(
         "photos.tar" in each.detail and "as " in each.action and " of 6" in each.action

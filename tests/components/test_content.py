@@ -16,10 +16,9 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import surefoot
 from surefoot.components.data.sources.batch_digest import digest_of_content
-from surefoot.contract.events import Fault
 from surefoot.core.errors import OtherDataError
 from surefoot.train.run import Run
-from tests.train.small import Small, records, spec
+from tests.train.small import Small, faults_of, spec
 
 
 class Held(Dataset[Any]):
@@ -108,7 +107,7 @@ def test_a_list_that_changes_between_two_attempts_of_a_loop_is_reported(
         run._record.end("stopped")
         printed = " ".join(capsys.readouterr().err.split())
         assert ("the content of the data" in printed) == (last == 5.0)
-    faults = [event for event in records(tmp_path) if isinstance(event, Fault)]
+    faults = faults_of(tmp_path)
     assert [each.fault for each in faults] == ["other-data"]
 
 
@@ -132,7 +131,5 @@ def test_a_list_that_changes_between_two_attempts_of_a_run_needs_a_word(tmp_path
     with pytest.raises(OtherDataError, match="content of the data"):
         train(6, 5.0)
     train(8, 5.0, accept_data=True)
-    assert [event.fault for event in records(tmp_path / "a") if isinstance(event, Fault)] == [
-        "other-data"
-    ]
+    assert [fault.fault for fault in faults_of(tmp_path / "a")] == ["other-data"]
     train(10, 5.0)

@@ -14,8 +14,8 @@ import torch
 
 import surefoot
 from surefoot.contract import commits, manifest
-from surefoot.contract.events import Ended, Fault, Started
-from tests.train.small import FEW, call, records, write_task
+from surefoot.contract.events import Ended, Started
+from tests.train.small import FEW, call, faults_of, records, write_task
 
 Lines = list[bytes]
 
@@ -80,9 +80,7 @@ def test_an_attached_loop_names_a_damaged_line_as_a_run_does(
             SPOILED[what](lines)
             (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
             capfd.readouterr()
-    assert [event.fault for event in records(tmp_path) if isinstance(event, Fault)] == [
-        "damaged-log"
-    ]
+    assert [fault.fault for fault in faults_of(tmp_path)] == ["damaged-log"]
     assert capfd.readouterr().err.count("the line is left out") == 1
 
 
@@ -124,8 +122,7 @@ def test_a_run_goes_on_in_spite_of_a_damaged_line_and_names_it(
     after = records(run)
     assert isinstance(after[-1], Ended)
     assert after[-1].outcome == "finished"
-    faults = [each for each in after if isinstance(each, Fault)]
-    assert {each.fault for each in faults} == {"damaged-log"}
+    assert {each.fault for each in faults_of(run)} == {"damaged-log"}
     assert {
         entry.name: entry.sha256
         for entry in commits.check(manifest.step_folder(run, 8)).files

@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import surefoot
-from surefoot.contract.events import Fault
 from surefoot.contract.task import Loss
 from surefoot.core.errors import RunFolderError
-from tests.train.small import Small, records, spec
+from tests.train.small import Small, faults_of, spec
 from tests.train.test_resume import train
 
 MADE: dict[str, Callable[[], Any]] = {
@@ -125,7 +124,7 @@ def test_a_loop_resumes_with_the_draws_of_a_generator(
     assert len(again) == 4  # steps 7 to 10
     assert again[:2] == whole[6:8]
     assert "draws from" not in capsys.readouterr().err
-    assert not [event for event in records(tmp_path / "a") if isinstance(event, Fault)]
+    assert not faults_of(tmp_path / "a")
 
 
 @pytest.mark.parametrize("kind", MADE)

@@ -31,6 +31,7 @@ from surefoot import Loss, Run, RunSpec
 from surefoot.components.data import Arrays
 from surefoot.contract import events, loop_ledger
 from surefoot.core.errors import OtherDataError, RunError
+from tests.train.small import faults_of
 
 SAMPLES, BATCH, EPOCHS = 18, 4, 3  # the last batch of an epoch is short
 NUMBERS: Any = [(float(number), number) for number in range(SAMPLES)]
@@ -292,8 +293,7 @@ def test_other_data_stop_a_resumed_run_before_it_trains_a_step(
     assert task.seen == []
     assert (tmp_path / "run" / "events.jsonl").stat().st_size == size
     train(tmp_path / "run", Task(make()), 14, accept_data=True)
-    faults = [event for event in events.read(tmp_path / "run") if isinstance(event, events.Fault)]
-    assert [fault.fault for fault in faults] == ["other-data"]
+    assert [fault.fault for fault in faults_of(tmp_path / "run")] == ["other-data"]
     assert what in capfd.readouterr().err
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import surefoot
 from surefoot.contract import commits, manifest
-from surefoot.contract.events import Committed, Fault, Started
+from surefoot.contract.events import Committed, Started
 from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.train.run import Run
 from tests.train.small import (
@@ -132,7 +132,7 @@ def test_a_disk_that_is_full_at_a_commit_costs_that_commit_and_not_the_run(tmp_p
                     ballast.unlink()
         past = records(disk / "a")
         assert [event.step for event in past if isinstance(event, Committed)] == [12]
-        faults = [event for event in past if isinstance(event, Fault)]
+        faults = faults_of(disk / "a")
         assert [(fault.step, fault.fault) for fault in faults] == [(4, "storage"), (8, "storage")]
         assert "the run goes on" in faults[0].action
         assert not list((disk / "a" / "checkpoints").glob(".*"))

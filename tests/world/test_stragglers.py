@@ -25,6 +25,7 @@ from surefoot.core.ranks.stragglers import Pace
 from surefoot.runtime.comm import Group
 from surefoot.train.run import Run
 from surefoot.train.step.pace import Paces
+from tests.train.small import faults_of, records
 from tests.world.ranks import run_ranks
 
 # on every rank: what 3 in 10 of it is, no busy machine adds to one rank in nearly every step
@@ -164,8 +165,7 @@ def test_a_rank_that_is_slowed_is_named_with_its_reason(
         tmp_path / "ranks",
     )
     assert found[0] == found[1]
-    records = list(events.read(tmp_path / "run"))
-    faults = [each for each in records if isinstance(each, events.Fault)]
+    faults = faults_of(tmp_path / "run")
     if words is None:
         assert faults == []
     else:
@@ -178,7 +178,7 @@ def test_a_rank_that_is_slowed_is_named_with_its_reason(
     ]
     # told apart from the backward pass, which it follows
     assert words is None or waits_s[0] - waits_s[1] > 0.15 * PASS_S
-    rows = [each.ranks for each in records if isinstance(each, events.Step)]
+    rows = [each.ranks for each in records(tmp_path / "run") if isinstance(each, events.Step)]
     # of the last step nobody hears
     assert sum(sum(row["last"]) for row in rows if row) == len(found[0]) - 1
     assert not any(
