@@ -272,6 +272,7 @@ def attached(folder: Path, kind: str, *, leave_at: int | None = None) -> list[An
     return [*found, *(each.tolist() for each in model.state_dict().values())]
 
 
+@pytest.mark.quick("InAGraph", "AbsentAtFirst", "Queue", "Turns")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_attached_loop_resumes_with_the_bits_of_one_that_was_never_stopped(
     kind: str, tmp_path: Path

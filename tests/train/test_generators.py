@@ -113,6 +113,9 @@ class Collated:
         return torch.stack(rows) + draw(self.generator)
 
 
+@pytest.mark.quick(
+    "state-MT19937", "state-RandomState", "dataset-numpy", "collate_fn-Python", "model-torch"
+)
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("where", ["state", "dataset", "collate_fn", "model"])
 def test_a_loop_resumes_with_the_draws_of_a_generator(
@@ -127,6 +130,7 @@ def test_a_loop_resumes_with_the_draws_of_a_generator(
     assert not faults_of(tmp_path / "a")
 
 
+@pytest.mark.quick("numpy", "Python")
 @pytest.mark.parametrize("kind", MADE)
 def test_a_generator_that_the_loop_draws_from_and_does_not_name_is_reported_once(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -178,6 +182,7 @@ class Drawing(Small):
         return super().loss(output, batch)
 
 
+@pytest.mark.quick("RandomState", "torch")
 @pytest.mark.parametrize("kind", MADE)
 def test_a_generator_of_the_task_that_its_state_does_not_name_is_reported(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -82,6 +82,15 @@ HOW = {
 }
 
 
+@pytest.mark.quick(
+    "adamw-unfreeze_and_freeze",
+    "sgd with momentum-freeze",
+    "muon-unfreeze",
+    "an average-unfreeze_and_freeze",
+    "the task's own-unfreeze",
+    "frozen by the spec-unfreeze",
+    "in microbatches-freeze",
+)
 @pytest.mark.parametrize("change", [unfreeze, freeze, unfreeze_and_freeze])
 @pytest.mark.parametrize("how", HOW)
 def test_what_the_loop_unfreezes_or_freezes_is_so_after_a_kill_too(
