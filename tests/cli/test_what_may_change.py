@@ -217,7 +217,7 @@ def test_a_stated_default_may_overrule_a_part_of_the_task_and_counts_as_a_change
 
 
 def test_the_table_of_what_may_change_is_the_one_that_is_applied() -> None:
-    text = sections(ROOT / "docs" / "reference" / "run-folder.md")["What may change"]
+    text = sections(ROOT / "docs" / "reference" / "run-folder.md")["Changes on resume"]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert rows == [[f"`{rule.pattern}`", rule.verdict, rule.why] for rule in changes.RULES]
 

@@ -9,12 +9,12 @@ from typing import Any
 import surefoot
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "api.md"
-HEAD = """# Public names
+HEAD = """# Public API
 
-Import from these modules and from `surefoot` itself; whatever else lies in the package may move \
+Import from these modules and from `surefoot` itself; other modules of the package may move \
 without notice.
-`help(surefoot.data.Arrays)` shows all of a docstring.
-This page is made from the docstrings by `python -m tests.docs.api_page`.
+`help(surefoot.data.Arrays)` prints a whole docstring.
+This page is generated from the docstrings by `python -m tests.docs.api_page`.
 """
 
 

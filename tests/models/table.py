@@ -21,35 +21,33 @@ MODULES = {
     "timm": ("test_timm",),
     "torch_geometric": ("test_torch_geometric",),
 }
-TEXT = """# Models of others, compared
+TEXT = """# Third-party models
 
 Models of three packages in small configurations, each trained by a plain PyTorch loop and by a \
 `Run`, {steps} steps.
-`python -m tests.models.table` trains them all and writes this page; `tests/models` holds it, a \
-few models of each package in
-`make test`, all in `make test-faults`.
+`python -m tests.models.table` trains all of them and writes this page; `tests/models` tests the \
+comparisons, for a few models of each package in `make test` and for all in `make test-faults`.
 
-| comparison | what is held against what |
+| comparison | compared results |
 | --- | --- |
-| plain loop | whole batches against a loop of `backward()` and `step()`, without dropout: losses, \
-weights, buffers, an evaluation |
-| microbatches | each batch cut in two, against the same loop; models marked * against a loop that \
-accumulates the same parts (below) |
-| two ranks | two processes against one, with the same microbatches and the model's own dropout, \
-layer drop and masking |
-| sharded | the same under `layout.shard = 2`, with the stage in brackets |
-| resumed | killed (`SIGKILL`) after step 3 and started again from the commit of step 2, against \
-unbroken, with dropout: the same bits |
+| plain loop | whole batches compared with a loop of `backward()` and `step()`, without dropout: \
+losses, weights, buffers, an evaluation |
+| microbatches | each batch split in two, compared with the same loop; models marked * compared \
+with a loop that accumulates the same parts (below) |
+| two ranks | two processes compared with one, with the same microbatches and the model's own \
+dropout, layer drop and masking |
+| sharded | the same with `layout.shard = 2`; the stage is in brackets |
+| resumed | a run that is killed (`SIGKILL`) after step 3 and resumes from the checkpoint of step \
+2, compared with an uninterrupted run, with dropout: bitwise identical |
 
-A number is the largest difference: of losses, relative to the loss; of each tensor, relative to \
-how far training has moved it (at
-least a thousandth of the tensor that moved farthest). No case may have more than its bound: \
-{bound:g} in float64, {wide:g} in float32.
-What is *refused* is refused before step 1, for a reason that stands in [refusals](refusals.md).
+Each value is the largest difference: of losses, relative to the loss; of tensors, relative to \
+the change of the tensor by training (at least a thousandth of the largest change of any tensor).
+No difference may exceed the bound of its case: {bound:g} in float64, {wide:g} in float32.
+A case marked *refused* is refused before step 1; [refusals](refusals.md) gives the reason.
 
-Models marked * join the samples of a pass (BatchNorm), or count the padding of a batch in the \
-loss: PyTorch itself gives other numbers
-for two halves of a batch than for the whole.
+Models marked * combine the samples of a forward pass (BatchNorm), or count the padding of a \
+batch in the loss: PyTorch itself computes other results for two halves of a batch than for the \
+whole batch.
 
 Made with Python {python}, torch {torch}, {packages}, on a CPU.
 
