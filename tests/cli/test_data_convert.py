@@ -392,7 +392,7 @@ def test_bad_input_is_told_in_words_before_anything_is_written(
         (f"image={x}", f"image={y}", "out"): "names nothing, or what is named already",
         (f"image={x}", "empty", "out"): "is no source",
         (f"im age={x}", "out"): "a part is called 'im age'",
-        (f"image={x}", "out", "--shard-size", "5"): "is no size in bytes",
+        (f"image={x}", "out", "--shard-size", "5"): "is not a size in bytes",
         (f"image={x}", "out", "--shard-size", "1 KiB"): "tars of 1,024 bytes are too small",
         (f"image={x}", "out", "--name", "a/b"): "tars cannot be called 'a/b'",
         (f"image={x}", "file"): "the folder file cannot be made: it is a file",

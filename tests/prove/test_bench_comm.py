@@ -47,7 +47,7 @@ SPEC: dict[str, Any] = {
         ("--ranks 0", "--ranks is 0"),
         ("--only sum", "there is no collective 'sum'"),
         ("--only send,send", "no collective is named, or one twice"),
-        ("--largest 3", "'3' is no size in bytes"),
+        ("--largest 3", "'3' is not a size in bytes"),
         ("--smallest 2MiB --largest 1MiB", "sizes from 2,097,152 to 1,048,576 bytes are none"),
         ("--largest 9000GiB", "this host has"),
         ("--calls 0", "0 calls after 5 measure nothing"),

@@ -72,7 +72,7 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
                 assert report.applied
     faults = faults_of(tmp_path / "a")
     assert [(fault.step, fault.fault, fault.action) for fault in faults] == [
-        (3, "nonfinite", "the step was skipped, nothing moved")
+        (3, "nonfinite", "the step was skipped, no weight changed")
     ]
     assert "the loss is nan" in faults[0].detail
     # also when quiet

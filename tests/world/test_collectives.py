@@ -134,5 +134,5 @@ def test_one_rank_has_no_collective_and_a_lost_one_ends_the_others(tmp_path: Pat
             Collective("all-reduce", group, 64).call(0)
         return None
 
-    with pytest.raises(RankFailed, match="rank 1 is gone, after "):
+    with pytest.raises(RankFailed, match="rank 1 has exited, after "):
         together(2, job, tmp_path, timeout_s=2.0)

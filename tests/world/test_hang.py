@@ -129,14 +129,14 @@ NAMED = {  # what the verdict says of each kind
     ),
     "uneven evaluation": (
         (
-            "the ranks do different things: "
-            "rank 1 is in a maximum of 8 bytes, this rank in another, after "
+            "the ranks call different collectives: "
+            "rank 1 is in a maximum of 8 bytes, this rank is in another, after "
         ),
         "in a maximum of 40 bytes",
         "the ranks did not call collective ",
         "rank 0 called a maximum of 40 bytes and is in step 5",
         "rank 1 called a maximum of 8 bytes and is in step 5",
-        "evaluation after step 5: the ranks do different things",
+        "evaluation after step 5: the ranks call different collectives",
     ),
     "branch": (
         "rank 1 of 2 has not come",
@@ -300,14 +300,17 @@ def test_without_a_supervisor_a_cut_network_is_named_by_the_deadline_of_what_the
     assert ended_s - float((tmp_path / "planted").read_text()) < GENEROUS_S
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
     assert all(
-        "the other ranks are out of reach, after " in each
+        "the other ranks are unreachable, after " in each
         and "in the sum of gradients of 2,040 bytes; " in each
         for each in said
     )
-    assert "rank 1 of 2 says nothing: it has ended, hangs, or the network to it is cut" in said[0]
     assert (
-        "10.0.0.1, where rank 0 is, does not answer: it has ended, or the network to it is cut"
-        in said[1]
+        "rank 1 of 2 does not respond: it has ended, hangs, or the network connection is down"
+        in said[0]
+    )
+    assert (
+        "10.0.0.1, the host of rank 0, does not respond: "
+        "rank 0 has ended, or the network connection is down" in said[1]
     )
 
 
@@ -477,4 +480,4 @@ def test_a_rank_that_ends_while_the_ranks_join_is_lost_to_the_others(tmp_path: P
         run_ranks(2, job, tmp_path)
     said = json.loads((tmp_path / "rank-0.json").read_text())
     assert (said["kind"], said["code"]) == ("LostRank", 8)
-    assert "another rank is gone, which had come before" in said["error"]
+    assert "another rank, which had joined before, has exited" in said["error"]

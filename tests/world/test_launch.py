@@ -324,7 +324,7 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
             ("--ranks", "1000"),
             {},
             (
-                "error: a batch of 64 gives 1000 ranks 64 pieces to compute\n"
+                "error: a batch of 64 has 64 microbatches for 1000 ranks\n"
                 "hint: use fewer ranks, or batches of 1000"
             ),
         ),
@@ -334,7 +334,11 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
             "error: --ranks is given to a process that is a rank already",
         ),
-        ((), {"RANK": "0", "WORLD_SIZE": "2"}, "error: MASTER_ADDR is not set in a world of 2"),
+        (
+            (),
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "error: MASTER_ADDR is not set, and WORLD_SIZE is 2",
+        ),
         pytest.param(
             (),
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
@@ -350,7 +354,7 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
                 "MASTER_ADDR": "nowhere.invalid",
                 "MASTER_PORT": "29500",
             },
-            "error: the ranks are to meet at nowhere.invalid, which is no host that is known here",
+            "error: MASTER_ADDR is nowhere.invalid, which cannot be resolved on this host",
         ),
     ],
 )

@@ -225,7 +225,7 @@ def test_ranks_of_several_hosts_say_why_they_are_not_watched(tmp_path: Path) -> 
             return why
 
     assert with_group(2, job, tmp_path) == 2 * [
-        "the ranks are on 2 hosts, and only those of one host can be watched"
+        "the ranks are on 2 hosts, and the supervisor watches only ranks of one host"
     ]
 
 
