@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "none together": (lambda: Texts(*join_texts(TEXTS), together=0), "0 texts together"),
     "a number beyond": (
         lambda: Texts(*join_texts(TEXTS)).read(np.array([9])),
-        "sample 9 was asked for",
+        "sample 9 was requested",
     ),
 }
 

@@ -318,4 +318,4 @@ def test_data_that_are_made_at_random_without_a_seed_are_named_as_the_cause_of_a
                 break
         run._record._lock.release()
     printed = " ".join(capsys.readouterr().err.split())
-    assert "torch.manual_seed(0) before they are made" in printed
+    assert "call torch.manual_seed(0) before the data are created" in printed

@@ -113,7 +113,11 @@ CHANGES = {
         "import no_such_package; generator = ",
         ["no_such_package"],
     ),
-    "data is nothing": ("return Arrays(", "return None; return Arrays(", ["NoneType", "no source"]),
+    "data is nothing": (
+        "return Arrays(",
+        "return None; return Arrays(",
+        ["NoneType", "not a source"],
+    ),
     "data is empty": (
         "torch.randn(24, 4, generator=generator), torch.arange(24) % 3",
         "torch.randn(0, 4), torch.arange(0)",
