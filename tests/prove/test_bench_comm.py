@@ -89,7 +89,7 @@ def test_ranks_inside_of_ranks_are_refused(
         monkeypatch.setenv(name, value)
     answer = surefoot("bench", "comm", "--ranks", "2")
     assert answer.code == 2
-    assert "--ranks is given to a process that is a rank already" in answer.err
+    assert "--ranks was given to a process that is already a rank" in answer.err
 
 
 def typed(words: str) -> list[str]:

@@ -83,7 +83,7 @@ def test_a_collective_that_gives_wrong_numbers_is_named_with_its_rank(tmp_path: 
                 setattr(dist, function, real)
         return said
 
-    expected = [f"{name} gives wrong numbers on rank 1 of 2" for name in NEEDED_FOR]
+    expected = [f"{name} returns wrong values on rank 1 of 2" for name in NEEDED_FOR]
     assert together(2, job, tmp_path, transport="gloo") == [expected, expected]
 
 

@@ -133,7 +133,7 @@ NAMED = {  # what the verdict says of each kind
             "rank 1 is in a maximum of 8 bytes, this rank is in another, after "
         ),
         "in a maximum of 40 bytes",
-        "the ranks did not call collective ",
+        "the ranks called different collectives as number ",
         "rank 0 called a maximum of 40 bytes and is in step 5",
         "rank 1 called a maximum of 8 bytes and is in step 5",
         "evaluation after step 5: the ranks call different collectives",
@@ -142,7 +142,10 @@ NAMED = {  # what the verdict says of each kind
         "rank 1 of 2 has not come",
         "in a collective that the task calls itself, at ",
         "test_hang.py:",
-        "hint: all ranks are ended: every rank has to call the same collectives, in one order",
+        (
+            "hint: all ranks were stopped: every rank must call the same collectives, "
+            "in the same order"
+        ),
     ),
     "barrier": (
         "rank 1 of 2 has not come",
@@ -397,7 +400,7 @@ def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_o
     ).is_unlike  # it may wait for the third, which hangs
     other = find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, Kind.GATHER), seen(2, 7, 9.0)])
     assert other.ranks == (1,)
-    assert "did not call collective 7 alike" in other.words
+    assert "called different collectives as number 7" in other.words
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12), seen(2, 7, 9.0)]).ranks == (
         1,
     )
@@ -408,7 +411,7 @@ def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_o
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, state="T")]).ranks == (1,)
     late = find_hang([seen(0, 8, 9.0), seen(1, 7, 9.0), seen(2, 8, 8.0)])
     assert late.ranks == (1,)
-    assert "the network to it is cut" in late.words
+    assert "its network connection is down" in late.words
     cut = find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0)])
     assert cut.ranks == ()
     assert "the network between them is cut" in cut.words

@@ -121,7 +121,7 @@ def test_what_holds_up_the_others_is_named_where_no_supervisor_looks_on(
     codes, said = run_plain_ranks(job, tmp_path / "ranks")
     assert codes == [8, -signal.SIGKILL if kind == "stopped" else 8], said
     assert all(each in said for each in NAMED[kind]), said
-    assert said.count("hint: all ranks are ended") == 1, said  # one of them says it
+    assert said.count("hint: all ranks were stopped") == 1, said  # one of them says it
     assert "Traceback" not in said
 
 
