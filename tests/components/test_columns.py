@@ -177,7 +177,7 @@ def test_other_values_of_a_column_are_those_of_python(name: str, columns: Path) 
 def test_a_value_that_is_missing_is_named_however_deep_it_is(name: str, columns: Path) -> None:
     source = Table(columns, x=name)
     assert source.read(np.array([0]))["x"] is not None
-    with pytest.raises(DataError, match=f"row 1 has no {name}"):
+    with pytest.raises(DataError, match=f"row 1 has a null in {name}"):
         source.read(BOTH)
 
 

@@ -125,7 +125,7 @@ def make_nothing(folder: Path) -> None:
 SPOILED: dict[Callable[[Path], None], str] = {
     make_text: r"cat/notes\.txt is not an image",
     make_empty_class: "elk contains no image",
-    make_file_beside: r"labels\.csv lies beside",
+    make_file_beside: r"labels\.csv is not in the folder of a class",
     make_empty_image: r"0\.png has 0 bytes",
     make_giant_image: r"2\.png has 1,099,511,627,776 bytes",
     make_pipe: r"p\.png is not an image",

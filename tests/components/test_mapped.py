@@ -125,7 +125,7 @@ def test_a_header_that_cannot_be_true_is_refused(what: str, tmp_path: Path) -> N
 )
 def test_a_file_that_is_cut_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(DataError, match="its header has"):
+    with pytest.raises(DataError, match="its header states"):
         Safetensors(tmp_path / "a.safetensors")
     with pytest.raises(DataError, match="No such file"):
         Safetensors(tmp_path / "b.safetensors")
@@ -133,7 +133,7 @@ def test_a_file_that_is_cut_is_refused(content: bytes, tmp_path: Path) -> None:
 
 def test_a_name_that_is_not_in_the_file_is_answered_with_those_that_are(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", {"x": row()}, bytes(16))
-    with pytest.raises(DataError, match=r"has no tensor images\nhint: it has x"):
+    with pytest.raises(DataError, match=r"has no tensor images\nhint: it contains x"):
         Safetensors(path, images="images")
 
 

@@ -125,12 +125,12 @@ BROKEN: dict[str, tuple[Any, int, str]] = {
     "a truth value for a size": (
         {"a": entry(0, 1, [True]), "b": entry(1, 2)},
         2,
-        "its tensor a has no shape",
+        "its tensor a has no valid shape",
     ),
     "a fraction for a size": (
         {"a": entry(0, 1, [1.0]), "b": entry(1, 2)},
         2,
-        "its tensor a has no shape",
+        "its tensor a has no valid shape",
     ),
     "three offsets": (
         {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 1]}},
@@ -140,22 +140,22 @@ BROKEN: dict[str, tuple[Any, int, str]] = {
     "metadata with a number": (
         {"__metadata__": {"n": 1}, "a": entry(0, 3)},
         3,
-        "its __metadata__ is no table of texts",
+        "its __metadata__ is not a table of strings",
     ),
     "metadata with a table": (
         {"__metadata__": {"n": {"a": "b"}}, "a": entry(0, 3)},
         3,
-        "its __metadata__ is no table of texts",
+        "its __metadata__ is not a table of strings",
     ),
     "metadata that is a list": (
         {"__metadata__": ["x"], "a": entry(0, 3)},
         3,
-        "its __metadata__ is no table of texts",
+        "its __metadata__ is not a table of strings",
     ),
     "metadata that is nothing": (
         {"__metadata__": None, "a": entry(0, 3)},
         3,
-        "its __metadata__ is no table of texts",
+        "its __metadata__ is not a table of strings",
     ),
     "a name twice": (
         b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',

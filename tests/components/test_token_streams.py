@@ -102,9 +102,9 @@ BAD_FILES: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
     "odd size": (b"abc", {}, "3 bytes, which is not a multiple of the 2 bytes of uint16"),
     "one token": (b"ab", {}, "nothing to predict"),
     "floats": (b"abcdefgh", {"dtype": "float32"}, "tokens of dtype float32 are not token ids"),
-    "not a dtype": (b"abcdefgh", {"dtype": "int17"}, "'int17' is no dtype"),
+    "not a dtype": (b"abcdefgh", {"dtype": "int17"}, "'int17' is not a dtype"),
     "two ways to end": (b"abcdefgh", {"end": 1, "offsets": "x.npy"}, "an end token and offsets"),
-    "an end that is not there": (b"abcdefgh", {"end": 1}, "the token 1 stands nowhere"),
+    "an end that is not there": (b"abcdefgh", {"end": 1}, "the token 1 does not occur"),
     "offsets that are not there": (
         b"abcdefgh",
         {"offsets": "missing.npy"},
@@ -136,7 +136,7 @@ def test_an_npy_file_that_is_none_is_refused(content: bytes, tmp_path: Path) -> 
 def test_tokens_that_are_none_and_samples_that_are_none_are_refused() -> None:
     with pytest.raises(DataError, match="float32 are not token ids"):
         Tokens(np.zeros(10, dtype=np.float32), 4)
-    with pytest.raises(DataError, match="holds the token -1"):
+    with pytest.raises(DataError, match="contains the token -1"):
         Tokens(np.array([0, 1, -1, 3, 4, 5]), 2).read(np.array([0]))
     with pytest.raises(DataError, match="holds the token -7"):
         Tokens(np.array([0, 1, 2, -7]), 2)

@@ -239,7 +239,7 @@ def test_a_schedule_that_turns_to_nan_ends_the_run_before_the_weights_do(tmp_pat
             return math.nan if step == 5 else 1.0
 
     with (
-        pytest.raises(NumbersError, match="schedule gives nan after 5 updates"),
+        pytest.raises(NumbersError, match="schedule returned nan after 5 updates"),
         Run(spec(12), Turning(), folder=tmp_path / "a", quiet=True) as run,
     ):
         for _ in run.steps():

@@ -329,12 +329,12 @@ def check_new(path: Path) -> None:
     """Raise InputError if `path` exists, is inside a checkpoint, or has no parent folder."""
     if any(STEP_FOLDER.match(folder.name) for folder in path.resolve().parents):
         raise InputError(
-            (f"--to {path} is inside a checkpoint, and surefoot never changes a checkpoint"),
+            (f"--to {path} is inside a checkpoint, and a checkpoint is never changed"),
             hint="give another --to",
         )
     if os.path.lexists(path):
         raise InputError(
-            f"{path} exists already, and surefoot does not overwrite files",
+            f"{path} exists already, and existing files are not overwritten",
             hint="give a new file with --to",
         )
     if not path.parent.is_dir():

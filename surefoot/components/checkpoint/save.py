@@ -221,8 +221,8 @@ def _seal(run: Path, draft: Path, made: Manifest, may_commit: Callable[[], bool]
     if (excess := manifests.find_excess_text(text)) is not None:
         raise TaskError(
             (
-                "there are more tensors than a checkpoint can store: surefoot reads no "
-                f"manifest that {excess}"
+                "there are more tensors than a checkpoint can store: no "
+                f"manifest is valid that {excess}"
             ),
             hint="concatenate small tensors",
         )

@@ -118,7 +118,7 @@ def compile_regions(
         if region._compiled_call_impl is not None:
             raise InputError(
                 f"{name} is compiled already",
-                hint="compile a model once, by surefoot or by torch.compile",
+                hint="compile a model once, by [compile] or by torch.compile",
             )
         region._compiled_call_impl = _Region(
             name, region, made, _options(mode, dynamic, deterministic, backend), dynamic, backend

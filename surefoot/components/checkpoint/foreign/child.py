@@ -87,8 +87,8 @@ def _load(source: Path) -> Any:
         raise InputError(
             f"{source} contains more than tensors, numbers and text: {_first_line(error)}",
             hint=(
-                "save it again with torch.save(model.state_dict(), FILE); surefoot never "
-                "runs code from a file"
+                "save it again with torch.save(model.state_dict(), FILE); "
+                "code in a file is never run"
             ),
         ) from None
     except EOFError:
@@ -289,7 +289,7 @@ def _piece(source: Path, info: Any) -> Any:
         raise InputError(f"{source} names the file {name[:100]!r}, which is not a plain file name")
     if info.fields.get("transform_descriptors"):
         raise InputError(
-            f"{source} is compressed, which surefoot does not read",
+            f"{source} is compressed, which is not supported",
             hint="save it without extensions",
         )
     _need_file(path)

@@ -267,7 +267,7 @@ def check_new(to: Path) -> None:
     try:
         if (to.exists() or to.is_symlink()) and (not to.is_dir() or any(to.iterdir())):
             raise RunFolderError(
-                f"{to} exists already, and surefoot does not overwrite it",
+                f"{to} exists already, and existing folders are not overwritten",
                 hint="give a new folder with --to",
             )
         above = next(folder for folder in (to, *to.absolute().parents) if folder.exists())
