@@ -127,9 +127,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 IN_TEXT = re.compile(r"\(os error ([0-9]+)\)")  # the error number in messages of Rust libraries
 MENDS = {
     **dict.fromkeys(FULL, "free some space"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "get the right to write there"),
-    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "make the folder that it lies in"),
-    errno.ELOOP: "put the file itself in the place of the link, where you trust who made it",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "get permission to write there"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "create its parent folder"),
+    errno.ELOOP: "replace the symbolic link with the file itself, if you trust its origin",
     errno.ENAMETOOLONG: "use a shorter name",
     errno.EISDIR: "move the folder of that name away",
     errno.EROFS: "mount the disk for writing",
@@ -144,7 +144,7 @@ def hint_unwritten(error: BaseException, instead: str | None = None) -> str:
     """
     told = IN_TEXT.search(str(error))
     number = error.errno if isinstance(error, OSError) else int(told.group(1)) if told else None
-    mend = MENDS.get(number or 0, "see that the disk is there and takes files")
+    mend = MENDS.get(number or 0, "check that the disk is mounted and accepts files")
     return mend if instead is None else f"{mend}, or {instead}"
 
 
@@ -155,10 +155,10 @@ def hint_unread(error: OSError) -> str:
     'ask its owner for the right to read it'
     """
     if error.errno in (errno.EACCES, errno.EPERM):
-        return "ask its owner for the right to read it"
+        return "ask its owner for permission to read it"
     if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
         return MENDS[error.errno]
-    return "see that the disk is there and answers"
+    return "check that the disk is mounted and responds"
 
 
 class RunError(SurefootError):

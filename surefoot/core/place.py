@@ -90,7 +90,7 @@ class Place:
         }
         if not 0 <= values["RANK"] < values["WORLD_SIZE"]:
             raise InputError(
-                f"RANK is {values['RANK']} in a world of {values['WORLD_SIZE']}",
+                f"RANK is {values['RANK']}, and WORLD_SIZE is {values['WORLD_SIZE']}",
                 hint="ranks count from 0, and WORLD_SIZE is the number of them",
             )
         if "RANK" in environ and "WORLD_SIZE" not in environ:
@@ -109,10 +109,10 @@ class Place:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environ.get(name):
                 raise InputError(
-                    f"{name} is not set in a world of {here.world_size}",
+                    f"{name} is not set, and WORLD_SIZE is {here.world_size}",
                     hint=(
-                        "surefoot train SPEC --ranks N and torchrun set it; by hand: "
-                        "the host of rank 0, and a free port of it"
+                        "surefoot train SPEC --ranks N and torchrun set it; otherwise set "
+                        "it to the host of rank 0, or to a free port on that host"
                     ),
                 )
         port = _whole(environ, "MASTER_PORT", 0)

@@ -42,14 +42,18 @@ class RecomputeChoice:
         if text in ("none", "full", "operators"):
             return cls(text)  # type: ignore[arg-type]
         if not isinstance(text, str):
-            raise SpecError(f"{text!r} is no way to recompute", hint=f"use {WORDS}")
+            raise SpecError(
+                f"{text!r} is not a value of memory.activation_checkpointing", hint=f"use {WORDS}"
+            )
         every = re.fullmatch(r"every ([1-9][0-9]{0,3})", text)
         if every is not None:
             return cls("every", int(every[1]))
         try:
             return cls("budget", parse_bytes(text))
         except SpecError:
-            raise SpecError(f"{text!r} is no way to recompute", hint=f"use {WORDS}") from None
+            raise SpecError(
+                f"{text!r} is not a value of memory.activation_checkpointing", hint=f"use {WORDS}"
+            ) from None
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
     """
     if not all(0 <= share <= 1 for share in shares):
         raise InputError(
-            f"the shares {list(shares)} are not all from 0 to 1", hint="0.5 is the median"
+            f"the quantiles {list(shares)} are not all from 0 to 1", hint="0.5 is the median"
         )
     return [float(value) for value in np.quantile(_checked(values), shares)]
 
@@ -201,7 +201,7 @@ def paired_ratio(
     above, below = _pairs(candidate, baseline)
     if above.min() <= 0 or below.min() <= 0:
         raise InputError(
-            "a ratio needs values above 0", hint="measure for longer, or compare differences"
+            "a ratio needs values above 0", hint="measure longer, or compare differences"
         )
     return median_interval((above / below).tolist(), neutral=1.0, seed=seed)
 
@@ -272,7 +272,7 @@ def sequential_ratio(
     above, below = _pairs(candidate, baseline)
     if above.min() <= 0 or below.min() <= 0:
         raise InputError(
-            "a ratio needs values above 0", hint="measure for longer, or compare differences"
+            "a ratio needs values above 0", hint="measure longer, or compare differences"
         )
     ratios = np.sort(above / below)
     count, rank = len(ratios), looks(most).get(len(ratios))
@@ -352,8 +352,8 @@ def _pairs(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     if len(candidate) != len(baseline):
         raise InputError(
-            f"{len(candidate)} values cannot be paired with {len(baseline)}",
-            hint="drop the pairs of which one is missing",
+            f"paired samples need the same count: got {len(candidate)} and {len(baseline)} values",
+            hint="drop the pairs with a missing value",
         )
     return _checked(candidate), _checked(baseline)
 
@@ -362,12 +362,12 @@ def _checked(values: Sequence[float]) -> npt.NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
         raise InputError(
-            f"values of shape {array.shape} have no statistics",
+            f"values must be a 1-D array of at least one number; got shape {array.shape}",
             hint="give one row of at least one number",
         )
     if not np.isfinite(array).all():
         raise InputError(
             f"{int((~np.isfinite(array)).sum())} of {array.size} values are not finite",
-            hint="leave those runs out, and say so",
+            hint="leave those runs out, and report that",
         )
     return array

@@ -103,7 +103,7 @@ class Duration:
         elif self.unit not in ("epochs", "s", "%"):
             raise SpecError(
                 f"{given} is not a whole number of {self.unit}",
-                hint="only epochs, times and shares can be divided",
+                hint="only epochs, times and shares may be fractions",
             )
 
     @classmethod
@@ -114,7 +114,7 @@ class Duration:
         """
         match = _match(_DURATION, text)
         if match is None:
-            raise SpecError(f"{_clip(text)} is no duration", hint=_HINT)
+            raise SpecError(f"{_clip(text)} is not a duration", hint=_HINT)
         number, prefix, name = match.groups()
         unit, scale = _NAMES[name]
         if unit in ("s", "%") and prefix:
@@ -165,18 +165,18 @@ class Duration:
             steps = exact * total_steps / 100
         elif self.unit == "%":
             raise SpecError(
-                f"{self} is a share of the run, whose steps are not known",
-                hint="say it in steps or epochs",
+                f"{self} is a share of the run, and the number of steps of the run is not known",
+                hint="give it in steps or epochs",
             )
         elif self.unit == "tokens":
             raise SpecError(
                 f"{self} cannot be counted: the data has no known tokens per sample",
-                hint="say it in steps or epochs",
+                hint="give it in steps or epochs",
             )
         else:
             raise SpecError(
                 f"{self} is a time, not a number of steps",
-                hint="say it in steps, epochs, samples or tokens",
+                hint="give it in steps, epochs, samples or tokens",
             )
         return math.ceil(steps)
 
@@ -190,7 +190,7 @@ def parse_count(text: str) -> int:
     match = _match(_COUNT, text)
     if match is None:
         raise SpecError(
-            f"{_clip(text)} is no count",
+            f"{_clip(text)} is not a count",
             hint='a count is a number with k, M, B or T: "4000", "1.3M", "70 B"',
         )
     return int(Fraction(match[1]) * _PREFIXES[match[2]])
@@ -207,8 +207,8 @@ def parse_bytes(text: str) -> int:
     match = _match(_SIZE, text)
     if match is None:
         raise SpecError(
-            f"{_clip(text)} is no size in bytes",
-            hint='a size has its unit: "512 B", "1.5 GiB", "80 GB"',
+            f"{_clip(text)} is not a size in bytes",
+            hint='a size needs its unit: "512 B", "1.5 GiB", "80 GB"',
         )
     return int(Fraction(match[1]) * _BYTES[match[2]])
 

@@ -82,7 +82,8 @@ class Interpreters:
                 else f"it was ended by {signal.Signals(-status).name}"
             )
             raise TaskError(
-                f"the run failed by itself: {told}", hint="make it train first: surefoot train SPEC"
+                f"the run failed by itself: {told}",
+                hint="check first that the spec trains: surefoot train SPEC",
             )
         return status == 0
 
@@ -90,7 +91,7 @@ class Interpreters:
         line = process.stdout.readline()  # type: ignore[union-attr]
         if not line:
             raise TaskError(
-                f"no process could be begun: {_last_words(said)}",
+                f"no process could be started: {_last_words(said)}",
                 hint="free some memory, and try again",
             )
         return int(line)

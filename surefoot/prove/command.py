@@ -75,8 +75,8 @@ def verify_command(
         raise InputError("--command is empty", hint='give one such as "python train.py"')
     if state.exists():
         raise InputError(
-            f"--state {state} is there already",
-            hint="each run begins without it: move it away, or name another",
+            f"--state {state} exists already",
+            hint="each run starts without this folder: move it away, or give another",
         )
     with ending_by_signal():
         return _verify(words, state, folder, kills, seed, tell)
@@ -174,7 +174,8 @@ def _run_whole(words: list[str], state: Path) -> RunPace:
             time.sleep(LOOK_S)
         if code := one.process.returncode:
             raise TaskError(
-                f"the command ended with {code}{one.said()}", hint="make it run to its end first"
+                f"the command ended with {code}{one.said()}",
+                hint="make the command finish without an error first",
             )
     if state.is_symlink():  # only the link would be moved, and the next run would resume this one
         raise TaskError(
@@ -184,7 +185,7 @@ def _run_whole(words: list[str], state: Path) -> RunPace:
     if not state.is_dir() or not list_files(state):
         raise TaskError(
             f"the command left nothing in {state}",
-            hint="name the folder that holds all it keeps with --state",
+            hint="give with --state the folder that contains everything that the command saves",
         )
     return RunPace(time.monotonic() - started_s, first_s - started_s, num_changes)
 
@@ -230,17 +231,17 @@ def _run_killed(
             if code := one.process.returncode:
                 raise TaskError(
                     f"the restarted command ended with {code}{one.said()}",
-                    hint="it must go on, or begin anew",
+                    hint="the restarted command must resume, or restart from step 0",
                 )
         if done:
             return tuple(done)
-        tell("it was over before the kill came: again, and earlier")
+        tell("the command ended before the kill: repeated with an earlier kill")
         shutil.rmtree(state)
         most, longest_s = max(1, most // 2), longest_s / 2
     if not done:
         raise TaskError(
-            "the command is over before it can be killed",
-            hint="make its run longer, or let it save more often",
+            "the command ends before it can be killed",
+            hint="make the command run longer, or save more often",
         )
     tell("the last start, to the end")
     _run_whole(words, state)

@@ -99,7 +99,7 @@ def verify_resume(
         if len(first) < LEAST_STEPS:
             raise TaskError(
                 f"the run is over after {len(first)} steps",
-                hint=f"make it {LEAST_STEPS} or more: train.length, --steps",
+                hint=f"train {LEAST_STEPS} steps or more: train.length, --steps",
             )
         if not any(_is_finite(row["loss"]) for row in first):
             raise TaskError(
@@ -263,26 +263,29 @@ def _differing_tensor(whole: Path, other: Path) -> str | None:
 def _cause_of_noise(component: str) -> str:
     if component == "random states":
         return (
-            "something draws from a random stream as often as it happens to: once a second, "
-            "once a worker"
+            "something draws from a random generator a varying number of times: once a "
+            "second, once for each worker"
         )
     return (
-        "an operator without a fixed order, the time of day, "
-        "or what other processes do decides a number"
+        "a value depends on an operator without a fixed order, on the time of day, or on "
+        "other processes"
     )
 
 
 def _cause_of_loss(component: str, guarantee: str, forgotten: Sequence[str]) -> str:
     if forgotten:
-        return f"fault.forget leaves out {', '.join(forgotten)} when the run goes on"
+        return f"fault.forget leaves out {', '.join(forgotten)} when the run resumes"
     if guarantee != "proven":
-        return f"the data are {guarantee}: read anew they gave other batches than before"
+        return (
+            f"the guarantee of the data is {guarantee}: read again, the data returned "
+            "other batches than before"
+        )
     if component == "random states":
         return (
-            "a draw from torch, numpy or Python's random that is made once a process "
-            "and not once a run"
+            "a random draw of torch, NumPy or Python that is made once per process and "
+            "not once per run"
         )
     return (
-        "state that no commit holds, as an attribute or a generator of the task's own: "
-        "name it in state()"
+        "state that no checkpoint contains, such as an attribute or a generator of the "
+        "task: return it from state()"
     )

@@ -105,7 +105,7 @@ def fault(number: int, generation: int = 1) -> Fault:
         fault="nonfinite",
         rank=0,
         host="here",
-        action="the step was skipped, nothing moved",
+        action="the step was skipped, no weight changed",
         detail="the loss is nan",
     )
 

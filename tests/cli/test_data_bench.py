@@ -124,7 +124,7 @@ def test_samples_and_seconds_bound_a_row(folder: Path, surefoot: Command) -> Non
     ("words", "says"),
     [
         (("none",), "none is missing"),
-        (("empty",), "empty has no folder of a class"),
+        (("empty",), "empty contains no class folder"),
         (("tars", "--workers", "a"), "--workers a is no list of numbers"),
         (("tars", "--workers", "999"), "measure nothing"),
         (("tars", "--samples", "0"), "measure nothing"),

@@ -318,13 +318,13 @@ def test_a_shard_that_is_damaged_or_gone_is_written_again(
 @pytest.mark.parametrize(
     ("change", "words", "says"),
     [
-        ("source", (), "of another source"),
+        ("source", (), "from another source"),
         ("", ("--shard-size", "11 KiB"), "shard_bytes 20480, not 11264"),
         ("", ("--shuffle", "1"), "shuffle None, not 1"),
         ("", ("--name", "other"), "name out, not other"),
         ("version", (), "by another version"),
         ("damage", (), "is damaged"),
-        ("tar", (), "out holds mine.tar, which is of another set"),
+        ("tar", (), "out holds mine.tar, which belongs to another data set"),
     ],
 )
 def test_a_folder_of_another_conversion_is_left_alone(
@@ -386,18 +386,18 @@ def test_bad_input_is_told_in_words_before_anything_is_written(
     x, y = (str(path) for path in arrays.values())
     cases = {
         ("none.npy", "out"): "none.npy is no source",
-        ("empty", "out"): "empty has no folder of a class",
+        ("empty", "out"): "empty contains no class folder",
         ("image=none.npy", "out"): "none.npy cannot be read",
         ("image=text.npy", "out"): "cannot be mapped as a .npy file",
         (f"image={x}", f"image={y}", "out"): "names nothing, or what is named already",
         (f"image={x}", "empty", "out"): "is no source",
-        (f"im age={x}", "out"): "a part is called 'im age'",
-        (f"image={x}", "out", "--shard-size", "5"): "is no size in bytes",
+        (f"im age={x}", "out"): "a part has the name 'im age'",
+        (f"image={x}", "out", "--shard-size", "5"): "is not a size in bytes",
         (f"image={x}", "out", "--shard-size", "1 KiB"): "tars of 1,024 bytes are too small",
-        (f"image={x}", "out", "--name", "a/b"): "tars cannot be called 'a/b'",
-        (f"image={x}", "file"): "the folder file cannot be made: it is a file",
+        (f"image={x}", "out", "--name", "a/b"): "tars cannot have the name 'a/b'",
+        (f"image={x}", "file"): "the folder file cannot be created: it is a file",
         ("mine.py:Other", "out"): "has no class 'Other'",
-        ("mine.py:Task", "out", "--set", "task.draws=true"): "another one each time it is read",
+        ("mine.py:Task", "out", "--set", "task.draws=true"): "other values each time it is read",
         ("empty", "out", "--as", "x=npy"): "--as says how arrays are written",
     }
     for words, says in cases.items():
@@ -417,7 +417,7 @@ def test_a_disk_without_room_is_told_before_and_a_full_one_with_what_to_do(
         answer = surefoot(*words)
     assert answer.code == 2
     assert "out has" not in answer.out
-    assert "left, and 60 KiB are to be written" in answer.err
+    assert "of free space, and 60 KiB are needed" in answer.err
     assert not (tmp_path / "out").exists()
 
     def refuse(draft: Any, path: Any) -> None:
@@ -427,7 +427,7 @@ def test_a_disk_without_room_is_told_before_and_a_full_one_with_what_to_do(
         patch.setattr(Path, "replace", refuse)
         answer = surefoot(*words)
     assert answer.code == StorageError.exit_code
-    assert "the same command goes on from there" in answer.err
+    assert "the same command continues from there" in answer.err
     assert not list((tmp_path / "out").glob(".*.draft"))
     assert surefoot(*words).code == 0
 
@@ -440,7 +440,7 @@ def test_two_processes_do_not_write_into_one_folder(
     def tell(done: int) -> None:
         if not tried:
             tried.append(1)
-            with pytest.raises(DataError, match="another process writes into"):
+            with pytest.raises(DataError, match="another process is writing into"):
                 convert(of_arrays(arrays), out, ShardNaming())
 
     convert(of_arrays(arrays), out, ShardNaming(), tell=tell)
@@ -449,12 +449,13 @@ def test_two_processes_do_not_write_into_one_folder(
 
 def test_sources_without_rows_and_values_without_a_form_are_refused(tmp_path: Path) -> None:
     batches = [torch.zeros(4, 2), torch.zeros(4, 2)]
-    with pytest.raises(DataError, match="where one row was asked for"):
+    with pytest.raises(DataError, match="and one row was requested"):
         Samples(Iterated(batches))
     with pytest.raises(DataError, match="cannot be written"):
         Samples(Arrays(x=torch.zeros(3, 2, dtype=torch.bfloat16)))
     with pytest.raises(
-        DataError, match=r"label of sample 1 is -1, which is no class\nhint: .*--as label=npy"
+        DataError,
+        match=r"label of sample 1 is -1, which is not a class number\nhint: .*--as label=npy",
     ):
         Samples(Arrays(label=torch.tensor([1, -1])))
     rows = Iterated([{"x": torch.full((1, 2), float(number))} for number in range(6)])

@@ -103,7 +103,7 @@ def test_a_tar_that_is_not_what_its_digest_says_is_not_staged(
         path.write_bytes(path.read_bytes().replace(b"200.cls", b"299.cls"))
     answer = surefoot("data", "stage", "slow", "fast")
     assert answer.code == 2
-    assert "2.tar is not what it should be" in answer.err
+    assert "2.tar has the SHA-256" in answer.err
     assert sorted(
         path.name for path in (tmp_path / "fast").glob("*tar*") if path.suffix != ".draft"
     ) == ["0.tar", "1.tar"]
@@ -151,7 +151,7 @@ def test_nothing_of_anothers_is_overwritten(
     (tmp_path / "fast" / name).write_text("mine")
     answer = surefoot("data", "stage", "slow", "fast")
     assert answer.code == 2
-    assert (f"{name} is there already" if name == "2.tar" else f"holds {name}") in answer.err
+    assert (f"{name} exists already" if name == "2.tar" else f"holds {name}") in answer.err
     assert (tmp_path / "fast" / name).read_text() == "mine"
 
 
@@ -165,9 +165,9 @@ def test_bad_input_is_told_in_words(
     cases = {
         ("none", "fast"): "none is missing",
         ("empty", "fast"): "empty holds no tar",
-        ("slow", "slow"): "slow is where the tars lie",
+        ("slow", "slow"): "slow is the folder of the tars",
         ("slow", "file"): "file is a file",
-        ("slow", "other", "fast"): "the tars lie in 2 folders",
+        ("slow", "other", "fast"): "the tars are in 2 folders",
         ("slow/0.tar", "slow/0.tar", "fast"): "0.tar is named twice",
         ("http://localhost/0.tar", "fast"): "is a URL",
     }
@@ -180,7 +180,7 @@ def test_bad_input_is_told_in_words(
     monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda path: usage._replace(free=1_100_000))
     answer = surefoot("data", "stage", "slow", "fast")
     assert answer.code == 2
-    assert "are to be written" in answer.err
+    assert "are needed" in answer.err
     assert not (tmp_path / "fast").exists()
 
 

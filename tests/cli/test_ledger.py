@@ -181,7 +181,7 @@ def test_rows_that_a_commit_presupposes_must_be_there(tmp_path: Path) -> None:
     (run / "checkpoints" / "step-000000000015").mkdir(parents=True)
     (run / "checkpoints" / "step-000000000015" / "manifest.json").write_text("{}")
     (fault,) = consumed.check(run).faults
-    assert fault.told == "steps 13 to 15 are not there, and step 15 was committed"
+    assert fault.told == "steps 13 to 15 are missing, and there is a checkpoint of step 15"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_folder_without_a_ledger_and_a_sample_that_is_none_are_refused(
     assert "is no run: it holds no events.jsonl" in answer.err
     answer = surefoot("ledger", write(tmp_path / "run", (1, 3)), "--sample", "50")
     assert answer.code == 2
-    assert "there is no sample 50" in answer.err
+    assert "the data set has no sample 50" in answer.err
 
 
 def test_of_a_loop_the_samples_themselves_are_told(tmp_path: Path, surefoot: Command) -> None:

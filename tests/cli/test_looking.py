@@ -155,7 +155,7 @@ def test_faults_are_told_with_what_was_done(surefoot: Command) -> None:
         Path("a"), [past.started(), past.fault(7), past.ended(8, "failed", cause="numbers")]
     )
     out = surefoot("show", run).out
-    assert [line.split()[:2] for line in out.splitlines() if "nothing moved" in line] == [
+    assert [line.split()[:2] for line in out.splitlines() if "no weight changed" in line] == [
         ["7", "nonfinite"]
     ]
 
@@ -489,7 +489,7 @@ def test_a_record_of_other_types_is_left_out_or_told_but_never_breaks_a_verb(
             except RunFolderError:
                 left_out += 1
                 continue
-            left_out += "the line is left out" in capsys.readouterr().err
+            left_out += "the line is ignored" in capsys.readouterr().err
             story.tell(found)
             side_by_side.tell([found, found])
             json.dumps([story.as_row(found), side_by_side.as_row([found, found])], allow_nan=False)

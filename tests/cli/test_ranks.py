@@ -22,7 +22,7 @@ from tests.cli.conftest import Command
         (("--ranks", "1:2", "--fresh"), "error: --ranks 1:2 goes on with what is left"),
         (
             ("--ranks", "2:3", "--set", "layout.replicate=4"),
-            "error: --ranks is 2:3, and no number of these may train this spec",
+            "error: --ranks is 2:3, and this spec can be trained with none of these",
         ),
         (
             ("--ranks", "5:9", "--set", "train.microbatch=16", "--set", "train.batch=32"),

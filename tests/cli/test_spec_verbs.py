@@ -144,13 +144,13 @@ WRONG = {
     ),
     "a bare number": (
         "[train]\nlength = 500",
-        "mine.toml:4: train.length: 500 is no duration",
+        "mine.toml:4: train.length: 500 is not a duration",
         "a number with its unit",
     ),
     "a bare number for a size": (
         "[layout]\nbucket_size = 0",
-        "mine.toml:4: layout.bucket_size: 0 is no size in bytes",
-        "has its unit",
+        "mine.toml:4: layout.bucket_size: 0 is not a size in bytes",
+        "needs its unit",
     ),
     "none of several kinds": (
         "[loader]\nworkers = -1",

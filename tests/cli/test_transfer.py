@@ -84,7 +84,7 @@ def test_a_graph_runs_without_the_code_of_the_task(run: Path, surefoot: Command)
     [
         (("--to", "mine.pth"), "--to mine.pth ends in .pth"),
         (("--to", "mine.pt2", "--format", "torchscript"), "--format is torchscript"),
-        (("--to", "nowhere/mine.safetensors"), "nowhere is no folder"),
+        (("--to", "nowhere/mine.safetensors"), "nowhere is not a folder"),
         (("--to", "mine.safetensors", "--step", "9"), "holds no step 9"),
     ],
 )
@@ -104,7 +104,7 @@ def test_an_export_changes_no_file_that_is_there_and_nothing_inside_a_commit(
     for to in (*before, inside / "mine.safetensors"):
         answer = surefoot("checkpoint", "export", run, "--format", "safetensors", "--to", to)
         assert (answer.code, answer.out) == (2, ""), to
-        assert ("lies inside a commit" if to.parent == inside else "is there already") in answer.err
+        assert ("is inside a checkpoint" if to.parent == inside else "exists already") in answer.err
     assert {path: path.read_bytes() for path in before} == before
     assert surefoot("checkpoint", "check", run).code == 0
     assert not (inside / "mine.safetensors").exists()
@@ -204,7 +204,7 @@ def test_a_file_that_is_no_checkpoint_and_a_folder_that_is_taken_are_refused(
     Path("taken", "x").write_text("mine")
     answer = surefoot("checkpoint", "import", "a.safetensors", "--to", "taken")
     assert answer.code == 2
-    assert "taken is there already" in answer.err
+    assert "taken exists already" in answer.err
     assert [path.name for path in Path("taken").iterdir()] == ["x"]
 
 
@@ -230,5 +230,5 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_file_is_read(surefoot: 
     for to in ("file/x", "/proc/x", "a" * 300, "link"):
         answer = surefoot("checkpoint", "import", "not-read.pt", "--to", to)
         assert answer.code == 2
-        assert f"{to} cannot be made" in answer.err or f"{to} is there already" in answer.err
+        assert f"{to} cannot be created" in answer.err or f"{to} exists already" in answer.err
     assert sorted(Path().iterdir()) == before

@@ -108,6 +108,6 @@ def test_averages_of_other_parameters_are_refused_and_nothing_is_loaded() -> Non
         optim.WeightAverage([torch.ones(3)], 0.9),
     )
     before = [each.clone() for each in average.averages]
-    with pytest.raises(RunFolderError, match="of 1 parameters, of the shapes"):
+    with pytest.raises(RunFolderError, match="of 1 parameters, with shapes"):
         average.load_state_dict(other.state_dict())
     assert all(map(torch.equal, before, average.averages))

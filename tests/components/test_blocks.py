@@ -92,7 +92,7 @@ def test_inside_a_block_every_order_is_as_likely() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "window", "says"),
-    [([], 1, "cannot be ordered"), ([3, 0], 1, "cannot be ordered"), ([3], 0, "window of 0")],
+    [([], 1, "cannot be shuffled"), ([3, 0], 1, "cannot be shuffled"), ([3], 0, "window of 0")],
 )
 def test_what_cannot_be_is_told(sizes: list[int], window: int, says: str) -> None:
     with pytest.raises(DataError, match=says):

@@ -177,7 +177,7 @@ def test_other_values_of_a_column_are_those_of_python(name: str, columns: Path) 
 def test_a_value_that_is_missing_is_named_however_deep_it_is(name: str, columns: Path) -> None:
     source = Table(columns, x=name)
     assert source.read(np.array([0]))["x"] is not None
-    with pytest.raises(DataError, match=f"row 1 has no {name}"):
+    with pytest.raises(DataError, match=f"row 1 has a null in {name}"):
         source.read(BOTH)
 
 
@@ -200,12 +200,12 @@ def test_columns_without_values_or_of_one_name_are_refused_when_the_source_is_ma
 ) -> None:
     path = write(tmp_path / "a.arrow", {"nothing": pa.nulls(2), "x": [1, 2]})
     with pytest.raises(
-        DataError, match=r"column nothing of .*a\.arrow is of the type null: it holds no values"
+        DataError, match=r"column nothing of .*a\.arrow has the type null: it contains no values"
     ):
         Table(path, y="nothing")
     twice = pa.table([pa.array([1]), pa.array([2])], names=["x", "x"])
     pq.write_table(twice, tmp_path / "b.parquet")
-    with pytest.raises(DataError, match=r"b\.parquet has 2 columns of the name x"):
+    with pytest.raises(DataError, match=r"b\.parquet has 2 columns named x"):
         Table(tmp_path / "b.parquet", y="x")
 
 
@@ -222,15 +222,15 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
         lambda: pa.array([5], pa.int64()).cast(pa.timestamp("us", "Mars/X")),
         "is of the type timestamp",
     ),
-    "no int64": (
+    "not fit into int64": (
         lambda: pa.array([(1 << 64) - 1], pa.uint64()),
-        "is 18446744073709551615, which is no int64",
+        "is 18446744073709551615, which does not fit into int64",
     ),
     "no text": (
         lambda: pa.array([b"\xff"]).view(pa.string()),
-        "is of the type string, and no value of Python",
+        "is of the type string, which has no Python value",
     ),
-    "no image": (lambda: pa.array([b"abc"]), "is no jpg, png or webp"),
+    "no image": (lambda: pa.array([b"abc"]), "is not a jpg, png or webp"),
 }
 
 

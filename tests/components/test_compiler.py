@@ -174,7 +174,7 @@ def test_a_loop_that_breaks_is_said_to_have_nothing_compiled() -> None:
     compile_regions(regions(model), backend="eager")
     outcome(model)
     (told,) = {each.ended_early for each in steward.take() if each.ended_early is not None}
-    assert told.startswith("nothing of it is compiled: ")
+    assert told.startswith("no part of it is compiled: ")
     assert told.endswith(': print(end="")')
 
 

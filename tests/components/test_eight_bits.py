@@ -118,14 +118,15 @@ def test_the_state_takes_a_quarter_of_the_bytes_and_what_stays_wide_is_told() ->
         id(each) for each in (model[0].bias, *model[4].parameters())
     }
     assert built.summary == (
-        "adamw in 8 bits: 10,240 numbers, rate x 1, decay 0.1",
-        "adamw: 576 numbers, rate x 1, decay 0.1",
-        "adamw: 35 numbers, rate x 1, decay 0",
+        "adamw in 8 bits: 10,240 elements, lr x 1, weight decay 0.1",
+        "adamw: 576 elements, lr x 1, weight decay 0.1",
+        "adamw: 35 elements, lr x 1, weight decay 0",
         "moments stay in fp32: 4.weight, 0.bias, 4.bias (fewer than 4,096 numbers)",
     )
     odd = nn.Linear(4097, 1, bias=False), nn.Linear(64, 64, bias=False).double()
     assert (
-        made(odd[0]).summary[-1] == "moments stay in fp32: weight (its size is no multiple of 256)"
+        made(odd[0]).summary[-1]
+        == "moments stay in fp32: weight (its size is not a multiple of 256)"
     )
     assert (
         made(odd[1]).summary[-1] == "moments stay in fp32: weight (its numbers are torch.float64)"
@@ -363,7 +364,7 @@ def test_torchao_is_loaded_by_whom_asks_for_it_alone_and_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        (torch.ones(65, 64), "65 x 64 has no 8-bit state: its size is no multiple of 256"),
+        (torch.ones(65, 64), "65 x 64 has no 8-bit state: its size is not a multiple of 256"),
         (torch.ones(8), "fewer than 4,096 numbers"),
         (torch.ones(64, 64, dtype=torch.complex64), "its numbers are torch.complex64"),
     ],

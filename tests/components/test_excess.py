@@ -44,7 +44,7 @@ def test_more_tensors_than_a_manifest_holds_are_refused_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest, "MAX_NESTED", 100)
-    with pytest.raises(TaskError, match="there are more tensors than a checkpoint holds"):
+    with pytest.raises(TaskError, match="there are more tensors than a checkpoint can store"):
         checkpoint.save(tmp_path, 1, {f"t{number}": torch.ones(1) for number in range(40)})
     assert manifest.steps(tmp_path) == []
     assert list(tmp_path.rglob("*.safetensors")) == []
@@ -85,7 +85,7 @@ CLASSES = {
     "a module": nn.Linear,
     "an optimizer": torch.optim.SGD,
     "one of the user's": Schedule,
-    "a plain one": int,
+    "a plain value": int,
 }
 
 

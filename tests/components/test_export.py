@@ -303,7 +303,7 @@ def test_onnx_gives_the_same_outputs(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no folder"):
+    with pytest.raises(InputError, match="is not a folder"):
         export_weights(
             made(),
             Tied,

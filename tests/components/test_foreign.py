@@ -85,7 +85,7 @@ def test_a_piece_that_is_missing_is_told_and_not_filled_with_zeros(tmp_path: Pat
     for gone in (index for index in whole if index.fqn == "model.rows"):
         metadata.storage_data = {index: info for index, info in whole.items() if index != gone}
         (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(InputError, match=r"lacks pieces of a tensor of shape \[5, 3\]"):
+        with pytest.raises(InputError, match=r"lacks parts of a tensor of shape \[5, 3\]"):
             child.read(tmp_path)
     (tmp_path / ".metadata").write_bytes((TWO_RANKS / ".metadata").read_bytes())
     (tmp_path / "__1_0.distcp").unlink()
@@ -121,7 +121,7 @@ def test_what_is_neither_tensor_nor_plain_value_is_named_and_what_shares_memory_
 def test_a_state_nested_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(InputError, match="nested deeper"):
+    with pytest.raises(InputError, match="nested more than"):
         child.sort(endless)
     monkeypatch.setattr(child, "MAX_ENTRIES", 1000)  # a million takes ten seconds
     doubling: Any = [torch.ones(1)]
@@ -185,11 +185,13 @@ def test_weights_of_which_some_cannot_be_kept_are_refused_and_those_are_named(
         foreign.choose_weights(opened(tmp_path / "a.pt"))
     assert list(foreign.choose_weights(opened(tmp_path / "a.pt"), "optimizer")) == ["exp_avg"]
     torch.save({"a": torch.ones(1), "__metadata__": torch.ones(1)}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match=r"__metadata__ \(a tensor of a name"):
+    with pytest.raises(InputError, match=r"__metadata__ \(a tensor whose name"):
         foreign.choose_weights(opened(tmp_path / "a.pt"))
     many = {f"{number}": lost["f"] for number in range(20)}
     torch.save({**many, "x": 1}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match=r"no tensors that can be kept, but 0 \(.* and 12 more"):
+    with pytest.raises(
+        InputError, match=r"no tensors that can be converted, but 0 \(.* and 12 more"
+    ):
         foreign.choose_weights(opened(tmp_path / "a.pt"))
 
 
@@ -221,8 +223,8 @@ def test_what_else_stands_in_a_file_is_told_without_the_weights_themselves(tmp_p
             {"model": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}},
             r"two tensors have the name a\.b",
         ),
-        ({"1": torch.ones(1), 1: torch.zeros(1)}, "two things have the name 1"),
-        ({"a": {"b": torch.ones(1)}, "a/b": "text"}, "two things have the name a/b"),
+        ({"1": torch.ones(1), 1: torch.zeros(1)}, "two entries have the name 1"),
+        ({"a": {"b": torch.ones(1)}, "a/b": "text"}, "two entries have the name a/b"),
         ({"a" * 1001: torch.ones(1)}, "1,001 letters, 1,000 are allowed"),
     ],
 )
@@ -241,7 +243,7 @@ def test_two_parts_of_a_distributed_checkpoint_at_one_place_are_refused(tmp_path
     for place in (("model", "rows"), ("model", "rows", "below")):
         metadata.planner_data["model.whole"] = place
         (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(InputError, match="two things have the name model/rows"):
+        with pytest.raises(InputError, match="two entries have the name model/rows"):
             child.read(tmp_path)
 
 
@@ -273,7 +275,7 @@ def test_a_model_in_several_files_is_read_whole_or_not_at_all(tmp_path: Path) ->
         child.read(tmp_path)
     for wrong in ("../x.safetensors", 3):
         write_index(tmp_path, {**names, "c": wrong})
-        with pytest.raises(InputError, match="no plain name"):
+        with pytest.raises(InputError, match="not a plain file name"):
             child.read(tmp_path)
     write_index(tmp_path, names)
     write_index(tmp_path, names, "model.fp16.safetensors.index.json")
@@ -285,7 +287,7 @@ def test_a_model_in_several_files_is_read_whole_or_not_at_all(tmp_path: Path) ->
         child.read(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[1]")
-    with pytest.raises(InputError, match="is no index of weights"):
+    with pytest.raises(InputError, match="is not an index of weights"):
         child.read(tmp_path)
     index.unlink()
     index.symlink_to("gone")
@@ -296,7 +298,9 @@ def test_a_model_in_several_files_is_read_whole_or_not_at_all(tmp_path: Path) ->
 def test_two_files_of_a_folder_that_hold_one_name_are_refused(tmp_path: Path) -> None:
     for file in ("one.safetensors", "two.safetensors"):
         save_file({"a": torch.ones(1)}, tmp_path / file)
-    with pytest.raises(InputError, match=r"one\.safetensors and two\.safetensors .* both hold a"):
+    with pytest.raises(
+        InputError, match=r"one\.safetensors and two\.safetensors .* both contain a"
+    ):
         child.read(tmp_path)
 
 
@@ -347,7 +351,7 @@ def test_imported_weights_are_a_commit_that_a_model_loads_and_safetensors_opens(
     ).items():
         assert torch.equal(tensor, weights[name])
         assert torch.equal(model.state_dict()[name], tensor)
-    with pytest.raises(RunFolderError, match="is there already"):
+    with pytest.raises(RunFolderError, match="exists already"):
         foreign.import_weights(tmp_path / "a.pt", tmp_path / "mine", weights, {})
     with pytest.raises(
         RunFolderError, match=r"missing: weight, bias.*unexpected: .*1\.running_mean"
@@ -362,7 +366,7 @@ def test_safetensors_and_a_folder_of_them_are_read_too(tmp_path: Path) -> None:
     for path in (tmp_path / "a.safetensors", manifest.step_folder(tmp_path / "run", 4)):
         tensors, _, _ = child.sort(child.read(path))
         assert tensors.keys() == model.state_dict().keys()
-    with pytest.raises(InputError, match="holds no"):
+    with pytest.raises(InputError, match="contains no"):
         child.read(tmp_path / "run")
 
 
@@ -381,10 +385,10 @@ def test_files_without_an_end_without_tensors_and_with_slashes_in_names_are_read
     tmp_path: Path,
 ) -> None:
     (tmp_path / "cut.pt").write_bytes(pickle.dumps({"a": 1}, protocol=2)[:2])
-    with pytest.raises(InputError, match="ends before what it holds does"):
+    with pytest.raises(InputError, match="is truncated"):
         child.read(tmp_path / "cut.pt")
     torch.save({"epoch": 3}, tmp_path / "bare.pt")
-    with pytest.raises(InputError, match=r"it holds no tensors\n"):
+    with pytest.raises(InputError, match=r"the file contains no tensors\n"):
         foreign.choose_weights(opened(tmp_path / "bare.pt"))
     save_file({"model/w": torch.ones(1), "head": torch.ones(1)}, tmp_path / "flat.safetensors")
     assert sorted(foreign.choose_weights(opened(tmp_path / "flat.safetensors"))) == [

@@ -123,13 +123,13 @@ def make_nothing(folder: Path) -> None:
 
 
 SPOILED: dict[Callable[[Path], None], str] = {
-    make_text: r"cat/notes\.txt is no image",
-    make_empty_class: "elk holds no image",
-    make_file_beside: r"labels\.csv lies beside",
+    make_text: r"cat/notes\.txt is not an image",
+    make_empty_class: "elk contains no image",
+    make_file_beside: r"labels\.csv is not in the folder of a class",
     make_empty_image: r"0\.png has 0 bytes",
     make_giant_image: r"2\.png has 1,099,511,627,776 bytes",
-    make_pipe: r"p\.png is no image",
-    make_nothing: "has no folder of a class",
+    make_pipe: r"p\.png is not an image",
+    make_nothing: "contains no class folder",
 }
 
 
@@ -155,14 +155,14 @@ def test_an_image_that_is_damaged_or_changed_or_gone_has_a_name(tmp_path: Path) 
     with pytest.raises(DataError, match=r"cat/2\.png is a broken PNG"):
         source.read(np.array([2]))
     path.write_bytes(whole + b"x")
-    with pytest.raises(DataError, match=f"had {len(whole)} bytes when it was found"):
+    with pytest.raises(DataError, match=f"had {len(whole)} bytes when the folder was listed"):
         source.read(np.array([2]))
     path.unlink()
     with pytest.raises(DataError, match=r"2\.png cannot be read"):
         source.read(np.array([2]))
-    with pytest.raises(DataError, match="sample 5 was asked for"):
+    with pytest.raises(DataError, match="sample 5 was requested"):
         source.read(np.array([5]))
-    with pytest.raises(DataError, match="no sample is asked for"):
+    with pytest.raises(DataError, match="no sample is requested"):
         source.read(np.array([], dtype=np.int64))
 
 

@@ -83,7 +83,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_its_parameter_stays(tmp_
     spec = small.spec(12, **tables())
     with (
         pytest.raises(
-            NumbersError, match=r"step 4: a gradient is not finite.*applied a part of the step"
+            NumbersError, match=r"step 4: a gradient is non-finite.*already updated some parameters"
         ) as raised,
         Run(
             spec, small.Odd("finite loss, inf gradient"), folder=tmp_path / "run", quiet=True

@@ -162,7 +162,7 @@ def test_biases_norms_and_embeddings_move_at_the_rate_of_all(name: str) -> None:
         "head.weight": True,
         "head.bias": False,
     }
-    assert sum("a rate of its own for each layer" in line for line in built.summary) == 1
+    assert sum("a separate learning rate for each layer" in line for line in built.summary) == 1
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -92,7 +92,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_is_replaced() -> None
     signal.alarm(0)
     reading.close()
     assert told
-    assert all("gave nothing for 0." in each.what for each in told)
+    assert all("returned nothing for 0." in each.what for each in told)
 
 
 def test_a_source_that_is_slow_each_time_is_not_taken_for_one_that_hangs() -> None:
@@ -131,7 +131,7 @@ def test_batches_that_cannot_be_sent_end_the_run_and_are_not_read_twice_each(
 ) -> None:
     reading = loader(Nameless(comes_back), TWO)
     with pytest.raises(
-        DataError, match="the batch of step 1 cannot go from a worker process to the run: "
+        DataError, match="the batch of step 1 cannot be sent from a worker process to the run: "
     ) as raised:
         reading.take(1)
     assert ("made of glass" in raised.value.message) is comes_back
@@ -146,7 +146,7 @@ def test_a_source_that_raises_in_every_worker_is_read_without_them(
     for number in range(1, 15):
         assert reading.take(number).window.ids.tolist() == expected[number - 1][0]
     assert len(told) == 9
-    assert "the workers are let go" in told[-1].then
+    assert "the workers are stopped" in told[-1].then
     assert reading.settings.workers == 0
     assert not multiprocessing.active_children()
 
@@ -236,13 +236,13 @@ def test_a_source_that_hangs_in_workers_alone_is_told_what_may_hold_it() -> None
     source = Pooled()
     reading = loader(source, LoaderSettings(workers=1, kind="process", timeout_s=0.05))
     with pytest.raises(
-        BadRecordError, match=r"gave nothing for .* of step 1; so did 2 workers before it"
+        BadRecordError, match=r"returned nothing for .* of step 1; so did 2 workers before it"
     ) as raised:
         reading.take(1)
     source.pool.shutdown()
     assert (
-        "what hangs in forked workers alone, as a pool of threads does, "
-        'wants loader.start = "spawn"' in str(raised.value.hint)
+        "for code that hangs only in forked workers, such as a thread pool, "
+        'set loader.start = "spawn"' in str(raised.value.hint)
     )
 
 
@@ -390,7 +390,7 @@ def test_more_files_than_a_process_may_open_are_told_and_given_back() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 60, hard))
     try:
         with pytest.raises(
-            DataError, match=r"worker 1 of 2 could not begin: .* each opens 42 files of memory"
+            DataError, match=r"worker 1 of 2 could not start: .* each worker opens 42 memory files"
         ) as raised:
             loader(Numbers(), LoaderSettings(workers=2, kind="process", prefetch=20)).take(1)
         assert psutil.Process().num_fds() <= before

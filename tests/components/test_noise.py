@@ -73,12 +73,16 @@ def test_what_is_not_finite_or_too_few_says_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "says"),
-    [(10, "a larger one, up to about 100"), (100, "about as large"), (1000, "a smaller one")],
+    [
+        (10, "a larger batch, up to about 100"),
+        (100, "would save few steps"),
+        (1000, "a smaller batch"),
+    ],
 )
 def test_the_advice_follows_from_where_the_batch_lies(batch: int, says: str) -> None:
     text = Noise(scale=100.0, low=80.0, high=120.0, num_steps=50).advise(batch)
     assert says in text
     assert (
-        f"{1 + 100 / batch:.3g}x the fewest steps and {1 + batch / 100:.3g}x the fewest samples"
-        in text
+        f"{1 + 100 / batch:.3g}x the minimum of steps and "
+        f"{1 + batch / 100:.3g}x the minimum of samples" in text
     )

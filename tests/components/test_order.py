@@ -29,7 +29,7 @@ def test_positions_of_the_largest_set_are_looked_up_without_any_table() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, LARGE + 1])
 def test_a_set_that_cannot_be_ordered_is_refused(n: int) -> None:
-    with pytest.raises(DataError, match="cannot be ordered"):
+    with pytest.raises(DataError, match="cannot be shuffled"):
         Permutation(n, key=1)
 
 

@@ -43,7 +43,7 @@ def test_a_module_comes_back_under_its_own_name_alone(other: str, tmp_path: Path
 def test_a_module_whose_file_could_not_be_told_from_others_is_refused(
     name: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(TaskError, match="a module is called"):
+    with pytest.raises(TaskError, match="the name of a module is"):
         checkpoint.save(tmp_path, 1, {name: linear(1.0)})
     assert not list(tmp_path.iterdir())
 
@@ -128,7 +128,7 @@ def test_nothing_changes_where_one_part_does_not_fit(tmp_path: Path) -> None:
         ),
         (
             {"optimizer": torch.optim.Adam([linear(0.0).weight])},
-            r"groups of \[2\] parameters, and it has \[1\]",
+            r"groups of \[2\] parameters, and this optimizer has \[1\]",
         ),
         ({"t": torch.zeros(3)}, "'t' as a tensor of F32"),
     ):
@@ -154,16 +154,16 @@ def test_a_tensor_is_neither_broadcast_nor_cast(
     saved: object, into: torch.Tensor, tmp_path: Path
 ) -> None:
     checkpoint.save(tmp_path, 1, {"t": saved})
-    with pytest.raises(RunFolderError, match=r"holds 't' as a .*, and it is read into a tensor of"):
+    with pytest.raises(
+        RunFolderError, match=r"contains 't' as a .*, and the loop passes a tensor of"
+    ):
         checkpoint.load(tmp_path, {"t": into})
     assert into.is_meta or not into.any()
 
 
 def test_a_model_without_memory_is_not_loaded_in_silence(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"model": linear(1.0)})
-    with pytest.raises(
-        RunFolderError, match="on the meta device, which holds no numbers: weight, bias"
-    ):
+    with pytest.raises(RunFolderError, match="on the meta device, without values: weight, bias"):
         checkpoint.load_into(linear(0.0).to("meta"), tmp_path, 1)
 
 
@@ -205,7 +205,7 @@ def test_views_come_back_as_what_they_show(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 2, {"model": plain})
     narrow = linear(1.0)
     narrow.register_buffer("b", torch.ones(1).expand(3))
-    with pytest.raises(RunFolderError, match="b is expanded, one number for 3 along dimension 0"):
+    with pytest.raises(RunFolderError, match="b is expanded, one value for 3 along dimension 0"):
         checkpoint.load_into(narrow, tmp_path, 2)
 
 
@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[object, str]] = {
     "complex128": (torch.ones(3, dtype=torch.complex128), "complex128"),
     "of another order of bytes": (np.ones(3, ">f4"), ">f4"),
     "a large integer": (10**5000, "an integer of 16,610 bits"),
-    "in itself": (cycle(), "or holds itself"),
+    "in itself": (cycle(), "or contains itself"),
     "a set": ({1, 2}, "is a set"),
     "a module of sparse": (holding("b", torch.ones(3).to_sparse()), "sparse_coo"),
     "a module of meta": (
@@ -273,7 +273,7 @@ def test_a_file_that_a_commit_does_not_hold_is_refused_and_what_it_holds_is_name
     checkpoint.save(tmp_path, 1, {"model": linear(1.0)})
     one = checkpoint.Commit(tmp_path, 1)
     for asked in ("model", "optimizer.safetensors", "model-00001-of-00002.safetensors"):
-        with pytest.raises(RunFolderError, match=f"holds no tensors in '{asked}'") as caught:
+        with pytest.raises(RunFolderError, match=f"contains no tensors in '{asked}'") as caught:
             one.read(asked)
         assert caught.value.hint == "it holds model.safetensors, state.safetensors"
     assert {*one.read("model.safetensors")} == {"weight", "bias"}
@@ -343,7 +343,7 @@ def test_a_hidden_buffer_that_has_no_place_is_refused_before_anything_changes(
     into.inner.late = 1  # type: ignore[assignment] - as where a later version keeps a number under that name
     nn.init.zeros_(into.inner.weight)
     with pytest.raises(
-        RunFolderError, match=r"holds the buffer 'inner.late', and the model has no place for it"
+        RunFolderError, match=r"contains the buffer 'inner.late', and the model has no such module"
     ):
         checkpoint.load(tmp_path, {"model": into})
     assert not into.inner.weight.any()
@@ -359,12 +359,12 @@ class Packed(nn.Module):
 def test_a_model_whose_weights_are_no_tensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         TaskError,
-        match=r"model/extra/0._extra_state/weights is a object, which a checkpoint cannot hold",
+        match=r"model/extra/0._extra_state/weights is a object, which a checkpoint cannot store",
     ):
         checkpoint.save(tmp_path, 1, {"model": nn.Sequential(Packed())})
     lazy = nn.LazyLinear(3)
     for state in ({"model": lazy}, {"optimizer": torch.optim.SGD(lazy.parameters(), lr=1.0)}):
-        with pytest.raises(TaskError, match="has no shape yet: its layer is lazy"):
+        with pytest.raises(TaskError, match="has no shape yet: its module is lazy"):
             checkpoint.save(tmp_path, 1, state)
     assert not list(tmp_path.iterdir())
 
@@ -434,11 +434,11 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     for wrong, said in (
         (
             {"optimizer": stepped(turned)},
-            r"'optimizer', whose parameter 0 was one of F32 \[2, 4\]: it is one of F32 \[2\] now",
+            r"'optimizer', whose parameter 0 was one of F32 \[2, 4\]: it is now one of F32 \[2\]",
         ),
         (
             {"optimizer": stepped(nn.Linear(4, 3).parameters())},
-            r"parameter 0 was one of F32 \[2, 4\]: it is one of F32 \[3, 4\] now",
+            r"parameter 0 was one of F32 \[2, 4\]: it is now one of F32 \[3, 4\]",
         ),
         (
             {"alike": alike, "both": stepped(other)},
@@ -465,6 +465,6 @@ def test_a_guarded_update_of_other_parameters_is_refused(tmp_path: Path) -> None
     turned = GuardedUpdate([stepped([model.bias, model.weight])])
     with pytest.raises(
         RunFolderError,
-        match=r"of parameters of shapes \[\[2, 4\], \[2\]\], and it has \[\[2\], \[2, 4\]\]",
+        match=r"of shapes \[\[2, 4\], \[2\]\], and the optimizer has \[\[2\], \[2, 4\]\]",
     ):
         checkpoint.load(tmp_path, {"update": turned})

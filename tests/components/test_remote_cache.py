@@ -73,13 +73,13 @@ def test_the_shard_used_longest_ago_goes_and_one_in_use_never(
 def test_a_cache_all_in_use_is_told_and_not_overrun(served: Served, tmp_path: Path) -> None:
     source = remote(served, tmp_path, cache_bytes=2 * SIZE)
     held = [source.open(0), source.open(1)]
-    with pytest.raises(DataError, match=r"has no room for s-02\.tar"):
+    with pytest.raises(DataError, match=r"has no space for s-02\.tar"):
         source.cache.open(source.path(2), SIZE, lambda file: None, wait_s=0.1)
     assert not drafts(tmp_path)
     os.close(held[0])
     assert read(source, 2) == CONTENT["/d/s-02.tar"]
     os.close(held[1])
-    with pytest.raises(DataError, match="and the cache holds 1 KiB"):
+    with pytest.raises(DataError, match="and the size of the cache is 1 KiB"):
         read(remote(served, tmp_path / "small", cache_bytes="1 KiB"))
 
 
@@ -113,7 +113,7 @@ def test_a_full_disk_is_told_before_a_byte_is_fetched(
 
 def test_a_cache_that_cannot_be_written_is_told(served: Served, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DataError, match="the cache cannot keep"):
+    with pytest.raises(DataError, match="the cache cannot store"):
         remote(served, tmp_path / "file")
 
 

@@ -42,10 +42,10 @@ REFUSED = {
     "https://host/d/": "names no shard",
     "https:///a.tar": "names no shard",
     "s3://b/{x}.tar": "names no shard",
-    "s3://b/{0..1.tar": "is no pattern",
-    "s3://b/{0..99999}-{0..99}.tar": "stands for more than 1,000,000 shards",
-    "s3://b/{a,a}.tar": "is named twice",
-    "s3://b/{c,d}/{1..2}.tar": "is named twice",
+    "s3://b/{0..1.tar": "is not a pattern",
+    "s3://b/{0..99999}-{0..99}.tar": "expands to more than 1,000,000 shards",
+    "s3://b/{a,a}.tar": "is given twice",
+    "s3://b/{c,d}/{1..2}.tar": "is given twice",
 }
 
 
@@ -58,7 +58,7 @@ def test_other_urls_are_refused_before_anything_is_asked_for(url: str, tmp_path:
 def test_what_cannot_be_is_told(served: Served, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="some shards are URLs and some are files"):
         Tars([served.url + "/a.tar", "b.tar"], cache=tmp_path, label="cls")
-    with pytest.raises(DataError, match=r"digests has other\.tar, which is no shard"):
+    with pytest.raises(DataError, match=r"digests has the entry other\.tar, which is not a shard"):
         remote(served, tmp_path, digests={"other.tar": "0" * 64})
     with pytest.raises(DataError, match=r"the digest of s-00\.tar is 'abc'"):
         remote(served, tmp_path, digests={"s-00.tar": "abc"})

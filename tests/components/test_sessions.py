@@ -57,7 +57,7 @@ def test_a_dataset_of_a_session_is_refused_by_its_name_before_a_worker_is_spawne
     )
     assert done.returncode == 0, done.stderr
     assert (
-        "the source._dataset cannot be sent to a worker that is spawned: "
+        "the source._dataset cannot be pickled for a spawned worker: "
         "Squares is defined in an interactive session" in done.stdout
     )
     assert (

@@ -100,7 +100,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_come_back_as_something_else_is_refused(name: str) -> None:
-    with pytest.raises(TaskError, match="which a checkpoint cannot hold") as caught:
+    with pytest.raises(TaskError, match="which a checkpoint cannot store") as caught:
         checkpoint.split({"it": REFUSED[name]})
     assert caught.value.hint
 

@@ -227,7 +227,7 @@ def test_arrays_that_torch_does_not_know_stay_arrays(values: np.ndarray, tmp_pat
 
 def test_no_sample_at_all_is_refused(tmp_path: Path) -> None:
     source = Tars(write_set(tmp_path), cache=tmp_path / "cache", label="cls")
-    with pytest.raises(DataError, match="no sample is asked for"):
+    with pytest.raises(DataError, match="no sample is requested"):
         source.read(np.array([], dtype=np.int64))
 
 

@@ -88,16 +88,19 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda: Texts(*join_texts(TEXTS), bounds=(16, 64)),
         "text 1 has 70 tokens, the last bound is 64",
     ),
-    "bounds that fall": (lambda: Texts(*join_texts(TEXTS), bounds=(128, 64)), "bounds .* are none"),
-    "no bounds": (lambda: Texts(*join_texts(TEXTS), bounds=()), "bounds .* are none"),
+    "bounds that fall": (
+        lambda: Texts(*join_texts(TEXTS), bounds=(128, 64)),
+        "bounds .* are not possible",
+    ),
+    "no bounds": (lambda: Texts(*join_texts(TEXTS), bounds=()), "bounds .* are not possible"),
     "labels of another number": (
         lambda: Texts(*join_texts(TEXTS), labels=np.arange(3)),
         "for 9 texts",
     ),
-    "none together": (lambda: Texts(*join_texts(TEXTS), together=0), "0 texts together"),
+    "none together": (lambda: Texts(*join_texts(TEXTS), together=0), "groups of 0 texts"),
     "a number beyond": (
         lambda: Texts(*join_texts(TEXTS)).read(np.array([9])),
-        "sample 9 was asked for",
+        "sample 9 was requested",
     ),
 }
 

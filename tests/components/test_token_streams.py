@@ -99,12 +99,12 @@ def resident_bytes() -> int:
 BAD_FILES: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
     "missing": (None, {}, "cannot be read: No such file"),
     "empty": (b"", {}, "is empty"),
-    "odd size": (b"abc", {}, "3 bytes, which is no multiple of the 2 of uint16"),
+    "odd size": (b"abc", {}, "3 bytes, which is not a multiple of the 2 bytes of uint16"),
     "one token": (b"ab", {}, "nothing to predict"),
-    "floats": (b"abcdefgh", {"dtype": "float32"}, "tokens of float32 are no token ids"),
-    "no dtype": (b"abcdefgh", {"dtype": "int17"}, "'int17' is no dtype"),
+    "floats": (b"abcdefgh", {"dtype": "float32"}, "tokens of dtype float32 are not token ids"),
+    "not a dtype": (b"abcdefgh", {"dtype": "int17"}, "'int17' is not a dtype"),
     "two ways to end": (b"abcdefgh", {"end": 1, "offsets": "x.npy"}, "an end token and offsets"),
-    "an end that is not there": (b"abcdefgh", {"end": 1}, "the token 1 stands nowhere"),
+    "an end that is not there": (b"abcdefgh", {"end": 1}, "the token 1 does not occur"),
     "offsets that are not there": (
         b"abcdefgh",
         {"offsets": "missing.npy"},
@@ -134,15 +134,15 @@ def test_an_npy_file_that_is_none_is_refused(content: bytes, tmp_path: Path) -> 
 
 
 def test_tokens_that_are_none_and_samples_that_are_none_are_refused() -> None:
-    with pytest.raises(DataError, match="float32 are no token ids"):
+    with pytest.raises(DataError, match="float32 are not token ids"):
         Tokens(np.zeros(10, dtype=np.float32), 4)
-    with pytest.raises(DataError, match="holds the token -1"):
+    with pytest.raises(DataError, match="contains the token -1"):
         Tokens(np.array([0, 1, -1, 3, 4, 5]), 2).read(np.array([0]))
     with pytest.raises(DataError, match="holds the token -7"):
         Tokens(np.array([0, 1, 2, -7]), 2)
     for source in (Tokens(np.arange(9), 4), Packed(np.arange(9), np.array([0, 4]), 4)):
         for wrong in (-1, 2):
-            with pytest.raises(DataError, match=f"sample {wrong} was asked for"):
+            with pytest.raises(DataError, match=f"sample {wrong} was requested"):
                 source.read(np.array([0, wrong]))
 
 
@@ -242,8 +242,8 @@ def test_documents_of_a_file_end_at_the_end_token_or_begin_where_an_index_says(
         ([1, 4], "go from 1"),
         ([0, 12], "go from 0 to 12"),
         ([-3, 4], "go from -3"),
-        ([], "are none"),
-        ([[0, 4]], "are none"),
+        ([], "offsets must be a 1-D int64 array"),
+        ([[0, 4]], "offsets must be a 1-D int64 array"),
         ([0.0, 4.0], "float64"),
         (list(range(10)), "one token each"),
     ],

@@ -30,11 +30,11 @@ def save(folder: Path, **state: Any) -> None:
 
 
 WRAPPED = (
-    "they are of a model that torch.compile had wrapped: "
-    "wrap the same part of it first, as model = torch.compile(model)"
+    "the checkpoint is of a model wrapped by torch.compile: "
+    "wrap the same part of the model first, as model = torch.compile(model)"
 )
 PLAIN = (
-    "they are of a model that torch.compile had not wrapped: give the model itself, "
+    "the checkpoint is of a model not wrapped by torch.compile: give the model itself, "
     "which is model._orig_mod"
 )
 
@@ -126,12 +126,12 @@ def test_groups_that_were_added_in_training_are_added_before_a_loop_is_resumed(
     model = built()
     optimizer = torch.optim.AdamW(model[1].parameters(), 0.1)  # type: ignore[index]
     with pytest.raises(
-        RunFolderError, match=r"for groups of \[2, 2\] parameters, and it has \[2\]"
+        RunFolderError, match=r"for groups of \[2, 2\] parameters, and this optimizer has \[2\]"
     ) as refused:
         attach(tmp_path / "a", model, optimizer)
     assert (
-        "add the groups that were added in training before this: optimizer.add_param_group(...)"
-        in str(refused.value.hint)
+        "first add the parameter groups that were added during training: "
+        "optimizer.add_param_group(...)" in str(refused.value.hint)
     )
     optimizer.add_param_group({"params": list(model[0].parameters())})  # type: ignore[index]
     attach(tmp_path / "a", model, optimizer).close()
@@ -153,7 +153,7 @@ def test_other_groups_are_refused_without_that_way(tmp_path: Path) -> None:
     save(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     halves = torch.optim.SGD([{"params": part.parameters()} for part in model.children()], 0.1)
     with pytest.raises(
-        RunFolderError, match=r"for groups of \[4\] parameters, and it has \[2, 2\]"
+        RunFolderError, match=r"for groups of \[4\] parameters, and this optimizer has \[2, 2\]"
     ) as refused:
         checkpoint.load(tmp_path, {"model": model, "optimizer": halves}, 1)
-    assert refused.value.hint == "load into what was saved, or leave it out"
+    assert refused.value.hint == "pass an object of the type that was saved, or leave it out"

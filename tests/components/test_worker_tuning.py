@@ -84,7 +84,7 @@ def test_a_run_that_waits_is_told_so_once_with_the_cause(monkeypatch: pytest.Mon
     for number in range(1, STEPS + 1):
         reading.take(number)
     assert [each.kind for each in told] == ["starving"]
-    assert "% of their time for data" in told[0].what
+    assert "% of their time" in told[0].what
     read, augment = (int(each) for each in re.findall(r"(?:read|augment) (\d+)%", told[0].what))
     assert read > 2 * augment
     assert "tune-loader" in told[0].then

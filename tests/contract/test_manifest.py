@@ -141,7 +141,7 @@ def test_a_part_whose_other_rows_are_not_there_is_refused_by_whoever_reads_its_m
     [{**SCORE, "better": "up"}, {**SCORE, "value": True}, {"value": 1.0, "better": "lower"}],
 )
 def test_a_score_that_no_reader_takes_is_not_written(score: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="a commit cannot have this score"):
+    with pytest.raises(TaskError, match="a checkpoint cannot have this score"):
         commit(tmp_path, 7, score=score)
     assert not list(tmp_path.iterdir())
 

@@ -68,7 +68,7 @@ def test_a_lock_that_cannot_be_written_is_told_with_what_mends_that(tmp_path: Pa
     (tmp_path / "run" / FILE).mkdir(parents=True)
     for folder, why, mend in (
         ("run", "Is a directory", "move the folder of that name away"),
-        ("none", "No such file or directory", "make the folder that it lies in"),
+        ("none", "No such file or directory", "create its parent folder"),
     ):
         with pytest.raises(RunFolderError) as refused:
             RunLock(tmp_path / folder)

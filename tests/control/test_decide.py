@@ -116,7 +116,7 @@ def test_each_planted_case_gets_its_decision(
 
 
 def test_a_stop_says_why() -> None:
-    assert "4 attempts in a row" in run(FIXED, *[(K, 1, 0)] * 4)[2]
+    assert "4 consecutive attempts" in run(FIXED, *[(K, 1, 0)] * 4)[2]
     assert "places 1 and 2 crashed" in run(FIXED, (C, 2, 0), (C, 1, 0))[2]
 
 
@@ -150,7 +150,7 @@ def test_how_a_process_ended_is_read_off_its_exit_code(code: int, how: ExitKind)
 def test_a_place_that_is_left_out_is_tried_again_after_three_commits_then_six_then_twelve() -> None:
     assert choose(ELASTIC, RestartHistory()) == (0, 1, 2)
     _, now, why = run(ELASTIC, (K, 1, 1), (K, 1, 2))
-    assert "until 3 more commits" in why
+    assert "until 3 more checkpoints" in why
     for wait in (3, 6, 12):
         left = now.num_commits
         assert choose(ELASTIC, now) == (0, 2)

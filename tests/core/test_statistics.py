@@ -187,7 +187,7 @@ def test_a_robust_score_is_not_moved_by_the_outliers_it_is_to_find() -> None:
 
 
 def test_what_cannot_be_compared_is_refused_in_words() -> None:
-    with pytest.raises(InputError, match="3 values cannot be paired with 2"):
+    with pytest.raises(InputError, match="paired samples need the same count: got 3 and 2 values"):
         paired_ratio([1, 2, 3], [1, 2])
     with pytest.raises(InputError, match="above 0"):
         paired_ratio([1.0], [0.0])

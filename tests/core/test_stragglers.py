@@ -108,7 +108,7 @@ def test_of_eight_ranks_three_slow_ones_are_all_named() -> None:
         (
             EVEN._replace(data_s=0.051),
             "data",
-            "its data come late, 51 ms a step, 1 ms on the others",
+            "it waits for data 51 ms a step, the others 1 ms",
         ),
         (
             EVEN._replace(compute_s=0.13),
@@ -138,7 +138,7 @@ def test_of_eight_ranks_three_slow_ones_are_all_named() -> None:
         (
             EVEN._replace(other_s=0.05),
             "other",
-            "50 ms go between two of its steps, 1 ms on the others",
+            "it spends 50 ms between two steps, the others 1 ms",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def test_what_is_no_duration_is_refused_with_what_was_given_and_what_is_allowed(
 
 
 def test_a_bare_number_from_toml_is_refused_and_shown() -> None:
-    with pytest.raises(SpecError, match=r'5000 is no duration(?s:.*)"5000 steps"'):
+    with pytest.raises(SpecError, match=r'5000 is not a duration(?s:.*)"5000 steps"'):
         Duration.parse(cast(Any, 5000))
 
 

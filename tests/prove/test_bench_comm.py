@@ -48,7 +48,7 @@ SPEC: dict[str, Any] = {
         ("--ranks 0", "--ranks is 0"),
         ("--only sum", "there is no collective 'sum'"),
         ("--only send,send", "no collective is named, or one twice"),
-        ("--largest 3", "'3' is no size in bytes"),
+        ("--largest 3", "'3' is not a size in bytes"),
         ("--smallest 2MiB --largest 1MiB", "sizes from 2,097,152 to 1,048,576 bytes are none"),
         ("--largest 9000GiB", "this host has"),
         ("--calls 0", "0 calls after 5 measure nothing"),
@@ -90,7 +90,7 @@ def test_ranks_inside_of_ranks_are_refused(
         monkeypatch.setenv(name, value)
     answer = surefoot("bench", "comm", "--ranks", "2")
     assert answer.code == 2
-    assert "--ranks is given to a process that is a rank already" in answer.err
+    assert "--ranks was given to a process that is already a rank" in answer.err
 
 
 def typed(words: str) -> list[str]:

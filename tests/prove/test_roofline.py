@@ -112,7 +112,7 @@ def test_a_damaged_file_leaves_utilisation_unknown(run: Path, surefoot: Command)
 
 
 def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
-    assert surefoot("roofline", "run", "--steps", "0").err.startswith("error: 0 steps have no time")
+    assert surefoot("roofline", "run", "--steps", "0").err.startswith("error: --steps is 0")
     assert surefoot("roofline", "nowhere").code == 2
     (run / "taken").write_text("")
     taken = surefoot("roofline", "run", "--steps", "1", "--out", "run/taken")

@@ -286,7 +286,7 @@ def test_a_state_folder_that_is_there_already_is_left_alone(
     (tmp_path / "out" / "mine").write_text("years of work")
     code, _, said = verify(monkeypatch, capsys, "--command", "true", "--state", "out")
     assert code == 2
-    assert "is there already" in said
+    assert "exists already" in said
     assert (tmp_path / "out" / "mine").read_text() == "years of work"
 
 

@@ -263,7 +263,9 @@ def test_the_folder_of_a_run_with_a_spec_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
 
 
-@pytest.mark.parametrize("held", ["its lines are held until it can", "the loop goes on unrecorded"])
+@pytest.mark.parametrize(
+    "held", ["its lines are kept in memory until it can", "the loop goes on unrecorded"]
+)
 def test_a_full_disk_never_ends_the_loop(
     held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,12 +324,12 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
     "a state of no plain name": (
         {"state": {"my ema": torch.nn.Linear(1, 1)}},
         TaskError,
-        "a module is called 'my ema'",
+        "the name of a module is 'my ema'",
     ),
     "a state of a name that is taken": (
         {"state": {"manifest": torch.nn.Linear(1, 1)}},
         TaskError,
-        "a module is called 'manifest'",
+        "the name of a module is 'manifest'",
     ),
     "a state that holds a set": (
         {"state": {"x": Holding({1})}},

@@ -194,7 +194,7 @@ def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(
     ("kind", "state", "told"),
     [
         (torch.optim.Adam, True, "'optimizer', which was AdamW: the loop gives Adam"),
-        (torch.optim.AdamW, False, "'schedule', which was StepLR: the loop gives nothing"),
+        (torch.optim.AdamW, False, "'schedule', which was StepLR: the loop passes nothing"),
     ],
 )
 def test_a_loop_that_gives_less_than_was_saved_or_another_kind_is_refused(
@@ -318,4 +318,4 @@ def test_data_that_are_made_at_random_without_a_seed_are_named_as_the_cause_of_a
                 break
         run._record._lock.release()
     printed = " ".join(capsys.readouterr().err.split())
-    assert "torch.manual_seed(0) before they are made" in printed
+    assert "call torch.manual_seed(0) before the data are created" in printed

@@ -52,7 +52,7 @@ VALUES = {
         ["checkpoint.keep_every: 0 epochs is nothing"],
     ),
     "told every nothing": ("observe.every='0 steps'", ["observe.every: 0 steps is nothing"]),
-    "no unit": ("train.length=5", ["train.length: 5 is no duration"]),
+    "no unit": ("train.length=5", ["train.length: 5 is not a duration"]),
     "an unknown unit": ("train.length='5 years'", ["train.length", "years"]),
     "not a number of steps": ("train.length='nan steps'", ["train.length", "nan"]),
     "a text for a number": ("optim.lr=fast", ["optim.lr is 'fast'", "number"]),

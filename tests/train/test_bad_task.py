@@ -113,7 +113,11 @@ CHANGES = {
         "import no_such_package; generator = ",
         ["no_such_package"],
     ),
-    "data is nothing": ("return Arrays(", "return None; return Arrays(", ["NoneType", "no source"]),
+    "data is nothing": (
+        "return Arrays(",
+        "return None; return Arrays(",
+        ["NoneType", "not a source"],
+    ),
     "data is empty": (
         "torch.randn(24, 4, generator=generator), torch.arange(24) % 3",
         "torch.randn(0, 4), torch.arange(0)",
@@ -152,7 +156,7 @@ CHANGES = {
         "torch.ones(3, dtype=torch.complex128)", "b is a tensor of torch.complex128"
     ),
     "model holds a sparse tensor": held(
-        "torch.ones(3).to_sparse()", "torch.sparse_coo, which a checkpoint cannot hold"
+        "torch.ones(3).to_sparse()", "torch.sparse_coo, which a checkpoint cannot store"
     ),
     "model holds a name of the format": (
         "    def model(self):",
@@ -207,7 +211,7 @@ MORE = {
     ),
     "groups leave one out": (
         "def parameter_groups(self, model): return [{'params': [model[0].weight]}]",
-        ["stand in no group"],
+        ["are in no group"],
     ),
     "optimizer raises": (
         "def optimizer(self, groups): raise KeyError('beta')",
@@ -220,7 +224,7 @@ MORE = {
     ),
     "state is of another order of bytes": (
         "def state(self): return {'a': __import__('numpy').ones(2, '>f4')}",
-        ["array of >f4", "order of bytes"],
+        ["array of >f4", "byte order"],
     ),
     "updates are none": ("def updates(self, model): return []", ["gave none"]),
 }

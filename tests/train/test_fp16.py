@@ -76,7 +76,7 @@ def test_an_injected_overflow_halves_the_scale_once_and_moves_nothing_else(
     assert (fault.step, fault.fault, fault.action) == (
         4,
         "overflow",
-        "the step was skipped, nothing moved; the loss scale is now 256",
+        "the step was skipped, no weight changed; the loss scale is now 256",
     )
     assert "overflowed fp16 at a loss scale of 512" in fault.detail
     assert (run.outcome, run.num_skipped) == ("finished", 1)
@@ -96,7 +96,7 @@ def test_a_scale_that_would_halve_for_ever_ends_the_run_with_the_cause(tmp_path:
     how = fp16(50, precision={"min_scale": 2.0**10})
     with (
         pytest.raises(
-            NumbersError, match=r"precision\.min_scale is 1024: the scale would halve for ever"
+            NumbersError, match=r"precision\.min_scale is 1024: the scale is below this minimum"
         ),
         Run(how, Odd("finite loss, inf gradient", 99), folder=tmp_path / "a", quiet=True) as run,
     ):

@@ -69,8 +69,8 @@ def test_with_room_for_two_commits_of_three_no_save_is_lost(
         told = faults(run, "full-disk")
         assert [fault.step for fault in told] == [*range(6, 21, 2)]
         assert (told[0].detail, told[0].action) == (
-            "the disk had no room for the checkpoint of step 6",
-            "the checkpoint of step 2 was deleted before its time, the run continues",
+            "the disk had no space for the checkpoint of step 6",
+            "the checkpoint of step 2 was deleted early, the run continues",
         )
         assert manifest.steps(run) == [18, 20]
         assert all_verify(run)

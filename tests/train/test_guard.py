@@ -72,7 +72,7 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
                 assert report.applied
     faults = faults_of(tmp_path / "a")
     assert [(fault.step, fault.fault, fault.action) for fault in faults] == [
-        (3, "nonfinite", "the step was skipped, nothing moved")
+        (3, "nonfinite", "the step was skipped, no weight changed")
     ]
     assert "the loss is nan" in faults[0].detail
     # also when quiet
@@ -239,7 +239,7 @@ def test_a_schedule_that_turns_to_nan_ends_the_run_before_the_weights_do(tmp_pat
             return math.nan if step == 5 else 1.0
 
     with (
-        pytest.raises(NumbersError, match="schedule gives nan after 5 updates"),
+        pytest.raises(NumbersError, match="schedule returned nan after 5 updates"),
         Run(spec(12), Turning(), folder=tmp_path / "a", quiet=True) as run,
     ):
         for _ in run.steps():

@@ -22,7 +22,7 @@ from surefoot.contract.task import Loss
 from surefoot.train.run import Run
 from tests.train.small import Small, faults_of, records, spec
 
-NOTICE = "writes into its batch in place, and the batch is the data's own memory"
+NOTICE = "changes its batch in place, and the batch shares memory with the data"
 
 
 def samples() -> tuple[Tensor, Tensor]:

@@ -347,7 +347,7 @@ def test_a_ramp_that_is_none_is_refused(tables: dict[str, Any], says: str) -> No
     ("tables", "says"),
     [
         ({"data": {"last_batch": "drop"}}, "another part of every epoch"),
-        ({"checkpoint": {"keep_every": "1 epoch"}}, "another number of steps"),
+        ({"checkpoint": {"keep_every": "1 epoch"}}, "depends on the position in the run"),
         ({"schedule": {"name": "step", "every": "1 epoch"}}, "schedule.every is '1 epoch'"),
         ({"schedule": {"name": "exponential"}}, "schedule.every is '1 epoch'"),
         (

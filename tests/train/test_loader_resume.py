@@ -273,7 +273,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a sampler from the system's randomness": (
         lambda: DataLoader(NUMBERS, BATCH, sampler=Changing()),
-        "hold other samples",
+        "have other samples",
     ),
 }
 
@@ -303,7 +303,7 @@ def test_the_end_of_an_epoch_of_a_stream_is_checked_by_the_first_batch_of_that_e
     make = OTHERS["a stream with a generator of its own"][0]
     # the checkpoint is after step 12, the end of the third epoch
     train(tmp_path / "run", Task(make()), 16, leave_at=13)
-    with pytest.raises(OtherDataError, match="first batch of the pass before"):
+    with pytest.raises(OtherDataError, match="first batch of the previous epoch"):
         train(tmp_path / "run", Task(make()), 16)
 
 
@@ -319,7 +319,7 @@ def test_the_same_samples_with_other_values_are_reported_and_the_run_resumes(
     train(tmp_path / "run", Task(DataLoader(Hidden(), BATCH)), 10, leave_at=8)
     assert "other values" not in capfd.readouterr().err
     train(tmp_path / "run", Task(DataLoader(Hidden(), BATCH)), 10)
-    assert "holds the same samples with other values than before" in capfd.readouterr().err
+    assert "has the same samples with other values than before" in capfd.readouterr().err
     assert loop_ledger.check(tmp_path / "run").num_samples == 2 * SAMPLES
 
 
@@ -391,7 +391,7 @@ def test_batches_that_are_iterators_are_known_by_their_samples(tmp_path: Path) -
         train(folder, Task(DataLoader(NUMBERS, batch_sampler=OneShot(shuffle))), 8, leave_at=6)
         assert loop_ledger.check(folder).num_samples == 5 * 6  # up to the last save
         with (
-            pytest.raises(OtherDataError, match="hold other samples")
+            pytest.raises(OtherDataError, match="have other samples")
             if shuffle
             else contextlib.nullcontext()
         ):
@@ -415,7 +415,7 @@ def test_a_fork_over_other_data_reports_it_and_goes_on(
         for _ in run.steps():
             pass
     assert len(task.seen) == 3
-    assert "hold other samples than those trained on" in capfd.readouterr().err
+    assert "have other samples than those trained on" in capfd.readouterr().err
     assert [
         event.fault for event in events.read(tmp_path / "fork") if isinstance(event, events.Fault)
     ] == ["other-data"]

@@ -50,7 +50,7 @@ def test_workers_that_each_read_the_whole_stream_are_reported(
 ) -> None:
     train(tmp_path / "run", Task(DataLoader(Whole(), 4, num_workers=workers)), 8)
     said = capfd.readouterr().err
-    assert ("gives more batches than its length, 4" in said) is told
+    assert ("returns more batches than its length, 4" in said) is told
     assert ("torch.utils.data.get_worker_info()" in said) is told
 
 
@@ -128,7 +128,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_replayed_and_reported(
             return {"next": self.next, "token": Token()}
 
     unbroken = train(tmp_path / "whole", Task(Opaque(5)), 8)
-    assert "gives what a checkpoint cannot hold" in capfd.readouterr().err
+    assert "returns values that a checkpoint cannot store" in capfd.readouterr().err
     assert resumed(tmp_path / "stopped", lambda: Opaque(5), 8, 3) == unbroken
 
 

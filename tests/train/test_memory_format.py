@@ -166,7 +166,7 @@ def test_the_run_says_what_lies_channels_last_and_what_cannot(tmp_path: Path) ->
     notes = lay_channels_last(model)
     assert notes == [
         "channels last (train.memory_format): 2 of the model's tensors",
-        "left as they are, since filters of one dimension have no such layout: flat",
+        "unchanged, since channels last does not exist for 1-D convolutions: flat",
     ]
     assert model["volume"].weight.is_contiguous(memory_format=torch.channels_last_3d)
     _, run = train(tmp_path, 1, **joined({}))

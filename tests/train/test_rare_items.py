@@ -128,7 +128,7 @@ def test_a_step_in_which_no_item_counts_moves_nothing_and_is_recorded(
     faults = [(each.step, each.fault, each.action) for each in faults_of(tmp_path / "run")]
     many = ["1 such step", "2 such steps", "3 such steps", "4 such steps"]
     assert faults == [
-        (step, "no-items", f"the step was skipped, nothing moved; {words} so far")
+        (step, "no-items", f"the step was skipped, no weight changed; {words} so far")
         for step, words in zip((2, 5, 8, 11), many, strict=True)
     ]
 

@@ -298,7 +298,7 @@ def with_momentum(task: Small, groups: Any) -> torch.optim.Optimizer:
     ("part", "other", "told"),
     [
         ("model", wide, "of another shape: 0.bias"),
-        ("optimizer", with_momentum, "go on with the task and the spec"),
+        ("optimizer", with_momentum, "resume with the task and the spec"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_in_words_and_nothing_is_set_aside(

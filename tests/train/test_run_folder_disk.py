@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_at_a_commit_costs_that_commit_and_not_the_run(tmp_p
         assert [event.step for event in past if isinstance(event, Committed)] == [12]
         faults = faults_of(disk / "a")
         assert [(fault.step, fault.fault) for fault in faults] == [(4, "storage"), (8, "storage")]
-        assert "the run goes on" in faults[0].action
+        assert "the run continues" in faults[0].action
         assert not list((disk / "a" / "checkpoints").glob(".*"))
         assert end_of(disk / "a").outcome == "finished"
         surefoot.load(disk / "a")
@@ -242,4 +242,4 @@ def test_tensorboard_is_given_up_once_where_the_disk_fills_under_it(
         for _ in run.steps():
             pass
     assert run.outcome == "finished"
-    assert capsys.readouterr().err.count("TensorBoard was given up, the run goes on") == 1
+    assert capsys.readouterr().err.count("TensorBoard was abandoned, the run continues") == 1

@@ -148,7 +148,7 @@ def test_a_row_that_only_another_rank_has_is_moved_by_sparse_adam_and_one_that_n
 @pytest.mark.parametrize(
     ("layout", "name", "says"),
     [
-        ({}, None, r"the optimizers of \[optim\] take dense ones"),
+        ({}, None, r"the optimizers of \[optim\] need dense gradients"),
         (
             {"virtual_ranks": 2},
             "sgd",

@@ -205,7 +205,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "fp16": {"precision": {"compute": "fp16"}},
     "an optimizer is FlatMuon": {"optim": {"name": "muon"}},
     "an optimizer is AdamW without fused": {"optim": {"fused": False}},
-    "moves the momentum": {"schedule": {"name": "one_cycle"}},
+    "changes the momentum": {"schedule": {"name": "one_cycle"}},
     "precision.weights": {"precision": {"compute": "bf16", "weights": "bf16", "master": "none"}},
 }
 

@@ -114,7 +114,7 @@ def test_an_update_that_no_graph_of_ones_own_can_hold_is_refused_with_what_keeps
     assert "fused=True in a loop of your own" in str(refused.value.hint)
     with pytest.raises(SpecError, match="an optimizer is AdamW with an option"):
         whole.compile_step(model, summed, guarded_of(torch.optim.AdamW, model, amsgrad=True))
-    with pytest.raises(SpecError, match="a parameter in float64 that has no dimensions"):
+    with pytest.raises(SpecError, match="a 0-dimensional parameter in float64"):
         whole.compile_step(wide, summed, guarded_of(torch.optim.SGD, wide, momentum=0.9))
     with pytest.raises(SpecError, match="an update that holds no parameter"):
         whole.compile_step(model, summed, GuardedUpdate([]))

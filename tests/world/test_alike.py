@@ -21,7 +21,7 @@ from tests.world.test_run import Sentences, spec, train
         ("judged", "data of the evaluation: rank 1 has"),
         ("metrics", "metrics: rank 1 has acc, perplexity, rank 0 has accuracy, perplexity"),
         ("folder", "run folder: rank 1 has "),
-        ("world", "rank 0 is one of 2, rank 1 is one of 3"),
+        ("world", "rank 0 has WORLD_SIZE 2, rank 1 has WORLD_SIZE 3"),
     ],
 )
 def test_a_rank_that_would_compute_something_else_is_refused_before_the_first_step(
@@ -38,7 +38,7 @@ def test_a_rank_that_would_compute_something_else_is_refused_before_the_first_st
     found = run_ranks(2, job, tmp_path / "ranks")
     assert words in found[0]["error"], found
     assert found[0]["code"] == 2
-    if field != "world":  # where rank 0 is gone first, the other has nobody to ask
+    if field != "world":  # where rank 0 has exited first, the other has nobody to ask
         assert words in found[1]["error"], found
         assert found[1]["code"] == 2
     assert [each.name for each in tmp_path.iterdir()] == ["ranks"]

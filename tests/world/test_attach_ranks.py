@@ -340,7 +340,7 @@ def test_a_rank_that_raises_ends_the_others_and_says_so_in_its_own_log(tmp_path:
 
     found = run_ranks(2, lambda rank: train(rank, tmp_path, "DDP", "a", stop=stop), tmp_path / "a")
     assert found[1]["error"] == "no such image"
-    assert "error" in found[0]  # torch's own, or that of a save: rank 1 is gone
+    assert "error" in found[0]  # torch's own, or that of a save: rank 1 has exited
     assert launch("DDP", tmp_path, "b")[0]["losses"][0][0] == 4
 
 

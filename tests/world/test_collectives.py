@@ -83,7 +83,7 @@ def test_a_collective_that_gives_wrong_numbers_is_named_with_its_rank(tmp_path: 
                 setattr(dist, function, real)
         return said
 
-    expected = [f"{name} gives wrong numbers on rank 1 of 2" for name in NEEDED_FOR]
+    expected = [f"{name} returns wrong values on rank 1 of 2" for name in NEEDED_FOR]
     assert together(2, job, tmp_path, transport="gloo") == [expected, expected]
 
 
@@ -134,5 +134,5 @@ def test_one_rank_has_no_collective_and_a_lost_one_ends_the_others(tmp_path: Pat
             Collective("all-reduce", group, 64).call(0)
         return None
 
-    with pytest.raises(RankFailed, match="rank 1 is gone, after "):
+    with pytest.raises(RankFailed, match="rank 1 has exited, after "):
         together(2, job, tmp_path, timeout_s=2.0)

@@ -112,7 +112,7 @@ def test_an_error_of_the_task_on_one_rank_is_told_with_its_place_and_ends_the_ot
     assert second["error"].startswith("rank 1 of 2, step ")
     assert "ValueError: planted" in second["error"]
     assert second["code"] == 3
-    assert "rank 1 is gone, after " in first["error"]
+    assert "rank 1 has exited, after " in first["error"]
     assert first["code"] == 8
 
 

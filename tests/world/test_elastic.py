@@ -143,13 +143,13 @@ def test_a_run_goes_from_four_ranks_to_two_to_three_to_one_and_back_to_the_numbe
     assert supervised.left() == []
     check_as_alone(run, golden, tmp_path / "alone/run", supervised.said)
     lines = [
-        "place 3 has failed 2 times in a row and is left out until 3 more commits",
+        "place 3 has failed 2 times in a row and is left out until 3 more checkpoints",
         "anew, after step 2\n",
-        "place 1 has failed 2 times in a row and is left out until 3 more commits",
+        "place 1 has failed 2 times in a row and is left out until 3 more checkpoints",
         ", at places 0 and 2\n",
         "place 3 will be tried again: all ranks save and end, to begin anew as 3",
         ", at places 0, 2 and 3\n",
-        "place 3 has failed again and is left out until 6 more commits",
+        "place 3 has failed again and is left out until 6 more checkpoints",
         "place 2 has failed 2 times in a row",
         "one rank begins anew",
         "place 1 will be tried again",
@@ -181,8 +181,8 @@ def test_a_place_that_crashes_is_tried_once_more_and_two_that_do_are_the_code(
     assert supervised.wait() == 128 + signal.SIGSEGV
     assert supervised.said.count("begin anew") == 1
     assert (
-        "error: places 0 and 1 crashed, and no commit came between: it is the code, not a place"
-        in supervised.said
+        "error: places 0 and 1 crashed without a new checkpoint between the crashes: "
+        "the cause is the code, not a place" in supervised.said
     )
 
 
@@ -271,7 +271,10 @@ def test_a_command_goes_on_with_the_rank_that_is_left(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 10
-    assert "place 1 has failed 2 times in a row and is left out until 3 more commits" in done.stderr
+    assert (
+        "place 1 has failed 2 times in a row and is left out until 3 more checkpoints"
+        in done.stderr
+    )
     assert done.stderr.count("all 2 ranks begin anew, from the start") == 1
     assert done.stderr.count("one rank begins anew, from the start") == 1
     assert sizes(tmp_path / "run")[-1] == 1
@@ -289,7 +292,7 @@ def test_a_command_that_grows_prints_one_result(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 120
     assert "place 1 will be tried again: all ranks save and end, to begin anew as 2" in done.stderr
-    assert "place 1 has failed again and is left out until 6 more commits" in done.stderr
+    assert "place 1 has failed again and is left out until 6 more checkpoints" in done.stderr
 
 
 # ---- a campaign

@@ -129,20 +129,23 @@ NAMED = {  # what the verdict says of each kind
     ),
     "uneven evaluation": (
         (
-            "the ranks do different things: "
-            "rank 1 is in a maximum of 8 bytes, this rank in another, after "
+            "the ranks call different collectives: "
+            "rank 1 is in a maximum of 8 bytes, this rank is in another, after "
         ),
         "in a maximum of 40 bytes",
-        "the ranks did not call collective ",
+        "the ranks called different collectives as number ",
         "rank 0 called a maximum of 40 bytes and is in step 5",
         "rank 1 called a maximum of 8 bytes and is in step 5",
-        "evaluation after step 5: the ranks do different things",
+        "evaluation after step 5: the ranks call different collectives",
     ),
     "branch": (
         "rank 1 of 2 has not come",
         "in a collective that the task calls itself, at ",
         "test_hang.py:",
-        "hint: all ranks are ended: every rank has to call the same collectives, in one order",
+        (
+            "hint: all ranks were stopped: every rank must call the same collectives, "
+            "in the same order"
+        ),
     ),
     "barrier": (
         "rank 1 of 2 has not come",
@@ -300,14 +303,17 @@ def test_without_a_supervisor_a_cut_network_is_named_by_the_deadline_of_what_the
     assert ended_s - float((tmp_path / "planted").read_text()) < GENEROUS_S
     said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
     assert all(
-        "the other ranks are out of reach, after " in each
+        "the other ranks are unreachable, after " in each
         and "in the sum of gradients of 2,040 bytes; " in each
         for each in said
     )
-    assert "rank 1 of 2 says nothing: it has ended, hangs, or the network to it is cut" in said[0]
     assert (
-        "10.0.0.1, where rank 0 is, does not answer: it has ended, or the network to it is cut"
-        in said[1]
+        "rank 1 of 2 does not respond: it has ended, hangs, or the network connection is down"
+        in said[0]
+    )
+    assert (
+        "10.0.0.1, the host of rank 0, does not respond: "
+        "rank 0 has ended, or the network connection is down" in said[1]
     )
 
 
@@ -394,7 +400,7 @@ def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_o
     ).is_unlike  # it may wait for the third, which hangs
     other = find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, Kind.GATHER), seen(2, 7, 9.0)])
     assert other.ranks == (1,)
-    assert "did not call collective 7 alike" in other.words
+    assert "called different collectives as number 7" in other.words
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, num_bytes=12), seen(2, 7, 9.0)]).ranks == (
         1,
     )
@@ -405,7 +411,7 @@ def test_the_blame_falls_on_who_does_something_else_then_on_who_is_behind_then_o
     assert find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0, state="T")]).ranks == (1,)
     late = find_hang([seen(0, 8, 9.0), seen(1, 7, 9.0), seen(2, 8, 8.0)])
     assert late.ranks == (1,)
-    assert "the network to it is cut" in late.words
+    assert "its network connection is down" in late.words
     cut = find_hang([seen(0, 7, 9.0), seen(1, 7, 9.0)])
     assert cut.ranks == ()
     assert "the network between them is cut" in cut.words
@@ -477,4 +483,4 @@ def test_a_rank_that_ends_while_the_ranks_join_is_lost_to_the_others(tmp_path: P
         run_ranks(2, job, tmp_path)
     said = json.loads((tmp_path / "rank-0.json").read_text())
     assert (said["kind"], said["code"]) == ("LostRank", 8)
-    assert "another rank is gone, which had come before" in said["error"]
+    assert "another rank, which had joined before, has exited" in said["error"]

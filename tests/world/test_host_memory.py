@@ -177,7 +177,7 @@ def test_the_end_of_a_rank_is_heard_at_once_and_leaves_nothing(
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(0.2)  # else it may have added up its share of what it is told of
             begun_s = time.monotonic()
-            with pytest.raises(LostRank, match="rank 1 is gone, after 0"):
+            with pytest.raises(LostRank, match="rank 1 has exited, after 0"):
                 group.begin_to_add(row)()
             return time.monotonic() - begun_s
 
@@ -217,16 +217,16 @@ def test_ranks_that_do_different_things_are_told_so_at_once(tmp_path: Path) -> N
 
     first, second = together(2, job, tmp_path)
     assert (
-        "rank 1 is in a sum of 16 bytes, this rank in another, after 0.0 s in a sum of 12 bytes"
+        "rank 1 is in a sum of 16 bytes, this rank is in another, after 0.0 s in a sum of 12 bytes"
         in first[0]
     )
     assert (
-        "rank 0 is in a sum of 12 bytes, this rank in another, after 0.0 s in a sum of 16 bytes"
+        "rank 0 is in a sum of 12 bytes, this rank is in another, after 0.0 s in a sum of 16 bytes"
         in second[0]
     )
     assert (
-        "rank 1 is in a gathering of 8 bytes, this rank in another, after 0.0 s in a sum of 8 bytes"
-        in first[1]
+        "rank 1 is in a gathering of 8 bytes, this rank is in another, "
+        "after 0.0 s in a sum of 8 bytes" in first[1]
     )
 
 
@@ -238,7 +238,7 @@ def test_a_rank_that_says_nothing_is_waited_for_as_long_as_the_spec_says(tmp_pat
                 return 0.0
             begun_s = time.monotonic()
             with pytest.raises(
-                LostRank, match=r"rank 1 says nothing, after 0\.\d s in a sum of 4 bytes"
+                LostRank, match=r"rank 1 does not respond, after 0\.\d s in a sum of 4 bytes"
             ):
                 group.add(torch.ones(1))
             return time.monotonic() - begun_s
@@ -313,7 +313,7 @@ def test_ranks_of_several_hosts_go_by_gloo_or_are_refused(tmp_path: Path) -> Non
         with join(place.here(), CPU, wait_s=120.0, timeout_s=20.0) as group:
             found = group.transport
         with (
-            pytest.raises(InputError, match="not all ranks are on one host"),
+            pytest.raises(InputError, match="the ranks are not all on one host"),
             join(place.here(), CPU, wait_s=120.0, timeout_s=20.0, transport="shared_memory"),
         ):
             pass

@@ -171,7 +171,7 @@ def test_a_rank_that_is_killed_when_the_run_is_over_brings_no_other_run(tmp_path
         job, 2, tmp_path / "ranks", stall_s=20, run=tmp_path / "run", max_restarts=3
     )
     assert supervised.wait() == 0, supervised.said
-    assert "the run had come to its end before: nothing is lost" in supervised.said
+    assert "the run had finished before: nothing is lost" in supervised.said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks", "run"]
 
 

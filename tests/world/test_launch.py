@@ -134,7 +134,7 @@ def test_ranks_train_and_rank_0_alone_prints(tmp_path: Path) -> None:
             137,
             (
                 "error: rank 1 of 2 was ended by SIGKILL",
-                "hint: the same command goes on after the newest commit",
+                "hint: the same command resumes after the newest checkpoint",
             ),
             marks=pytest.mark.slow,  # as those of test_kills and test_hang, without the command
         ),
@@ -199,7 +199,9 @@ def test_attempts_without_a_commit_come_to_an_end(tmp_path: Path) -> None:
     supervised = Supervised(job, 2, tmp_path / "ranks", run=tmp_path / "run", max_restarts=1)
     assert supervised.wait() == 137
     assert supervised.said.count("all 2 ranks begin anew, from the start") == 1
-    assert "error: 2 attempts in a row ended like this without a commit" in supervised.said
+    assert (
+        "error: 2 consecutive attempts ended like this without a new checkpoint" in supervised.said
+    )
 
 
 @pytest.mark.slow
@@ -324,7 +326,7 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
             ("--ranks", "1000"),
             {},
             (
-                "error: a batch of 64 gives 1000 ranks 64 pieces to compute\n"
+                "error: a batch of 64 has 64 microbatches for 1000 ranks\n"
                 "hint: use fewer ranks, or batches of 1000"
             ),
         ),
@@ -332,9 +334,13 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
         (
             ("--ranks", "2"),
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-            "error: --ranks is given to a process that is a rank already",
+            "error: --ranks was given to a process that is already a rank",
         ),
-        ((), {"RANK": "0", "WORLD_SIZE": "2"}, "error: MASTER_ADDR is not set in a world of 2"),
+        (
+            (),
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "error: MASTER_ADDR is not set, and WORLD_SIZE is 2",
+        ),
         pytest.param(
             (),
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
@@ -350,7 +356,7 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
                 "MASTER_ADDR": "nowhere.invalid",
                 "MASTER_PORT": "29500",
             },
-            "error: the ranks are to meet at nowhere.invalid, which is no host that is known here",
+            "error: MASTER_ADDR is nowhere.invalid, which cannot be resolved on this host",
         ),
     ],
 )

@@ -66,9 +66,7 @@ def test_where_it_joins_gpus_the_table_wins_over_the_environment_says_so_and_is_
     with nccl.told(NcclTable(**ALL), num_ranks=8, on_gpu=True) as notes:
         assert {name: os.environ[name] for name in SET} == SET
         assert os.environ["NCCL_SOCKET_NTHREADS"] == "4"
-    assert notes == [
-        "NCCL_ALGO is ring,nvlstree, as [nccl] says, not tree, as the environment does"
-    ]
+    assert notes == ["NCCL_ALGO is ring,nvlstree, from [nccl], not tree, from the environment"]
     assert dict(os.environ) == before
 
 
@@ -140,4 +138,4 @@ def test_a_spec_for_gpus_trains_on_cpus_and_the_started_record_says_what_held(
         name: value for name, value in started.variables.items() if name.startswith("NCCL_")
     } == {"NCCL_DEBUG": "INFO"}
     assert started.spec["nccl"]["algorithm"] == ["ring", "nvlstree"]
-    assert "[nccl] does nothing here: gloo joins the ranks, which are on CPUs" in started.notes
+    assert "[nccl] has no effect: the ranks are on CPUs and use gloo" in started.notes

@@ -324,7 +324,7 @@ def test_what_fails_on_one_rank_ends_the_others_too(tmp_path: Path) -> None:
         return group.settle(lambda: 1 // (0 if group.rank == 1 else 1))
 
     with pytest.raises(
-        RankFailed, match=r"rank 0: rank 1 of 2 did not begin: ZeroDivisionError: .*"
+        RankFailed, match=r"rank 0: rank 1 of 2 did not start: ZeroDivisionError: .*"
     ):
         together(2, job, tmp_path)
 

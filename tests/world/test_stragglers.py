@@ -145,9 +145,9 @@ def communicating_s(home: Path) -> float:
     ("made", "after_step_s", "words"),
     [
         pytest.param({"pass_s": 0.3 * PASS_S}, 0.0, "for just as much work", id="compute"),
-        pytest.param({"data_s": 0.3 * PASS_S}, 0.0, "its data come late", id="data"),
+        pytest.param({"data_s": 0.3 * PASS_S}, 0.0, "it waits for data", id="data"),
         pytest.param({"words": 6}, 0.0, "1.5 times as many items", id="work"),
-        pytest.param({}, 0.3 * PASS_S, "go between two of its steps", id="loop"),
+        pytest.param({}, 0.3 * PASS_S, "between two steps, the others", id="loop"),
         pytest.param({}, 0.0, None, id="even"),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_rank_that_is_slowed_is_named_with_its_reason(
     else:
         (fault,) = faults
         assert fault.fault == "straggler"
-        assert fault.detail.startswith("rank 1 is waited for in ")
+        assert fault.detail.startswith("the other ranks wait for rank 1 in ")
         assert words in fault.detail
     waits_s = [
         communicating_s(home) for home in (tmp_path / "run", tmp_path / "run" / "ranks" / "1")

@@ -121,7 +121,7 @@ def test_what_holds_up_the_others_is_named_where_no_supervisor_looks_on(
     codes, said = run_plain_ranks(job, tmp_path / "ranks")
     assert codes == [8, -signal.SIGKILL if kind == "stopped" else 8], said
     assert all(each in said for each in NAMED[kind]), said
-    assert said.count("hint: all ranks are ended") == 1, said  # one of them says it
+    assert said.count("hint: all ranks were stopped") == 1, said  # one of them says it
     assert "Traceback" not in said
 
 
@@ -225,7 +225,7 @@ def test_ranks_of_several_hosts_say_why_they_are_not_watched(tmp_path: Path) -> 
             return why
 
     assert with_group(2, job, tmp_path) == 2 * [
-        "the ranks are on 2 hosts, and only those of one host can be watched"
+        "the ranks are on 2 hosts, and the supervisor watches only ranks of one host"
     ]
 
 

@@ -139,8 +139,10 @@ def _unshared(state: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TaskError(
-                f"the state dict of the model holds {name!r}, a {type(value).__name__}, "
-                "and safetensors holds tensors alone",
+                (
+                    f"the state dict of the model contains {name!r}, a {type(value).__name__}, "
+                    "and safetensors stores only tensors"
+                ),
                 hint="export a graph, as --format torch-export, or register it as a buffer",
             )
         place = value.untyped_storage().data_ptr()
@@ -327,15 +329,18 @@ def check_new(path: Path) -> None:
     """Raise InputError if `path` exists, is inside a checkpoint, or has no parent folder."""
     if any(STEP_FOLDER.match(folder.name) for folder in path.resolve().parents):
         raise InputError(
-            f"--to {path} lies inside a commit, which is never changed", hint="give another --to"
+            (f"--to {path} is inside a checkpoint, and a checkpoint is never changed"),
+            hint="give another --to",
         )
     if os.path.lexists(path):
         raise InputError(
-            f"{path} is there already, and is left as it is", hint="give a new file with --to"
+            f"{path} exists already, and existing files are not overwritten",
+            hint="give a new file with --to",
         )
     if not path.parent.is_dir():
         raise InputError(
-            f"{path} cannot be written: {path.parent} is no folder", hint="make the folder first"
+            f"{path} cannot be written: {path.parent} is not a folder",
+            hint="create the folder first",
         )
 
 

@@ -66,8 +66,8 @@ class Commit:
         """
         if not (names := self.names(file)) and file:
             raise RunFolderError(
-                f"{self.folder} holds no tensors in {file!r}",
-                hint=f"it holds {', '.join(self.names('')) or 'none'}",
+                f"{self.folder} contains no tensors in {file!r}",
+                hint=f"it contains {', '.join(self.names('')) or 'none'}",
             )
         found: dict[str, Tensor] = {}
 
@@ -93,7 +93,8 @@ class Commit:
                 data = file.read(entry.num_bytes)
             except MemoryError:
                 raise RunFolderError(
-                    f"{self.folder / name} has {entry.num_bytes} bytes, more than memory holds"
+                    f"{self.folder / name} has {entry.num_bytes} bytes, more than the "
+                    "available memory"
                 ) from None
         if digest.of_bytes(data) != entry.sha256:
             raise RunFolderError(f"{self.folder / name} is damaged: its digest does not match")
@@ -105,7 +106,7 @@ class Commit:
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
             raise RunFolderError(
-                f"{self.folder} holds no {name}", hint="it is a commit of weights alone"
+                f"{self.folder} contains no {name}", hint="it is a weights-only checkpoint"
             )
         return self._entries[name]
 
@@ -158,7 +159,7 @@ def check_fit(
         "unexpected": unexpected,
         "of another shape": reshaped,
         "of another dtype": retyped,
-        "on the meta device, which holds no numbers": empty,
+        "on the meta device, without values": empty,
     }
     if any(wrong.values()):
         told = "; ".join(f"{what}: {name_some(names, 8)}" for what, names in wrong.items() if names)
@@ -177,12 +178,12 @@ def _find_way(stored: Collection[str], live: Collection[str]) -> str:
     }:
         if was_compiled:
             return (
-                "they are of a model that torch.compile had wrapped: "
-                "wrap the same part of it first, as model = torch.compile(model)"
+                "the checkpoint is of a model wrapped by torch.compile: wrap the same "
+                "part of the model first, as model = torch.compile(model)"
             )
         return (
-            "they are of a model that torch.compile had not wrapped: give the model itself, "
-            "which is model._orig_mod"
+            "the checkpoint is of a model not wrapped by torch.compile: give the model "
+            "itself, which is model._orig_mod"
         )
     return "build the model with the parameters that the run had"
 

@@ -100,7 +100,7 @@ def check_shaped(name: str, tensor: Tensor) -> None:
     """Raise TaskError for a tensor of a lazy layer that has not processed a batch yet."""
     if is_lazy(tensor):
         raise TaskError(
-            f"{name} has no shape yet: its layer is lazy",
+            f"{name} has no shape yet: its module is lazy",
             hint="run one batch through the model first",
         )
 
@@ -122,8 +122,8 @@ def check_buffers(module: nn.Module, names: Iterable[str]) -> None:
             owner = None
         if owner is None or (leaf not in owner._buffers and hasattr(owner, leaf)):
             raise RunFolderError(
-                f"the commit holds the buffer {name!r}, and the model has no place for it",
-                hint="go on with the model that was saved",
+                f"the checkpoint contains the buffer {name!r}, and the model has no such module",
+                hint="resume with the model that was saved",
             )
 
 
@@ -295,9 +295,14 @@ def unsharded(tree: Any, layouts: Layouts) -> Any:
         layout = (value.device_mesh, tuple(value.placements))
         if layout not in layouts:
             raise TaskError(
-                f"a tensor of the state is spread over ranks as {layout[1]}, "
-                "which no parameter of the model is",
-                hint="keep it as the parameters are, or as a plain tensor: tensor.full_tensor()",
+                (
+                    f"a tensor of the state is distributed over ranks as {layout[1]}, unlike "
+                    "every parameter of the model"
+                ),
+                hint=(
+                    "distribute it as the parameters are, or keep a plain tensor: "
+                    "tensor.full_tensor()"
+                ),
             )
         return LocalShard(
             layouts.index(layout),

@@ -85,7 +85,7 @@ def content_of(
         number = operator.index(step)
     except TypeError:
         raise TaskError(
-            f"the step is {step!r}, which is no whole number", hint="count steps from 0"
+            f"the step is {step!r}, which is not a whole number", hint="count steps from 0"
         ) from None
     live, skeleton = _gather(state, attributes)
     names = [name for held in live.values() for name in held]
@@ -131,7 +131,7 @@ def _gather(
     bad = [name for name in modules if not _is_plain(name)]
     if bad:
         raise TaskError(
-            f"a module is called {bad[0]!r}", hint='call it by a plain name, as "model"'
+            f"the name of a module is {bad[0]!r}", hint='use a plain name, such as "model"'
         )
     objects = {name: value for name, value in state.items() if name not in modules}
     kinds = {

@@ -157,8 +157,8 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
     ]
     if absent:
         raise RunFolderError(
-            f"{one.folder} holds no {absent[0]}.safetensors",
-            hint="load what was saved, by the same names",
+            f"{one.folder} contains no {absent[0]}.safetensors",
+            hint="load the objects that were saved, under the same names",
         )
     for name, module in modules.items():
         stored = own.over(file := f"{name}.safetensors")
@@ -181,8 +181,8 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
     for name, value in objects.items():
         if name not in values:
             raise RunFolderError(
-                f"{one.folder} holds no state of {name!r}",
-                hint=f"it holds {', '.join(values) or 'none'}",
+                f"{one.folder} contains no state of {name!r}",
+                hint=f"it contains {', '.join(values) or 'none'}",
             )
         with taken_from(one.folder):
             _check_object(one.folder, name, value, values[name], kinds.get(name))
@@ -213,8 +213,8 @@ def _check_layouts(place: Path, saved: list[str], now: list[str]) -> None:
     if saved != now:
         then, found = ("; ".join(each) or "whole on every rank" for each in (saved, now))
         raise RunFolderError(
-            f"{place} holds the state of weights that were {then}: they are {found} now",
-            hint="wrap the model as it was when the loop was saved, with the same mesh",
+            f"{place} contains the state of weights that were {then}: they are now {found}",
+            hint="wrap the model as it was wrapped when it was saved, with the same mesh",
         )
 
 
@@ -257,18 +257,18 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
 
     torch itself accepts some mismatches without an error.
     """
-    hint = "load into what was saved, or leave it out"
+    hint = "pass an object of the type that was saved, or leave it out"
     given = type(value).__name__
     if kind is not None and kind != given:
         raise RunFolderError(
-            f"{place} holds the state of {name!r}, which was {kind}: the loop gives {given}",
+            f"{place} contains the state of {name!r}, which was {kind}: the loop passes {given}",
             hint=hint,
         )
     if isinstance(value, Tensor | np.ndarray):
         held = _describe(saved)
         if held != _describe(value):
             raise RunFolderError(
-                f"{place} holds {name!r} as {held}, and it is read into {_describe(value)}",
+                f"{place} contains {name!r} as {held}, and the loop passes {_describe(value)}",
                 hint=hint,
             )
     if isinstance(value, Optimizer):
@@ -279,14 +279,16 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
         if held_sizes != sizes:
             if held_sizes[: len(sizes)] == sizes:
                 hint = (
-                    "add the groups that were added in training before this: "
-                    f"{name}.add_param_group(...); in a new loop give the "
-                    "optimizer all groups at once, also of layers that are frozen at first, "
-                    "which it does not move without a gradient"
+                    "first add the parameter groups that were added during training: "
+                    f"{name}.add_param_group(...); in a new loop give the optimizer all "
+                    "groups at once, also of layers that are frozen at first: it does not "
+                    "update a parameter without a gradient"
                 )
             raise RunFolderError(
-                f"{place} holds the state of {name!r} for groups of {held_sizes} parameters, "
-                f"and it has {sizes}",
+                (
+                    f"{place} contains the state of {name!r} for groups of {held_sizes} "
+                    f"parameters, and this optimizer has {sizes}"
+                ),
                 hint=hint,
             )
 
@@ -304,8 +306,10 @@ def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) 
                     f"{of['name'] or 'one'} of {of['dtype']} {of['shape']}" for of in (then, each)
                 )
                 raise RunFolderError(
-                    f"{place} holds the state of {name!r}, whose parameter {number} was {was}: "
-                    f"it is {is_now} now",
+                    (
+                        f"{place} contains the state of {name!r}, whose parameter {number} was "
+                        f"{was}: it is now {is_now}"
+                    ),
                     hint="give the optimizer the parameters that it had, in the same order",
                 )
 

@@ -85,7 +85,7 @@ def commit(
     """
     if not 0 <= content.step < manifests.MAX_STEP:
         raise TaskError(
-            f"step {content.step} cannot be committed",
+            f"step {content.step} cannot be saved",
             hint=f"use a step from 0 to {manifests.MAX_STEP - 1:,}",
         )
     _check_score(stamp)
@@ -220,14 +220,17 @@ def _seal(run: Path, draft: Path, made: Manifest, may_commit: Callable[[], bool]
     text = made.as_text().encode()
     if (excess := manifests.find_excess_text(text)) is not None:
         raise TaskError(
-            f"there are more tensors than a checkpoint holds: no manifest is read that {excess}",
-            hint="join small tensors into one",
+            (
+                "there are more tensors than a checkpoint can store: no "
+                f"manifest is valid that {excess}"
+            ),
+            hint="concatenate small tensors",
         )
     _write_text(draft / manifests.FILE, text)
     sync_folder(draft)
     if not may_commit():
         raise StorageError(
-            f"{run} is gone, or was taken over by a later attempt", hint="this attempt ends here"
+            f"{run} was deleted, or a later attempt has taken its lock", hint="this attempt stops"
         )
     _replace(manifests.step_folder(run, made.step), draft)
 
@@ -244,8 +247,8 @@ def _check_score(stamp: Stamp) -> None:
             )
     except RunFolderError as error:
         raise TaskError(
-            f"a commit cannot have this score: {error.message}",
-            hint='as {"name": "accuracy", "value": 0.5, "better": "higher"}',
+            f"a checkpoint cannot have this score: {error.message}",
+            hint='give a dict such as {"name": "accuracy", "value": 0.5, "better": "higher"}',
         ) from None
 
 

@@ -96,7 +96,7 @@ class Store:
                     self._system.get_file(self._path(step, entry.name), str(draft / entry.name))
             if made.step != step:
                 raise RunFolderError(
-                    f"{self.url}: the manifest of step {step} is that of step {made.step}"
+                    f"{self.url}: the manifest of step {step} belongs to step {made.step}"
                 )
             commits.check(draft)
             for path in draft.iterdir():
@@ -138,7 +138,7 @@ class Store:
                 continue
             if found != spec_id:
                 raise RunFolderError(
-                    f"{self.url} holds commits of another spec ({found}, now {spec_id})",
+                    f"{self.url} contains checkpoints of another spec ({found}, now {spec_id})",
                     hint="give another checkpoint.store",
                 )
             return step, troubles
@@ -171,8 +171,8 @@ class _told:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         if isinstance(error, FileNotFoundError):
-            raise RunFolderError(f"{self._url}: {error} is not there") from error
+            raise RunFolderError(f"{self._url}: {error} does not exist") from error
         if isinstance(error, Exception) and not isinstance(error, RunFolderError | StorageError):
             raise StorageError(
-                f"{self._url} does not answer: {type(error).__name__}: {error}"[:300]
+                f"{self._url} does not respond: {type(error).__name__}: {error}"[:300]
             ) from error

@@ -58,15 +58,15 @@ def check_storable(name: str, tensor: Tensor) -> None:
     _check_name(name)
     if tensor.is_meta:
         raise TaskError(
-            f"{name} is a tensor on the meta device, which holds no numbers to save",
-            hint='make it on a device: "cpu", "cuda"',
+            f"{name} is a tensor on the meta device, which has no values to save",
+            hint='create it on a device: "cpu", "cuda"',
         )
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
         kind = "nested" if tensor.is_nested else tensor.layout
         raise TaskError(
-            f"{name} is a tensor of {tensor.dtype} and {kind}, which a checkpoint cannot hold",
+            f"{name} is a tensor of {tensor.dtype} and {kind}, which a checkpoint cannot store",
             hint=(
-                "keep dense tensors of "
+                "use dense tensors of "
                 f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in DTYPES))}"
             ),
         )
@@ -77,15 +77,15 @@ def _check_shape(name: str, tensor: Tensor) -> None:
     excess = find_excess(whole_shape(tensor))
     if excess is not None:  # no reader would accept such a checkpoint
         raise TaskError(
-            f"{name} is a tensor of {excess}, which a checkpoint cannot hold",
-            hint="keep it in another shape: x.flatten()",
+            f"{name} is a tensor of {excess}, which a checkpoint cannot store",
+            hint="save it in another shape: x.flatten()",
         )
 
 
 def _check_name(name: str) -> None:
     if name == METADATA:
         raise TaskError(
-            f"a tensor is called {METADATA!r}, a name that every file of tensors has already",
+            f"a tensor has the name {METADATA!r}, which every safetensors file reserves",
             hint="rename it",
         )
 
@@ -316,8 +316,10 @@ def fill(name: str, tensor: Tensor, held: Tensor) -> None:
                 held.cpu().contiguous()
             ):
                 raise RunFolderError(
-                    f"{name} is expanded, one number for {size} along dimension {dim}, "
-                    "and the commit holds different ones",
+                    (
+                        f"{name} is expanded, one value for {size} along dimension {dim}, and "
+                        "the checkpoint contains different values"
+                    ),
                     hint="make it contiguous: tensor.clone()",
                 )
             tensor, held = tensor.narrow(dim, 0, 1), one
@@ -354,5 +356,5 @@ def create(name: str, piece: Piece) -> Tensor:
         return torch.empty(piece.shape, dtype=NAMES[piece.dtype])
     except (RuntimeError, MemoryError):
         raise RunFolderError(
-            f"a tensor {name} of {piece.num_bytes} bytes is more than memory holds"
+            f"a tensor {name} of {piece.num_bytes} bytes is larger than the available memory"
         ) from None

@@ -60,12 +60,12 @@ def split(tree: Any, place: str = "state") -> tuple[Any, dict[str, Tensor]]:
 def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise TaskError(
-            f"{place[:SHOWN]}... goes more than {MAX_DEPTH} levels deep, or holds itself",
-            hint="keep state flat, each object in it once",
+            f"{place[:SHOWN]}... is nested more than {MAX_DEPTH} levels deep, or contains itself",
+            hint="keep the state flat, with each object in it once",
         )
     if isinstance(value, enum.Enum):
         raise TaskError(
-            f"{place} is {value!r}, a member of an Enum, which a checkpoint cannot hold",
+            f"{place} is {value!r}, a member of an Enum, which a checkpoint cannot store",
             hint="give its .value",
         )
     if value is None or isinstance(value, bool | str):
@@ -73,9 +73,11 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
     if type(value) is int:
         if value.bit_length() > MAX_INT_BITS:
             raise TaskError(
-                f"{place} is an integer of {value.bit_length():,} bits, "
-                f"and a checkpoint holds up to {MAX_INT_BITS:,}",
-                hint="keep it as bytes: number.to_bytes(...)",
+                (
+                    f"{place} is an integer of {value.bit_length():,} bits, and a checkpoint "
+                    f"stores up to {MAX_INT_BITS:,}"
+                ),
+                hint="store it as bytes: number.to_bytes(...)",
             )
         return value
     if isinstance(value, float) and not isinstance(value, np.generic):
@@ -116,11 +118,11 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
         return _split_mapping(value, place, tensors, depth + 1)
     kind = next((kind.__name__ for kind in (dict, list, tuple) if isinstance(value, kind)), None)
     plain = (
-        f"give a plain one: {kind}(value)"
+        f"give a plain value: {kind}(value)"
         if kind
         else "keep state in tensors, arrays, numbers, text, and lists, tuples and dicts of them"
     )
-    raise TaskError(f"{place} is {name_kind(value)}, which a checkpoint cannot hold", hint=plain)
+    raise TaskError(f"{place} is {name_kind(value)}, which a checkpoint cannot store", hint=plain)
 
 
 def name_kind(value: Any) -> str:
@@ -151,7 +153,7 @@ def _split_container(value: Any, place: str, tensors: dict[str, Tensor], depth: 
             name = next((name for name, known in FACTORIES.items() if known is factory), None)
             if name is None:
                 raise TaskError(
-                    f"{place} is a defaultdict of {factory!r}, which a checkpoint cannot hold",
+                    f"{place} is a defaultdict of {factory!r}, which a checkpoint cannot store",
                     hint=f"use one of {', '.join(FACTORIES)}, or give a dict",
                 )
             made["factory"] = name
@@ -225,8 +227,8 @@ def _as_tensor(value: Any, place: str) -> Tensor:
         return torch.from_numpy(np.array(value))
     except (TypeError, ValueError):  # text, objects, or a byte order other than this machine's
         raise TaskError(
-            f"{place} is an array of {np.asarray(value).dtype}, which a checkpoint cannot hold",
-            hint="keep numbers or booleans, in this machine's order of bytes",
+            f"{place} is an array of {np.asarray(value).dtype}, which a checkpoint cannot store",
+            hint="use numbers or booleans, in the native byte order",
         ) from None
 
 
@@ -254,7 +256,7 @@ def taken_from(place: object) -> Iterator[None]:
 
 
 def _misfit(place: object, error: Exception) -> RunFolderError:
-    return RunFolderError(f"{place} does not hold a state of this run: {error!r}"[:300])
+    return RunFolderError(f"{place} is not a state of this run: {error!r}"[:300])
 
 
 def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -47,6 +47,6 @@ def lay_channels_last(model: nn.Module) -> list[str]:
             left if len(left) <= NUM_NAMED else (*left[:NUM_NAMED], f"{len(left) - NUM_NAMED} more")
         )
         notes.append(
-            f"left as they are, since filters of one dimension have no such layout: {listed}"
+            f"unchanged, since channels last does not exist for 1-D convolutions: {listed}"
         )
     return notes

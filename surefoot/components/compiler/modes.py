@@ -19,7 +19,5 @@ def why_default(mode: str, device: str, *, deterministic: bool) -> str | None:
     if mode == "reduce-overhead":
         return WITHOUT_GRAPHS
     return (
-        f"train.deterministic lets it choose nothing by measuring, and {WITHOUT_GRAPHS}"
-        if deterministic
-        else None
+        f"train.deterministic forbids autotuning, and {WITHOUT_GRAPHS}" if deterministic else None
     )

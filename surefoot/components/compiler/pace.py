@@ -42,11 +42,14 @@ class CompilePayback:
             return None
         self._was_told = True
         eager_s, compiled_s = median(self._eager_s), median(self._compiled_s[LEFT_OUT:])
-        share = f"a compiled step takes {format_number(compiled_s / eager_s)} of an eager one"
+        share = (
+            f"a compiled step takes {format_number(compiled_s / eager_s)} of the time of "
+            "an eager step"
+        )
         if compiled_s >= eager_s:
-            return f"{share}: {format_seconds(compiling_s)} of compiling are never paid for"
+            return f"{share}: {format_seconds(compiling_s)} of compilation are never recovered"
         steps = math.ceil(round(compiling_s / (eager_s - compiled_s), 6))
         return (
-            f"{share}: {format_seconds(compiling_s)} of compiling are paid for after {steps:,} "
-            "steps"
+            f"{share}: {format_seconds(compiling_s)} of compilation are recovered after "
+            f"{steps:,} steps"
         )

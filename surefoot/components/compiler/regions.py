@@ -49,8 +49,8 @@ class CompiledRegions:
         names = self.regions
         listed = ", ".join(names if len(names) < 4 else (*names[:2], "...", names[-1]))
         return (
-            f"{len(names)} region{'s' * (len(names) > 1)} of the model will be compiled when they "
-            f"are needed: {listed}"
+            f"{len(names)} region{'s' * (len(names) > 1)} of the model will be compiled at "
+            f"the first call: {listed}"
         )
 
     def undo(self) -> None:
@@ -64,7 +64,7 @@ class CompiledRegions:
         if self.on_failure == "stop":
             raise TaskError(
                 f"{name} cannot be compiled: {words}",
-                hint='compile.on_failure = "eager" runs it as it is, or leave it out',
+                hint='compile.on_failure = "eager" runs it uncompiled; or leave out [compile]',
             ) from error
         self.failed[name] = words
 
@@ -117,7 +117,8 @@ def compile_regions(
     for name, region in named.items():
         if region._compiled_call_impl is not None:
             raise InputError(
-                f"{name} is compiled already", hint="compile a model once, here or by itself"
+                f"{name} is compiled already",
+                hint="compile a model once, by [compile] or by torch.compile",
             )
         region._compiled_call_impl = _Region(
             name, region, made, _options(mode, dynamic, deterministic, backend), dynamic, backend
@@ -185,7 +186,7 @@ def compile_function(
     """
     torch._dynamo.config.trace_autograd_ops = True
     made = CompiledRegions(
-        {}, on_failure, f"{name} will be compiled as one graph when it is needed"
+        {}, on_failure, f"{name} will be compiled as one graph at the first call"
     )
     options = _options(mode, dynamic, deterministic, backend)
     if options is not None:

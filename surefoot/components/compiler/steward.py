@@ -23,7 +23,7 @@ from surefoot.contract.state import Compilation
 _AFTER_A_BREAK = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 RECORDS, BREAKS = "get_compilation_metrics", "graph_break_reasons"
-_JUMP = "Data-dependent branching: the value of a tensor decides which way the code goes"
+_JUMP = "Data-dependent branching: the value of a tensor decides which branch runs"
 
 
 class Steward:
@@ -108,7 +108,7 @@ def _read(record: Any, ended_early: str | None) -> Compilation:
             record.fail_user_frame_filename or file,
             record.fail_user_frame_lineno or line,
         )
-        ended_early = f"nothing of it is compiled: {words}"
+        ended_early = f"no part of it is compiled: {words}"
     return Compilation(
         function=function,
         file=file,

@@ -41,13 +41,13 @@ class BlockShuffle:
         counts = np.asarray(sizes, dtype=np.int64)
         if counts.ndim != 1 or not len(counts) or counts.min() < 1 or counts.sum() > LARGEST:
             raise DataError(
-                f"shards of {list(sizes)[:8]} samples cannot be ordered",
+                f"shards of {list(sizes)[:8]} samples cannot be shuffled",
                 hint=f"give 1 or more each, {LARGEST} in all",
             )
         if window < 1:
             raise DataError(
-                f"a window of {window} shards is none",
-                hint="give 1 or more; more mixes better, and needs more room",
+                f"a window of {window} shards is not possible",
+                hint="give 1 or more; a larger window shuffles better and needs more memory",
             )
         self.n, self.window, self._key = int(counts.sum()), window, key
         # in the order in which they are read

@@ -105,7 +105,8 @@ def find_sample(run: Path, sample: int) -> list[Use]:
     plan = ledger.read_plan(run)
     if not 0 <= sample < plan.samples:
         raise RunFolderError(
-            f"there is no sample {sample}", hint=f"the set has {plan.samples:,}, counted from 0"
+            f"the data set has no sample {sample}",
+            hint=f"the data set has {plan.samples:,} samples, counted from 0",
         )
     feed = feed_of(plan)
     kept = {row.step for row in ledger.consumed(ledger.read(run))[0]}
@@ -179,7 +180,10 @@ def _damaged(run: Path, rows: list[Row]) -> list[LedgerFault]:
             LedgerFault(
                 "damaged",
                 taken_over[-1],
-                f"steps up to {taken_over[-1]:,} are of no attempt, and this is no such fork",
+                (
+                    f"the rows up to step {taken_over[-1]:,} belong to no attempt, and "
+                    "this run is not a fork from that step"
+                ),
             )
         )
     for row in rows:
@@ -220,7 +224,7 @@ def _order(rows: list[Row], after: int) -> list[LedgerFault]:
                 if row.step == before.step + 2
                 else f"steps {before.step + 1:,} to {row.step - 1:,} are"
             )
-            found.append(LedgerFault("lost", before.step + 1, f"{gone} not there"))
+            found.append(LedgerFault("lost", before.step + 1, f"{gone} missing"))
         elif row.step <= after or (row.step < before.step and row.generation == before.generation):
             found.append(
                 LedgerFault(
@@ -228,7 +232,7 @@ def _order(rows: list[Row], after: int) -> list[LedgerFault]:
                 )
             )
         elif row.step == before.step and row.generation == before.generation:
-            found.append(LedgerFault("twice", row.step, f"step {row.step:,} is there twice"))
+            found.append(LedgerFault("twice", row.step, f"step {row.step:,} has two rows"))
         before = row
     return found
 
@@ -249,8 +253,8 @@ def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[LedgerFault
             "lost",
             last + 1,
             (
-                f"steps {last + 1:,} to {committed:,} are not there, "
-                f"and step {committed:,} was committed"
+                f"steps {last + 1:,} to {committed:,} are missing, and there is a "
+                f"checkpoint of step {committed:,}"
             ),
         )
     ]
@@ -259,7 +263,7 @@ def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[LedgerFault
 def _other_samples(feed: Feed, rows: list[Row]) -> list[LedgerFault]:
     return [
         LedgerFault(
-            "other samples", row.step, f"step {row.step:,} did not consume what the plan says"
+            "other samples", row.step, f"step {row.step:,} did not consume the samples of the plan"
         )
         for row in rows
         if row.step < 1 or ledger.checksum(feed.window(row.step - 1).ids) != row.checksum

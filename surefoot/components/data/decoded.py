@@ -66,7 +66,7 @@ def open_decoded(shards: Sequence[Path], cache: Path, *, decoder: str, decode: D
     if stamps != [_stamp(shard) for shard in shards]:
         raise DataError(
             f"a shard in {shards[0].parent} changed while it was read",
-            hint="wait until it is written",
+            hint="wait until the shard is complete",
         )
     known = [[shard.name, digest] for shard, digest in zip(shards, digests, strict=True)]
     folder = cache / hashlib.sha256(json.dumps([FORMAT, decoder, known]).encode()).hexdigest()[:32]
@@ -82,13 +82,13 @@ def open_decoded(shards: Sequence[Path], cache: Path, *, decoder: str, decode: D
         except OSError as error:
             raise DataError(
                 f"the cache {cache} cannot be written: {error.strerror}",
-                hint="name another with --set task.cache=DIR",
+                hint="select another folder with --set task.cache=DIR",
             ) from error
         found = _open(folder)
     if found is None:
         raise DataError(
-            f"what was decoded into {folder} does not read back",
-            hint="is the disk sound? remove the folder and try again",
+            f"the decoded arrays in {folder} cannot be read back",
+            hint="check the disk, remove the folder and try again",
         )
     return found
 

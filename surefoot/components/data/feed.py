@@ -102,8 +102,10 @@ class Feed:
         )
         if self._end == 0:
             raise DataError(
-                f"a batch of {batch} is larger than the set of {n} samples, "
-                "and last_batch is 'drop'",
+                (
+                    f"a batch of {batch} is larger than the data set of {n} samples, and "
+                    "data.last_batch is 'drop'"
+                ),
                 hint=f'use a batch of {n} or less, or data.last_batch = "keep"',
             )
         self._pieces = [FeedPiece(0, 0, 0, ramp[0][1] if ramp else batch)]

@@ -14,15 +14,15 @@ MAX_OBJECTS = 1_000_000  # objects that are searched for tensors
 # check's copy
 MAX_SEARCHES = 3
 HINT = (
-    "write x = x * 2 instead of x.mul_(2), x *= 2 or x[...] = 2, or let the data give copies: "
-    "x.clone()"
+    "write x = x * 2 instead of x.mul_(2), x *= 2 or x[...] = 2, or let the data return "
+    "copies: x.clone()"
 )
 
 
 def describe(who: str) -> str:
     """Return the message for the case that `who` writes into the data."""
     return (
-        f"{who} writes into its batch in place, and the batch is the data's own memory: "
+        f"{who} changes its batch in place, and the batch shares memory with the data: "
         "each epoch reads other values"
     )
 

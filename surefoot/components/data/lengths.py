@@ -40,8 +40,8 @@ def to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) ->
         return None
     if duration.unit == "samples" and isinstance(feed.source, Iterated):
         raise SpecError(
-            f"{duration} cannot be counted: the source gives whole batches",
-            hint="say it in steps or epochs",
+            f"{duration} cannot be converted to steps: the source returns whole batches",
+            hint="give it in steps or epochs",
         )
     samples = to_samples(duration, feed, tokens_per_sample)
     return (
@@ -84,21 +84,23 @@ def check_ramp(spec: RunSpec, source: Source) -> None:
     """Raise SpecError for sources and settings that require a constant batch size."""
     if isinstance(source, Iterated):
         raise SpecError(
-            f"train.ramp is given, and the source gives whole batches: {source.describe()}",
+            f"train.ramp is given, and the source returns whole batches: {source.describe()}",
             hint="leave it out",
         )
     if spec.data.last_batch == "drop":
         raise SpecError(
             'data.last_batch is "drop", and with train.ramp another part of every epoch would be '
             "left out",
-            hint='use data.last_batch = "keep": the short last batch counts as what it is',
+            hint='use data.last_batch = "keep": the short last batch counts with its actual size',
         )
     kept = spec.checkpoint.keep_every
     if kept is not None and Duration.parse(kept).unit not in ("steps", "s", "%"):
         raise SpecError(
-            f"checkpoint.keep_every is {kept!r}, and with train.ramp that is another number of "
-            "steps everywhere",
-            hint="say it in steps, or as a time",
+            (
+                f"checkpoint.keep_every is {kept!r}, and with train.ramp its number of steps "
+                "depends on the position in the run"
+            ),
+            hint="give it in steps, or as a time",
         )
 
 

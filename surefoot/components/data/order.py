@@ -60,7 +60,7 @@ class Permutation:
     def __init__(self, n: int, key: int) -> None:
         if not 1 <= n <= LARGEST:
             raise DataError(
-                f"a source of {n} samples cannot be ordered", hint=f"use 1 to {LARGEST} samples"
+                f"a source of {n} samples cannot be shuffled", hint=f"use 1 to {LARGEST} samples"
             )
         self.n = n
         half_bits = max(1, ((n - 1).bit_length() + 1) // 2)

@@ -162,7 +162,7 @@ class Console:
         parts = [
             f"loss {format_number(summary.loss)}",
             self._score,
-            f"rate {format_number(summary.learning_rate)}",
+            f"lr {format_number(summary.learning_rate)}",
             format_throughput(summary.samples_per_s, summary.items_per_s, self._unit),
         ]
         fits = list(itertools.accumulate((part for part in parts if part), "{}  {}".format))
@@ -261,7 +261,7 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if summary.get("phases"):
         rows += [
-            ("time went to", phase_shares(summary["phases"])),
+            ("time by phase", phase_shares(summary["phases"])),
             ("a step", format_percentiles(summary["step_s"])),
         ]
     if summary.get("outliers"):

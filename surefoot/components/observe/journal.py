@@ -104,7 +104,7 @@ class Journal:
         return (
             None
             if error is None or was_held
-            else f"{self._refused(error).message}; its lines are held until it can"
+            else f"{self._refused(error).message}; its lines are kept in memory until it can"
         )
 
     def _write_held(self) -> OSError | None:

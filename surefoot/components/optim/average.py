@@ -140,12 +140,12 @@ class WeightAverage:
                 kind = "parameters" if name == "averages" else "buffers"
                 raise RunFolderError(
                     (
-                        f"the saved averages are of {len(given)} {kind}, of the shapes {given}, "
-                        f"and this one has {len(shapes)}: {shapes}"
+                        f"the saved averages are of {len(given)} {kind}, with shapes "
+                        f"{given}, and this WeightAverage has {len(shapes)}: {shapes}"
                     )[:MOST_SAID],
                     hint=(
-                        "build the WeightAverage over the parameters and buffers that it had, "
-                        "in the same order"
+                        "build the WeightAverage over the same parameters and buffers, in "
+                        "the same order"
                     ),
                 )
         for name, tensors in held.items():

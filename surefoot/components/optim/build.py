@@ -52,7 +52,10 @@ def build(
     sparse = next((each.name for each in trained if each.is_sparse), None)
     if sparse is not None:
         raise TaskError(
-            f"the gradient of {sparse} is sparse, and the optimizers of [optim] take dense ones",
+            (
+                f"the gradient of {sparse} is sparse, and the optimizers of [optim] need "
+                "dense gradients"
+            ),
             hint="build the embedding with sparse=False, or give the task an optimizer(groups) "
             "that takes sparse gradients: torch.optim.SGD, Adagrad or SparseAdam",
         )
@@ -82,13 +85,13 @@ def check_effects(table: OptimTable, *, has_own_groups: bool, has_own_optimizers
         (
             has_own_optimizers,
             UPDATE_KEYS,
-            "each update of the task has an optimizer of its own",
+            "each update of the task has a separate optimizer",
             "in that optimizer",
         ),
         (
             has_own_groups,
             GROUP_KEYS,
-            "the task has parameter_groups(model) of its own",
+            "the task defines parameter_groups(model)",
             "in those groups",
         ),
     )
@@ -244,9 +247,9 @@ def _describe(name: str, optimizer: Optimizer) -> tuple[str, ...]:
     rows = []
     for group in optimizer.param_groups:
         numbers = sum(parameter.numel() for parameter in group["params"])
-        own = ", a rate of its own for each layer" if group.get("adapt") else ""
+        own = ", a separate learning rate for each layer" if group.get("adapt") else ""
         rows.append(
-            f"{name}: {numbers:,} numbers, rate x {group.get('rate', 1.0):g}, "
-            f"decay {group['weight_decay']:g}{own}"
+            f"{name}: {numbers:,} elements, lr x {group.get('rate', 1.0):g}, weight decay "
+            f"{group['weight_decay']:g}{own}"
         )
     return tuple(rows)

@@ -86,9 +86,11 @@ def find_trained(model: nn.Module) -> list[Named]:
             for size, step in zip(parameter.shape, parameter.stride(), strict=True)
         ):
             raise TaskError(
-                f"the parameter {name} is expanded: several of its elements are one number in "
-                "memory, and no optimizer can move them",
-                hint="give each element its own memory: nn.Parameter(x.clone())",
+                (
+                    f"the parameter {name} is expanded: several of its elements share memory, "
+                    "and an optimizer cannot update them"
+                ),
+                hint="give each element separate memory: nn.Parameter(x.clone())",
             )
     head: nn.Module | None = None
     for module in model.modules():
@@ -184,11 +186,11 @@ def check_cover(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
     never = [name for name, key in named if key not in seen]
     if twice:
         raise TaskError(
-            f"parameter {twice[0]} stands in two groups", hint="put each parameter into one group"
+            f"parameter {twice[0]} is in two groups", hint="put each parameter into one group"
         )
     if never:
         raise TaskError(
-            f"{len(never)} trained parameters stand in no group, the first is {never[0]}",
+            f"{len(never)} trained parameters are in no group, the first is {never[0]}",
             hint="add them to a group, or stop training them with optim.freeze",
         )
 

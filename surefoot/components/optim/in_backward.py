@@ -31,8 +31,8 @@ class UpdateInBackward:
             raise InputError(
                 "the update cannot run inside the backward pass with this optimizer",
                 hint=(
-                    "it goes with torch.optim.SGD, Adam and AdamW, fused; "
-                    "set memory.update_in_backward = false"
+                    "use torch.optim.SGD, Adam or AdamW with fused=True, or set "
+                    "memory.update_in_backward = false"
                 ),
             )
         guarded.on_device = False  # the host sets the learning rates and counts steps
@@ -64,10 +64,12 @@ class UpdateInBackward:
         norm = float(torch.linalg.vector_norm(torch.stack(self._norms))) if self._norms else 0.0
         if not math.isfinite(norm):
             raise NumbersError(
-                "a gradient is not finite, and the update inside the backward pass has applied a "
-                "part of the step",
+                (
+                    "a gradient is non-finite, and the update inside the backward pass has "
+                    "already updated some parameters"
+                ),
                 hint=(
-                    "surefoot resume goes on from the newest commit; "
+                    "surefoot resume RUN resumes from the newest checkpoint; "
                     "memory.update_in_backward = false can skip such a step"
                 ),
             )

@@ -72,11 +72,13 @@ class LearningRates:
                     else f"its multiplier, rate = {group['rate']:g}"
                 )
                 raise SpecError(
-                    f"the learning rate of parameter group {number} was set to "
-                    f"{float(group['lr']):g}, and {decided} decides it, too",
+                    (
+                        f"the learning rate of parameter group {number} was set to "
+                        f"{float(group['lr']):g}, and {decided} sets it, too"
+                    ),
                     hint=(
-                        "use one of them: a scheduler of torch goes with a GuardedUpdate without "
-                        "curve, over groups without rate"
+                        "use one of them: a torch scheduler works with a GuardedUpdate "
+                        "without curve, over groups without rate"
                     ),
                 )
             self._bases[number], self._written[number] = float(group["lr"]), _mark(group["lr"])
@@ -139,8 +141,8 @@ def warn_of_no_rate(curve: Curve, total_steps: int | None) -> list[str]:
         return []
     return [
         (
-            f"the learning rate is 0 in each of the {total_steps:,} steps, "
-            "so that nothing is trained: look at [schedule]"
+            f"the learning rate is 0 in all {total_steps:,} steps, so no weight changes: "
+            "check [schedule]"
         )
     ]
 
@@ -158,5 +160,5 @@ def warn_of_large_batch(
         if optimizer in ("lars", "lamb")
         else ', and name optim.name = "lars" (for "sgd") or "lamb" (for "adamw")'
     )
-    why = f"above {LARGEST_PLAIN:,} the first steps are too large for a rate that was scaled up"
+    why = f"above {LARGEST_PLAIN:,} the first steps are too large for a scaled learning rate"
     return [f'a batch of {batch:,} without warm-up: {why}; set schedule.warmup = "5 epochs"{also}']

@@ -74,9 +74,11 @@ def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
     known = {id(parameter) for parameter in params}
     if any(isinstance(key, Tensor) and id(key) not in known for key in optimizer.state):
         raise TaskError(
-            f"{type(optimizer).__name__} keeps a state of a tensor that is none of its parameters, "
-            "which no commit can name",
-            hint='keep it under a name: self.state["name"]',
+            (
+                f"{type(optimizer).__name__} has state of a tensor that is not one of its "
+                "parameters, which a checkpoint cannot name"
+            ),
+            hint='store it under a name: self.state["name"]',
         )
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
@@ -103,8 +105,8 @@ def restore(
     kind = type(optimizer).__name__
     if saved["type"] != kind or has_own_form(optimizer) != ("own" in saved):
         raise RunFolderError(
-            f"the saved state is that of {saved['type']}, the optimizer is {kind}",
-            hint="go on with the task and the spec that the run had",
+            f"the saved state belongs to {saved['type']}, the optimizer is {kind}",
+            hint="resume with the task and the spec that the run had",
         )
     if has_own_form(optimizer):
         optimizer.load_state_dict(saved["own"])
@@ -114,16 +116,18 @@ def restore(
     groups = optimizer.param_groups if saved["groups"] is None else saved["groups"]
     if unknown or len(groups) != len(optimizer.param_groups):
         raise RunFolderError(
-            f"the saved state of {kind} is of other parameters: "
-            f"{', '.join(unknown[:8]) or 'another number of groups'}",
-            hint="go on with the task and the spec that the run had",
+            (
+                f"the saved state of {kind} belongs to other parameters: "
+                f"{', '.join(unknown[:8]) or 'another number of groups'}"
+            ),
+            hint="resume with the task and the spec that the run had",
         )
     shapes = [list(parameter.shape) for parameter in held]
     if saved.get("shapes", shapes) != shapes:
         raise RunFolderError(
             (
-                f"the saved state of {kind} is of parameters of shapes {saved['shapes']}, "
-                f"and it has {shapes}"
+                f"the saved state of {kind} belongs to parameters of shapes "
+                f"{saved['shapes']}, and the optimizer has {shapes}"
             )[:MOST_SAID],
             hint="give the optimizer the parameters that it had, in the same order",
         )

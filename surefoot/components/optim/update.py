@@ -32,7 +32,7 @@ from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskEr
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
 HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # optimizers whose update can be part of a graph
-RATE_HINT = "a schedule gives finite multipliers of the learning rate, as 0.5"
+RATE_HINT = "a schedule must return finite multipliers of the learning rate, such as 0.5"
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
@@ -149,8 +149,11 @@ class GuardedUpdate:
         decide on the device."""
         if self.on_device and not all(fused_groups_of(each) for each in optimizers):
             raise SpecError(
-                f"{type(optimizers[0]).__name__} has no fused update, and the others have",
-                hint="use one kind of optimizer",
+                (
+                    f"{type(optimizers[0]).__name__} has no fused update, and the other "
+                    "optimizers have one"
+                ),
+                hint="use optimizers of one type",
             )
         self.optimizers += optimizers
         self._take_optimizers()
@@ -178,8 +181,8 @@ class GuardedUpdate:
         self._follow_optimizers()
         if len(saved["optimizers"]) != len(self.optimizers):
             raise RunFolderError(
-                "the saved state is that of other optimizers",
-                hint="go on with the spec that the run had",
+                "the saved state belongs to other optimizers",
+                hint="resume with the spec that the run had",
             )
         for optimizer, held, each in zip(
             self.optimizers, self._held, saved["optimizers"], strict=True
@@ -243,8 +246,10 @@ class GuardedUpdate:
         for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
             if groups is not None and any(each is parameter for each in held):
                 raise TaskError(
-                    f"a gradient is sparse, and the fused update of {type(optimizer).__name__} "
-                    "takes dense ones",
+                    (
+                        "a gradient is sparse, and the fused update of "
+                        f"{type(optimizer).__name__} needs dense gradients"
+                    ),
                     hint=(
                         "leave fused=True out of the optimizer, "
                         "or build the embedding with sparse=False"
@@ -276,7 +281,7 @@ class GuardedUpdate:
         if factor <= 0.0:
             raise SpecError(
                 f"the gradients are multiplied by {factor}",
-                hint="use a number above 0, as one over their count",
+                hint="use a number above 0, such as 1 / count",
             )
         norm = raw.item() * factor
         if not math.isfinite(norm):
@@ -331,8 +336,11 @@ class GuardedUpdate:
             has_rule = type(optimizer) in HAVE_RULES
             if not has_rule or groups is None or any(each.tensors is None for each in groups):
                 raise SpecError(
-                    f"{ONE_GRAPH} takes the fused updates of sgd, adam, adamw, lars and lamb, "
-                    f"and an optimizer is {type(optimizer).__name__}{_how_not_fused(optimizer)}",
+                    (
+                        f"{ONE_GRAPH} supports the fused updates of sgd, adam, adamw, lars and "
+                        "lamb, and an optimizer is "
+                        f"{type(optimizer).__name__}{_how_not_fused(optimizer)}"
+                    ),
                     hint=(
                         "use one of them with optim.fused = true (fused=True in a loop of your "
                         f"own), {other}"
@@ -340,13 +348,13 @@ class GuardedUpdate:
                 )
         if self._momentum_curve is not None:
             raise SpecError(
-                f"{ONE_GRAPH} does not go with a schedule that moves the momentum",
+                f"{ONE_GRAPH} does not support a schedule that changes the momentum",
                 hint=f"use another schedule, {other}",
             )
         if any(each.ndim == 0 and each.dtype == torch.float64 for each in self.parameters):
             # torch treats such a state as a Python number, and loses the graph's writes
             raise SpecError(
-                f"{ONE_GRAPH} does not go with a parameter in float64 that has no dimensions",
+                f"{ONE_GRAPH} does not support a 0-dimensional parameter in float64",
                 hint=f"give it the shape (1,), {other}",
             )
 
@@ -450,11 +458,11 @@ def _how_not_fused(optimizer: Optimizer) -> str:
         return ""
     if not all(group.get("fused") for group in optimizer.param_groups):
         return " without fused"
-    return " with an option that its fused update does not have"
+    return " with an option that its fused update does not support"
 
 
 def _no_rate(multiplier: float, applied_steps: int) -> str:
-    return f"the schedule gives {multiplier} after {applied_steps} updates"
+    return f"the schedule returned {multiplier} after {applied_steps} updates"
 
 
 def _set_momentum(group: dict[str, Any], momentum: float) -> None:
@@ -468,9 +476,7 @@ def _check_limits(clip: float, clip_value: float | None) -> None:
     if not (_is_number(clip) and clip >= 0):
         raise SpecError(f"clip is {clip!r}", hint="use a number: 0 (off) or more")
     if clip_value is not None and not (_is_number(clip_value) and clip_value > 0):
-        raise SpecError(
-            f"clip_value is {clip_value!r}", hint="use a number more than 0, or None (off)"
-        )
+        raise SpecError(f"clip_value is {clip_value!r}", hint="use a number above 0, or None (off)")
 
 
 def _is_number(value: Any) -> bool:

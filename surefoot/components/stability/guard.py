@@ -110,12 +110,12 @@ class Guard:
             reason = f"{self._skips_in_row} steps in a row"
         if reason is None:
             return GuardFault(
-                report.step, "nonfinite", "the step was skipped, nothing moved", detail
+                report.step, "nonfinite", "the step was skipped, no weight changed", detail
             )
         if self._ending is None:
             self._ending = NumbersError(
                 f"step {report.step}: {detail}, {reason}",
-                hint="look at the data and the model's output, or lower optim.lr",
+                hint="check the data and the model's output, or lower optim.lr",
             )
         return GuardFault(report.step, "nonfinite", "the run ends", f"{detail}, {reason}")
 
@@ -127,7 +127,7 @@ class Guard:
         many = self.num_empty
         which = f"update {', '.join(empty)}" if len(report.updates) > 1 else "the step"
         steps = "1 such step" if many == 1 else f"{many:,} such steps"
-        action = f"{which} was skipped, nothing moved; {steps} so far"
+        action = f"{which} was skipped, no weight changed; {steps} so far"
         # after 1, 2, 4, 8, ... steps: else frequent empty batches would fill the screen
         is_printed = many & (many - 1) == 0
         return GuardFault(
@@ -144,12 +144,12 @@ class Guard:
             return GuardFault(
                 report.step,
                 "overflow",
-                f"the step was skipped, nothing moved; the loss scale is now {scale:g}",
+                f"the step was skipped, no weight changed; the loss scale is now {scale:g}",
                 detail,
             )
         text = (
-            f"{detail}, and precision.min_scale is {self._min_scale:g}: "
-            "the scale would halve for ever"
+            f"{detail}, and precision.min_scale is {self._min_scale:g}: the scale is below "
+            "this minimum"
         )
         if self._ending is None:
             self._ending = NumbersError(
@@ -159,14 +159,14 @@ class Guard:
         return GuardFault(report.step, "overflow", "the run ends", text)
 
     def storage_fault(self, step: int, detail: str, given_up: str) -> GuardFault:
-        return GuardFault(step, "storage", f"{given_up} was given up, the run goes on", detail)
+        return GuardFault(step, "storage", f"{given_up} was abandoned, the run continues", detail)
 
     def full_disk(self, step: int, deleted: str) -> GuardFault:
-        detail = f"the disk had no room for the checkpoint of step {step:,}"
+        detail = f"the disk had no space for the checkpoint of step {step:,}"
         return GuardFault(
             step,
             "full-disk",
-            f"the checkpoint of {deleted} was deleted before its time, the run continues",
+            f"the checkpoint of {deleted} was deleted early, the run continues",
             detail,
         )
 
@@ -183,7 +183,7 @@ class Guard:
         return GuardFault(
             step,
             "damaged-commit",
-            f"set aside; going on {f'after step {step}' if step else 'from the start'}",
+            f"set aside; resuming {f'after step {step}' if step else 'from the start'}",
             detail,
         )
 
@@ -198,13 +198,13 @@ class Guard:
 
     @staticmethod
     def damaged_log(step: int, detail: str) -> GuardFault:
-        return GuardFault(step, "damaged-log", "the line is left out", detail)
+        return GuardFault(step, "damaged-log", "the line is ignored", detail)
 
     def damaged_ledger(self, step: int, num_lost: int) -> GuardFault:
         return GuardFault(
             step,
             "damaged-ledger",
-            "going on; these rows stay missing",
+            "the run continues; these rows stay missing",
             f"ledger.bin lost the rows of {num_lost} steps",
         )
 

@@ -48,16 +48,17 @@ class Noise:
             f"{1 + share:.3g}x" for share in (self.scale / batch, batch / max(self.scale, 1e-9))
         )
         costs = (
-            f"a batch of {batch:,} takes {steps} the fewest steps and {samples} the fewest samples"
+            f"a batch of {batch:,} needs {steps} the minimum of steps and {samples} "
+            "the minimum of samples"
         )
         if batch < self.low:
             return (
-                f"{costs}: a larger one, up to about {self.scale:,.0f}, "
-                "saves steps nearly in proportion; raise the rate with it"
+                f"{costs}: a larger batch, up to about {self.scale:,.0f}, saves steps "
+                "nearly in proportion; raise the learning rate with it"
             )
         if batch > self.high:
-            return f"{costs}: a smaller one, down to about {self.scale:,.0f}, saves samples"
-        return f"{costs}: about as large as is worth it"
+            return f"{costs}: a smaller batch, down to about {self.scale:,.0f}, saves samples"
+        return f"{costs}: a larger batch would save few steps"
 
 
 class GradientNoise:

@@ -48,16 +48,18 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
         raise SpecError(f"BatchNorm cannot be made {to!r}", hint='use "group" or "layer"')
     if isinstance(model, BATCH_NORMS):
         raise TaskError(
-            "the model is a BatchNorm itself, which cannot be replaced from inside",
+            "the model itself is a BatchNorm, which cannot be replaced in place",
             hint="wrap it: nn.Sequential(norm)",
         )
     norms = find_batch_norms(model)
     own = [name for name, module in norms.items() if type(module).forward not in _FORWARDS]
     if own:
         raise TaskError(
-            f"{own[0]} is a {type(norms[own[0]]).__name__}, "
-            "a BatchNorm with a forward pass of its own, which would be lost",
-            hint="put another norm in its place in the model itself",
+            (
+                f"{own[0]} is a {type(norms[own[0]]).__name__}, a BatchNorm with its own "
+                "forward pass, which the replacement would discard"
+            ),
+            hint="replace it in the model itself",
         )
     made = {id(module): _norm_for(module, to) for module in norms.values()}
     found = {

@@ -15,7 +15,7 @@ TOGETHER = "distributed"  # the part of torch that is in the stack of a rank ins
 FRAME = re.compile(r"(?P<file>.*):\d+ in .*")  # as `looking` formats a frame
 STATES = {
     "T": "it is stopped (SIGSTOP)",
-    "t": "it is stopped by a debugger",
+    "t": "it is paused by a debugger",
     "D": "it waits for a disk",
     "Z": "it has ended",
 }
@@ -81,11 +81,16 @@ def find_hang(rows: Sequence[RankSnapshot]) -> Hang:
         return replace(_blame(behind, rows, "has not come"), is_unlike=is_own)
     stopped = [row for row in rows if row.state in STATES]
     if stopped:
-        return _blame(stopped, rows, "is there, and does not answer")
+        return _blame(stopped, rows, "is in the collective, and does not respond")
     late = [row for row in rows if row.record.count < furthest]
     if late:
         return _blame(
-            late, rows, "waits for what the others have sent; the network to it is cut, or too slow"
+            late,
+            rows,
+            (
+                "waits for data that the others have sent; its network connection is "
+                "down, or too slow"
+            ),
         )
     where = _where(rows[0])
     return Hang(
@@ -120,7 +125,9 @@ def _find_unlike(rows: Sequence[RankSnapshot]) -> Hang | None:
             )
         )
         return Hang(
-            apart, f"the ranks did not call collective {number} alike: {told}", is_unlike=True
+            apart,
+            f"the ranks called different collectives as number {number}: {told}",
+            is_unlike=True,
         )
     return None
 

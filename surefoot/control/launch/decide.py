@@ -26,15 +26,15 @@ class ExitKind(Enum):
     """End of an attempt; `is_retried` is True where a restart may help."""
 
     RAISED = "it ended with an error of its own"
-    ABORTED = "it ended itself by a signal"
-    TOLD = "it was told to end"
-    APART = "the ranks did not do the same"
-    LEFT = "a rank left as if the run were over"
+    ABORTED = "it ended itself with a signal"
+    TOLD = "it was asked to stop"
+    APART = "the ranks called different collectives"
+    LEFT = "a rank exited as if the run had finished"
     KILLED = "it was killed"
     SHORT = "the kernel killed it for memory"
     CRASHED = "it crashed"
-    HUNG = "it kept the others waiting"
-    PARTED = "the ranks lost each other"
+    HUNG = "it did not reach a collective in time"
+    PARTED = "the ranks lost their connections"
 
     @property
     def is_retried(self) -> bool:
@@ -141,13 +141,19 @@ def decide(
             both = " and ".join(map(str, sorted((course.crash[0], place))))
             return Decision(
                 Choice.STOP,
-                f"places {both} crashed, and no commit came between: it is the code, not a place",
+                (
+                    f"places {both} crashed without a new checkpoint between the crashes: "
+                    "the cause is the code, not a place"
+                ),
             ), after
         after = replace(after, crash=(place, num_commits))
     if in_vain > rules.max_restarts:
         return Decision(
             Choice.STOP,
-            f"{in_vain} attempts in a row ended like this without a commit: no use in another",
+            (
+                f"{in_vain} consecutive attempts ended like this without a new checkpoint: "
+                "another restart would not help"
+            ),
         ), after
     if place is None:
         return Decision(Choice.RETRY), after
@@ -164,7 +170,7 @@ def decide(
         "has failed again" if place in course.waits else f"has failed {after.streak} times in a row"
     )
     return Decision(
-        Choice.LEAVE_OUT, f"place {place} {again} and is left out until {wait} more commits"
+        Choice.LEAVE_OUT, f"place {place} {again} and is left out until {wait} more checkpoints"
     ), less
 
 
@@ -207,8 +213,10 @@ def find_numbers(
     wrong = [number for number, reason in reasons.items() if reason]
     if not numbers:
         raise InputError(
-            f"--ranks is {least}:{most}, and no number of these may train this spec: "
-            f"{reasons[most]}",
+            (
+                f"--ranks is {least}:{most}, and this spec can be trained with none of these "
+                f"numbers: {reasons[most]}"
+            ),
             hint="give another range",
         )
     names = ", ".join(map(str, wrong))

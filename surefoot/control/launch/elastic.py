@@ -120,7 +120,7 @@ class Places:
         if not grows and (not fault.how.is_retried or self._rules.max_restarts == 0):
             return end.code
         if events.is_finished(self._run):
-            self._say("the run had come to its end before: nothing is lost")
+            self._say("the run had finished before: nothing is lost")
             return EXIT_OK
         self._commits.look()
         if grows:

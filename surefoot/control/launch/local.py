@@ -101,7 +101,7 @@ def launch(
     place.check_launcher()
     if place.here().world_size > 1:
         raise InputError(
-            "--ranks is given to a process that is a rank already",
+            "--ranks was given to a process that is already a rank",
             hint="leave --ranks out under torchrun and the like",
         )
     _fill_standard_streams()
@@ -302,11 +302,11 @@ def end_if_stalled(
     late = judge.blame(rows)
     say(f"error: {judge.tell(rows)}")
     say(
-        "hint: all ranks are ended: every rank has to call the same collectives, in one order"
+        "hint: all ranks were stopped: every rank must call the same collectives, in the same order"
         if late is None
         else (
-            f"hint: all ranks are ended, and {judge.hint}; layout.hang_timeout says how long one "
-            "may take"
+            f"hint: all ranks were stopped, and {judge.hint}; layout.hang_timeout is the "
+            "time limit of a collective"
         )
     )
     _end_all(ranks)
@@ -397,8 +397,8 @@ def _judge(
     for each in ranks if how is ExitKind.PARTED else ():
         if each.code == 0:
             say(
-                f"error: rank {each.number} of {len(ranks)} ended with exit code 0, "
-                "as if the run were over"
+                f"error: rank {each.number} of {len(ranks)} ended with exit code 0, as if "
+                "the run had finished"
             )
             how = ExitKind.LEFT
     return AttemptEnd(

@@ -39,7 +39,7 @@ class Judge(NamedTuple):
     tell: Callable[[Sequence[RankSnapshot]], str]
     tell_apart: Callable[[Sequence[RankSnapshot]], str] = lambda rows: ""
     blame: Callable[[Sequence[RankSnapshot]], tuple[int, ...] | None] = lambda rows: ()
-    hint: str = "the same command goes on after the newest commit"
+    hint: str = "the same command resumes after the newest checkpoint"
 
 
 class RankFiles(NamedTuple):

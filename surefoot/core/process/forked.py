@@ -39,8 +39,8 @@ class OwningProcess:
             raise InputError(
                 self.describe(what),
                 hint=(
-                    "call it in that process alone, and send it what this one finds: "
-                    "by a multiprocessing.Queue, or a file"
+                    "call it only in that process, and send values to that process by a "
+                    "multiprocessing.Queue or a file"
                 ),
             )
 

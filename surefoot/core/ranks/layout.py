@@ -49,7 +49,10 @@ class Layout:
                 or name in values
             ):
                 raise SpecError(
-                    f"{part.strip()!r} in the layout {text.strip()!r} is no axis with its ranks",
+                    (
+                        f"the layout {text.strip()!r} has the entry {part.strip()!r}, "
+                        "which is not AXIS=RANKS"
+                    ),
                     hint=(
                         f"write 1 for one process, or {', '.join(f'{each}=2' for each in AXES)}, "
                         "or shard=2,stage=1"
@@ -61,8 +64,8 @@ class Layout:
                 f"the layout {text.strip()!r} has stage {values['stage']} on "
                 f"{values.get('shard', 1)} shard rank(s)",
                 hint=(
-                    "a stage says what 2 or more shard ranks split: 1 the optimizer's state, "
-                    "2 gradients too, 3 weights too"
+                    "a stage needs 2 or more shard ranks: 1 shards the optimizer state, 2 "
+                    "also gradients, 3 also weights"
                 ),
             )
         return cls(**values)
@@ -101,8 +104,8 @@ def fit(world_size: int, replicate: int | None, shard: int = 1, stage: int = 3) 
         raise SpecError(
             f"layout.replicate is {replicate}{times}, and {are}",
             hint=(
-                f"start {made.world_size} ranks, or leave layout.replicate out: "
-                "it is then as many as there are"
+                f"start {made.world_size} ranks, or leave layout.replicate out: it then "
+                "follows from the number of ranks"
             ),
         )
     return made

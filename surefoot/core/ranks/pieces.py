@@ -14,8 +14,8 @@ def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int)
     if pieces < num_ranks:
         cut = "" if microbatch is None else f" in microbatches of {microbatch}"
         raise SpecError(
-            f"a batch of {smallest}{cut} gives {num_ranks} ranks {pieces} "
-            f"piece{'s' * (pieces != 1)} to compute",
+            f"a batch of {smallest}{cut} has {pieces} microbatch{'es' * (pieces != 1)} "
+            f"for {num_ranks} ranks",
             hint=f"use fewer ranks, or train.microbatch = {smallest // num_ranks} or less"
             if smallest >= num_ranks
             else f"use fewer ranks, or batches of {num_ranks} and more",
@@ -33,8 +33,8 @@ def check_equal_passes(
         size = microbatch or -(-batch // num_ranks)
         if has_ramp or -(-batch // size) % num_ranks:
             raise SpecError(
-                f'train.batchnorm is "sync", and a batch of {batch} cut into pieces of {size} '
-                f"does not give {num_ranks} ranks equally many",
+                f'train.batchnorm is "sync", and a batch of {batch} in microbatches of {size} '
+                f"does not give each of {num_ranks} ranks the same number",
                 hint=(
                     'set data.last_batch = "drop", '
                     "and train.batch to a multiple of train.microbatch times the ranks; no ramp"
@@ -48,5 +48,5 @@ def check_virtual(virtual_ranks: int, num_ranks: int) -> None:
         legal = [str(each) for each in range(1, virtual_ranks + 1) if virtual_ranks % each == 0]
         raise SpecError(
             f"layout.virtual_ranks is {virtual_ranks}, and there are {num_ranks} ranks",
-            hint=f"start {' or '.join(legal)} of them",
+            hint=f"start {' or '.join(legal)} ranks",
         )

@@ -36,10 +36,10 @@ SKIPPED = 1  # first steps of an attempt, in which ranks start up
 
 Cause = Literal["data", "work", "compute", "other"]
 ADVICE: Mapping[Cause, str] = {
-    "data": "raise loader.workers, or look at the disk of that rank",
-    "work": "deal samples of like length to all ranks, or cut them into more microbatches",
-    "compute": "look at that rank's processor: clocks, heat, other processes",
-    "other": "save and record less often, or move what the loop does there",
+    "data": "raise loader.workers, or check the disk of that rank",
+    "work": "give all ranks samples of similar length, or use more microbatches",
+    "compute": "check that rank's processor: clock frequency, temperature, other processes",
+    "other": "save and record less often, or move the code of the loop between steps",
 }
 
 
@@ -83,10 +83,10 @@ class Straggler:
     def words(self) -> str:
         often = f"in {self.num_behind:,} of {self.num_steps:,} steps"
         cost = (
-            f"{format_seconds(self.waited_s)} a step, "
-            f"{format_percent(self.share)} of what the others take"
+            f"{format_seconds(self.waited_s)} a step, {format_percent(self.share)} of the "
+            "step time of the others"
         )
-        return f"rank {self.rank} is waited for {often}, {cost}: {self.why}"
+        return f"the other ranks wait for rank {self.rank} {often}, {cost}: {self.why}"
 
 
 def find_window(num_ranks: int) -> int:
@@ -216,17 +216,18 @@ def explain(mine: Pace, others: Pace) -> tuple[Cause, str]:
     slower = format_number(mine.compute_s / others.compute_s if others.compute_s > 0 else None)
     words: dict[Cause, str] = {
         "data": (
-            f"its data come late, {format_seconds(mine.data_s)} a step, "
-            f"{format_seconds(others.data_s)} on the others"
+            f"it waits for data {format_seconds(mine.data_s)} a step, the others "
+            f"{format_seconds(others.data_s)}"
         ),
         "work": (
             f"it has {format_number(times)} times as many {unit}, "
             f"and computes {slower} times as long"
         ),
         "compute": f"it computes {slower} times as long, for {_amount(times)} as much work",
-        "other": f"{format_seconds(mine.other_s)} go between two of its steps, "
-        f"{format_seconds(others.other_s)} on the others: saving, "
-        "records, code of the loop",
+        "other": (
+            f"it spends {format_seconds(mine.other_s)} between two steps, the others "
+            f"{format_seconds(others.other_s)}: saving, records, code of the loop"
+        ),
     }
     return cause, words[cause]
 

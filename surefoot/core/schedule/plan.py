@@ -160,10 +160,12 @@ def check_for_ramp(settings: ScheduleSettings) -> None:
             ]
             if wrong:
                 raise SpecError(
-                    f"schedule.{key} is {wrong[0]!r}, "
-                    "and with train.ramp that is another number of steps everywhere",
+                    (
+                        f"schedule.{key} is {wrong[0]!r}, and with train.ramp its number of "
+                        "steps depends on the position in the run"
+                    ),
                     hint=(
-                        "say it in steps; only schedule.warmup, which begins with the run, "
+                        "give it in steps; only schedule.warmup, which starts at step 0, "
                         "may be in epochs or samples"
                     ),
                 )
@@ -174,8 +176,8 @@ def _sequence(
 ) -> Multiplier:
     if total_steps is None:
         raise SpecError(
-            "a sequence must add up to the run, whose length is a time",
-            hint="say train.length in steps or epochs",
+            "the lengths of a sequence must add up to the run, and train.length is a time",
+            hint="give train.length in steps or epochs",
         )
     lengths = [to_steps(piece.length) for piece in pieces if piece.length is not None]
     shares = [Duration.parse(piece.length) for piece in pieces if piece.length is not None]
@@ -189,7 +191,7 @@ def _sequence(
     if min(lengths) < 1:
         raise SpecError(
             f"schedule.sequence: a table has {min(lengths)} of the run's {total_steps} steps",
-            hint="leave each at least 1 step",
+            hint="give each table at least 1 step",
         )
     made = [
         (_Builder(replace(piece, length=None), length, to_steps).with_warmup(), length)
@@ -212,8 +214,10 @@ class _Builder:
         self._warmup = to_steps(settings.warmup)
         if self._total is not None and self._warmup > self._total:
             raise SpecError(
-                f"schedule.warmup is {settings.warmup}, which ends at step {self._warmup}, "
-                f"and there are {self._total} in all",
+                (
+                    f"schedule.warmup is {settings.warmup}, which ends at step {self._warmup}, "
+                    f"and the run has {self._total} steps"
+                ),
                 hint="make the warm-up shorter, or the run longer",
             )
 
@@ -318,7 +322,7 @@ class _Builder:
         """Return the number of steps after the warm-up. Raises SpecError if it is unknown."""
         if self._total is None:
             raise SpecError(
-                f"{self._settings.name} must know where it ends, and the run's length is a time",
+                f"{self._settings.name} needs the number of steps, and train.length is a time",
                 hint=(
                     "give schedule.length in steps or epochs, or use a curve without an end, "
                     'such as "constant"'
@@ -330,7 +334,7 @@ class _Builder:
         text = self._settings.value(key)
         steps = self._to_steps(text)
         if steps < 1:
-            raise SpecError(f"schedule.{key} is {text}", hint="it is at least 1 step")
+            raise SpecError(f"schedule.{key} is {text}", hint="give 1 step or more")
         return steps
 
     def _milestones(self) -> tuple[int, ...]:
@@ -339,7 +343,7 @@ class _Builder:
         if any(after <= before for before, after in pairwise(steps)):
             raise SpecError(
                 f"schedule.milestones are {', '.join(stated)}: steps {steps}",
-                hint="each comes after the one before",
+                hint="give milestones in increasing order",
             )
         return steps
 
@@ -366,9 +370,11 @@ class _Builder:
             stable = room - decay
         if stable < 0 or decay < 0 or stable + decay > room:
             raise SpecError(
-                f"stable and decay_length take {max(stable, 0)} + {max(decay, 0)} steps, "
-                f"and {room} follow the warm-up",
-                hint="make them shorter, or leave one of them out",
+                (
+                    f"stable and decay_length have {max(stable, 0)} + {max(decay, 0)} steps, "
+                    f"and {room} steps remain after the warm-up"
+                ),
+                hint="make them shorter, or leave one out",
             )
         return stable, decay
 

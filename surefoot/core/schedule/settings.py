@@ -273,7 +273,7 @@ def _check_values(settings: ScheduleSettings) -> None:
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise SpecError(
                 f"schedule.{key} is {value!r}",
-                hint=f"{hint}it is one of {', '.join(get_args(options))}",
+                hint=f"{hint}use one of {', '.join(get_args(options))}",
             )
     for key, (low, high) in _RANGES.items():
         value, whole = getattr(settings, key), isinstance(low, int)
@@ -290,7 +290,8 @@ def _check_values(settings: ScheduleSettings) -> None:
         )
     if settings.name == "one_cycle" and settings.shape == "sqrt":
         raise SpecError(
-            "schedule.shape is 'sqrt', which one_cycle does not have", hint="use cosine or linear"
+            "schedule.shape is 'sqrt', which one_cycle does not support",
+            hint="use cosine or linear",
         )
     for key in {"cosine_restarts": ["cycle"], "step": ["every"], "multi_step": ["milestones"]}.get(
         settings.name, []
@@ -316,17 +317,18 @@ def _check_sequence(pieces: Sequence[ScheduleSettings], stated: Mapping[str, Any
     beside = [key for key in stated if key != "sequence"]
     if beside:
         raise SpecError(
-            f"[schedule] has {beside[0]} beside a sequence",
-            hint="write it into one of the sequence's tables",
+            f"[schedule] has both {beside[0]} and a sequence",
+            hint="move it into one of the tables of schedule.sequence",
         )
     for piece in pieces:
         if piece.sequence or piece.name in ("plateau", "one_cycle"):
             what = "another sequence" if piece.sequence else piece.name
             raise SpecError(
-                f"schedule.sequence holds {what}, which stands alone",
+                f"schedule.sequence contains {what}, which cannot be combined with other curves",
                 hint="leave the other curves out",
             )
     if any(piece.length is None for piece in pieces[:-1]):
         raise SpecError(
-            "a table of schedule.sequence has no length", hint="only the last one may leave it out"
+            "a table of schedule.sequence other than the last has no length",
+            hint="give each table a length; only the last may omit it",
         )

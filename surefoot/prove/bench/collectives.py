@@ -100,11 +100,13 @@ def check(group: Group, name: str) -> None:
     )
     if wrong:
         raise NumbersError(
-            f"{name} gives wrong numbers on rank{'s' * (len(wrong) > 1)} "
-            f"{', '.join(map(str, wrong))} of {group.size}",
+            (
+                f"{name} returns wrong values on rank{'s' * (len(wrong) > 1)} "
+                f"{', '.join(map(str, wrong))} of {group.size}"
+            ),
             hint=(
-                "nothing that these ranks train together is right: another version of torch, "
-                "or of the driver?"
+                "training on these ranks would be wrong: try another version of torch or "
+                "of the driver"
             ),
         )
 

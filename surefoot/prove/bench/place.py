@@ -119,7 +119,7 @@ def find_peaks(device: torch.device, threads: int, tell: Tell) -> tuple[Peaks, P
 def place(spec: RunSpec, *, steps: int, tell: Tell = lambda text: None) -> Placed:
     """Time `steps` steps of the spec, and count a few more. Raises InputError for no steps."""
     if steps < 1:
-        raise InputError(f"{steps} steps have no time", hint="use --steps 1 or more")
+        raise InputError(f"--steps is {steps}", hint="use --steps 1 or more")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     with Rehearsal(spec, steps=WARMUP + steps + COUNTED) as rehearsal:
         peaks, one_core = find_peaks(rehearsal.device, torch.get_num_threads(), tell)

@@ -137,7 +137,7 @@ def bench(
     """
     if n < 2 or warmup < 0 or rounds < 1 or n + warmup > MAX_CALLS:
         raise InputError(
-            f"{n} calls after {warmup} in {rounds} rounds measure nothing",
+            f"--calls {n}, --warmup {warmup} and --rounds {rounds} measure nothing",
             hint="use --calls 2 or more, and 1 round or more",
         )
     if len(variants) * len(modes) > MAX_ARMS:

@@ -104,7 +104,9 @@ class Climb:
         """Check and measure a rung; if it is kept, further rungs are added to it."""
         before = self._bench.num_runs
         if not rung.is_here:
-            return _unmeasured(rung, "skipped", f"needs {rung.needs}, which is not here")
+            return _unmeasured(
+                rung, "skipped", f"needs {rung.needs}, which this machine or spec does not have"
+            )
         try:
             spec = rung.on(self.below)
         except InputError as error:
@@ -189,7 +191,9 @@ class Climb:
             return self._bench.tensors(f"{self._ground_name} blurred", ground, unit=unit)
         except TaskError as error:
             said = f"{self._ground_words} under simulated rounding {error.message}"
-            self._tell(f"what rounding comes to cannot be measured, so none is allowed: {said}")
+            self._tell(
+                f"the effect of rounding cannot be measured, so no deviation is allowed: {said}"
+            )
             return {}
 
     def _is_over(self, trial: Trial, rung: Rung) -> bool:
@@ -249,7 +253,7 @@ class Climb:
         return gate.decide_by_scores(range(gate.LEAST_SEEDS), take)
 
     def _other_numbers(self, parity: GateVerdict) -> str:
-        return f"its numbers are not those of {self._ground_words}: {parity.words}"
+        return f"its results differ from those of {self._ground_words}: {parity.words}"
 
     @property
     def _ground_words(self) -> str:
@@ -265,7 +269,7 @@ class Climb:
             return "no pair of runs was measured"
         said = {
             "too few": (
-                f"{interval.count} pairs are too few to show a gain, which takes {FIRST_LOOK}"
+                f"{interval.count} pairs are too few to show a gain; {FIRST_LOOK} are needed"
             ),
             "higher": "it is larger" if rung.purpose == "memory" else "it is slower",
         }.get(interval.verdict, "no gain is shown")

@@ -66,7 +66,7 @@ def find_splits(batches: Sequence[int], microbatches: Sequence[int]) -> list[tup
     if min([*batches, *microbatches], default=0) < 1:
         raise InputError(
             f"batches of {list(batches)} and microbatches of {list(microbatches)}",
-            hint="each is 1 or more",
+            hint="give sizes of 1 or more",
         )
     pairs = []
     for batch in dict.fromkeys(batches):
@@ -82,9 +82,7 @@ def find_splits(batches: Sequence[int], microbatches: Sequence[int]) -> list[tup
             )
         pairs += mine
     if len(pairs) > MOST_ROWS:
-        raise InputError(
-            f"{len(pairs)} rows are more than a person waits for", hint=f"{MOST_ROWS} at most"
-        )
+        raise InputError(f"{len(pairs)} rows are too many", hint=f"{MOST_ROWS} at most")
     return pairs
 
 

@@ -50,8 +50,8 @@ class Collective:
     def __init__(self, name: str, group: Group, num_bytes: int) -> None:
         if name not in FLIGHT or group.is_alone or num_bytes < 1:
             raise InputError(
-                f"{name} of {num_bytes} bytes over {group.size} ranks is nothing",
-                hint=f"two ranks do {', '.join(FLIGHT)}",
+                f"{name} of {num_bytes} bytes over {group.size} ranks cannot be measured",
+                hint=f"use two ranks or more, and one of {', '.join(FLIGHT)}",
             )
         self.name, self._group = name, group
         piece = -(-num_bytes // (ITEM * group.size))

@@ -22,8 +22,8 @@ from surefoot.runtime.comm.host_memory import Shared, is_small
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
 GONE, GONE_HINT = (
-    "another rank is gone, which had come before",
-    "the rank that failed first says why",
+    "another rank, which had joined before, has exited",
+    "the message of the rank that failed first has the reason",
 )
 FLAT_BYTES = 32 << 20  # sent at a time where many tensors go together
 # torch 2.13 renamed both
@@ -271,8 +271,8 @@ class Group:
         for rank, words in enumerate(said):
             if words:
                 raise LostRank(
-                    f"rank {rank} of {self.size} did not begin: {words}",
-                    hint="its own message says what to do",
+                    f"rank {rank} of {self.size} did not start: {words}",
+                    hint="the message of that rank has the hint",
                 )
         made: Result = result
         return made
@@ -317,9 +317,11 @@ class Group:
             raise LostRank(told, hint=error.hint) from error
         except RuntimeError as error:  # gloo and NCCL raise nothing more exact
             raise LostRank(
-                f"the other ranks are out of reach, after {_since(begun_ns):.1f} s in "
-                f"{kind.words} of {num_bytes:,} bytes{self.roll()}",
-                hint="the rank that failed first says why",
+                (
+                    f"the other ranks are unreachable, after {_since(begun_ns):.1f} s in "
+                    f"{kind.words} of {num_bytes:,} bytes{self.roll()}"
+                ),
+                hint="the message of the rank that failed first has the reason",
             ) from error
         finally:
             self.waiting.ns += time.perf_counter_ns() - begun_ns

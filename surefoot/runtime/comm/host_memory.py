@@ -44,11 +44,9 @@ PIECE = 1 << 16  # numbers added up at a time: their rows stay in the cache of a
 # what, axis, kind, number of the collective on that axis; a file of memory, offset, bytes
 HEAD = struct.Struct("<3BxIqqq")
 ANSWER_S = 0.05
-HINT = "the rank that failed first says why"
-SILENT = (
-    "it hangs or is stopped: the stack of its process says where, as py-spy dump --pid shows it"
-)
-DIFFERENT = "the ranks do different things"
+HINT = "the message of the rank that failed first has the reason"
+SILENT = "the rank hangs or is stopped: py-spy dump --pid PID prints the stack of its process"
+DIFFERENT = "the ranks call different collectives"
 GONE, FULL = (errno.EPIPE, errno.ECONNRESET), (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
 
@@ -147,7 +145,7 @@ class Links:
                 self.drain()
                 until_s = until_s or time.monotonic() + self._timeout_s
                 if time.monotonic() > until_s:
-                    raise LostRank(f"rank {rank} takes no word", hint=SILENT) from None
+                    raise LostRank(f"rank {rank} does not read messages", hint=SILENT) from None
                 ready = select.poll()  # select(2) knows the first 1,024 descriptors
                 ready.register(self._sockets[rank], select.POLLOUT)
                 ready.poll(ANSWER_S * 1000)
@@ -171,7 +169,7 @@ class Links:
             try:
                 self._receive(rank)
             except BlockingIOError:
-                raise LostRank(f"rank {rank} says nothing", hint=SILENT) from None
+                raise LostRank(f"rank {rank} does not respond", hint=SILENT) from None
         return inbox.pop(key)
 
     def has(self, rank: int, key: Key) -> bool:
@@ -188,13 +186,16 @@ class Links:
                 continue
             break
         if not size:
-            raise LostRank(f"rank {rank} is gone", hint=HINT)
+            raise LostRank(f"rank {rank} has exited", hint=HINT)
         what, axis, kind, number, file, offset, num_bytes = HEAD.unpack_from(self._buffer)
         if what == What.FILE:
             if not carried:  # the system drops a descriptor that a process has no room for
                 raise InputError(
-                    "a rank may open no more files, and cannot reach the memory of another",
-                    hint="raise it: ulimit -n",
+                    (
+                        "a rank has reached its limit of open files, and cannot map the "
+                        "memory of another rank"
+                    ),
+                    hint="raise the limit: ulimit -n",
                 )
             (descriptor,) = struct.unpack("i", carried[0][2])
             mapped = map_file(descriptor, num_bytes)
@@ -258,9 +259,11 @@ class Shared:
         word = self.links.take(rank, (self.axis, number, False))
         if word[:2] != (what, kind) or word[4] != num_bytes:
             raise LostRank(
-                f"{DIFFERENT}: rank {rank} is in {word[1].words} of {word[4]:,} bytes, "
-                "this rank in another",
-                hint="every rank calls the same things of a run, in the same order",
+                (
+                    f"{DIFFERENT}: rank {rank} is in {word[1].words} of {word[4]:,} bytes, "
+                    "this rank is in another"
+                ),
+                hint="call the same methods of the run on every rank, in the same order",
             )
         return word
 
@@ -385,7 +388,7 @@ def _sized(descriptor: int, size: int) -> Any:
 
 def _no_memory(size: int) -> InputError:
     return InputError(
-        f"{size:,} bytes of memory that ranks share are not to be had",
+        f"{size:,} bytes of shared memory cannot be allocated",
         hint=(
             'raise the limits of this process (ulimit -n, -f, -v), or set layout.transport = "gloo"'
         ),
@@ -430,7 +433,10 @@ def meet(group: Group, transport: Transport, *, wait_s: float, timeout_s: float)
         hosts = {host for _, host, *_ in said}
         if listener is None or len(hosts) > 1:
             if transport == "shared_memory":
-                why = "not all ranks are on one host, of one user, with files of memory"
+                why = (
+                    "the ranks are not all on one host, of one user, with memory files "
+                    "(memfd_create)"
+                )
                 raise InputError(
                     f"layout.transport is 'shared_memory', and {why}",
                     hint='leave it out, or set layout.transport = "gloo"',
@@ -440,7 +446,7 @@ def meet(group: Group, transport: Transport, *, wait_s: float, timeout_s: float)
         try:
             sockets = _connect(listener, addresses, group.rank, wait_s)
         except OSError as error:
-            why = f"another rank of this host is out of reach: {error}"
+            why = f"another rank of this host is unreachable: {error}"
             raise LostRank(why, hint=HINT) from error
     return Shared(Links(sockets, timeout_s=timeout_s), group.rank, range(group.size), axis=0)
 

@@ -83,14 +83,16 @@ def join(
             if time.monotonic() - begun_s >= timeout_s:
                 raise LostRank(
                     f"{GONE}, or does not answer within {timeout_s:g} s",
-                    hint=f"{GONE_HINT}; layout.timeout says how long it is waited for",
+                    hint=f"{GONE_HINT}; layout.timeout is the time limit",
                 ) from error
             if here.is_on_loopback:
                 raise LostRank(GONE, hint=GONE_HINT) from error
             by = f" by {interface}" if interface is not None else ""
             raise InputError(
-                f"rank {here.rank} of {here.world_size} met the others at {here.meeting}, "
-                f"and cannot be joined to them{by}: {error}",
+                (
+                    f"rank {here.rank} of {here.world_size} reached the other ranks at "
+                    f"{here.meeting}, and cannot connect to them{by}: {error}"
+                ),
                 hint=(
                     "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface that "
                     "leads to the other hosts"
@@ -213,18 +215,19 @@ def _call_the_roll(store: Store, here: Place) -> str:
     asking.join(2 * ROLL_S)
     if not silent:
         return (
-            f"; {here.meeting}, where rank 0 is, does not answer: it has ended, "
-            "or the network to it is cut"
+            f"; {here.meeting}, the host of rank 0, does not respond: rank 0 has ended, or "
+            "the network connection is down"
         )
     (named,) = silent
     if not named:
         return (
-            "; all of them are there: the network between them is cut, or one called something else"
+            "; all ranks respond: the network between them is down, or one called "
+            "another collective"
         )
     return f"; rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} of {here.world_size} " + (
-        "says nothing: it has ended, hangs, or the network to it is cut"
+        "does not respond: it has ended, hangs, or the network connection is down"
         if len(named) == 1
-        else "say nothing: they have ended, hang, or the network to them is cut"
+        else "do not respond: they have ended, hang, or the network connection is down"
     )
 
 
@@ -240,9 +243,11 @@ def _open_store(here: Place, wait_s: float) -> Store:
         )[0]
     except OSError as error:
         raise InputError(
-            f"the ranks are to meet at {here.meeting}, which is no host that is known here: "
-            f"{error.strerror or error}",
-            hint="MASTER_ADDR is the name or the address of the host of rank 0",
+            (
+                f"MASTER_ADDR is {here.meeting}, which cannot be resolved on this host: "
+                f"{error.strerror or error}"
+            ),
+            hint="set MASTER_ADDR to the name or the address of the host of rank 0",
         ) from None
     holds = here.rank == 0 and not here.has_agent
     descriptor = here.listens
@@ -261,9 +266,14 @@ def _open_store(here: Place, wait_s: float) -> Store:
         return store
     except RuntimeError as error:
         raise InputError(
-            f"rank {here.rank} of {here.world_size} found nobody at {here.meeting}:{here.port} "
-            f"within {wait_s:g} s",
-            hint="is rank 0 there, and are MASTER_ADDR and MASTER_PORT the same everywhere?",
+            (
+                f"rank {here.rank} of {here.world_size} found no rank 0 at "
+                f"{here.meeting}:{here.port} within {wait_s:g} s"
+            ),
+            hint=(
+                "check that rank 0 runs there, and that MASTER_ADDR and MASTER_PORT are "
+                "the same on all ranks"
+            ),
         ) from error
 
 
@@ -298,9 +308,11 @@ def _await_all(store: Store, here: Place, wait_s: float) -> None:
         if time.monotonic() >= until_s:
             told = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
             raise InputError(
-                f"rank{'s' * (len(missing) > 1)} {told} of {here.world_size} did not come within "
-                f"{wait_s:g} s",
-                hint="start every rank with the same WORLD_SIZE, and a RANK of its own",
+                (
+                    f"rank{'s' * (len(missing) > 1)} {told} of {here.world_size} did not "
+                    f"connect within {wait_s:g} s"
+                ),
+                hint="start every rank with the same WORLD_SIZE and a different RANK",
             )
         time.sleep(look_s)
         look_s = min(2 * look_s, LOOK_S)
@@ -312,7 +324,10 @@ def _has_come(store: Store, rank: int, here: Place) -> bool:
     theirs = store.get(f"rank/{rank}").decode()
     if theirs != str(here.world_size):
         raise InputError(
-            f"rank {here.rank} is one of {here.world_size}, rank {rank} is one of {theirs}",
-            hint="start every rank with the same WORLD_SIZE, and a RANK of its own",
+            (
+                f"rank {here.rank} has WORLD_SIZE {here.world_size}, rank {rank} has "
+                f"WORLD_SIZE {theirs}"
+            ),
+            hint="start every rank with the same WORLD_SIZE and a different RANK",
         )
     return True

@@ -121,9 +121,11 @@ def check_names(given: Mapping[str, str]) -> list[str]:
         near = difflib.get_close_matches(known, NAMES, n=1, cutoff=NEAR)
         if near:
             raise InputError(
-                f"the variable {name} is set, and NCCL has none of that name: "
-                "it would pass over it without a word",
-                hint=f"did you mean {PREFIX}{near[0]}? Else unset it",
+                (
+                    f"the variable {name} is set, and NCCL has no variable of that name: NCCL "
+                    "would ignore it silently"
+                ),
+                hint=f"did you mean {PREFIX}{near[0]}? Otherwise unset it",
             )
         notes.append(f"NCCL has no variable {name}, unless a plug-in has")
     return notes
@@ -139,15 +141,15 @@ def told(table: NcclTable, *, num_ranks: int, on_gpu: bool) -> Iterator[list[str
     given, stated = place.variables_with(PREFIX), variables(table)
     if num_ranks == 1 or not on_gpu:
         check_names(given if num_ranks > 1 else {})
-        why = "there is one rank" if num_ranks == 1 else "gloo joins the ranks, which are on CPUs"
-        yield [f"[nccl] does nothing here: {why}"] if stated else []
+        why = "there is one rank" if num_ranks == 1 else "the ranks are on CPUs and use gloo"
+        yield [f"[nccl] has no effect: {why}"] if stated else []
         return
     notes = check_names(given)
     with contextlib.ExitStack() as stack:
         for name, value in stated.items():
             if given.get(name, value) != value:
                 notes.append(
-                    f"{name} is {value}, as [nccl] says, not {given[name]}, as the environment does"
+                    f"{name} is {value}, from [nccl], not {given[name]}, from the environment"
                 )
             stack.callback(place.set_variable(name, value))
         yield notes

@@ -36,7 +36,7 @@ def watched(group: Group, here: Place, stall_s: float) -> Iterator[str]:
         yield ""
         return
     if not hasattr(os, "pidfd_open"):
-        yield "ranks are watched on Linux only"
+        yield "the supervisor watches ranks only on Linux"
         return
     mine = {
         "host": here.host,
@@ -65,7 +65,10 @@ def _open_all(rows: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> tu
     """Return the files of all ranks, opened in this process; or why they cannot be opened."""
     hosts = {row["host"] for row in rows}
     if len(hosts) > 1:
-        return [], f"the ranks are on {len(hosts)} hosts, and only those of one host can be watched"
+        return [], (
+            f"the ranks are on {len(hosts)} hosts, and the supervisor watches only ranks "
+            "of one host"
+        )
     found: list[int] = []
     for row in rows:
         for number, known in zip(row["files"], row["are"], strict=True):

@@ -85,16 +85,14 @@ def _load(source: Path) -> Any:
         )
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{source} holds more than tensors, numbers and text: {_first_line(error)}",
+            f"{source} contains more than tensors, numbers and text: {_first_line(error)}",
             hint=(
-                "in the program that wrote it: torch.save(model.state_dict(), FILE); "
-                "code in a file is never run here"
+                "save it again with torch.save(model.state_dict(), FILE); "
+                "code in a file is never run"
             ),
         ) from None
     except EOFError:
-        raise InputError(
-            f"{source} ends before what it holds does", hint="was it copied whole?"
-        ) from None
+        raise InputError(f"{source} is truncated", hint="check that the copy is complete") from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -109,7 +107,7 @@ def _read_folder(source: Path) -> dict[str, Tensor]:
     indexes = sorted(source.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         raise InputError(
-            f"{source} holds {' and '.join(path.name for path in indexes)}",
+            f"{source} contains {' and '.join(path.name for path in indexes)}",
             hint="keep one model in a folder",
         )
     stated = _read_index(indexes[0]) if indexes else {}
@@ -119,7 +117,7 @@ def _read_folder(source: Path) -> dict[str, Tensor]:
     )
     if not files:
         raise InputError(
-            f"{source} holds no {DCP_FILE} and no .safetensors",
+            f"{source} contains no {DCP_FILE} and no .safetensors file",
             hint="give a file, or the folder of a checkpoint",
         )
     found: dict[str, Tensor] = {}
@@ -129,15 +127,15 @@ def _read_folder(source: Path) -> dict[str, Tensor]:
         for name, tensor in load_file(file).items():
             if name in found:
                 raise InputError(
-                    f"{held[name]} and {file.name} in {source} both hold {name[:100]}",
+                    f"{held[name]} and {file.name} in {source} both contain {name[:100]}",
                     hint="give one of the files",
                 )
             found[name], held[name] = tensor, file.name
     for name, where in stated.items():
         if held.get(name) != where:
             raise InputError(
-                f"{source / where} lacks {name[:100]}, which the index says it holds",
-                hint="was it copied whole?",
+                f"{source / where} does not contain {name[:100]}, which the index lists in it",
+                hint="check that the copy is complete",
             )
     return found
 
@@ -148,18 +146,20 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         stated = dict(json.loads(path.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{path} is no index of weights: {_first_line(error)}") from None
+        raise InputError(f"{path} is not an index of weights: {_first_line(error)}") from None
     for name in stated.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(f"{path} names the file {str(name)[:100]!r}, which is no plain name")
+            raise InputError(
+                f"{path} names the file {str(name)[:100]!r}, which is not a plain file name"
+            )
     return stated
 
 
 def _need_file(path: Path) -> None:
     if not path.is_file():
         raise InputError(
-            f"{path} is missing, or no regular file",
-            hint="half a model is no model: bring every file of it",
+            f"{path} is missing, or not a regular file",
+            hint="partial imports are not supported: copy every file of the model",
         )
 
 
@@ -246,7 +246,9 @@ def _assembled(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Tenso
     for index, info in pieces:
         piece = _piece(source, info)
         if not isinstance(piece, Tensor):
-            raise InputError(f"{source} holds a {type(piece).__name__} where a tensor should be")
+            raise InputError(
+                f"{source} contains a {type(piece).__name__} where a tensor is expected"
+            )
         offsets = (
             tuple(int(each) for each in index.offset)
             if index.offset is not None
@@ -260,11 +262,11 @@ def _assembled(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Tenso
             )
         ]
         if part.shape != piece.shape:
-            raise InputError(f"{source}: a piece of {index.fqn} lies outside it")
+            raise InputError(f"{source}: a part of {index.fqn} is outside the tensor")
         part.copy_(piece)
         done += piece.numel()
     if whole is None or done < whole.numel():
-        raise InputError(f"{source} lacks pieces of a tensor of shape {list(shape)}")
+        raise InputError(f"{source} lacks parts of a tensor of shape {list(shape)}")
     return whole
 
 
@@ -284,10 +286,11 @@ def _piece(source: Path, info: Any) -> Any:
     name, offset, length = str(info.relative_path), int(info.offset), int(info.length)
     path = source / name
     if Path(name).name != name or path.is_symlink():
-        raise InputError(f"{source} names the file {name[:100]!r}, which is no plain name")
+        raise InputError(f"{source} names the file {name[:100]!r}, which is not a plain file name")
     if info.fields.get("transform_descriptors"):
         raise InputError(
-            f"{source} is compressed, which is not read here", hint="save it without extensions"
+            f"{source} is compressed, which is not supported",
+            hint="save it without extensions",
         )
     _need_file(path)
     with path.open("rb") as file:
@@ -311,7 +314,7 @@ def _place(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
 def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every leaf with its path; a list of plain values is one leaf."""
     if len(path) > MAX_DEPTH:
-        raise InputError(f"the state is nested deeper than {MAX_DEPTH}")
+        raise InputError(f"the state is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, Mapping):
         for key, part in value.items():
             if len(str(key)) > MAX_NAME:
@@ -331,8 +334,8 @@ def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
 
 def _two_of(name: str) -> InputError:
     return InputError(
-        f"two things have the name {name[:100]}",
-        hint="in the program that wrote it: rename one of them",
+        f"two entries have the name {name[:100]}",
+        hint="rename one of them in the program that wrote it",
     )
 
 
@@ -347,7 +350,7 @@ def sort(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
     left_out: dict[str, str] = {}
     for number, (path, value) in enumerate(walk(tree)):
         if number >= MAX_ENTRIES:
-            raise InputError(f"the state has more than {MAX_ENTRIES:,} parts")
+            raise InputError(f"the state has more than {MAX_ENTRIES:,} entries")
         name = "/".join(path) or "tensor"
         if any(name in kind for kind in (tensors, values, left_out)):
             raise _two_of(name)
@@ -372,12 +375,8 @@ def _why_not(name: str, tensor: Tensor) -> str | None:
     ):
         return f"a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}"
     if (excess := find_excess(tensor.shape)) is not None:
-        return f"a tensor of {excess}, which a checkpoint cannot hold"
-    return (
-        "a tensor of a name that the file format keeps for itself"
-        if name == "__metadata__"
-        else None
-    )
+        return f"a tensor of {excess}, which a checkpoint cannot store"
+    return "a tensor whose name the file format reserves" if name == "__metadata__" else None
 
 
 def main() -> None:
@@ -402,7 +401,7 @@ def main() -> None:
     except InputError as error:
         _refuse(folder, error.message, error.hint)
     except MemoryError:
-        _refuse(folder, f"{source} needs more memory than its size explains", None)
+        _refuse(folder, f"{source} needs more memory than a file of its size can need", None)
     except Exception as error:  # noqa: BLE001 - a hostile file can make the reader raise anything
         _refuse(
             folder, f"{source} cannot be read: {type(error).__name__}: {_first_line(error)}", None

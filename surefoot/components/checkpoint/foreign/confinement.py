@@ -99,15 +99,13 @@ def _mapped_bytes() -> int | None:
 def _hook(folder: str):  # type: ignore[no-untyped-def]
     def refuse(event: str, given: tuple[Any, ...]) -> None:
         if event.startswith(NEVER):
-            raise InputError(f"reading a file of tensors asked for {event}")
+            raise InputError(f"reading a tensor file requested {event}")
         if event.startswith(CHANGES) or (event == "open" and _is_write(given)):
             paths = [each for each in given[:2] if isinstance(each, str | bytes | os.PathLike)]
             if event == "open":
                 paths = paths[:1]
             if any(not _is_below(os.fsdecode(each), folder) for each in paths):
-                raise InputError(
-                    f"reading a file of tensors asked to write {os.fsdecode(paths[0])}"
-                )
+                raise InputError(f"reading a tensor file tried to write {os.fsdecode(paths[0])}")
 
     return refuse
 

@@ -77,7 +77,7 @@ def open_foreign(path: Path) -> Foreign:
             reason = error.message.rpartition(": ")[2]
             raise InputError(
                 f"{path} cannot become a checkpoint: {reason}",
-                hint="give its weights alone, or in parts",
+                hint="convert only the weights, or convert them in parts",
             ) from None
         return Foreign(
             tensors, found["values"], found["left_out"], tuple(found["unbounded"]), found["is_flat"]
@@ -104,14 +104,14 @@ def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> Non
     except subprocess.TimeoutExpired:
         raise InputError(
             f"{source} was not read within {2 * cpu_s} s",
-            hint="is the disk slow, or the file hostile?",
+            hint="check whether the disk is slow, or the file is malicious",
         ) from None
     if done.returncode == 0:
         return
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         row = json.loads((folder / "refused.json").read_text())
         raise InputError(str(row["message"]), hint=row["hint"])
-    tail = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+    tail = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
     raise InputError(
         f"{source} cannot be read: the process that tried ended with {done.returncode}: "
         f"{tail[0][:300]}",
@@ -139,7 +139,7 @@ def _size(path: Path) -> int:
             hint="give a file, or the folder of a checkpoint",
         )
     if not status.st_size:
-        raise InputError(f"{path} is empty", hint="was it copied whole?")
+        raise InputError(f"{path} is empty", hint="check that the copy is complete")
     return status.st_size
 
 
@@ -183,10 +183,10 @@ def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> d
     }
     if lost:
         raise InputError(
-            f"of the weights these cannot be kept: {_reasons(lost)}",
+            f"these entries of the weights cannot be converted: {_reasons(lost)}",
             hint=(
-                "half a model is no model: in the program that wrote it, "
-                "turn them into plain tensors, or leave them out"
+                "partial imports are not supported: convert these entries to plain "
+                "tensors, or leave them out, in the program that wrote the file"
             ),
         )
     names = [name for name in found.tensors if _is_chosen(found, key, name)]
@@ -200,7 +200,7 @@ def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> d
         if dotted in chosen:
             raise InputError(
                 f"two tensors have the name {dotted[:100]}",
-                hint="in the program that wrote it: rename one of them",
+                hint="rename one of them in the program that wrote it",
             )
         chosen[dotted] = found.tensors[name]
     stripped = {name.removeprefix(strip): tensor for name, tensor in chosen.items()}
@@ -237,9 +237,9 @@ def find_key(found: Foreign) -> str:
     Raises InputError if the choice is ambiguous, or if there are no tensors.
     """
     if not found.tensors:
-        but = f" that can be kept, but {_reasons(found.left_out)}" if found.left_out else ""
+        but = f" that can be converted, but {_reasons(found.left_out)}" if found.left_out else ""
         raise InputError(
-            f"it holds no tensors{but}",
+            f"the file contains no tensors{but}",
             hint="give a file of weights: torch.save(model.state_dict(), FILE)",
         )
     groups = _groups(found.tensors)
@@ -249,9 +249,11 @@ def find_key(found: Foreign) -> str:
     if len(likely) == 1 or len(groups) == 1:
         return (likely or groups)[0]
     raise InputError(
-        "it is not clear which tensors are the weights: "
-        f"they stand below {', '.join(groups) or 'nothing'}",
-        hint="name them with --key",
+        (
+            "it is not clear which tensors are the weights: there are tensors below "
+            f"{', '.join(groups) or 'nothing'}"
+        ),
+        hint="select them with --key",
     )
 
 
@@ -265,13 +267,14 @@ def check_new(to: Path) -> None:
     try:
         if (to.exists() or to.is_symlink()) and (not to.is_dir() or any(to.iterdir())):
             raise RunFolderError(
-                f"{to} is there already, and is left as it is", hint="give a new folder with --to"
+                f"{to} exists already, and existing folders are not overwritten",
+                hint="give a new folder with --to",
             )
         above = next(folder for folder in (to, *to.absolute().parents) if folder.exists())
         os.rmdir(tempfile.mkdtemp(prefix=".draft-", dir=above))
     except OSError as error:
         raise RunFolderError(
-            f"{to} cannot be made: {error.strerror}", hint="give another folder with --to"
+            f"{to} cannot be created: {error.strerror}", hint="give another folder with --to"
         ) from None
 
 

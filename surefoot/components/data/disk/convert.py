@@ -70,7 +70,7 @@ class ShardNaming:
             )
         if not PLAIN.fullmatch(self.name):
             raise DataError(
-                f"tars cannot be called {self.name!r}",
+                f"tars cannot have the name {self.name!r}",
                 hint="a name has letters, digits, _ and -, and begins with one",
             )
 
@@ -111,9 +111,7 @@ def convert(
     has too little space. Raises StorageError for what the disk refuses later.
     """
     if layout.shuffle is not None and not given.seekable:
-        raise DataError(
-            "a source that is read in a row cannot be shuffled", hint="leave --shuffle out"
-        )
+        raise DataError("a sequential source cannot be shuffled", hint="leave --shuffle out")
     if not (out / PROGRESS).exists():
         _check_empty(out, given)
         check_room(nearest(out), given.num_bytes or 0)
@@ -198,8 +196,8 @@ def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> N
         is_there = (out / each.name).is_file()
         if not is_there or digest_of(out / each.name) != each.sha256:
             say(
-                f"{each.name} is {'damaged' if is_there else 'missing'}: "
-                "the tars from there on are written again"
+                f"{each.name} is {'damaged' if is_there else 'missing'}: this tar and the "
+                "following ones are written again"
             )
             del shards[number:]
             break
@@ -237,7 +235,7 @@ def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Writte
     Raises DataError if the file is damaged or belongs to another conversion.
     """
     damaged = DataError(f"{out / PROGRESS} is damaged", hint="convert into a new folder")
-    hint = "run it as it was begun, or name a new folder"
+    hint = "repeat the first command, or give a new folder"
     try:
         begun, *rows = map(json.loads, lines)
         known = [Written(**row) for row in rows]
@@ -246,17 +244,18 @@ def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Writte
     except (ValueError, KeyError, TypeError):
         raise damaged from None
     if not same_format:
-        raise DataError(f"{out} was begun by another version", hint=hint)
+        raise DataError(f"{out} was started by another version", hint=hint)
     changed = [
         f"{name} {was.get(name)}, not {value}"
         for name, value in now.items()
         if was.get(name) != value
     ]
     if changed:
-        raise DataError(f"{out} was begun with {'; '.join(changed)}", hint=hint)
+        raise DataError(f"{out} was started with {'; '.join(changed)}", hint=hint)
     if not same_source:
         raise DataError(
-            f"{out} was begun of another source, or this one has changed since", hint=hint
+            (f"{out} was started from another source, or the source has changed since then"),
+            hint=hint,
         )
     if [each.name for each in known] != [
         f"{now['name']}-{number:05}.tar" for number in range(len(known))
@@ -274,7 +273,8 @@ def _refuse(out: Path, others: list[Path]) -> None:
     found = sorted(path.name for path in others if path.exists())
     if found:
         raise DataError(
-            f"{out} holds {name_some(found, 1)}, which is of another set", hint="name a new folder"
+            f"{out} holds {name_some(found, 1)}, which belongs to another data set",
+            hint="give a new folder",
         )
 
 

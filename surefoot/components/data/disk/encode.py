@@ -74,7 +74,7 @@ def encode(value: Any, kind: str, what: str) -> bytes:
     if len(content) > MAX_MEMBER_BYTES:
         raise DataError(
             f"{what} has {len(content):,} bytes as {kind}",
-            hint=f"a part has {MAX_MEMBER_BYTES:,} at the most",
+            hint=f"a part has at most {MAX_MEMBER_BYTES:,} bytes",
         )
     return content
 
@@ -103,13 +103,13 @@ def _array(value: Any, what: str) -> np.ndarray:
             value = value.detach().cpu().numpy()
         except TypeError as error:  # bfloat16, float8
             raise DataError(
-                f"{what} cannot be written: {error}", hint="give numbers that numpy has: x.float()"
+                f"{what} cannot be written: {error}", hint="give a dtype that NumPy has: x.float()"
             ) from None
     array = np.asarray(value, order="C")
     if array.dtype.kind not in NUMBERS:
         raise DataError(
             f"{what} is an array of {array.dtype}",
-            hint="npy parts are numbers; give a string as txt or json",
+            hint="npy parts are numeric; write a string as txt or json",
         )
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
@@ -130,10 +130,10 @@ def _as_class(value: Any, what: str) -> bytes:
         )
         name = what.partition(" ")[0]
         hint = (
-            f"cls is a whole number from 0 to {LARGEST_CLASS:,}; write it otherwise: "
-            f"--as {name}=npy"
+            f"cls is a whole number from 0 to {LARGEST_CLASS:,}; for other values use --as "
+            f"{name}=npy"
         )
-        raise DataError(f"{what} is {shown}, which is no class", hint=hint)
+        raise DataError(f"{what} is {shown}, which is not a class number", hint=hint)
     return str(int(array)).encode()
 
 
@@ -146,8 +146,8 @@ def _as_text(value: Any, what: str) -> bytes:
         return value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{what} has no UTF-8: {error.reason} at {error.start}",
-            hint="give text that can be written",
+            f"{what} is not valid UTF-8: {error.reason} at {error.start}",
+            hint="give text that can be encoded",
         ) from None
 
 

@@ -46,7 +46,7 @@ def drafted(path: Path) -> Iterator[Path]:
             raise
         raise StorageError(
             f"{path} cannot be written: {error.strerror}",
-            hint=hint_unwritten(error) + "; the same command goes on from there",
+            hint=hint_unwritten(error) + "; the same command continues from there",
         ) from error
 
 
@@ -61,14 +61,15 @@ def lock_folder(folder: Path, name: str) -> Iterator[BinaryIO]:
         file = (folder / name).open("a+b")
     except OSError as error:
         raise DataError(
-            f"nothing can be written into {folder}: {error.strerror}", hint="name another folder"
+            f"{folder} is not writable: {error.strerror}", hint="give another folder"
         ) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise DataError(
-                f"another process writes into {folder}", hint="wait for it, or name another folder"
+                f"another process is writing into {folder}",
+                hint="wait until it has ended, or give another folder",
             ) from None
         yield file
 
@@ -91,7 +92,8 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise DataError(
-            f"the folder {folder} cannot be made: {why}", hint="name another folder to write into"
+            f"the folder {folder} cannot be created: {why}",
+            hint="give another folder to write into",
         ) from None
 
 
@@ -105,9 +107,11 @@ def check_room(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed_bytes + SPARE_BYTES > free:
         raise DataError(
-            f"{folder} has {format_bytes(free)} left, and {format_bytes(needed_bytes)} are to be "
-            "written",
-            hint="free some space, or name a folder on another disk",
+            (
+                f"{folder} has {format_bytes(free)} of free space, and "
+                f"{format_bytes(needed_bytes)} are needed"
+            ),
+            hint="free some space, or give a folder on another disk",
         )
 
 
@@ -122,7 +126,7 @@ def digest_of(path: Path) -> str:
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}",
-            hint="check that it is there and who may read it",
+            hint="check that the file exists and that you have permission to read it",
         ) from None
 
 

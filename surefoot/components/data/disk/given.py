@@ -66,7 +66,8 @@ class Folder:
             changed = [(self.images.folder / name).stat().st_mtime_ns for name in names]
         except OSError as error:
             raise DataError(
-                f"{error.filename} cannot be read: {error.strerror}", hint="is it still there?"
+                f"{error.filename} cannot be read: {error.strerror}",
+                hint="check that the file still exists",
             ) from None
         told = f"{self.images.digest} {changed}"
         self.identity = hashlib.sha256(told.encode()).hexdigest()
@@ -124,8 +125,8 @@ class Samples:
         for number, framed in zip(looked, begin, strict=True):
             if self.seekable and frame(str(number), self.sample(number)) != framed:
                 raise DataError(
-                    f"sample {number:,} is another one each time it is read",
-                    hint="give a source that draws nothing: no augmentation",
+                    f"sample {number:,} has other values each time it is read",
+                    hint="give a source without random numbers: no augmentation",
                 )
             digest.update(framed)
         self.identity = digest.hexdigest()
@@ -138,8 +139,10 @@ class Samples:
         rows = self._rows(number)
         if rows.keys() != self.kinds.keys():
             raise DataError(
-                f"sample {number:,} has the parts {', '.join(rows)}, "
-                f"and the first one {', '.join(self.kinds)}",
+                (
+                    f"sample {number:,} has the parts {', '.join(rows)}, and the first sample "
+                    f"has {', '.join(self.kinds)}"
+                ),
                 hint="give samples of the same parts",
             )
         return {
@@ -158,10 +161,10 @@ class Samples:
         for name in fields:
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise DataError(
-                    f"a part is called {name!r}",
+                    f"a part has the name {name!r}",
                     hint=(
-                        "a name has letters, digits, _ and -, 40 at the most: "
-                        "it becomes an extension"
+                        "a name has at most 40 letters, digits, _ and -, since it becomes "
+                        "a file extension"
                     ),
                 )
         return {name: _row(value, f"{name} of sample {number:,}") for name, value in fields.items()}
@@ -205,10 +208,9 @@ def _row(value: Any, what: str) -> Any:
         return [each[0] for each in value]  # each sample has a list, and torch collates it so
     shown = f"{tuple(value.shape)}" if is_array else f"a {type(value).__name__}"
     raise DataError(
-        f"{what} is {shown}, where one row was asked for",
+        f"{what} is {shown}, and one row was requested",
         hint=(
-            "give samples by number, each part of one row: a source, tensors, "
-            "or a dataset with a length"
+            "give a source that is indexed by sample number: tensors, or a dataset with a length"
         ),
     )
 

@@ -91,8 +91,8 @@ def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -
         )
         if wrong is not None:
             raise DataError(
-                f"{dest / wrong} is not what was written",
-                hint="is the disk sound? remove the file and stage again",
+                f"{dest / wrong} differs from what was written",
+                hint="check the disk, remove the file and stage again",
             )
         write_sums(dest, digests | beside)
         after = read_speed(copies, most_bytes=MEASURED_BYTES, most_s=MEASURED_S)
@@ -114,8 +114,8 @@ def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
     folders, names = {path.resolve().parent for path in tars}, sorted(path.name for path in tars)
     if len(folders) > 1:
         raise DataError(
-            f"the tars lie in {len(folders)} folders",
-            hint="stage one folder after the other, each into its own",
+            f"the tars are in {len(folders)} folders",
+            hint="stage each folder separately, into a separate folder",
         )
     twice = (
         [name for name in set(names) if names.count(name) > 1]
@@ -123,13 +123,13 @@ def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
         else []
     )
     if twice:
-        raise DataError(f"the tar {twice[0]} is named twice", hint="name each once")
+        raise DataError(f"the tar {twice[0]} is given twice", hint="give each tar once")
     home = tars[0].parent
     if dest.exists() and not dest.is_dir():
-        raise DataError(f"{dest} is a file", hint="name a folder to copy into")
+        raise DataError(f"{dest} is a file", hint="give a folder to copy into")
     if dest.resolve() in folders:
         raise DataError(
-            f"{dest} is where the tars lie", hint="name a folder on another disk: /dev/shm/tars"
+            f"{dest} is the folder of the tars", hint="give a folder on another disk: /dev/shm/tars"
         )
     others = (
         sorted(path.name for path in dest.glob("*.tar") if path.name not in set(names))
@@ -140,7 +140,7 @@ def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
         others.append(SUMS)  # written by another program
     if others:
         raise DataError(
-            f"{dest} holds {others[0]}, which is of another set", hint="name a new folder"
+            f"{dest} holds {others[0]}, which belongs to another data set", hint="give a new folder"
         )
     return home, names
 
@@ -170,8 +170,8 @@ def _copy(path: Path, made: Path, wanted: str | None = None, tell: Tell = lambda
         found = digest_of(made)
         if found != (wanted or digest_of(path)):
             raise DataError(
-                f"{made} is there already, and is another one than {path}",
-                hint="remove it, or name a new folder",
+                f"{made} exists already, and differs from {path}",
+                hint="remove it, or give a new folder",
             )
         tell(path.stat().st_size)
         return found
@@ -180,7 +180,7 @@ def _copy(path: Path, made: Path, wanted: str | None = None, tell: Tell = lambda
         source = path.open("rb", buffering=0)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}", hint="check who may read it"
+            f"{path} cannot be read: {error.strerror}", hint="check your permission to read it"
         ) from None
     with source, drafted(made) as draft, draft.open("wb") as file:
         while piece := source.read(PIECE_BYTES):
@@ -189,11 +189,10 @@ def _copy(path: Path, made: Path, wanted: str | None = None, tell: Tell = lambda
             tell(len(piece))
         if wanted not in (None, digest.hexdigest()):
             raise DataError(
-                f"{path} is not what it should be: its SHA-256 is {digest.hexdigest()}, "
-                f"and {wanted} was expected",
+                f"{path} has the SHA-256 {digest.hexdigest()}, and {wanted} was expected",
                 hint=(
-                    "is it damaged? fetch it again, or remove the index and SHA256SUMS beside it "
-                    "if it was changed on purpose"
+                    "copy the file again if it is damaged; if it was changed on purpose, "
+                    "remove the index and SHA256SUMS beside it"
                 ),
             )
     return digest.hexdigest()

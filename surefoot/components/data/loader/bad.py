@@ -33,8 +33,11 @@ class Read(NamedTuple):
         """The batch. Raises DataError if no sample is left."""
         if self.batch is None:
             raise DataError(
-                f"none of {len(self.bad)} samples can be read, the last one {self.bad[-1].reason}",
-                hint="is this the right data?",
+                (
+                    f"none of {len(self.bad)} samples can be read; the last error: "
+                    f"{self.bad[-1].reason}"
+                ),
+                hint="check that this is the right data",
             )
         return self.batch
 
@@ -116,8 +119,8 @@ class BadRecords:
                 f"{len(self.found):,} of {self._num_samples:,} samples cannot be read, "
                 f"the last one sample {last.sample}: {last.reason}",
                 hint=(
-                    f"data.max_bad = {self._share:g} allows {self.limit:,}; "
-                    "surefoot data check names them all"
+                    f"data.max_bad = {self._share:g} allows {self.limit:,}; surefoot data "
+                    "check lists all of them"
                 ),
             )
         return fresh

@@ -205,9 +205,9 @@ class Processes:
         self._owner = OwningProcess()
         if multiprocessing.current_process().daemon:
             raise DataError(
-                "this process is daemonic, and such a one may begin no workers",
+                "this process is daemonic, and a daemonic process cannot start workers",
                 hint=(
-                    'begin it with daemon=False; or set loader.kind = "thread", '
+                    'start it with daemon=False; or set loader.kind = "thread", '
                     "or loader.workers = 0"
                 ),
             )
@@ -226,11 +226,13 @@ class Processes:
                 slot.close()
             self.close()
             raise DataError(
-                f"worker {place} of {self.size} could not begin: {error}; "
-                f"each opens {self._num_slots} files of memory here",
+                (
+                    f"worker {place} of {self.size} could not start: {error}; each worker "
+                    f"opens {self._num_slots} memory files in this process"
+                ),
                 hint=(
-                    "a smaller loader.workers or loader.prefetch; "
-                    "or a larger number of open files: ulimit -n"
+                    "lower loader.workers or loader.prefetch; or raise the limit of open "
+                    "files: ulimit -n"
                 ),
             ) from error
 
@@ -360,7 +362,7 @@ def find_start(start: Start) -> str:
         return "fork" if sys.platform == "linux" else "spawn"
     if start not in known:
         raise DataError(
-            f"loader.start is {start!r}, which this system has not",
+            f"loader.start is {start!r}, which this system does not support",
             hint=f"use one of {', '.join(known)}",
         )
     return start
@@ -377,8 +379,8 @@ def check_picklable(reader: Reader) -> None:
                 else ""
             )
             raise DataError(
-                f"{found[0]} cannot be sent to a worker that is spawned: {found[1]}",
-                hint="define it in a file, under a name of its own, and import it; "
+                f"{found[0]} cannot be pickled for a spawned worker: {found[1]}",
+                hint="define it at module level in a file, and import it; "
                 f'or set {forks}loader.kind = "thread", or loader.workers = 0',
             )
 
@@ -409,8 +411,10 @@ class _Pickler(reduction.ForkingPickler):
             and not _is_importable(sys.modules["__main__"])
         ):
             raise DataError(
-                f"{obj.__qualname__} is defined in an interactive session, "
-                "a notebook or a script on standard input, which no other process can import",
+                (
+                    f"{obj.__qualname__} is defined in an interactive session, a notebook or a "
+                    "script on standard input, and no other process can import it"
+                ),
                 hint="define it in a file, and import it",
             )
         return NotImplemented

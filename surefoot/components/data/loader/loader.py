@@ -161,7 +161,10 @@ class Loader:
     def _leave_out(self, taken: Taken) -> None:
         for each in self.bad.add(taken.bad):
             what = f"sample {each.sample} cannot be read: {each.reason}"
-            then = f"it is left out, as {len(self.bad.found):,} of {self.bad.limit:,} that may be"
+            then = (
+                f"the sample is left out, number {len(self.bad.found):,} of at most "
+                f"{self.bad.limit:,}"
+            )
             self.tell(LoaderNotice("bad-record", taken.number, what, then))
 
     def close(self) -> None:
@@ -322,7 +325,7 @@ class Loader:
             used_s = now_s if used_s is None else used_s
             is_busy = now_s - used_s > share * waited_s
             if waited_s >= allowed_s * (BUSY if is_busy else 1.0):
-                self._lose(crew, ticket.place, f"gave nothing for {waited_s:.1f} s", ticket)
+                self._lose(crew, ticket.place, f"returned nothing for {waited_s:.1f} s", ticket)
                 waited_s, used_s = 0.0, None
         if ticket.problem is not None:
             self._read_again(ticket)
@@ -365,14 +368,14 @@ class Loader:
                 self.close()
                 raise BadRecordError(
                     f"{what}; so did {MOST_TRIES - 1} workers before it",
-                    hint="read these samples by hand: source.read(ids); "
-                    "loader.timeout gives a slow one more time; what hangs in forked workers "
-                    'alone, as a pool of threads does, wants loader.start = "spawn"',
+                    hint="read these samples in this process: source.read(ids); "
+                    "raise loader.timeout for a slow sample; for code that hangs only in forked "
+                    'workers, such as a thread pool, set loader.start = "spawn"',
                 )
         crew.replace(place)
         for ticket in lost:
             self._give(crew, ticket)
-        then = "it was replaced, and the same samples are read again"
+        then = "the worker was restarted, and the same samples are read again"
         self.tell(LoaderNotice("worker", step, what, then))
 
     def _read_again(self, ticket: _Ticket) -> None:
@@ -386,10 +389,12 @@ class Loader:
         if ticket.is_unsendable:
             self.close()
             raise DataError(
-                f"the batch of step {job.number:,} cannot go from a worker process to the run: "
-                f"{raised}",
+                (
+                    f"the batch of step {job.number:,} cannot be sent from a worker process to "
+                    f"the run: {raised}"
+                ),
                 hint=(
-                    'give batches of types that pickle; or set loader.kind = "thread", '
+                    'return batches of types that can be pickled; or set loader.kind = "thread", '
                     "or loader.workers = 0"
                 ),
             )
@@ -406,9 +411,12 @@ class Loader:
     def _go_on_alone(self, number: int) -> None:
         """Continue without workers, since reading fails in them each time."""
         self.use(replace(self.settings, workers=0))
-        what = f"{self._in_vain} batches in a row raised in a worker, and did not in the run"
+        what = (
+            f"{self._in_vain} batches in a row raised an error in a worker, and none in "
+            "the main process"
+        )
         self._in_vain = 0
-        then = "the workers are let go, and each step reads its own samples"
+        then = "the workers are stopped, and each step reads its samples in the main process"
         self.tell(LoaderNotice("worker", number, what, then))
 
     def _bound_depth(self, batch: Batch) -> None:
@@ -451,8 +459,8 @@ class Loader:
         costs = self._reader.explain(window.epoch, ids)
         what = seen.describe_waiting(costs, len(ids))
         then = (
-            'loader.workers = "auto" finds how many workers it takes; '
-            "surefoot tune-loader SPEC shows what each number brings"
+            'loader.workers = "auto" finds the number of workers; '
+            "surefoot tune-loader SPEC measures each number"
         )
         self.tell(LoaderNotice("starving", number, what, then))
 
@@ -460,14 +468,14 @@ class Loader:
         """Return the workers and the read-ahead in words."""
         settings = self.settings
         if not settings.workers:
-            return "each step reads its own samples: no worker"
+            return "each step reads its samples in the main process: no worker"
         many = {"thread": "threads", "process": "processes"}
         workers = (
             f"{settings.workers} worker {many[self.kind] if settings.workers > 1 else self.kind}"
         )
         ahead_mib = math.ceil(self._depth * self.batch_bytes / 2**20)
         held = f", {ahead_mib:,} MiB" if self.batch_bytes else ""
-        return f"{workers} hold {self._depth} microbatches ahead{held}"
+        return f"{workers} read {self._depth} microbatches ahead{held}"
 
     def __del__(self) -> None:
         if self.__dict__.get("_crew") is not None:

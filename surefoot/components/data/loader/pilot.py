@@ -35,8 +35,8 @@ class WorkerTiming:
     def describe_waiting(self, costs: Mapping[str, float], num_samples: int) -> str:
         """Return how long steps wait, and the `costs` of reading some samples, in seconds."""
         what = (
-            f"steps wait {self.waiting:.0%} of their time for data, "
-            f"{self.waiting * self.step_s * 1e3:.3g} ms of {self.step_s * 1e3:.3g}, "
+            f"steps wait for data {self.waiting:.0%} of their time, "
+            f"{self.waiting * self.step_s * 1e3:.3g} ms of {self.step_s * 1e3:.3g} ms, "
             f"with {self.workers} worker{'s' * (self.workers != 1)}"
         )
         total_s = sum(costs.values())
@@ -46,7 +46,7 @@ class WorkerTiming:
             f"{name} {cost / total_s:.0%}"
             for name, cost in sorted(costs.items(), key=lambda each: -each[1])
         )
-        return f"{what}; of what {num_samples:,} samples take, {total_s * 1e3:.3g} ms: {causes}"
+        return f"{what}; reading {num_samples:,} samples takes {total_s * 1e3:.3g} ms: {causes}"
 
 
 class StepTimings:

@@ -59,8 +59,10 @@ class Cache:
         """
         if size > self.most_bytes:
             raise DataError(
-                f"{path.name} has {format_bytes(size)}, "
-                f"and the cache holds {format_bytes(self.most_bytes)}",
+                (
+                    f"{path.name} has {format_bytes(size)}, and the size of the cache is "
+                    f"{format_bytes(self.most_bytes)}"
+                ),
                 hint="give a larger cache_bytes: several shards at least",
             )
         with _told(path):
@@ -131,8 +133,10 @@ class Cache:
                     return
             if time.monotonic() >= until_s:
                 raise DataError(
-                    f"the cache {self.folder} has no room for {path_of(draft)}: "
-                    f"of its {format_bytes(self.most_bytes)} too much is in use",
+                    (
+                        f"the cache {self.folder} has no space for {path_of(draft)}: too much "
+                        f"of its {format_bytes(self.most_bytes)} is in use"
+                    ),
                     hint="give a larger cache_bytes: several shards for each process that reads",
                 )
             time.sleep(0.05)
@@ -204,6 +208,6 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"the cache cannot keep {path}: {error.strerror or error}",
+            f"the cache cannot store {path}: {error.strerror or error}",
             hint=hint_unwritten(error, "give another cache"),
         ) from error

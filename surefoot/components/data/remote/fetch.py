@@ -56,8 +56,8 @@ class Far:
         size = self._patiently(ask)
         if size is None:
             raise DataError(
-                f"{self.place.shown}: the server does not say how large it is",
-                hint="serve it with Content-Length, as a file",
+                f"{self.place.shown}: the server does not send Content-Length",
+                hint="serve it as a file, with Content-Length",
             )
         return size
 
@@ -82,7 +82,7 @@ class Far:
             raise DataError(
                 f"{self.place.shown} has {format_bytes(size)}, "
                 f"{format_bytes(LARGEST_BESIDE)} are allowed",
-                hint="is it what it is named?",
+                hint="check that the URL is that of an index or of SHA256SUMS",
             )
         return b"".join(self.pieces(size))
 
@@ -119,13 +119,13 @@ class Far:
         except SurefootError:
             raise
         except Exception as error:
-            reason, hint = self._words(error), "check the URL, and who may read it"
+            reason, hint = self._words(error), "check the URL, and your permission to read it"
             if isinstance(error, tenacity.RetryError):
                 reason = f"sent {len(error.last_attempt.result()):,} bytes of {lengths[0]:,}"
             if _is_mendable(error):
                 waited_s = retrying.statistics["delay_since_first_attempt"]
                 reason = f"{patience.tries} tries in {waited_s:.0f} s ended with: {reason}"
-                hint = "start again when the server answers; what is in the cache stays there"
+                hint = "start again when the server responds; the files in the cache are kept"
             raise DataError(f"{self.place.shown} cannot be fetched: {reason}", hint=hint) from error
 
     def _open(self) -> tuple[Any, str]:

@@ -60,15 +60,15 @@ def find_places(urls: str | Sequence[str]) -> list[ShardUrl]:
         (_read(url) for pattern in given for url in expand(pattern)), key=lambda place: place.name
     )
     if not places:
-        raise DataError("no URL is given", hint="name one shard or more")
+        raise DataError("no URL is given", hint="give one shard or more")
     for one, other in itertools.pairwise(places):
         if one.name == other.name:
-            raise DataError(f"the shard {one.name} is named twice", hint="name each shard once")
+            raise DataError(f"the shard {one.name} is given twice", hint="give each shard once")
     folders = {place.shown.rpartition("/")[0] for place in places}
     if len(folders) != 1:
         raise DataError(
-            f"the shards lie in {len(folders)} places",
-            hint="give the shards of one place, one or more",
+            f"the shards are in {len(folders)} folders",
+            hint="give the shards of one folder, one or more",
         )
     return places
 
@@ -87,11 +87,11 @@ def expand(pattern: str) -> list[str]:
         urls = list(itertools.islice(braceexpand(pattern, escape=False), MOST + 1))
     except ValueError as error:  # unbalanced braces
         raise DataError(
-            f"{pattern[:200]} is no pattern: {error}", hint="write {000..099} or {a,b}"
+            f"{pattern[:200]} is not a pattern: {error}", hint="write {000..099} or {a,b}"
         ) from None
     if len(urls) > MOST:
         raise DataError(
-            f"{pattern[:200]} stands for more than {MOST:,} shards", hint="make larger shards"
+            f"{pattern[:200]} expands to more than {MOST:,} shards", hint="make larger shards"
         )
     return urls
 
@@ -99,8 +99,8 @@ def expand(pattern: str) -> list[str]:
 def _read(url: str) -> ShardUrl:
     parts = urlsplit(url)
     hint = (
-        "give https://host/folder/name.tar, or s3://bucket/folder/name.tar; "
-        f"taken are {', '.join(SCHEMES)}"
+        "give https://host/folder/name.tar, or s3://bucket/folder/name.tar; the schemes "
+        f"are {', '.join(SCHEMES)}"
     )
     if parts.scheme not in SCHEMES or "::" in url:
         raise DataError(

@@ -55,7 +55,7 @@ class Remote:
         most_bytes = parse_bytes(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes
         if ahead < 0 or most_bytes < 1:
             raise DataError(
-                f"a cache of {cache_bytes} with {ahead} shards ahead is none",
+                f"a cache of {cache_bytes} with {ahead} shards ahead is not possible",
                 hint='give cache_bytes="20 GiB" and ahead=2, or 0',
             )
         self.cache = Cache(whole_path(cache) if cache else cache_folder() / "remote", most_bytes)
@@ -162,7 +162,7 @@ class Remote:
         unknown = next((name for name in given if name not in set(self.names)), None)
         if bad is not None or unknown is not None:
             raise DataError(
-                f"digests has {unknown}, which is no shard"
+                f"digests has the entry {unknown}, which is not a shard"
                 if bad is None
                 else f"the digest of {bad} is {given[bad]!r}",
                 hint="give {name of the shard: its SHA-256 in 64 hex digits}",
@@ -254,7 +254,9 @@ def _digest_of(descriptor: int) -> str:
 
 def _another(place: ShardUrl, found: str, wanted: str | None) -> DataError:
     return DataError(
-        f"{place.shown} is not what it should be: its SHA-256 is {found}, "
-        f"and {wanted} was expected",
-        hint="was it written anew? Then give its new digest, or remove the index from the cache",
+        f"{place.shown} has the SHA-256 {found}, and {wanted} was expected",
+        hint=(
+            "if the shard was written again, give its new digest, or remove the index "
+            "from the cache"
+        ),
     )

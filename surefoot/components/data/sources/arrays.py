@@ -48,7 +48,7 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
                 f"{what} is a nested tensor", hint="pad it: torch.nested.to_padded_tensor(x, 0.0)"
             )
         if array.is_meta:
-            raise DataError(f"{what} is a tensor on the meta device", hint="make it on the CPU")
+            raise DataError(f"{what} is a tensor on the meta device", hint="create it on the CPU")
         if array.layout is not torch.strided:
             raise DataError(f"{what} is a tensor of {array.layout}", hint="give x.to_dense()")
         return array
@@ -59,7 +59,7 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
     )
     if len(kinds) > 1:
         raise DataError(
-            f"a frame whose columns are {', '.join(kinds)} is no one array",
+            f"a data frame with columns of the dtypes {', '.join(kinds)} is not one array",
             hint=(
                 "give its columns by name: "
                 "Arrays(**{name: frame[name].to_numpy() for name in frame})"
@@ -67,7 +67,7 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
         )
     if np.ma.is_masked(array):
         raise DataError(
-            f"{what} has masked values, which no tensor has", hint="fill them: x.filled(0)"
+            f"{what} has masked values, and tensors have none", hint="fill them first: x.filled(0)"
         )
     held = np.asarray(array)
     with warnings.catch_warnings():
@@ -76,7 +76,7 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
         try:
             return torch.from_numpy(held)
         except (TypeError, ValueError) as error:
-            told = f"{what} of {held.dtype} {held.shape} is none that torch takes: {error}"
+            told = f"{what} of {held.dtype} {held.shape} cannot become a tensor: {error}"
             raise DataError(told, hint=_hint_for(held)) from None
 
 
@@ -87,7 +87,7 @@ def _hint_for(array: np.ndarray) -> str:
     if array.dtype.kind in "OSUV":
         return "give numbers: x.astype('float32'), without missing values"
     if not array.dtype.isnative:
-        return "write it in this machine's order of bytes: x.astype(x.dtype.newbyteorder('='))"
+        return "convert it to the native byte order: x.astype(x.dtype.newbyteorder('='))"
     return (
         "copy it: x.copy()"
         if min(array.strides, default=0) < 0
@@ -106,10 +106,10 @@ def open_npy(path: str | Path) -> np.ndarray:
     except OSError as error:
         raise DataError(
             f"{given} cannot be read: {error.strerror or error}",
-            hint="check the name, and who may read it",
+            hint="check the name, and your permission to read the file",
         ) from None
     except NO_NPY as error:
-        hint = "write numbers with numpy.save, and copy the file again if it is cut"
+        hint = "write numbers with numpy.save, and copy the file again if it is truncated"
         raise DataError(f"{given} cannot be mapped as a .npy file: {error}", hint=hint) from None
 
 
@@ -159,7 +159,7 @@ class Arrays:
         if len(lengths) != 1 or lengths == {0}:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._tensors)
             raise DataError(
-                f"arrays of shapes {shapes} are no set of samples",
+                f"arrays of shapes {shapes} do not have one length",
                 hint="give arrays of one length, at least 1",
             )
         self._length = lengths.pop()

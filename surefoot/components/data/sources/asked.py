@@ -16,6 +16,6 @@ def check_asked(ids: np.ndarray, length: int) -> None:
     if len(ids) and ids.astype(np.uint64).max() >= length:
         wrong = int(ids[(ids < 0) | (ids >= length)][0])
         raise DataError(
-            f"sample {wrong:,} was asked for",
+            f"sample {wrong:,} was requested",
             hint=f"the source has the samples 0 to {length - 1:,}",
         )

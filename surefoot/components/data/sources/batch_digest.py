@@ -24,28 +24,27 @@ MAX_DEPTH = 8  # nesting of containers
 MAX_PARTS = 256  # of one container
 ARRAYS = (Tensor, np.ndarray)
 DIGESTS = ("first", "first_values", "digest", "spot")
-SEED_HINT = (
-    "data that the code makes at random need a seed: torch.manual_seed(0) before they are made"
-)
+SEED_HINT = "random data need a seed: call torch.manual_seed(0) before the data are created"
 VALUES_HINT = (
-    f"{SEED_HINT}; augmentation that draws from the global streams of torch, NumPy or Python is "
-    "the same again"
+    f"{SEED_HINT}; augmentation with the global random generators of torch, NumPy or "
+    "Python is repeated exactly"
 )
 SPOT_EVERY = 8  # batches
 AGAIN = "that are read again to resume"
 AGAIN_HINT = (
-    "give an iterable that gives the same batches each time it is iterated, "
-    "or one with state_dict and load_state_dict"
+    "give an iterable that returns the same batches in each iteration, or one with "
+    "state_dict and load_state_dict"
 )
-OTHER_HINT = f"{SEED_HINT}; else {AGAIN_HINT}"
+OTHER_HINT = f"{SEED_HINT}; otherwise {AGAIN_HINT}"
 VALUE_BYTES = 8  # as which a single value counts
 MIN_PARTS = 64  # of a container of containers
 TEXT_CHARACTERS = 64  # of a text in the data
 CONTAINERS = (dict, list, tuple, deque)
 CONTENT = (
-    "the content of the data is not that of the attempt before (4 KiB at even strides are compared)"
+    "the content of the data differs from that of the previous attempt (4 KiB at even "
+    "strides are compared)"
 )
-CONTENT_HINT = f"{SEED_HINT}; else give the data that were trained on"
+CONTENT_HINT = f"{SEED_HINT}; otherwise give the data of the previous attempt"
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -136,15 +135,18 @@ class PassDigest:
         first batch alone are compared, since the random states in between are unknown.
         """
         if not values and not knows_samples:
-            what = "the first batch of the pass, read again to resume, is not the one trained on"
+            what = (
+                "the first batch of the epoch, read again to resume, is not the batch "
+                "that was trained on"
+            )
             return None if self.first == before.first else ReadingDifference(what, OTHER_HINT)
         if self.digest != before.digest:
             if knows_samples:
                 return ReadingDifference(
-                    f"the {self.count:,} batches {AGAIN} hold other samples than those trained on",
+                    f"the {self.count:,} batches {AGAIN} have other samples than those trained on",
                     (
-                        "give the sampler a generator, or seed it by the epoch: "
-                        "the same order must come again"
+                        "give the sampler a generator, or seed it by the epoch, so that "
+                        "the order is the same again"
                     ),
                 )
             return ReadingDifference(
@@ -152,8 +154,10 @@ class PassDigest:
             )
         if values and self.spot_number == before.spot_number >= 0 and self.spot != before.spot:
             return ReadingDifference(
-                f"batch {self.spot_number + 1:,}, read again to resume, "
-                "holds the same samples with other values than before",
+                (
+                    f"batch {self.spot_number + 1:,}, read again to resume, has the same "
+                    "samples with other values than before"
+                ),
                 VALUES_HINT,
                 same_samples=True,
             )
@@ -163,13 +167,18 @@ class PassDigest:
         """Return how the first batch of a finished epoch, read again, differs, or None."""
         if self.first != before.first:
             return ReadingDifference(
-                "the first batch of the pass before, read again, is not the one trained on",
+                (
+                    "the first batch of the previous epoch, read again, is not the batch "
+                    "that was trained on"
+                ),
                 OTHER_HINT,
             )
         if self.first_values and before.first_values and self.first_values != before.first_values:
             return ReadingDifference(
-                "the first batch of the pass before, read again, "
-                "holds the same samples with other values",
+                (
+                    "the first batch of the previous epoch, read again, has the same samples "
+                    "with other values"
+                ),
                 VALUES_HINT,
                 True,
             )

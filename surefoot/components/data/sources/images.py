@@ -53,7 +53,7 @@ class ImageFolder:
                 found = sorted(_find_images(self.folder, name, follow_links, ()))
                 if not found:
                     raise DataError(
-                        f"{self.folder / name} holds no image",
+                        f"{self.folder / name} contains no image",
                         hint=f"put {', '.join(IMAGES)} there, or remove it",
                     )
                 files += found
@@ -61,7 +61,7 @@ class ImageFolder:
         except OSError as error:
             raise DataError(
                 f"{error.filename or self.folder} cannot be read: {error.strerror}",
-                hint="check the name, and who may read it",
+                hint="check the name, and your permission to read it",
             ) from None
         self.names, self.sizes, self._labels = (
             [name for name, _ in files],
@@ -78,7 +78,7 @@ class ImageFolder:
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
         check_asked(ids, len(self))
         if not len(ids):
-            raise DataError("no sample is asked for", hint="give one number or more")
+            raise DataError("no sample is requested", hint="give one sample number or more")
         samples = [self.content(number) for number in ids.tolist()]
         rows = [
             {"images": decode(sample, next(iter(sample.parts))), "labels": self._labels[number]}
@@ -123,12 +123,13 @@ class ImageFolder:
                 content = file.read(size + 1)
         except OSError as error:
             raise DataError(
-                f"{self.folder / name} cannot be read: {error.strerror}", hint="is it still there?"
+                f"{self.folder / name} cannot be read: {error.strerror}",
+                hint="check that the file still exists",
             ) from None
         if len(content) != size:
             raise DataError(
-                f"{self.folder / name} had {size:,} bytes when it was found",
-                hint="leave images alone while they are read",
+                f"{self.folder / name} had {size:,} bytes when the folder was listed",
+                hint="do not change images during training",
             )
         key, _, extension = name.rpartition(".")
         return Sample(self.folder, key, {extension.lower(): content})
@@ -142,14 +143,14 @@ def _find_classes(folder: Path, follow_links: bool) -> list[str]:
         _check_link(entry, follow_links)
         if not entry.is_dir():
             raise DataError(
-                f"{entry.path} lies beside the classes",
-                hint="each image lies in the folder of its class: cat/1.jpg",
+                f"{entry.path} is not in the folder of a class",
+                hint="put each image into the folder of its class: cat/1.jpg",
             )
         names.append(entry.name)
     if not names:
         raise DataError(
-            f"{folder} has no folder of a class",
-            hint="each image lies in the folder of its class: cat/1.jpg",
+            f"{folder} contains no class folder",
+            hint="put each image into the folder of its class: cat/1.jpg",
         )
     return sorted(names)
 
@@ -164,7 +165,7 @@ def _find_images(
     real = os.path.realpath(folder / below)
     if real in above:
         raise DataError(
-            f"{folder / below} leads back to {real}", hint="remove the link that leads in a circle"
+            f"{folder / below} leads back to {real}", hint="remove the link that forms a cycle"
         )
     for entry in os.scandir(folder / below):
         if entry.name.startswith("."):
@@ -176,8 +177,8 @@ def _find_images(
             continue
         if entry.name.rpartition(".")[2].lower() not in IMAGES or not entry.is_file():
             raise DataError(
-                f"{entry.path} is no image",
-                hint=f"images are files named {', '.join(IMAGES)}; move all else away",
+                f"{entry.path} is not an image",
+                hint=f"images are files named {', '.join(IMAGES)}; move all other files away",
             )
         size = entry.stat().st_size
         if not 0 < size <= MAX_MEMBER_BYTES:
@@ -189,5 +190,5 @@ def _find_images(
 
 def _check_link(entry: os.DirEntry[str], follow_links: bool) -> None:
     if entry.is_symlink() and not follow_links:
-        hint = "give follow_links=True where you know where it leads, or put the file there"
+        hint = "give follow_links=True if you trust its target, or replace the link with the file"
         raise DataError(f"{entry.path} is a link to {os.readlink(entry.path)}", hint=hint)

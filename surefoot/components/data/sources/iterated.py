@@ -91,11 +91,11 @@ class Iterated:
         if isinstance(iterable, Iterator):
             raise DataError(
                 f"a {type(iterable).__name__} can be read only once",
-                hint="give something that starts anew each time it is iterated",
+                hint="give an iterable that restarts each time it is iterated",
             )
         if length == 0:
             raise DataError(
-                f"the {type(iterable).__name__} gives no batch: its length is 0",
+                f"the {type(iterable).__name__} returns no batch: its length is 0",
                 hint="give 1 batch or more",
             )
         self._watched = Watched(iterable)
@@ -258,7 +258,7 @@ class Iterated:
             hint = (
                 "give the right num_batches"
                 if self._is_cut
-                else f"len() of the {type(self._iterable).__name__} must be what it gives"
+                else f"len() of the {type(self._iterable).__name__} must be its number of batches"
             )
             raise DataError(
                 f"the iterable ended after {self._next} batches of {self._num_batches}", hint=hint
@@ -297,8 +297,8 @@ class Iterated:
     def _describe_surplus(self) -> tuple[str, str]:
         data = self._iterable
         what = (
-            f"the {type(data).__name__} gives more batches than its length, {self._num_batches:,}, "
-            "and each pass ends there"
+            f"the {type(data).__name__} returns more batches than its length, "
+            f"{self._num_batches:,}, and each epoch ends there"
         )
         if (
             isinstance(data, DataLoader)
@@ -309,14 +309,14 @@ class Iterated:
             return (
                 (
                     f"{what}: each of its {data.num_workers} workers reads all of {name}, "
-                    "so that samples come twice and others never"
+                    "so that some samples are read twice and others never"
                 ),
                 (
                     "divide the samples among workers with torch.utils.data.get_worker_info(), "
                     "or set num_workers = 1"
                 ),
             )
-        return what, "give a length that is right, or Iterated(iterable, num_batches=...)"
+        return what, "give the right length, or Iterated(iterable, num_batches=...)"
 
     # ---- resuming
 
@@ -385,8 +385,8 @@ class Iterated:
         name = type(self._iterable).__name__
         self.notices.append(
             (
-                f"state_dict() of the {name} gives what a checkpoint cannot hold",
-                "it is read again to resume",
+                f"state_dict() of the {name} returns values that a checkpoint cannot store",
+                "a resumed run reads the batches again",
             )
         )
 
@@ -462,7 +462,7 @@ class _At(NamedTuple):
 def _only(ids: np.ndarray) -> int:
     if len(ids) != 1:
         raise DataError(
-            f"an iterable gives whole batches, {len(ids)} were asked for at once",
+            f"an iterable returns whole batches, and {len(ids)} were requested at once",
             hint="set train.batch = 1",
         )
     return int(ids[0])

@@ -57,13 +57,15 @@ class Packed:
     def __init__(self, ids: ArrayLike, offsets: np.ndarray, length: int) -> None:
         self._ids, self._length = check_stream(ids), length
         if length < 1:
-            raise DataError(f"a row of {length} tokens is none", hint="use a length of 1 or more")
+            raise DataError(
+                f"a row of {length} tokens is not possible", hint="use a length of 1 or more"
+            )
         offsets = check_offsets(offsets, len(self._ids))
         starts, lengths, is_end = _cut(offsets, length)
         if not len(starts):
             raise DataError(
                 f"{len(offsets) - 1:,} documents of one token each have nothing to predict",
-                hint="is the end token the right one?",
+                hint="check the end token",
             )
         order, self._rows = pack(lengths, length)
         self._starts, self._lengths, self._is_end = (
@@ -143,7 +145,7 @@ class TokenFile:
     ) -> None:
         if end is not None and offsets is not None:
             raise DataError(
-                "TokenFile is given an end token and offsets", hint="give one of the two"
+                "TokenFile got both an end token and offsets", hint="give one of the two"
             )
         self.path = whole_path(path)
         offsets = offsets if offsets is None else whole_path(offsets)
@@ -202,8 +204,8 @@ def find_documents(ids: ArrayLike, end: int) -> np.ndarray:
     found = np.concatenate(ends)
     if not len(found):
         raise DataError(
-            f"the token {end} stands nowhere in the {len(tokens):,} of the stream",
-            hint="which token ends a document?",
+            f"the token {end} does not occur among the {len(tokens):,} tokens of the stream",
+            hint="give the token that ends a document",
         )
     return np.concatenate(([0], found, [len(tokens)] if found[-1] < len(tokens) else [])).astype(
         np.int64
@@ -217,8 +219,8 @@ def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
     """
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
         raise DataError(
-            f"offsets of {offsets.dtype} {offsets.shape} are none",
-            hint="give one row of int64: where documents begin",
+            f"offsets must be a 1-D int64 array; got {offsets.dtype} of shape {offsets.shape}",
+            hint="give the index of the first token of each document",
         )
     whole = np.ascontiguousarray(offsets, dtype=np.int64)
     if whole[-1] < num_tokens:
@@ -228,13 +230,13 @@ def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
         at = int(wrong[0])
         raise DataError(
             f"document {at:,} begins at token {whole[at]:,} and ends at {whole[at + 1]:,}",
-            hint="offsets rise, by 1 or more",
+            hint="give offsets that increase by 1 or more",
         )
     if whole[0] != 0 or whole[-1] != num_tokens:
         raise DataError(
             f"the offsets go from {whole[0]:,} to {whole[-1]:,}, "
             f"the stream has {num_tokens:,} tokens",
-            hint="the first is 0, and the last one at most the number of tokens",
+            hint="the first offset is 0, and the last at most the number of tokens",
         )
     return whole
 

@@ -35,8 +35,8 @@ class Synthetic:
     ) -> None:
         if num_samples < 1 or delay_s < 0:
             raise DataError(
-                f"{num_samples} samples with a delay of {delay_s} s are no set",
-                hint="use 1 or more, and 0 s or more",
+                f"{num_samples} samples with a delay of {delay_s} s are not possible",
+                hint="use 1 sample or more, and 0 s or more",
             )
         self._num_samples, self._shape, self._num_classes = num_samples, tuple(shape), num_classes
         self._delay_s, self._seed = delay_s, seed

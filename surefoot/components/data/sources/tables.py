@@ -78,7 +78,7 @@ class Table:
         given = [whole_path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
         if not given or not columns:
             raise DataError(
-                "Table is told of no file, or no column, to read",
+                "Table needs a file and a column to read",
                 hint='Table("a.parquet", text="text", label="class")',
             )
         self._again = partial(Table, given, transform=transform, cache_bytes=cache_bytes, **columns)
@@ -88,12 +88,14 @@ class Table:
             if other.types != self._files[0].types:
                 raise DataError(
                     f"{other.path} has {_shown(other)}, {given[0]} {_shown(self._files[0])}",
-                    hint="give files of one kind",
+                    hint="give files with the same columns",
                 )
         self._groups = [(file, group) for file in self._files for group in range(len(file.rows))]
         self._starts = np.cumsum([0] + [rows for file in self._files for rows in file.rows])
         if not len(self):
-            raise DataError(f"{', '.join(map(str, given[:3]))} hold no rows", hint="give 1 or more")
+            raise DataError(
+                f"{', '.join(map(str, given[:3]))} contain no rows", hint="give 1 or more"
+            )
         self._cache: OrderedDict[int, Any] = OrderedDict()  # the most recently used group is last
         make_lock(self)
         self.digest = _digest(self._files, columns)
@@ -104,7 +106,7 @@ class Table:
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
         check_asked(ids, len(self))
         if not len(ids):
-            raise DataError("no sample is asked for", hint="give one number or more")
+            raise DataError("no sample is requested", hint="give one row number or more")
         groups = np.searchsorted(self._starts, ids, side="right") - 1
         rows: list[dict[str, Any]] = [{} for _ in ids]
         samples = [
@@ -195,12 +197,12 @@ def _check_columns(path: Path, wanted: Sequence[str], schema: Any) -> None:
     for column in wanted:
         if (times := schema.names.count(column)) > 1:
             raise DataError(
-                f"{path} has {times} columns of the name {column}",
-                hint="write it again with a name for each",
+                f"{path} has {times} columns named {column}",
+                hint="give each column another name",
             )
         if _types().is_null(schema.field(column).type):
             raise DataError(
-                f"column {column} of {path} is of the type null: it holds no values",
+                f"column {column} of {path} has the type null: it contains no values",
                 hint="leave it out, or fill it",
             )
 
@@ -216,7 +218,10 @@ def _check_int64(
         for row, sample in zip(rows, samples, strict=True):
             if type(row[name]) is int and not -(1 << 63) <= row[name] < 1 << 63:
                 raise DataError(
-                    f"{sample.shard}: {column} of {sample.key} is {row[name]}, which is no int64",
+                    (
+                        f"{sample.shard}: {column} of {sample.key} is {row[name]}, which "
+                        "does not fit into int64"
+                    ),
                     hint=(
                         "write the column as another type, or as text; or convert it: "
                         "transform=lambda row: {**row, ...}"
@@ -235,7 +240,7 @@ def _faults_of(path: Path) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise DataError(
             f"{path} cannot be read as Parquet or Arrow: {reason}",
-            hint="check the name, who may read it, and copy it again",
+            hint="check the name and your permission to read it, or copy the file again",
         ) from None
 
 
@@ -271,7 +276,7 @@ def _value_of(sample: Sample, column: str, value: Any) -> Any:
         extension = next((name for head, name in IMAGES.items() if plain.startswith(head)), None)
         if extension is None:
             raise DataError(
-                f"{sample.shard}: {column} of {sample.key} is no jpg, png or webp",
+                f"{sample.shard}: {column} of {sample.key} is not a jpg, png or webp",
                 hint="decode it into numbers first",
             )
         return decode(Sample(sample.shard, f"{sample.key}.{column}", {extension: plain}), extension)
@@ -315,8 +320,10 @@ def _plain_of(sample: Sample, column: str, value: Any) -> Any:
     # nanoseconds, years and time zones that Python does not have; invalid UTF-8
     except (ValueError, OverflowError, ImportError) as error:
         raise DataError(
-            f"{sample.shard}: {column} of {sample.key} is of the type {value.type}, "
-            f"and no value of Python: {str(error)[:200]}",
+            (
+                f"{sample.shard}: {column} of {sample.key} is of the type {value.type}, which "
+                f"has no Python value: {str(error)[:200]}"
+            ),
             hint="write the column as another type, times as int64",
         ) from None
 
@@ -338,8 +345,8 @@ def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
         inside = _decoded(inside.flatten())
     if inside.null_count:
         raise DataError(
-            f"{sample.shard}: {sample.key} has no {column} in a place",
-            hint="leave such rows out, or fill them",
+            f"{sample.shard}: {sample.key} has a null in {column}",
+            hint="leave rows with nulls out, or fill them",
         )
     if not is_even or not (
         types.is_integer(inside.type)
@@ -376,7 +383,8 @@ def _is_list(kind: Any) -> bool:
 
 def _missing(sample: Sample, column: str) -> DataError:
     return DataError(
-        f"{sample.shard}: {sample.key} has no {column}", hint="leave such rows out, or fill them"
+        f"{sample.shard}: {sample.key} has no {column}",
+        hint="leave rows with nulls out, or fill them",
     )
 
 

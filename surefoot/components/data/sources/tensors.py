@@ -75,7 +75,7 @@ class Safetensors:
         if missing:
             raise DataError(
                 f"{self.path} has no tensor {', '.join(missing)}",
-                hint=f"it has {', '.join(sorted(held)) or 'none'}",
+                hint=f"it contains {', '.join(sorted(held)) or 'none'}",
             )
         self.entries = (
             {name: held[tensor] for name, tensor in parts.items()} if parts else dict(held)
@@ -84,10 +84,10 @@ class Safetensors:
         lengths = {each.shape[0] if each.shape else 0 for each in self.entries.values()}
         if len(lengths) != 1 or 0 in lengths:
             hint = (
-                "name tensors of one length, at least 1: Safetensors(path, images='x', labels='y')"
+                "give tensors of one length, at least 1: Safetensors(path, images='x', labels='y')"
             )
             raise DataError(
-                f"{self.path}: {shapes or 'no tensors'} are no set of samples", hint=hint
+                f"{self.path}: {shapes or 'no tensors'} do not have one length", hint=hint
             )
         self._length = lengths.pop()
         content = np.memmap(self.path, dtype=np.uint8, mode="r")
@@ -137,7 +137,7 @@ def read_header(path: Path) -> Mapping[str, TensorEntry]:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             if num_bytes < LENGTH_BYTES or length > num_bytes - LENGTH_BYTES:
                 raise _fault(
-                    path, f"its header has {length:,} bytes by its own word, the file {num_bytes:,}"
+                    path, f"its header states {length:,} bytes, and the file has {num_bytes:,}"
                 )
             if length > MAX_HEADER_BYTES:
                 raise _fault(
@@ -150,7 +150,8 @@ def read_header(path: Path) -> Mapping[str, TensorEntry]:
             text = file.read(length)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}", hint="check the name, and who may read it"
+            f"{path} cannot be read: {error.strerror}",
+            hint="check the name, and your permission to read it",
         ) from None
     if not text.startswith(b"{"):
         raise _fault(path, "its header does not begin with {")
@@ -161,12 +162,12 @@ def read_header(path: Path) -> Mapping[str, TensorEntry]:
             parse_constant=partial(_refuse_constant, path),
         )
     except (ValueError, RecursionError) as error:
-        raise _fault(path, f"its header is no JSON: {error}") from None
+        raise _fault(path, f"its header is not JSON: {error}") from None
     metadata = header.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise _fault(path, f"its {METADATA} is no table of texts: {metadata!r:.80}")
+        raise _fault(path, f"its {METADATA} is not a table of strings: {metadata!r:.80}")
     begin = LENGTH_BYTES + length
     held = {name: _entry(path, name, row, begin, num_bytes) for name, row in header.items()}
     _check_tiling(path, held, begin, num_bytes)
@@ -192,7 +193,7 @@ def _check_tiling(path: Path, held: Mapping[str, TensorEntry], begin: int, num_b
 
 
 def _refuse_constant(path: Path, text: str) -> None:
-    raise _fault(path, f"its header is no JSON: {text} is none of its numbers")
+    raise _fault(path, f"its header is not JSON: {text} is not a JSON number")
 
 
 def _entry(path: Path, name: str, row: Any, begin: int, num_bytes: int) -> TensorEntry:
@@ -201,21 +202,24 @@ def _entry(path: Path, name: str, row: Any, begin: int, num_bytes: int) -> Tenso
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise _fault(
             path,
-            f"its tensor {name} is of the dtype {dtype!r:.40}; read are {', '.join(ITEM_BYTES)}",
+            (
+                f"its tensor {name} is of the dtype {dtype!r:.40}; supported are "
+                f"{', '.join(ITEM_BYTES)}"
+            ),
         )
     if not (
         _are_counts(shape) and len(shape) <= MAX_DIMS and _are_counts(offsets) and len(offsets) == 2
     ):
         raise _fault(
-            path, f"its tensor {name} has no shape, or no place: {shape!r:.80}, {offsets!r:.80}"
+            path, f"its tensor {name} has no valid shape or offsets: {shape!r:.80}, {offsets!r:.80}"
         )
     start, stop = (begin + offset for offset in offsets)
     if start > stop or stop > num_bytes:
         raise _fault(
             path,
             (
-                f"its tensor {name} lies at bytes {start:,} to {stop:,}, "
-                f"and the file has {num_bytes:,}"
+                f"its tensor {name} is at bytes {start:,} to {stop:,}, and the file has "
+                f"{num_bytes:,}"
             ),
         )
     if math.prod(shape) * ITEM_BYTES[dtype] != stop - start:
@@ -234,13 +238,13 @@ def _are_counts(given: Any) -> TypeGuard[list[int]]:
 def _without_doubles(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise _fault(path, "a name of its header stands there twice")
+        raise _fault(path, "a name occurs twice in its header")
     return made
 
 
 def _fault(path: Path, reason: str) -> DataError:
     return DataError(
-        f"{path} is no sound safetensors file: {reason}",
+        f"{path} is not a valid safetensors file: {reason}",
         hint="copy it again, or write it with safetensors",
     )
 

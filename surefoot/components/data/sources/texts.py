@@ -56,10 +56,10 @@ class Texts:
         ):
             raise DataError(
                 f"labels of shape {tuple(self._labels.shape)} for {len(self._lengths):,} texts",
-                hint="give one a text",
+                hint="give one label for each text",
             )
         if together < 1:
-            raise DataError(f"{together} texts together are none", hint="use 1 or more")
+            raise DataError(f"groups of {together} texts are not possible", hint="use 1 or more")
         self._together = together
         is_grouped = together > 1  # otherwise sample k is text k
         self._order = (
@@ -118,15 +118,16 @@ class Texts:
 
     def describe(self) -> str:
         grouped = (
-            f" in {len(self):,} groups of {self._together} of about one length"
+            f" in {len(self):,} groups of {self._together} texts of similar length"
             if self._together > 1
             else ""
         )
         return (
-            f"{len(self._lengths):,} texts of {self._lengths.min()} to {self._lengths.max()} "
-            f"tokens{grouped}, padded to {', '.join(map(str, self.bounds))}: "
-            f"of a sample's tokens {self.efficiency():.0%} are real, "
-            f"of those of a batch of 32 samples about {self.efficiency(32):.0%}"
+            f"{len(self._lengths):,} texts of {self._lengths.min()} to "
+            f"{self._lengths.max()} tokens{grouped}, padded to "
+            f"{', '.join(map(str, self.bounds))}: without padding are "
+            f"{self.efficiency():.0%} of the tokens of a sample, and about "
+            f"{self.efficiency(32):.0%} of those of a batch of 32 samples"
         )
 
     def _widths(self, lengths: np.ndarray) -> np.ndarray:
@@ -151,7 +152,7 @@ def join_texts(texts: Sequence[ArrayLike | Sequence[int]]) -> tuple[np.ndarray, 
         if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
             raise DataError(
                 f"text {number} is {array.dtype} of shape {array.shape}, not a row of token ids",
-                hint="give whole numbers, 1 or more; leave empty texts out",
+                hint="give a 1-D array of whole numbers; leave empty texts out",
             )
     return np.concatenate(arrays), np.append(0, np.cumsum([len(array) for array in arrays]))
 
@@ -164,8 +165,8 @@ def _check_bounds(bounds: Sequence[int] | None, longest: int, which: int) -> tup
         return (*(power for power in powers if power < longest), longest)
     if not len(bounds) or min(bounds) < 1 or list(bounds) != sorted(set(bounds)):
         raise DataError(
-            f"bounds {tuple(bounds)} are none",
-            hint="give lengths that rise, such as (64, 128, 256)",
+            f"bounds {tuple(bounds)} are not possible",
+            hint="give increasing lengths, such as (64, 128, 256)",
         )
     if bounds[-1] < longest:
         raise DataError(

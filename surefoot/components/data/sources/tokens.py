@@ -39,7 +39,7 @@ class Tokens:
         self._ids = check_stream(ids)
         if length < 1:
             raise DataError(
-                f"a window of {length} tokens is none", hint="use a length of 1 or more"
+                f"a window of {length} tokens is not possible", hint="use a length of 1 or more"
             )
         self._length = self.tokens_per_sample = length
         num_whole, left = divmod(len(self._ids) - 1, length)
@@ -80,11 +80,11 @@ def check_stream(ids: ArrayLike) -> np.ndarray:
     if array.ndim != 1 or len(array) < 2:
         raise DataError(
             f"a token stream of shape {array.shape} has nothing to predict",
-            hint="give 2 tokens or more, in one row",
+            hint="give a 1-D array of 2 tokens or more",
         )
     if array.dtype.kind not in "iu":
         raise DataError(
-            f"tokens of {array.dtype} are no token ids",
+            f"tokens of dtype {array.dtype} are not token ids",
             hint="give whole numbers: uint16, uint32, int32 or int64",
         )
     return array
@@ -98,8 +98,8 @@ def to_int64(tokens: np.ndarray) -> Tensor:
     wide = tokens.astype(np.int64, copy=False)
     if tokens.dtype.kind == "i" and wide.size and wide.min() < 0:
         raise DataError(
-            f"the stream holds the token {wide.min()}",
-            hint="token ids are 0 or more; is the dtype that of the writer?",
+            f"the stream contains the token {wide.min()}",
+            hint="token ids are 0 or more; check that the dtype is the one that was written",
         )
     return torch.from_numpy(wide)
 
@@ -131,11 +131,11 @@ def open_tokens(path: str | Path, dtype: str) -> np.ndarray:
         kind = np.dtype(dtype).newbyteorder("<")
     except TypeError:
         raise DataError(
-            f"{dtype!r} is no dtype", hint="use uint16, uint32, int32 or int64"
+            f"{dtype!r} is not a dtype", hint="use uint16, uint32, int32 or int64"
         ) from None
     if kind.kind not in "iu":
         raise DataError(
-            f"tokens of {kind} are no token ids", hint="use uint16, uint32, int32 or int64"
+            f"tokens of dtype {kind} are not token ids", hint="use uint16, uint32, int32 or int64"
         )
     try:
         num_bytes = given.stat().st_size
@@ -143,14 +143,17 @@ def open_tokens(path: str | Path, dtype: str) -> np.ndarray:
             return np.memmap(given, dtype=kind, mode="r")
     except OSError as error:
         raise DataError(
-            f"{given} cannot be read: {error.strerror}", hint="check the name, and who may read it"
+            f"{given} cannot be read: {error.strerror}",
+            hint="check the name, and your permission to read it",
         ) from None
     if num_bytes == 0:
         raise DataError(
             f"{given} is empty", hint="write its tokens first: ids.astype('uint16').tofile(path)"
         )
     raise DataError(
-        f"{given} has {num_bytes:,} bytes, which is no multiple of the {kind.itemsize} of "
-        f"{kind.name}",
-        hint="name the dtype that it was written in, or copy it again",
+        (
+            f"{given} has {num_bytes:,} bytes, which is not a multiple of the {kind.itemsize} "
+            f"bytes of {kind.name}"
+        ),
+        hint="give the dtype that was written, or copy the file again",
     )

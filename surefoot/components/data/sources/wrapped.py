@@ -63,9 +63,11 @@ class TorchDataset:
         )
         if len(items) != len(numbers):
             raise DataError(
-                f"{type(self._dataset).__name__}.__getitems__ gave {len(items)} items for "
-                f"{len(numbers)} numbers",
-                hint="give a list with one item for each number, in their order",
+                (
+                    f"{type(self._dataset).__name__}.__getitems__ returned {len(items)} items "
+                    f"for {len(numbers)} numbers"
+                ),
+                hint="return a list with one item for each number, in the same order",
             )
         return self._collate(items)
 
@@ -76,12 +78,12 @@ class TorchDataset:
 SOURCE_HAS = ("guarantee", "digest", "read", "describe")
 INSTEAD = {  # what is often given instead of a source, and a hint
     str: (
-        "name what reads it: TokenFile(path, length), ImageFolder(path), "
+        "give a source that reads it: TokenFile(path, length), ImageFolder(path), "
         "Tars([path], image='jpg'), Table(path, x='column')"
     ),
     bytes: "give its numbers: Tokens(numpy.frombuffer(data, 'uint8'), length)",
     type: "give an object of that class, not the class itself",
-    type(None): "return a source from data(split) for every split that is asked for",
+    type(None): "return a source from data(split) for every split",
 }
 
 
@@ -127,8 +129,10 @@ def as_source(given: Any) -> Source:
             f"{', '.join([*missing, '__len__'] if not hasattr(given, '__len__') else missing)}"
         )
     raise DataError(
-        f"a task's data gave {given!r:.80}, a {type(given).__name__}, "
-        "which is no source of samples",
+        (
+            f"data() of the task returned {given!r:.80}, a {type(given).__name__}, which is "
+            "not a source of samples"
+        ),
         hint=hint or "give a Source, tensors, a map-style dataset or an iterable of batches",
     )
 
@@ -140,24 +144,26 @@ def _checked(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
     """
     if not given:
         raise DataError(
-            "a task's data gave an empty dict",
+            "data() of the task returned an empty dict",
             hint="give its arrays by name: {'images': x, 'labels': y}",
         )
     for name, part in given.items():
         if not isinstance(name, str):
             raise DataError(
-                f"a task's data gave a dict with the key {name!r}",
+                f"data() of the task returned a dict with the key {name!r}",
                 hint="give a list of samples, or arrays by name",
             )
         if not isinstance(part, (Tensor, np.ndarray)):
             hint = (
-                f"return the one split: given[{name!r}]"
+                f"return the requested split: given[{name!r}]"
                 if hasattr(part, "__getitems__")
                 else "make each a tensor or an array"
             )
             raise DataError(
-                f"a task's data gave a {type(given).__name__} whose {name!r} is a "
-                f"{type(part).__name__}",
+                (
+                    f"data() of the task returned a {type(given).__name__} whose {name!r} is a "
+                    f"{type(part).__name__}"
+                ),
                 hint=hint,
             )
     return cast(Mapping[str, ArrayLike], given)

@@ -98,10 +98,10 @@ def why_not(tensor: Tensor) -> str | None:
     """Return the reason why the moments of a parameter cannot be kept in 8 bits; None if they
     can."""
     if tensor.numel() < LEAST:
-        return f"fewer than {LEAST:,} numbers"
+        return f"fewer than {LEAST:,} elements"
     if tensor.numel() % BLOCK:
-        return f"its size is no multiple of {BLOCK}"
-    return None if tensor.dtype in WIDENED else f"its numbers are {tensor.dtype}"
+        return f"its size is not a multiple of {BLOCK}"
+    return None if tensor.dtype in WIDENED else f"its dtype is {tensor.dtype}"
 
 
 @final

@@ -75,8 +75,10 @@ class FlatMuon(Optimizer):
         if few is not None:
             self.param_groups.pop()
             raise SpecError(
-                "Muon moves matrices and filters, "
-                f"and a parameter has the shape {tuple(few.shape)}",
+                (
+                    "Muon updates matrices and filters, and a parameter has the shape "
+                    f"{tuple(few.shape)}"
+                ),
                 hint=(
                     "give parameters of fewer than two dimensions to another optimizer, "
                     "as torch.optim.AdamW"
