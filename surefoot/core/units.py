@@ -208,7 +208,7 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise SpecError(
             f"{_clip(text)} is no size in bytes",
-            hint='a size has its unit: "512 B", "1.5 GiB", "80 GB"',
+            hint='give a size with its unit: "512 B", "1.5 GiB", "80 GB"',
         )
     return int(Fraction(match[1]) * _BYTES[match[2]])
 

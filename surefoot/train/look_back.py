@@ -194,7 +194,7 @@ def predict_run(
         )
     if split is not None and Path(split).name != split:
         raise InputError(
-            f"--split is {split!r}, which is no plain name",
+            f"--split is {split!r}, which is not a plain file name",
             hint="give one that the task's data(split) knows",
         )
     model, task, spec, used = load_with_task(run, step, data=data, use=use)

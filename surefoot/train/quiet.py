@@ -122,7 +122,7 @@ def read_entry(name: str, value: Any) -> Any:
         return value.state_dict()
     raise TaskError(
         f"state() gives {name!r} as {checkpoint.name_kind(value)}, "
-        "which cannot be put back in place",
+        "which cannot be restored in place",
         hint=(
             "give a tensor or array that is changed in place, a random generator of torch, NumPy "
             "or Python, or an object with state_dict and load_state_dict"

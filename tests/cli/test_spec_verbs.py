@@ -150,7 +150,7 @@ WRONG = {
     "a bare number for a size": (
         "[layout]\nbucket_size = 0",
         "mine.toml:4: layout.bucket_size: 0 is no size in bytes",
-        "has its unit",
+        "with its unit",
     ),
     "none of several kinds": (
         "[loader]\nworkers = -1",
@@ -194,7 +194,7 @@ WRONG = {
         "mine.toml:6: the schedule does not fit into train.length = '1 epoch'",
         "make the warm-up shorter",
     ),
-    "what is no TOML": ("[optim", "is not TOML", "hint:"),
+    "what is no TOML": ("[optim", "is not valid TOML", "hint:"),
     "a value outside a table": ("x = 1\n[optim]", "mine.toml:", "hint:"),
 }
 

@@ -85,7 +85,7 @@ def test_a_graph_runs_without_the_code_of_the_task(run: Path, surefoot: Command)
         (("--to", "mine.pth"), "--to mine.pth ends in .pth"),
         (("--to", "mine.pt2", "--format", "torchscript"), "--format is torchscript"),
         (("--to", "nowhere/mine.safetensors"), "nowhere is no folder"),
-        (("--to", "mine.safetensors", "--step", "9"), "holds no step 9"),
+        (("--to", "mine.safetensors", "--step", "9"), "holds no checkpoint of step 9"),
     ],
 )
 def test_an_export_that_cannot_be_made_is_refused(

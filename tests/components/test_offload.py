@@ -111,7 +111,7 @@ def test_on_a_cpu_it_is_refused_since_nothing_would_be_gained(tmp_path: Path) ->
         ):
             pass
     assert not (tmp_path / "run").exists()
-    with pytest.raises(SpecError, match="gathers gradients on the host"):
+    with pytest.raises(SpecError, match="collects gradients on the host"):
         spec(1, memory={"offload": "optimizer", "update_in_backward": True})
 
 

@@ -243,7 +243,7 @@ class Forgetful(Plain):
 
 
 def test_a_state_that_cannot_be_put_back_is_refused(tmp_path: Path) -> None:
-    assert "state() gives 'seen' as a int, which cannot be put back in place" in refused(
+    assert "state() gives 'seen' as a int, which cannot be restored in place" in refused(
         Forgetful(), tmp_path
     )
 
@@ -325,7 +325,7 @@ def test_a_folder_of_the_spec_cannot_reach_an_object_that_is_built_already(tmp_p
 def test_a_spec_without_a_task_is_refused_where_no_object_is_given(tmp_path: Path) -> None:
     assert "the spec names no task" in refused(None, tmp_path)
     with (
-        pytest.raises(TaskError, match="is the class Plain, not an object"),
+        pytest.raises(TaskError, match="must be an object; got the class Plain"),
         Run(spec_of(), Plain, folder=tmp_path / "run", quiet=True),
     ):
         pass

@@ -92,7 +92,7 @@ def test_batches_of_many_shapes_end_the_search_and_those_of_one_do_not(
     assert not torch.backends.cudnn.benchmark
     said = capsys.readouterr()
     assert (
-        "step 10: train.cudnn_benchmark is off from here on: batches had 9 shapes"
+        "step 10: train.cudnn_benchmark is off from this step on: batches had 9 shapes"
         in said.out + said.err
     ) is many
 

@@ -46,7 +46,7 @@ def test_weights_that_have_not_moved_are_said(
         drive(run)
     assert kinds_of(tmp_path / "a") == ["no-movement"]
     said = capsys.readouterr().err
-    assert "no weight moved in steps 1 to 4" in said
+    assert "no weight changed in steps 1 to 4" in said
     assert ("the learning rate is 0 in each of the 4 steps" in said) == (kind != "gradient of 0")
 
 
@@ -72,7 +72,7 @@ def test_rhythms_may_be_shares_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_share_is_no_length_of_a_run(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="a share of itself"):
+    with pytest.raises(SpecError, match="a percentage of length"):
         spec(4).replace(train={"length": "50 %"})
 
 

@@ -298,7 +298,7 @@ def with_momentum(task: Small, groups: Any) -> torch.optim.Optimizer:
     ("part", "other", "told"),
     [
         ("model", wide, "of another shape: 0.bias"),
-        ("optimizer", with_momentum, "go on with the task and the spec"),
+        ("optimizer", with_momentum, "resume with the task and the spec"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_in_words_and_nothing_is_set_aside(
@@ -326,7 +326,7 @@ def test_a_state_of_the_tasks_that_the_commit_does_not_hold_is_refused(
     monkeypatch.setattr(
         Rich, "state", lambda task: {"seen": task.seen, "table": task.table, "more": torch.zeros(2)}
     )
-    with pytest.raises(RunFolderError, match="names 'more', of which the commit holds nothing"):
+    with pytest.raises(RunFolderError, match="names 'more', which the checkpoint does not hold"):
         train(tmp_path / "a", how, Rich())
 
 

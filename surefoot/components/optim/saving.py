@@ -104,7 +104,7 @@ def restore(
     if saved["type"] != kind or has_own_form(optimizer) != ("own" in saved):
         raise RunFolderError(
             f"the saved state is that of {saved['type']}, the optimizer is {kind}",
-            hint="go on with the task and the spec that the run had",
+            hint="resume with the task and the spec that the run was started with",
         )
     if has_own_form(optimizer):
         optimizer.load_state_dict(saved["own"])
@@ -116,7 +116,7 @@ def restore(
         raise RunFolderError(
             f"the saved state of {kind} is of other parameters: "
             f"{', '.join(unknown[:8]) or 'another number of groups'}",
-            hint="go on with the task and the spec that the run had",
+            hint="resume with the task and the spec that the run was started with",
         )
     shapes = [list(parameter.shape) for parameter in held]
     if saved.get("shapes", shapes) != shapes:

@@ -78,7 +78,7 @@ class WholeStep:
         if isinstance(done, str):
             raise TaskError(
                 f"the loss gave a {done}, not a Loss",
-                hint="return Loss.sum(total, count), the total being a sum",
+                hint="return Loss.sum(total, count) with a summed total",
             )
         terms, norm, applied, grads = done
         for parameter, grad in zip(guarded.parameters, grads, strict=True):

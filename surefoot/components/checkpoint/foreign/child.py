@@ -151,7 +151,9 @@ def _read_index(path: Path) -> dict[str, str]:
         raise InputError(f"{path} is no index of weights: {_first_line(error)}") from None
     for name in stated.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(f"{path} names the file {str(name)[:100]!r}, which is no plain name")
+            raise InputError(
+                f"{path} names the file {str(name)[:100]!r}, which is not a plain file name"
+            )
     return stated
 
 
@@ -284,7 +286,7 @@ def _piece(source: Path, info: Any) -> Any:
     name, offset, length = str(info.relative_path), int(info.offset), int(info.length)
     path = source / name
     if Path(name).name != name or path.is_symlink():
-        raise InputError(f"{source} names the file {name[:100]!r}, which is no plain name")
+        raise InputError(f"{source} names the file {name[:100]!r}, which is not a plain file name")
     if info.fields.get("transform_descriptors"):
         raise InputError(
             f"{source} is compressed, which is not read here", hint="save it without extensions"
