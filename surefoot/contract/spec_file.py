@@ -282,7 +282,7 @@ def _tables_of_file(
                 f"{table!r} is outside of a table",
                 hint=f"did you mean {near}?"
                 if near
-                else "put {table!r} in a table, such as [train]",
+                else f"put {table!r} in a table, such as [train]",
                 where=f"{path.name}:{lines.get(table, 1)}",
             )
         into = tables.setdefault(table, {})

@@ -176,7 +176,7 @@ class Duration:
         else:
             raise SpecError(
                 f"{self} is a time, not a number of steps",
-                hint="say it in steps, epochs, samples or tokens",
+                hint="give it in steps, epochs, samples or tokens",
             )
         return math.ceil(steps)
 

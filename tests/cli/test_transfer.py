@@ -104,7 +104,9 @@ def test_an_export_changes_no_file_that_is_there_and_nothing_inside_a_commit(
     for to in (*before, inside / "mine.safetensors"):
         answer = surefoot("checkpoint", "export", run, "--format", "safetensors", "--to", to)
         assert (answer.code, answer.out) == (2, ""), to
-        assert ("lies inside a commit" if to.parent == inside else "is there already") in answer.err
+        assert (
+            "is inside a checkpoint" if to.parent == inside else "is there already"
+        ) in answer.err
     assert {path: path.read_bytes() for path in before} == before
     assert surefoot("checkpoint", "check", run).code == 0
     assert not (inside / "mine.safetensors").exists()
@@ -114,7 +116,7 @@ def test_an_export_among_the_commits_of_the_run_is_refused(run: Path, surefoot: 
     before = sorted((run / "checkpoints").iterdir())
     answer = surefoot("checkpoint", "export", run, "--to", run / "checkpoints" / "mine.safetensors")
     assert (answer.code, answer.out) == (2, "")
-    assert "lies among the commits of the run" in answer.err
+    assert "is inside the checkpoints folder of the run" in answer.err
     assert sorted((run / "checkpoints").iterdir()) == before
 
 

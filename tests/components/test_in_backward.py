@@ -137,7 +137,7 @@ def test_what_needs_all_gradients_at_once_is_refused_with_the_reason(
 
 def test_scaled_gradients_are_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(SpecError, match="does not go with fp16"),
+        pytest.raises(SpecError, match="does not support fp16"),
         Run(
             small.spec(2, **tables(), precision={"compute": "fp16"}),
             small.Small(),

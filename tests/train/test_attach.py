@@ -95,7 +95,7 @@ def test_a_loop_records_what_began_each_step_and_how_it_ended(tmp_path: Path) ->
     assert isinstance(last, Ended)
     assert (last.outcome, last.cause, last.step, last.num_samples) == (
         "finished",
-        "the loop was done after step 6",
+        "the loop ended after step 6",
         6,
         80,
     )

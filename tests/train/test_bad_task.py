@@ -222,7 +222,7 @@ MORE = {
         "def state(self): return {'a': __import__('numpy').ones(2, '>f4')}",
         ["array of >f4", "order of bytes"],
     ),
-    "updates are none": ("def updates(self, model): return []", ["gave none"]),
+    "updates are none": ("def updates(self, model): return []", ["returned no Update"]),
 }
 
 
@@ -285,7 +285,7 @@ def test_a_norm_over_the_batch_is_refused_where_a_batch_has_one_sample(
     said = refused(monkeypatch, capsys, tmp_path, task, "--set", "train.batch=23")
     assert "1 (BatchNorm1d) cannot be trained on a batch of one sample" in said
     assert 'data.last_batch = "drop"' in said
-    assert "more than one sample" in refused(
+    assert "set train.microbatch or train.batch above 1" in refused(
         monkeypatch, capsys, tmp_path, task, "--set", "train.batch=1"
     )
 

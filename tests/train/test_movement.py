@@ -85,7 +85,7 @@ def test_a_share_of_a_run_whose_length_is_a_time_is_a_time(tmp_path: Path) -> No
     assert sum(isinstance(event, Evaluated) for event in records(tmp_path / "a")) > 1
     warm = timed.replace(schedule={"name": "constant", "warmup": "5 %"})
     with (
-        pytest.raises(SpecError, match="a schedule cannot use the time"),
+        pytest.raises(SpecError, match="a schedule cannot use the duration"),
         Run(warm, Small(), folder=tmp_path / "b", quiet=True),
     ):
         pass

@@ -73,7 +73,7 @@ def test_a_finished_folder_is_left_alone_and_a_run_that_begins_anew_goes_to_a_ne
     assert (tmp_path / "a" / "events.jsonl").read_bytes() == before
     started = records(again.folder)[0]
     assert isinstance(started, Started)
-    assert f"{tmp_path / 'a'} is left as it is" in started.notes
+    assert f"{tmp_path / 'a'} stays unchanged" in started.notes
 
 
 def test_an_unfinished_folder_without_a_commit_is_gone_on_in_from_the_start_and_that_is_said_loudly(

@@ -271,7 +271,7 @@ def test_state_is_named_at_the_start_with_its_word_or_the_words_to_write(tmp_pat
         return "\n".join(found[0].get("told", [str(found[0])]))
 
     unsaid = told("a", "counter", None)
-    assert "state() names 'entry': each of 2 ranks has a copy of its own" in unsaid
+    assert "state() names 'entry': each of 2 ranks has a separate copy" in unsaid
     assert "state_on_ranks = {'entry': \"replicated\"}" in unsaid
     own = told("b", "counter", "per_rank")
     assert (

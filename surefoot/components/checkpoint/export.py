@@ -327,7 +327,8 @@ def check_new(path: Path) -> None:
     """Raise InputError if `path` exists, is inside a checkpoint, or has no parent folder."""
     if any(STEP_FOLDER.match(folder.name) for folder in path.resolve().parents):
         raise InputError(
-            f"--to {path} lies inside a commit, which is never changed", hint="give another --to"
+            f"--to {path} is inside a checkpoint, and checkpoints are never changed",
+            hint="give another --to",
         )
     if os.path.lexists(path):
         raise InputError(

@@ -126,7 +126,7 @@ def as_task_errors() -> Iterator[None]:
             raise
         raise TaskError(
             f"the task failed before the run: {describe(error)}",
-            hint="run with --traceback to see all of it",
+            hint="run with --traceback to see the whole error",
         ) from error
 
 
@@ -177,4 +177,4 @@ def _find_hint(error: BaseException) -> str:
             "keep a copy of the output of the model: output.clone(); or set compile.mode "
             '= "default"'
         )
-    return "run with --traceback to see all of it"
+    return "run with --traceback to see the whole error"
