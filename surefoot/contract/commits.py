@@ -143,7 +143,7 @@ def opened(folder: Path, entry: Entry) -> Iterator[int]:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size != entry.num_bytes:
-            raise RunFolderError(f"{path} is missing or not of {entry.num_bytes} bytes")
+            raise RunFolderError(f"{path} is missing or does not have {entry.num_bytes} bytes")
         yield descriptor
     except RunFolderError as error:
         if str(path) in error.message:
@@ -166,13 +166,13 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
     if entry.num_bytes - num_data > manifest.MAX_BYTES:
         raise RunFolderError(
             f"{path} has a header of more than {manifest.MAX_BYTES >> 20} MiB, "
-            "which no file of tensors has"
+            "which no safetensors file has"
         )
     header = os.pread(descriptor, entry.num_bytes - num_data, 0)
     stated = int.from_bytes(header[:LENGTH_BYTES], "little")
     if len(header) < LENGTH_BYTES or stated != len(header) - LENGTH_BYTES:
         raise RunFolderError(
-            f"{path} is damaged: its header is not of the size that the manifest says"
+            f"{path} is damaged: its header does not have the size that the manifest states"
         )
     digest.read_directly(descriptor, [piece.num_bytes for piece in pieces.values()])
     try:
@@ -203,8 +203,8 @@ def find_step(run: Path, step: int | str) -> int:
     steps = manifest.steps(run)
     if not steps:
         raise RunFolderError(
-            f"{run} holds no commit",
-            hint="a run commits at evaluations, every checkpoint.every and at its end",
+            f"{run} holds no checkpoint",
+            hint="a run saves checkpoints at evaluations, every checkpoint.every and at its end",
         )
     if step == "last":
         return steps[-1]
@@ -215,7 +215,7 @@ def find_step(run: Path, step: int | str) -> int:
     if number is not None and number in steps:
         return number
     raise RunFolderError(
-        f"{run} holds no step {str(step)[:SHOWN]}",
+        f"{run} holds no checkpoint of step {str(step)[:SHOWN]}",
         hint=f'it holds {", ".join(map(str, steps))}; or use "best", "last"',
     )
 

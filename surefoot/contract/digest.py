@@ -244,7 +244,7 @@ def windows(descriptor: int, start: int, num_bytes: int, room: memoryview) -> It
             - skipped
         )
         if count < min(lanes.BLOCK_BYTES, stop - start):
-            raise RunFolderError(f"a file ends {stop - start - max(count, 0)} bytes early")
+            raise RunFolderError(f"the file is {stop - start - max(count, 0)} bytes too short")
         window = room[skipped : skipped + min(count, stop - start)]
         if start + len(window) < stop:
             window = window[: len(window) - len(window) % lanes.BLOCK_BYTES]

@@ -280,7 +280,7 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
                 found.append(f"{path}:{number} is no event: {line[:60].rstrip()!r}")
                 continue
             if row.get("v", 0) > VERSION:
-                newer = newer or f"{path}:{number} is of format {row['v']}, newer than {VERSION}"
+                newer = newer or f"{path}:{number} has format {row['v']}, newer than {VERSION}"
                 continue
             if newer and row["kind"] != Started.kind:
                 # an attempt does not mix the formats of two versions
@@ -298,7 +298,7 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
         raise RunFolderError(newer, hint="use a newer surefoot")
     if found and not num_events:
         raise RunFolderError(
-            f"{found[0]}; no line of the file is an event", hint="the file is not the log of a run"
+            f"{found[0]}; no line of the file is an event", hint="give the log of a run"
         )
 
 

@@ -181,7 +181,7 @@ class Ledger:
         )
         if (found := read_plan(folder)) != plan:
             raise RunFolderError(
-                f"{folder / FILE} is of another plan: {found}, now {plan}",
+                f"{folder / FILE} was written for another plan: {found}, now {plan}",
                 hint="give another --run folder",
             )
 
@@ -273,7 +273,8 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
     except OSError as error:
         if error.errno == errno.EINVAL:
             raise RunFolderError(
-                f"{path} is no ledger, but a pipe, a folder or a device", hint="move it away"
+                f"{path} must be a regular file; it is a pipe, a folder or a device",
+                hint="move it away",
             ) from None
         is_gone = isinstance(error, FileNotFoundError | NotADirectoryError)
         hint = "surefoot runs lists the runs below a folder" if is_gone else hint_unread(error)
@@ -282,7 +283,7 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
         raise RunFolderError(
             f"{path} is no ledger: {found}",
             hint=(
-                "an unfinished run sets it aside when it goes on: surefoot resume "
+                "an unfinished run sets the file aside when it resumes: surefoot resume "
                 f"{shlex.quote(str(folder))}"
             ),
         )
@@ -297,7 +298,7 @@ def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
     try:
         row = json.loads(header)
         if row.pop("surefoot ledger") != FORMAT:
-            raise RunFolderError(f"{path} is of another format", hint="use a newer surefoot")
+            raise RunFolderError(f"{path} has another format", hint="use a newer surefoot")
         after = row.pop("after", 0)
         plan = Plan(
             **{**row, "ramp": tuple((samples, batch) for samples, batch in row.get("ramp", ()))}
@@ -306,11 +307,11 @@ def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
         if wrong is not None:
             return wrong
         if min(plan.chunk, plan.window) < bool(plan.chunk or plan.window):
-            return "it plans a window of no samples"
+            return "its plan has a shuffle window of 0 samples"
         return (
             (plan, after)
             if min(plan.samples, plan.batch) >= 1 and after >= 0
-            else "it plans no samples"
+            else "its plan has 0 samples"
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return str(error)
@@ -336,7 +337,7 @@ def _find_no_number(plan: Plan, after: object) -> str | None:
     }
     for name, value in numbers.items():
         if type(value) is not int or abs(value) >= LARGEST:
-            return f"{name} is {str(value)[:40]}, which is no whole number of 64 bits"
+            return f"{name} is {str(value)[:40]}, which is no 64-bit integer"
     for name, truth in {"shuffle": plan.shuffle, "drop_last": plan.drop_last}.items():
         if type(truth) is not bool:
             return f"{name} is {str(truth)[:40]}, which is neither true nor false"

@@ -121,7 +121,8 @@ class LoopLedger:
         found = read_promise(folder)
         if replace(found, digests=promise.digests) != promise:
             raise RunFolderError(
-                f"{path} is of other data: {found}, now {promise}", hint="give another folder"
+                f"{path} was written for other data: {found}, now {promise}",
+                hint="give another folder",
             )
         # a ledger that was started without digests stays without
         self._leaves_out = promise.digests and not found.digests
@@ -348,7 +349,7 @@ def _told_of_damage(damage: DamagedBytes) -> LoopFault:
         "damaged",
         damage.step,
         f"bytes {damage.start:,} to {damage.end:,} of {FILE}, "
-        f"behind a row of step {damage.step:,}, are no rows",
+        f"after a row of step {damage.step:,}, are damaged",
     )
 
 
@@ -373,9 +374,9 @@ def find_sample(run: Path, sample: int) -> list[Batch]:
     samples = read_promise(run).samples
     if sample < 0 or samples is None or sample >= samples:
         told = (
-            "the data do not say which samples a batch holds"
+            "the loader does not report which samples a batch holds"
             if samples is None
-            else f"the set has {samples:,}, counted from 0"
+            else f"the data set has {samples:,} samples, counted from 0"
         )
         raise RunFolderError(f"there is no sample {sample}", hint=told)
     return [batch for batch in consumed(read(run))[0] if sample in batch.ids]
@@ -398,7 +399,7 @@ def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[LoopFau
         LoopFault(
             "other samples",
             now.step,
-            f"batch {now.place + 1:,} of pass {now.number_of_pass + 1:,} held other samples in "
+            f"batch {now.place + 1:,} of epoch {now.number_of_pass + 1:,} held other samples in "
             f"attempt {batch.generation} "
             f"than in attempt {now.generation}",
         )
@@ -415,13 +416,13 @@ def _places(kept: list[Batch]) -> Iterator[LoopFault]:
     for batch in kept:
         expected = (number, place + 1) if batch.number_of_pass == number else (number + 1, 0)
         if (batch.number_of_pass, batch.place) != expected:
-            at = f"batch {batch.place + 1:,} of pass {batch.number_of_pass + 1:,}"
+            at = f"batch {batch.place + 1:,} of epoch {batch.number_of_pass + 1:,}"
             kind = "lost" if (batch.number_of_pass, batch.place) > expected else "twice"
             yield LoopFault(
                 kind,
                 batch.step,
-                f"step {batch.step:,} read {at} where batch {expected[1] + 1:,} of pass "
-                f"{expected[0] + 1:,} was next",
+                f"step {batch.step:,} read {at} where batch {expected[1] + 1:,} of "
+                f"epoch {expected[0] + 1:,} was next",
             )
         elif not step <= batch.step <= step + 1:
             kind = "lost" if batch.step > step + 1 else "out of order"
@@ -447,7 +448,7 @@ def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LoopFault]:
                 yield LoopFault(
                     "twice",
                     last[number],
-                    f"pass {number + 1:,} consumed sample {sample:,} {count} times",
+                    f"epoch {number + 1:,} consumed sample {sample:,} {count} times",
                 )
         is_whole = number + 1 in passes
         if (
@@ -459,5 +460,5 @@ def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LoopFault]:
             yield LoopFault(
                 "lost",
                 last[number],
-                f"pass {number + 1:,} left out {promise.samples - len(counts):,} samples",
+                f"epoch {number + 1:,} left out {promise.samples - len(counts):,} samples",
             )

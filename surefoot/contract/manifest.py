@@ -26,7 +26,8 @@ FORMAT = 1
 FILE = "manifest.json"
 FOLDER = "checkpoints"
 UNLINK = (
-    "put the run folder itself on the other disk and link that; or mount the disk at checkpoints/"
+    "put the whole run folder on the other disk and link the run folder; or mount "
+    "the disk at checkpoints/"
 )
 MAX_BYTES = 64 << 20
 # lists and objects in a manifest; with four and a digest per tensor MAX_BYTES hold fewer
@@ -138,7 +139,7 @@ def find_excess(shape: Sequence[int]) -> str | None:
         return f"{len(shape):,} dimensions, more than {MAX_DIMS}"
     # sizes beside a 0 count, too: who makes such a tensor multiplies them
     count = math.prod(max(size, 1) for size in shape)
-    return f"{count:,} numbers, more than {MAX_COUNT:,}" if count > MAX_COUNT else None
+    return f"{count:,} elements, more than {MAX_COUNT:,}" if count > MAX_COUNT else None
 
 
 def is_no_number(value: Any) -> bool:
@@ -182,7 +183,8 @@ def named_steps(run: Path) -> list[int]:
     folder = run / FOLDER
     if folder.is_symlink():
         raise RunFolderError(
-            f"{folder} is a symbolic link, and commits are not read or written through one",
+            f"{folder} is a symbolic link, and checkpoints are not read or written "
+            "through symbolic links",
             hint=UNLINK,
         )
     if not folder.is_dir():
@@ -204,7 +206,9 @@ def read(folder: Path) -> Manifest:
     path = folder / FILE
     for each in (folder, *([folder.parent] if folder.parent.name == FOLDER else [])):
         if each.is_symlink():
-            raise RunFolderError(f"{each} is a link, which no commit is", hint=UNLINK)
+            raise RunFolderError(
+                f"{each} is a link, and a checkpoint must be a folder", hint=UNLINK
+            )
     row = _read_row(path)
     try:
         made = _made(row)
@@ -228,7 +232,7 @@ def _read_row(path: Path) -> dict[str, Any]:
         stated = row.pop("sha256")
         if isinstance(row.get("format"), int) and row["format"] > FORMAT:
             raise RunFolderError(
-                f"{path} is of format {row['format']}, newer than {FORMAT}",
+                f"{path} has format {row['format']}, newer than {FORMAT}",
                 hint="use a newer surefoot",
             )
         if stated != _digest(row):
@@ -267,7 +271,7 @@ def parse_json(text: bytes, path: Path) -> Any:
     try:
         return json.loads(text.decode(), object_pairs_hook=_without_twice)
     except RunFolderError as error:
-        raise RunFolderError(f"{path} is not to be read: {error.message}") from None
+        raise RunFolderError(f"{path} cannot be read: {error.message}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise RunFolderError(f"{path} is no JSON: {_short(error)}") from None
 
@@ -275,7 +279,7 @@ def parse_json(text: bytes, path: Path) -> Any:
 def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) != len(pairs):
-        raise RunFolderError("a key stands twice, and two readers could see two things")
+        raise RunFolderError("a key is given twice, and two readers could read different values")
     return row
 
 
@@ -289,10 +293,10 @@ def _made(row: dict[str, Any]) -> Manifest:
     _demand(len(set(names)) == len(names), "a file is named twice")
     _check_parts(files)
     made = Manifest(files=files, **row)
-    _demand(0 <= _typed(made.step, int) < MAX_STEP, "its step is none")
+    _demand(0 <= _typed(made.step, int) < MAX_STEP, "its step is no valid step")
     _demand(
         0 <= _typed(made.generation, int) < 10**12 and _typed(made.format, int) > 0,
-        "its generation or format is none",
+        "its generation or format is no valid number",
     )
     _typed(made.spec_id, str)
     _demand(
@@ -368,7 +372,7 @@ def _check_parts(files: Sequence[Entry]) -> None:
             is_rows = bool(whole) and piece.shape[1:] == whole[1:] and not any(piece.offset[1:])
             _demand(
                 is_rows and piece.offset[0] == end,
-                f"{file}: the parts of {name} are no rows, overlap or leave a gap",
+                f"{file}: the parts of {name} are not consecutive rows",
             )
             end += piece.shape[0]
         _demand(end == whole[0], f"{file}: rows of {name} are missing")
@@ -384,7 +388,9 @@ def entry_from(row: dict[str, Any]) -> Entry:
     )
     made = Entry(**{**row, "tensors": pieces})
     if not NAME.fullmatch(_typed(made.name, str)) or made.name == FILE:
-        raise RunFolderError(f"it names the file {made.name[:100]!r}, which is no plain name")
+        raise RunFolderError(
+            f"it names the file {made.name[:100]!r}, which is not a plain file name"
+        )
     _demand(
         0 <= _typed(made.num_bytes, int) <= MAX_COUNT and len(_typed(made.sha256, str)) == 64,
         f"{made.name} has no size or digest",
@@ -416,11 +422,11 @@ def _piece(row: dict[str, Any]) -> Piece:
     )
     _demand(
         all(o + s <= w for o, s, w in zip(made.offset, made.shape, made.whole, strict=True)),
-        "a piece lies outside its tensor",
+        "a piece exceeds its tensor",
     )
     excess = find_excess(made.whole)
     _demand(excess is None, f"a tensor of {excess}")
-    _demand(0 <= _typed(made.start, int) <= MAX_COUNT, "a tensor begins nowhere")
+    _demand(0 <= _typed(made.start, int) <= MAX_COUNT, "a tensor has no valid offset")
     _demand(_typed(made.owner, int) >= 0, "owner")
     return made
 

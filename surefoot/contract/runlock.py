@@ -162,8 +162,8 @@ class RunLock:
         """Return why this attempt may not write: the folder is gone, or a later attempt took it."""
         folder = self._path.parent
         if not self._path.exists():
-            return f"{folder} is gone: it was moved or deleted"
-        return f"{folder} was taken over by a later attempt (generation {read_generation(folder)})"
+            return f"{folder} no longer exists: it was moved or deleted"
+        return f"a later attempt now writes {folder} (generation {read_generation(folder)})"
 
     def _stands(self) -> bool | None:
         try:
@@ -210,8 +210,8 @@ def describe_missing_lock() -> tuple[str, ...]:
         return ()
     return (
         (
-            "this system has no flock, so nothing keeps a second process from writing into the "
-            "run folder: start one at a time"
+            "this system has no flock, so a second process could write into the run "
+            "folder: start one process at a time"
         ),
     )
 

@@ -72,7 +72,7 @@ def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None
         if annotation is not None and not _fits(value, annotation):
             raise SpecError(
                 f"task.{key} is {value!r}",
-                hint=f"it should be {ast.unparse(annotation)}",
+                hint=f"give a value of type {ast.unparse(annotation)}",
                 where=where,
             )
     missing = [
@@ -138,17 +138,20 @@ def find_parameters(use: str) -> list[Parameter] | None:
     if not _is_file(path):
         raise TaskError(f"there is no task file {str(path)[:500]}", hint=NAMING)
     if module.endswith(".py") and not colon:
-        raise TaskError(f"{path} is a file, and a task is a class of one", hint=suggest_class(path))
+        raise TaskError(
+            f"{path} is a file, and a task is a class in a file", hint=suggest_class(path)
+        )
     try:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
         raise TaskError(
-            f"{path} cannot be read: {error.strerror}", hint="a task file is one that you may read"
+            f"{path} cannot be read: {error.strerror}",
+            hint="give a task file that you have permission to read",
         ) from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         # bad text, null bytes, a nesting too deep
         raise TaskError(
-            f"{path} is not Python: {error}", hint="mend the file, then run again"
+            f"{path} is not Python: {error}", hint="correct the file, then run the command again"
         ) from None
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if not name:
@@ -176,7 +179,7 @@ def suggest_class(path: Path, name: str = "") -> str:
     }
     likeliest = [each for each, count in counts.items() if count == max(counts.values())]
     if not likeliest:
-        return "it has no class; surefoot init NEW writes a file with a task"
+        return "the file has no class; surefoot init NEW writes a file with a task"
     near = difflib.get_close_matches(name, likeliest, n=1) or likeliest
     here = Path.cwd()
     file = path.absolute().relative_to(here) if path.absolute().is_relative_to(here) else path

@@ -111,7 +111,7 @@ def read_of_run(
         files.check_no_link(run, FILE)
     except OSError as error:
         raise RunFolderError(
-            f"{run / FILE} is not read: {error.strerror}", hint=hint_unread(error)
+            f"{run / FILE} cannot be read: {error.strerror}", hint=hint_unread(error)
         ) from None
     if not (run / FILE).is_file():
         raise RunFolderError(
@@ -127,7 +127,9 @@ def read_of_run(
             (tables, places), overrides, checks_task=checks_task, allowed=find_idle_keys(tables)
         )
     except TaskError as error:
-        hint = "where the task was moved, name it: --task FILE:NAME, in Python task='FILE:NAME'"
+        hint = (
+            "if the task was moved, give its new name: --task FILE:NAME, in Python task='FILE:NAME'"
+        )
         raise TaskError(
             f"{run}: {error.message}", hint=error.hint if task is not None else hint
         ) from None
@@ -217,8 +219,8 @@ def parse_set(text: str) -> tuple[str, Any, str]:
 def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], dict[str, str]]:
     if depth > MAX_BASES:
         raise SpecError(
-            f"{given}: more than {MAX_BASES} bases one upon another",
-            hint="does a base name itself?",
+            f"{given}: a chain of more than {MAX_BASES} bases",
+            hint="check whether a base names itself",
         )
     file, colon, _ = given.partition(":")
     if colon and (file.endswith(".py") or "/" not in file):
@@ -247,9 +249,11 @@ def _tables_of_file(
         ways = (
             signature.suggest_class(path)
             if path.suffix == ".py"
-            else "surefoot init NEW writes one that runs"
+            else "surefoot init NEW writes a spec that runs"
         )
-        raise SpecError(f"{path} is not TOML, the form of a spec: {error}", hint=ways) from None
+        raise SpecError(
+            f"{path} is not valid TOML, the format of a spec: {error}", hint=ways
+        ) from None
     lines = _lines(text)
     stated = _with_new_names(stated, path.name, lines, warns=warns)
     base = stated.pop("base", None)
@@ -261,7 +265,7 @@ def _tables_of_file(
     if base is not None:
         if not isinstance(base, str):
             raise SpecError(
-                f"base is {base!r}, not a string",
+                f"base must be a string; got {base!r}",
                 hint='base = "other.toml"',
                 where=f"{path.name}:{lines.get('base', 1)}",
             )
@@ -275,8 +279,10 @@ def _tables_of_file(
                 for of, name in (each.split(".") for each in suggest_keys(None, table))
             )
             raise SpecError(
-                f"{table!r} stands outside a table",
-                hint=f"did you mean {near}?" if near else "put it under one, as in [train]",
+                f"{table!r} is outside of a table",
+                hint=f"did you mean {near}?"
+                if near
+                else f"put {table!r} in a table, such as [train]",
                 where=f"{path.name}:{lines.get(table, 1)}",
             )
         into = tables.setdefault(table, {})
@@ -319,7 +325,7 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise SpecError(
-            f"{path} is not UTF-8 text", hint="a spec is a TOML file, which is saved as UTF-8"
+            f"{path} is not UTF-8 text", hint="save the spec as UTF-8: a spec is a TOML file"
         ) from None
     except OSError as error:
         raise SpecError(

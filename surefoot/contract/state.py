@@ -193,5 +193,5 @@ class Compilation:
         )
         what = "the backward pass" if self.is_backward else where
         again = "" if self.why_again is None else f" again: {self.why_again}"
-        early = "" if self.ended_early is None else f"; its graph ends early: {self.ended_early}"
+        early = "" if self.ended_early is None else f"; graph break: {self.ended_early}"
         return f"compiled {what}{again}{early}"

@@ -118,9 +118,9 @@ def as_loss(made: object, name: str) -> Loss:
     """
     if not isinstance(made, Loss):
         raise TaskError(
-            f"the loss of {name} is a {type(made).__name__}, not a Loss",
+            f"the loss of {name} must be a Loss; got a {type(made).__name__}",
             hint=(
-                "return Loss.sum(total, count), the total being a sum: "
+                "return Loss.sum(total, count) with a summed total: "
                 'cross_entropy(..., reduction="sum")'
             ),
         )
@@ -207,7 +207,8 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
     kind = type(task).__name__
     if isinstance(task, type):
         raise TaskError(
-            f"the task is the class {task.__name__}, not an object", hint=f"give {task.__name__}()"
+            f"the task must be an object; got the class {task.__name__}",
+            hint=f"give {task.__name__}()",
         )
     missing = [part for part in SHOULD_HAVE if not callable(getattr(task, part, None))]
     if callable(getattr(task, "updates", None)):
@@ -239,7 +240,8 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
             f"task {kind}: state_on_ranks is {words!r}",
             hint=(
                 "make it a dict of entries of state(), "
-                "each 'replicated' (the same on all ranks) or 'per_rank' (each rank its own)"
+                "each 'replicated' (the same on all ranks) or 'per_rank' (a separate "
+                "value on each rank)"
             ),
         )
     unit = getattr(task, "unit", "samples")
@@ -279,7 +281,7 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
     except ModuleNotFoundError as error:
         if class_name and f"{module_name}.".startswith(f"{error.name}."):
             file = f"{module_name.replace('.', '/')}.py:{class_name}"
-            hint = f"change to the folder that holds it, or name its file: {file}"
+            hint = f"change to the folder that holds the module, or name its file: {file}"
             raise _failed_import(use, error, hint) from error
         raise _failed_import(use, error) from error
     except (Exception, SystemExit) as error:
@@ -303,7 +305,9 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
 
 
 def _failed_import(
-    use: str, error: BaseException, hint: str = "run it with --traceback to see all of it"
+    use: str,
+    error: BaseException,
+    hint: str = "run the command with --traceback to see the whole error",
 ) -> TaskError:
     return TaskError(
         f"task {use!r} does not import: {type(error).__name__}: {error}{_where(error)}", hint=hint
@@ -353,8 +357,8 @@ def check_not_importing() -> None:
 
 def _unguarded(where: str) -> TaskError:
     return TaskError(
-        f"{where} starts a run when it is imported, "
-        "and it is imported here only for what it defines",
+        f"{where} starts a run when it is imported, and surefoot imports it only for "
+        "its definitions",
         hint='write `if __name__ == "__main__":` above the lines that train, and indent them',
     )
 
@@ -457,7 +461,9 @@ def import_file(path: Path) -> Any:
     name = f"{OF_A_FILE}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise TaskError(f"{path} is not a Python file", hint="a task file ends in .py")
+        raise TaskError(
+            f"{path} is not a Python file", hint="the name of a task file must end in .py"
+        )
     if (line := signature.find_unguarded_run(path)) is not None:
         # before any of it runs: it may clear its run folder
         raise _unguarded(f"{path}:{line}")

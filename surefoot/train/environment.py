@@ -88,9 +88,9 @@ def _without_fused_attention() -> Callable[[], None]:
 def why_not_timed(spec: RunSpec, device: str) -> str | None:
     """Return why cuDNN benchmarks no algorithm despite train.cudnn_benchmark; None if it does."""
     reasons = {
-        "cuDNN computes on a GPU alone": device != "cuda",
-        "train.deterministic lets nothing be chosen by its time": spec.train.deterministic,
-        "train.ramp gives batches of several sizes, and each would be timed anew": bool(
+        "cuDNN runs only on GPUs": device != "cuda",
+        "train.deterministic does not allow a choice by measured time": spec.train.deterministic,
+        "train.ramp has several batch sizes, and cuDNN would time its algorithms for each": bool(
             spec.train.ramp
         ),
     }
@@ -100,7 +100,7 @@ def why_not_timed(spec: RunSpec, device: str) -> str | None:
 def describe_cudnn(spec: RunSpec, device: str) -> list[str]:
     """Return a message, with the reason, if train.cudnn_benchmark is set and has no effect."""
     why = why_not_timed(spec, device) if spec.train.cudnn_benchmark else None
-    return [] if why is None else [f"train.cudnn_benchmark does nothing here: {why}"]
+    return [] if why is None else [f"train.cudnn_benchmark has no effect: {why}"]
 
 
 def keep_freed_memory() -> bool:
@@ -152,8 +152,7 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda")
     if here.local_rank >= torch.cuda.device_count():
         raise SpecError(
-            f"local rank {here.local_rank} has no GPU of its own: torch sees "
-            f"{torch.cuda.device_count()}",
+            f"local rank {here.local_rank} has no GPU: torch sees {torch.cuda.device_count()}",
             hint='start as many ranks as there are GPUs, or set train.device = "cpu"',
         )
     torch.cuda.set_device(here.local_rank)

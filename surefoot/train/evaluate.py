@@ -36,8 +36,8 @@ from surefoot.train.step import check_count
 NUM_TRIED = 8
 DRAWS = 0x6576616C  # sets the draws of evaluations apart from the run's others
 GRADIENT_HINT = (
-    "surefoot evaluates under torch.no_grad(): put the lines of forward, loss or metrics that "
-    "take gradients under `with torch.enable_grad():`"
+    "surefoot evaluates under torch.no_grad(): put the lines of forward, loss or "
+    "metrics that compute gradients under `with torch.enable_grad():`"
 )
 # seeded by the last; with the samples of each batch, where known
 Reading = Callable[[Source, int, torch.device, Share, int], Iterator[tuple[Batch, int | None]]]
@@ -397,10 +397,10 @@ def _number(name: str, value: object, task: Resolved) -> float | None:
     if isinstance(plain, numbers.Real):  # NumPy's own numbers too
         return float(plain)
     raise TaskError(
-        f"metric {name!r} of task {task.name} gives {given}, and a score is one number",
+        f"metric {name!r} of task {task.name} returned {given}; a score must be one number",
         hint=(
-            "return one metric for each number, for example its mean or its diagonal; surefoot "
-            "predict writes outputs whole"
+            "return one metric for each number, for example its mean or its "
+            "diagonal; surefoot predict writes whole outputs"
         ),
     )
 
@@ -415,7 +415,7 @@ def _choose(score: str | None, metrics: dict[str, Metric]) -> tuple[str, Better]
     better = "lower" if chosen == "loss" else getattr(metrics[chosen], "better", None)
     if better not in get_args(Better):
         raise TaskError(
-            f"metric {chosen!r} decides what is best, and its `better` is {better!r}",
-            hint='set it to "higher" or "lower"',
+            f"metric {chosen!r} selects the best checkpoint, and its `better` is {better!r}",
+            hint='set `better` to "higher" or "lower"',
         )
     return chosen, cast(Better, better)

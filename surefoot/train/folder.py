@@ -54,8 +54,8 @@ class Chosen:
     def describe_start(self, step: int | None) -> tuple[str, ...]:
         """Return a note on the start of this attempt: after `step`, or at step 0 if it is None."""
         if step is not None:
-            return (f"going on after step {step:,}",)
-        return ("no commit was there to go on from: from the start",) if self.is_again else ()
+            return (f"resuming after step {step:,}",)
+        return ("no checkpoint was found: the run starts from step 0",) if self.is_again else ()
 
 
 def anchor(path: Path) -> Callable[[], Path]:
@@ -123,7 +123,7 @@ def choose(
         )
     except OSError as error:
         raise RunFolderError(
-            f"{wanted} cannot be looked at: {error.strerror}", hint="give another --run folder"
+            f"{wanted} cannot be inspected: {error.strerror}", hint="give another --run folder"
         ) from None
     _check_writable(chosen.folder)
     return chosen
@@ -154,7 +154,7 @@ def _chosen(
     if events.FILE not in names:
         return _chosen_without_log(wanted, names, spec_id, is_fork=is_fork)
     if fresh:
-        return Chosen(_next_free(wanted), False, (f"{wanted} is left as it is",), is_numbered=True)
+        return Chosen(_next_free(wanted), False, (f"{wanted} stays unchanged",), is_numbered=True)
     damaged: list[str] = []
     records = events.read(wanted, *(() if checks_log else (Started, Ended)), damaged=damaged)
     past = [event for event in records if isinstance(event, Started | Ended)]
@@ -178,12 +178,12 @@ def _chosen(
     changed = ", ".join(program.changes(started[-1])) if started else ""
     if changed and not accept_code_change and done is None:
         raise RunFolderError(
-            f"the code has changed since {wanted} was begun: {changed}",
-            hint="go on with --accept-code-change, or begin anew with --fresh",
+            f"the code has changed since {wanted} was started: {changed}",
+            hint="resume with --accept-code-change, or start a new run from step 0 with --fresh",
         )
     notes = (
         f"{wanted} {_describe_state(ended, is_done=done is not None)}",
-        *((f"the code is not that of the attempt before: {changed}",) if changed else ()),
+        *((f"the code differs from that of the previous attempt: {changed}",) if changed else ()),
     )
     notes += tuple(tell_versions(started[-1].versions, environment.versions())) if started else ()
     if not started:
@@ -207,15 +207,15 @@ def _chosen_without_log(
 ) -> Chosen:
     """Choose a folder in which no attempt has written a record yet."""
     if _is_new_fork(wanted, names, spec_id):
-        note = f"{wanted} is a fork that was broken off as it began: going on in it"
+        note = f"{wanted} is a fork that was interrupted as it started: resuming it"
         return Chosen(wanted, True, (note,))
     # whose owner the lock will name
     if not _is_barely_begun(wanted, names) and not is_held(wanted):
         raise _no_run(wanted, names)
     if {SPEC_FILE, manifest.FOLDER} <= {*names} and not is_fork and not is_held(wanted):
         raise RunFolderError(
-            f"{wanted} is a fork that was broken off before its first commit",
-            hint="start the command that made it again, or give another folder",
+            f"{wanted} is a fork that was interrupted before its first checkpoint",
+            hint="run the command that made this fork again, or give another folder",
         )
     return Chosen(wanted, False)
 
@@ -236,7 +236,7 @@ def _check_no_links(folder: Path) -> None:
             else hint_unread(error)
         )
         raise RunFolderError(
-            f"{error.filename} is not opened: {error.strerror}", hint=hint
+            f"{error.filename} cannot be opened: {error.strerror}", hint=hint
         ) from None
 
 
@@ -245,23 +245,23 @@ def _describe_state(ended: Ended | None, *, is_done: bool) -> str:
         return f"is {ended.outcome} ({ended.cause}): nothing is left to train"
     # a loop of the user's own, which says itself how long it is
     if ended is not None and ended.outcome == "finished":
-        return f"was finished ({ended.cause}): going on after that"
-    return "is unfinished: going on in it"
+        return f"was finished ({ended.cause}): training continues after its last step"
+    return "is unfinished: resuming it"
 
 
 def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
     """Return the error, with a remedy, for a folder that holds something else or lost its log."""
     if SPEC_FILE in names and manifest.steps(folder):
         return RunFolderError(
-            f"{folder} has commits and no {events.FILE}: the run's "
-            "record is gone, so nothing can go on in this folder",
+            f"{folder} has checkpoints and no {events.FILE}: without that log no run "
+            "can resume in this folder",
             hint=(
                 f"surefoot resume {shlex.quote(str(folder))} --fork "
-                "NEW goes on from the newest commit in a new folder"
+                "NEW resumes from the newest checkpoint in a new folder"
             ),
         )
     return RunFolderError(
-        f"{folder} is not empty and holds no run",
+        f"{folder} is not empty and is no run folder",
         hint="give a new or an empty folder, as with --run",
     )
 
@@ -414,7 +414,7 @@ def _take(choice: Callable[[], Chosen]) -> _LockedFolder:
             mine.give_back()
             raise
         lock.release()  # another launcher was here between the choice and the lock
-    raise RunFolderError("no free name for the run folder was found", hint="give one with --run")
+    raise RunFolderError("no unused name for the run folder was found", hint="give one with --run")
 
 
 def _remove_empty(folders: tuple[Path, ...]) -> None:

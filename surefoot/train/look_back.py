@@ -81,7 +81,7 @@ def load_with_task(
     )
     if origin.spec.task.use is None:
         raise SpecError(
-            f"the task of {run} was built in place and cannot be imported",
+            f"the task of {run} was built in a script and cannot be imported",
             hint="in Python: surefoot.load(run, task=...)",
         )
     task = load_task(origin.spec)
@@ -189,13 +189,13 @@ def predict_run(
         )
     if output is not None and STEP_FOLDER.match(output.absolute().parent.name):
         raise InputError(
-            f"--output {output} lies inside a commit, which is never changed",
+            f"--output {output} is inside a checkpoint, and checkpoints are never changed",
             hint="give another --output",
         )
     if split is not None and Path(split).name != split:
         raise InputError(
-            f"--split is {split!r}, which is no plain name",
-            hint="give one that the task's data(split) knows",
+            f"--split is {split!r}, which is not a plain file name",
+            hint="give a split that the task's data(split) returns",
         )
     model, task, spec, used = load_with_task(run, step, data=data, use=use)
     name = split or spec.evaluate.split
@@ -275,7 +275,7 @@ def export_run(
     export.check_new(to)
     if (run / FOLDER).resolve() in to.resolve().parents:
         raise InputError(
-            f"--to {to} lies among the commits of the run, where nothing else stands",
+            f"--to {to} is inside the checkpoints folder of the run, which holds only checkpoints",
             hint="give another --to",
         )
     with _told_if_unwritten(to):

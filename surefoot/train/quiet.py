@@ -84,7 +84,9 @@ def set_modes(model: nn.Module) -> list[str]:
     """
     if not model.training:
         model.train()
-        return ["model() gave the model in evaluation mode: it is trained in training mode"]
+        return [
+            "model() returned the model in evaluation mode: surefoot trains it in training mode"
+        ]
     kept = [
         f"{name} ({type(module).__name__})"
         for name, module in model.named_modules()
@@ -92,7 +94,7 @@ def set_modes(model: nn.Module) -> list[str]:
     ]
     if not kept:
         return []
-    return [f"as model() set them, {name_some(kept, 3)} stay in evaluation mode"]
+    return [f"{name_some(kept, 3)} stay in evaluation mode, as set by model()"]
 
 
 def read_streams() -> tuple[Any, ...]:
@@ -122,7 +124,7 @@ def read_entry(name: str, value: Any) -> Any:
         return value.state_dict()
     raise TaskError(
         f"state() gives {name!r} as {checkpoint.name_kind(value)}, "
-        "which cannot be put back in place",
+        "which cannot be restored in place",
         hint=(
             "give a tensor or array that is changed in place, a random generator of torch, NumPy "
             "or Python, or an object with state_dict and load_state_dict"

@@ -207,10 +207,10 @@ class Run:
         """Load another run's checkpoint. Raises RunFolderError on a misfit or a used folder."""
         if chosen.is_again:
             raise RunFolderError(
-                f"{self.folder} holds a run already, and is left as it is",
+                f"{self.folder} already holds a run, and stays unchanged",
                 hint=(
-                    "unfinished, it goes on without start=: surefoot resume "
-                    f"{str(self.folder)!r}; else begin in a new folder"
+                    "resume an unfinished run without start=: surefoot resume "
+                    f"{str(self.folder)!r}; else start in a new folder"
                 ),
             )
         begun = begin(start, self.assembly)
@@ -236,7 +236,8 @@ class Run:
     def _check_begun(self) -> None:
         if not self._is_open:
             raise InputError(
-                "this run is not open", hint="use it inside its block: with Run(spec) as run: ..."
+                "this run is not open",
+                hint="use the run inside its block: with Run(spec) as run: ...",
             )
         self._owner.check("this run")
 

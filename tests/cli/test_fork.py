@@ -133,7 +133,10 @@ def test_scores_begin_anew_where_they_measure_something_else(spec: Path, surefoo
     }
     assert saved["same"]["best_step"] in (4, 8)
     assert saved["other"]["best_step"] is None
-    assert "scores begin anew: they now measure something else" in started("other")[0].notes
+    assert (
+        "the best score is reset: evaluations now measure another quantity"
+        in started("other")[0].notes
+    )
 
 
 def test_an_older_commit_without_a_name_becomes_a_fork_in_the_next_free_folder_and_it_is_said(
@@ -201,9 +204,10 @@ def test_a_fork_notes_other_data_and_code_and_how_it_is_repeated(
     train("own", own, leave_at=STOP)
     task.write_text(task.read_text().replace("torch.arange(24) % 3", "torch.arange(24) % 2"))
     assert surefoot("resume", "own", "--fork", "new", "--quiet").code == 0
-    assert {"the training data are not those of own", "the code is not that of own: own.py"} <= set(
-        started("new")[0].notes
-    )
+    assert {
+        "the training data differ from those of own",
+        "the code differs from that of own: own.py",
+    } <= set(started("new")[0].notes)
     told = " ".join(surefoot("show", "new").out.split())
     assert (
         f"surefoot resume {tmp_path / 'own'} --from 6 --fork NEW "
@@ -274,7 +278,7 @@ def test_a_fork_that_lost_its_beginning_is_never_begun_anew(
         answer = surefoot("resume", "killed", "--quiet")
         assert answer.code == 2, answer.err
         assert (
-            f"killed began with the state of {Path('whole').resolve()} after step 6" in answer.err
+            f"killed started from the state of {Path('whole').resolve()} after step 6" in answer.err
         )
         words = " --weights-only" if weights_only else ""
         assert f"surefoot resume {Path('whole').resolve()} --from 6{words} --fork NEW" in answer.err

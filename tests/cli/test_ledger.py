@@ -297,7 +297,7 @@ def test_a_resume_with_other_data_is_a_fault_of_the_ledger(
 
 def test_a_pipe_in_place_of_the_ledger_is_told_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ledger.bin")
-    with pytest.raises(RunFolderError, match="is no ledger, but a pipe"):
+    with pytest.raises(RunFolderError, match="it is a pipe"):
         ledger.read_plan(tmp_path)
 
 

@@ -108,7 +108,7 @@ def test_a_spec_with_a_byte_order_mark_is_read_and_its_lines_are_counted_as_befo
     path.write_text(TEXT, encoding="utf-16")
     with pytest.raises(SpecError, match="is not UTF-8 text") as refused:
         spec_file.read(str(path))
-    assert "saved as UTF-8" in str(refused.value.hint)
+    assert "save the spec as UTF-8" in str(refused.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_task_file_is_read_in_the_encoding_that_python_reads_it_in(
 
 
 def test_a_task_whose_folder_is_no_text_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"task\.use is .* which is no text") as refused:
+    with pytest.raises(SpecError, match=r"task\.use is .* which is not UTF-8 text") as refused:
         spec_file.read(f"{tmp_path}/\udcff/mine.py:Mine")
     assert "LC_ALL=C.UTF-8" in str(refused.value.hint)
 

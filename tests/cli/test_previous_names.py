@@ -130,5 +130,5 @@ def test_a_loop_of_the_previous_release_is_resumed_to_the_same_weights(old: Path
         text=True,
         check=True,
     )
-    assert "going on after step 11" in done.stderr
+    assert "resuming after step 11" in done.stderr
     assert float(done.stdout) == pytest.approx(TOTAL, abs=1e-6)

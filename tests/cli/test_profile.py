@@ -179,7 +179,7 @@ def test_a_short_run_is_recorded_with_a_shorter_window_and_that_is_said(
         (("mine.toml", "--steps", "0"), "a window of 0 steps"),
         (("mine.toml", "--with", "stack"), "'stack' cannot be recorded"),
         (("mine.toml", "--nvtx"), "torch sees no GPU"),
-        (("empty",), "holds no commit that a run could begin with"),
+        (("empty",), "holds no undamaged checkpoint of a whole state"),
         (("cut.json.gz",), "truncated or damaged"),
         (("other.json",), "no list of traceEvents"),
         (("huge.json",), "was given a tensor of a negative size or of 2^63 elements or more"),
@@ -297,7 +297,7 @@ def test_two_who_ask_one_run_are_told_apart(surefoot: Command, live: Path) -> No
         second = surefoot("profile", "live", "--steps", "2", "--with", "")
         assert (second.code, second.err.splitlines()[0]) == (
             2,
-            "error: another surefoot profile waits for a window of live",
+            "error: another `surefoot profile` is waiting for a profile of live",
         )
         assert json.loads(first.communicate()[0])["num_steps"] == 100
     assert surefoot("profile", "live", "--steps", "2", "--with", "", "--json").row["num_steps"] == 2

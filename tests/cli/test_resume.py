@@ -23,12 +23,12 @@ def test_a_run_whose_record_is_gone_is_told_what_still_works_and_that_does(
     refused = surefoot("resume", "left")
     assert (refused.code, refused.out) == (2, "")
     assert refused.err.startswith(
-        f"error: left has commits and no {events.FILE}: the run's record is gone"
+        f"error: left has checkpoints and no {events.FILE}: without that log"
     )
     hint = refused.err.splitlines()[-1]
     assert (
-        hint
-        == "hint: surefoot resume left --fork NEW goes on from the newest commit in a new folder"
+        hint == "hint: surefoot resume left --fork NEW resumes from the newest checkpoint in "
+        "a new folder"
     )
     words = (
         hint.removeprefix("hint: surefoot ").split(" goes on")[0].replace("NEW", "again").split()
@@ -100,7 +100,7 @@ def test_a_change_that_no_fork_takes_either_is_refused_in_place_without_naming_a
 ) -> None:
     answer = surefoot("resume", "left", "--set", 'optim.freeze=["0.*"]')
     assert answer.code == 2
-    assert "--weights-only begins anew" in answer.err
+    assert "--weights-only starts from step 0" in answer.err
     assert "--fork" not in answer.err
 
 
@@ -115,11 +115,11 @@ def test_other_data_are_refused_in_place(tmp_path: Path, surefoot: Command) -> N
         "resume", "own", "--accept-code-change", "--set", "checkpoint.keep=5", "--quiet"
     )
     assert answer.code == 2
-    assert "the training data are not those" in answer.err
+    assert "the training data differ from those" in answer.err
     assert Path("own/spec.toml").read_bytes() == before
     task.write_text(whole)
     assert surefoot("resume", "own", "--quiet").code == 0
-    assert not any("the code is not that" in note for note in started("own")[-1].notes)
+    assert not any("the code differs from that" in note for note in started("own")[-1].notes)
 
 
 def test_a_code_change_that_is_accepted_is_noted(tmp_path: Path, surefoot: Command) -> None:
@@ -128,7 +128,7 @@ def test_a_code_change_that_is_accepted_is_noted(tmp_path: Path, surefoot: Comma
     train("own", own, leave_at=STOP)
     task.write_text(task.read_text() + "\n# another\n")
     assert surefoot("resume", "own", "--accept-code-change", "--quiet").code == 0
-    assert "the code is not that of the attempt before: own.py" in started("own")[-1].notes
+    assert "the code differs from that of the previous attempt: own.py" in started("own")[-1].notes
 
 
 def test_a_folder_that_is_no_run_is_refused(surefoot: Command) -> None:

@@ -194,7 +194,7 @@ WRONG = {
         "mine.toml:6: the schedule does not fit into train.length = '1 epoch'",
         "make the warm-up shorter",
     ),
-    "what is no TOML": ("[optim", "is not TOML", "hint:"),
+    "what is no TOML": ("[optim", "is not valid TOML", "hint:"),
     "a value outside a table": ("x = 1\n[optim]", "mine.toml:", "hint:"),
 }
 

@@ -85,7 +85,7 @@ def test_a_graph_runs_without_the_code_of_the_task(run: Path, surefoot: Command)
         (("--to", "mine.pth"), "--to mine.pth ends in .pth"),
         (("--to", "mine.pt2", "--format", "torchscript"), "--format is torchscript"),
         (("--to", "nowhere/mine.safetensors"), "nowhere is not a folder"),
-        (("--to", "mine.safetensors", "--step", "9"), "holds no step 9"),
+        (("--to", "mine.safetensors", "--step", "9"), "holds no checkpoint of step 9"),
     ],
 )
 def test_an_export_that_cannot_be_made_is_refused(
@@ -114,7 +114,7 @@ def test_an_export_among_the_commits_of_the_run_is_refused(run: Path, surefoot: 
     before = sorted((run / "checkpoints").iterdir())
     answer = surefoot("checkpoint", "export", run, "--to", run / "checkpoints" / "mine.safetensors")
     assert (answer.code, answer.out) == (2, "")
-    assert "lies among the commits of the run" in answer.err
+    assert "is inside the checkpoints folder of the run" in answer.err
     assert sorted((run / "checkpoints").iterdir()) == before
 
 

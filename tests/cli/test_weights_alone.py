@@ -28,7 +28,7 @@ def test_weights_alone_begin_anew_with_what_fits_and_say_what_did_not(
     )
     assert answer.code == 0
     (first,) = started("new")
-    (told,) = [note for note in first.notes if note.startswith("begun with the weights")]
+    (told,) = [note for note in first.notes if note.startswith("started with the weights")]
     assert "loaded 1 of 4 tensors" in told
     assert "of another shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]" in told
     assert told.replace("\n", " ")[:40] in answer.err.replace("\n", " ")
@@ -104,7 +104,7 @@ def test_weights_that_fit_in_part_are_refused_unless_that_is_asked_for(
     assert surefoot("checkpoint", "import", "other.safetensors", "--to", "other").code == 0
     answer = surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet")
     assert answer.code == 2
-    assert "fit the model in part: loaded" in answer.err
+    assert "fit only a part of the model: loaded" in answer.err
     assert words in answer.err
     assert "add --partial-weights" in answer.err
     assert not Path("new").exists()
@@ -115,7 +115,7 @@ def test_weights_that_fit_in_part_are_refused_unless_that_is_asked_for(
         == 0
     )
     (told,) = [
-        note for note in started("new")[0].notes if note.startswith("begun with the weights")
+        note for note in started("new")[0].notes if note.startswith("started with the weights")
     ]
     assert words in told
 
@@ -125,7 +125,7 @@ def test_weights_that_fit_wholly_need_no_further_word(spec: Path, surefoot: Comm
     surefoot("checkpoint", "import", "other.safetensors", "--to", "other")
     assert surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet").code == 0
     (told,) = [
-        note for note in started("new")[0].notes if note.startswith("begun with the weights")
+        note for note in started("new")[0].notes if note.startswith("started with the weights")
     ]
     assert told.endswith("loaded 4 of 4 tensors")
 
@@ -162,7 +162,7 @@ def test_pretrained_weights_are_imported_and_fine_tuned_and_the_frozen_part_stay
     )
     assert surefoot("train", spec, *words).code == 0
     (told,) = [
-        note for note in started("tuned")[0].notes if note.startswith("begun with the weights")
+        note for note in started("tuned")[0].notes if note.startswith("started with the weights")
     ]
     assert (
         "loaded 2 of 3 tensors; missing: 2.bias; of another shape: 2.weight [7, 4], now [3, 4]"

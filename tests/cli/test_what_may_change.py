@@ -248,7 +248,7 @@ def test_a_default_that_overrules_the_tasks_own_by_being_stated_is_no_change_in_
     words = () if is_dropped else ("--set", stated)
     answer = surefoot("train", str(path), "--run", "left", "--quiet", *words)
     assert answer.code == 2
-    assert "unlike when left was begun, and it overrules the task's own" in answer.err
+    assert "unlike when left was started, and" in answer.err
     assert snapshot("left") == before
     assert (
         surefoot(

@@ -308,7 +308,7 @@ def test_an_optimizer_of_the_task_and_an_update_in_the_backward_pass_are_refused
             return torch.optim.NAdam(groups)
 
     with pytest.raises(
-        SpecError, match=r"optim\.state is given, but the optimizer is the task's own"
+        SpecError, match=r"optim\.state is given, but the task builds the optimizer"
     ):
         Run(spec(2, optim=STATE), Own(), folder=tmp_path / "a").__enter__()
     inside = {"memory": {"update_in_backward": True}, "stability": {"nonfinite": "stop"}}

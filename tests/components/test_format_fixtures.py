@@ -193,7 +193,7 @@ def test_a_format_of_the_future_is_told_and_not_guessed(tmp_path: Path) -> None:
         {**row, "sha256": hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()}
     )
     (manifest.step_folder(tmp_path, 1) / manifest.FILE).write_text(text)
-    with pytest.raises(RunFolderError, match="is of format 2, newer than 1") as caught:
+    with pytest.raises(RunFolderError, match="has format 2, newer than 1") as caught:
         commits.check(manifest.step_folder(tmp_path, 1))
     assert caught.value.hint == "use a newer surefoot"
 

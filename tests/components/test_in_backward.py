@@ -115,13 +115,16 @@ def test_a_loss_that_is_not_finite_moves_nothing_and_ends_the_run(tmp_path: Path
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"train": {"microbatch": 2, "batch": 4}}, "several microbatches are summed first"),
+        (
+            {"train": {"microbatch": 2, "batch": 4}},
+            "the gradients of several microbatches are summed first",
+        ),
         ({"optim": {}}, "optim.clip = 1 needs the norm"),
         ({"optim": {"clip": 0.0, "clip_value": 1.0}}, "clip_value clips all"),
-        ({"optim": {"clip": 0.0, "name": "muon"}}, "'muon' updates all at once"),
-        ({"optim": {"clip": 0.0, "name": "lamb"}}, "'lamb' updates all at once"),
-        ({"optim": {"clip": 0.0, "fused": False}}, "that of a fused kernel"),
-        ({"stability": {}}, "partly applied cannot be skipped"),
+        ({"optim": {"clip": 0.0, "name": "muon"}}, "'muon' updates all parameters at once"),
+        ({"optim": {"clip": 0.0, "name": "lamb"}}, "'lamb' updates all parameters at once"),
+        ({"optim": {"clip": 0.0, "fused": False}}, "already uses a fused kernel"),
+        ({"stability": {}}, "partly applied step cannot be skipped"),
     ],
 )
 def test_what_needs_all_gradients_at_once_is_refused_with_the_reason(
@@ -134,7 +137,7 @@ def test_what_needs_all_gradients_at_once_is_refused_with_the_reason(
 
 def test_scaled_gradients_are_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(SpecError, match="does not go with fp16"),
+        pytest.raises(SpecError, match="does not support fp16"),
         Run(
             small.spec(2, **tables(), precision={"compute": "fp16"}),
             small.Small(),

@@ -106,12 +106,12 @@ def test_on_a_cpu_it_is_refused_since_nothing_would_be_gained(tmp_path: Path) ->
             2, memory={"offload": what}, train={"batch": 4, "length": "2 steps", "device": "cpu"}
         )
         with (
-            pytest.raises(SpecError, match="the device is the host already"),
+            pytest.raises(SpecError, match="already in host memory"),
             Run(stated, Small(), folder=tmp_path / "run"),
         ):
             pass
     assert not (tmp_path / "run").exists()
-    with pytest.raises(SpecError, match="gathers gradients on the host"):
+    with pytest.raises(SpecError, match="collects gradients on the host"):
         spec(1, memory={"offload": "optimizer", "update_in_backward": True})
 
 

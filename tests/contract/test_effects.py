@@ -317,7 +317,7 @@ class OwnOptimizer(Small):
         (
             OwnOptimizer(),
             {"fused": False},
-            r"optim\.fused is given, but the optimizer is the task's own",
+            r"optim\.fused is given, but the task builds the optimizer",
         ),
     ],
 )

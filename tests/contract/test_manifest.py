@@ -126,7 +126,7 @@ def test_a_part_whose_other_rows_are_not_there_is_refused_by_whoever_reads_its_m
     assert piece["shape"] == [3, 2]
     piece |= {"whole": whole, "offset": offset}
     rewrite(folder, files=files)
-    wanted = r"rows of weight are missing|the parts of weight are no rows, overlap or leave a gap"
+    wanted = r"rows of weight are missing|the parts of weight are not consecutive rows"
     for read in (
         commits.check,
         manifest.read,
@@ -220,9 +220,9 @@ def test_the_best_is_by_score_the_last_by_step_and_a_number_is_itself(tmp_path: 
         score = None if value is None else {"name": "accuracy", "value": value, "better": "higher"}
         commit(tmp_path, step, score=score)
     assert [checkpoint.find_step(tmp_path, which) for which in ("best", "last", 4)] == [2, 5, 4]
-    with pytest.raises(RunFolderError, match="holds no step 9"):
+    with pytest.raises(RunFolderError, match="holds no checkpoint of step 9"):
         checkpoint.find_step(tmp_path, 9)
-    with pytest.raises(RunFolderError, match="holds no commit"):
+    with pytest.raises(RunFolderError, match="holds no checkpoint"):
         checkpoint.find_step(tmp_path / "elsewhere", "last")
 
 
@@ -230,7 +230,7 @@ def test_the_best_is_by_score_the_last_by_step_and_a_number_is_itself(tmp_path: 
 def test_a_step_that_only_looks_like_a_number_is_told(step: str, tmp_path: Path) -> None:
     commit(tmp_path, 4)
     assert [checkpoint.find_step(tmp_path, which) for which in ("4", "0004")] == [4, 4]
-    with pytest.raises(RunFolderError, match="holds no step") as caught:
+    with pytest.raises(RunFolderError, match="holds no checkpoint of step") as caught:
         checkpoint.find_step(tmp_path, step)
     assert len(caught.value.message) < len(str(tmp_path)) + 100
 

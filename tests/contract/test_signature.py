@@ -236,7 +236,7 @@ SUGGESTED = {
     "no class": (
         "import os\n",
         "mine.py",
-        "it has no class; surefoot init NEW writes a file with a task",
+        "the file has no class; surefoot init NEW writes a file with a task",
     ),
 }
 

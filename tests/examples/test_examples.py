@@ -295,7 +295,7 @@ def test_an_encoder_of_transformers_trains_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_loss_over_pairs_is_refused_with_microbatches(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="is not additive and may not be split"):
+    with pytest.raises(TaskError, match="is not additive and cannot be split"):
         losses_of(load("contrastive").Halves(), spec_of(64, microbatch=16), tmp_path / "run")
 
 

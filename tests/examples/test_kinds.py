@@ -160,7 +160,7 @@ def test_a_kind_trains_in_microbatches_as_whole(name: str, whole: Any, tmp_path:
 
 
 def test_a_contrastive_loss_is_refused_with_microbatches(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="is not additive and may not be split"):
+    with pytest.raises(TaskError, match="is not additive and cannot be split"):
         train("contrastive", tmp_path / "run", microbatch=32)
 
 

@@ -92,7 +92,7 @@ def test_a_manifest_that_names_anything_but_a_plain_file_is_refused(
     # a hostile writer gives the right digest
     own = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps({**row, "sha256": own}))
-    with pytest.raises(RunFolderError, match="no plain name"):
+    with pytest.raises(RunFolderError, match="not a plain file name"):
         commits.check(tmp_path / "step")
 
 

@@ -77,7 +77,7 @@ def of_graphs(
 
 
 def of_nodes(body: Callable[[float], nn.Module], **more: Any) -> Case:
-    own_order = "the source is read in its own order"
+    own_order = "the source is read in sequence"
     return Case(
         model=lambda drops: body(0.2 if drops else 0.0),
         samples=citations,

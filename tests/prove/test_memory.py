@@ -97,10 +97,10 @@ def test_recomputation_and_a_smaller_microbatch_lower_the_prediction_and_what_fi
 
 def test_a_task_that_needs_numbers_is_told_its_line_and_what_to_do(tmp_path: Path) -> None:
     use = write_task(tmp_path, change=("# LOSS", "assert output.mean().item() < 10"))
-    with pytest.raises(InputError, match=r"cannot be known without running it.*in loss") as raised:
+    with pytest.raises(InputError, match=r"cannot be predicted.*in loss") as raised:
         predict(RunSpec(task={"use": use}))
     assert "--measure" in str(raised.value.hint)
-    with pytest.raises(InputError, match="a budget is met by measuring"):
+    with pytest.raises(InputError, match="a memory budget needs measured blocks"):
         predict(Named("gpt", "fp32", "1 GiB", "adamw").spec())
     assert torch.ones(1).item() == 1.0  # tensors have numbers again
 

@@ -95,7 +95,7 @@ def test_a_loop_records_what_began_each_step_and_how_it_ended(tmp_path: Path) ->
     assert isinstance(last, Ended)
     assert (last.outcome, last.cause, last.step, last.num_samples) == (
         "finished",
-        "the loop was done after step 6",
+        "the loop ended after step 6",
         6,
         80,
     )
@@ -258,13 +258,13 @@ def test_data_are_labelled_by_what_going_on_in_them_would_take(kind: str, tmp_pa
 
 def test_the_folder_of_a_run_with_a_spec_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunFolderError, match="is not empty and holds no run"):
+    with pytest.raises(RunFolderError, match="is not empty and is no run folder"):
         Loop().attach(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
 
 
 @pytest.mark.parametrize(
-    "held", ["its lines are kept in memory until it can", "the loop goes on unrecorded"]
+    "held", ["its lines are kept in memory until it can", "the loop continues without records"]
 )
 def test_a_full_disk_never_ends_the_loop(
     held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -312,7 +312,7 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
     "data that cannot be iterated": (
         {"data": 3},
         DataError,
-        "data is a int, which cannot be iterated",
+        "data must be iterable; got a int",
     ),
     "an optimizer that is none": ({"optimizer": "adam"}, TaskError, "which has no param_groups"),
     "a model without shapes": (

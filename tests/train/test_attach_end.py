@@ -41,7 +41,7 @@ def test_a_with_block_tells_a_break_from_a_whole_pass(tmp_path: Path) -> None:
             run.step_done(loop.train_on(batch))
     assert (ended(tmp_path / "left").outcome, ended(tmp_path / "left").cause) == (
         "stopped",
-        "the loop was left after step 1",
+        "the loop exited after step 1",
     )
     assert (ended(tmp_path / "whole").outcome, ended(tmp_path / "whole").cause) == (
         "finished",
@@ -71,7 +71,7 @@ def test_a_loop_that_is_dropped_ends_when_nobody_holds_it(tmp_path: Path) -> Non
         forgetful()
     gc.collect()
     end = ended(tmp_path / "run")
-    assert (end.outcome, end.cause, end.step) == ("stopped", "the loop was left after step 2", 2)
+    assert (end.outcome, end.cause, end.step) == ("stopped", "the loop exited after step 2", 2)
 
 
 def test_an_end_is_written_once_and_nothing_after_it(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ for run in runs:
 """
 ENDINGS = {
     "break": {
-        "whole": ("stopped", "the loop was left after step 3", 0),
-        "left": ("stopped", "the loop was left after step 2", 0),
+        "whole": ("stopped", "the loop exited after step 3", 0),
+        "left": ("stopped", "the loop exited after step 2", 0),
     },
-    "raise SystemExit(143)": {"whole": ("stopped", "the loop was left after step 3", 0)},
+    "raise SystemExit(143)": {"whole": ("stopped", "the loop exited after step 3", 0)},
     "raise ValueError('spilled')": {"left": ("failed", "after step 2: ValueError: spilled (", 3)},
 }
 

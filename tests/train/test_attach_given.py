@@ -23,7 +23,7 @@ from surefoot.core.errors import SurefootError
             {"state": torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1)},
             "state is a StepLR",
         ),
-        ({"data": 3}, "data is a int, which cannot be iterated"),
+        ({"data": 3}, "data must be iterable; got a int"),
         ({"optimizer": "sgd"}, "which has no param_groups"),
     ],
 )

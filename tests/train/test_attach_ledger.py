@@ -227,7 +227,7 @@ def test_half_a_batch_at_the_end_is_taken_away_by_the_next_attempt_and_other_dat
             file.write(b"\3\0\0\0\1\0\0\0\0\0\0\0\2\0\0\0\4\0\0\0\7\0\0\0")
     assert [batch.step for batch in loop_ledger.read(tmp_path)] == [1, 2]
     assert loop_ledger.check(tmp_path).holds
-    with pytest.raises(RunFolderError, match="is of other data"):
+    with pytest.raises(RunFolderError, match="was written for other data"):
         LoopLedger(tmp_path, LoopGuarantee(samples=9, once=True, all=True), 3)
 
 

@@ -188,7 +188,7 @@ def test_predict_refuses_one_number_for_a_whole_batch(
     write_task(tmp_path, change=("# FORWARD", "return model(batch[0]).mean()"))
     capsys.readouterr()
     assert call(monkeypatch, "predict", str(tmp_path / "a")) == 2
-    assert "forward gave a Tensor without a row for each sample" in capsys.readouterr().err
+    assert "forward returned a Tensor without a row for each sample" in capsys.readouterr().err
 
 
 # ---- numbers

@@ -136,8 +136,8 @@ CHANGES = {
         'reduction="mean"',
         ["is a mean, not a sum", 'reduction="sum"'],
     ),
-    "loss is a tensor": ("return Loss.sum(", "return max(", ["is a Tensor, not a Loss"]),
-    "loss is None": ("# LOSS", "return None", ["is a NoneType, not a Loss"]),
+    "loss is a tensor": ("return Loss.sum(", "return max(", ["must be a Loss; got a Tensor"]),
+    "loss is None": ("# LOSS", "return None", ["must be a Loss; got a NoneType"]),
     "loss is a vector": ('reduction="sum"', 'reduction="none"', ["scalar"]),
     "loss has no gradient": ('reduction="sum")', 'reduction="sum").detach()', ["gradient"]),
     "loss has no term": ("return Loss.sum(", "return Loss(); return Loss.sum(", ["has no term"]),
@@ -226,7 +226,7 @@ MORE = {
         "def state(self): return {'a': __import__('numpy').ones(2, '>f4')}",
         ["array of >f4", "byte order"],
     ),
-    "updates are none": ("def updates(self, model): return []", ["gave none"]),
+    "updates are none": ("def updates(self, model): return []", ["returned no Update"]),
 }
 
 
@@ -289,7 +289,7 @@ def test_a_norm_over_the_batch_is_refused_where_a_batch_has_one_sample(
     said = refused(monkeypatch, capsys, tmp_path, task, "--set", "train.batch=23")
     assert "1 (BatchNorm1d) cannot be trained on a batch of one sample" in said
     assert 'data.last_batch = "drop"' in said
-    assert "more than one sample" in refused(
+    assert "set train.microbatch or train.batch above 1" in refused(
         monkeypatch, capsys, tmp_path, task, "--set", "train.batch=1"
     )
 

@@ -110,7 +110,7 @@ def find_warnings(how: str, folder: Path, **train: Any) -> list[str]:
             pass
     started = records(folder)[0]
     assert isinstance(started, Started)
-    return [note for note in started.notes if "depends on the microbatch before it" in note]
+    return [note for note in started.notes if "depends on the previous microbatch" in note]
 
 
 @pytest.mark.parametrize(

@@ -159,13 +159,13 @@ def test_attach_names_what_the_script_changed_and_keeps_what_was_saved(
     build, batch, named = CHANGES[what]
     loop(tmp_path / "a", FIRST)
     notes, rate = loop(tmp_path / "a", build, batch)
-    told = [note for note in notes if "the script gives" in note]
+    told = [note for note in notes if "the script sets" in note]
     assert len(told) == 1
     assert named in told[0]
     assert named in capsys.readouterr().err
     assert rate == 0.1
     notes, _ = loop(tmp_path / "a", build, batch)  # said once: the attempt before gave the same
-    assert not [note for note in notes if "the script gives" in note]
+    assert not [note for note in notes if "the script sets" in note]
 
 
 @pytest.mark.quick("scheduled")
@@ -175,5 +175,5 @@ def test_a_rate_that_the_loop_itself_moves_is_no_change_of_the_script(
 ) -> None:
     loop(tmp_path / "a", FIRST, **{moved: True})
     notes, rate = loop(tmp_path / "a", FIRST, **{moved: True})
-    assert not [note for note in notes if "the script gives" in note]
+    assert not [note for note in notes if "the script sets" in note]
     assert rate == pytest.approx(0.1 / 8)

@@ -334,7 +334,9 @@ class CountPerSample(Cells):
 REFUSED: dict[type[Cells], str] = {
     NotAdditive: "not additive",
     TwoTerms: "counts that are not known before the forward pass",
-    OtherCount: r"counts\(batch\) says 8 for the term size of update loss, its loss counts 24",
+    OtherCount: (
+        r"counts\(batch\) returned 8 for the term size of update loss, and its loss counts 24"
+    ),
     NoSuchTerm: "names no 'size'",
     LearnedWeight: "the weight of term loss is a Tensor",
     CountPerSample: r"the count of term loss has shape \(8,\)",

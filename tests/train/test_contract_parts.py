@@ -195,7 +195,7 @@ def test_a_named_optimizer_and_schedule_overrule_the_tasks_own_also_from_the_run
 
 
 def test_what_cannot_reach_a_tasks_own_optimizer_or_schedule_is_refused(tmp_path: Path) -> None:
-    assert "optim.betas is given, but the optimizer is the task's own" in refused(
+    assert "optim.betas is given, but the task builds the optimizer" in refused(
         Own(), tmp_path, spec_of(optim={"betas": [0.5, 0.9]})
     )
     assert "needs the number of steps" in refused(Own(), tmp_path, spec_of("1 min"))
@@ -243,7 +243,7 @@ class Forgetful(Plain):
 
 
 def test_a_state_that_cannot_be_put_back_is_refused(tmp_path: Path) -> None:
-    assert "state() gives 'seen' as a int, which cannot be put back in place" in refused(
+    assert "state() gives 'seen' as a int, which cannot be restored in place" in refused(
         Forgetful(), tmp_path
     )
 
@@ -302,8 +302,8 @@ def test_an_object_built_in_a_script_makes_a_spec_that_repeats_the_run(tmp_path:
 def test_an_object_that_cannot_be_built_anew_trains_and_says_what_it_cannot(tmp_path: Path) -> None:
     run = train(Lost(3), tmp_path / "run")
     started = next(iter(surefoot.contract.events.read(run.folder)))
-    assert any("needs one that can be imported" in note for note in started.notes)  # type: ignore[attr-defined]
-    with pytest.raises(SpecError, match="was built in place and cannot be imported"):
+    assert any("need a task that can be imported" in note for note in started.notes)  # type: ignore[attr-defined]
+    with pytest.raises(SpecError, match="was built in a script and cannot be imported"):
         surefoot.load(run.folder)
     model = surefoot.load(run.folder, task=Lost(3))
     torch.testing.assert_close(model.state_dict(), run.model.state_dict(), rtol=0, atol=0)
@@ -317,7 +317,7 @@ def test_the_object_given_is_the_one_that_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_the_spec_cannot_reach_an_object_that_is_built_already(tmp_path: Path) -> None:
-    assert "the task is built already" in refused(
+    assert "the task is already built" in refused(
         Kept(), tmp_path, spec_of(data={"folder": str(tmp_path)})
     )
 
@@ -325,7 +325,7 @@ def test_a_folder_of_the_spec_cannot_reach_an_object_that_is_built_already(tmp_p
 def test_a_spec_without_a_task_is_refused_where_no_object_is_given(tmp_path: Path) -> None:
     assert "the spec names no task" in refused(None, tmp_path)
     with (
-        pytest.raises(TaskError, match="is the class Plain, not an object"),
+        pytest.raises(TaskError, match="must be an object; got the class Plain"),
         Run(spec_of(), Plain, folder=tmp_path / "run", quiet=True),
     ):
         pass

@@ -44,16 +44,16 @@ class Lengths(Small):
 @pytest.mark.parametrize(
     ("tables", "device", "words"),
     [
-        ({"train": {"cudnn_benchmark": True}}, "cpu", "cuDNN computes on a GPU alone"),
+        ({"train": {"cudnn_benchmark": True}}, "cpu", "cuDNN runs only on GPUs"),
         (
             {"train": {"cudnn_benchmark": True}},
             "cuda",
-            "train.deterministic lets nothing be chosen by its time",
+            "train.deterministic does not allow a choice by measured time",
         ),
         (
             {"train": {**TIMED, "batch": 8, "ramp": ((0, 4), (16, 8))}},
             "cuda",
-            "train.ramp gives batches of several sizes",
+            "train.ramp has several batch sizes",
         ),
         ({"train": TIMED}, "cuda", None),
         ({}, "cpu", None),
@@ -72,10 +72,7 @@ def test_a_run_on_a_cpu_says_that_it_does_nothing(
     with Run(spec(1, train={"cudnn_benchmark": True, "device": "cpu"}), Small(), folder=tmp_path):
         assert not torch.backends.cudnn.benchmark
     said = capsys.readouterr()
-    assert (
-        "train.cudnn_benchmark does nothing here: cuDNN computes on a GPU alone"
-        in said.out + said.err
-    )
+    assert "train.cudnn_benchmark has no effect: cuDNN runs only on GPUs" in said.out + said.err
 
 
 @pytest.mark.parametrize("many", [True, False])
@@ -92,7 +89,7 @@ def test_batches_of_many_shapes_end_the_search_and_those_of_one_do_not(
     assert not torch.backends.cudnn.benchmark
     said = capsys.readouterr()
     assert (
-        "step 10: train.cudnn_benchmark is off from here on: batches had 9 shapes"
+        "step 10: train.cudnn_benchmark is off from this step on: batches had 9 shapes"
         in said.out + said.err
     ) is many
 

@@ -59,7 +59,7 @@ def test_an_output_that_was_overwritten_is_told_with_what_keeps_it(tmp_path: Pat
         train(Overwritten(), tmp_path / "run")
     assert (
         raised.value.hint
-        == 'keep a copy of what the model gave: output.clone(); or set compile.mode = "default"'
+        == 'keep a copy of the output of the model: output.clone(); or set compile.mode = "default"'
     )
 
 
@@ -71,7 +71,7 @@ def test_a_cpu_has_no_cuda_graphs_and_the_run_says_so(
         assert len(list(run.steps())) == 1
     said = capsys.readouterr()
     assert (
-        'compile.mode = "reduce-overhead" is default here, since CUDA graphs need a GPU'
+        'compile.mode = "reduce-overhead" runs as "default", since CUDA graphs need a GPU'
         in said.out + said.err
     )
 

@@ -45,8 +45,8 @@ def told(folder: Path, task: Small, loader: dict[str, Any]) -> list[str]:
 def test_draws_that_workers_would_change_are_told(stream: str, tmp_path: Path) -> None:
     found = told(tmp_path / "process", Careless(stream), {"workers": 2, "kind": "process"})
     assert len(found) == 1
-    assert "with loader.workers = 2 it draws other numbers than without" in found[0]
-    assert "the keys of augment draw the same everywhere" in found[0]
+    assert "with loader.workers = 2 the random numbers differ from those without" in found[0]
+    assert "the keys of augment give the same numbers everywhere" in found[0]
     assert told(tmp_path / "auto", Careless(stream), {"workers": "auto"})
 
 
@@ -101,6 +101,6 @@ def test_a_dataset_with_a_generator_of_its_own_is_reported(kind: str, tmp_path: 
     with Run(spec(2), Given(make()), folder=tmp_path / "run", quiet=True):
         (begun,) = (event for event in records(tmp_path / "run") if isinstance(event, Started))
     assert (
-        any("the same samples read twice have other values" in note for note in begun.notes)
+        any("two reads of the same samples return different values" in note for note in begun.notes)
         is is_reported
     )

@@ -217,7 +217,7 @@ def test_what_was_saved_is_evaluated_as_the_run_did_and_in_fp32_without_rounding
     with torch.no_grad():
         expected = F.cross_entropy(surefoot.load(tmp_path / "run", "last")(inputs), targets)
     assert results[1].loss == pytest.approx(float(expected), rel=1e-6)
-    with pytest.raises(InputError, match="float8 allocate is not known without running it"):
+    with pytest.raises(InputError, match="float8 matmuls is known only from a run"):
         predict(how)
     assert call(monkeypatch, "explain", str(tmp_path / "run" / "spec.toml")) == 0
     told = capsys.readouterr().out

@@ -139,7 +139,8 @@ def test_a_child_of_an_attached_loop_leaves_it_to_its_parent(
                 assert len(said) == is_told, said
                 assert (
                     not is_told
-                    or "which was forked from it: here it is neither recorded nor saved" in said[0]
+                    or "which was forked from it: this process neither records nor saves it"
+                    in said[0]
                 )
                 assert is_held(tmp_path)
     assert (end_of(tmp_path).outcome, end_of(tmp_path).step) == ("finished", 6)

@@ -182,8 +182,8 @@ def test_an_attached_loop_trades_alike_and_is_never_ended(
         assert saved(disk / "a") == [2, 4, 6, 8, 10, 12]
         assert len(manifest.steps(disk / "a")) == 2
         assert (
-            "the checkpoint of step 2 was deleted before its time; the loop continues"
-            in capsys.readouterr().err
+            "the checkpoint of step 2 was deleted earlier than its retention says; "
+            "the loop continues" in capsys.readouterr().err
         )
 
 

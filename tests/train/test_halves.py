@@ -225,7 +225,7 @@ def test_shapes_that_broadcast_samples_against_each_other_are_named(
     (note,) = train(Task(of), tmp_path / "whole")
     for told in (str(refused.value.hint), note):
         assert words in told
-        assert ("give both one shape" in told) is bool(words)
+        assert ("give both the same shape" in told) is bool(words)
 
 
 @pytest.mark.parametrize("source", ["arrays", "a DataLoader"])

@@ -230,7 +230,7 @@ def test_break_ends_the_run_and_says_at_which_step(tmp_path: Path) -> None:
             if report.step == 5:
                 break
     end = end_of(tmp_path / "a")
-    assert (end.outcome, end.cause, end.exit_code) == ("stopped", "the loop was left at step 5", 0)
+    assert (end.outcome, end.cause, end.exit_code) == ("stopped", "the loop exited at step 5", 0)
     assert manifest.steps(tmp_path / "a") == [5]
     assert sum(event.num_steps for event in records(tmp_path / "a") if isinstance(event, Step)) == 5
 

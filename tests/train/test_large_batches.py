@@ -84,8 +84,8 @@ def test_a_batch_of_more_samples_than_there_are_scales_the_rate_by_those(tmp_pat
         (
             {"batch": 25},
             (
-                "train.batch is 25, and the training set has 24 samples: such a step trains on "
-                "all 24, and is an epoch"
+                "train.batch is 25, and the training set has 24 samples: a step trains on "
+                "all 24, which is one epoch"
             ),
         ),
         ({"batch": 24}, ""),
@@ -182,16 +182,14 @@ def test_a_converted_model_trains_accumulated_as_whole(to: str, tmp_path: Path) 
     )
     model = surefoot.load(tmp_path / "split", "last", task=Convolved())
     assert not any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
-    assert any(
-        "GroupNorm stands in the place of BatchNorm" in note for note in notes(tmp_path / "split")
-    )
+    assert any("GroupNorm replaces BatchNorm" in note for note in notes(tmp_path / "split"))
 
 
 def test_batchnorm_under_accumulation_is_told_with_what_it_does_to_the_gradient(
     tmp_path: Path,
 ) -> None:
     finish(tmp_path / "run", Convolved(), train={"batch": 12, "microbatch": 3})
-    (told,) = (note for note in notes(tmp_path / "run") if note.startswith("BatchNorm sees"))
+    (told,) = (note for note in notes(tmp_path / "run") if note.startswith("BatchNorm normalizes"))
     assert "a microbatch of 3 samples, not the batch of 12" in told
     assert 'train.batchnorm = "group"' in told
     found = re.search(r"of its first 12 samples by ([\d.]+) %", told)
@@ -223,7 +221,7 @@ def test_what_batchnorm_does_is_measured_by_the_first_attempt_alone(
             if report.step == 2:
                 run.save()
                 raise KeyboardInterrupt
-    assert sum(note.startswith("BatchNorm sees") for note in notes(tmp_path / "run")) == 1
+    assert sum(note.startswith("BatchNorm normalizes") for note in notes(tmp_path / "run")) == 1
     monkeypatch.setattr(norms, "_apart", lambda *given: pytest.fail("it was measured again"))
     finish(tmp_path / "run", Convolved(), **tables)
 
@@ -258,7 +256,7 @@ def test_nothing_is_said_of_batchnorm_where_there_is_nothing_to_say(
     tables: dict[str, Any], tmp_path: Path
 ) -> None:
     finish(tmp_path / "run", Convolved(), train=tables)
-    assert not any("BatchNorm sees" in note for note in notes(tmp_path / "run"))
+    assert not any("BatchNorm normalizes" in note for note in notes(tmp_path / "run"))
 
 
 def test_a_conversion_without_a_batchnorm_is_refused(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_a_pure_bf16_run_is_finite_and_an_update_in_the_backward_pass_knows_no_m
         spec(4, precision={**BF16, "master": "none"}), Small(), folder=tmp_path / "a", quiet=True
     ) as run:
         assert all(math.isfinite(report.loss) for report in run.steps())
-    with pytest.raises(SpecError, match="masters gather"):
+    with pytest.raises(SpecError, match="master weights collect"):
         RunSpec(
             precision=BF16,
             optim={"clip": 0.0},

@@ -47,7 +47,7 @@ SET: dict[str, tuple[Callable[[nn.Sequential], None], list[bool], str]] = {
     "the whole, as from_pretrained gives it": (
         frozen_whole,
         [True] * 5,
-        "model() gave the model in evaluation mode",
+        "model() returned the model in evaluation mode",
     ),
 }
 

@@ -46,8 +46,8 @@ def test_weights_that_have_not_moved_are_said(
         drive(run)
     assert kinds_of(tmp_path / "a") == ["no-movement"]
     said = capsys.readouterr().err
-    assert "no weight moved in steps 1 to 4" in said
-    assert ("the learning rate is 0 in all 4 steps" in said) == (kind != "gradient of 0")
+    assert "no weight changed in steps 1 to 4" in said
+    assert ("the learning rate is 0 in each of the 4 steps" in said) == (kind != "gradient of 0")
 
 
 def test_weights_that_moved_are_not_said_to_be_still(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_rhythms_may_be_shares_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_share_is_no_length_of_a_run(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="a share of itself"):
+    with pytest.raises(SpecError, match="a percentage of length"):
         spec(4).replace(train={"length": "50 %"})
 
 
@@ -85,7 +85,7 @@ def test_a_share_of_a_run_whose_length_is_a_time_is_a_time(tmp_path: Path) -> No
     assert sum(isinstance(event, Evaluated) for event in records(tmp_path / "a")) > 1
     warm = timed.replace(schedule={"name": "constant", "warmup": "5 %"})
     with (
-        pytest.raises(SpecError, match="a schedule cannot use the time"),
+        pytest.raises(SpecError, match="a schedule cannot use the duration"),
         Run(warm, Small(), folder=tmp_path / "b", quiet=True),
     ):
         pass

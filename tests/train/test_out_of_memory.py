@@ -74,13 +74,13 @@ def test_a_step_done_again_in_halves_is_that_of_a_run_that_began_with_them(
     assert [(fault.step, fault.fault) for fault in faults] == [(1, "memory")]
     where = greedy.removesuffix("_mib")
     assert (
-        f"step 1: out of memory in the {where} pass with microbatch 16: 480 MiB more were asked for"
-        in faults[0].detail
+        f"step 1: out of memory in the {where} pass with microbatch 16: "
+        "the allocation asked for 480 MiB" in faults[0].detail
     )
     assert re.search(
-        rf"were the most before; at .*short\.py:\d+, in {where}: torch\.ones\(", faults[0].detail
+        rf"the peak was [^;]+; at .*short\.py:\d+, in {where}: torch\.ones\(", faults[0].detail
     )
-    assert faults[0].action == "the step is done again with microbatch 8, as are all that follow"
+    assert faults[0].action == "this step is repeated with microbatch 8, and later steps keep it"
     began = tables(**task)
     began["train"]["microbatch"] = 8
     with Run(RunSpec(**began), folder=tmp_path / "began", quiet=True) as run:
@@ -100,8 +100,8 @@ def test_what_has_no_half_left_ends_with_an_account_of_the_memory(tmp_path: Path
     told = run_short(given, tmp_path / "run")
     assert told["exit_code"] == 7
     assert (
-        "step 1: out of memory in the backward pass with microbatch 1: 400 MiB more were asked for"
-        in told["message"]
+        "step 1: out of memory in the backward pass with microbatch 1: "
+        "the allocation asked for 400 MiB" in told["message"]
     )
     assert "'halve', but the microbatch is one sample already" in told["message"]
     actions = [event.action for event in faults_of(tmp_path / "run")]
@@ -116,7 +116,8 @@ def test_the_error_names_the_blocks_and_what_would_bring_how_much(tmp_path: Path
     largest = "blocks.0 6 MiB, blocks.2 6 MiB, blocks.1 4 MiB, blocks.3 4 MiB, norm 2 MiB"
     assert f"the blocks with the largest activations: {largest}" in told["message"]
     assert re.search(
-        r"holds 49\d MiB by prediction; the cheapest first: train.microbatch = 8 \(24\d MiB\)",
+        r"step is 49\d MiB; changes with their predicted peak, the cheapest first: "
+        r"train.microbatch = 8 \(24\d MiB\)",
         told["hint"],
     )
     assert 'memory.on_oom = "halve"' in told["hint"]
@@ -154,7 +155,7 @@ def test_an_update_that_broke_off_is_not_gone_on_from(tmp_path: Path) -> None:
     given["train"] |= {"batch": 4}
     with (
         pytest.raises(
-            OutOfMemory, match="weights may be half updated, and the run cannot go on from here"
+            OutOfMemory, match="weights may be partly updated, and the step cannot be repeated"
         ) as raised,
         Run(RunSpec(**given), Greedy(moves=True), folder=tmp_path / "run", quiet=True) as run,
     ):
@@ -186,7 +187,7 @@ def test_what_cannot_be_done_in_halves_is_refused_before_anything_is_written(
     ):
         pass
     assert not (tmp_path / "run").exists()
-    with pytest.raises(SpecError, match="half a batch would be a microbatch"):
+    with pytest.raises(SpecError, match="half a batch would be one of several microbatches"):
         RunSpec(
             memory={"on_oom": "halve", "update_in_backward": True},
             optim={"clip": 0.0},
@@ -229,7 +230,7 @@ def test_a_run_that_goes_on_keeps_the_half_that_memory_left_it(tmp_path: Path) -
     train(tmp_path / "left", how, Once(None))
     assert bits(tmp_path / "left", 12) == bits(tmp_path / "whole", 12)
     began = [event for event in records(tmp_path / "left") if isinstance(event, Started)]
-    assert "microbatch 2, not 4: memory had run out with that" in began[-1].notes
+    assert "microbatch 2, not 4: a step ran out of memory with the larger one" in began[-1].notes
     stated = spec(14, memory={"on_oom": "halve"}, train={"microbatch": 4})
     with Run(
         stated,

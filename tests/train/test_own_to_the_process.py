@@ -228,11 +228,9 @@ def test_the_reason_why_an_attempt_may_not_write_is_the_right_one(tmp_path: Path
     lock = RunLock(tmp_path / "a")
     lock.release()
     RunLock(tmp_path / "a").release()
-    assert (
-        lock.describe_loss() == f"{tmp_path / 'a'} was taken over by a later attempt (generation 2)"
-    )
+    assert lock.describe_loss() == f"a later attempt now writes {tmp_path / 'a'} (generation 2)"
     (tmp_path / "a").rename(tmp_path / "b")
-    assert lock.describe_loss() == f"{tmp_path / 'a'} is gone: it was moved or deleted"
+    assert lock.describe_loss() == f"{tmp_path / 'a'} no longer exists: it was moved or deleted"
 
 
 def test_a_child_that_writes_to_an_inherited_journal_is_refused_and_spoils_nothing(

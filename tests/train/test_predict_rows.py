@@ -106,12 +106,12 @@ REFUSED = {
     ),
     "one for all": (
         lambda rows, n: rows.mean(),
-        "forward gave a Tensor without a row",
+        "forward returned a Tensor without a row",
         "first dimension is the batch's",
     ),
     "a text": (
         lambda rows, n: "text",
-        "forward gave a str without a row",
+        "forward returned a str without a row",
         "first dimension is the batch's",
     ),
     "another dimension": (

@@ -117,7 +117,7 @@ def test_a_module_that_changes_between_two_attempts_is_refused_by_name_unless_it
     forget(tmp_path)
     assert call(monkeypatch, *words, "--accept-code-change") == 3
     assert (
-        f"the code is not that of the attempt before: {module.relative_to(tmp_path)}"
+        f"the code differs from that of the previous attempt: {module.relative_to(tmp_path)}"
         in capsys.readouterr().err
     )
 
@@ -192,7 +192,7 @@ def test_attach_names_the_modules_that_changed_and_resumes(
     loop()
     assert "looped.py" in capsys.readouterr().err
     newest = [each for each in records(tmp_path / "run") if isinstance(each, Started)][-1]
-    assert "the code is not that of the attempt before: looped.py" in newest.notes
+    assert "the code differs from that of the previous attempt: looped.py" in newest.notes
 
 
 @pytest.mark.parametrize("name", ["python", "torch", "numpy", "surefoot"])

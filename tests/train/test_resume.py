@@ -326,7 +326,7 @@ def test_a_state_of_the_tasks_that_the_commit_does_not_hold_is_refused(
     monkeypatch.setattr(
         Rich, "state", lambda task: {"seen": task.seen, "table": task.table, "more": torch.zeros(2)}
     )
-    with pytest.raises(RunFolderError, match="names 'more', of which the commit holds nothing"):
+    with pytest.raises(RunFolderError, match="names 'more', which the checkpoint does not hold"):
         train(tmp_path / "a", how, Rich())
 
 

@@ -73,7 +73,7 @@ def test_a_finished_folder_is_left_alone_and_a_run_that_begins_anew_goes_to_a_ne
     assert (tmp_path / "a" / "events.jsonl").read_bytes() == before
     started = records(again.folder)[0]
     assert isinstance(started, Started)
-    assert f"{tmp_path / 'a'} is left as it is" in started.notes
+    assert f"{tmp_path / 'a'} stays unchanged" in started.notes
 
 
 def test_an_unfinished_folder_without_a_commit_is_gone_on_in_from_the_start_and_that_is_said_loudly(
@@ -88,11 +88,11 @@ def test_an_unfinished_folder_without_a_commit_is_gone_on_in_from_the_start_and_
     capsys.readouterr()
     assert call(monkeypatch, *words) == 0
     said = capsys.readouterr().err
-    assert "is unfinished: going on in it" in said
-    assert "from the start" in said
+    assert "is unfinished: resuming it" in said
+    assert "starts from step 0" in said
     starts = [event for event in records(tmp_path / "a") if isinstance(event, Started)]
     assert [start.generation for start in starts] == [1, 2]
-    assert any("from the start" in note for note in starts[1].notes)
+    assert any("starts from step 0" in note for note in starts[1].notes)
     assert end_of(tmp_path / "a").generation == 2
 
 
@@ -343,7 +343,7 @@ def test_a_folder_that_another_process_is_making_is_told_to_be_written_by_it(
         pytest.raises(RunFolderError, match=f"is being written by process {os.getpid()}"),
     ):
         train(tmp_path)
-    with pytest.raises(RunFolderError, match="is not empty and holds no run"):
+    with pytest.raises(RunFolderError, match="is not empty and is no run folder"):
         train(tmp_path)
 
 
@@ -358,7 +358,7 @@ def test_what_a_power_cut_left_of_a_run_without_a_log_is_begun_again(
         shutil.copy(tmp_path / "whole" / name, left)
     (left / "ledger.bin").write_bytes((tmp_path / "whole" / "ledger.bin").read_bytes()[:num_bytes])
     if num_bytes > 256:  # it has trained: with its log something is lost
-        with pytest.raises(RunFolderError, match="is not empty and holds no run"):
+        with pytest.raises(RunFolderError, match="is not empty and is no run folder"):
             train(left)
         return
     train(left)

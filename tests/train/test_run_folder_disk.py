@@ -110,7 +110,8 @@ def test_a_disk_too_small_for_the_commits_is_told_before_the_run(
             note
             for note in started.notes
             if re.match(
-                r"5002 commits of about .* need .* MiB, and 2 MiB are free: saves may fail", note
+                r"5002 checkpoints of about .* need .* MiB, and 2 MiB are free: saves may fail",
+                note,
             )
         ]
         assert len(told) == is_told, started.notes

@@ -105,7 +105,7 @@ def test_a_fork_that_is_killed_as_it_begins_is_a_fork_or_no_run(tmp_path: Path) 
         was_fork.append(is_fork)
         if not is_fork and (new / "spec.toml").exists():
             with pytest.raises(
-                RunFolderError, match="a fork that was broken off before its first commit"
+                RunFolderError, match="a fork that was interrupted before its first checkpoint"
             ):
                 Run(how, Small(), folder=new, quiet=True).__enter__()
         again = Run(how, Small(), folder=new, quiet=True, start=None if is_fork else Start(old, 3))

@@ -41,7 +41,7 @@ def test_patience_ends_a_run_whose_score_is_never_a_number(kind: str, tmp_path: 
     evaluated = [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
     assert len(evaluated) == 3
     assert not any(event.best for event in evaluated)
-    assert "score was no number in 3 evaluations" in str(run.cause)
+    assert "score was NaN or Inf in 3 evaluations" in str(run.cause)
 
 
 @pytest.mark.parametrize("kind", SCORES)

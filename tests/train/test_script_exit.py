@@ -249,7 +249,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_over(tmp_path: Path)
             pass
     shutil.rmtree(tmp_path / "a" / "checkpoints")
     with (
-        pytest.raises(RunFolderError, match="none of its checkpoints is whole"),
+        pytest.raises(RunFolderError, match="all of its checkpoints are damaged"),
         Run(spec(4), Small(), folder=tmp_path / "a"),
     ):
         pass

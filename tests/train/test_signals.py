@@ -225,7 +225,7 @@ def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(
     assert saved == [end_of(tmp_path / "a").step]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"going on after step {saved[0]}" in done.stderr
+    assert f"resuming after step {saved[0]}" in done.stderr
 
 
 EARLY = """

@@ -143,8 +143,9 @@ class OtherParameters(TwoUpdates):
 
 
 def test_an_update_whose_optimizer_holds_other_parameters_is_refused(tmp_path: Path) -> None:
-    assert "update head names 2 parameters, its optimizer holds 4, not the same ones" in refused(
-        OtherParameters(), tmp_path
+    assert (
+        "update head names 2 parameters, and its optimizer holds 4; they must be the same"
+        in refused(OtherParameters(), tmp_path)
     )
 
 

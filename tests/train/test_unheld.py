@@ -141,7 +141,7 @@ def test_a_second_optimizer_is_reported_and_the_model_of_one_that_is_named_is_sa
     assert reported(tmp_path / "b") == []
     started = next(event for event in records(tmp_path / "b") if isinstance(event, Started))
     assert any(
-        "critic (Sequential)" in note and "checkpoints hold it too" in note
+        "critic (Sequential)" in note and "checkpoints also hold these parameters" in note
         for note in started.notes
     )
 

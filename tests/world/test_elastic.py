@@ -160,7 +160,7 @@ def test_a_run_goes_from_four_ranks_to_two_to_three_to_one_and_back_to_the_numbe
         assert line in said, (line, supervised.said)
         said = said[said.index(line) :]
     ends = [each.cause for each in events.read(run) if isinstance(each, events.Ended)]
-    assert set(ends[:-1]) == {"ended by the supervisor, to begin anew with more ranks"}
+    assert set(ends[:-1]) == {"ended by the supervisor, to restart with more ranks"}
     assert len(ends) == len(sizes(run)) - 7, "seven were killed"
     assert ends[-1] == "the length of the run was reached"
 

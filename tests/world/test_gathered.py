@@ -130,16 +130,16 @@ def test_a_fixed_term_counts_once_a_step_on_ranks(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "not gathered": (Pairs("own negatives"), {}, "is not additive and may not be split"),
+    "not gathered": (Pairs("own negatives"), {}, "is not additive and cannot be split"),
     "with microbatches": (
         Pairs("all rows"),
         {"microbatch": 4},
-        "is not additive and may not be split",
+        "is not additive and cannot be split",
     ),
     "a rank without a part": (
         Pairs("all rows", num_samples=33),
         {},
-        "a batch of 1 does not give each of 2 ranks a part",
+        "a batch of 1 cannot be divided among 2 ranks",
     ),
     "counted otherwise": (
         Counted("all rows"),

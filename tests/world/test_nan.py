@@ -135,7 +135,7 @@ def trial(seed: int, folder: Path) -> None:
         assert len(found[0]["decided"]) == STEPS, (told, found)
     else:
         said = [each["error"] or "" for each in found]
-        assert all("not finite" in each or "are not those of" in each for each in said), (
+        assert all("not finite" in each or "differ from those of" in each for each in said), (
             told,
             found,
         )

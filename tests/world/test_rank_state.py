@@ -247,7 +247,8 @@ def test_replicated_state_is_compared_at_each_save_and_a_difference_is_named(
     apart = run(moved_apart_later, "apart")
     assert {(each["kind"], each["code"]) for each in apart} == {("NumbersError", 4)}
     assert all(
-        "'entry' is replicated, and rank 1 of 2 no longer holds what rank 0 does" in each["error"]
+        "'entry' is replicated, and its value on rank 1 of 2 differs from that on rank 0"
+        in each["error"]
         for each in apart
     )
     assert manifest.steps(tmp_path / "apart") == [SAVED]  # there they still agreed
@@ -270,15 +271,16 @@ def test_state_is_named_at_the_start_with_its_word_or_the_words_to_write(tmp_pat
         return "\n".join(found[0].get("told", [str(found[0])]))
 
     unsaid = told("a", "counter", None)
-    assert "state() names 'entry': each of 2 ranks has a copy of its own" in unsaid
+    assert "state() names 'entry': each of 2 ranks has a separate copy" in unsaid
     assert "state_on_ranks = {'entry': \"replicated\"}" in unsaid
     own = told("b", "counter", "per_rank")
     assert (
-        "state() names 'entry', one for each of 2 ranks: each rank's is saved and restored" in own
+        "state() names 'entry', one for each of 2 ranks: "
+        "the entry of each rank is saved and restored" in own
     )
     assert (
         "'entry' of state() starts equal on all ranks; "
-        "surefoot.rank_seed() gives each rank a seed of its own" in own
+        "surefoot.rank_seed() returns a different seed on each rank" in own
     )
     assert "starts equal" not in told("c", "environment", "per_rank")
 

@@ -376,7 +376,8 @@ def test_a_run_with_a_joint_batch_norm_has_the_numbers_of_whole_batches_on_one_p
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "words"), [(2, "are not those of rank 0"), (3, "are not those of most ranks")]
+    ("num_ranks", "words"),
+    [(2, "differ from those of rank 0"), (3, "differ from those of most ranks")],
 )
 def test_a_bit_that_flips_on_one_replica_is_named_within_the_interval(
     num_ranks: int, words: str, tmp_path: Path
@@ -420,6 +421,6 @@ def test_the_state_of_a_task_that_each_rank_has_for_itself_is_named_at_the_start
     started = next(
         event for event in events.read(tmp_path / "run") if isinstance(event, events.Started)
     )
-    said = [note for note in started.notes if "a copy of its own" in note]
+    said = [note for note in started.notes if "a separate copy" in note]
     assert len(said) == bool(names)
     assert all(repr(name) in said[0] for name in names)

@@ -70,29 +70,29 @@ def drop_all(run: Path) -> None:
             1,
             drop_newest,
             (
-                "goes on after step 6, and rank 1 of 2 on {host} has no such commit in {own}: "
-                "its newest is of step 5"
+                "resumes after step 6, and rank 1 of 2 on {host} has no checkpoint of that step "
+                "in {own}: its newest checkpoint is of step 5"
             ),
         ),
         (
             1,
             drop_all,
-            "goes on after step 6, and rank 1 of 2 on {host} has no such commit in {own}",
+            "and rank 1 of 2 on {host} has no checkpoint of that step in {own}",
         ),
         (
             0,
             drop_newest,
             (
-                "goes on after step 5, "
-                "and rank 1 of 2 on {host} has a newer commit in {own}, of step 6"
+                "resumes after step 5, "
+                "and rank 1 of 2 on {host} has a newer checkpoint in {own}, of step 6"
             ),
         ),
         (
             0,
             drop_all,
             (
-                "begins from the start, "
-                "and rank 1 of 2 on {host} has a newer commit in {own}, of step 6"
+                "starts from step 0, "
+                "and rank 1 of 2 on {host} has a newer checkpoint in {own}, of step 6"
             ),
         ),
     ],
@@ -113,7 +113,7 @@ def test_a_rank_with_a_whole_commit_of_another_run_is_named(left: Path, tmp_path
     run_ranks(2, lambda rank: train(tmp_path / "own", given=None, most=7), tmp_path / "other")
     shutil.copytree(left, tmp_path / "run")
     found = run_ranks(2, on_a_disk_of_its_own(tmp_path / "run"), tmp_path / "ranks")
-    told = f"rank 1 of 2 on {_host()} has another commit of that step in {tmp_path / 'own'}"
+    told = f"rank 1 of 2 on {_host()} has another checkpoint of that step in {tmp_path / 'own'}"
     assert all(each["kind"] == "RunFolderError" and told in each["error"] for each in found), found
 
 
@@ -165,7 +165,7 @@ def test_a_bit_that_flips_while_a_rank_loads_is_named_before_step_1(
                 raise AssertionError("it began")
 
     found = run_ranks(2, job, tmp_path / "ranks")
-    told = f"after loading step 6 rank 1 of 2 on {_host()} does not hold what rank 0 does: {name}"
+    told = f"after loading step 6 rank 1 of 2 on {_host()} differs from rank 0: {name}"
     assert all(each["kind"] == "NumbersError" and told in each["error"] for each in found), found
 
 
@@ -210,10 +210,7 @@ def test_copies_of_a_split_state_are_held_against_each_other_too(tmp_path: Path)
                 raise AssertionError("it began")
 
     found = run_ranks(4, job, tmp_path / "ranks")
-    told = (
-        f"after loading step 2 rank 3 of 4 on {_host()} does not hold what rank 1 does: "
-        "state/optimizer/"
-    )
+    told = f"after loading step 2 rank 3 of 4 on {_host()} differs from rank 1: state/optimizer/"
     assert all(each["kind"] == "NumbersError" and told in each["error"] for each in found), found
 
 

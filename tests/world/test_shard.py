@@ -334,6 +334,6 @@ def test_a_bit_that_flips_in_one_copy_of_a_split_model_is_named(tmp_path: Path) 
         return None
 
     found = run_ranks(4, job, tmp_path / "ranks")
-    assert "the weights of rank 3 of 4 are not those of rank 1: " in found[3]["error"]
-    assert "the weights of rank 3 of 4 are not those of rank 1: " in found[1]["error"]
+    assert "the weights of rank 3 of 4 differ from those of rank 1: " in found[3]["error"]
+    assert "the weights of rank 3 of 4 differ from those of rank 1: " in found[1]["error"]
     assert all(each["kind"] in ("LostRank", "NumbersError") for each in found), found

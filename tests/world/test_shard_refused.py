@@ -115,7 +115,7 @@ class ChannelsLast(Stacked):
             {"compile": {"what": "model"}},
             "compile.what is 'model', and layout.shard is 2",
         ),
-        (Alone, {"shard": 2, "zero_stage": 3}, {}, "gathers the weights of a block at a time"),
+        (Alone, {"shard": 2, "zero_stage": 3}, {}, "gathers the weights of one block at a time"),
         (
             Scalar,
             {"shard": 2, "zero_stage": 1},
@@ -127,7 +127,7 @@ class ChannelsLast(Stacked):
         (ChannelsLast, {"shard": 2}, {}, "filters.weight lies in memory in another order"),
         (Apart, {"shard": 2, "zero_stage": 2}, {}, "weights at the start: rank 1 has"),
         (Sentences, {"shard": 2, "zero_stage": 2}, {}, "calls parts of a ModuleDict"),
-        (Parts, {"shard": 2, "zero_stage": 3}, {}, "gather weights where the model is called"),
+        (Parts, {"shard": 2, "zero_stage": 3}, {}, "gather weights when the whole model is called"),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_anything_is_written(

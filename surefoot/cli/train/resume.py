@@ -139,7 +139,7 @@ def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -
     if from_ is None:
         step, troubles = newest_sound(run)
         for trouble in troubles:
-            print(f"warning: {trouble}; the commit before it is taken", file=sys.stderr)
+            print(f"warning: {trouble}; the previous checkpoint is used", file=sys.stderr)
         return Start(run, step, weights_only)
     step = commits.find_step(run, from_)
     newest = commits.find_step(run, "last")

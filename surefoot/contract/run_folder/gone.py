@@ -61,7 +61,7 @@ def describe_lost(gone: Sequence[Gone], after: int) -> str:
         return ""
     steps = ", ".join(f"{each.step:,}" for each in lost)
     return (
-        f"the log names the commit of step{'s' if len(lost) > 1 else ''} {steps}, "
+        f"the log names the checkpoint of step{'s' if len(lost) > 1 else ''} {steps}, "
         "and it is not in checkpoints/"
     )
 
@@ -78,9 +78,7 @@ def _judge(
         each.step == step and (each.generation is None or each.generation >= generation)
         for each in removed
     ):
-        return Gone(
-            step, False, "deleted by surefoot, as its retention or `checkpoint prune` was told to"
-        )
+        return Gone(step, False, "deleted by surefoot, by the retention or by `checkpoint prune`")
     if aside := sorted(
         path.name
         for path in (run / manifest.FOLDER).glob(
@@ -96,7 +94,7 @@ def _judge(
     return Gone(
         step,
         False,
-        "deleted by retention or by hand: this run has no record of what was deleted then",
+        "deleted by retention or by a user: this run has no record of deletions at that time",
     )
 
 

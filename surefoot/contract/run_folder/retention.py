@@ -142,7 +142,10 @@ def retain(
     below 1.
     """
     if keep < 1:
-        raise InputError(f"keep is {keep}", hint="keep 1 or more: the newest two stay in any case")
+        raise InputError(
+            f"keep must be at least 1; got {keep}",
+            hint="give 1 or more; the newest two checkpoints are always kept",
+        )
     run = Path(run)
     try:
         doomed = find_doomed(

@@ -83,8 +83,8 @@ class PrecisionTable(SpecTable):
             )
         if self.weights == "bf16" and self.compute != "bf16":
             raise ValueError(
-                f"weights = 'bf16' with compute = {self.compute!r} widens in each pass; "
-                "set compute = 'bf16'"
+                f"weights = 'bf16' with compute = {self.compute!r} converts the "
+                "weights in each forward pass; set compute = 'bf16'"
             )
         return self
 
@@ -130,7 +130,7 @@ class MemoryTable(SpecTable):
     def _together(self) -> Self:
         if self.offload == "optimizer" and self.update_in_backward:
             raise ValueError(
-                'offload = "optimizer" gathers gradients on the host; drop it, '
+                'offload = "optimizer" collects gradients on the host; leave offload out, '
                 "or set update_in_backward = false"
             )
         return self
@@ -141,13 +141,11 @@ def _pointed(given: Any) -> Any:
     name = str(given).lower()
     if name in ("torchscript", "jit"):
         raise ValueError(
-            'TorchScript is retired, and made no training faster; use "model", '
+            'TorchScript is deprecated and does not speed up training; use "model", '
             "and torch.export for serving"
         )
     if name in ("tensorrt", "trt"):
-        raise ValueError(
-            'TensorRT serves models and trains none; use "model", and torch.export for serving'
-        )
+        raise ValueError('TensorRT runs inference only; use "model", and torch.export for serving')
     return given
 
 

@@ -84,8 +84,8 @@ def _read_schedule(given: Any) -> Any:
         raise explain(error, prefix=("schedule",)) from None
     except TypeError:
         raise SpecError(
-            "schedule holds a value that TOML has no business with here",
-            hint='durations are texts, as in "5 epochs"',
+            "schedule holds a TOML value of an unsupported type, such as a date",
+            hint='write a duration as a string, such as "5 epochs"',
         ) from None
 
 
@@ -303,12 +303,12 @@ def _check_update_in_backward(spec: RunSpec) -> None:
     reasons = (
         (
             train.microbatch not in (None, train.batch),
-            "several microbatches are summed first",
+            "the gradients of several microbatches are summed first",
             "leave train.microbatch out",
         ),
         (
             spec.memory.on_oom == "halve",
-            "half a batch would be a microbatch",
+            "half a batch would be one of several microbatches",
             "leave memory.on_oom out",
         ),
         (bool(train.ramp), "a batch that grows is cut into microbatches", "leave train.ramp out"),
@@ -324,29 +324,29 @@ def _check_update_in_backward(spec: RunSpec) -> None:
         ),
         (
             optim.name not in ("sgd", "adam", "adamw"),
-            f"optim.name = {optim.name!r} updates all at once",
+            f"optim.name = {optim.name!r} updates all parameters at once",
             'set optim.name = "adamw"',
         ),
         (
             spec.precision.weights == "bf16" and spec.precision.master == "fp32",
-            "masters gather the gradients of the weights first",
+            "master weights collect the gradients of all weights first",
             'set precision.weights = "fp32"',
         ),
         (
             not optim.fused,
-            "the update of one parameter is that of a fused kernel",
+            "the update of a single parameter already uses a fused kernel",
             "leave optim.fused out",
         ),
         (
             spec.stability.nonfinite == "skip",
-            "a step that is partly applied cannot be skipped",
+            "a partly applied step cannot be skipped",
             'set stability.nonfinite = "stop"',
         ),
     )
     for applies, reason, hint in reasons:
         if applies:
             raise SpecError(
-                f"memory.update_in_backward does not go with this spec: {reason}",
+                f"memory.update_in_backward cannot be combined with this spec: {reason}",
                 hint=hint,
                 key=("memory", "update_in_backward"),
             )
@@ -389,15 +389,15 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
         hint = (
             'a spec needs at least [task] use = "digits"'
             if len(path) < 3
-            else f"{'.'.join(path[:2])} takes more values than that"
+            else f"{'.'.join(path[:2])} needs more values"
         )
         return SpecError(f"{dotted} is not given", hint=hint, key=path)
     if kind == "string_unicode":
         hint = (
-            "TOML is UTF-8: rename what is called so; or, "
-            "where it is UTF-8 and this terminal is not, set LC_ALL=C.UTF-8"
+            "TOML is UTF-8: rename the file or folder; or, if its name is UTF-8 and "
+            "this terminal is not, set LC_ALL=C.UTF-8"
         )
-        return SpecError(f"{dotted} is {given!r}, which is no text", hint=hint, key=path)
+        return SpecError(f"{dotted} is {given!r}, which is not UTF-8 text", hint=hint, key=path)
     if kind == "value_error":
         text, _, hint = str(fault["msg"]).removeprefix("Value error, ").partition("; ")
         if len(path) == 1:

@@ -171,7 +171,7 @@ class OptimTable(SpecTable):
         if self.state == "8bit" and (self.name not in ("adam", "adamw") or not self.fused):
             given = f'name = "{self.name}"' if self.fused else "fused = false"
             raise ValueError(
-                f'state = "8bit" is of the adam and adamw of surefoot, not of {given}; '
+                f'state = "8bit" needs the adam or adamw of surefoot, not {given}; '
                 'use "adamw" or "adam", or leave state out'
             )
         if self.nesterov and self.momentum == 0:
@@ -257,12 +257,12 @@ class TrainTable(SpecTable):
         length = Duration.parse(self.length)
         if length.unit == "%":
             raise ValueError(
-                f"length = {self.length} is a share of itself; say how long the run is, "
-                "for example in epochs or steps"
+                f"length = {self.length} is a percentage of length; give the length "
+                "in epochs, steps or another unit"
             )
         if length.unit == "s" and length.value < SHORTEST_RUN_S:
             raise ValueError(
-                f"length = {self.length} is over before the first step; "
+                f"length = {self.length} ends before the first step; "
                 f"use at least {SHORTEST_RUN_S} s, or 1 step"
             )
         return self

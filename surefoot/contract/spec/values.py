@@ -35,14 +35,14 @@ def checked_by(parse: Callable[[str], object]) -> BeforeValidator:
 def _canonical_duration(text: str) -> str:
     length = Duration.parse(text)
     if length.value == 0:
-        raise ValueError(f"{text} is nothing; use at least 1 step")
+        raise ValueError(f"{text} is zero; use at least 1 step")
     return str(length)
 
 
 def _some_time(text: str) -> None:
     if Duration.parse(text).unit != "s":
         raise SpecError(
-            f"{text} is not a time", hint='a time has its unit: "90 s", "10 min", "6 h"'
+            f"{text} is not a time", hint='give a time with its unit: "90 s", "10 min", "6 h"'
         )
 
 
@@ -55,7 +55,7 @@ def power_of_two(value: int) -> int:
 def _some_bytes(text: str) -> None:
     if parse_bytes(text) < 1:
         raise SpecError(
-            f"{text} is nothing", hint='a size has its unit: "512 B", "1.5 GiB", "80 GB"'
+            f"{text} is nothing", hint='give a size with its unit: "512 B", "1.5 GiB", "80 GB"'
         )
 
 

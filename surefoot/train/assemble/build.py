@@ -87,7 +87,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     notes += recomputed.notes
     if spec.fault.forget:
         left_out = ", ".join(spec.fault.forget)
-        notes.append(f"going on leaves out {left_out}, on purpose: fault.forget")
+        notes.append(f"the resume leaves out {left_out}, on purpose: fault.forget")
     length = Duration.parse(spec.train.length)
     tokens = find_tokens_per_sample(source)
     total_steps = to_steps(length, feed, tokens)
@@ -142,14 +142,11 @@ def _describe_choices(spec: RunSpec, task: Resolved, feed: Feed) -> list[str]:
     notes, source = list[str](), feed.source
     if task.importable is None:
         notes.append(
-            "the task was built here: what needs a fresh process "
-            "needs one that can be imported, with [task] use"
+            "the task is an object of this script: commands that start a new process "
+            "need a task that can be imported, with [task] use"
         )
     if spec.train.batchnorm in ("group", "layer"):
-        notes.append(
-            "GroupNorm stands in the place of BatchNorm (train.batchnorm = "
-            f"{spec.train.batchnorm!r})"
-        )
+        notes.append(f"GroupNorm replaces BatchNorm (train.batchnorm = {spec.train.batchnorm!r})")
     if feed.dropped:
         notes.append(
             f'the last {feed.dropped} samples of each epoch are left out (data.last_batch = "drop")'
@@ -222,7 +219,7 @@ def _make_engine(
     )
     if policy.scaler is not None and spec.memory.update_in_backward:
         raise SpecError(
-            "memory.update_in_backward does not go with fp16, whose gradients are scaled",
+            "memory.update_in_backward does not support fp16, whose gradients are scaled",
             hint="use bf16 or fp32",
         )
     settings = make_settings(spec, course.feed.source)
@@ -240,8 +237,7 @@ def _make_engine(
         stepper.ranks = make_ranks(spec, group, model, updates, sharded, course)
     elif spec.layout.compress != "none":
         notes.append(
-            f"layout.compress = {spec.layout.compress!r} "
-            "changes nothing: one rank sends no gradients"
+            f"layout.compress = {spec.layout.compress!r} has no effect: one rank sends no gradients"
         )
     stepper.loader.use(settings, last=course.total_steps)
     if spec.data.on_bad == "skip":
@@ -262,10 +258,11 @@ def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
             + (
                 "are several updates"
                 if len(updates) > 1
-                else f"is one pass over all {feed.batch:,} samples"
+                else f"a step is one microbatch of all {feed.batch:,} samples"
             ),
             hint=(
-                "surefoot whatif SPEC --noise needs none; or set train.microbatch = "
+                "use surefoot whatif SPEC --noise, which needs no microbatches; or "
+                "set train.microbatch = "
                 f"{max(1, feed.batch // 4)}"
             ),
         )

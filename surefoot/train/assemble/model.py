@@ -40,7 +40,7 @@ def build_on_device(spec: RunSpec, task: Resolved, device: torch.device) -> nn.M
     model = build_model(spec, task)
     if not isinstance(model, nn.Module):
         raise TaskError(
-            f"model() of task {task.name} gave a {type(model).__name__}",
+            f"model() of task {task.name} returned a {type(model).__name__}",
             hint="return a torch.nn.Module",
         )
     check_unwrapped(model)

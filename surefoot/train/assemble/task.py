@@ -18,8 +18,8 @@ def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
         return task, spec
     if spec.data.folder is not None:
         raise SpecError(
-            "data.folder is given, but the task is built already",
-            hint="build the task with its folder, and leave data.folder out",
+            "data.folder is given, but the task is already built",
+            hint="give the folder when you build the task, and leave data.folder out",
         )
     tables, use, arguments = spec.as_tables(), find_use(task), find_arguments(task)
     if use is not None and arguments is not None:
@@ -38,7 +38,7 @@ def load_task(spec: RunSpec) -> Resolved:
     if spec.task.use is None:
         raise SpecError(
             "the spec names no task",
-            hint='name one as [task] use = "digits", or give the object: Run(spec, task)',
+            hint='name a task, such as [task] use = "digits", or give the object: Run(spec, task)',
         )
     parameters = spec.task.parameters
     if spec.data.folder is not None:

@@ -50,8 +50,8 @@ def make_updates(
     many = len(stated) > 1
     if many and spec.memory.update_in_backward:
         raise SpecError(
-            "memory.update_in_backward goes with one update, "
-            f"and task {task.name} has {len(stated)}",
+            f"memory.update_in_backward supports one update, and task {task.name} "
+            f"has {len(stated)}",
             hint="set memory.update_in_backward = false",
         )
     if many:  # for the patterns that match no parameter of any update
@@ -98,13 +98,13 @@ def _own_curve(
         raise SpecError(
             f"train.length is {spec.train.length}, and the task's schedule(step, total_steps) "
             "needs the number of steps",
-            hint="say the length in steps or epochs, or name a schedule under [schedule]",
+            hint="give the length in steps or epochs, or name a schedule under [schedule]",
         )
     for step in (0, total_steps):
         if not _is_finite(value := own(step, total_steps)):
             raise TaskError(
-                f"schedule({step}, {total_steps}) of the task gives {value!r}",
-                hint="give a multiplier of the learning rate, as 0.5",
+                f"schedule({step}, {total_steps}) of the task returned {value!r}",
+                hint="return a multiplier of the learning rate, such as 0.5",
             )
     return lambda step: float(own(min(step, total_steps), total_steps))
 
@@ -146,7 +146,7 @@ def _stated_updates(task: Resolved, model: nn.Module) -> list[Update]:
     stated = list(task.updates(model))
     if not stated or len({update.name for update in stated}) != len(stated):
         raise TaskError(
-            f"updates(model) of task {task.name} gave none, or two of one name",
+            f"updates(model) of task {task.name} returned no Update, or two with the same name",
             hint="name each Update differently",
         )
     return stated
@@ -160,9 +160,9 @@ def _optimizers(
     if update.optimizer is not None:
         if any(optim.master_of(parameter) is not parameter for parameter in parameters):
             raise SpecError(
-                f"update {update.name} has an optimizer of its own, which knows no masters "
-                "(precision.weights, memory.offload)",
-                hint="let surefoot build the optimizer, or leave that out",
+                f"update {update.name} has a user-defined optimizer, which does not "
+                "support master weights (precision.weights, memory.offload)",
+                hint="let surefoot build the optimizer, or leave these keys out",
             )
         held = {
             id(parameter)
@@ -171,22 +171,25 @@ def _optimizers(
         }
         if held != mine:
             raise TaskError(
-                f"update {update.name} names {len(mine)} parameters, its optimizer holds "
-                f"{len(held)}, not the same ones",
-                hint="give both the same parameters",
+                f"update {update.name} names {len(mine)} parameters, and its "
+                f"optimizer holds {len(held)}; they must be the same",
+                hint="give the Update and its optimizer the same parameters",
             )
         return (_stepping_alone(update.optimizer),), (
             f"{type(update.optimizer).__name__} of the task",
         )
     trained = [each for each in optim.find_trained(model) if id(each.parameter) in mine]
     if not trained:
-        raise TaskError(f"update {update.name} trains no parameter", hint="are all of them frozen?")
+        raise TaskError(
+            f"update {update.name} trains no parameter",
+            hint="check whether all of its parameters are frozen",
+        )
     table = optim.table_of(spec.optim, trained) if many else spec.optim
     own = task.optimizer if "name" not in table.model_fields_set or table.name == "task" else None
     if table.name == "task" and own is None:
         raise SpecError(
             f"optim.name is 'task', but task {task.name} has no optimizer(groups)",
-            hint="name sgd, adam, adamw, muon, lars or lamb",
+            hint="set optim.name to sgd, adam, adamw, muon, lars or lamb",
         )
     groups = None
     if task.parameter_groups is not None and not many:
@@ -208,7 +211,7 @@ def _optimizers(
     made = own(_with_stated_rate(groups, table))
     if not isinstance(made, torch.optim.Optimizer):
         raise TaskError(
-            f"optimizer(groups) of task {task.name} gave a {type(made).__name__}",
+            f"optimizer(groups) of task {task.name} returned a {type(made).__name__}",
             hint="return a torch.optim.Optimizer",
         )
     return (_stepping_alone(made),), (f"{type(made).__name__} of the task's optimizer(groups)",)
@@ -219,7 +222,7 @@ def _stepping_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(
             "LBFGS calls the loss several times in a step, which a run cannot do",
-            hint="use another optimizer, or keep your own loop and surefoot.attach",
+            hint="use another optimizer, or write the training loop and use surefoot.attach",
         )
     return optimizer
 
@@ -229,8 +232,9 @@ def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[d
     idle = sorted(table.model_fields_set & {*optim.OWN_KEYS})
     if idle:
         raise SpecError(
-            f"optim.{idle[0]} is given, but the optimizer is the task's own",
-            hint='set it in the task\'s optimizer(groups), or name another: optim.name = "adamw"',
+            f"optim.{idle[0]} is given, but the task builds the optimizer",
+            hint="set it in the task's optimizer(groups), or use one of surefoot: "
+            'optim.name = "adamw"',
         )
     return (
         [{**group, "lr": table.lr} for group in groups]

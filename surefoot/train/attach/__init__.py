@@ -139,13 +139,15 @@ class Attached:
         """
         name = events.RENAMED_PHASES.get(name, name)
         if name not in events.PHASES:
-            raise InputError(f"{name!r} is no phase", hint=f"use one of {', '.join(events.PHASES)}")
+            raise InputError(
+                f"there is no phase {name!r}", hint=f"use one of {', '.join(events.PHASES)}"
+            )
         return self._record.clock.within(events.PHASES.index(name))
 
     def close(self) -> None:
         """Save a checkpoint and record that the loop has finished; a second call does nothing."""
         self._record.save()
-        self._record.end("finished", f"the loop was done after step {self.step}")
+        self._record.end("finished", f"the loop ended after step {self.step}")
 
     def __enter__(self) -> Self:
         return self

@@ -38,8 +38,8 @@ def check_given(model: Any, optimizer: Any, data: Any, state: Any) -> list[Any]:
         )
     if not isinstance(data, Iterable):
         raise DataError(
-            f"data is a {type(data).__name__}, which cannot be iterated",
-            hint="give the loader that the loop reads",
+            f"data must be iterable; got a {type(data).__name__}",
+            hint="pass the loader that the loop reads",
         )
     if not isinstance(state, Mapping | None):
         raise TaskError(
@@ -63,7 +63,7 @@ def as_loss(loss: Any) -> Tensor:
     except (TypeError, ValueError):
         raise TaskError(
             f"step_done was given {checkpoint.name_kind(loss)}",
-            hint="give the loss of the step: a number, or a tensor of one",
+            hint="give the loss of the step: a number, or a tensor of one element",
         ) from None
 
 
@@ -89,21 +89,21 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: 
     """Return a note on each setting that differs from the last attempt, and how to set either."""
     notes = []
     for key in [key for key in now if before.get(key, now[key]) != now[key]]:
-        told = f"the script gives {key} = {now[key]}, and gave {before[key]} in the attempt before"
+        told = f"the script sets {key} = {now[key]}, and the previous attempt had {before[key]}"
         if key == "data.batch_size":
-            notes.append(f"{told}: the pass that was left goes on with other batches")
+            notes.append(f"{told}: the rest of the interrupted epoch has other batches")
         else:
             more = ", and the base_lrs of a scheduler" if key.endswith("['lr']") else ""
             notes.append(
-                f"{told}: the saved value is kept; for the new one set {key} = {now[key]} after "
+                f"{told}: the saved value is kept; for the new value set {key} = {now[key]} after "
                 f"attach{more}"
             )
     if notes:
         name = str(folder)
-        copied = f"cp -r {shlex.quote(name)} NEW, and folder='NEW' goes on in the copy"
+        copied = f"cp -r {shlex.quote(name)} NEW, and folder='NEW' resumes in the copy"
         notes.append(
-            f"to keep {name} as it is: {copied}; another folder trains from step 0; more passes "
-            "than before extend the loop"
+            f"to keep {name} as it is: {copied}; another folder trains from step 0; "
+            "more epochs than before extend the loop"
         )
     return notes
 
@@ -129,11 +129,13 @@ def name_objects(
     }
     for name, value in more.items():
         if name in named or name in OWN:
-            raise TaskError(f"state names {name!r}, which is taken", hint="give it another name")
+            raise TaskError(
+                f"state names {name!r}, which surefoot uses itself", hint="give it another name"
+            )
         if not checkpoint.is_restorable(value):
             raise TaskError(
-                f"state gives {name!r} as {checkpoint.name_kind(value)}, which cannot be put back "
-                "in place",
+                f"state gives {name!r} as {checkpoint.name_kind(value)}, which cannot "
+                "be restored in place",
                 hint=(
                     "give an object with state_dict and load_state_dict, as schedulers and "
                     "scalers have, a random generator of torch, NumPy or Python, or a tensor or "
@@ -150,20 +152,20 @@ def name_objects(
 def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
     """Return the guarantee (proven, replayed or none) of a resume within `data`, and why."""
     if saves_its_place(data):
-        return "proven", "they save and restore their own place"
+        return "proven", "the loader saves and restores its position"
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return "proven", "any batch of them can be read by its number"
+        return "proven", "the loader reads any batch by its index"
     if isinstance(data, Iterator):
-        return "none", "an iterator is read once and cannot go back"
+        return "none", "an iterator is read once and cannot be rewound"
     if getattr(data, "persistent_workers", False):
         return (
             "replayed",
             (
-                "they are read forwards again; new workers draw other random numbers than those "
-                "that stayed would have"
+                "a resumed loop reads the epoch again up to its position; new "
+                "workers draw other random numbers than persistent workers would have"
             ),
         )
-    return "replayed", "they are read forwards: going on reads what was read before once more"
+    return "replayed", "a resumed loop reads the epoch again up to its position"
 
 
 def saves_its_place(data: Any) -> bool:

@@ -71,8 +71,8 @@ class LoopKeeper:
         duration = None if every is None else Duration.parse(every)
         if duration is not None and (duration.unit not in ("s", "steps") or duration.value == 0):
             raise TaskError(
-                f"a loop of your own cannot be saved every {every!r}",
-                hint='say it in steps or time, as "500 steps" or "10 min"',
+                f"an attached loop cannot be saved every {every!r}",
+                hint='give it in steps or time, such as "500 steps" or "10 min"',
             )
         self._every = duration
         self._timer = (
@@ -143,9 +143,9 @@ class LoopKeeper:
             given = type(self._objects[name]).__name__ if name in self._objects else "nothing"
             if given != kind:
                 raise RunFolderError(
-                    f"step {step:,} of {self._folder} holds the state of {name!r}, which was "
+                    f"step {step:,} of {self._folder} holds the state of {name!r} as "
                     f"{kind}: the loop gives {given}",
-                    hint="give what the loop was begun with, or begin in another folder",
+                    hint="give the objects that the loop started with, or start in another folder",
                 )
 
     def _set_trained(self, saved: Mapping[str, Mapping[str, bool]]) -> tuple[str, ...]:

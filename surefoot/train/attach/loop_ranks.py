@@ -59,8 +59,8 @@ def find_group(given: Path | None) -> Group:
         wanted = meeting.exchange("" if given is None else str(given.absolute()))
     except (RuntimeError, LostRank) as error:
         raise LostRank(
-            f"rank {rank} of {size} called surefoot.attach, and another rank did not within "
-            f"{WAIT_S:g} s",
+            f"rank {rank} of {size} called surefoot.attach, and another rank did not "
+            f"call it within {WAIT_S:g} s",
             hint=(
                 "call attach on every rank, after init_process_group: rank 0 writes the folder, "
                 "and each rank saves its own state"
@@ -73,7 +73,7 @@ def find_group(given: Path | None) -> Group:
         told = ", ".join(f"{text or 'none'} (rank {number})" for number, text in enumerate(wanted))
         raise RunFolderError(
             f"the ranks give different folders: {told}",
-            hint="give all of them one folder, or each its own",
+            hint="give all ranks one folder, or each rank a separate folder",
         )
     return Group(rank, size, channel=dist.new_group(backend="gloo"), roll=lambda: f"; {TOGETHER}")
 
@@ -110,7 +110,10 @@ def describe_buckets(group: Group, model: nn.Module) -> tuple[str, ...]:
     if model.find_unused_parameters and not model.static_graph:
         return ()
     why = "DistributedDataParallel rearranges its buckets after the first backward pass"
-    what = "the gradients of the first step may be summed in another order than without the stop"
+    what = (
+        "the gradients of the first step may be summed in another order than in an "
+        "uninterrupted loop"
+    )
     return (f"{why}, so {what}: find_unused_parameters=True keeps the buckets as they are",)
 
 
@@ -223,8 +226,8 @@ def check_same_step(group: Group, steps: Sequence[int]) -> None:
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise TaskError(
-                f"rank {rank} of {group.size} has done {step:,} steps, rank 0 {steps[0]:,}: a "
-                "save needs the same",
+                f"rank {rank} of {group.size} has done {step:,} steps, rank 0 "
+                f"{steps[0]:,}: a save needs the same number on all ranks",
                 hint=TOGETHER,
             )
 

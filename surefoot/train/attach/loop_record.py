@@ -138,7 +138,7 @@ class LoopRecord:
         """Resume from the newest checkpoint; return the messages for the user."""
         loop, troubles = self._keeper.resume()
         if loop is None:
-            return ("no commit was there to go on from: from the start",)
+            return ("no checkpoint was found: the loop starts from step 0",)
         self.step = self._saved_step = int(loop["step"])
         self.num_samples, self._num_batches = int(loop["num_samples"]), int(loop["num_batches"])
         self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
@@ -146,10 +146,10 @@ class LoopRecord:
         self._training_s = float(loop.get("training_s", 0.0))
         # an older version did not save the time
         self._num_untimed = 0 if "training_s" in loop else self.num_samples
-        set_aside = (f"a damaged commit was set aside: {trouble}" for trouble in troubles)
+        set_aside = (f"a damaged checkpoint was set aside: {trouble}" for trouble in troubles)
         return (
             *set_aside,
-            f"going on after step {self.step:,}, with rates and settings as they were saved",
+            f"resuming after step {self.step:,}, with the saved learning rates and settings",
             *changed,
             *self._keeper.unfrozen,
             *notes,
@@ -183,13 +183,13 @@ class LoopRecord:
             first_step=self.step + 1,
             notes=(
                 *notes,
-                f"attached to a loop of the user's; the data are {guarantee}: {why}",
+                f"attached to a training loop of the script; the data are {guarantee}: {why}",
                 *describe(self._group),
             ),
             **environment.circumstances(str(self._device), program),
         )
 
-    # ---- while the loop goes on
+    # ---- while the loop runs
 
     def begin_pass(self) -> Iterator[Any]:
         self._is_inside = True
@@ -200,7 +200,9 @@ class LoopRecord:
             batches = self._keeper.begin_pass()
         if (found := self._keeper.difference) is not None:
             self._console.warn(f"{self._group.place}{found.what}; {found.hint}")
-            fault = GuardFault(self.step, "other-data", "the loop resumes all the same", found.what)
+            fault = GuardFault(
+                self.step, "other-data", "the loop resumes with these data", found.what
+            )
             self._write(environment.fault(self.generation, fault))
         return batches
 
@@ -237,13 +239,13 @@ class LoopRecord:
                 made, elapsed_s = self._keeper.save(self.step, counters, data_state)
         except StorageError as error:
             if self._group.is_first:  # to which those of the others came
-                self._console.warn(f"{error.message}; the loop goes on")
+                self._console.warn(f"{error.message}; the loop continues")
             return
         finally:
             if deleted := self._keeper.take_deleted():
                 self._console.warn(
-                    f"the disk was full: the checkpoint of {deleted} was deleted before its time; "
-                    "the loop continues"
+                    f"the disk was full: the checkpoint of {deleted} was deleted "
+                    "earlier than its retention says; the loop continues"
                 )
         self._saved_step = self.step
         # a scheduler that was made after attach
@@ -292,7 +294,7 @@ class LoopRecord:
         if not self._is_over and not self.owner.is_here:
             self._is_over = True
             self._console.warn(
-                f"{self.owner.describe('this loop')}: here it is neither recorded nor saved"
+                f"{self.owner.describe('this loop')}: this process neither records nor saves it"
             )
         return self._is_over
 
@@ -380,7 +382,9 @@ class LoopRecord:
                 self._console.warn(trouble)
 
     def _give_up(self, error: StorageError) -> None:
-        self._console.warn(f"{self._group.place}{error.message}; the loop goes on unrecorded")
+        self._console.warn(
+            f"{self._group.place}{error.message}; the loop continues without records"
+        )
         if not self._group.is_alone:  # the others wait for this rank in every save
             self._journal.abandon()
             self._journal = NoJournal()
@@ -425,7 +429,7 @@ class LoopRecord:
             outcome = "finished" if is_whole else "stopped"
             passes = "1 pass" if self._num_passes == 1 else f"{self._num_passes} passes"
             cause = f"{passes} over the data" if is_whole else ""
-        cause = cause or f"the loop was left after step {self.step}"
+        cause = cause or f"the loop exited after step {self.step}"
         if not self._is_over and not self._lock.is_lost():
             self._write(self._ended(outcome, cause, exit_code))
         if not self._is_over:

@@ -62,14 +62,14 @@ class Shortage:
         asked = (
             ""
             if self.asked_bytes is None
-            else f" {format_bytes(self.asked_bytes)} more were asked for,"
+            else f" the allocation asked for {format_bytes(self.asked_bytes)},"
         )
         where = PLACES.get(self.phase, f"in {PHASES[self.phase]}")
         most = format_bytes(self.peak_bytes)
         raised = "" if self.raised is None else f"; {self.raised}"
         return (
             f"out of memory {where} with microbatch "
-            f"{self.microbatch}:{asked} {most} were the most before{raised}"
+            f"{self.microbatch}:{asked} the peak was {most}{raised}"
         )
 
 
@@ -128,7 +128,7 @@ def tell(shortage: Shortage, assembly: Assembly, folder: Path, then: str) -> Out
         message += f"; the blocks with the largest activations: {', '.join(largest)}"
     with contextlib.suppress(OSError):
         files.write_whole(folder, FILE, f"{json.dumps(row, indent=1)}\n".encode())
-        message += f"; more in {folder / FILE}"
+        message += f"; details: {folder / FILE}"
     return OutOfMemory(f"{message}{then}", hint=_hint(found, changes, unknown, not then))
 
 
@@ -138,9 +138,9 @@ def _hint(
     if found is None:
         return (
             "use a smaller train.microbatch, or memory.activation_checkpointing; "
-            f"what they would bring is not known: {unknown}"
+            f"the memory that they would save is not known: {unknown}"
         )
-    now = f"a step holds {format_bytes(found.peak_bytes)} by prediction"
+    now = f"the predicted peak memory of a step is {format_bytes(found.peak_bytes)}"
     if not changes:
         return (
             f"{now}, mostly {max(found.terms, key=lambda kind: found.terms[kind])}: use a smaller "
@@ -148,12 +148,12 @@ def _hint(
         )
     is_possible = can_halve and any(words.startswith("train.microbatch") for words, _ in changes)
     by_itself = (
-        '; memory.on_oom = "halve" halves the microbatch where that is needed'
+        '; memory.on_oom = "halve" halves the microbatch when memory runs out'
         if is_possible
         else ""
     )
     brought = ", ".join(f"{words} ({format_bytes(num_bytes)})" for words, num_bytes in changes)
-    return f"{now}; the cheapest first: {brought}{by_itself}"
+    return f"{now}; changes with their predicted peak, the cheapest first: {brought}{by_itself}"
 
 
 def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int]], str | None]:

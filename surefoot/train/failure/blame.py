@@ -126,7 +126,7 @@ def as_task_errors() -> Iterator[None]:
             raise
         raise TaskError(
             f"the task failed before the run: {describe(error)}",
-            hint="run with --traceback to see all of it",
+            hint="run with --traceback to see the whole error",
         ) from error
 
 
@@ -152,9 +152,10 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
         return short
     if is_lost_together(error):
         lost = LostRank(
-            f"{place} the other ranks are out of reach, in a collective that the task calls "
-            f"itself ({find_place(error)})",
-            hint="all ranks call the same collectives, in one order, with tensors of one size",
+            f"{place} the other ranks are unreachable, in a collective that the task "
+            f"itself calls ({find_place(error)})",
+            hint="call the same collectives on all ranks, in the same order, with tensors "
+            "of the same size",
         )
         lost.__cause__ = error
         return lost
@@ -172,5 +173,8 @@ def _find_hint(error: BaseException) -> str:
     if is_of_repeated_pass(error):
         return HINT
     if _OVERWRITTEN in str(error):
-        return 'keep a copy of what the model gave: output.clone(); or set compile.mode = "default"'
-    return "run with --traceback to see all of it"
+        return (
+            "keep a copy of the output of the model: output.clone(); or set compile.mode "
+            '= "default"'
+        )
+    return "run with --traceback to see the whole error"

@@ -112,12 +112,12 @@ def tell_outcome(
     if error is not None:
         return "failed", f"{type(error).__name__} after step {step}", EXIT_INTERNAL
     if stop is None and step != total_steps:
-        return "stopped", f"the loop was left at step {step}", EXIT_OK
+        return "stopped", f"the loop exited at step {step}", EXIT_OK
     outcome, cause = stop or WHOLE
     if (
         stop_code == EXIT_TERMINATED
         and outcome == "interrupted"
         and flight.is_recalled(place.flight_file())
     ):
-        cause = "ended by the supervisor, to begin anew with more ranks"
+        cause = "ended by the supervisor, to restart with more ranks"
     return outcome, cause, stop_code if outcome == "interrupted" else EXIT_OK

@@ -53,7 +53,7 @@ class WithinMemory:
             feed = self._assembly.feed
             feed.microbatch = account.half(feed.microbatch)
             done = (
-                f"the step is done again with microbatch {feed.microbatch}, as are all that follow"
+                f"this step is repeated with microbatch {feed.microbatch}, and later steps keep it"
             )
             self._telling.fault(
                 GuardFault(number, "memory", done, f"step {number}: {shortage.words}")
@@ -62,15 +62,15 @@ class WithinMemory:
     def _reason_against(self, phase: int) -> str | None:
         if self._stepper.has_moved:
             return (
-                "the update had begun: weights may be half "
-                "updated, and the run cannot go on from here"
+                "the optimizer step had started: weights may be partly updated, and "
+                "the step cannot be repeated"
             )
         if phase not in (FORWARD, BACKWARD):
-            return "this takes no less memory with a smaller microbatch"
+            return "this phase of the step needs as much memory with a smaller microbatch"
         if self._assembly.feed.microbatch == 1:
             return "the microbatch is one sample already"
         if self._assembly.task.state is not None:
-            return "the task has a state of its own, which the passes so far may have changed"
+            return "the task has a state(), which the forward passes of this step may have changed"
         return None
 
     def _let_go(self) -> None:

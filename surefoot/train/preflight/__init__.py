@@ -20,10 +20,11 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
     offload = assembly.spec.memory.offload
     if offload != "none" and assembly.engine.device.type == "cpu":
         raise SpecError(
-            f"memory.offload is {offload!r}, and the run is on a CPU: the device is the host "
-            "already, and nothing would be gained",
+            f"memory.offload is {offload!r}, and the run is on a CPU: the tensors are "
+            "already in host memory",
             hint=(
-                "leave it out; for less memory see memory.activation_checkpointing, or "
+                "leave memory.offload out; to use less memory set "
+                "memory.activation_checkpointing, or "
                 'optim.name = "sgd"'
             ),
         )

@@ -19,10 +19,10 @@ from surefoot.train.step import LiveUpdate
 
 SAME = 1e-5  # relative, of a term
 WORDS = (
-    "the loss of update {update} depends on the microbatch before it, by {names}, which a forward "
-    "pass changes: with train.microbatch it trains to other weights than on whole batches; leave "
-    "train.microbatch out, or keep a row of the state for each row of the batch and pick it by a "
-    "number that the batch holds"
+    "the loss of update {update} depends on the previous microbatch, by {names}, "
+    "which a forward pass changes: with train.microbatch the weights differ from "
+    "those trained on whole batches; leave train.microbatch out, or keep one "
+    "row of state for each sample and select it by an index in the batch"
 )
 
 

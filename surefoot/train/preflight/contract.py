@@ -39,8 +39,8 @@ OVER_BATCHES = (
     nn.InstanceNorm3d,
 )
 PARTS_HINT = (
-    "stages 2 and 3 gather weights where the model is called: "
-    "model(...) and no part of it, or set layout.zero_stage = 1"
+    "stages 2 and 3 gather weights when the whole model is called: call model(...), "
+    "not its submodules, or set layout.zero_stage = 1"
 )
 
 
@@ -104,7 +104,7 @@ def check(assembly: Assembly) -> list[str]:
             if not whole.additive:
                 notes.append(
                     f"whether the loss of update {update.name} is a sum "
-                    "is not checked: it states that it is not additive"
+                    "is not checked: the loss declares additive=False"
                 )
                 continue
             assembly.warnings.extend(
@@ -179,14 +179,14 @@ def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) 
         if not str(error).startswith("Expected more than 1"):
             raise
         module = reached[-1]
-        which = "the last of an epoch" if feed.microbatch > 1 else "every microbatch"
+        which = "the last batch of an epoch" if feed.microbatch > 1 else "every microbatch"
         raise TaskError(
-            f"{norms[module]} ({type(module).__name__}) cannot be trained on a batch of one "
-            f"sample, as {which} is here",
-            hint='leave it out with data.last_batch = "drop", or use another train.batch'
+            f"{norms[module]} ({type(module).__name__}) cannot be trained on a batch "
+            f"of one sample, and {which} has one sample",
+            hint='leave that batch out with data.last_batch = "drop", or use another train.batch'
             if feed.microbatch > 1
             else (
-                "use more than one sample in a train.microbatch or train.batch, or a norm that "
+                "set train.microbatch or train.batch above 1, or use a norm that "
                 "does not depend on the batch"
             ),
         ) from error
@@ -225,14 +225,16 @@ def _check_counts(
         if said is None:
             raise TaskError(
                 f"counts(batch) names no {term.name!r}, a term of update {name}",
-                hint=f"it names {', '.join(told)}",
+                hint=f"counts(batch) names {', '.join(told)}",
             )
         if float(said) != float(term.count):
             raise TaskError(
-                f"counts(batch) says {float(said):g} for the term {term.name} of update {name}, "
-                f"its loss counts {float(term.count):g}",
+                f"counts(batch) returned {float(said):g} for the term {term.name} of "
+                f"update {name}, "
+                f"and its loss counts {float(term.count):g}",
                 hint=(
-                    "count the same items in both; several terms need counts by name: {term: count}"
+                    "count the same items in counts(batch) and in the loss; for "
+                    "several terms return {term: count}"
                 ),
             )
 
@@ -260,24 +262,24 @@ def _check_kind(name: str, loss: Loss) -> None:
     for term in loss.terms:
         if not isinstance(term.total, torch.Tensor):
             raise TaskError(
-                f"the total of term {term.name} is no scalar tensor",
+                f"the total of term {term.name} must be a scalar tensor",
                 hint='sum it: cross_entropy(..., reduction="sum")',
             )
         # of no items the total may be a constant
         if not term.total.requires_grad and float(term.count):
             raise TaskError(
-                f"the total of term {term.name} carries no gradient",
+                f"the total of term {term.name} has no gradient",
                 hint="compute it from the model's output, without detach() or item()",
             )
         if not isinstance(term.weight, int | float):
             raise TaskError(
                 f"the weight of term {term.name} is a {type(term.weight).__name__}, not a number",
-                hint="multiply what is learned into the total",
+                hint="multiply a learned weight into the total",
             )
         check_count(term.name, term.count)
     if len({term.name for term in loss.terms}) != len(loss.terms):
         raise TaskError(
-            f"the loss of update {name} has two terms of one name",
+            f"the loss of update {name} has two terms with the same name",
             hint="name each Term differently",
         )
 
@@ -353,8 +355,8 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
     ]
     if short:
         raise SpecError(
-            f"the loss of update {name} calls surefoot.all_gather, and a batch of {short[0]} does "
-            f"not give each of {ranks.group.size} ranks a part",
+            f"the loss of update {name} calls surefoot.all_gather, and a batch of "
+            f"{short[0]} cannot be divided among {ranks.group.size} ranks",
             hint='set data.last_batch = "drop", and train.batch to a multiple of the ranks',
         )
     return True

@@ -32,15 +32,16 @@ def _check_own(assembly: Assembly) -> list[str]:
             digests.append(digest_of(reader(window.epoch, window.ids[:NUM_SAMPLES]).batch))
     if digests[0] == digests[1]:
         return []
-    what = f"the same samples read twice have other values ({source.describe()})"
+    what = f"two reads of the same samples return different values ({source.describe()})"
     why = (
-        "it draws from a generator of its own, reads the clock, or changes its samples in place, "
-        "so a resumed run, other workers and other ranks read other values"
+        "the source uses a separate random generator, reads the clock, or changes "
+        "its samples in place, so a resumed run, other workers and other ranks "
+        "read different values"
     )
     return [
         (
-            f"{what}: {why}; what it draws from the global streams "
-            "of torch, NumPy or Python is the same again"
+            f"{what}: {why}; random numbers from the global generators of torch, "
+            "NumPy or Python are reproduced"
         )
     ]
 
@@ -65,12 +66,12 @@ def _check_shared(assembly: Assembly) -> list[str]:
         if read_streams() == before:
             return []
     what = (
-        "what is read draws from the streams of torch, numpy or Python: with loader.workers = "
-        f"{loader.workers!r} it draws other "
+        "reading uses the global random generators of torch, NumPy or Python: with "
+        f"loader.workers = {loader.workers!r} the random "
     )
     return [
         (
-            f"{what}numbers than without, in threads others each "
-            "time; the keys of augment draw the same everywhere"
+            f"{what}numbers differ from those without workers, and with threads in "
+            "each run; the keys of augment give the same numbers everywhere"
         )
     ]

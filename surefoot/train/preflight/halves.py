@@ -23,10 +23,10 @@ NUM_DRAWS = 8  # seeds under which a loss that draws random numbers is computed
 CERTAIN, COMPATIBLE = 6.0, 4.0  # in standard errors, of means over the seeds
 SUM_HINT = (
     'give the sum and its count: Loss.sum(cross_entropy(..., reduction="sum"), count); a term that '
-    "does not depend on the batch, as a penalty on weights, is Term(..., fixed=True)"
+    "does not depend on the batch, such as a penalty on weights, is Term(..., fixed=True)"
 )
 WAYS_OUT = (
-    "a penalty that does not depend on the batch goes in a term of its own: Term(..., "
+    "a penalty that does not depend on the batch goes in a separate term: Term(..., "
     "fixed=True); a loss that compares samples with each other is returned with additive=False, "
     "and train.microbatch is left out (on several ranks it uses surefoot.all_gather)"
 )
@@ -75,8 +75,9 @@ class _Broadcasts(TorchFunctionMode):
             if len(wide) > 1 and wide[-1] == 1 and not is_indexed:
                 self.found = (
                     f"{getattr(func, '__name__', func)} takes tensors of shapes {shapes[0]} and "
-                    f"{shapes[1]}, and each sample meets every other one: if that is not meant, "
-                    f"give both one shape, for example by .squeeze(-1) of that of shape {wide}"
+                    f"{shapes[1]}, and broadcasts every sample against every other "
+                    "sample: if this is not intended, give both the same shape, "
+                    f"for example with .squeeze(-1) on the tensor of shape {wide}"
                 )
         return result
 
@@ -152,8 +153,8 @@ def check_sums(
     except TaskError as error:
         return [
             (
-                f"whether the loss of update {name} is a sum could not be checked: a part of a "
-                f"batch fails: {error.message}"
+                f"whether the loss of update {name} is a sum could not be checked: "
+                f"half a batch failed: {error.message}"
             )
         ]
     first, found = tried[0][0], []
@@ -172,8 +173,8 @@ def check_sums(
             verdict = "unknown"
         if verdict == "mean":
             raise TaskError(
-                f"the term {term.name} of update {name} is a mean, "
-                "not a sum: it does not grow with the batch",
+                f"the term {term.name} of update {name} is a mean, not a sum: its "
+                "total does not grow with the batch",
                 hint=SUM_HINT,
             )
         if verdict == "other":
@@ -237,7 +238,7 @@ def _report(
             hint=f"{broadcast}; {WAYS_OUT}" if broadcast else WAYS_OUT,
         )
     cause = f"; {broadcast}" if broadcast else ""
-    return f"{what}{cause}; with train.microbatch or on several ranks it trains to other weights"
+    return f"{what}{cause}; with train.microbatch or on several ranks the trained weights differ"
 
 
 def _repeats(

@@ -45,19 +45,19 @@ def check(assembly: Assembly) -> list[str]:
         ]
     told = max((share for share in shares if share is not None), default=None)
     moved = (
-        "which moves the gradient of its first "
-        f"{sum(map(len, parts)):,} samples by {format_percent(told)}"
+        f"which changes the gradient of its first {sum(map(len, parts)):,} samples by "
+        f"{format_percent(told)}"
     )
     if told is None:  # ranks that hold a part each see no whole gradient
-        moved = "which moves its gradient"
+        moved = "which changes its gradient"
     cure = (
-        'train.batchnorm = "group" (or "layer") puts a norm '
-        "in its place that sees each sample by itself"
+        'train.batchnorm = "group" (or "layer") replaces '
+        "BatchNorm by a norm that normalizes each sample separately"
     )
     return [
         (
-            f"BatchNorm sees a microbatch of {len(parts[0]):,} samples, not the batch of "
-            f"{feed.batch_at(0):,}, {moved}; {cure}"
+            f"BatchNorm normalizes a microbatch of {len(parts[0]):,} samples, not the "
+            f"batch of {feed.batch_at(0):,}, {moved}; {cure}"
         )
     ]
 

@@ -101,16 +101,16 @@ def predict(
     """
     if RecomputeChoice.parse(spec.memory.activation_checkpointing).kind == "budget":
         raise InputError(
-            "a budget is met by measuring the blocks, and nothing is run here",
+            "a memory budget needs measured blocks, and a prediction runs nothing",
             hint=(
-                'set memory.activation_checkpointing = "none" or "full", or run three steps: '
+                'set memory.activation_checkpointing = "none" or "full", or measure three steps: '
                 "--measure"
             ),
         )
     if spec.precision.compute == "float8":
         raise InputError(
-            "what products in float8 allocate is not known without running it",
-            hint="run three steps: --measure; or predict bf16",
+            "the memory of float8 matmuls is known only from a run",
+            hint="measure three steps: --measure; or predict bf16",
         )
     layout = find_layout(spec, num_ranks)
     if layout.world_size > 1:
@@ -146,10 +146,10 @@ def predict(
             raise
         except Exception as error:
             raise InputError(
-                f"the memory of this task cannot be known without running it: {describe(error)}",
+                f"the memory of this task cannot be predicted: {describe(error)}",
                 hint=(
-                    "surefoot memory SPEC --measure runs three steps; "
-                    "--traceback shows where numbers are needed"
+                    "surefoot memory SPEC --measure runs three steps; --traceback "
+                    "shows the line that needs tensor values"
                 ),
             ) from error
 

@@ -50,7 +50,7 @@ def find(
             if not _find_empty(assembly, later):
                 return later, []
     if num_tried < feed.order.n - feed.dropped:
-        return tried, [_describe(empty, f"{num_tried:,} samples from all over the data")]
+        return tried, [_describe(empty, f"{num_tried:,} samples spread over the data")]
     raise TaskError(
         f"the loss of update {empty} counts 0 items",
         hint="count the items that the total sums over, at least one",
@@ -85,6 +85,5 @@ def _find_empty(assembly: Assembly, tried: SampleLosses) -> str:
 
 def _describe(name: str, where: str) -> str:
     return (
-        f"the loss of update {name} counts 0 items in "
-        f"{where}: steps in which no item counts are skipped"
+        f"the loss of update {name} counts 0 items in {where}: steps that count 0 items are skipped"
     )

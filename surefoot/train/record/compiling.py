@@ -55,8 +55,8 @@ class Compiling:
         given_up = [each for each in new if GIVEN_UP in (each.ended_early or "")]
         faults += [
             (
-                f"torch gives up: {each.ended_early}",
-                "what it has not compiled yet runs in eager mode",
+                f"torch.compile stopped compiling: {each.ended_early}",
+                "code that is not compiled yet runs in eager mode",
             )
             for each in given_up
         ]
@@ -66,13 +66,13 @@ class Compiling:
                 self._told.add(name)
         is_late = step > (EAGER_STEPS if self._table.what == "step" else 1)
         if not self._has_begun and is_late and not self._compiled.was_called:
-            found = "the run compiled nothing: its steps call none of what was to be compiled"
-            faults.append((found, 'see compile.what, "blocks" or "model"'))
+            found = "nothing was compiled: the steps call no module that compile.what selects"
+            faults.append((found, 'set compile.what to "blocks" or "model"'))
         self._has_begun = self._has_begun or is_late
         self._again += again
         if len(self._again) > self._table.budget and not self._is_over:
             self._is_over = True
-            action = "going on" if self._table.over_budget == "warn" else "the run ends"
+            action = "the run continues" if self._table.over_budget == "warn" else "the run ends"
             faults.append((self._over, action))
         return CompileNotices(new, lines, faults)
 
@@ -80,13 +80,13 @@ class Compiling:
         broken = dict.fromkeys(
             each.ended_early for each in compilations if each.ended_early is not None
         )
-        return [f"a graph ends early: {reason}" for reason in broken]
+        return [f"graph break: {reason}" for reason in broken]
 
     @property
     def _over(self) -> str:
         return (
-            f"code was compiled {len(self._again)} times again, compile.budget is "
-            f"{self._table.budget}; last: {self._again[-1].words}"
+            f"{len(self._again)} recompilations, compile.budget is "
+            f"{self._table.budget}; the last one: {self._again[-1].words}"
         )
 
     def raise_if_over(self) -> None:
@@ -149,10 +149,11 @@ def _check_around(regions: Iterable[str], recomputed: Recomputed) -> None:
         block = next((each for each in blocks if region.startswith(f"{each}.")), None)
         if block is not None:
             raise SpecError(
-                'memory.activation_checkpointing is "operators", of which there are none to '
-                f"choose in {region}: it is compiled, inside {block}",
+                'memory.activation_checkpointing = "operators" recomputes operators of '
+                f"{block}, and {region} inside it is compiled",
                 hint=(
-                    f'compile it whole, compile.blocks = ["{block}"], or compile.what = "model"; '
+                    f'compile the whole block: compile.blocks = ["{block}"], or '
+                    'compile.what = "model"; '
                     'or set memory.activation_checkpointing = "full"'
                 ),
             )
@@ -166,7 +167,7 @@ def describe_mode(spec: RunSpec, device: str) -> list[str]:
         if table.what == "none"
         else why_default(table.mode, device, deterministic=spec.train.deterministic)
     )
-    return [] if why is None else [f'compile.mode = "{table.mode}" is default here, since {why}']
+    return [] if why is None else [f'compile.mode = "{table.mode}" runs as "default", since {why}']
 
 
 def eager(compiled: CompiledRegions | None) -> AbstractContextManager[None]:

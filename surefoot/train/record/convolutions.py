@@ -34,8 +34,13 @@ class TimedConvolutions:
         if self._stepper.saw is not None and len(self._shapes) > MOST_SHAPES:
             self._stepper.saw = None
             torch.backends.cudnn.benchmark = False
-            said = f"batches had {len(self._shapes)} shapes so far, and each new one is timed anew"
-            self._telling.warn(f"step {number}: train.cudnn_benchmark is off from here on: {said}")
+            said = (
+                f"batches had {len(self._shapes)} shapes so far, and cuDNN times its "
+                "algorithms again for each new shape"
+            )
+            self._telling.warn(
+                f"step {number}: train.cudnn_benchmark is off from this step on: {said}"
+            )
         return self._step(number)
 
 

@@ -46,8 +46,8 @@ def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
             'train.attention is "fused", and step 1 called no fused kernel of '
             "scaled_dot_product_attention",
             hint=(
-                "the model may not call it, or with a dropout, mask or dtype that has none here: "
-                'use "auto", or leave it out'
+                "the model may not call it, or calls it with a dropout, mask or dtype that has no "
+                'fused kernel on this device: set train.attention = "auto"'
             ),
         )
 

@@ -75,7 +75,7 @@ class Outputs:
         for name, parts in self._rows.items():
             if (rows := sum(map(len, parts))) != self._num_samples:
                 raise TaskError(
-                    f"forward gave {name!r} for {rows:,} of {self._num_samples:,} samples",
+                    f"forward returned {name!r} for {rows:,} of {self._num_samples:,} samples",
                     hint=f"for every batch, {WHAT}",
                 )
             ndims = sorted({part.ndim for part in parts})
@@ -171,10 +171,10 @@ def _reason_against(value: Any, size: int) -> str | None:
 
 def _describe_none(made: Any, leaves: Mapping[str, Any], left_out: Mapping[str, str]) -> str:
     if any(isinstance(value, Tensor) and value.ndim for value in leaves.values()):
-        return "forward gave no row for each sample: " + "; ".join(
+        return "forward must return one row for each sample: " + "; ".join(
             f"{name!r} is {left_out[name]}" for name in leaves
         )
-    return f"forward gave a {type(made).__name__} without a row for each sample"
+    return f"forward returned a {type(made).__name__} without a row for each sample"
 
 
 def _hint(leaves: Mapping[str, Any], size: int) -> str:

@@ -111,10 +111,10 @@ def describe_unshared(names: Collection[str], group: Group) -> list[str]:
         return []
     named = ", ".join(sorted(names))
     why = (
-        f"only their own code can merge the metrics {named}; one whose attributes are tensors, "
-        "numbers and text is shared"
+        f"only their own code can merge the metrics {named}; metrics whose attributes "
+        "are tensors, numbers and text can be merged across ranks"
     )
-    return [f"every rank evaluates all samples by itself, since {why}"]
+    return [f"every rank evaluates all samples, since {why}"]
 
 
 def _name_of(metric: Metric) -> str:

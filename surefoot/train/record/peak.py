@@ -63,7 +63,7 @@ class PeakCheck:
         self._predicted = self._predict()
         if self._predicted is not None:
             telling.say(
-                f"a step holds {format_bytes(self._predicted.peak_bytes)} at its most, as predicted"
+                f"predicted peak memory of a step: {format_bytes(self._predicted.peak_bytes)}"
             )
             with contextlib.suppress(OSError):
                 files.write_whole(
@@ -76,7 +76,8 @@ class PeakCheck:
         try:
             if isinstance(assembly.feed.source, Iterated):
                 raise InputError(
-                    "the source gives its batches once, and prediction would take the first of them"
+                    "the source returns each batch once, and the prediction would "
+                    "consume the first batch"
                 )
             with untouched(assembly.model, assembly.task.state), torch.enable_grad():
                 return predict(
@@ -86,7 +87,7 @@ class PeakCheck:
                     num_ranks=assembly.feed.share.size,
                 )
         except InputError as error:
-            self._telling.warn(f"the peak of a step is not predicted: {error.message}")
+            self._telling.warn(f"the peak memory of a step is not predicted: {error.message}")
             return None
 
     def __call__(self, number: int) -> StepReport:
@@ -124,8 +125,8 @@ class PeakCheck:
         )
         if error is not None:
             self._telling.say(
-                f"step {number}: {format_bytes(peak)} at its most, "
-                f"the prediction is off by {format_percent(error)}"
+                f"step {number}: peak memory {format_bytes(peak)}, the prediction is "
+                f"off by {format_percent(error)}"
             )
 
 

@@ -110,7 +110,9 @@ class Profiling:
             has_any = self._profiler.close()
             self._listen()
             if self._asked is not None:
-                self._answer("done" if has_any else "failed", "the run ended before its window")
+                self._answer(
+                    "done" if has_any else "failed", "the run ended before the profile window"
+                )
 
     @contextlib.contextmanager
     def _contained(self) -> Any:
@@ -139,7 +141,7 @@ class Profiling:
             asked = _checked(text)
             self._asked = asked["id"]
             window = self.begin(Window(**LIVE, active=asked["active"]), asked["levels"], step)
-            self._say(f"step {step:,}: a profile was asked for: {window}")
+            self._say(f"step {step:,}: a profile was requested: {window}")
 
     def _answer(self, outcome: str, words: str) -> None:
         """Write the answer to the request and reset, so that the next request can be taken."""
@@ -164,4 +166,6 @@ def _checked(text: str) -> Mapping[str, Any]:
             for key, kind in (("id", str), ("active", int), ("levels", list))
         ):
             return asked
-    raise InputError(f"{REQUEST_FILE} is damaged", hint="ask again: surefoot profile RUN")
+    raise InputError(
+        f"{REQUEST_FILE} is damaged", hint="request the profile again: surefoot profile RUN"
+    )

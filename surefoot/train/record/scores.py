@@ -119,7 +119,7 @@ class Scores:
         if patience is None or self._since_best < patience or self.last is None:
             return None
         if self.best is None:
-            return f"{self.last.score} was no number in {patience} evaluations"
+            return f"{self.last.score} was NaN or Inf in {patience} evaluations"
         return f"no better {self.best.score} in {patience} evaluations"
 
     def score_of(self, step: int) -> dict[str, Any] | None:

@@ -162,7 +162,9 @@ class Telling:
         if damage.num_lost_rows:
             self.fault(self._guard.damaged_ledger(step, damage.num_lost_rows))
         if damage.other_data:
-            self.fault(GuardFault(step, "other-data", "resuming all the same", damage.other_data))
+            self.fault(
+                GuardFault(step, "other-data", "the run resumes with these data", damage.other_data)
+            )
 
     def _record(self, event: events.Event) -> None:
         trouble = self.journal.write(event)
@@ -199,7 +201,7 @@ class Telling:
                 GuardFault(
                     step,
                     "no-movement",
-                    "look at the learning rate, the gradient and optim.freeze",
+                    "check the learning rate, the gradients and optim.freeze",
                     unmoved,
                 )
             )

@@ -30,5 +30,5 @@ class WaitRecorder:
                 self._telling.write(environment.fault(self._telling.generation, fault))
                 self._telling.warn(f"step {fault.step}: {fault.detail}; {ADVICE[each.cause]}")
             for rank in over:
-                self._telling.say(f"step {number - 1}: rank {rank} keeps up again")
+                self._telling.say(f"step {number - 1}: rank {rank} is no longer a straggler")
         return report

@@ -40,7 +40,7 @@ def record(
             tell(f"the run has too few steps for {window}: recording {fitted}")
         for _ in attempt.steps():
             if attempt.profiling.is_done:
-                attempt.stop("its window was recorded")
+                attempt.stop("the profile window was recorded")
     if attempt.outcome == "interrupted":
         raise KeyboardInterrupt
     return attempt.folder / FOLDER
@@ -67,13 +67,13 @@ def record_again(
         raise InputError(
             f"the task of {run} was built in a script, so only that script can repeat it",
             hint=(
-                "there: surefoot.profiler.Profiler around its loop, or ask while it runs: "
+                "use surefoot.profiler.Profiler around the loop of that script, or, while it runs: "
                 f"surefoot profile {shlex.quote(str(run))}"
             ),
         )
     step, troubles = newest_sound(run)
     for trouble in troubles:
-        warn(f"{trouble}; the commit before it is taken")
+        warn(f"{trouble}; the previous checkpoint is used")
     try:
         files.make_folder(run, FOLDER)
         _clear_killed(run / FOLDER)
@@ -81,7 +81,7 @@ def record_again(
     except OSError as error:
         raise RunFolderError(
             f"{run / FOLDER} cannot be written: {error.strerror}",
-            hint="copy the run, and profile that",
+            hint="copy the run folder, and profile the copy",
         ) from None
     try:
         with runlock.RunLock(place):
@@ -141,7 +141,8 @@ def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
         raise _unwritten(folder, error) from None
     if runlock.is_held(asking):
         raise InputError(
-            f"another surefoot profile waits for a window of {run}", hint="ask again when it has it"
+            f"another `surefoot profile` is waiting for a profile of {run}",
+            hint="run this command again when that profile is written",
         )
     with runlock.RunLock(asking):
         try:
@@ -150,7 +151,8 @@ def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
             shutil.rmtree(asking, ignore_errors=True)
     if found.get("outcome") != "done":
         raise InputError(
-            f"{run} could not record it: {found.get('words')}", hint="with fewer levels: --with ''"
+            f"{run} could not record the profile: {found.get('words')}",
+            hint="record fewer levels: --with ''",
         )
     return folder
 
@@ -164,7 +166,7 @@ def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> d
         files.write_whole(run, f"{FOLDER}/{REQUEST_FILE}", json.dumps(asked).encode())
     except OSError as error:
         raise _unwritten(folder, error) from None
-    tell(f"{run} is running: asked it for {window.active} steps, which begin with its next ones")
+    tell(f"{run} is running: requested a profile of its next {window.active} steps")
     try:
         while True:
             is_over = not runlock.is_held(run)
@@ -173,7 +175,7 @@ def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> d
                 break
             if is_over:
                 raise InputError(
-                    f"{run} ended before its window",
+                    f"{run} ended before the profile window",
                     hint=f"repeat its last steps: surefoot profile {shlex.quote(str(run))}",
                 )
             time.sleep(POLL_S)

@@ -42,7 +42,7 @@ RULES = (
     ChangeRule(
         "data.folder",
         "in place",
-        "the data may be moved; other data are refused when they are read",
+        "the data may have been moved; changed data are refused when they are read",
     ),
     ChangeRule("loader.*", "in place", "the workers do not change the samples or the results"),
     ChangeRule(
@@ -103,12 +103,14 @@ RULES = (
         "optim.ema",
         "fork",
         (
-            "a checkpoint with an average of the weights is refused without one, and "
-            "the other way round"
+            "a checkpoint with an average of the weights needs optim.ema, and one "
+            "without needs it unset"
         ),
     ),
     ChangeRule(
-        "optim.ema_buffers", "refused", "a checkpoint has averages of buffers, or it does not"
+        "optim.ema_buffers",
+        "refused",
+        "the average of the weights in a checkpoint includes the buffers, or it does not",
     ),
     ChangeRule(
         "optim.*",
@@ -247,7 +249,7 @@ def _ways(run: Path, found: Sequence[Change]) -> list[str]:
     newest = max(manifest.steps(run), default=0)
     is_longer = [change.key for change in found] == ["train.length"]
     purpose = (
-        "extend it in a new folder" if is_longer else "go on with the new values in a new folder"
+        "extend it in a new folder" if is_longer else "resume with the new values in a new folder"
     )
     kept = (
         ""
@@ -255,7 +257,7 @@ def _ways(run: Path, found: Sequence[Change]) -> list[str]:
         else " --weights-only"
     )
     if kept:
-        purpose = "begin anew with the weights that fit, since no other state does"
+        purpose = "start from step 0 with the weights that fit, since no other state fits"
     words = [_as_option(change) for change in found]
     given = " ".join(word for word in words if word is not None)
     weights = ", weights_only=True" if kept else ""
@@ -297,7 +299,9 @@ def check_in_place(changes: Sequence[Change], how: str) -> None:
     if wrong:
         check_fork(changes)  # or the hint would name what is refused next
         raise SpecError(
-            f"{wrong[0]}: an unfinished run goes on as it was begun ({wrong[0].rule.why})", hint=how
+            f"{wrong[0]}: an unfinished run resumes with the values that it was "
+            f"started with ({wrong[0].rule.why})",
+            hint=how,
         )
 
 
@@ -311,7 +315,7 @@ def check_fork(changes: Sequence[Change]) -> None:
     if wrong:
         raise SpecError(
             f"{wrong[0]}: {wrong[0].rule.why}",
-            hint="--weights-only begins anew with the weights that fit, and nothing else",
+            hint="--weights-only starts from step 0 with the weights that fit, and no other state",
         )
 
 

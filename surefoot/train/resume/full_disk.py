@@ -103,8 +103,9 @@ class Patience:
             f"no checkpoint could be written for {format_seconds(self._limit_s)}, from step "
             f"{first:,} to step {step:,}: {error.message}",
             hint=(
-                f"{error.hint or 'repair the disk'}, and start the same command again: it resumes "
-                "after the newest checkpoint; checkpoint.max_unsaved sets the time"
+                f"{error.hint or 'repair the disk'}, and run the same command again: "
+                "it resumes after the newest checkpoint; checkpoint.max_unsaved "
+                "sets the time limit"
             ),
         )
         raise self._ending from error

@@ -128,7 +128,7 @@ class CheckpointManager:
         free = shutil.disk_usage(self._folder).free
         if one * count <= free:
             return ()
-        need = f"{count} commits of about {format_bytes(one)} need {format_bytes(one * count)}"
+        need = f"{count} checkpoints of about {format_bytes(one)} need {format_bytes(one * count)}"
         return (
             (
                 f"{need}, and {format_bytes(free)} are free: saves may fail, or delete older "
@@ -164,7 +164,9 @@ class CheckpointManager:
         except StorageError as error:
             problem = error
         if self._state.is_shared and self._group.most([float(problem is not None)])[0]:
-            raise problem or StorageError("another rank could not write what comes before its part")
+            raise problem or StorageError(
+                "another rank could not write the files that come before its part"
+            )
         if problem is not None:
             raise problem
 
@@ -351,8 +353,8 @@ class CheckpointManager:
             raise StorageError(
                 f"the state after step {step:,} was not saved",
                 hint=(
-                    "mend the disk, and start the same command again: it goes on after the "
-                    "newest commit"
+                    "repair the disk, and run the same command again: it resumes "
+                    "after the newest checkpoint"
                 ),
             )
 
@@ -421,7 +423,7 @@ class CheckpointManager:
         theirs, ours = commit.manifest.spec_id, self._assembly.spec.id
         if theirs != ours:
             raise RunFolderError(
-                f"{commit.folder} is the commit of another spec ({theirs}, now {ours})",
+                f"{commit.folder} is a checkpoint of another spec ({theirs}, now {ours})",
                 hint="move it away, or give another --run folder",
             )
 

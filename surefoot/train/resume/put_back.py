@@ -19,8 +19,8 @@ def check_fit(group: Group, assembly: Assembly, commit: Commit, skeleton: Any) -
     step = skeleton.get("step", commit.manifest.step) if isinstance(skeleton, dict) else None
     if step != commit.manifest.step:
         raise RunFolderError(
-            f"{commit.folder} holds the state after step {step}: it was renamed",
-            hint="remove it, or name it by its step",
+            f"{commit.folder} holds the state after step {step}: the folder was renamed",
+            hint="remove the folder, or rename it after its step",
         )
     rank_state.check_fit(group, assembly.task, commit)
     stated = set(skeleton.get("optimizer", {})) if isinstance(skeleton, dict) else set()
@@ -30,7 +30,7 @@ def check_fit(group: Group, assembly: Assembly, commit: Commit, skeleton: Any) -
         held = f"{sorted(stated)}{' and an average of the weights' if is_averaged else ''}"
         raise RunFolderError(
             f"{commit.folder} holds the updates {held}, the task has {sorted(own)}",
-            hint="go on with the task and the spec that the run had",
+            hint="resume with the task and the spec that the run was started with",
         )
 
 
@@ -55,7 +55,8 @@ def _take_microbatch(assembly: Assembly, saved: int | None) -> None:
     feed = assembly.feed
     if saved is not None and saved < feed.microbatch:
         assembly.told.append(
-            f"microbatch {saved:,}, not {feed.microbatch:,}: memory had run out with that"
+            f"microbatch {saved:,}, not {feed.microbatch:,}: a step ran out of memory "
+            "with the larger one"
         )
         feed.microbatch = saved
 
@@ -64,11 +65,11 @@ def put_back_task_state(state: Mapping[str, Any], saved: Mapping[str, Any]) -> N
     """Restore the entries of the task's `state()`. Raises RunFolderError if the names differ."""
     if missing := [name for name in state if name not in saved]:
         raise RunFolderError(
-            f"the task's state() names {missing[0]!r}, of which the commit holds nothing"
+            f"the task's state() names {missing[0]!r}, which the checkpoint does not hold"
         )
     for name, value in saved.items():
         if name not in state:
             raise RunFolderError(
-                f"the commit holds the task's state {name!r}, which its state() no longer names"
+                f"the checkpoint holds the task's state {name!r}, which its state() no longer names"
             )
         restore_entry(name, state[name], value)

@@ -24,7 +24,9 @@ from surefoot.runtime.comm import Group
 if TYPE_CHECKING:
     from surefoot.train.resume.state import LiveState
 
-HINT = "give all ranks one folder on a disk that they share, or each of them a copy of rank 0's"
+HINT = (
+    "give all ranks one folder on a shared disk, or give each rank a copy of the folder of rank 0"
+)
 
 
 def open_same(group: Group, run: Path, step: int) -> Commit:
@@ -41,7 +43,7 @@ def open_same(group: Group, run: Path, step: int) -> Commit:
         seen = digest.of_bytes(files.read_bytes(commit.folder, manifest.FILE))
     except (RunFolderError, OSError):
         seen = ""
-    _compare(group, run, f"goes on after step {step:,}", seen)
+    _compare(group, run, f"resumes after step {step:,}", seen)
     assert commit is not None, "what rank 0 has all have"
     return commit
 
@@ -52,7 +54,7 @@ def check_none(group: Group, run: Path) -> None:
     Every rank must call this.
     """
     if not group.is_alone:
-        _compare(group, run, "begins from the start", "")
+        _compare(group, run, "starts from step 0", "")
 
 
 def _compare(group: Group, run: Path, what: str, seen: str) -> None:
@@ -60,16 +62,16 @@ def _compare(group: Group, run: Path, what: str, seen: str) -> None:
     rows = [json.loads(text) for text in group.exchange(json.dumps(mine))]
     first, newest_of_first, host_of_first, _ = rows[0]
     for rank, (theirs, newest, host, folder) in enumerate(rows):
-        other = "" if newest < 0 else f": its newest is of step {newest:,}"
+        other = "" if newest < 0 else f": its newest checkpoint is of step {newest:,}"
         if newest > newest_of_first:
-            found = f"a newer commit in {folder}, of step {newest:,}"
+            found = f"a newer checkpoint in {folder}, of step {newest:,}"
         elif theirs == first:
             continue
         else:
             found = (
-                f"another commit of that step in {folder}"
+                f"another checkpoint of that step in {folder}"
                 if theirs
-                else f"no such commit in {folder}{other}"
+                else f"no checkpoint of that step in {folder}{other}"
             )
         raise RunFolderError(
             f"rank 0 on {host_of_first} {what}, and rank {rank} of {group.size} on {host} has "
@@ -111,10 +113,10 @@ def check_alike(group: Group, state: LiveState, step: int) -> None:
         for rank, what in told.items():
             raise NumbersError(
                 f"after loading step {step:,} rank {rank} of {group.size} on {rows[int(rank)][0]} "
-                f"does not hold what {what}",
+                f"differs from {what}",
                 hint=(
-                    "its memory or its disk changed what was read; the commit is sound: start "
-                    "again without that host"
+                    "the memory or the disk of that host changed the data that it "
+                    "read; the checkpoint is undamaged: restart without that host"
                 ),
             )
 
@@ -127,15 +129,13 @@ def _find(group: Group, among: Group, words: str, tensors: Mapping[str, Tensor])
     rows = [json.loads(text) for text in among.exchange(json.dumps([group.rank, words, names]))]
     ranks = [rank for rank, _, _ in rows]
     other = {
-        rank: f"rank {ranks[0]} does: counters and names"
-        for rank, *held in rows
-        if held != rows[0][1:]
+        rank: f"rank {ranks[0]}: counters and names" for rank, *held in rows if held != rows[0][1:]
     }
     if other:
         return other
     return {
         ranks[
             each.rank
-        ]: f"{'most others do' if each.is_certain else f'rank {ranks[0]} does'}: {each.name}"
+        ]: f"{'most other ranks' if each.is_certain else f'rank {ranks[0]}'}: {each.name}"
         for each in find_apart(among, tensors)
     }

@@ -84,18 +84,18 @@ def begin(start: Start, assembly: Assembly) -> Begun:
     total = assembly.course.total_steps
     if total is not None and start.step >= total:
         raise SpecError(
-            f"train.length is {assembly.spec.train.length}, and the fork begins after step "
-            f"{start.step:,}: no step is left",
+            f"train.length is {assembly.spec.train.length}, and the fork starts after "
+            f"step {start.step:,}: no step is left",
             hint=(
-                f"a longer run: --steps {2 * max(1, start.step)}, or begin with an older commit: "
-                "--from STEP"
+                f"make the run longer: --steps {2 * max(1, start.step)}, or start "
+                "from an older checkpoint: --from STEP"
             ),
         )
     table = assembly.spec.checkpoint
     if table.store is not None and table.store == before.checkpoint.store:
         raise SpecError(
-            f"checkpoint.store = {table.store!r} is that of {start.run}",
-            hint="--set checkpoint.store=URL: another one",
+            f"checkpoint.store = {table.store!r} is also the store of {start.run}",
+            hint="give another store: --set checkpoint.store=URL",
         )
     is_other_task = any(change.key.startswith("task.") for change in found)
     state = LiveState(assembly)
@@ -111,11 +111,12 @@ def _check_time_left(commit: Commit, saved: Mapping[str, Any], assembly: Assembl
         spent_s = float(saved["clock"]["training_s"])
     if spent_s >= assembly.course.length.value:
         raise SpecError(
-            f"train.length is {assembly.spec.train.length}, and {commit.folder} stands after "
-            f"{spent_s:.0f} s of training: none is left",
+            f"train.length is {assembly.spec.train.length}, and {commit.folder} was "
+            f"saved after {spent_s:.0f} s of training: no time is left",
             hint=(
-                f"a longer run: --set 'train.length={max(1, round(2 * spent_s))} s', or begin "
-                "with an older commit: --from STEP"
+                "make the run longer: --set "
+                f"'train.length={max(1, round(2 * spent_s))} s', or start from an "
+                "older checkpoint: --from STEP"
             ),
         )
 
@@ -144,7 +145,7 @@ def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
     notes = [f"forked from {start.run} after step {start.step:,}"]
     notes += [f"changed: {change}" for change in found if change.rule.verdict != "in place"]
     if changes.starts_scores_anew(found):
-        notes.append("scores begin anew: they now measure something else")
+        notes.append("the best score is reset: evaluations now measure another quantity")
     return tuple(notes)
 
 
@@ -159,10 +160,10 @@ def _others(run: Path, assembly: Assembly) -> list[str]:
         return []
     notes = []
     if starts[-1].data.get("digest") != assembly.feed.source.digest:
-        notes.append(f"the training data are not those of {run}")
+        notes.append(f"the training data differ from those of {run}")
     program = Program.of(assembly.task.importable, assembly.task.task)
     if changed := program.changes(starts[-1]):
-        notes.append(f"the code is not that of {run}: {', '.join(changed)}")
+        notes.append(f"the code differs from that of {run}: {', '.join(changed)}")
     notes += tell_versions(starts[-1].versions, environment.versions())
     return notes
 
@@ -181,7 +182,7 @@ def newest_sound(run: Path) -> tuple[int, list[str]]:
             troubles.append(error.message)
     told = f": {troubles[0]}" if troubles else ""
     raise RunFolderError(
-        f"{run} holds no commit that a run could begin with{told}",
+        f"{run} holds no undamaged checkpoint of a whole state{told}",
         hint=f"surefoot checkpoint check {shlex.quote(str(run))}",
     )
 
@@ -196,12 +197,13 @@ def check_as_stated(chosen: Chosen, spec: RunSpec, task: Resolved) -> None:
         return
     before, now = (_overruled(tables, task) for tables in (chosen.stated, spec.as_tables()))
     for key in (key for key in now if now[key] != before[key]):
-        how = "states" if now[key] else "does not state"
+        how = "sets" if now[key] else "does not set"
         raise SpecError(
-            f"the spec {how} {key}, unlike when {chosen.folder} was begun, and it overrules the "
-            "task's own",
+            f"the spec {how} {key}, unlike when {chosen.folder} was started, and "
+            f"{key} overrides the value of the task",
             hint=(
-                f"as it was begun: surefoot resume {shlex.quote(str(chosen.folder))}; or give "
+                "resume with the old spec: surefoot resume "
+                f"{shlex.quote(str(chosen.folder))}; or give "
                 "another --run folder, or --fresh"
             ),
         )
@@ -223,9 +225,9 @@ def check_same_data(chosen: Chosen, digest: str) -> None:
     """Raise RunFolderError if the resumed run started with other data."""
     if chosen.data_digest is not None and chosen.data_digest != digest:
         raise RunFolderError(
-            f"the training data are not those that {chosen.folder} was begun with",
+            f"the training data differ from those that {chosen.folder} was started with",
             hint=(
-                "give the same data with --data, or begin another run: surefoot resume "
+                "give the same data with --data, or fork the run: surefoot resume "
                 f"{shlex.quote(str(chosen.folder))} --fork NEW"
             ),
         )
@@ -238,8 +240,9 @@ def check_can_begin_anew(chosen: Chosen) -> None:
     """
     if chosen.done is not None:
         raise RunFolderError(
-            f"{chosen.folder} is {chosen.done[0]}, and none of its checkpoints is whole",
-            hint="train it anew: Run(..., fresh=True)",
+            f"{chosen.folder} is {chosen.done[0]}, and all of its checkpoints are "
+            "damaged or weights-only",
+            hint="train from step 0 in a new folder: Run(..., fresh=True)",
         )
     if chosen.parent:
         source, step = chosen.parent.get("folder"), chosen.parent.get("step")
@@ -248,9 +251,9 @@ def check_can_begin_anew(chosen: Chosen) -> None:
             f"{step}{' --weights-only' if chosen.parent.get('weights_only') else ''}"
         )
         raise RunFolderError(
-            f"{chosen.folder} began with the state of {source} after step {step}, and no commit "
-            "of it is whole",
-            hint=f"make it again: surefoot resume {words} --fork NEW",
+            f"{chosen.folder} started from the state of {source} after step {step}, "
+            "and has no whole checkpoint",
+            hint=f"make the fork again: surefoot resume {words} --fork NEW",
         )
 
 
@@ -292,14 +295,14 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
     if not fits:
         raise RunFolderError(
             f"no weight of {commit.folder} fits the model: {told}",
-            hint="build the model that they are of",
+            hint="build the model that was saved",
         )
     if not partial and (missing or reshaped or unexpected):
         raise RunFolderError(
-            f"the weights of {commit.folder} fit the model in part: {told}",
+            f"the weights of {commit.folder} fit only a part of the model: {told}",
             hint=(
-                "checkpoint import --strip PREFIX takes a prefix off all names; to begin with "
-                "those that fit, add --partial-weights"
+                "checkpoint import --strip PREFIX removes a prefix from all names; "
+                "to load only the weights that fit, add --partial-weights"
             ),
         )
 
@@ -312,7 +315,7 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
     commit.read(checkpoint.MODEL, give)
     publish(assembly.model.parameters())
     _follow(assembly)
-    return f"begun with the weights of {commit.folder}: {told}"
+    return f"started with the weights of {commit.folder}: {told}"
 
 
 @torch.no_grad()

@@ -36,8 +36,8 @@ from surefoot.train.resume.program import Program
 
 WAIT_S = 120.0  # for ranks that are still importing
 UNWATCHED = (
-    "layout.hang_timeout ({stall:g} s) has no effect: {why}; a rank that hangs ends the run after "
-    "layout.timeout ({timeout:g} s), named without its line"
+    "layout.hang_timeout ({stall:g} s) has no effect: {why}; a rank that hangs ends "
+    "the run after layout.timeout ({timeout:g} s), and the error names no line"
 )
 
 
@@ -58,7 +58,7 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
     device = find_device(spec.train.device)
     if device.type == "cuda" and spec.layout.transport != "auto":
         raise SpecError(
-            f"layout.transport is {spec.layout.transport!r}, and NCCL joins GPUs",
+            f"layout.transport is {spec.layout.transport!r}, and GPUs use NCCL",
             hint="leave layout.transport out",
         )
     with contextlib.ExitStack() as stack:
@@ -110,13 +110,13 @@ def check_shared(spec: RunSpec) -> None:
         ),
         "memory.on_oom": (
             spec.memory.on_oom == "halve",
-            "one rank would compute another step than the others",
+            "one rank would compute a different step than the other ranks",
         ),
         "observe.noise": (
             spec.observe.noise,
             "it compares a microbatch with its batch on one rank",
         ),
-        "data.on_bad": (spec.data.on_bad == "skip", "each rank would leave out samples of its own"),
+        "data.on_bad": (spec.data.on_bad == "skip", "each rank would leave out different samples"),
         "evaluate.every": (_is_time(spec, spec.evaluate.every), "clocks differ between ranks"),
         "layout.check_every": (
             _is_time(spec, spec.layout.check_every),
@@ -138,18 +138,24 @@ def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
     refused = {
         "train.threads": (
             spec.train.threads is None,
-            "kernels may sum in another order with other numbers of threads: state it",
+            "kernels may sum in another order with another number of threads",
         ),
         "layout.shard": (
             spec.layout.shard > 1,
-            "the norm of parts is summed in another order than that of wholes",
+            "the norm of sharded tensors is summed in another order than the norm of whole tensors",
         ),
         "layout.compress": (
             spec.layout.compress != "none",
-            "what a rank leaves out depends on what it computes",
+            "the compression error of a rank depends on the microbatches of that rank",
         ),
-        "precision.weights": (spec.precision.weights != "fp32", "16 bits round what is added up"),
-        "train.batchnorm": (spec.train.batchnorm == "sync", "it joins what ranks see"),
+        "precision.weights": (
+            spec.precision.weights != "fp32",
+            "16 bits round the gradients before they are summed",
+        ),
+        "train.batchnorm": (
+            spec.train.batchnorm == "sync",
+            "its statistics combine the batches of the ranks",
+        ),
     }
     for key, (is_set, why) in refused.items():
         if is_set:

@@ -47,7 +47,7 @@ class UpdateRule:
                 trust=group["trust"],
                 adapt=group["adapt"],
             )
-        assert name in ("adam", "adamw", "lamb"), f"no rule of {name!r} is written down here"
+        assert name in ("adam", "adamw", "lamb"), f"surefoot has no update formula for {name!r}"
         return cls(
             name,
             group["weight_decay"],

@@ -30,10 +30,10 @@ def check_gathered(
         said = counts.get(name) if isinstance(counts, Mapping) else counts
         if said is not None and said != float(count):
             raise TaskError(
-                f"counts(batch) gives {said:g} on all ranks for the "
+                f"counts(batch) returns {said:g} on all ranks for the "
                 f"term {name}, whose loss counts {float(count):g}",
                 hint=(
-                    "sum and count the rows of this rank alone in the loss, or remove counts(batch)"
+                    "sum and count only the rows of this rank in the loss, or remove counts(batch)"
                 ),
             )
 
@@ -48,7 +48,7 @@ def check_splittable(
     """
     if not loss.additive and not joins_ranks:
         raise TaskError(
-            f"the loss of update {name} is not additive and may not be split",
+            f"the loss of update {name} is not additive and cannot be split",
             hint=(
                 "leave train.microbatch out; on several ranks, compare the samples that "
                 "surefoot.all_gather returns"

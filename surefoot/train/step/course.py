@@ -36,8 +36,8 @@ class RunSchedule:
         steps = self.to_steps(text)
         if steps is None:
             raise SpecError(
-                f"a schedule cannot use the time {text!r}",
-                hint="say it in steps, epochs, samples or tokens",
+                f"a schedule cannot use the duration {text!r}",
+                hint="give it in steps, epochs, samples or tokens",
             )
         return steps
 

@@ -56,8 +56,9 @@ class LossFactors:
             float(value).is_integer() for row in rows for value in row.values()
         ):
             raise TaskError(
-                "counts(batch) gives a number that is not whole, whose sum depends on its order",
-                hint="count items, or leave layout.virtual_ranks out",
+                "counts(batch) returned a fractional count, and the sum of fractions "
+                "depends on their order",
+                hint="return whole counts, or leave layout.virtual_ranks out",
             )
         found = ranks.totals.add_counts(
             update, [(name, float(sum(row[name] for row in rows))) for name in names]

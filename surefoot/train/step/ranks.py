@@ -249,9 +249,9 @@ class Ranks:
         raise NumbersError(
             words.format("s" * (len(ranks) > 1), ", ".join(map(str, ranks)), self.group.size),
             hint=(
-                f"all ranks were alike after step {self._alike_after:,}, and "
-                "no commit holds such numbers: surefoot resume RUN goes on "
-                "after the newest one; test the memory of that host"
+                f"all ranks had the same weights after step {self._alike_after:,}, "
+                "and no checkpoint holds non-finite values: surefoot resume RUN "
+                "resumes after the newest checkpoint; test the memory of that host"
             ),
         )
 
@@ -291,16 +291,17 @@ class Ranks:
         first = apart[0]
         ranks = ", ".join(str(each.rank * width + place) for each in apart)
         others = (
-            ("most of those with the same rows" if width > 1 else "most ranks")
+            ("most ranks with the same rows" if width > 1 else "most ranks")
             if first.is_certain
             else f"rank {place}"
         )
         raise NumbersError(
-            f"the weights of rank{'s' * (len(apart) > 1)} {ranks} of {self.group.size} are not "
-            f"those of {others}: {first.name}",
+            f"the weights of rank{'s' * (len(apart) > 1)} {ranks} of "
+            f"{self.group.size} differ from those of {others}: {first.name}",
             hint=(
-                f"they were alike after step {self._alike_after:,}: surefoot resume RUN --fork "
-                "NEW --from that step or an earlier one; test the memory of that host"
+                f"all ranks had the same weights after step {self._alike_after:,}: "
+                "surefoot resume RUN --fork NEW --from that step or an earlier "
+                "step; test the memory of that host"
             ),
         )
 

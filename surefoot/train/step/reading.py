@@ -42,16 +42,16 @@ def read_split(task: Resolved, split: str) -> Source:
         if error.args == (split,):  # looked up among those that the task knows
             raise DataError(
                 f"task {task.name} has no split {split!r}",
-                hint="name one that its data(split) knows, as evaluate.split",
+                hint="set evaluate.split to a split that its data(split) returns",
             ) from error
         raise _failed_data(split, error) from error
     except OSError as error:
         with_folder = task.importable is not None and signature.takes_folder(task.importable)
         raise DataError(
             f"the data of split {split!r} cannot be read: {describe(error)}",
-            hint="name its folder with --data"
+            hint="give the data folder with --data"
             if with_folder
-            else "run with --traceback to see all of it",
+            else "run with --traceback to see the whole error",
         ) from error
     except (Exception, SystemExit) as error:
         raise _failed_data(split, error) from error
@@ -60,7 +60,7 @@ def read_split(task: Resolved, split: str) -> Source:
 def _failed_data(split: str, error: BaseException) -> TaskError:
     return TaskError(
         f"data({split!r}) failed: {describe(error)}",
-        hint="does the task know this split? --traceback shows all of it",
+        hint="check that the task has this split; --traceback shows the whole error",
     )
 
 
@@ -82,20 +82,20 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
             raise SpecError(
                 f"{given}, and the source gives whole batches: {source.describe()}",
                 hint=(
-                    "leave train.batch out; to accumulate so many "
-                    "batches a step, set train.microbatch = 1"
+                    "leave train.batch out; to accumulate train.batch batches in "
+                    "each step, set train.microbatch = 1"
                 )
                 if train.microbatch is None
                 else (
-                    "leave train.microbatch out, or, to cut its batches, give samples with "
-                    f"numbers{INSTEAD_OF_A_LOADER}"
+                    "leave train.microbatch out, or, to split its batches, give "
+                    f"samples that are read by index{INSTEAD_OF_A_LOADER}"
                 ),
             )
         if spec.optim.reference_batch is not None:
             raise SpecError(
                 "optim.reference_batch is given, and the source "
                 f"gives whole batches: {source.describe()}",
-                hint="leave it out, and set optim.lr for the batches that there are",
+                hint="leave it out, and set optim.lr for the batch size of the source",
             )
     if train.ramp:
         check_ramp(spec, source)
@@ -124,7 +124,7 @@ def describe_short_batch(feed: Feed) -> list[str]:
     if largest <= n:
         return []
     unit = "batches" if isinstance(feed.source, Iterated) else "samples"
-    whole = f"such a step trains on all {n:,}, and is an epoch"
+    whole = f"a step trains on all {n:,}, which is one epoch"
     return [
         (
             f"train.batch is {largest:,}, and the training set has {n:,} {unit}: {whole}; set "
@@ -137,9 +137,9 @@ def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
     """Raise SpecError if the samples of a step cannot be divided among the ranks."""
     if source.guarantee != "proven":
         raise SpecError(
-            f"{num_ranks} ranks share the samples of each step, and the source is read in its own "
-            f"order: {source.describe()}",
-            hint=f"give samples with numbers{INSTEAD_OF_A_LOADER}, or train on one rank",
+            f"{num_ranks} ranks share the samples of each step, and the source is "
+            f"read in sequence: {source.describe()}",
+            hint=f"give samples that are read by index{INSTEAD_OF_A_LOADER}, or train on one rank",
         )
     check_pieces(
         (spec.train.batch, *(batch for _, batch in spec.train.ramp)),
@@ -158,7 +158,7 @@ def _chunk_of(spec: RunSpec, source: Source) -> int:
         why = "data.shuffle is false" if sizes else f"the source has no shards: {source.describe()}"
         raise SpecError(
             f"data.window is {spec.data.window}, and {why}",
-            hint="leave data.window out: all samples are mixed",
+            hint="leave data.window out: then all samples are shuffled together",
         )
     return int(max(sizes))
 
@@ -244,9 +244,9 @@ def make_settings(spec: RunSpec, source: Source) -> LoaderSettings:
     table = spec.loader
     if table.workers and isinstance(source, Iterated):
         raise SpecError(
-            f"loader.workers is {table.workers!r}, and the source gives whole batches in its own "
-            f"order: {source.describe()}",
-            hint="leave loader.workers out; a DataLoader has workers of its own: num_workers",
+            f"loader.workers is {table.workers!r}, and the source gives whole batches "
+            f"in sequence: {source.describe()}",
+            hint="leave loader.workers out; a DataLoader has its own workers: num_workers",
         )
     finds = table.workers == "auto"
     return LoaderSettings(

@@ -59,34 +59,37 @@ def check_keys(spec: RunSpec, num_ranks: int) -> None:
         "precision.weights": (
             stage == 1 and spec.precision.weights != "fp32",
             (
-                "the rows that are moved are the weights "
-                "themselves; stages 2 and 3 gather them in bf16"
+                "stage 1 updates rows of the weights themselves, which must be fp32; "
+                "stages 2 and 3 support bf16"
             ),
         ),
         "precision.master": (
             spec.precision.master == "none",
-            "the rows that are moved are masters in fp32",
+            "ranks update rows of fp32 master weights",
         ),
         "precision.keep": (
             spec.precision.weights != "fp32" and bool(spec.precision.keep),
-            "weights of a block are gathered in bf16, but for those of norms",
+            "the weights of a block are gathered in bf16, except those of norms",
         ),
         "optim.state": (
             spec.optim.state == "8bit",
-            "blocks of 256 numbers would begin elsewhere on each rank",
+            "the quantization blocks of 256 elements would start at other elements on each rank",
         ),
         "optim.name": (
             spec.optim.name == "muon",
-            "its rule looks at whole tensors, and a rank moves rows of them",
+            "its update needs whole tensors, and a rank updates rows of tensors",
         ),
         "compile.what": (
             stage > 1 and spec.compile.what not in (None, "none"),
-            "weights are gathered between the parts of a graph",
+            "weights are gathered between the operators of a compiled graph",
         ),
-        "layout.compress": (spec.layout.compress != "none", "sums in parts go as they are"),
+        "layout.compress": (
+            spec.layout.compress != "none",
+            "reduce-scatter sends uncompressed gradients",
+        ),
         "train.batchnorm": (
             stage > 1 and spec.train.batchnorm == "sync",
-            "ranks pass microbatches that count nothing, and it would count them",
+            "ranks run padding microbatches, and the batch statistics would include them",
         ),
     }
     for key, (is_set, why) in table.items():
@@ -112,7 +115,7 @@ def _split(
     if renormed := next(iter(find_renormed(model)), None):
         raise SpecError(
             f"{renormed} has max_norm, which changes its weights in a forward pass, and "
-            f"layout.zero_stage = {stage} gathers them for it alone",
+            f"layout.zero_stage = {stage} gathers the weights only for that forward pass",
             hint=(
                 "set layout.zero_stage = 1, or normalize the rows in forward: "
                 "torch.nn.functional.normalize"
@@ -124,8 +127,8 @@ def _split(
     if narrow is not None and frozen is not None:
         raise SpecError(
             f"precision.weights is 'bf16', layout.shard is {mesh.shard.size}, and {frozen} is "
-            "frozen: one process would store it in bf16 alone, ranks that hold rows in fp32",
-            hint='train it, or set precision.weights = "fp32"',
+            "frozen: one process would store it only in bf16, ranks that hold rows in fp32",
+            hint='unfreeze it, or set precision.weights = "fp32"',
         )
     return FullySharded(
         model, mesh, units, stage=stage, narrow=narrow, wide=find_norms(model), on_host=on_host
@@ -144,7 +147,7 @@ def find_units(
     except InputError as error:
         if blocks or stage == 3:
             raise SpecError(
-                f"layout.zero_stage = {stage} gathers the weights of a block at a time: "
+                f"layout.zero_stage = {stage} gathers the weights of one block at a time: "
                 f"{error.message}",
                 hint=(
                     "name its blocks in the task, blocks(model), or set layout.zero_stage to 1 or 2"
@@ -170,9 +173,9 @@ def make_ranks(
         raise SpecError(
             f"layout.{key} is given, and the gradient of an embedding with sparse=True is sparse: "
             + (
-                "its rows are added in no order"
+                "its rows are added in no fixed order"
                 if sharded is None
-                else "the ranks divide dense gradients among them"
+                else "the ranks can divide only dense gradients"
             ),
             hint=f"build the embedding with sparse=False, or leave layout.{key} out",
         )
@@ -205,8 +208,8 @@ def _check_sharded(
             # which are told the norms of whole layers
             if not by_number and not isinstance(optimizer, Lamb | Lars):
                 raise SpecError(
-                    "layout.shard splits what an optimizer moves by "
-                    f"rows, and whether {name} may be split is not known",
+                    "layout.shard splits parameters by rows, and it is not known "
+                    f"whether {name} supports rows",
                     hint=(
                         f"use one of torch's {', '.join(BY_NUMBER)}, lars "
                         "or lamb, or train with layout.replicate alone"
@@ -216,14 +219,14 @@ def _check_sharded(
         return
     if len(updates) > 1:
         raise SpecError(
-            f"layout.zero_stage of 2 and 3 goes with one update, and the task has {len(updates)}",
+            f"layout.zero_stage of 2 and 3 supports one update, and the task has {len(updates)}",
             hint="set layout.zero_stage = 1",
         )
     num_cut = len(feed.microbatches(feed.window(0)))
     if num_cut < num_ranks:
         raise SpecError(
             f"the first step has {num_cut} microbatch{'es' * (num_cut != 1)}, and {num_ranks} "
-            "ranks gather weights for one each",
+            "ranks need one microbatch each",
             hint="set a smaller train.microbatch, or layout.zero_stage = 1",
         )
 

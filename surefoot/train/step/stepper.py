@@ -125,7 +125,7 @@ class Stepper:
         if not taken.batches and self.ranks is None:
             raise BadRecordError(
                 f"none of the {len(taken.window.ids)} samples can be read",
-                hint="use larger batches, or mend the data",
+                hint="use larger batches, or repair the data",
             )
         batches = self._place(taken, self.loader.peek)
         waiting_ns = self.clock.switch(FORWARD) - started_ns

@@ -75,17 +75,17 @@ class TrainedSet:
             return []
         if added := [name for name, each in new.items() if id(each) not in self._known]:
             raise UserCodeError(
-                f"{_list(added)} of the model came after its optimizer was built, so that no step "
-                f"trains {_it(added)}, and a resumed run would not have it",
+                f"{_list(added)} of the model was added after its optimizer was "
+                f"built, so that no step trains {_it(added)}, and a resumed run would lack it",
                 hint=(
-                    "build every layer in model(); one that is to begin later can be frozen "
-                    "there, and unfrozen in the loop"
+                    "build every layer in model(); a layer that is trained later can "
+                    "be frozen there, and unfrozen in the loop"
                 ),
             )
         if why := _why_not(assembly):
             raise UserCodeError(
-                f"{_list(list(new))} trains from now on, and the "
-                f"run cannot take {_it(list(new))} in: {why}",
+                f"{_list(list(new))} is unfrozen now, and the run cannot train "
+                f"{_it(list(new))}: {why}",
                 hint=FROM_START,
             )
         _extend(assembly, {id(each) for each in new.values()})
@@ -140,13 +140,13 @@ def _why_not(assembly: Assembly) -> str:
     """Return why a run cannot train additional parameters; "" if it can."""
     spec, task, ranks = assembly.spec, assembly.task, assembly.engine.stepper.ranks
     reasons = {
-        "the task has updates of its own": task.updates is not None,
-        "the task has parameter_groups of its own": task.parameter_groups is not None,
+        "the task defines updates": task.updates is not None,
+        "the task defines parameter_groups": task.parameter_groups is not None,
         "memory.update_in_backward is on": spec.memory.update_in_backward,
         'compile.what is "step"': assembly.engine.stepper.whole is not None,
-        "layout.shard splits what was trained at the start": ranks is not None
+        "layout.shard splits only the parameters that were trained at the start": ranks is not None
         and ranks.sharded is not None,
-        "precision.weights gives what is trained a master at the start": spec.precision.weights
+        "precision.weights makes master weights only at the start": spec.precision.weights
         != "fp32",
         'memory.offload is "optimizer"': spec.memory.offload == "optimizer",
     }
@@ -188,7 +188,7 @@ def _build(assembly: Assembly, trained: Sequence[optim.Named]) -> Sequence[torch
     if {id(each) for each in moved} != {id(each.parameter) for each in trained}:
         raise UserCodeError(
             f"optimizer(groups) of the task, called for {_list([each.name for each in trained])}, "
-            "which trains from now on, gives an optimizer of other parameters",
+            "which is unfrozen now, returned an optimizer of other parameters",
             hint=FROM_START,
         )
     return (made,)

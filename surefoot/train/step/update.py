@@ -53,7 +53,8 @@ def run_backward(
         raise TaskError(
             "the loss of a batch without items is a constant, and stages 2 and 3 gather weights "
             "in the backward pass of every rank",
-            hint="return a total that comes from the model there too: 0.0 * output.sum()",
+            hint="return a total that depends on the model for such a batch too: 0.0 * "
+            "output.sum()",
         )
     if kept:
         backward([total for total, _ in kept], [factor for _, factor in kept], inputs)

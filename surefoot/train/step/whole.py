@@ -77,8 +77,8 @@ class WholeStep:
             return None
         if isinstance(done, str):
             raise TaskError(
-                f"the loss gave a {done}, not a Loss",
-                hint="return Loss.sum(total, count), the total being a sum",
+                f"the loss must be a Loss; got a {done}",
+                hint="return Loss.sum(total, count) with a summed total",
             )
         terms, norm, applied, grads = done
         for parameter, grad in zip(guarded.parameters, grads, strict=True):
@@ -107,17 +107,15 @@ def compile_step(
     """
     if not isinstance(update, GuardedUpdate):
         raise SpecError(
-            f"update is a {type(update).__name__}, no GuardedUpdate",
+            f"update must be a GuardedUpdate; got a {type(update).__name__}",
             hint="give GuardedUpdate([optimizer])",
         )
     if mode not in get_args(Mode):
         raise SpecError(f"mode is {mode!r}", hint=f"use one of {', '.join(get_args(Mode))}")
     if not isinstance(dynamic, bool | None):
-        raise SpecError(
-            f"dynamic is {dynamic!r}", hint="use True, False, or None, which leaves it to torch"
-        )
+        raise SpecError(f"dynamic is {dynamic!r}", hint="use True, False, or None (torch decides)")
     problems = {
-        "an update that holds no parameter": not update.parameters,
+        "an update without parameters": not update.parameters,
         "bf16 weights with masters": any(leaf_of(each) is not each for each in update.parameters),
         **_problems_of(model, policy),
     }
@@ -146,8 +144,8 @@ def _refuse(problems: Mapping[str, bool]) -> None:
     problem = next((words for words, is_so in problems.items() if is_so), None)
     if problem is not None:
         raise SpecError(
-            f"a step as one graph does not go with {problem}",
-            hint="take the step in order, or leave that out",
+            f"a step as one graph does not support {problem}",
+            hint="write the step without one graph, or leave this feature out",
         )
 
 
@@ -228,10 +226,11 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
     memory, is_cut = spec.memory, spec.train.microbatch not in (None, spec.train.batch)
     problems = {
         f"several updates ({len(updates)})": len(updates) > 1,
-        "train.microbatch, which makes a step several passes": is_cut,
+        "train.microbatch, which makes a step several microbatches": is_cut,
         "train.ramp": bool(spec.train.ramp),
         "memory.update_in_backward": memory.update_in_backward,
-        'memory.on_oom = "halve", which makes a step several passes': memory.on_oom == "halve",
+        'memory.on_oom = "halve", which makes a step several microbatches': memory.on_oom
+        == "halve",
         "memory.offload": memory.offload != "none",
         "memory.activation_checkpointing": memory.activation_checkpointing != "none",
         'precision.weights = "bf16"': spec.precision.weights == "bf16",
@@ -240,8 +239,8 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
     problem = next((words for words, is_so in problems.items() if is_so), None)
     if problem is not None:
         raise SpecError(
-            f"{KEY} does not go with {problem}",
-            hint='use compile.what = "model", or leave that out',
+            f"{KEY} does not support {problem}",
+            hint='use compile.what = "model", or leave this feature out',
         )
     updates[0].guarded.check_traceable()
 

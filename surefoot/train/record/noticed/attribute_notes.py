@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from surefoot.core.units import name_some
 
 UNSAVED = (
-    "{names} of the model changes while it trains, and a checkpoint cannot hold it: a resumed run "
-    "has what the model is built with"
+    "{names} of the model changes while it trains, and a checkpoint cannot hold it: "
+    "a resumed run has the initial value of model()"
 )
 KEEP_ALL = (
     "keep it in a tensor, or in a list, tuple or dict of tensors; "
     "a random generator: return it from state() of the task"
 )
 OF_RANKS = (
-    "{names} of the model changes while it trains, and each of {size} ranks has a copy of its "
-    "own: rank 0's is saved, and all ranks resume with it"
+    "{names} of the model changes while it trains, and each of {size} ranks has a "
+    "separate copy: the copy of rank 0 is saved, and all ranks resume with it"
 )
 KEEP_ONE = (
-    "keep in it what is the same on all ranks; or change a tensor in "
-    "place, and give it in state() of the task, with 'per_rank' in "
-    "state_on_ranks: each rank's is then saved and restored"
+    "keep only values that are the same on all ranks in it; or change a tensor in "
+    "place, and return it from state() of the task, with 'per_rank' in "
+    "state_on_ranks: the tensor of each rank is then saved and restored"
 )
 MOST_NAMED = 8
 

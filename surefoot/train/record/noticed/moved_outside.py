@@ -166,7 +166,9 @@ def describe_kept(holders: Mapping[str, Any]) -> list[str]:
     if not holders:
         return []
     told = ", ".join(f"{name} ({type(value).__name__})" for name, value in holders.items())
-    return [f"an optimizer trains {told} outside of the model: checkpoints hold it too"]
+    return [
+        f"an optimizer trains {told} outside of the model: checkpoints also hold these parameters"
+    ]
 
 
 def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
@@ -179,8 +181,9 @@ def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
             f"an optimizer trains {len(left)} parameter{'s' * (len(left) > 1)} that no checkpoint "
             f"would hold, of shape {shapes}: the model does not register them",
             hint=(
-                "register them in the model (a submodule, nn.ModuleList in place of a list), or "
-                f"name what holds them {what_to_name}; if the model was changed after its "
+                "register them in the model (a submodule, nn.ModuleList in place of "
+                "a list), or name the object that holds them {what_to_name}; if "
+                "the model was changed after its "
                 "optimizer was built, build the optimizer last"
             ),
         )
@@ -205,8 +208,8 @@ def keep_outside(
     if is_split:
         raise TaskError(
             f"the optimizer trains a parameter of shape {list(outside[0].shape)} outside of the "
-            "model, and layout.shard splits the parameters of the model alone",
-            hint="register it in the model, or train with layout.replicate alone",
+            "model, and layout.shard splits only the parameters of the model",
+            hint="register it in the model, or use layout.replicate without layout.shard",
         )
     named = list(own().values()) if own is not None else []
     outside = find_outside(
@@ -245,7 +248,7 @@ def warn_of_unregistered(model: nn.Module, updates: Sequence[LiveUpdate]) -> lis
     what = f"{count} parameters in {where} are" if count > 1 else f"a parameter in {where} is"
     way = (
         "use nn.ModuleList or nn.ModuleDict in place of a list "
-        "or dict, or requires_grad_(False) where that is meant"
+        "or dict, or requires_grad_(False) if that is intended"
     )
     return [f"{what} not registered in the model, so nothing trains or saves them: {way}"]
 
@@ -294,7 +297,8 @@ def load_outside(task: Resolved, model: nn.Module, run: Path, step: int) -> None
     if lost := sorted(wanted - known.keys()):
         raise RunFolderError(
             f"{one.folder} holds the weights of {lost[0]}, which the task does not have",
-            hint="build in model(), or when the task is made, what its optimizer trains",
+            hint="build all modules that its optimizer trains in model() or in the "
+            "constructor of the task",
         )
     for name, value in known.items():
         if name in saved:

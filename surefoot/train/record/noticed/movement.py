@@ -31,9 +31,9 @@ class Movement:
         ):
             return ""
         return (
-            f"no weight moved in steps {self._step + 1:,} to {step:,}: "
-            f"the {len(held)} parameters are what they were before, as "
-            f"far as they were looked at ({LOOKED_AT:,} numbers of each)"
+            f"no weight changed in steps {self._step + 1:,} to {step:,}: the "
+            f"{len(held)} parameters have their old values (up to {LOOKED_AT:,} "
+            "elements of each were compared)"
         )
 
 

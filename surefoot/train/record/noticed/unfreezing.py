@@ -40,8 +40,8 @@ class Unfreezing:
         if len(trained.unfrozen) > self._num_told:  # a save may have taken them in
             for names in trained.unfrozen[self._num_told :]:
                 self._telling.say(
-                    f"step {number}: {len(names)} parameters that were "
-                    f"frozen train from now on, the first is {names[0]}"
+                    f"step {number}: {len(names)} parameters that were frozen are "
+                    f"trained from this step on, the first is {names[0]}"
                 )
             self._num_told = len(trained.unfrozen)
         return self._step(number)

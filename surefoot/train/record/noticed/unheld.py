@@ -20,10 +20,10 @@ from surefoot.core.units import name_some
 from surefoot.runtime.attributes import find_generators, sign_generator
 from surefoot.train.assemble import Assembly
 
-LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} begins with a new one"
+LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} starts with a new one"
 DRAWN = (
-    "the {what} draws from {name}, and no checkpoint holds its state, so a resumed {what} draws "
-    "other random numbers"
+    "the {what} draws from {name}, and no checkpoint holds its state, so a resumed "
+    "{what} draws different random numbers"
 )
 OF_LOOP = "give it to attach: state={{{key!r}: {name}}}"
 OF_OPTIMIZER = "give it to attach: optimizer=[..., {name}]"
@@ -33,7 +33,7 @@ UNTRAINED = (
     "step of it trains them: {names}; add them: optimizer.add_param_group({{'params': [...]}})"
 )
 DEPTH = 2  # of the search for generators: an attribute of an attribute of a variable
-UNLESS = "; a copy that never changes needs none"
+UNLESS = "; a copy that never changes need not be saved"
 
 
 class Unheld:

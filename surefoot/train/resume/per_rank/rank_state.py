@@ -63,9 +63,9 @@ def check_words(task: Resolved, spec: RunSpec) -> None:
         )
     if (each := find_per_rank(task)) and spec.layout.virtual_ranks is not None:
         raise SpecError(
-            f"state_on_ranks says that {each[0]!r} is per_rank, and layout.virtual_ranks is "
-            f"{spec.layout.virtual_ranks}: other numbers of ranks would have other states, and so "
-            "other bits",
+            f"state_on_ranks says that {each[0]!r} is per_rank, and "
+            f"layout.virtual_ranks is {spec.layout.virtual_ranks}: another number "
+            "of ranks would have other states, and so other results",
             hint="leave layout.virtual_ranks out, or keep replicated state only",
         )
 
@@ -82,10 +82,12 @@ def describe(group: Group, task: Resolved) -> list[str]:
     told = []
     if unsaid:
         told.append(
-            f"state() names {unsaid}: each of {group.size} ranks has a copy of its own, which its "
-            "own microbatches alone move; rank 0's is saved, and all ranks resume with it. Say "
-            f"what is meant in the task: state_on_ranks = {{{unsaid.split(', ')[0]}: "
-            '"replicated"} for what is the same on all ranks, "per_rank" for one on each rank'
+            f"state() names {unsaid}: each of {group.size} ranks has a separate copy, "
+            "which only its own microbatches change; the copy of rank 0 is "
+            "saved, and all ranks resume with it. Declare the entries in the "
+            f"task: state_on_ranks = {{{unsaid.split(', ')[0]}: "
+            '"replicated"} for an entry that is the same on all ranks, "per_rank" '
+            "for an entry of each rank"
         )
     if same := [name for name, word in words.items() if word == "replicated"]:
         told.append(
@@ -94,14 +96,14 @@ def describe(group: Group, task: Resolved) -> list[str]:
         )
     if own := find_per_rank(task):
         told.append(
-            f"state() names {_list(own)}, one for each of {group.size} ranks: each rank's is saved "
-            "and restored"
+            f"state() names {_list(own)}, one for each of {group.size} ranks: the "
+            "entry of each rank is saved and restored"
         )
     digests = [json.loads(text) for text in group.exchange(json.dumps(digest_entries(task, own)))]
     if alike := [name for name in own if len({each[name] for each in digests}) == 1]:
         told.append(
-            f"{_list(alike)} of state() starts equal on all ranks; surefoot.rank_seed() gives each "
-            "rank a seed of its own"
+            f"{_list(alike)} of state() starts equal on all ranks; "
+            "surefoot.rank_seed() returns a different seed on each rank"
         )
     return told
 
@@ -146,11 +148,11 @@ def gather(group: Group, task: Resolved) -> Gathered:
     if facts and (apart := group.check_equal(facts)):
         name, rank, _, _ = apart[0]
         raise NumbersError(
-            f"state_on_ranks says that {name!r} is replicated, and rank {rank} of {group.size} no "
-            "longer holds what rank 0 does",
+            f"state_on_ranks says that {name!r} is replicated, and its value on rank "
+            f"{rank} of {group.size} differs from that on rank 0",
             hint=(
-                "sum over the ranks what moves it, as torch.distributed.all_reduce does, or call "
-                "it per_rank"
+                "all-reduce the values that change it "
+                "(torch.distributed.all_reduce), or declare it per_rank"
             ),
         )
     if not (names := find_per_rank(task)):

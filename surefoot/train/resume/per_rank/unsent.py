@@ -82,8 +82,8 @@ def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
     if ranks is None or not held:
         return [
             (
-                f"what {len(saved)} ranks had not yet sent of their gradients is left out: nothing "
-                "is compressed by powersgd"
+                f"the saved PowerSGD residuals of {len(saved)} ranks are dropped: "
+                "this run does not compress with PowerSGD"
             )
         ]
     alike = commit.read(ALIKE)
@@ -105,14 +105,14 @@ def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
             _add(commit, rank, held)
         told = [
             (
-                f"what {len(saved)} ranks had not yet sent of their gradients is rank 0's as a "
-                f"sum: {ranks.group.size} ranks go on"
+                f"the saved PowerSGD residuals of {len(saved)} ranks are summed on "
+                f"rank 0: {ranks.group.size} ranks resume"
             )
         ]
     if lost:
         told.append(
-            f"what was not yet sent of {', '.join(lost[:8])} is left out: it is no longer "
-            "compressed"
+            f"the saved PowerSGD residuals of {', '.join(lost[:8])} are dropped: "
+            "these gradients are no longer compressed"
         )
     return told
 
