@@ -47,7 +47,7 @@ def test_weights_that_have_not_moved_are_said(
     assert kinds_of(tmp_path / "a") == ["no-movement"]
     said = capsys.readouterr().err
     assert "no weight changed in steps 1 to 4" in said
-    assert ("the learning rate is 0 in each of the 4 steps" in said) == (kind != "gradient of 0")
+    assert ("the learning rate is 0 in all 4 steps" in said) == (kind != "gradient of 0")
 
 
 def test_weights_that_moved_are_not_said_to_be_still(tmp_path: Path) -> None:
