@@ -256,7 +256,7 @@ def test_a_fork_with_no_step_left_to_train_is_refused_and_told_how(
 ) -> None:
     answer = surefoot("resume", "whole", "--fork", "new", "--quiet")
     assert answer.code == 2
-    assert "begins after step 14: no step is left" in answer.err
+    assert "starts after step 14: no step is left" in answer.err
     assert "--steps 28" in answer.err
     assert not Path("new").exists()
 

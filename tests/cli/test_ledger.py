@@ -245,7 +245,7 @@ def test_of_a_loop_the_samples_themselves_are_told(tmp_path: Path, surefoot: Com
         answer = surefoot("ledger", tmp_path, "--sample", "3")
         assert answer.code == (step == 2)
     assert "steps 1 to 3: 3 batches, 9 samples, 2 passes of 6" in answer.out
-    assert "twice: pass 2 consumed sample 3 2 times" in answer.out
+    assert "twice: epoch 2 consumed sample 3 2 times" in answer.out
     assert "sample 3: step 2 (pass 1), step 3 (pass 2)" in answer.out
     row = surefoot("ledger", tmp_path, "--sample", "3", "--json").row
     told = (

@@ -51,9 +51,9 @@ def test_any_part_of_a_file_is_read(descriptor: int, start: int, num_bytes: int)
 
 def test_a_file_that_ends_early_is_told(descriptor: int) -> None:
     digest.read_directly(descriptor, [digest.READ_BYTES])
-    with pytest.raises(RunFolderError, match="a file ends 1 bytes early"):
+    with pytest.raises(RunFolderError, match="the file is 1 bytes too short"):
         read(descriptor, NUM_BYTES - 5, 6)
-    with pytest.raises(RunFolderError, match="a file ends 100 bytes early"):
+    with pytest.raises(RunFolderError, match="the file is 100 bytes too short"):
         read(descriptor, NUM_BYTES + 9000, 100)
 
 
@@ -85,7 +85,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_bytes(bytes(5000))
     entry = Entry(name="state.json", num_bytes=5000, sha256="")
     with (
-        pytest.raises(RunFolderError, match=r"state\.json: a file ends 4900 bytes early"),
+        pytest.raises(RunFolderError, match=r"state\.json: the file is 4900 bytes too short"),
         commits.opened(tmp_path, entry) as file,
         commits.hashing() as pool,
     ):

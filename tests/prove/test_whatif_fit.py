@@ -151,7 +151,7 @@ def test_a_microbatch_that_the_model_refuses_is_passed_over(
     ]
     assert tries == [(1, True, True), (2, False, False)]
     assert (
-        "cannot be trained on a batch of one sample, as every microbatch is here"
+        "cannot be trained on a batch of one sample, and every microbatch has one sample"
         in answer.row["tries"][0]["failure"]
     )
 

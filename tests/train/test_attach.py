@@ -269,7 +269,7 @@ def test_the_folder_of_a_run_with_a_spec_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_never_ends_the_loop(
     held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gives_up = "unrecorded" in held
+    gives_up = "without records" in held
     loop = Loop()
     run = loop.attach(tmp_path / "run", every=1)
     run.step_done(1.0)

@@ -193,8 +193,8 @@ def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(
 @pytest.mark.parametrize(
     ("kind", "state", "told"),
     [
-        (torch.optim.Adam, True, "'optimizer', which was AdamW: the loop gives Adam"),
-        (torch.optim.AdamW, False, "'schedule', which was StepLR: the loop passes nothing"),
+        (torch.optim.Adam, True, "'optimizer' as AdamW: the loop gives Adam"),
+        (torch.optim.AdamW, False, "'schedule' as StepLR: the loop gives nothing"),
     ],
 )
 def test_a_loop_that_gives_less_than_was_saved_or_another_kind_is_refused(

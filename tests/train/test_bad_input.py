@@ -40,7 +40,7 @@ VALUES = {
     "no epochs": ("train.length='0 epochs'", ["train.length: 0 epochs is nothing"]),
     "over before it begins": (
         "train.length='0.0001 s'",
-        ["length = 0.0001 s is over before the first step", "1 step"],
+        ["length = 0.0001 s ends before the first step", "1 step"],
     ),
     "evaluated every nothing": (
         "evaluate.every='0 steps'",

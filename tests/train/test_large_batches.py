@@ -405,6 +405,6 @@ def test_the_noise_of_a_run_is_that_of_its_first_microbatches_against_its_batche
 
 @pytest.mark.parametrize("train", [{"batch": 8}, {"batch": 8, "microbatch": 8}])
 def test_noise_without_two_batch_sizes_is_refused(train: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="one pass over all 8 samples") as caught:
+    with pytest.raises(SpecError, match="one microbatch of all 8 samples") as caught:
         finish(tmp_path / "run", train=train, observe={"noise": True})
     assert "train.microbatch = 2" in str(caught.value.hint)

@@ -74,7 +74,7 @@ def test_a_value_that_is_no_number_is_refused_before_the_first_step(
     kind: str, tmp_path: Path
 ) -> None:
     given, words = REFUSED[kind]
-    with pytest.raises(TaskError, match=f"metric 'own' of task measured gives .*{words}"):
+    with pytest.raises(TaskError, match=f"metric 'own' of task measured returned .*{words}"):
         Run(spec(2), Measured(Given(given)), folder=tmp_path / "a", quiet=True).__enter__()
     assert not (tmp_path / "a").exists()
 

@@ -112,7 +112,7 @@ def test_a_module_that_changes_between_two_attempts_is_refused_by_name_unless_it
     capsys.readouterr()
     assert call(monkeypatch, *words) == 2
     told = capsys.readouterr().err
-    assert f"the code has changed since a was begun: {module.relative_to(tmp_path)}\n" in told
+    assert f"the code has changed since a was started: {module.relative_to(tmp_path)}\n" in told
     assert "--accept-code-change" in told
     forget(tmp_path)
     assert call(monkeypatch, *words, "--accept-code-change") == 3

@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "counted otherwise": (
         Counted("all rows"),
         {},
-        "counts(batch) gives 16 on all ranks for the term loss, whose loss counts 32",
+        "counts(batch) returns 16 on all ranks for the term loss, whose loss counts 32",
     ),
 }
 
