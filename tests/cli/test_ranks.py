@@ -26,7 +26,7 @@ from tests.cli.conftest import Command
         ),
         (
             ("--ranks", "5:9", "--set", "train.microbatch=16", "--set", "train.batch=32"),
-            "gives 9 ranks 2 pieces",
+            "2 microbatches for 9 ranks",
         ),
     ],
 )

@@ -128,9 +128,7 @@ def test_the_state_takes_a_quarter_of_the_bytes_and_what_stays_wide_is_told() ->
         made(odd[0]).summary[-1]
         == "moments stay in fp32: weight (its size is not a multiple of 256)"
     )
-    assert (
-        made(odd[1]).summary[-1] == "moments stay in fp32: weight (its numbers are torch.float64)"
-    )
+    assert made(odd[1]).summary[-1] == "moments stay in fp32: weight (its dtype is torch.float64)"
 
 
 def by_hand(model: nn.Module, steps: list[int], clip: float, clip_value: float | None) -> None:
@@ -366,7 +364,7 @@ def test_torchao_is_loaded_by_whom_asks_for_it_alone_and_says_nothing() -> None:
     [
         (torch.ones(65, 64), "65 x 64 has no 8-bit state: its size is not a multiple of 256"),
         (torch.ones(8), "fewer than 4,096 numbers"),
-        (torch.ones(64, 64, dtype=torch.complex64), "its numbers are torch.complex64"),
+        (torch.ones(64, 64, dtype=torch.complex64), "its dtype is torch.complex64"),
     ],
 )
 def test_a_parameter_that_does_not_fit_is_refused_by_the_optimizer(

@@ -282,7 +282,7 @@ def test_nothing_is_read_further_ahead_than_memory_allows() -> None:
     )
     reading.take(1)
     assert reading.depth == 6
-    assert "2 worker processes hold 6 microbatches ahead" in reading.describe()
+    assert "2 worker processes read 6 microbatches ahead" in reading.describe()
     reading.use(LoaderSettings(workers=2, kind="process", prefetch=9, memory_bytes=1))
     reading.take(1)
     reading.close()
@@ -292,7 +292,7 @@ def test_nothing_is_read_further_ahead_than_memory_allows() -> None:
 def test_a_source_that_cannot_be_sent_is_told_with_the_attribute() -> None:
     reading = loader(Locked(), LoaderSettings(workers=1, kind="process", start="spawn"))
     with pytest.raises(
-        DataError, match=r"the source\.settings\['transform'\] cannot be sent"
+        DataError, match=r"the source\.settings\['transform'\] cannot be pickled"
     ) as raised:
         reading.take(1)
     assert 'loader.start = "fork"' in raised.value.hint

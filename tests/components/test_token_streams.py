@@ -138,7 +138,7 @@ def test_tokens_that_are_none_and_samples_that_are_none_are_refused() -> None:
         Tokens(np.zeros(10, dtype=np.float32), 4)
     with pytest.raises(DataError, match="contains the token -1"):
         Tokens(np.array([0, 1, -1, 3, 4, 5]), 2).read(np.array([0]))
-    with pytest.raises(DataError, match="holds the token -7"):
+    with pytest.raises(DataError, match="contains the token -7"):
         Tokens(np.array([0, 1, 2, -7]), 2)
     for source in (Tokens(np.arange(9), 4), Packed(np.arange(9), np.array([0, 4]), 4)):
         for wrong in (-1, 2):

@@ -88,7 +88,7 @@ def of_nodes(body: Callable[[float], nn.Module], **more: Any) -> Case:
             output[batch.train_mask], batch.y[batch.train_mask]
         ),
         refused={
-            "microbatches": "the source returns whole batches",
+            "microbatches": "the source gives whole batches",
             "two ranks": own_order,
             "two ranks sharded": own_order,
         },

@@ -329,7 +329,7 @@ def test_a_loop_that_was_saved_by_other_ranks_is_refused_with_both_numbers(tmp_p
 def test_weights_that_are_spread_in_another_way_are_refused(tmp_path: Path) -> None:
     launch("FSDP2", tmp_path, "a", passes=1)
     found = run_ranks(2, lambda rank: train(rank, tmp_path, "DDP", "b"), tmp_path / "b")
-    told = "weights that were S(0) on 2 ranks; R on 2 ranks: they are whole on every rank now"
+    told = "weights that were S(0) on 2 ranks; R on 2 ranks: they are now whole on every rank"
     assert [told in each["error"] for each in found] == [True, True], found
 
 

@@ -328,7 +328,7 @@ def test_numbers_of_numpy_count_on_several_ranks_as_on_one_and_scores_of_32_bits
         ({"layout": {"replicate": 3}}, "layout.replicate is 3, and there are 2 ranks"),
         (
             {"train": {"batch": 8, "microbatch": 8}},
-            "a batch of 8 in microbatches of 8 gives 2 ranks 1 piece",
+            "a batch of 8 in microbatches of 8 has 1 microbatch for 2 ranks",
         ),
         ({"memory": {"on_oom": "halve"}}, "memory.on_oom is 'halve', and there are several ranks"),
         ({"data": {"on_bad": "skip"}}, "data.on_bad is 'skip', and there are several ranks"),

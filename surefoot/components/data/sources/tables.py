@@ -383,7 +383,7 @@ def _is_list(kind: Any) -> bool:
 
 def _missing(sample: Sample, column: str) -> DataError:
     return DataError(
-        f"{sample.shard}: {sample.key} has no {column}",
+        f"{sample.shard}: {sample.key} has a null in {column}",
         hint="leave rows with nulls out, or fill them",
     )
 

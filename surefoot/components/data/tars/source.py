@@ -88,7 +88,7 @@ class Tars:
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
         if len(ids) == 0:
-            raise DataError("no sample is asked for", hint="give one number or more")
+            raise DataError("no sample is requested", hint="give one sample number or more")
         samples = [
             self.sample(*place)
             for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)
