@@ -142,7 +142,7 @@ def test_an_older_commit_without_a_name_becomes_a_fork_in_the_next_free_folder_a
     before = snapshot("left")
     answer = surefoot("resume", "left", "--from", "4", "--quiet")
     assert answer.code == 0
-    assert "warning: step 4 is not the newest commit of left, which is step 6" in answer.err
+    assert "warning: step 4 is not the newest checkpoint of left, which is step 6" in answer.err
     assert snapshot("left") == before
     assert manifest.steps(Path("left-1"))[0] == 4
     assert surefoot("resume", "left", "--from", "6", "--quiet").code == 0  # the newest: in place
@@ -170,8 +170,8 @@ def test_a_fork_never_takes_a_folder_that_holds_a_run(spec: Path, surefoot: Comm
     for new in ("whole", "left"):
         answer = surefoot("resume", "whole", "--fork", new, "--from", "6", "--quiet")
         assert answer.code == 2
-        assert f"{new} holds a run already" in answer.err
-        assert f"surefoot resume {new} goes on with it where it is unfinished" in answer.err
+        assert f"{new} already holds a run and is not changed" in answer.err
+        assert f"if that run is unfinished: surefoot resume {new};" in answer.err
     assert snapshot("left") == before
 
 

@@ -357,7 +357,7 @@ def test_the_page_of_a_run_is_renewed_and_a_named_one_is_never_overwritten(
     Path("mine.html").write_text("mine")
     answer = surefoot("report", run, "--out", "mine.html")
     assert (answer.code, Path("mine.html").read_text()) == (2, "mine")
-    assert "mine.html exists already, and nothing is overwritten" in answer.err
+    assert "mine.html already exists and is not overwritten" in answer.err
     # one that came after the look
     with pytest.raises(InputError, match="cannot be written: File exists"):
         write_page(Path("mine.html"), b"page", is_new=True)

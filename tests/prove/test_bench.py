@@ -212,7 +212,7 @@ BAD = {
     "a value twice": (("--vary", "task.width=4,4"), "give each value once"),
     "a file that is there": (
         ("--csv", "mine.py"),
-        "error: mine.py exists already, and nothing is overwritten",
+        "error: mine.py already exists and is not overwritten",
     ),
     "a file in no folder": (
         ("--csv", "mine.py/times.csv"),

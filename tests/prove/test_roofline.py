@@ -118,12 +118,12 @@ def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
     taken = surefoot("roofline", "run", "--steps", "1", "--out", "run/taken")
     assert (taken.code, taken.err.splitlines()[0]) == (
         2,
-        "error: run/taken exists already, and nothing is overwritten",
+        "error: run/taken already exists and is not overwritten",
     )
     changed = surefoot("roofline", "run", "--steps", "1", "--seed", "0")
     assert (changed.code, changed.err.splitlines()[0]) == (
         2,
-        "error: --seed changes a spec, and a run is measured as it is",
+        "error: --seed changes a spec, but a run is measured with its own spec",
     )
     assert not (run / FILE).exists()
     answer = surefoot("roofline", "run", "--steps", "1", "--quiet", "--out", "run/taken/x.json")
