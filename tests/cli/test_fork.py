@@ -71,7 +71,7 @@ def test_a_fork_with_another_batch_says_from_where_its_own_plan_holds(
     answer = surefoot("ledger", "new")
     assert answer.code == 0
     assert "steps 7 to 14" in answer.out
-    assert "the first 6 steps were consumed by another plan" in answer.out
+    assert "the first 6 steps followed another plan" in answer.out
     assert surefoot("resume", "new", "--fork", "newer", "--steps", "16", "--quiet").code == 0
     row = surefoot("ledger", "newer", "--json").row
     assert (row["ok"], row["after"], row["last"]) == (True, 6, 16)
@@ -207,7 +207,7 @@ def test_a_fork_notes_other_data_and_code_and_how_it_is_repeated(
     told = " ".join(surefoot("show", "new").out.split())
     assert (
         f"surefoot resume {tmp_path / 'own'} --from 6 --fork NEW "
-        "with the changes that its notes name" in told
+        "with the changes of the spec in the notes above" in told
     )
 
 

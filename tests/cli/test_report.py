@@ -368,10 +368,10 @@ def test_the_page_of_a_run_is_renewed_and_a_named_one_is_never_overwritten(
 BAD = {
     "no run": (("nowhere",), "nowhere is no run"),
     "a folder that is no run": (("bare",), "bare is no run"),
-    "a run without a step": (("stepless",), "stepless has no step, so there is nothing to draw"),
+    "a run without a step": (("stepless",), "stepless has no steps, so there is nothing to draw"),
     "a folder for a file": (("a", "--out", "bare"), "bare is a folder"),
     "a folder that is missing": (("a", "--out", "missing/x.html"), "there is no folder missing"),
-    "too many runs": (("a",) * 9, "9 runs are too many"),
+    "too many runs": (("a",) * 9, "a report shows at most 8 runs; got 9"),
     "no ladder": (("a", "--ladder", "bare"), "bare holds no ladder.json"),
     "a name no disk takes": (("a", "--out", "x" * 300), "cannot be written"),
 }

@@ -200,7 +200,10 @@ def test_a_value_may_hold_commas(spec: Path) -> None:
 
 
 BAD = {
-    "a mode that there is not": (("--mode", "sideways"), "use some of forward,backward,step"),
+    "a mode that there is not": (
+        ("--mode", "sideways"),
+        "give one or more of forward,backward,step",
+    ),
     "no calls": (("--calls", "0"), "use --calls 2 or more"),
     "no rounds": (("--rounds", "0"), "and 1 round or more"),
     "a list without values": (("--vary", "task.width="), "--vary task.width=64,128"),
