@@ -67,7 +67,7 @@ def warn_of_values(name: str, values: Sequence[str]) -> None:
     if len(set(values)) > 1 and place.flight_file() is None and not place.here().rank:
         told = ", ".join(value if value.isprintable() else ascii(value) for value in values)
         print(
-            f"warning: {name} is given {len(values)} times ({told}): the last one counts",
+            f"warning: {name} is given {len(values)} times ({told}): the last value is used",
             file=sys.stderr,
             flush=True,
         )

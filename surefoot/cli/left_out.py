@@ -114,12 +114,12 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
             for key in GROUPS[group]
             if key != "data.folder"
         ),
-        "it writes the samples of the task as they are",
+        "it writes the samples of the task unchanged",
     ),
     "bench step": (_ONE_PROCESS, "it times single steps of one process"),
     "bench comm": (("run", *_EVALUATING), "it times single steps"),
     "roofline": (_ONE_PROCESS, "it times single steps of one process"),
-    "explain": (_ONE_PROCESS, "it takes the first step in one process"),
+    "explain": (_ONE_PROCESS, "it runs the first step in one process"),
     "formats": (
         (*_ONE_PROCESS, *(key for key in GROUPS["precision"] if key != "precision.init_scale")),
         "it computes the gradients of the first step in fp32, in one process",
@@ -128,14 +128,14 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
         (*_ONE_PROCESS, "loader.workers", "loader.prefetch"),
         "it times single steps of one process",
     ),
-    "ladder": (("checkpoint.store",), "it compares runs that are copied nowhere"),
+    "ladder": (("checkpoint.store",), "it compares runs and copies none of their checkpoints"),
     "whatif --batch": (
         ("train.batch", "train.microbatch", "train.ramp", *_UNRECORDED),
         "it measures the batches of --batch",
     ),
     "whatif --compile": (
         ("compile.mode", "compile.on_failure", *_STEADY),
-        "it measures every way to compile, for a few steps",
+        "it measures every compile option, for a few steps",
     ),
     "whatif --save-kernels": (
         (*_ONE_PROCESS, "compile.on_failure"),
@@ -143,11 +143,11 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "whatif --recompute": (
         ("memory.activation_checkpointing", *_STEADY),
-        "it measures every way to recompute, for a few steps",
+        "it measures every way of activation checkpointing, for a few steps",
     ),
     "whatif --fit": (
         ("train.microbatch", "memory.on_oom", *_UNRECORDED),
-        "it looks for the largest microbatch",
+        "it searches for the largest microbatch",
     ),
     "whatif --noise": (_ONE_PROCESS, "it computes gradients in one process"),
     "verify": (
@@ -159,7 +159,7 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
             "observe.every",
             "observe.tensorboard",
         ),
-        "it saves and records its trials in its own rhythm",
+        "it sets how often its trials save and record",
     ),
     "verify --layouts": (
         (
@@ -177,11 +177,11 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "verify --precision": (
         ("checkpoint.store", "observe.tensorboard"),
-        "it compares runs that are copied nowhere",
+        "it compares runs and copies none of their checkpoints",
     ),
     "verify --compile": (
         ("compile.on_failure", "checkpoint.store"),
-        "it compares runs that are copied nowhere",
+        "it compares runs and copies none of their checkpoints",
     ),
 }
 

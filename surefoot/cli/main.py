@@ -54,14 +54,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help=(
-        "Train any PyTorch model, and prove what it claims.\n\n"
-        "Begin with: surefoot train digits. With a task of your own: surefoot init."
+        "Train any PyTorch model, and prove what the library claims.\n\nStart with: "
+        "surefoot train digits. For your own task: surefoot init."
     ),
     epilog=(
-        "Exit codes: 0 done, 1 a verdict that does not hold, 2 bad input, 3 an error in your code, "
-        "4 non-finite or diverged numbers, 5 storage, 6 a bad record, 70 an error of surefoot, "
-        "129 ended by SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 ended by SIGTERM, "
-        "152 ended by SIGXCPU."
+        "Exit codes: 0 success, 1 a check failed, 2 bad input, 3 an error in your code, 4 "
+        "non-finite or diverged values, 5 storage error, 6 a bad record, 70 an internal "
+        "error of surefoot, 129 ended by SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 "
+        "ended by SIGTERM, 152 ended by SIGXCPU."
     ),
 )
 
@@ -70,7 +70,7 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.E
 DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 RESERVE_BYTES = 16 << 20  # of address space, which no page of memory stands behind
 RESERVE: list[mmap.mmap] = []  # released where memory is refused
-TRAIN, LOOK, PROVE, OPERATE = "Train", "Look", "Prove", "Operate"
+TRAIN, LOOK, PROVE, OPERATE = "Train", "Inspect", "Prove", "Operate"
 app.command(cls=Verb, rich_help_panel=TRAIN)(demo.demo)
 app.command(cls=Verb, rich_help_panel=TRAIN)(init.init)
 app.command(cls=Verb, rich_help_panel=TRAIN)(train.train)
@@ -205,12 +205,14 @@ def _tell_no_memory(error: Exception, message: str = "") -> int:
     """
     RESERVE.clear()
     text = next(iter(str(error).strip().splitlines()), "")
-    message = message or f"memory was refused: {type(error).__name__}: {text}"
+    message = message or f"out of memory: {type(error).__name__}: {text}"
     try:
         from surefoot.core.process.memory import find_limit
 
         most = f"this process may use at most {find_limit().words}"
-        _tell(OutOfMemory(message, hint=f"{most}: raise that, or use a smaller model or batch"))
+        _tell(
+            OutOfMemory(message, hint=f"{most}: raise that limit, or use a smaller model or batch")
+        )
     except Exception:  # noqa: BLE001 - even this message needs memory, and an import without it raises any error
         os.write(2, f"error: {message}\n".encode(errors="replace"))
     return OutOfMemory.exit_code
@@ -225,7 +227,7 @@ def _tell_unwritten(error: OSError) -> int:
     _tell(
         StorageError(
             f"{where} cannot be written: {error.strerror}",
-            hint=hint_unwritten(error, "write elsewhere"),
+            hint=hint_unwritten(error, "write to another disk"),
         )
     )
     return StorageError.exit_code
@@ -303,5 +305,8 @@ def _tell_other(error: Exception) -> int:
 
         traceback.print_exception(error)
     print(f"error: surefoot failed: {type(error).__name__}: {error}", file=sys.stderr)
-    print("hint: this is a fault of surefoot; run with --traceback and report it", file=sys.stderr)
+    print(
+        "hint: this is a bug in surefoot; run the command with --traceback and report it",
+        file=sys.stderr,
+    )
     return EXIT_INTERNAL

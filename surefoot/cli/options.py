@@ -45,22 +45,22 @@ RunOption = Annotated[
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="change a value, as in optim.lr=0.01; repeatable"
+        "--set", metavar="KEY=VALUE", help="set a key of the spec, as in optim.lr=0.01; repeatable"
     ),
 ]
 StepsOption = Annotated[
-    int | None, typer.Option("--steps", metavar="N", help="how long: train.length in steps")
+    int | None, typer.Option("--steps", metavar="N", help="set train.length to N steps")
 ]
 RanksOption = Annotated[
     int | None,
-    typer.Option("--ranks", metavar="N", help="so many processes of this host train together"),
+    typer.Option("--ranks", metavar="N", help="train with N processes (ranks) on this host"),
 ]
 RangeOption = Annotated[
     str | None,
     typer.Option(
         "--ranks",
         metavar="N|MIN:MAX",
-        help="so many processes of this host train together; MIN:MAX: with what is left",
+        help="train with N ranks on this host; MIN:MAX: continue without failed ranks, down to MIN",
     ),
 ]
 RestartsOption = Annotated[
@@ -68,44 +68,53 @@ RestartsOption = Annotated[
     typer.Option(
         "--max-restarts",
         metavar="N",
-        help="with --ranks: how often in a row a lost rank may cost all a commit; 3",
+        help="with --ranks: consecutive restarts allowed without a new checkpoint; 3",
     ),
 ]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", metavar="N", help="train.seed: of weights, order, augmentation"),
+    typer.Option(
+        "--seed", metavar="N", help="set train.seed: initial weights, sample order, augmentation"
+    ),
 ]
 DataOption = Annotated[
     str | None,
-    typer.Option("--data", metavar="DIR", help="the data set's own folder, or its parent"),
+    typer.Option("--data", metavar="DIR", help="the folder of the data set, or its parent"),
 ]
 TaskOption = Annotated[
     str | None,
     typer.Option(
         "--task",
         metavar="FILE:NAME",
-        help="where the task is now, if it was moved",
+        help="where the task's file is now, if it was moved",
         show_default="task.use",
     ),
 ]
 AcceptCodeChangeOption = Annotated[
-    bool, typer.Option("--accept-code-change", help="go on although the task's code changed")
+    bool, typer.Option("--accept-code-change", help="resume although the task's code has changed")
 ]
 AcceptDataOption = Annotated[
-    bool, typer.Option("--accept-data", help="resume although other data come than before")
+    bool,
+    typer.Option("--accept-data", help="resume although the data differ from those trained on"),
 ]
 CsvOption = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="the table to a new file")
+    Path | None, typer.Option("--csv", metavar="FILE", help="write the table to a new CSV file")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
-QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="print one JSON object on standard output")
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="print no progress")]
 TracebackOption = Annotated[
     bool, typer.Option("--traceback", help="show where an error was raised")
 ]
-StepOption = Annotated[str, typer.Option("--step", metavar="STEP", help="best, last, or a number")]
+StepOption = Annotated[
+    str, typer.Option("--step", metavar="STEP", help="the checkpoint: best, last, or a step number")
+]
 SplitOption = Annotated[
     str | None,
-    typer.Option("--split", metavar="NAME", help="the split", show_default="evaluate.split"),
+    typer.Option(
+        "--split", metavar="NAME", help="the split of the data", show_default="evaluate.split"
+    ),
 ]
 
 
@@ -161,16 +170,18 @@ def check_new_file(path: Path, flag: str, example: str) -> None:
     from surefoot.core.errors import InputError
 
     if os.path.isdir(path):
-        raise InputError(f"{path} is a folder", hint=f"name a file in it: {flag} {path / example}")
+        raise InputError(
+            f"{path} is a folder", hint=f"give a file in that folder: {flag} {path / example}"
+        )
     if os.path.lexists(path):
         raise InputError(
-            f"{path} exists already, and nothing is overwritten",
-            hint=f"give another {flag}, or remove it",
+            f"{path} already exists and is not overwritten",
+            hint=f"give another {flag}, or remove the existing file",
         )
     if not os.path.isdir(path.parent):
         raise InputError(
             f"there is no folder {path.parent} for {path.name}",
-            hint=f"make it first, or give another {flag}",
+            hint=f"create the folder first, or give another {flag}",
         )
 
 
@@ -180,13 +191,15 @@ def check_new_folder(path: Path, flag: str) -> None:
 
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise InputError(f"{flag} {path} is not an empty folder", hint="name a new one")
+            raise InputError(
+                f"{flag} {path} is not an empty folder", hint="give a new or empty folder"
+            )
         if not path.exists():
             path.mkdir(parents=True)
             path.rmdir()
     except OSError as error:
         raise InputError(
-            f"{flag} {path} cannot be made: {error.strerror}", hint="name another"
+            f"{flag} {path} cannot be created: {error.strerror}", hint="give another folder"
         ) from None
 
 
@@ -196,8 +209,8 @@ def check_of_run(task: str | None, *, is_run: bool) -> None:
 
     if task is not None and not is_run:
         raise InputError(
-            f"--task {task} says where the task of a RUN is now",
-            hint=f"of a SPEC: --set task.use={task}",
+            f"--task {task} applies to a RUN, and a SPEC is given",
+            hint=f"for a SPEC, use --set task.use={task}",
         )
 
 
@@ -211,8 +224,8 @@ def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
     wrong = [flag for flag, value in flags.items() if value is not None and value != []]
     if wrong:
         raise InputError(
-            f"{wrong[0]} changes a spec, and a run is {done} as it is",
-            hint=f"take the changed spec: surefoot {verb} RUN/spec.toml",
+            f"{wrong[0]} changes a spec, but a run is {done} with its own spec",
+            hint=f"change the spec of the run: surefoot {verb} RUN/spec.toml",
         )
 
 
@@ -262,8 +275,10 @@ def launch_ranks(
     if least is not None:
         if run is None:
             raise InputError(
-                f"--ranks {ranks} goes on with what is left in the folder of a run, "
-                "and there is none to go on in",
+                (
+                    f"--ranks {ranks} restarts the remaining ranks in a run folder, and no "
+                    "run folder is given"
+                ),
                 hint="give --run DIR, without --fresh, --weights, --fork and --from",
             )
         numbers, passed = find_numbers(least, most, functools.partial(_refuse, spec))
@@ -274,7 +289,9 @@ def launch_ranks(
     elif most > 0:
         layout.fit(most, spec.layout.replicate, spec.layout.shard, spec.layout.zero_stage)
     judge = find_judge(spec.layout.hang_timeout)
-    judge = judge if trains else judge._replace(hint="nothing of it was kept; start it again")
+    judge = (
+        judge if trains else judge._replace(hint="no checkpoint was saved; start the command again")
+    )
     restarts = 3 if max_restarts is None else max_restarts
     try:
         return launch(
@@ -290,9 +307,8 @@ def launch_ranks(
         if error.errno != errno.EMFILE:
             raise
         raise InputError(
-            f"--ranks is {ranks}, and this process may not open the "
-            "files that it holds for each rank",
-            hint="raise it: ulimit -n",
+            f"--ranks is {ranks}: the limit of open files is too low for that many ranks",
+            hint="raise the limit: ulimit -n",
         ) from error
 
 
@@ -308,8 +324,8 @@ def read_range(text: str) -> tuple[int | None, int]:
     values = [int(word) if word.isascii() and word.isdecimal() else 0 for word in words]
     if len(values) > 2 or min(values) < 1 or values != sorted(values):
         raise InputError(
-            f"--ranks is {text}, and neither a number of ranks nor a range of such",
-            hint="use one rank or more, as --ranks 2, or the fewest and the most, as --ranks 2:4",
+            f"--ranks must be N or MIN:MAX with 1 <= MIN <= MAX; got {text}",
+            hint="give a number of ranks, as --ranks 2, or a range, as --ranks 2:4",
         )
     return (values[0] if len(values) == 2 else None), values[-1]
 

@@ -19,7 +19,10 @@ from surefoot.control.launch.local import STALL_LOOK_S, RankProcess, end_if_stal
 from surefoot.control.launch.looking import RankFiles
 from surefoot.control.launch.peers import Peer
 
-HINT = "torchrun --max-restarts N starts them again: with --run they resume from the newest commit"
+HINT = (
+    "torchrun --max-restarts N restarts the ranks; with --run they resume from the newest "
+    "checkpoint"
+)
 
 
 def main(words: str) -> None:

@@ -88,7 +88,7 @@ def test_an_evaluation_in_fp32_tells_the_gap_of_the_runs_own_precision(surefoot:
     assert 0 < abs(row["fp32"]["gaps"]["loss"]) < 0.01
     assert row["loss"] - row["fp32"]["values"]["loss"] == row["fp32"]["gaps"]["loss"]
     said = surefoot("evaluate", "a", "--fp32").out
-    assert re.search(r"in bf16:\nloss .*\n.*\nin fp32:\nloss .* \(bf16 is off by ", said)
+    assert re.search(r"in bf16:\nloss .*\n.*\nin fp32:\nloss .* \(bf16 differs by ", said)
 
 
 @pytest.mark.parametrize("verb", ["runs", "show", "compare", "spec show", "spec check", "init"])
@@ -209,6 +209,6 @@ def test_an_answer_that_a_full_disk_does_not_take_is_a_failure_of_storage(
         )
     assert done.stderr == (
         "error: standard output cannot be written: No space left on device\n"
-        "hint: free some space, or write elsewhere\n"
+        "hint: free some space, or write to another disk\n"
     )
     assert (done.returncode, silent.returncode) == (5, 5)

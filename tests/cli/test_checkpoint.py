@@ -56,7 +56,7 @@ def test_list_tells_what_kills_left_and_what_cannot_be_read(run: Path, surefoot:
     flip(path_of(2, manifest.FILE), 40)
     answer = surefoot("checkpoint", "list", run)
     assert answer.code == 0
-    assert "left over: run/checkpoints/.draft-step-000000000007" in answer.err
+    assert "unfinished or set aside: run/checkpoints/.draft-step-000000000007" in answer.err
     assert "manifest.json" in answer.out
 
 
@@ -71,7 +71,7 @@ def test_show_tells_that_the_newest_cannot_be_read_and_shows_the_one_before(
     answer = surefoot("checkpoint", "show", run, "--json")
     assert (answer.code, answer.row["step"]) == (0, 5)
     assert answer.err.startswith(f"warning: {newest} ")
-    assert answer.err.endswith("; the commit before it is shown\n")
+    assert answer.err.endswith("; the checkpoint before it is shown\n")
     assert surefoot("checkpoint", "show", f"{run}:6").code == 2
     for step in range(1, 6):
         path_of(step, manifest.FILE).unlink()
@@ -102,7 +102,7 @@ def test_a_folder_without_commits_is_refused(verb: str, surefoot: Command) -> No
     Path("empty").mkdir()
     answer = surefoot("checkpoint", verb, "empty")
     assert (answer.code, answer.out) == (2, "")
-    assert "empty holds no commits" in answer.err
+    assert "empty has no checkpoints" in answer.err
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(run: Path, surefoot: Command) -> None:
@@ -119,7 +119,7 @@ def test_a_sound_run_passes_and_says_after_which_step_it_goes_on(
 ) -> None:
     answer = surefoot("checkpoint", "check", run)
     assert answer.code == 0
-    assert answer.out.splitlines()[-1] == "a run goes on after step 6"
+    assert answer.out.splitlines()[-1] == "a run resumes after step 6"
     assert surefoot("checkpoint", "check", f"{run}:2").code == 0
 
 
@@ -180,7 +180,7 @@ def test_prune_keeps_the_newest_the_best_and_multiples_and_touches_no_foreign_na
 def test_multiples_of_nothing_are_refused(every: str, run: Path, surefoot: Command) -> None:
     answer = surefoot("checkpoint", "prune", run, "--keep", "2", "--keep-every", every)
     assert (answer.code, answer.out) == (2, "")
-    assert f"--keep-every is '{every}', which is nothing" in answer.err
+    assert f"--keep-every must be more than 0; got '{every}'" in answer.err
     assert len(manifest.steps(run)) == 6
 
 

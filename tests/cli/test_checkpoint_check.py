@@ -141,7 +141,7 @@ def test_a_file_that_no_manifest_names_is_told_and_is_no_damage(
     path_of(6, "notes.txt").write_text("mine")
     answer = surefoot("checkpoint", "check", run)
     assert answer.code == 0
-    assert "notes.txt is not named by the manifest" in answer.out
+    assert "notes.txt is not in the manifest" in answer.out
 
 
 def test_repair_sets_aside_what_is_damaged_deletes_nothing_and_leaves_the_rest(

@@ -32,7 +32,7 @@ def test_an_index_is_written_beside_the_tars_and_told(folder: Path, surefoot: Co
     answer = surefoot("data", "index", str(folder))
     assert answer.code == 0
     (place,) = folder.glob("surefoot-*.index")
-    assert f"8 samples in 2 tars; the index is {place}" in answer.out
+    assert f"8 samples in 2 tars; index: {place}" in answer.out
     row = surefoot("data", "index", str(folder / "1.tar"), str(folder / "0.tar"), "--json").row
     assert row["samples"] == 8
     assert [each["name"] for each in row["shards"]] == ["0.tar", "1.tar"]
@@ -42,7 +42,7 @@ def test_an_index_is_written_beside_the_tars_and_told(folder: Path, surefoot: Co
 def test_a_sound_set_passes(folder: Path, surefoot: Command) -> None:
     answer = surefoot("data", "check", str(folder))
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out == "8 samples are whole, 0 parts are bad\n"
+    assert answer.out == "8 samples are undamaged, 0 parts are bad\n"
 
 
 def test_every_bad_part_is_named_and_the_rest_is_read(folder: Path, surefoot: Command) -> None:
@@ -112,6 +112,6 @@ def test_urls_are_read_like_files(
     with serving({f"/{path.name}": path.read_bytes() for path in folder.iterdir()}) as served:
         url = f"{served.url}/{{0..1}}.tar"
         assert surefoot("data", "index", url, "--json").row["samples"] == 8
-        assert surefoot("data", "check", url).out == "8 samples are whole, 0 parts are bad\n"
+        assert surefoot("data", "check", url).out == "8 samples are undamaged, 0 parts are bad\n"
         assert surefoot("data", "check", f"{served.url}/2.tar").code == 2
     assert surefoot("data", "check", "pipe:cat").code == 2

@@ -385,12 +385,12 @@ def test_bad_input_is_told_in_words_before_anything_is_written(
     (tmp_path / "file").write_text("")
     x, y = (str(path) for path in arrays.values())
     cases = {
-        ("none.npy", "out"): "none.npy is no source",
+        ("none.npy", "out"): "none.npy is not a valid source",
         ("empty", "out"): "empty contains no class folder",
         ("image=none.npy", "out"): "none.npy cannot be read",
         ("image=text.npy", "out"): "cannot be mapped as a .npy file",
-        (f"image={x}", f"image={y}", "out"): "names nothing, or what is named already",
-        (f"image={x}", "empty", "out"): "is no source",
+        (f"image={x}", f"image={y}", "out"): "has no name, or a name that is already used",
+        (f"image={x}", "empty", "out"): "is not a valid source",
         (f"im age={x}", "out"): "a part has the name 'im age'",
         (f"image={x}", "out", "--shard-size", "5"): "is not a size in bytes",
         (f"image={x}", "out", "--shard-size", "1 KiB"): "tars of 1,024 bytes are too small",
@@ -398,7 +398,7 @@ def test_bad_input_is_told_in_words_before_anything_is_written(
         (f"image={x}", "file"): "the folder file cannot be created: it is a file",
         ("mine.py:Other", "out"): "has no class 'Other'",
         ("mine.py:Task", "out", "--set", "task.draws=true"): "other values each time it is read",
-        ("empty", "out", "--as", "x=npy"): "--as says how arrays are written",
+        ("empty", "out", "--as", "x=npy"): "--as sets the format of arrays",
     }
     for words, says in cases.items():
         answer = surefoot("data", "convert", *words)

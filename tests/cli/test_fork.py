@@ -71,7 +71,7 @@ def test_a_fork_with_another_batch_says_from_where_its_own_plan_holds(
     answer = surefoot("ledger", "new")
     assert answer.code == 0
     assert "steps 7 to 14" in answer.out
-    assert "the first 6 steps were consumed by another plan" in answer.out
+    assert "the first 6 steps followed another plan" in answer.out
     assert surefoot("resume", "new", "--fork", "newer", "--steps", "16", "--quiet").code == 0
     row = surefoot("ledger", "newer", "--json").row
     assert (row["ok"], row["after"], row["last"]) == (True, 6, 16)
@@ -145,7 +145,7 @@ def test_an_older_commit_without_a_name_becomes_a_fork_in_the_next_free_folder_a
     before = snapshot("left")
     answer = surefoot("resume", "left", "--from", "4", "--quiet")
     assert answer.code == 0
-    assert "warning: step 4 is not the newest commit of left, which is step 6" in answer.err
+    assert "warning: step 4 is not the newest checkpoint of left, which is step 6" in answer.err
     assert snapshot("left") == before
     assert manifest.steps(Path("left-1"))[0] == 4
     assert surefoot("resume", "left", "--from", "6", "--quiet").code == 0  # the newest: in place
@@ -173,8 +173,8 @@ def test_a_fork_never_takes_a_folder_that_holds_a_run(spec: Path, surefoot: Comm
     for new in ("whole", "left"):
         answer = surefoot("resume", "whole", "--fork", new, "--from", "6", "--quiet")
         assert answer.code == 2
-        assert f"{new} holds a run already" in answer.err
-        assert f"surefoot resume {new} goes on with it where it is unfinished" in answer.err
+        assert f"{new} already holds a run and is not changed" in answer.err
+        assert f"if that run is unfinished: surefoot resume {new};" in answer.err
     assert snapshot("left") == before
 
 
@@ -211,7 +211,7 @@ def test_a_fork_notes_other_data_and_code_and_how_it_is_repeated(
     told = " ".join(surefoot("show", "new").out.split())
     assert (
         f"surefoot resume {tmp_path / 'own'} --from 6 --fork NEW "
-        "with the changes that its notes name" in told
+        "with the changes of the spec in the notes above" in told
     )
 
 

@@ -44,7 +44,7 @@ def flags(verb: str) -> set[str]:
 def test_help_names_every_verb_in_the_group_of_what_a_person_wants(surefoot: Command) -> None:
     answer = surefoot("--help")
     assert answer.code == 0
-    train, look = answer.out.index("─ Train ─"), answer.out.index("─ Look ─")
+    train, look = answer.out.index("─ Train ─"), answer.out.index("─ Inspect ─")
     assert train < answer.out.index("│ train ") < look < answer.out.index("│ show ")
     assert {verb.split()[0] for verb in VERBS} == set(get_command(app).commands)  # type: ignore[attr-defined]
 
@@ -287,7 +287,7 @@ def test_of_an_option_with_several_values_the_last_one_counts_and_is_named(
     words: tuple[str, ...], line: str, surefoot: Command
 ) -> None:
     answer = surefoot(*words)
-    assert answer.err.startswith(f"warning: {line}: the last one counts\n"), answer.err
+    assert answer.err.startswith(f"warning: {line}: the last value is used\n"), answer.err
     assert "given" not in answer.out
 
 

@@ -42,7 +42,7 @@ def test_init_overwrites_nothing(name: str, surefoot: Command, tmp_path: Path) -
     (tmp_path / name).write_text("mine")
     answer = surefoot("init")
     assert answer.code == 2
-    assert answer.err.startswith(f"error: {name} is there already")
+    assert answer.err.startswith(f"error: {name} already exists")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 

@@ -172,7 +172,7 @@ def test_half_a_row_at_the_end_is_told_and_is_no_fault(tmp_path: Path, surefoot:
         file.write(b"\1\0\0\0\7")
     answer = surefoot("ledger", run)
     assert answer.code == 0
-    assert "half a row" in answer.out
+    assert "an incomplete row" in answer.out
     assert surefoot("ledger", run, "--json").row["torn_bytes"] == 5
 
 
@@ -212,7 +212,7 @@ def test_the_verb_tells_the_plan_the_attempts_and_a_sample(
     assert answer.code == 0
     assert "50 samples, shuffled each epoch with seed 3, in batches of 8" in answer.out
     assert "steps 1 to 30: 216 samples" in answer.out
-    assert "2; 3 steps were done again" in answer.out
+    assert "2; 3 steps were repeated" in answer.out
     assert "sample 7: step " in answer.out
     row = surefoot("ledger", run, "--sample", "7", "--json").row
     assert {
@@ -244,9 +244,9 @@ def test_of_a_loop_the_samples_themselves_are_told(tmp_path: Path, surefoot: Com
         book.sync()
         answer = surefoot("ledger", tmp_path, "--sample", "3")
         assert answer.code == (step == 2)
-    assert "steps 1 to 3: 3 batches, 9 samples, 2 passes of 6" in answer.out
+    assert "steps 1 to 3: 3 batches, 9 samples, 2 epochs of 6" in answer.out
     assert "twice: epoch 2 consumed sample 3 2 times" in answer.out
-    assert "sample 3: step 2 (pass 1), step 3 (pass 2)" in answer.out
+    assert "sample 3: step 2 (epoch 1), step 3 (epoch 2)" in answer.out
     row = surefoot("ledger", tmp_path, "--sample", "3", "--json").row
     told = (
         (ROOT / "docs" / "reference" / "cli.md")
@@ -317,7 +317,7 @@ def test_there_is_no_verdict_over_a_ledger_without_a_step(
     NOTHING[what](tmp_path)
     answer = surefoot("ledger", tmp_path, *words)
     assert answer.code == 2
-    assert "holds no step, so there is no verdict" in answer.err
+    assert "has no steps, so there is nothing to check" in answer.err
     assert "exactly once" not in answer.out + answer.err
 
 
@@ -328,11 +328,11 @@ def test_a_verdict_says_where_it_ends(surefoot: Command, tmp_path: Path) -> None
     (run / "events.jsonl").write_text("".join(each.as_line() for each in log))
     answer = surefoot("ledger", run)
     assert answer.code == 0
-    assert "the verdict ends at step 4: the log goes on to step 10" in answer.err
+    assert "the verdict ends at step 4: the log continues to step 10" in answer.err
 
 
 def test_a_check_of_no_commit_is_no_verdict(surefoot: Command, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     answer = surefoot("checkpoint", "check", "run")
     assert answer.code == 2
-    assert "holds no commit, so there is nothing to check" in answer.err
+    assert "has no checkpoint, so there is nothing to check" in answer.err

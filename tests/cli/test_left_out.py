@@ -145,7 +145,7 @@ def test_a_command_names_what_it_does_not_use_even_when_quiet(
     answer = surefoot("explain", small, "--set", "layout.shard=2")
     assert (answer.code, answer.err) == (
         0,
-        "note: explain does not use layout.shard: it takes the first step in one process\n",
+        "note: explain does not use layout.shard: it runs the first step in one process\n",
     )
 
 

@@ -138,7 +138,7 @@ def test_of_hundreds_of_evaluations_a_few_are_shown_and_json_has_all(surefoot: C
     ]
     run = past.write(Path("a"), [past.started(), *records])
     out = surefoot("show", run).out
-    assert "487 others are left out here; --json has all" in out
+    assert "487 more evaluations are not shown; --json has all of them" in out
     assert sum(line.rstrip().endswith("best") for line in out.splitlines()) == 1
     assert len(surefoot("show", run, "--json").row["evaluations"]) == 500
 
@@ -192,7 +192,7 @@ def test_of_each_step_the_newest_attempt_counts(surefoot: Command) -> None:
     assert (row["state"], row["attempts"], row["evaluations"]) == ("stopped", 2, [])
     assert len(row["faults"]) == 1
     told = surefoot("show", run).out
-    assert "2; 10 steps done again; of each step the newest is told" in told
+    assert "2; 10 steps repeated; values of a step are those of its newest attempt" in told
     assert row["goodput"] is not None
     assert f"{format_percent(row['goodput'])} of" in next(
         line for line in told.splitlines() if line.split()[:1] == ["goodput"]
@@ -264,7 +264,7 @@ def test_a_run_that_never_began_has_no_time_and_one_that_did_not_finish_is_named
         past.write_finished(Path(side) / "2")
     past.write(Path("b/3"), [past.started()])
     out = surefoot("compare", "a", "b").out
-    assert "not finished, and in the means as far as it came: b/3, unknown, 0 steps" in out
+    assert "not finished, included in the means up to its last step: b/3, unknown, 0 steps" in out
     elapsed = next(
         each
         for each in surefoot("compare", "a", "b", "--json").row["effects"]
@@ -399,7 +399,7 @@ def test_a_comparison_of_one_run_is_bad_input(surefoot: Command) -> None:
     past.write_finished(Path("a"))
     answer = surefoot("compare", "a")
     assert answer.code == 2
-    assert "a comparison needs two" in answer.err
+    assert "compare needs at least two runs" in answer.err
 
 
 def test_at_a_terminal_rows_are_folded_to_its_width(

@@ -55,7 +55,7 @@ def test_commits_are_not_all_there_where_the_log_does_not_say_which_should_be(
     else:
         log.write_text(log.read_text().replace('"kind": "committed"', '"kind": "com', 1))
     answer = surefoot("checkpoint", "check", run, "--json")
-    assert answer.err.startswith("warning: whether commits are gone is not known: ")
+    assert answer.err.startswith("warning: missing checkpoints cannot be detected: ")
     assert answer.row["log_unread"]
 
 
@@ -70,7 +70,7 @@ def test_a_run_without_a_commit_is_whole_as_far_as_it_goes(run: Path, surefoot: 
     shutil.rmtree(run / "checkpoints")
     answer = surefoot("check", run)
     assert answer.out.endswith(
-        "spec, log and ledger are whole; there is no commit, and the log names none\n"
+        "spec, log and ledger are whole; there is no checkpoint, and the log names none\n"
     )
 
 
@@ -140,5 +140,5 @@ def test_a_ladder_none_of_whose_rungs_is_measured_says_so(
     )
     answer = surefoot("ladder", use, *words, "--set", "train.length=60 steps")
     assert answer.code == 2, answer.err
-    assert "error: no rung was measured, so nothing is known of any: channels last: " in answer.err
+    assert "error: no rung was measured: channels last: " in answer.err
     assert (tmp_path / "ladder" / "ladder.md").is_file()

@@ -12,14 +12,14 @@ from tests.cli.conftest import Command
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--ranks", "0:2"), "error: --ranks is 0:2"),
-        (("--ranks", "3:2"), "error: --ranks is 3:2"),
-        (("--ranks", "2:"), "error: --ranks is 2:,"),
-        (("--ranks", ":2"), "error: --ranks is :2"),
-        (("--ranks", "1:2:3"), "error: --ranks is 1:2:3"),
-        (("--ranks", "two"), "error: --ranks is two"),
-        (("--ranks", "-1"), "error: --ranks is -1"),
-        (("--ranks", "1:2", "--fresh"), "error: --ranks 1:2 goes on with what is left"),
+        (("--ranks", "0:2"), "1 <= MIN <= MAX; got 0:2\n"),
+        (("--ranks", "3:2"), "1 <= MIN <= MAX; got 3:2\n"),
+        (("--ranks", "2:"), "1 <= MIN <= MAX; got 2:\n"),
+        (("--ranks", ":2"), "1 <= MIN <= MAX; got :2\n"),
+        (("--ranks", "1:2:3"), "1 <= MIN <= MAX; got 1:2:3\n"),
+        (("--ranks", "two"), "1 <= MIN <= MAX; got two\n"),
+        (("--ranks", "-1"), "1 <= MIN <= MAX; got -1\n"),
+        (("--ranks", "1:2", "--fresh"), "error: --ranks 1:2 restarts the remaining ranks"),
         (
             ("--ranks", "2:3", "--set", "layout.replicate=4"),
             "error: --ranks is 2:3, and this spec can be trained with none of these",

@@ -357,7 +357,7 @@ def test_the_page_of_a_run_is_renewed_and_a_named_one_is_never_overwritten(
     Path("mine.html").write_text("mine")
     answer = surefoot("report", run, "--out", "mine.html")
     assert (answer.code, Path("mine.html").read_text()) == (2, "mine")
-    assert "mine.html exists already, and nothing is overwritten" in answer.err
+    assert "mine.html already exists and is not overwritten" in answer.err
     # one that came after the look
     with pytest.raises(InputError, match="cannot be written: File exists"):
         write_page(Path("mine.html"), b"page", is_new=True)
@@ -368,10 +368,10 @@ def test_the_page_of_a_run_is_renewed_and_a_named_one_is_never_overwritten(
 BAD = {
     "no run": (("nowhere",), "nowhere is no run"),
     "a folder that is no run": (("bare",), "bare is no run"),
-    "a run without a step": (("stepless",), "stepless has no step, so there is nothing to draw"),
+    "a run without a step": (("stepless",), "stepless has no steps, so there is nothing to draw"),
     "a folder for a file": (("a", "--out", "bare"), "bare is a folder"),
     "a folder that is missing": (("a", "--out", "missing/x.html"), "there is no folder missing"),
-    "too many runs": (("a",) * 9, "9 runs are too many"),
+    "too many runs": (("a",) * 9, "a report shows at most 8 runs; got 9"),
     "no ladder": (("a", "--ladder", "bare"), "bare holds no ladder.json"),
     "a name no disk takes": (("a", "--out", "x" * 300), "cannot be written"),
 }

@@ -366,7 +366,7 @@ def test_a_schedule_is_drawn_with_its_table(surefoot: Command, spec_file: Path) 
     answer = surefoot("spec", "show", spec_file, "--plot", "--set", "schedule.name=linear")
     assert (answer.code, answer.err) == (0, "")
     rows = [line.split() for line in answer.out.splitlines()[1:13]]
-    assert rows[0] == ["step", "linear", "rate"]
+    assert rows[0] == ["step", "linear", "lr"]
     assert rows[1] == ["1", "1", "0.02"]
     assert rows[-1] == ["100", "0.01", "0.0002"]
     assert "└" in answer.out
@@ -386,8 +386,8 @@ def test_a_run_in_epochs_is_drawn_over_epochs_and_says_what_it_assumed(
         "schedule.warmup=1 epoch",
     )
     answer = surefoot(*words)
-    assert "an epoch is drawn as 100 steps; --steps-per-epoch" in answer.err
-    assert answer.out.splitlines()[1].split() == ["step", "epoch", "cosine", "rate"]
+    assert "an epoch is drawn as 100 steps; set their number with --steps-per-epoch" in answer.err
+    assert answer.out.splitlines()[1].split() == ["step", "epoch", "cosine", "lr"]
     assert surefoot(*words, "--json").row["total_steps"] == 400
     assert surefoot(*words, "--json", "--steps-per-epoch", "7").row["total_steps"] == 28
 

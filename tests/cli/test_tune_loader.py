@@ -36,6 +36,6 @@ def test_what_a_person_sees(surefoot: Command) -> None:
         "1",
     )
     assert answer.code == 0
-    assert answer.out.startswith("the steps could take ")
+    assert answer.out.startswith("the steps need ")
     assert answer.out.count("chosen") == 1
     assert "[loader]\nworkers = 1\nkind = " in answer.out

@@ -133,7 +133,7 @@ def test_weights_that_fit_wholly_need_no_further_word(spec: Path, surefoot: Comm
 def test_partial_weights_without_weights_are_refused(spec: Path, surefoot: Command) -> None:
     answer = surefoot("train", spec, "--partial-weights", "--run", "new", "--quiet")
     assert answer.code == 2
-    assert "--partial-weights goes with --weights DIR" in answer.err
+    assert "--partial-weights needs --weights DIR" in answer.err
 
 
 def test_pretrained_weights_are_imported_and_fine_tuned_and_the_frozen_part_stays_bit_for_bit(

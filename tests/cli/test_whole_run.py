@@ -87,7 +87,7 @@ def test_without_a_terminal_nothing_is_removed_unless_it_is_said(
     with open(os.devnull) as nobody:
         monkeypatch.setattr("sys.stdin", nobody)
         answer = surefoot("remove", run)
-    assert (answer.code, "hint: give --yes" in answer.err) == (2, True)
+    assert (answer.code, "hint: add --yes" in answer.err) == (2, True)
     assert run.is_dir()
 
 
@@ -112,7 +112,7 @@ def test_a_run_of_another_host_without_an_end_is_left_alone(
 ) -> None:
     run = past.write(tmp_path / "far", [past.started()])
     answer = surefoot(verb, run, *(["--yes"] if verb == "remove" else ["a.tar"]))
-    assert (answer.code, "hint: run this command there" in answer.err, run.is_dir()) == (
+    assert (answer.code, "hint: run this command on that host" in answer.err, run.is_dir()) == (
         2,
         True,
         True,

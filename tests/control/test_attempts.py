@@ -157,7 +157,7 @@ def test_why_tells_the_kill_and_the_interval(
     assert call(monkeypatch, "why", str(tmp_path)) == 0
     told = capsys.readouterr().out
     assert "killed" in told
-    assert "done again" in told
+    assert "repeated" in told
     assert "save every" in told
     assert call(monkeypatch, "why", str(tmp_path), "--json") == 0
     row = json.loads(capsys.readouterr().out)

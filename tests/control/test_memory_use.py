@@ -321,7 +321,7 @@ def test_why_reads_what_lies_beside_the_run_and_what_it_is_given(
     answer = surefoot("why", "run", "--limit", "520 MiB", "--measured", "b.csv", "--measured", ".")
     told = [" ".join(line.split()) for line in answer.out.partition("Memory\n")[2].splitlines()]
     assert told == [
-        f"at its most 500 MiB, 96.15 % of {format_bytes(520 * MIB)} (the limit): little is left",
+        f"peak 500 MiB, 96.15 % of {format_bytes(520 * MIB)} (the limit): little is left",
         (
             "memory.activation_checkpointing=full 250 MiB less, as measured: 0.5 (0.4 to 0.6), "
             "rejected by ."

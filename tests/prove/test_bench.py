@@ -200,7 +200,10 @@ def test_a_value_may_hold_commas(spec: Path) -> None:
 
 
 BAD = {
-    "a mode that there is not": (("--mode", "sideways"), "use some of forward,backward,step"),
+    "a mode that there is not": (
+        ("--mode", "sideways"),
+        "give one or more of forward,backward,step",
+    ),
     "no calls": (("--calls", "0"), "use --calls 2 or more"),
     "no rounds": (("--rounds", "0"), "and 1 round or more"),
     "a list without values": (("--vary", "task.width="), "--vary task.width=64,128"),
@@ -212,7 +215,7 @@ BAD = {
     "a value twice": (("--vary", "task.width=4,4"), "give each value once"),
     "a file that is there": (
         ("--csv", "mine.py"),
-        "error: mine.py exists already, and nothing is overwritten",
+        "error: mine.py already exists and is not overwritten",
     ),
     "a file in no folder": (
         ("--csv", "mine.py/times.csv"),

@@ -44,7 +44,7 @@ SPEC: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--ranks 1", "--ranks is 1, and a rank alone sends nothing"),
+        ("--ranks 1", "--ranks must be at least 2; got 1"),
         ("--ranks 0", "--ranks is 0"),
         ("--only sum", "there is no collective 'sum'"),
         ("--only send,send", "no collective is named, or one twice"),
@@ -54,10 +54,10 @@ SPEC: dict[str, Any] = {
         ("--calls 0", "0 calls after 5 measure nothing"),
         ("--warmup -1", "20 calls after -1 measure nothing"),
         ("--device gpu", "--device is 'gpu'"),
-        ("--buckets 1MiB", "--buckets is of a SPEC, and none is given"),
-        ("--seed 1", "--seed is of a SPEC, and none is given"),
-        ("digits --largest 1MiB", "--largest is of collectives alone, and a SPEC is given"),
-        ("digits --device cpu", "--device is of collectives alone, and a SPEC is given"),
+        ("--buckets 1MiB", "--buckets needs a SPEC, and none is given"),
+        ("--seed 1", "--seed needs a SPEC, and none is given"),
+        ("digits --largest 1MiB", "--largest applies only without a SPEC, and a SPEC is given"),
+        ("digits --device cpu", "--device applies only without a SPEC, and a SPEC is given"),
         ("digits --buckets 1MiB,1MiB", "--buckets names no size, or one twice"),
         ("digits --rounds 0", "--rounds is 0"),
         ("digits --set layout.bucket_size=0B", "0B is nothing"),
@@ -302,7 +302,7 @@ def test_the_verb_of_a_spec_says_what_to_set(task: Path) -> None:
         ["16", "B", "16", "B", "3"],
         ["64", "B", "16", "B", "2"],
     ]
-    assert "too few rounds to tell" in out or "the spec's own, are the quickest" in out
+    assert "too few rounds to decide" in out or "as in the spec, are fastest" in out
 
 
 def test_what_the_task_raises_is_told_as_its_own(task: Path) -> None:

@@ -44,7 +44,10 @@ def start_spec(folder: Path, task: str = "Honest") -> Path:
         (("--rungs", "fused", "--rung", "fused: train.batch=32"), "two rungs are named 'fused'"),
         (("--pairs", "0"), "--pairs is 0"),
         (("--out", "."), "is not an empty folder"),
-        (("--out", "/proc/ladder"), "--out /proc/ladder cannot be made: No such file or directory"),
+        (
+            ("--out", "/proc/ladder"),
+            "--out /proc/ladder cannot be created: No such file or directory",
+        ),
     ],
 )
 def test_a_ladder_that_cannot_be_is_refused_before_anything_runs(

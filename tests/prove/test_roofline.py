@@ -108,7 +108,7 @@ def test_a_damaged_file_leaves_utilisation_unknown(run: Path, surefoot: Command)
     for bad in (b"\xff", b"{}", b'{"version": 1, "utilisation": null}'):
         (run / FILE).write_bytes(bad)
         assert surefoot("show", "run", "--json").row["mfu"] is None
-        assert "n/a (surefoot roofline run counts them)" in surefoot("show", "run").out
+        assert "n/a (to count them: surefoot roofline run)" in surefoot("show", "run").out
 
 
 def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
@@ -118,12 +118,12 @@ def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
     taken = surefoot("roofline", "run", "--steps", "1", "--out", "run/taken")
     assert (taken.code, taken.err.splitlines()[0]) == (
         2,
-        "error: run/taken exists already, and nothing is overwritten",
+        "error: run/taken already exists and is not overwritten",
     )
     changed = surefoot("roofline", "run", "--steps", "1", "--seed", "0")
     assert (changed.code, changed.err.splitlines()[0]) == (
         2,
-        "error: --seed changes a spec, and a run is measured as it is",
+        "error: --seed changes a spec, but a run is measured with its own spec",
     )
     assert not (run / FILE).exists()
     answer = surefoot("roofline", "run", "--steps", "1", "--quiet", "--out", "run/taken/x.json")
@@ -137,7 +137,7 @@ def test_bad_input_is_told_in_words(run: Path, surefoot: Command) -> None:
         5,
         (
             "error: run/profile cannot be written: Not a directory\n"
-            "hint: name another file with --out\n"
+            "hint: give another file with --out\n"
         ),
     )
     answer = surefoot("roofline", "run", "--steps", "1", "--quiet", "--out", "beside.json")

@@ -186,7 +186,11 @@ def test_a_number_that_cannot_be_meant_is_the_one_that_is_told(
     code, _, said = verify(
         monkeypatch, capsys, "--command", "true", "--state", "out", "--kills", "0"
     )
-    assert (code, "--kills is 0" in said, "--steps" in said) == (2, True, False)
+    assert (code, "--kills must be at least 1; got 0" in said, "--steps" in said) == (
+        2,
+        True,
+        False,
+    )
     code, _, said = verify(monkeypatch, capsys, "digits", "--steps", "1")
     assert (code, "--steps is 1" in said, "--kills" in said) == (2, True, False)
 
@@ -199,7 +203,7 @@ def test_a_folder_that_takes_no_files_is_told(
         monkeypatch, capsys, "digits", "--steps", "4", "--kills", "1", "--keep", "/proc/v"
     )
     assert code == 2
-    assert "--keep /proc/v cannot be made and written" in said
+    assert "--keep /proc/v cannot be created or written" in said
 
     def refused(*given: object, **named: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -210,7 +214,7 @@ def test_a_folder_that_takes_no_files_is_told(
     for words in (("--keep", "empty"), ()):
         code, _, said = verify(monkeypatch, capsys, "digits", "--steps", "4", *words)
         assert code == 2
-        assert "cannot be made and written: Read-only file system" in said
+        assert "cannot be created or written: Read-only file system" in said
 
 
 # ---- any command

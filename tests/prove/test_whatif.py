@@ -103,10 +103,10 @@ def test_a_question_that_is_none_is_refused(
 
 def test_two_questions_at_once_are_named(spec: Path, surefoot: Command) -> None:
     assert (
-        "--batch and --fit are questions of their own"
+        "--batch and --fit cannot be combined"
         in surefoot("whatif", str(spec), "--batch", "8", "--fit", "2GiB").err
     )
-    assert "what is asked?" in surefoot("whatif", str(spec)).err
+    assert "nothing to measure: no option is given" in surefoot("whatif", str(spec)).err
 
 
 def test_a_spec_that_does_not_run_has_its_error_in_its_row(spec: Path, surefoot: Command) -> None:

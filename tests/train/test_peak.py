@@ -50,7 +50,7 @@ def test_by_step_3_the_predicted_peak_stands_beside_the_measured_one_and_no_numb
         "measured_bytes": told.measured_bytes,
         "error": told.error,
     }
-    assert "in step 3, predicted 10.9 MiB: off by" in dict(story.tell_end(found))["of a step"]
+    assert "in step 3, predicted 10.9 MiB: error" in dict(story.tell_end(found))["step memory"]
 
 
 def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(

@@ -180,7 +180,7 @@ def test_a_slow_step_is_told_with_its_cause_in_the_records_in_the_closing_lines_
     assert (told[21], told[31]) == ("other", "garbage collection")
     story.tell(past.read(tmp_path))
     said = capsys.readouterr().out
-    assert "slow: step 31 took" in said
+    assert "slow step 31: " in said
     assert ": garbage collection\n" in said
     time_row = story.as_row(past.read(tmp_path))["time"]
     assert wall.holds_elapsed(time_row["total_s"] / time_row["coverage"], done_s)

@@ -457,10 +457,7 @@ def test_more_ranks_than_files_may_be_open_for_are_refused_in_words(tmp_path: Pa
         timeout=60,
     )
     assert done.returncode == 2, done.stderr
-    assert (
-        "--ranks is 40, and this process may not open the files that it holds for each rank"
-        in done.stderr
-    )
+    assert "--ranks is 40: the limit of open files is too low for that many ranks" in done.stderr
     assert "ulimit -n" in done.stderr
     assert "Traceback" not in done.stderr
     assert processes_of(tmp_path) == []

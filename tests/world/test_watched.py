@@ -352,8 +352,8 @@ def test_torchrun_hears_of_a_hang_by_an_exit_code_and_its_restart_goes_on(
         return
     assert done.returncode == 0, said
     assert (
-        "torchrun --max-restarts N starts them again: with --run they resume from the newest commit"
-        in said
+        "torchrun --max-restarts N restarts the ranks; "
+        "with --run they resume from the newest checkpoint" in said
     )
     started = [each for each in events.read(tmp_path / "run") if isinstance(each, events.Started)]
     assert len(started) == 2

@@ -14,23 +14,26 @@ from surefoot.cli.options import JsonOption, TracebackOption
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN", help="two run folders or more, or folders of runs"),
+        typer.Argument(
+            metavar="RUN", help="two or more run folders, or folders that hold several runs"
+        ),
     ],
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Lay runs side by side.
+    """Compare runs.
 
-    What differs in spec, versions and machine; score, loss at equal steps, speed. It claims
-    nothing: one run each is no proof. Folders with several runs, as one for each seed, are compared
-    side against side, with intervals.
+    The output shows the differences in spec, versions and machine, the score, the loss at equal
+    steps, and the throughput. It gives no verdict, because one run each does not show that a
+    difference is more than chance. Folders that hold several runs, as one per seed, are compared
+    with intervals.
     """
     from surefoot.cli.look import past, side_by_side
     from surefoot.core.errors import InputError
 
     if len(runs) < 2:
         raise InputError(
-            f"{runs[0]} is one run, and a comparison needs two",
+            f"compare needs at least two runs; got one: {runs[0]}",
             hint="surefoot runs lists the runs below a folder",
         )
     if any(map(past.holds_runs, runs)):

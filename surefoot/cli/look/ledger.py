@@ -25,15 +25,19 @@ def ledger(
     run: RunArgument,
     sample: Annotated[
         int | None,
-        typer.Option("--sample", metavar="ID", help="tell where this sample was consumed, from 0"),
+        typer.Option(
+            "--sample",
+            metavar="ID",
+            help="print the steps that consumed this sample; samples count from 0",
+        ),
     ] = None,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Hold what a run consumed against the plan.
+    """Check which samples a run consumed.
 
-    Every sample exactly once an epoch, in order, over any number of kills; ends with 1 where that
-    does not hold.
+    Every sample must be consumed exactly once per epoch, in the planned order, however often the
+    run was killed. The exit code is 1 if the check fails.
     """
     from surefoot.contract import loop_ledger
 
@@ -88,10 +92,10 @@ def _check_any(run: Path, count: int) -> None:
 
     if not count:
         raise RunFolderError(
-            f"the ledger of {run} holds no step, so there is no verdict",
+            f"the ledger of {run} has no steps, so there is nothing to check",
             hint=(
-                "rows reach the disk with each commit: "
-                "save more often with --set 'checkpoint.every=10 steps'"
+                "rows are written with each checkpoint: save more often with --set "
+                "'checkpoint.every=10 steps'"
             ),
         )
 
@@ -129,7 +133,7 @@ def _tell_unjudged(run: Path, last: int) -> None:
     kept = events.newest(events.read(run, events.Started, events.Step))
     newest = max((each.step for each in kept if isinstance(each, events.Step)), default=0)
     if newest > last:
-        rest = f"the log goes on to step {newest:,}, without rows in the ledger"
+        rest = f"the log continues to step {newest:,}, without rows in the ledger"
         print(f"warning: the verdict ends at step {last:,}: {rest}", file=sys.stderr)
 
 
@@ -138,10 +142,12 @@ def _tell(found: Consumed) -> None:
     from surefoot.core.units import format_number
 
     plan = found.plan
-    order = f"shuffled each epoch with seed {plan.seed}" if plan.shuffle else "in their own order"
+    order = (
+        f"shuffled each epoch with seed {plan.seed}" if plan.shuffle else "in the order of the data"
+    )
     order += f", {plan.window:,} runs of {plan.chunk:,} at a time" if plan.window else ""
-    short = ", the short last one left out" if plan.drop_last else ""
-    grows = ", ".join(f"{batch:,} from sample {samples:,} on" for samples, batch in plan.ramp)
+    short = ", without the incomplete last one" if plan.drop_last else ""
+    grows = ", ".join(f"{batch:,} from sample {samples:,}" for samples, batch in plan.ramp)
     steps = (
         f"steps {found.after + 1:,} to {found.last:,}" if found.last > found.after else "no step"
     )
@@ -154,26 +160,29 @@ def _tell(found: Consumed) -> None:
             "consumed",
             f"{steps}: {found.num_samples:,} samples, {format_number(found.epochs)} epochs",
         ),
-        ("attempts", f"{len(found.attempts):,}; {found.num_overruled:,} steps were done again"),
+        ("attempts", f"{len(found.attempts):,}; {found.num_overruled:,} steps were repeated"),
     ]
     if found.after:
         pairs.append(
             (
                 "before",
                 (
-                    f"the first {found.after:,} steps were consumed by another plan, "
-                    "in the run that this one is a fork of"
+                    f"the first {found.after:,} steps followed another plan, in the run "
+                    "from which this run was forked"
                 ),
             )
         )
     if found.torn_bytes:
         pairs.append(
-            ("torn", "half a row at the end, as a kill leaves it; the next attempt takes it away")
+            (
+                "torn",
+                ("an incomplete row at the end, as after a kill; the next attempt removes the row"),
+            )
         )
     print_pairs(pairs)
     if found.holds:
         print_text(
-            "exactly once: every step consumed what the plan says, nothing twice, "
+            "exactly once: every step consumed its planned samples; none is repeated, "
             "lost or out of order"
         )
         return
@@ -226,7 +235,7 @@ def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
     _tell_loop(found)
     if uses is not None:
         told_uses = (
-            ", ".join(f"step {use.step:,} (pass {use.number_of_pass + 1:,})" for use in uses)
+            ", ".join(f"step {use.step:,} (epoch {use.number_of_pass + 1:,})" for use in uses)
             or "not yet"
         )
         print(f"sample {sample:,}: {told_uses}")
@@ -237,9 +246,7 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
     from surefoot.cli.table import print_pairs, print_text
 
     promise = found.promise
-    unknown = (
-        "known by digests alone" if promise.digests else "which samples they held is not known"
-    )
+    unknown = "identified by digests" if promise.digests else "with unknown samples"
     known = f"{found.num_samples:,} samples" if found.num_samples else unknown
     of = "" if promise.samples is None else f" of {promise.samples:,}"
     print_pairs(
@@ -248,27 +255,24 @@ def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
                 "consumed",
                 (
                     f"steps 1 to {found.last:,}: {found.num_batches:,} batches, {known}, "
-                    f"{found.num_passes:,} passes{of}"
+                    f"{found.num_passes:,} epochs{of}"
                 ),
             ),
             (
                 "attempts",
-                f"{len(found.attempts):,}; {found.num_overruled:,} batches were trained on again",
+                f"{len(found.attempts):,}; {found.num_overruled:,} batches were repeated",
             ),
         ]
     )
     if not found.holds:
         _tell_faults(found.faults)
     elif promise.once and found.num_samples:
-        print("exactly once: every batch in its place, every sample once a pass")
+        print("exactly once: every batch at its position, every sample once per epoch")
     else:
         print_text(
-            "every batch in its place, nothing twice or lost; "
-            "whether a sample comes once a pass is left to the loader"
+            "every batch at its position, none repeated or lost; the loader determines "
+            "whether an epoch has each sample once"
         )
     if found.num_compared and found.holds:
         what = "digest" if promise.digests else "samples"
-        print(
-            f"{found.num_compared:,} batches that were trained on again after a stop had the same "
-            f"{what}"
-        )
+        print(f"{found.num_compared:,} batches that were repeated after a stop had the same {what}")

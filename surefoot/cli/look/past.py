@@ -194,11 +194,11 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
     starts = [event for event in every if isinstance(event, Started)]
     if not starts:
         raise RunFolderError(
-            f"{folder} holds no run that began: "
-            f"its {events.FILE} has no record of a start{f'; {damaged[0]}' if damaged else ''}",
+            f"{folder} holds no run that started: "
+            f"its {events.FILE} has no 'started' record{f'; {damaged[0]}' if damaged else ''}",
             hint=(
-                f"surefoot resume {shlex.quote(str(folder))} goes on after its newest commit, "
-                "and records a start"
+                f"surefoot resume {shlex.quote(str(folder))} resumes from the newest "
+                "checkpoint and writes the record"
             )
             if damaged
             else None,
@@ -232,7 +232,7 @@ def read_records(folder: Path) -> tuple[list[Event], list[str]]:
     damaged: list[str] = []
     every = list(events.read(folder, damaged=damaged))
     for line in damaged:
-        print(f"warning: {line}; the line is left out", file=sys.stderr)
+        print(f"warning: {line}; the line is ignored", file=sys.stderr)
     return every, damaged
 
 

@@ -80,7 +80,8 @@ def names(text: str | None) -> list[str]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise SpecError(
-                f"--compare {name!r} is no schedule", hint=f"{hint}there are {', '.join(known)}"
+                f"--compare {name!r} is not the name of a schedule",
+                hint=f"{hint}there are {', '.join(known)}",
             )
     return found
 
@@ -148,7 +149,7 @@ def _table(made: Preview) -> tuple[list[str], list[list[str]]]:
         "step",
         *(["epoch"] if made.scale.in_epochs else []),
         *made.curves,
-        *(["rate"] if single else []),
+        *(["lr"] if single else []),
     ], rows
 
 
@@ -158,20 +159,21 @@ def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
     if length.unit == "tokens":
         tokens_per_step = length.value / UNKNOWN_LENGTH
         assumed.append(
-            f"{length} are drawn as {UNKNOWN_LENGTH:,} steps: only the data knows how many they are"
+            f"{length} are drawn as {UNKNOWN_LENGTH:,} steps: their number depends on "
+            "the data, which is not read"
         )
     if length.unit == "s":
         total = UNKNOWN_LENGTH
         assumed.append(
-            f"{length} are drawn as {total:,} steps: only the run will know how many they are"
+            f"{length} are drawn as {total:,} steps: their number is known only when the run trains"
         )
     else:
         total = length.to_steps(steps_per_epoch, spec.train.batch, tokens_per_step)
     in_epochs = "epochs" in _units(spec)
     if in_epochs:
         assumed.append(
-            f"an epoch is drawn as {steps_per_epoch:,} steps; "
-            "--steps-per-epoch says how many it has"
+            f"an epoch is drawn as {steps_per_epoch:,} steps; set their number with "
+            "--steps-per-epoch"
         )
     return Scale(
         total, steps_per_epoch, spec.train.batch, tokens_per_step, tuple(assumed), in_epochs
@@ -204,7 +206,7 @@ def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
         scale,
         assumed=(
             *scale.assumed,
-            f"evaluations are drawn {every:,} steps apart: they go by the clock",
+            f"evaluations are drawn {every:,} steps apart: their interval is a time",
         ),
     )
 
@@ -250,7 +252,7 @@ def _in_words(settings: ScheduleSettings) -> str:
         for key, value in stated.items()
     ]
     if settings.name == "plateau":
-        parts.append("drawn as if no evaluation were better than the one before")
+        parts.append("drawn as if no evaluation improved on the one before")
     return ", ".join(parts) or "no settings"
 
 

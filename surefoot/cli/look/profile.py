@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ROWS = 20
 ALL = "shapes,stacks,memory"
 ENDINGS = (".json", ".json.gz")
-NUMBERS = ("calls", "itself", "share", "with callees", "own memory", "GFLOP", "given")
+NUMBERS = ("calls", "self time", "share", "total time", "self memory", "GFLOP", "input size")
 
 
 def profile(
@@ -38,15 +38,19 @@ def profile(
             metavar="SPEC|RUN", help="a spec, a run folder, or a trace to read: trace.json.gz"
         ),
     ],
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="so many are recorded")] = 20,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="the number of recorded steps")
+    ] = 20,
     with_: Annotated[
         str,
-        typer.Option("--with", metavar="LEVELS", help="of shapes,stacks,memory; each costs more"),
+        typer.Option(
+            "--with", metavar="LEVELS", help="a list from shapes,stacks,memory; each adds overhead"
+        ),
     ] = ALL,
     run: RunOption = None,
     nvtx: Annotated[
         bool,
-        typer.Option("--nvtx", help="mark the window for nsys or ncu, which record it instead"),
+        typer.Option("--nvtx", help="add NVTX ranges for nsys or ncu, and record nothing itself"),
     ] = False,
     set_: SetOption = None,
     seed: SeedOption = None,
@@ -57,13 +61,13 @@ def profile(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> int | None:
-    """Record where the time and the memory of some steps go.
+    """Record how some steps spend their time and memory.
 
-    Of a SPEC a new run is trained up to its window. A RUN that goes on is asked for its next steps;
-    one that is over is repeated from its last commit, and of its folder only profile/ changes.
-    Flame graphs, tables and the trace go there. With --ranks a SPEC is trained by so many
-    processes, and what they sent each other is told: what of it went on beside computing, and what
-    was waited for.
+    For a SPEC, a new run is trained up to the end of its window. For a RUN that is running, its
+    process records the next steps; a RUN that has ended is repeated from its last checkpoint, and
+    only profile/ changes in its folder. The folder gets flame graphs, tables and the trace. With
+    --ranks several processes train a SPEC, and the output shows their collectives: how much of each
+    overlapped with computation, and how much the ranks waited for.
     """
     tell = options.teller("profile", quiet=quiet or json)
     is_run = (Path(given) / "spec.toml").is_file()
@@ -94,7 +98,7 @@ def profile(
             return _launch(given, changed, ranks)
         folder = _of_spec(given, changed, run, window, levels, tell, nvtx=nvtx)
     if nvtx:
-        tell(f"the window of {window.active} steps is over; what was recorded is the tool's")
+        tell(f"the window of {window.active} steps has ended; nsys or ncu has the recording")
         return None
     if place.here().rank:
         return None
@@ -161,11 +165,13 @@ def _of_run(
             run, window, levels, tell, warn=options.warn, nvtx=nvtx, use=task
         )
     if task is not None:
-        raise InputError(f"{run} is running, with the task that it has", hint="leave --task out")
+        raise InputError(
+            f"--task cannot change the task of {run}, which is running", hint="leave --task out"
+        )
     if nvtx:
         raise InputError(
-            f"{run} goes on in a process that nsys and ncu did not start",
-            hint="wait for its end, or profile its spec.toml",
+            f"{run} is running in a process that nsys and ncu did not start",
+            hint="wait until the run has ended, or profile its spec.toml",
         )
     return windows.ask(run, window, levels, tell)
 
@@ -194,7 +200,7 @@ def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
     print("Files")
     for path in files:
         print(f"  {shlex.quote(str(path))}")
-    print("With a GPU of NVIDIA, the same window")
+    print("The same window on an NVIDIA GPU")
     for command in commands.values():
         print(f"  {command}")
 
@@ -245,10 +251,12 @@ def _print(found: TraceAnalysis) -> None:
                 format_bytes(each.bytes),
             ]
         )
-    print(f"Operators by their own time{' on the device' if on_device else ''}")
+    print(f"Operators by self time{' on the device' if on_device else ''}")
     print_table(("operator", *NUMBERS), rows, right=NUMBERS, indent=2)
     if len(found.operators) > ROWS:
-        print(f"  {len(found.operators) - ROWS} more are left out here; --json has all")
+        print(
+            f"  {len(found.operators) - ROWS} more operators are not shown; --json has all of them"
+        )
     if found.collectives is not None:
         _print_collectives(found)
     print("The window")
@@ -259,7 +267,7 @@ def _print_collectives(found: TraceAnalysis) -> None:
     from surefoot.cli.table import print_table
     from surefoot.core.units import format_percent, format_seconds
 
-    print("What the ranks did together, in a step of this one")
+    print("Collectives of the ranks in one step of this window")
     headers = (
         "collective",
         "calls",
@@ -285,8 +293,8 @@ def _print_collectives(found: TraceAnalysis) -> None:
     ]
     print_table(headers, rows, right=headers[1:], indent=2)
     print(
-        "  seconds after the step began; overlapped: beside computing, a share of the whole; "
-        "exposed: waited for"
+        "  begins, ends: time since the start of the step; overlapped: during "
+        "computation (share: of the whole); exposed: waited for"
     )
 
 
@@ -297,37 +305,38 @@ def _pairs(found: TraceAnalysis, operators_s: float) -> list[tuple[str, str]]:
     first = found.facts.get("first_step")
     text = format_seconds(found.window_s)
     if steps:
-        text += f" for {steps} steps" + (
-            f", from step {first:,} on" if isinstance(first, int) else ""
-        )
+        text += f" for {steps} steps" + (f", from step {first:,}" if isinstance(first, int) else "")
     pairs = [
         ("time", text),
         (
             "operators",
-            f"{format_percent(operators_s / found.window_s if found.window_s else None)} of it",
+            (
+                f"{format_percent(operators_s / found.window_s if found.window_s else None)} "
+                "of the window"
+            ),
         ),
     ]
     if found.facts.get("short_of_memory"):
         pairs.append(
             (
                 "ended early",
-                f"after {steps} steps: to end a longer window would take more memory than there is",
+                f"after {steps} steps: a longer window would need more memory than is available",
             )
         )
     if found.facts.get("num_kept"):
         pairs.append(
             (
-                "left out",
+                "not traced",
                 (
-                    f"all but the first {found.facts['num_kept']} steps: "
-                    "the trace of all would be over 50 MB"
+                    f"all but the first {found.facts['num_kept']} steps: the whole trace "
+                    "would exceed 50 MB"
                 ),
             )
         )
     if found.slowdown is not None:
         inside, before = format_seconds(paces["inside"]), format_seconds(paces["before"])
-        pace = f"{inside} a step, {before} without the profiler"
-        pairs.append(("its cost", f"{format_number(found.slowdown)} times as long: {pace}"))
+        pace = f"{inside} per step, {before} without the profiler"
+        pairs.append(("overhead", f"{format_number(found.slowdown)} times as long: {pace}"))
     if found.memory is not None:
         at_s, parts = found.memory.peak
         told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())

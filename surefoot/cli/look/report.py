@@ -23,7 +23,8 @@ ONE, SEVERAL = "report.html", "compared.html"
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="a run folder; several lie side by side")
+        list[Path],
+        typer.Argument(metavar="RUN", help="one or more run folders, shown side by side"),
     ],
     out: Annotated[
         Path | None,
@@ -34,16 +35,16 @@ def report(
     ladder: Annotated[
         Path | None,
         typer.Option(
-            "--ladder", metavar="DIR", help="what surefoot ladder wrote, to show with the runs"
+            "--ladder", metavar="DIR", help="the folder of a surefoot ladder, to show with the runs"
         ),
     ] = None,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Write a run, or several side by side, as one HTML file.
+    """Write one run, or several runs side by side, as one HTML file.
 
-    Curves, phases, profile, ladder, saves, faults, environment and how to repeat it; no script and
-    nothing fetched from anywhere.
+    The file has curves, phases, profile, ladder, saves, faults, environment and the command that
+    repeats the run. The file contains no script and fetches nothing.
     """
     from surefoot import __version__
     from surefoot.cli.look import past
@@ -75,7 +76,7 @@ def _check_number(runs: Sequence[Path]) -> None:
 
     if len(runs) > MAX_RUNS:
         raise InputError(
-            f"{len(runs)} runs are too many for one page", hint=f"give at most {MAX_RUNS}"
+            f"a report shows at most {MAX_RUNS} runs; got {len(runs)}", hint="give fewer runs"
         )
 
 
@@ -85,8 +86,8 @@ def _check_steps(found: Sequence[Past]) -> None:
     for each in found:
         if not each.steps:
             raise RunFolderError(
-                f"{each.folder} has no step, so there is nothing to draw",
-                hint=f"surefoot show {shlex.quote(str(each.folder))} says why",
+                f"{each.folder} has no steps, so there is nothing to draw",
+                hint=f"surefoot show {shlex.quote(str(each.folder))} shows the reason",
             )
 
 
@@ -172,7 +173,7 @@ def _environment(past: Past) -> Iterator[tuple[str, str]]:
     yield (
         "variables",
         ", ".join(f"{name}={value}" for name, value in past.started.variables.items())
-        or "none that matter",
+        or "none that affect training",
     )
 
 
@@ -181,7 +182,7 @@ def _commands(past: Past) -> Iterator[tuple[str, Whole]]:
     from surefoot.control.report import Whole
 
     folder = shlex.quote(str(past.folder))
-    yield "it was begun with", Whole(shlex.join(past.started.command))
+    yield "started with", Whole(shlex.join(past.started.command))
     for name, value in story.tell_again(past):
         yield name, Whole(value)
     yield "what happened, and why", Whole(f"surefoot show {folder}\nsurefoot why {folder}")

@@ -21,17 +21,17 @@ HEADERS = ("run", "task", "state", "steps", "score", "time", "when")
 def runs(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="where to look; folders inside it are searched too"),
+        typer.Argument(metavar="DIR", help="the folder to search, with its subfolders"),
     ] = DEFAULT,
     sizes: Annotated[
-        bool, typer.Option("--sizes", help="the bytes of each run's files, too")
+        bool, typer.Option("--sizes", help="also print the size of each run's files")
     ] = False,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
     """List the runs below a folder.
 
-    A line for each: its task, whether it finished, how far it got, its score.
+    Each line shows a run: its task, state, steps, score and time.
     """
     from surefoot.cli.look import past
     from surefoot.cli.operate import whole_run
@@ -65,7 +65,7 @@ def runs(
             right=("steps", "time", "size") if sizes else ("steps", "time"),
         )
     else:
-        print(f"no runs below {folder}; surefoot train digits begins one", file=sys.stderr)
+        print(f"no runs below {folder}; surefoot train digits starts one", file=sys.stderr)
 
 
 def _line(found: Past) -> tuple[str, ...]:

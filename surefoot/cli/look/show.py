@@ -19,7 +19,7 @@ def show(
         bool,
         typer.Option(
             "--health",
-            help="only its state, with exit code 0 where it is running or complete, else 1",
+            help="print only the state; exit code 0 if the run is running or complete, else 1",
         ),
     ] = False,
     stuck_after: Annotated[
@@ -27,17 +27,17 @@ def show(
         typer.Option(
             "--stuck-after",
             metavar="TIME",
-            help="a run without a new record for this long is stuck",
-            show_default="5 min, or 5 times its longest time between two records",
+            help="call a running run stuck after this time without a record",
+            show_default="5 min, or 5 times the longest gap between two records",
         ),
     ] = None,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Tell how a run went.
+    """Summarize a run.
 
-    Where it ran, its learning curve, its evaluations, what went wrong, how it ended, how to repeat
-    it; and whether it is running.
+    The summary has the machine, learning curve, evaluations, faults and time by phase, how the run
+    ended, the command that repeats it, and whether the run is still running.
     """
     from surefoot.cli.look import past, story
     from surefoot.core.errors import EXIT_VERDICT_FAILS
@@ -65,7 +65,7 @@ def _parse(text: str) -> float:
     except SpecError as error:
         raise InputError(f"--stuck-after: {error.message}", hint=hint) from None
     if limit.unit != "s":
-        raise InputError(f"--stuck-after is {text!r}, which is not a time", hint=hint)
+        raise InputError(f"--stuck-after must be a time; got {text!r}", hint=hint)
     return limit.value
 
 

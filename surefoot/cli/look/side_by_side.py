@@ -211,7 +211,7 @@ def describe_uneven_spans(runs: Sequence[Past]) -> str:
         NUM_EQUAL_STEPS,
     )
     return (
-        "not compared, since the runs recorded means over different numbers of steps (in "
+        "not compared, because the runs recorded means over different numbers of steps (in "
         f"brackets): step {named}"
     )
 

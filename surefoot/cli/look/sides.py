@@ -68,7 +68,7 @@ def read(folder: Path) -> Side:
     found = tuple(past.read(path) for path in past.find(folder))
     if not found:
         raise RunFolderError(
-            f"{folder} holds no runs", hint="name a run, or a folder with runs in it"
+            f"{folder} holds no runs", hint="give a run folder, or a folder that holds runs"
         )
     return Side(folder, found)
 
@@ -102,7 +102,7 @@ def _compare(
 def tell(sides: Sequence[Side]) -> None:
     """Print the comparison."""
     counts = ", ".join(f"{each.folder}: {len(each.runs)}" for each in sides)
-    print(f"Runs on each side: {counts}; differences are to {sides[0].folder}, with 95 % intervals")
+    print(f"Runs on each side: {counts}; differences from {sides[0].folder}, with 95 % intervals")
     rows = []
     for each in compare(sides):
         show = _format(each.measure, sides)
@@ -119,8 +119,8 @@ def tell(sides: Sequence[Side]) -> None:
     for run in (run for side in sides for run in side.runs if run.state != "finished"):
         print(
             without_control(
-                f"not finished, and in the means as far as it came: {run.folder}, {run.state}, "
-                f"{run.num_steps:,} steps"
+                "not finished, included in the means up to its last step: "
+                f"{run.folder}, {run.state}, {run.num_steps:,} steps"
             )
         )
     print_table(("measure", "side", "first", "this", "difference", "verdict"), rows)

@@ -29,22 +29,32 @@ def show(
     seed: SeedOption = None,
     data: DataOption = None,
     plot: Annotated[
-        bool, typer.Option("--plot", help="draw the schedule of the learning rate instead")
+        bool,
+        typer.Option(
+            "--plot", help="print the learning rate schedule instead, as a table and a plot"
+        ),
     ] = False,
     compare: Annotated[
         str | None,
-        typer.Option("--compare", metavar="NAMES", help="draw these beside it, as in step,cosine"),
+        typer.Option(
+            "--compare", metavar="NAMES", help="plot these schedules too, as in step,cosine"
+        ),
     ] = None,
     steps_per_epoch: Annotated[
         int,
-        typer.Option("--steps-per-epoch", metavar="N", help="what --plot draws an epoch as", min=1),
+        typer.Option(
+            "--steps-per-epoch",
+            metavar="N",
+            help="the number of steps per epoch in the plot",
+            min=1,
+        ),
     ] = 100,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Show every value of a spec and where it came from, and the formulas that it chooses.
+    """Print every value of a spec with its origin, and the formulas that the spec selects.
 
-    With --plot its schedule instead, as a table and a drawing.
+    With --plot the command prints the learning rate schedule instead, as a table and a plot.
     """
     from surefoot.cli.table import print_table
     from surefoot.contract import spec_file
@@ -84,7 +94,8 @@ def schema() -> None:
     base = {
         "type": "string",
         "description": (
-            "another spec, beside this one or built in; what it says holds where this one is silent"
+            "another spec file or a built-in spec, whose values apply to the keys that this "
+            "spec does not set"
         ),
     }
     made["properties"] = {"base": base, **made["properties"]}
@@ -103,7 +114,8 @@ def check(
 ) -> None:
     """Check a spec without running anything, and print its id.
 
-    The task's parameters are read from its source. Ends with 2 where something is wrong.
+    The parameters of the task are read from its source code. The exit code is 2 if the spec is
+    wrong.
     """
     from surefoot.cli.look import preview
     from surefoot.contract import spec_file
@@ -114,10 +126,7 @@ def check(
         if origin.spec.task.use is None:
             raise SpecError(
                 "the spec names no task",
-                hint=(
-                    'name one as [task] use = "digits"; '
-                    "in Python the object will do: Run(spec, task)"
-                ),
+                hint='add [task] use = "digits"; in Python pass the task: Run(spec, task)',
             )
         preview.check(origin)
     except InputError as error:

@@ -33,17 +33,17 @@ def tell(past: Past) -> None:
     score = format_score(past)
     print(
         without_control(
-            f"{past.folder}: {past.started.task}, {past.state}, {score}, "
-            f"began {format_time(past.began_s)}"
+            f"{past.folder}: {past.started.task}, {past.state}, {score}, started "
+            f"{format_time(past.began_s)}"
         ),
         end="\n\n",
     )
-    _print_part("Where it ran", tell_place(past))
+    _print_part("Environment", tell_place(past))
     _print_curve(past)
     _print_evaluations(past)
     _print_faults(past)
     _print_phases(past)
-    _print_part("How it ended", list(tell_end(past)))
+    _print_part("Result", list(tell_end(past)))
     _print_part("Again", tell_again(past), whole=True)
 
 
@@ -84,13 +84,13 @@ def tell_place(past: Past) -> Pairs:
     if past.num_attempts > 1:
         redone = sum(each.num_redone for each in past.goodput.attempts)
         is_least = any(each.num_redone and each.num_unrecorded for each in past.goodput.attempts)
-        told = f"{'at least ' if is_least else ''}{redone:,} steps done again; " if redone else ""
+        told = f"{'at least ' if is_least else ''}{redone:,} steps repeated; " if redone else ""
         pairs.append(
             (
                 "attempts",
                 (
-                    f"{past.num_attempts}; {told}of each step the newest is told; "
-                    f"surefoot why {_typed(past.folder)} tells more"
+                    f"{past.num_attempts}; {told}values of a step are those of its newest "
+                    f"attempt; details: surefoot why {_typed(past.folder)}"
                 ),
             )
         )
@@ -101,7 +101,7 @@ def _describe_code(started: Started) -> str:
     """Describe the digest of the task's file, the number of other modules, and the git commit."""
     count = len(started.modules)
     modules = f" and {count} imported module{'' if count == 1 else 's'}" if count else ""
-    changed = ", with changes that are not committed" if started.is_dirty else ""
+    changed = ", with uncommitted changes" if started.is_dirty else ""
     commit = shorten(started.commit or UNKNOWN, 15)
     return f"digest {shorten(started.code_digest, 15)}{modules}, commit {commit}{changed}"
 
@@ -145,7 +145,7 @@ def _print_evaluations(past: Past) -> None:
     print(f"Evaluations of {what}, {past.evaluations[-1].num_samples:,} samples")
     print_table(headers, rows, right=("step", "epoch", *names), indent=2)
     if left_out:
-        print(f"  {left_out} others are left out here; --json has all")
+        print(f"  {left_out} more evaluations are not shown; --json has all of them")
     print()
 
 
@@ -174,9 +174,11 @@ def _print_faults(past: Past) -> None:
     rows = [
         [f"{each.step:,}", each.fault, each.detail, each.action] for each in past.faults[-MAX_ROWS:]
     ]
-    print_table(("step", "fault", "what", "what was done"), rows, right=("step",), indent=2)
+    print_table(("step", "fault", "what", "action"), rows, right=("step",), indent=2)
     if len(past.faults) > MAX_ROWS:
-        print(f"  {len(past.faults) - MAX_ROWS} earlier ones are left out here; --json has all")
+        print(
+            f"  {len(past.faults) - MAX_ROWS} earlier faults are not shown; --json has all of them"
+        )
     print()
 
 
@@ -188,30 +190,36 @@ def _print_phases(past: Past) -> None:
     found = past.phases
     if found is None:
         return
-    print("Where the time went" + (", in the newest attempt" if past.num_attempts > 1 else ""))
+    print("Time by phase" + (", newest attempt" if past.num_attempts > 1 else ""))
     rows = [
         [each.name, format_seconds(each.total_s), _share(each.share), *_spread(each.a_step)]
         for each in found.phases
     ]
-    rows.append(["a step", "", "", *_spread(found.step)])
+    rows.append(["step", "", "", *_spread(found.step)])
     print_table(
         ("phase", "time", "share", *SPREAD), rows, right=("time", "share", *SPREAD), indent=2
     )
-    print_text("mean and further: of one step; of the phases, of the records' means", indent=2)
+    print_text(
+        ("mean and percentiles are per step; those of the phases are of the means of the records"),
+        indent=2,
+    )
     told = (
         ""
         if found.coverage is None
-        else f", {_share(found.coverage)} of the {format_seconds(found.wall_s)} of another clock"
+        else (
+            f", {_share(found.coverage)} of the {format_seconds(found.wall_s)} that an "
+            "independent clock measured"
+        )
     )
     print_text(f"the phases add up to {format_seconds(found.total_s)}{told}", indent=2)
     for row in found.outliers[:MAX_OUTLIERS]:
         print_text(
-            f"slow: step {row['step']:,} took {format_seconds(row['elapsed_s'])}: {row['cause']}",
+            f"slow step {row['step']:,}: {format_seconds(row['elapsed_s'])}: {row['cause']}",
             indent=2,
         )
     if (others := sum(found.causes.values()) - MAX_OUTLIERS) > 0:
         print_text(
-            f"{others} other slow steps are left out here; --json counts all by their cause",
+            f"{others} more slow steps are not shown; --json has their number by cause",
             indent=2,
         )
     print()
@@ -240,8 +248,8 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
         yield (
             "goodput",
             (
-                f"{format_percent(past.goodput.share)} of {format_seconds(past.goodput.total_s)} "
-                "since the first attempt began"
+                f"{format_percent(past.goodput.share)} of "
+                f"{format_seconds(past.goodput.total_s)} since the first attempt started"
             ),
         )
     yield "throughput", past.throughput
@@ -252,10 +260,10 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
             format_bytes(finite(size)) for size in (found.predicted_bytes, found.measured_bytes)
         )
         yield (
-            "of a step",
+            "step memory",
             (
-                f"{measured} in step {found.step:,}, predicted {predicted}: "
-                f"off by {format_percent(finite(found.error))}"
+                f"{measured} in step {found.step:,}, predicted {predicted}: error "
+                f"{format_percent(finite(found.error))}"
             ),
         )
     if (device := past.device_memory) is not None:
@@ -263,7 +271,7 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
             format_bytes(finite(device.get(name))) for name in ("peak_bytes", "fragmented_bytes")
         )
         yield (
-            "of the device",
+            "device memory",
             (
                 f"at most {peak}; {gaps} reserved and unused; "
                 f"{device.get('num_retries', UNKNOWN)} retries"
@@ -280,7 +288,7 @@ def _utilisation(past: Past) -> str:
     """Describe the model FLOPs utilization with its terms, once `surefoot roofline` has counted."""
     found = past.utilisation()
     return (
-        f"{UNKNOWN} (surefoot roofline {_typed(past.folder)} counts them)"
+        f"{UNKNOWN} (to count them: surefoot roofline {_typed(past.folder)})"
         if found is None
         else f"MFU {found.words(past.samples_per_s)}"
     )
@@ -292,7 +300,7 @@ def tell_again(past: Past) -> Pairs:
     command = (
         f"surefoot train {_typed(past.folder / 'spec.toml')}"
         if past.use
-        else "n/a: the task was built in a script, so only that script can"
+        else "n/a: the task was built in a script; run that script again"
     )
     if past.use and parent is not None:
         began = (
@@ -306,7 +314,9 @@ def tell_again(past: Past) -> Pairs:
     ] or [("weights", "none saved")]
     pairs = [(name if not index else "", value) for index, (name, value) in enumerate(weights)]
     changed = (
-        [("", "with the changes that its notes name")] if past.use and parent is not None else []
+        [("", "with the changes of the spec in the notes above")]
+        if past.use and parent is not None
+        else []
     )
     return [
         ("repeat", command),

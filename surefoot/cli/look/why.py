@@ -25,8 +25,8 @@ def why(
         typer.Option(
             "--limit",
             metavar="SIZE",
-            help="the memory it may take, as 8GiB",
-            show_default="all of its device",
+            help="the memory that the run may use, as 8GiB",
+            show_default="the memory of the device",
         ),
     ] = None,
     measured: Annotated[
@@ -34,17 +34,17 @@ def why(
         typer.Option(
             "--measured",
             metavar="PATH",
-            help="a ladder's folder, or the table of whatif --batch --csv; repeatable",
+            help="the folder of a ladder, or the table of whatif --batch --csv; repeatable",
         ),
     ] = None,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Tell what a run lost and why.
+    """Show how much time and how many steps a run lost, and why.
 
-    Its attempts, what was done again after a failure, which share of the time counted, how often it
-    should save, which of several ranks the others waited for, and whether it made good use of its
-    memory: what would change that, and by how much, as measured or as predicted.
+    The output has the attempts, the steps that were repeated after a failure, the goodput, how
+    often the run should save, which ranks the others waited for, and the memory use, with changes
+    that would improve it and their effect, as measured or as predicted.
     """
     from surefoot.cli.look import past
     from surefoot.control.diagnose import find_goodput, find_memory_use, find_waits
@@ -55,7 +55,8 @@ def why(
     limit_bytes = None if limit is None else parse_bytes(limit)
     if limit_bytes == 0:
         raise InputError(
-            "--limit is 0 bytes", hint="give the memory that the run may take, as 8GiB"
+            "--limit must be more than 0 bytes; got 0",
+            hint="give the memory that the run may use, as 8GiB",
         )
     elsewhere = [each for path in measured or [] for each in read_measured(path)]
     records, _ = past.read_records(run)
@@ -103,9 +104,9 @@ def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
     from surefoot.core.units import format_percent, format_seconds
 
     print("Attempts")
-    headers = ("attempt", "from step", "to step", "done again", "ended", "time", "cause")
+    headers = ("attempt", "from step", "to step", "repeated", "ended", "time", "cause")
     print_table(headers, [_row(each) for each in found.attempts], right=headers[:4], indent=2)
-    print("\nWhere the time went")
+    print("\nTime lost")
     total_s = found.total_s
     shares = [
         [name, SET_BACK, ""]
@@ -119,7 +120,7 @@ def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
         right=("time", "share"),
         indent=2,
     )
-    print("\nHow often to save")
+    print("\nCheckpoint interval")
     print_pairs(_advice(found, advice), whole=True)
 
 
@@ -150,26 +151,26 @@ def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
 
     if advice is None:
         reason = "no attempt failed" if not found.num_failures else "no save was recorded"
-        return [("advice", f"n/a: {reason}, so there is nothing to weigh a save against")]
+        return [("advice", f"n/a: {reason}, so no interval can be computed")]
     return [
         (
             "a save costs",
             (
-                f"{format_seconds(advice.save_s)} of waiting (median), "
-                f"and is written in {format_seconds(advice.write_s)}"
+                f"{format_seconds(advice.save_s)} of waiting and "
+                f"{format_seconds(advice.write_s)} of writing (medians)"
             ),
         ),
-        ("a failure comes every", format_seconds(advice.between_s)),
+        ("mean time between failures", format_seconds(advice.between_s)),
         (
             "save every",
             f"{format_seconds(advice.interval_s)}, "
             + (
-                "the root of 2 x save x time between failures"
+                "the square root of 2 x save x time between failures"
                 if advice.interval_s > advice.write_s
-                else "as fast as one is written: it is hardly waited for"
+                else "as fast as a checkpoint is written, because steps hardly wait for a save"
             ),
         ),
-        ("then is lost", format_percent(advice.lost_share)),
+        ("expected loss", format_percent(advice.lost_share)),
     ]
 
 
@@ -177,12 +178,12 @@ def _tell_waits(found: Waits) -> None:
     from surefoot.cli.table import print_pairs, print_table
     from surefoot.core.units import format_percent, format_seconds
 
-    print(f"\nWho was waited for, over {found.num_steps:,} steps of the newest attempt")
+    print(f"\nWaiting for ranks, over {found.num_steps:,} steps of the newest attempt")
     headers = (
         "rank",
-        "the last in",
+        "was last",
         "share",
-        "waited for",
+        "others waited",
         "data",
         "compute",
         "between",
@@ -201,11 +202,10 @@ def _tell_waits(found: Waits) -> None:
         work = [f"{each.pace.num_samples:,.1f}", f"{each.pace.num_items:,.1f}"]
         rows.append([str(each.rank), *shares, *map(format_seconds, seconds), *work])
     print_table(headers, rows, right=headers, indent=2)
-    print("  seconds, samples and items a step; of the time, what no rank spent waiting for others")
+    print("  times, samples and items are per step; times exclude waiting for other ranks")
     named = [(f"step {step:,}", words) for step, words in found.named]
     print_pairs(
-        named
-        or [("named", "none: no rank was behind the others often enough to tell it from noise")],
+        named or [("named", "none: no rank was last significantly more often than by chance")],
         whole=True,
     )
 
@@ -216,13 +216,13 @@ def _tell_memory(found: MemoryUse | None) -> None:
 
     print("\nMemory")
     words = (
-        f"{UNKNOWN}: the peak or the memory of the device is not recorded"
+        f"{UNKNOWN}: the peak or the memory of the device was not recorded"
         if found is None
         else found.words
     )
     print_pairs(
         [
-            ("at its most", words),
+            ("peak", words),
             *((each.change, each.effect) for each in (found.remedies if found else ())),
         ]
     )

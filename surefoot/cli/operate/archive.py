@@ -13,14 +13,14 @@ from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 
 def archive(
     run: RunArgument,
-    out: Annotated[Path, typer.Argument(metavar="FILE.tar", help="a new file")],
+    out: Annotated[Path, typer.Argument(metavar="FILE.tar", help="the new tar file")],
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
     """Copy a run folder into one tar file.
 
-    Refused while the run is running. The run stays; `tar -xf FILE.tar` brings it back as it is, and
-    surefoot remove RUN deletes it.
+    The command refuses a run that is running. The run folder does not change; `tar -xf FILE.tar`
+    restores the folder, and surefoot remove RUN deletes it.
     """
     import os
     import tarfile

@@ -24,14 +24,15 @@ app = typer.Typer(
 )
 
 CommitArgument = Annotated[
-    str, typer.Argument(metavar="COMMIT", help="RUN, RUN:STEP, RUN:best, or the folder of a step")
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="RUN, RUN:STEP, RUN:best, or the folder of a step"),
 ]
 KeepOption = Annotated[
     int | None,
     typer.Option(
         "--keep",
         metavar="N",
-        help="the newest that stay",
+        help="the number of newest checkpoints to keep",
         min=2,
         show_default="checkpoint.keep",
     ),
@@ -41,7 +42,7 @@ KeepBestOption = Annotated[
     typer.Option(
         "--keep-best",
         metavar="N",
-        help="the best that stay",
+        help="the number of best checkpoints to keep",
         min=1,
         show_default="checkpoint.keep_best",
     ),
@@ -51,19 +52,22 @@ KeepEveryOption = Annotated[
     typer.Option(
         "--keep-every",
         metavar="D",
-        help="multiples that stay",
+        help="also keep the first checkpoint after each multiple of D",
         show_default="checkpoint.keep_every",
     ),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="only tell what would be deleted")]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="print what would be deleted, and delete nothing")
+]
 MOST_SHOWN = 40
 
 
 @app.command(cls=Verb, name="list")
 def list_(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> None:
-    """List the commits of a run.
+    """List the checkpoints of a run.
 
-    Step, attempt, size, score, age; which files are links to those of an earlier commit.
+    Each line has the step, attempt, size, score and age, and the share of files that are links to
+    those of an earlier checkpoint.
     """
     from surefoot.cli.operate import stored
     from surefoot.cli.table import print_table, without_control
@@ -79,7 +83,10 @@ def list_(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
         right=("step", "attempt", "size", "linked", "age"),
     )
     for name in others:
-        print(without_control(f"left over: {run / 'checkpoints' / name}"), file=sys.stderr)
+        print(
+            without_control(f"unfinished or set aside: {run / 'checkpoints' / name}"),
+            file=sys.stderr,
+        )
 
 
 def _line(row: dict[str, Any]) -> tuple[str, ...]:
@@ -89,7 +96,7 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
         return (f"{row['step']:,}", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, row["error"])
     marks = [
         name
-        for name, holds in (("best", row["best"]), ("weights alone", not row["whole_state"]))
+        for name, holds in (("best", row["best"]), ("weights only", not row["whole_state"]))
         if holds
     ]
     return (
@@ -118,15 +125,15 @@ def _score(score: dict[str, Any] | None) -> str:
 def show(
     commit: CommitArgument,
     step: Annotated[
-        str, typer.Option("--step", metavar="STEP", help="of a RUN: best, last, or a number")
+        str, typer.Option("--step", metavar="STEP", help="for a RUN: best, last, or a step number")
     ] = "last",
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Show what a commit holds.
+    """Show the files and tensors of a checkpoint.
 
-    Its files, its tensors with their shapes and dtypes, and where it comes from. Nothing but the
-    manifest is read. Of a RUN it is the newest commit whose manifest can be read.
+    The output has the tensors with shapes and dtypes, and the origin of the checkpoint. Only the
+    manifest is read. For a RUN the newest checkpoint with a readable manifest is shown.
     """
     from surefoot.cli.operate import stored
     from surefoot.cli.table import print_pairs, print_table, without_control
@@ -135,7 +142,8 @@ def show(
     folder, made, troubles = stored.find_readable(commit, step)
     for trouble in troubles:
         print(
-            without_control(f"warning: {trouble}; the commit before it is shown"), file=sys.stderr
+            without_control(f"warning: {trouble}; the checkpoint before it is shown"),
+            file=sys.stderr,
         )
     if json:
         files = [
@@ -181,7 +189,9 @@ def show(
     )
     for entry in made.files:
         since = (
-            f", as step {entry.since:,} wrote it" if entry.since not in (None, made.step) else ""
+            f", unchanged since step {entry.since:,}"
+            if entry.since not in (None, made.step)
+            else ""
         )
         print(f"\n{entry.name}  {format_bytes(entry.num_bytes)}{since}")
         if entry.tensors:
@@ -209,19 +219,20 @@ def _tensors(entry: Any) -> dict[str, Any] | None:
 @app.command(cls=Verb)
 def check(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="a run folder, or one commit of it: RUN:STEP")
+        str, typer.Argument(metavar="RUN", help="a run folder, or one checkpoint of it: RUN:STEP")
     ],
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="set damaged commits aside as .bad-...; nothing is deleted"),
+        typer.Option("--repair", help="rename damaged checkpoints to .bad-...; nothing is deleted"),
     ] = False,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Hold every byte of the commits of a run against their digests.
+    """Compare every byte of the checkpoints of a run with its digest.
 
-    Tells what is damaged, which commit of the log is gone, and what still loads. Ends with 1 where
-    something is damaged or gone, even if it was set aside just now.
+    The output names damaged files, checkpoints of the log that are missing, and the checkpoint from
+    which a run would resume. The exit code is 1 if a checkpoint is damaged or missing, even if it
+    was renamed just now.
     """
     from surefoot.cli.operate import stored, wholeness
     from surefoot.cli.table import without_control
@@ -233,12 +244,12 @@ def check(
     found += stored.check_run(Path(run)) if has_folder else []
     if not found and not lost:
         raise RunFolderError(
-            f"{run} holds no commit, so there is nothing to check", hint=stored.COMMIT_HINT
+            f"{run} has no checkpoint, so there is nothing to check", hint=stored.COMMIT_HINT
         )
     unread = wholeness.why_unread(Path(run)) if is_run else None
     if unread is not None:
         print(
-            without_control(f"warning: whether commits are gone is not known: {unread}"),
+            without_control(f"warning: missing checkpoints cannot be detected: {unread}"),
             file=sys.stderr,
         )
     damaged = [each for each in found if not each.is_sound]
@@ -262,9 +273,9 @@ def check(
         print(without_control(f"step {missing.step:,}  GONE    {missing.why}"))
     if is_run:
         print(
-            "no commit here can be gone on from"
+            "no checkpoint here can be resumed from"
             if goes_on is None
-            else f"a run goes on after step {goes_on:,}"
+            else f"a run resumes after step {goes_on:,}"
         )
     return int(bool(damaged or lost))
 
@@ -292,9 +303,9 @@ def _print_health(health: CommitHealth, moved: Mapping[int, str]) -> None:
     for problem in health.damaged:
         print(without_control(f"  {problem}"))
     for name in health.unknown:
-        print(without_control(f"  {name} is not named by the manifest, and is never read"))
+        print(without_control(f"  {name} is not in the manifest and is never read"))
     if health.step in moved:
-        print(f"  set aside as {moved[health.step]}")
+        print(f"  renamed to {moved[health.step]}")
 
 
 def _set_aside(run: Path, damaged: list[Any], first: Path) -> dict[int, str]:
@@ -316,10 +327,11 @@ def prune(
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Delete the commits that need not stay.
+    """Delete the checkpoints that retention does not keep.
 
-    By the spec's [checkpoint] or by the flags; always the newest two and the best stay, and nothing
-    is deleted unless the newest is sound: then it ends with 1.
+    The flags, or the [checkpoint] table of the spec, decide what is kept; the newest two and the
+    best are always kept. If the newest checkpoint is damaged, nothing is deleted and the exit code
+    is 1.
     """
     from surefoot.cli.operate import stored
     from surefoot.contract import commits, manifest
@@ -370,7 +382,7 @@ def prune(
         print(f"{told}: {', '.join(f'step {step:,}' for step in shown) or 'nothing'}")
         if problem is not None:
             print(
-                f"nothing was deleted, since the newest commit is not sound: {problem}",
+                f"nothing was deleted, because the newest checkpoint is damaged: {problem}",
                 file=sys.stderr,
             )
     return int(problem is not None)
@@ -396,10 +408,10 @@ def diff(
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Tell in which tensors two commits differ, and by how much.
+    """Show in which tensors two checkpoints differ, and by how much.
 
-    Ends with 1 where they do. Times (clock.json) are left out: two runs that did the same steps are
-    equal.
+    The exit code is 1 if they differ. Times (clock.json) are ignored, so two runs that did the same
+    steps are equal.
     """
     from surefoot.cli.operate import difference, stored
     from surefoot.cli.table import print_table
@@ -410,7 +422,7 @@ def diff(
     found, same = difference.compare(*folders)
     if not found and not same:
         raise RunFolderError(
-            f"neither {one} nor {other} holds a tensor, so nothing was compared",
+            f"neither {one} nor {other} holds a tensor, so there is nothing to compare",
             hint=stored.COMMIT_HINT,
         )
     if json:
@@ -440,10 +452,10 @@ def diff(
             )
         )
     if rows:
-        print_table(("file", "name", "different", "at most by"), rows, right=("at most by",))
+        print_table(("file", "name", "different", "max difference"), rows, right="max difference")
     if len(found) > MOST_SHOWN:
         print(f"and {len(found) - MOST_SHOWN:,} more")
-    print(f"{'equal' if not found else 'different'}: {same:,} tensors are the same, bit for bit")
+    print(f"{'equal' if not found else 'different'}: {same:,} tensors are bitwise identical")
     return int(bool(found))
 
 

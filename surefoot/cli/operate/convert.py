@@ -28,11 +28,14 @@ SourceArgument = Annotated[
 ]
 OutArgument = Annotated[
     Path,
-    typer.Argument(metavar="OUT", help="the folder for the tars: a new one, or one to go on in"),
+    typer.Argument(
+        metavar="OUT",
+        help="the folder for the tars: a new one, or that of an interrupted conversion",
+    ),
 ]
 ShuffleOption = Annotated[
     int | None,
-    typer.Option("--shuffle", metavar="SEED", help="mix the samples, the same way for a seed"),
+    typer.Option("--shuffle", metavar="SEED", help="shuffle the samples with this seed"),
 ]
 MOST_SHOWN = 40
 
@@ -41,22 +44,31 @@ def convert(
     sources: SourceArgument,
     out: OutArgument,
     split: Annotated[
-        str, typer.Option("--split", metavar="NAME", help="of a SPEC: which split its task gives")
+        str, typer.Option("--split", metavar="NAME", help="for a SPEC: the split of its task")
     ] = "train",
     shard_size: Annotated[
-        str, typer.Option("--shard-size", metavar="SIZE", help="the most bytes of a tar")
+        str, typer.Option("--shard-size", metavar="SIZE", help="the largest size of a tar")
     ] = "256 MiB",
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="of the tars", show_default="as OUT"),
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="the prefix of the names of the tars",
+            show_default="the name of OUT",
+        ),
     ] = None,
     shuffle: ShuffleOption = None,
     as_: Annotated[
         list[str] | None,
-        typer.Option("--as", metavar="PART=FORM", help="npy, cls, txt, json, safetensors"),
+        typer.Option(
+            "--as",
+            metavar="PART=FORM",
+            help="the format of a part: npy, cls, txt, json or safetensors",
+        ),
     ] = None,
     follow_links: Annotated[
-        bool, typer.Option("--follow-links", help="of a folder: read what its links lead to")
+        bool, typer.Option("--follow-links", help="for an image folder: read the targets of links")
     ] = False,
     no_index: Annotated[
         bool, typer.Option("--no-index", help="write no index beside the tars")
@@ -69,9 +81,9 @@ def convert(
 ) -> None:
     """Write samples as tars in the layout of WebDataset.
 
-    Of an image folder the bytes as they are, of arrays and of whatever a task reads each part in a
-    form that holds it exactly. Whatever ends it, the same command goes on behind the last whole
-    tar, and ends with the same bytes.
+    The bytes of an image folder are copied unchanged; each part of arrays and of a task's samples
+    is written in a format that stores it exactly. If the command is interrupted, the same command
+    continues after the last complete tar and writes the same bytes.
     """
     from surefoot.components.data.disk.convert import ShardNaming, plain_name
     from surefoot.components.data.disk.convert import convert as write
@@ -110,8 +122,8 @@ def convert(
         ]
         if wrong:
             raise DataError(
-                f"{out / wrong[0]} is not what was written",
-                hint="is the disk sound? run the command again",
+                f"{out / wrong[0]} differs from what was written",
+                hint="check the disk, and run the command again",
             )
     _tell(made, given, out, None if index is None else index.place, json)
 
@@ -145,11 +157,11 @@ def _find(
         return of_arrays(_pairs(sources), kinds)
     if len(sources) > 1 or sources[0].endswith(".npy"):
         hint = "give one folder of images, one SPEC, or arrays by name: image=x.npy label=y.npy OUT"
-        raise DataError(f"{' '.join(sources)} is no source", hint=hint)
+        raise DataError(f"{' '.join(sources)} is not a valid source", hint=hint)
     if Path(sources[0]).expanduser().is_dir():
         if kinds:
             raise DataError(
-                "--as says how arrays are written, and images are copied as they are",
+                "--as sets the format of arrays, and images are copied unchanged",
                 hint="leave --as out",
             )
         return Folder(sources[0], follow_links=follow_links)
@@ -168,7 +180,7 @@ def _pairs(words: list[str]) -> dict[str, str]:
         name, _, value = word.partition("=")
         if not name or not value or name in found:
             raise DataError(
-                f"{word} names nothing, or what is named already",
+                f"{word} has no name, or a name that is already used",
                 hint="write NAME=VALUE, each name once: label=y.npy",
             )
         found[name] = value
@@ -201,14 +213,14 @@ def _tell(made: ConvertedShards, given: Given, out: Path, index: Path | None, js
         )
         return
     print_shards(shards)
-    kept = f", {made.kept:,} of which were there already" if made.kept else ""
+    kept = f", {made.kept:,} of which already existed" if made.kept else ""
     print(
         f"\n{made.num_samples:,} samples in {len(made.shards):,} tars of "
         f"{format_bytes(made.num_bytes)}{kept}"
     )
     print(
         without_control(
-            "beside them: "
+            "other files: "
             f"{', '.join([*made.beside, 'SHA256SUMS', *([index.name] if index else [])])}"
         )
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=Verbs,
     no_args_is_help=True,
-    help="Tars of samples: write, index, check, stage and time them.",
+    help="Write, index, check, stage and time tars of samples.",
 )
 
 TarsArgument = Annotated[
@@ -45,11 +45,11 @@ def index(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Write where each sample of the tars of a folder begins, into a file beside them.
+    """Write the position of each sample in the tars of a folder into an index file beside them.
 
-    Any run that reads these tars takes it; without it each user makes one in a cache, at the first
-    run. A tar that is as it was is not read again. Of URLs it is made in the cache; upload it to
-    the place of the tars.
+    Every run that reads these tars uses the index; without it each user's first run makes one in a
+    cache. An unchanged tar is not read again. For URLs the index is stored in the cache; upload it
+    to the folder of the tars.
     """
     from surefoot.components.data.tars.audit import find_tars
     from surefoot.components.data.tars.far import find_remote, open_remote
@@ -85,7 +85,7 @@ def index(
         options.print_json(told)
         return
     convert.print_shards(shards)
-    print(f"\n{len(made):,} samples in {len(made.shards):,} tars; the index is {made.place}")
+    print(f"\n{len(made):,} samples in {len(made.shards):,} tars; index: {made.place}")
 
 
 @app.command(cls=Verb)
@@ -95,9 +95,9 @@ def check(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Read and decode every part of every sample, and name what is bad.
+    """Read and decode every part of every sample, and list the bad parts.
 
-    Ends with 1 where something is.
+    The exit code is 1 if a part is bad.
     """
     from surefoot.cli.table import print_table
     from surefoot.core.errors import DataError
@@ -105,8 +105,8 @@ def check(
     found = _audit(paths, quiet or json)
     if not found.num_samples and not found.bad:
         raise DataError(
-            f"{' '.join(map(str, paths))} hold no sample, so there is nothing to check",
-            hint="name tars with samples in them",
+            f"no sample in {' '.join(map(str, paths))}, so there is nothing to check",
+            hint="give tars that hold samples",
         )
     if json:
         rows = [{"shard": each.shard, "key": each.key, "reason": each.reason} for each in found.bad]
@@ -125,10 +125,10 @@ def check(
             [(each.shard, each.key, each.reason) for each in found.bad[:MOST_SHOWN]],
         )
         if len(found.bad) > MOST_SHOWN:
-            print(f"and {len(found.bad) - MOST_SHOWN:,} more: --json has them all")
+            print(f"and {len(found.bad) - MOST_SHOWN:,} more: --json has all of them")
         print()
     print(
-        f"{found.num_samples:,} samples are whole, "
+        f"{found.num_samples:,} samples are undamaged, "
         f"{len(found.bad):,} {'part is' if len(found.bad) == 1 else 'parts are'} bad"
     )
     return EXIT_VERDICT_FAILS if found.bad else EXIT_OK

@@ -240,13 +240,13 @@ def _compare_texts(folders: Pair, pair: tuple[Entry, Entry]) -> list[ValueDiffer
     try:
         trees = [json.loads(files.read_bytes(folder, name)) for folder in folders]
     except (ValueError, RecursionError):
-        return [ValueDifference(name, "", "other bytes")]
+        return [ValueDifference(name, "", "different bytes")]
     ours, theirs = dict(_leaves(trees[0])), dict(_leaves(trees[1]))
     return [
         ValueDifference(name, path, f"{_shown(ours, path)} and {_shown(theirs, path)}")
         for path in sorted(ours.keys() | theirs.keys())
         if ours.get(path, ...) != theirs.get(path, ...)
-    ] or [ValueDifference(name, "", "other bytes")]
+    ] or [ValueDifference(name, "", "different bytes")]
 
 
 def _leaves(value: Any, path: str = "") -> Any:

@@ -24,41 +24,52 @@ ReadArgument = Annotated[
 def bench(
     paths: ReadArgument,
     workers: Annotated[
-        str, typer.Option("--workers", metavar="N,N", help="numbers of workers to try")
+        str, typer.Option("--workers", metavar="N,N", help="the numbers of workers to try")
     ] = "0,2,4",
     kind: Annotated[
-        str, typer.Option("--kind", metavar="KIND", help="of workers: thread or process")
+        str, typer.Option("--kind", metavar="KIND", help="the kind of workers: thread or process")
     ] = "thread",
     samples: Annotated[
         int,
-        typer.Option("--samples", metavar="N", help="to read in a row of the table, at the most"),
+        typer.Option(
+            "--samples", metavar="N", help="the most samples to read for a row of the table"
+        ),
     ] = 2000,
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", help="for a row, at the most")
+        float,
+        typer.Option("--seconds", metavar="S", help="the longest time for a row of the table"),
     ] = 5.0,
     delay: Annotated[
         float,
         typer.Option(
-            "--delay", metavar="MS", help="also wait so long for each sample, as a slow disk would"
+            "--delay",
+            metavar="MS",
+            help="also wait this many ms for each sample, as on a slow disk",
         ),
     ] = 0.0,
     json: JsonOption = False,
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Measure how fast samples are read and decoded where they lie.
+    """Measure how fast samples are read and decoded from their storage.
 
-    In random order, from the device (cold: the system is asked to forget the files first) and from
-    memory (warm). A worker reads and decodes; what it made is dropped.
+    Samples are read in random order, from the device (cold: after the system was asked to drop the
+    files from its cache) and from memory (warm). A worker reads and decodes each sample and
+    discards it.
     """
     from surefoot.core.errors import InputError
     from surefoot.prove.bench.reading import measure
 
     if kind not in ("thread", "process"):
-        raise InputError(f"--kind {kind} is no kind of worker", hint="use thread or process")
+        raise InputError(
+            f"--kind must be thread or process; got {kind}",
+            hint="use --kind thread or --kind process",
+        )
     numbers = [int(word) if word.strip().isdecimal() else -1 for word in workers.split(",")]
     if min(numbers) < 0:
-        raise InputError(f"--workers {workers} is no list of numbers", hint="use --workers 0,2,4")
+        raise InputError(
+            f"--workers must be a list of numbers; got {workers}", hint="use --workers 0,2,4"
+        )
     tell = options.teller("data bench", quiet=quiet or json)
     found = measure(
         paths,
@@ -98,10 +109,10 @@ def _print(found: MeasuredReading, delay_ms: float) -> None:
         )
         for row in found.rows
     ]
-    heads = ("workers", "files are", "samples", "samples/s", "MB/s", "reading", "decoding", "delay")
-    print_table(heads, rows, right=set(heads) - {"files are"})
+    heads = ("workers", "cache", "samples", "samples/s", "MB/s", "reading", "decoding", "delay")
+    print_table(heads, rows, right=set(heads) - {"cache"})
     if not found.dropped:
         print(
-            "\ncold may not be cold: the system was not seen to forget the files, "
-            "so they may have come from memory"
+            "\ncold may not be cold: the system did not drop the files from its cache, "
+            "so they may have been read from memory"
         )

@@ -15,13 +15,14 @@ GONE = ".removed-"
 
 def remove(
     run: RunArgument,
-    yes: Annotated[bool, typer.Option("--yes", help="remove it without asking")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="delete the run without asking")] = False,
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Delete a run folder with everything in it.
+    """Delete a run folder with all its contents.
 
-    Refused while the run is running. Links inside are removed, never what they point at.
+    The command refuses a run that is running. Links in the folder are deleted, but never their
+    targets.
     """
     import shutil
     import sys
@@ -35,7 +36,10 @@ def remove(
     what = f"{run}: {num_files:,} files, {format_bytes(num_bytes)}"
     if not yes:
         if not sys.stdin.isatty():
-            raise InputError(f"{what} would be deleted, and nobody can be asked", hint="give --yes")
+            raise InputError(
+                f"deleting {what} needs confirmation, and standard input is not a terminal",
+                hint="add --yes to delete without asking",
+            )
         typer.confirm(f"Delete {what}?", abort=True, err=True)
     hidden = _hide(run)
     try:
@@ -45,7 +49,7 @@ def remove(
     except OSError as error:
         raise InputError(
             f"{run} cannot be deleted: {error.strerror}",
-            hint=f"delete what is left by hand: {hidden if hidden.exists() else run}",
+            hint=f"delete the remaining files manually: {hidden if hidden.exists() else run}",
         ) from error
     if json:
         options.print_json({"run": str(run), "num_files": num_files, "num_bytes": num_bytes})

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from surefoot.components.data.disk.devices import Device, Speed
 
 LocalArgument = Annotated[
-    list[str], typer.Argument(metavar="PATH", help="tars of one folder, or that folder")
+    list[str], typer.Argument(metavar="PATH", help="the tars of one folder, or that folder")
 ]
 DestArgument = Annotated[
     Path, typer.Argument(metavar="DEST", help="a folder on faster storage: a local NVMe, /dev/shm")
@@ -29,10 +29,11 @@ def stage(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Copy tars to faster storage, and tell how fast they are read before and after.
+    """Copy tars to faster storage, and print the read speed before and after.
 
-    Room is looked for first. Each copy must have the digest that the index or SHA256SUMS says, and
-    is read back. Whatever ends it, the same command goes on behind the last whole tar.
+    The command first checks the free disk space. Each copy must have the digest in the index or
+    SHA256SUMS, and is read back. If the command is interrupted, the same command continues after
+    the last complete tar.
     """
     from surefoot.cli.table import print_table, without_control
     from surefoot.components.data.disk.stage import stage as copy
@@ -80,10 +81,10 @@ def stage(
         (name, str(folder), str(device), _speed(speed))
         for name, (folder, device, speed) in sides.items()
     ]
-    print_table(("", "folder", "lies on", "read in a row"), rows)
+    print_table(("", "folder", "device", "sequential read"), rows)
     if any(device.kind != "memory" and not speed.cold for _, device, speed in sides.values()):
-        print("\nfrom memory: the system was not seen to forget the files")
-    kept = f", {made.kept:,} of them were there already" if made.kept else ""
+        print("\nfrom memory: the system did not drop the files from its cache")
+    kept = f", {made.kept:,} of which already existed" if made.kept else ""
     known = (
         "all digests were known before"
         if made.checked == len(made.index.shards)
@@ -93,7 +94,7 @@ def stage(
         f"\n{len(made.index):,} samples in {len(made.index.shards):,} tars of "
         f"{format_bytes(made.num_bytes)}{kept}; {known}"
     )
-    print(without_control(f"the index is {made.index.place}"))
+    print(without_control(f"index: {made.index.place}"))
 
 
 def _speed(speed: Speed) -> str:

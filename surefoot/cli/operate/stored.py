@@ -14,7 +14,7 @@ from surefoot.contract import commits, manifest
 from surefoot.contract.manifest import Entry, Manifest
 from surefoot.core.errors import InputError, RunFolderError
 
-COMMIT_HINT = "name a commit as RUN, RUN:STEP, RUN:best, or its folder RUN/checkpoints/step-..."
+COMMIT_HINT = "give a checkpoint as RUN, RUN:STEP, RUN:best, or its folder RUN/checkpoints/step-..."
 LEFT_OVERS = (".draft-", ".gone-", ".old-", ".bad-")
 
 
@@ -56,7 +56,7 @@ def check_folder(run: Path) -> None:
     """Raise RunFolderError for a run without a folder of checkpoints."""
     if not (run / manifest.FOLDER).is_dir():
         raise RunFolderError(
-            f"{run} holds no commits: there is no {run / manifest.FOLDER}", hint=COMMIT_HINT
+            f"{run} has no checkpoints: there is no {run / manifest.FOLDER}", hint=COMMIT_HINT
         )
 
 
@@ -195,7 +195,7 @@ def check_not_written(run: Path) -> Any:
     except RunFolderError as error:  # its hints are for training
         is_disk = isinstance(error.__cause__, OSError)
         hint = (
-            "the disk must be writable, with some space"
+            "make the disk writable, with some free space"
             if is_disk
             else "wait until that process has ended"
         )
@@ -213,7 +213,7 @@ def parse_every(text: str, run: Path) -> tuple[int | None, float | None]:
     duration = Duration.parse(text)
     if not duration.value:  # the spec refuses 0, too
         raise InputError(
-            f"--keep-every is {text!r}, which is nothing",
+            f"--keep-every must be more than 0; got {text!r}",
             hint="use at least 1 step, or leave it out",
         )
     if duration.unit == "s":
@@ -223,7 +223,7 @@ def parse_every(text: str, run: Path) -> tuple[int | None, float | None]:
     steps_per_epoch = past.read(run).started.steps_per_epoch if duration.unit == "epochs" else None
     if not steps_per_epoch:
         raise InputError(
-            f"{text!r} cannot be counted in steps without the data",
-            hint="say it in steps: --keep-every '100 steps'",
+            f"{text!r} cannot be converted to steps without the data",
+            hint="give the interval in steps: --keep-every '100 steps'",
         )
     return max(1, duration.to_steps(steps_per_epoch, 1, None)), None

@@ -29,7 +29,7 @@ def export(
     run: RunArgument,
     to: Annotated[
         Path,
-        typer.Option("--to", metavar="FILE", help="what to write: .safetensors, .pt2 or .onnx"),
+        typer.Option("--to", metavar="FILE", help="the new file: .safetensors, .pt2 or .onnx"),
     ],
     step: StepOption = "best",
     format_: Annotated[
@@ -37,8 +37,8 @@ def export(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="safetensors, torch-export or onnx",
-            show_default="by the file's ending",
+            help="the format: safetensors, torch-export or onnx",
+            show_default="from the file extension",
         ),
     ] = None,
     data: DataOption = None,
@@ -46,10 +46,10 @@ def export(
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Write a run's model for other programs.
+    """Write the model of a run for other programs.
 
-    What was written is read back and run on a batch of the task: outputs must equal the model's to
-    1e-5, or no file is left and it ends with 1.
+    The file is read back and run on a batch of the task. Its outputs must equal those of the model
+    within 1e-5; otherwise the file is deleted and the exit code is 1.
     """
     from surefoot.core.units import format_bytes
     from surefoot.train.look_back import export_run
@@ -73,12 +73,12 @@ def export(
         batch = (
             ""
             if made.format == "safetensors"
-            else f", for {'any batch' if made.batch is None else f'batches of {made.batch}'}"
+            else f", for {'any batch size' if made.batch is None else f'batches of {made.batch}'}"
         )
         print(f"{to}  {made.format}, {format_bytes(made.num_bytes)}{batch}")
-        print(f"  outputs of step {used:,} differ by {made.max_error:.1e} at most (allowed: 1e-05)")
+        print(f"  outputs of step {used:,} differ by at most {made.max_error:.1e} (allowed: 1e-05)")
     else:
-        print(f"outputs differ by {made.max_error:.1e}, 1e-05 is allowed: no file is left")
+        print(f"outputs differ by {made.max_error:.1e}, more than 1e-05: the file was deleted")
     return int(not made.holds)
 
 
@@ -96,20 +96,21 @@ def import_(
         typer.Option(
             "--key",
             metavar="NAME",
-            help="where the weights stand in the file",
+            help="the key of the weights in the file",
             show_default="found",
         ),
     ] = None,
     strip: Annotated[
         str,
-        typer.Option(
-            "--strip", metavar="PREFIX", help="take it from the front of names, as module."
-        ),
+        typer.Option("--strip", metavar="PREFIX", help="remove this prefix from names, as module."),
     ] = "",
     spec: Annotated[
         str | None,
         typer.Option(
-            "--spec", metavar="SPEC", help="a spec whose model they must fit", show_default="none"
+            "--spec",
+            metavar="SPEC",
+            help="a spec whose model the weights must fit",
+            show_default="none",
         ),
     ] = None,
     json: JsonOption = False,
@@ -117,8 +118,8 @@ def import_(
 ) -> None:
     """Import weights that another program wrote, as safetensors with a manifest.
 
-    A separate, confined process opens the file. Code in it never runs: what holds more than
-    tensors, numbers and text is refused.
+    A separate, confined process opens the file. Code in the file never runs: a file that holds more
+    than tensors, numbers and text is refused.
     """
     from surefoot.components.checkpoint import foreign
     from surefoot.train import environment
@@ -128,7 +129,7 @@ def import_(
     key = foreign.find_key(found) if key is None else key
     if key and found.tensors and not any("/" in name for name in found.tensors):
         raise InputError(
-            f"nothing below {key!r} is a tensor: all of them stand at the top of {file}",
+            f"no tensor below {key!r}: all tensors are at the top level of {file}",
             hint="leave --key out",
         )
     weights = foreign.choose_weights(found, key, strip)
@@ -180,13 +181,15 @@ def _tell(file: Path, to: Path, weights: dict[str, Any], left: list[str], found:
     print(without_control(f"  {', '.join(shown)}{more}"))
     if left:
         print(
-            without_control(f"in the file stands also: {', '.join(left[:MOST_SHOWN])}"),
+            without_control(f"other contents of the file: {', '.join(left[:MOST_SHOWN])}"),
             file=sys.stderr,
         )
     if found.unbounded:
         print(
-            "this system could not keep from the process that read it: "
-            f"{', '.join(found.unbounded)}",
+            (
+                "bounds that this system could not set for the reading process: "
+                f"{', '.join(found.unbounded)}"
+            ),
             file=sys.stderr,
         )
     print(f"next: surefoot train SPEC --weights {shlex.quote(str(to))}")

@@ -39,7 +39,7 @@ def check_is_run(run: Path) -> None:
     """Raise RunFolderError for a path that is not a run folder, or that is a link to one."""
     log = run / events.FILE
     if run.is_symlink() or log.is_symlink() or not log.is_file():
-        what = "is a link" if run.is_symlink() else f"is no run: it holds no {events.FILE}"
+        what = "is a link" if run.is_symlink() else f"is not a run folder: it has no {events.FILE}"
         raise RunFolderError(f"{run} {what}", hint="surefoot runs lists the runs below a folder")
 
 
@@ -63,9 +63,11 @@ def holding(run: Path) -> Iterator[None]:
         and find_health(owner, every).state == "unknown"
     ):
         raise RunFolderError(
-            f"{run} may be running on {owner.host or 'another host'}, "
-            "whose processes cannot be seen from this one",
-            hint="run this command there",
+            (
+                f"{run} may be running on {owner.host or 'another host'}, whose processes "
+                "cannot be inspected from this host"
+            ),
+            hint="run this command on that host",
         )
     with runlock.keep_out(run):
         yield

@@ -57,7 +57,7 @@ def check(run: Path) -> list[RunPart]:
     damaged: list[str] = []
     records = list(events.read(run, damaged=damaged))
     starts = [event for event in records if isinstance(event, Started)]
-    problems = [*damaged, *([] if starts else ["it has no record of a start"])]
+    problems = [*damaged, *([] if starts else ["it has no 'started' record"])]
     log = _part(
         "log",
         f"{len(records):,} records, {len(starts):,} attempt{'s' * (len(starts) != 1)}",
@@ -81,7 +81,7 @@ def why_unread(run: Path) -> str | None:
         records = list(events.read(run, Started, damaged=damaged))
     except RunFolderError as error:
         return error.message
-    return damaged[0] if damaged else None if records else "the log has no record of a start"
+    return damaged[0] if damaged else None if records else "the log has no 'started' record"
 
 
 def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[RunPart]:
@@ -117,7 +117,7 @@ def _of_present(step: int, health: stored.CommitHealth) -> RunPart:
 def _check_spec(run: Path, starts: Sequence[Started]) -> RunPart:
     logged = starts[-1].spec_id if starts else None
     if logged == ATTACHED:
-        return _part("spec", "none: the run is a loop of the user's own")
+        return _part("spec", "none: the run is a user-defined loop")
     try:
         spec = spec_file.read_of_run(run, checks_task=False).spec
     except SurefootError as error:
@@ -127,7 +127,7 @@ def _check_spec(run: Path, starts: Sequence[Started]) -> RunPart:
             "spec",
             f"id {spec.id}",
             [
-                f"{spec_file.FILE} has the id {spec.id}, and the log is of spec {logged}",
+                f"{spec_file.FILE} has the id {spec.id}, but the log has the spec id {logged}",
             ],
         )
     return _part("spec", f"id {spec.id}")
@@ -149,12 +149,12 @@ def _check_ledger(
         return _part("ledger", "", [f"{run / ledgers.FILE} cannot be read: {error.strerror}"])
     if committed > last:
         problems.append(
-            f"it ends at step {last:,}, and the log names a commit of step {committed:,}"
+            f"it ends at step {last:,}, but the log names a checkpoint of step {committed:,}"
         )
     known = {event.generation for event in starts}
     if is_log_whole and (others := sorted(set(attempts) - known)):
         problems.append(
-            f"it holds steps of attempt {', '.join(map(str, others))}, which the log does not know"
+            f"it has steps of attempt {', '.join(map(str, others))}, which the log does not have"
         )
     if len(problems) > MOST_SHOWN:
         problems[MOST_SHOWN:] = [f"and {len(problems) - MOST_SHOWN:,} more"]
@@ -201,10 +201,7 @@ def _find_other_plan(plan: ledgers.Plan, started: Started) -> list[str]:
     stated = {"seed": spec.train.seed, "batch": spec.train.batch}
     planned = {"seed": plan.seed, "batch": plan.batch}
     return [
-        (
-            f"it is of a run with train.{key} = {planned[key]}, "
-            f"and the log is of one with {stated[key]}"
-        )
+        f"it has train.{key} = {planned[key]}, but the log has {stated[key]}"
         for key in stated
         if planned[key] != stated[key]
     ]

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from surefoot.prove.bench.step import Bench, TimedMode
 
 app = typer.Typer(
-    cls=Verbs, no_args_is_help=True, help="Time a step of a spec, or what ranks send each other."
+    cls=Verbs,
+    no_args_is_help=True,
+    help="Time a training step of a spec, or communication between ranks.",
 )
 TIMES = ("mean_s", "sd_s", "p50_s", "p95_s", "p99_s", "cold_mean_s", "first_s")
 # of the CSV, after mode and varied keys
@@ -49,29 +51,35 @@ app.command(cls=Verb)(comm.comm)
 
 @app.callback()
 def bench() -> None:
-    """Time a step of a spec, or what ranks send each other."""
+    "Time a training step of a spec, or communication between ranks."
 
 
 @app.command(cls=Verb)
 def step(
     spec: SpecArgument,
     mode: Annotated[
-        str, typer.Option("--mode", metavar="NAMES", help="what is timed, as in forward,step")
+        str, typer.Option("--mode", metavar="NAMES", help="the parts to time, as in forward,step")
     ] = "forward,backward,step",
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            "--vary", metavar="KEY=A,B", help="a value each, as in task.width=64,128; repeatable"
+            "--vary",
+            metavar="KEY=A,B",
+            help="compare values of a key, as in task.width=64,128; repeatable",
         ),
     ] = None,
     calls: Annotated[
-        int, typer.Option("--calls", metavar="N", help="so many are timed in a round")
+        int, typer.Option("--calls", metavar="N", help="the number of timed calls per process")
     ] = 30,
-    warmup: Annotated[int, typer.Option("--warmup", metavar="N", help="calls before them")] = 10,
+    warmup: Annotated[
+        int, typer.Option("--warmup", metavar="N", help="the number of warm-up calls before them")
+    ] = 10,
     rounds: Annotated[
         int,
         typer.Option(
-            "--rounds", metavar="N", help="fresh processes of each; six or more give intervals"
+            "--rounds",
+            metavar="N",
+            help="the number of processes for each row; six or more give intervals",
         ),
     ] = 3,
     csv: CsvOption = None,
@@ -82,10 +90,10 @@ def step(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Time a step: forward, forward and backward, and the whole of it.
+    """Time parts of a training step: forward pass, forward and backward pass, or all of it.
 
-    Each mode and each varied value runs in fresh processes, interleaved; the device is waited for
-    at each end of a call.
+    Each mode and each varied value runs in fresh processes, interleaved; the timer synchronizes the
+    device before and after each call.
     """
     from surefoot.contract import spec_file
     from surefoot.core.signals import ending_by_signal
@@ -97,7 +105,10 @@ def step(
         options.check_new_file(csv, "--csv", "times.csv")
     modes = [each for each in MODES if each in mode.split(",")]
     if not modes or set(mode.split(",")) - set(MODES):
-        raise InputError(f"--mode is {mode!r}", hint=f"use some of {','.join(MODES)}")
+        raise InputError(
+            f"--mode must be a list of {', '.join(MODES)}; got {mode!r}",
+            hint=f"give one or more of {','.join(MODES)}",
+        )
     stated = options.overrides(set_, seed=seed, data=data)
     origins: list[Origin] = []
 
@@ -127,7 +138,7 @@ def step(
         if each.failure is not None:
             raise UserCodeError(
                 f"{_label(each)} failed: {each.failure.splitlines()[-1]}",
-                hint="does surefoot train run it?",
+                hint="check that surefoot train can run this spec",
             )
 
 
@@ -156,7 +167,7 @@ def _print(found: Bench) -> None:
         for each in found.rows
     ]
     print_table(
-        [*headers, *(["time against the first"] if has_others else [])],
+        [*headers, *(["ratio to the first value"] if has_others else [])],
         rows,
         right=headers[1 + len(keys) :],
     )
@@ -167,8 +178,8 @@ def _print(found: Bench) -> None:
         f"torch {found.conditions.get('torch')}"
     )
     print_text(
-        f"mean, sd and percentiles: after {found.warmup} calls of warm-up; no warm-up: "
-        "the mean of the first calls of a process"
+        f"mean, sd and percentiles: after {found.warmup} warm-up calls; no warm-up: the "
+        "mean of the first calls of a process"
     )
 
 
@@ -189,7 +200,7 @@ def _write_csv(path: Path, found: Bench) -> None:
             )
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written: {error.strerror}", hint="name another file with --csv"
+            f"{path} cannot be written: {error.strerror}", hint="give another file with --csv"
         ) from None
 
 

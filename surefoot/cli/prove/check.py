@@ -7,10 +7,10 @@ from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 
 
 def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> int:
-    """Check that a run folder is whole.
+    """Check that a run folder is complete and undamaged.
 
-    Its spec, its log, its ledger, and every commit that the log names, byte for byte. A copied
-    folder is checked the same. Ends with 1 where something is damaged or missing.
+    The command checks the spec, the log, the ledger, and every byte of every checkpoint that the
+    log names, also in a copied folder. The exit code is 1 if a part is damaged or missing.
     """
     from surefoot.cli.operate import wholeness
     from surefoot.cli.table import print_table, print_text
@@ -33,8 +33,8 @@ def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     print_table(("part", "state", ""), rows)
     if removed:
         print_text(
-            f"removed, as retention does or by hand: {len(removed):,}, "
-            f"from {removed[0]} to {removed[-1]}"
+            f"removed by retention or manually: {len(removed):,}, from {removed[0]} to "
+            f"{removed[-1]}"
         )
     for each in found:
         for problem in each.problems:
@@ -43,7 +43,7 @@ def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     whole = (
         "the run folder is whole"
         if has_commits
-        else "spec, log and ledger are whole; there is no commit, and the log names none"
+        else "spec, log and ledger are whole; there is no checkpoint, and the log names none"
     )
     print_text(whole if is_whole else "the run folder is NOT whole")
     return int(not is_whole)

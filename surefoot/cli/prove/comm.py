@@ -31,48 +31,75 @@ RANKS = 2
 
 BenchedSpecArgument = Annotated[
     str | None,
-    typer.Argument(metavar="SPEC", help="time the gradients of this spec, and tune their buckets"),
+    typer.Argument(
+        metavar="SPEC",
+        help="time the gradient reduction of this spec, and find the best bucket size",
+    ),
 ]
 HostRanksOption = Annotated[
     int | None,
-    typer.Option("--ranks", metavar="N", help="processes of this host", show_default="2"),
+    typer.Option(
+        "--ranks", metavar="N", help="the number of ranks, all on this host", show_default="2"
+    ),
 ]
 OnlyOption = Annotated[
-    str | None, typer.Option("--only", metavar="NAMES", help="as in all-reduce,send")
+    str | None,
+    typer.Option("--only", metavar="NAMES", help="the collectives to time, as in all-reduce,send"),
 ]
 SmallestOption = Annotated[
     str | None,
-    typer.Option("--smallest", metavar="SIZE", help="of a buffer", show_default="1 KiB"),
+    typer.Option(
+        "--smallest", metavar="SIZE", help="the smallest size of a tensor", show_default="1 KiB"
+    ),
 ]
 LargestOption = Annotated[
     str | None,
-    typer.Option("--largest", metavar="SIZE", help="of a buffer", show_default="64 MiB"),
+    typer.Option(
+        "--largest", metavar="SIZE", help="the largest size of a tensor", show_default="64 MiB"
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option("--device", metavar="NAME", help="cpu or cuda", show_default="auto"),
+    typer.Option("--device", metavar="NAME", help="the device: cpu or cuda", show_default="auto"),
 ]
 TransportOption = Annotated[
     str | None,
-    typer.Option("--transport", metavar="NAME", help="shared_memory or gloo", show_default="auto"),
+    typer.Option(
+        "--transport",
+        metavar="NAME",
+        help="how CPU ranks communicate: shared_memory or gloo",
+        show_default="auto",
+    ),
 ]
 BucketsOption = Annotated[
     str | None,
     typer.Option(
-        "--buckets", metavar="SIZES", help="of SPEC, to compare", show_default="1 to 100 MiB"
+        "--buckets",
+        metavar="SIZES",
+        help="with SPEC: the bucket sizes to compare",
+        show_default="1 to 100 MiB",
     ),
 ]
 RoundsOption = Annotated[
     int | None,
-    typer.Option("--rounds", metavar="N", help="of steps with SPEC", show_default="7"),
+    typer.Option(
+        "--rounds", metavar="N", help="with SPEC: the number of rounds of steps", show_default="7"
+    ),
 ]
 CallsOption = Annotated[
     int | None,
-    typer.Option("--calls", metavar="N", help="that are timed", show_default="20; 100 of SPEC"),
+    typer.Option(
+        "--calls", metavar="N", help="the number of timed calls", show_default="20; 100 of SPEC"
+    ),
 ]
 WarmupOption = Annotated[
     int | None,
-    typer.Option("--warmup", metavar="N", help="before them", show_default="5; 10 of SPEC"),
+    typer.Option(
+        "--warmup",
+        metavar="N",
+        help="the number of warm-up calls before them",
+        show_default="5; 10 of SPEC",
+    ),
 ]
 
 
@@ -95,10 +122,11 @@ def comm(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Time what ranks send each other: each collective over sizes, its latency and its bandwidth.
+    """Time communication between ranks: latency and bandwidth of each collective over sizes.
 
-    With a SPEC: the gradients of its model, and which buckets make its steps short. Two ranks of
-    this host, or as many as --ranks says, or those that torchrun and the like started.
+    With a SPEC the command times the reduction of its gradients and finds the bucket size with the
+    shortest step. It starts two ranks on this host, or --ranks, or uses the ranks that torchrun or
+    another launcher started.
     """
     _refuse_idle(
         spec,
@@ -116,9 +144,7 @@ def comm(
     from surefoot.prove.bench import wanted
 
     if ranks is not None and ranks < 2:
-        raise InputError(
-            f"--ranks is {ranks}, and a rank alone sends nothing", hint="use --ranks 2 or more"
-        )
+        raise InputError(f"--ranks must be at least 2; got {ranks}", hint="use --ranks 2 or more")
     here = place.here()
     starts = ranks is not None or here.world_size == 1
     tell = options.teller("bench", quiet=quiet or json or here.rank > 0)
@@ -155,17 +181,17 @@ def _refuse_idle(
     ]
     if idle and spec is None:
         raise InputError(
-            f"{idle[0]} is of a SPEC, and none is given",
+            f"{idle[0]} needs a SPEC, and none is given",
             hint=f"surefoot bench comm digits {idle[0]} ...",
         )
     if idle:
         keys = {"--device": "train.device", "--transport": "layout.transport"}
         hint = (
-            f"{keys[idle[0]]} says it: --set {keys[idle[0]]}=..."
+            f"with a SPEC use --set {keys[idle[0]]}=..."
             if idle[0] in keys
-            else "leave it out, or the SPEC"
+            else f"leave out {idle[0]} or the SPEC"
         )
-        raise InputError(f"{idle[0]} is of collectives alone, and a SPEC is given", hint=hint)
+        raise InputError(f"{idle[0]} applies only without a SPEC, and a SPEC is given", hint=hint)
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,10 +28,11 @@ def explain(
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Take the first step of a spec and show what every parameter and operator was in.
+    """Run the first step of a spec and show the dtypes of every parameter and operator.
 
-    Observed, not presumed: storage, compute, gradient, sum of gradients, master, optimizer state.
-    Ends with 1 where the spec's `precision.contract` does not hold. Nothing is written.
+    The dtypes are observed, not assumed: storage, compute, gradient, reduction, master weight and
+    optimizer state. The exit code is 1 if the spec's `precision.contract` does not hold. Nothing is
+    written.
     """
     from dataclasses import asdict
 
@@ -96,9 +97,9 @@ def _print(policy: Policy, record: DtypeRecord, contract: Any, breach: str | Non
         ]
         for row in group(record.parameters)
     ]
-    print_table(["parameters", "numbers", *ROLES], rows, right=["numbers"])
+    print_table(["parameters", "elements", *ROLES], rows, right=["elements"])
     print()
-    print_table(["operator", "was given"], list(record.operators.items()))
+    print_table(["operator", "input dtypes"], list(record.operators.items()))
     if contract:
         print()
         print_text(f"contract: {breach or 'holds'}")

@@ -19,7 +19,10 @@ NUM_SHOWN = 8
 def formats(
     spec: Annotated[
         str | None,
-        typer.Argument(metavar="SPEC", help="count what fp16 makes zero of its gradients"),
+        typer.Argument(
+            metavar="SPEC",
+            help="count the gradient values of this spec that underflow to zero in fp16",
+        ),
     ] = None,
     set_: SetOption = None,
     seed: SeedOption = None,
@@ -27,15 +30,15 @@ def formats(
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Show what number formats hold, found by running them.
+    """Show the range and resolution of number formats, measured by computing with them.
 
-    Range, resolution, where each overflows and where it vanishes.
-    With a SPEC also the share of its gradient values that fp16 makes zero, without a loss scale and
-    at the spec's own.
+    The output has the range and resolution, and where each format overflows and underflows.
+    With a SPEC it also has the share of gradient values that underflow to zero in fp16, without a
+    loss scale and at the scale of the spec.
     """
     if spec is None and (set_ or seed is not None or data is not None):
         raise InputError(
-            "--set, --seed and --data change a SPEC, and none is given",
+            "--set, --seed and --data need a SPEC, and none is given",
             hint="surefoot formats digits --seed 1",
         )
     from dataclasses import asdict
@@ -126,4 +129,4 @@ def _print_flushed(
         f"\nof {count:,} gradient values fp16 makes {format_percent(first)} zero at scale 1, "
         f"{format_percent(last)} at {scales[-1]:g}"
     )
-    print(f"the largest scale that leaves them room: precision.init_scale = {advised:.1f}")
+    print(f"the largest scale without overflow: precision.init_scale = {advised:.1f}")

@@ -26,35 +26,44 @@ from surefoot.core.errors import EXIT_OK, InputError, StorageError, hint_unwritt
 if TYPE_CHECKING:
     from surefoot.prove.ladder import Ladder
 
-RUNG_HELP = 'one of your own: "name (kind): table.key=value"; repeatable'
+RUNG_HELP = 'a user-defined rung: "name (kind): table.key=value"; repeatable'
 OUT = "a new one below ladders/"
 
 RungsOption = Annotated[
     str | None,
-    typer.Option("--rungs", metavar="A,B", help="these, in this order", show_default="all"),
+    typer.Option(
+        "--rungs", metavar="A,B", help="the rungs to measure, in this order", show_default="all"
+    ),
 ]
 RungOption = Annotated[list[str] | None, typer.Option("--rung", metavar="WORDS", help=RUNG_HELP)]
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="where the results go", show_default=OUT),
+    typer.Option("--out", metavar="DIR", help="the folder for the results", show_default=OUT),
 ]
 PairsOption = Annotated[
     int,
     typer.Option(
-        "--pairs", metavar="N", help="of runs for a rung, at most; 7 at least show a gain"
+        "--pairs", metavar="N", help="the most pairs of runs per rung; a gain needs at least 7"
     ),
 ]
 SamplesOption = Annotated[
     int | None,
-    typer.Option("--samples", metavar="N", help="of each run", show_default="a second's"),
+    typer.Option(
+        "--samples",
+        metavar="N",
+        help="the number of samples of each run",
+        show_default="1.5 seconds of baseline",
+    ),
 ]
 LeaveOneOutOption = Annotated[
     bool,
-    typer.Option("--leave-one-out", help="then measure the best without each of its rungs"),
+    typer.Option(
+        "--leave-one-out", help="at the end, measure the best spec without each of its rungs"
+    ),
 ]
 SkipRefusedOption = Annotated[
     bool,
-    typer.Option("--skip-refused", help="spend no runs on a rung whose numbers have failed"),
+    typer.Option("--skip-refused", help="do not time a rung that failed the parity gate"),
 ]
 
 
@@ -74,11 +83,11 @@ def ladder(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Measure what each optimisation brings here, from the plain loop up.
+    """Measure the gain of each optimization on this machine, starting with the plain loop.
 
-    One rung at a time, in fresh processes, interleaved with the one below it. A rung stays when its
-    interval excludes no gain and its numbers are those of the start; what is thrown out stays in
-    the table, with the reason. Writes a table, JSON, a picture and best.toml.
+    Each rung runs in fresh processes, interleaved with the rung below it. A rung is kept if its
+    interval shows a gain and its results agree with those of the baseline; rejected rungs stay in
+    the table with the reason. The command writes a table, JSON, a plot and best.toml.
     """
     from surefoot.core.errors import SpecError
     from surefoot.core.signals import ending_by_signal
@@ -87,8 +96,8 @@ def ladder(
     origin = options.read_spec("ladder", spec, options.overrides(set_, seed=seed, data=data))
     if origin.spec.task.use is None:
         raise SpecError(
-            "the spec names no task, so fresh processes cannot build it",
-            hint='name it: [task] use = "file.py:Task"',
+            "the spec names no task, so other processes cannot build it",
+            hint='add [task] use = "file.py:Task"',
         )
     given = [parse_rung(text) for text in rung or []]
     names = None if rungs is None else [name.strip() for name in rungs.split(",")]
@@ -114,10 +123,10 @@ def ladder(
     if found.results and not any(each.is_measured for each in found.results):
         first = found.results[0]
         raise InputError(
-            f"no rung was measured, so nothing is known of any: {first.rung.name}: {first.reason}",
+            f"no rung was measured: {first.rung.name}: {first.reason}",
             hint=(
-                f"{folder / 'ladder.md'} has the reason of each; "
-                "give rungs that this machine and task have: --rungs, --rung"
+                f"{folder / 'ladder.md'} has the reasons; choose rungs for this machine and "
+                "task: --rungs, --rung"
             ),
         )
     return EXIT_OK
@@ -161,7 +170,7 @@ def _decided(ladder: Ladder, folder: Path, *, aloud: bool) -> None:
     except OSError as error:
         raise StorageError(
             f"{folder} cannot be written: {error.strerror}",
-            hint=hint_unwritten(error, "name another: --out"),
+            hint=hint_unwritten(error, "give another folder: --out"),
         ) from None
     if aloud and ladder.left_out is None:
         last = ladder.results[-1]
@@ -180,19 +189,20 @@ def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
         if not each.kept:
             print_text(f"{each.rung.name}: {each.reason}")
     for name, interval in (ladder.left_out or {}).items():
-        print_text(f"leaving out {name}: with it all the others take {interval} of the time")
+        print_text(
+            f"without {name}: the best spec takes {interval} of the time of that without the rung"
+        )
     if few:
-        print_text("so few pairs show no gain, whatever it is: give --pairs 7 or more")
+        print_text("too few pairs to show a gain: give --pairs 7 or more")
     last = ladder.kept[-1].total["time"] if ladder.kept else None
-    gain = (
-        f"takes {last if last is not None else UNKNOWN} of the start's {ladder.conditions['time']}"
-    )
+    time = UNKNOWN if last is None else last
+    gain = f"takes {time} of the baseline's {ladder.conditions['time']}"
     print_text(
-        f"best: {folder / BEST} {gain if ladder.kept else 'is the start: no rung was kept'}; "
+        f"best: {folder / BEST} {gain if ladder.kept else 'is the baseline: no rung was kept'}; "
         f"{ladder.num_runs} runs"
     )
     if num_ranks(ladder.best) > 1:
         print_text(
-            f"it trains on several ranks: surefoot train {shlex.quote(str(folder / BEST))} --ranks "
-            f"{num_ranks(ladder.best)}"
+            "this spec needs several ranks: surefoot train "
+            f"{shlex.quote(str(folder / BEST))} --ranks {num_ranks(ladder.best)}"
         )

@@ -28,14 +28,17 @@ ParametersOption = Annotated[
     typer.Option(
         "--parameters",
         metavar="COUNT",
-        help="instead of a spec: so many, as 70B",
+        help="instead of a spec: the number of parameters, as 70B",
         show_default=False,
     ),
 ]
 FitOption = Annotated[
     str | None,
     typer.Option(
-        "--fit", metavar="SIZE", help="what fits into so much, as 16GiB", show_default=False
+        "--fit",
+        metavar="SIZE",
+        help="find what fits into this memory, as 16GiB",
+        show_default=False,
     ),
 ]
 ShardedRanksOption = Annotated[
@@ -43,18 +46,22 @@ ShardedRanksOption = Annotated[
     typer.Option(
         "--ranks",
         metavar="N",
-        help="what each of so many holds, by stage of sharding",
+        help="the memory of each of N ranks, by sharding stage",
         show_default=False,
     ),
 ]
 HalfOption = Annotated[
     bool,
-    typer.Option("--half", help="with --ranks: weights and gradients in 16 bits, masters in 32"),
+    typer.Option(
+        "--half", help="with --ranks: weights and gradients in 16 bits, master weights in 32"
+    ),
 ]
-MeasureOption = Annotated[bool, typer.Option("--measure", help="run three steps too, and compare")]
+MeasureOption = Annotated[
+    bool, typer.Option("--measure", help="run three steps too, and compare with the prediction")
+]
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="what is known to a new file", show_default=False),
+    typer.Option("--out", metavar="FILE", help="write the JSON to a new file", show_default=False),
 ]
 
 
@@ -72,44 +79,45 @@ def memory(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Predict what a step holds at its most, without running it.
+    """Predict the peak memory of a training step without running it.
 
-    Parameters, gradients, optimizer state, activations by block, temporaries: from a trace without
-    numbers. `--fit` finds the largest microbatch, and the cheapest recomputation, that fit into
-    some memory. `--parameters 175B --ranks 64` compares the stages of sharding.
+    The prediction has parameters, gradients, optimizer state, activations by block and temporaries,
+    from a trace without values. `--fit` finds the largest microbatch, and the cheapest activation
+    checkpointing, that fit into a given memory. `--parameters 175B --ranks 64` compares the
+    sharding stages.
     """
     from surefoot.core.units import parse_bytes
 
     if (given is None) == (parameters is None):
         what = (
-            "memory needs a spec, or --parameters"
+            "memory needs a spec or --parameters"
             if given is None
-            else "a spec and --parameters are two questions"
+            else "give a spec or --parameters, not both"
         )
         raise InputError(what, hint="surefoot memory digits, or surefoot memory --parameters 70B")
     of_spec = {"--measure": measure, "--set": set_, "--data": data}
     idle = [flag for flag, value in of_spec.items() if value]
     if idle and parameters is not None:
         raise InputError(
-            f"{idle[0]} belongs to a spec, and --parameters is arithmetic alone",
-            hint="leave one of them out",
+            f"{idle[0]} needs a spec and has no effect with --parameters",
+            hint=f"leave out {idle[0]} or --parameters",
         )
     if ranks is None and half:
         raise InputError(
-            "--half says what ranks hold",
+            "--half needs --ranks",
             hint="surefoot memory --parameters 175B --ranks 64 --half",
         )
     if ranks is not None and ranks < 1:
-        raise InputError(f"--ranks is {ranks}", hint="use 1 or more")
+        raise InputError(f"--ranks must be at least 1; got {ranks}", hint="give --ranks 1 or more")
     if ranks is not None and (parameters is None or fit is not None):
         raise InputError(
-            f"--ranks {ranks} goes with --parameters alone",
+            f"--ranks {ranks} needs --parameters, without --fit",
             hint="surefoot memory --parameters 175B --ranks 64",
         )
     if measure and fit is not None:
         raise InputError(
-            "--fit looks for a spec that fits, and --measure runs the one that is given",
-            hint="first --fit, then --measure what it found",
+            "--fit searches for a spec that fits, and --measure runs the given spec: choose one",
+            hint="run --fit first, then --measure with the values that it found",
         )
     budget = None if fit is None else parse_bytes(fit)
     if out is not None:
@@ -145,7 +153,9 @@ def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
     from surefoot.core.units import parse_count
 
     if not (count := parse_count(parameters)):
-        raise InputError("--parameters is 0", hint="give the number of parameters, as 70B")
+        raise InputError(
+            "--parameters must be at least 1; got 0", hint="give the number of parameters, as 70B"
+        )
     terms = training_bytes(count)
     peak = sum(terms.values())
     row = {"peak_bytes": peak, "interval": None, "terms": terms, "num_parameters": count}
@@ -162,7 +172,9 @@ def _by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
     from surefoot.core.units import parse_count
 
     if not (count := parse_count(parameters)):
-        raise InputError("--parameters is 0", hint="give the number of parameters, as 70B")
+        raise InputError(
+            "--parameters must be at least 1; got 0", hint="give the number of parameters, as 70B"
+        )
     sizes = {"weight_bytes": 2, "gradient_bytes": 2, "state_bytes": 12} if is_half else {}
     stages = [asdict(each) for each in compare_stages(count, ranks, **sizes)]
     return {"num_parameters": count, "num_ranks": ranks, "is_half": is_half, "stages": stages}
@@ -180,9 +192,8 @@ def _from_spec(
     spec = origin.spec
     if spec.memory.offload != "none":
         raise InputError(
-            f"memory.offload is {spec.memory.offload!r}, "
-            "and what lies on the host is not predicted",
-            hint="leave it out: what is told is the peak of a device that keeps all",
+            f"memory.offload is {spec.memory.offload!r}, and offloaded memory cannot be predicted",
+            hint="leave out memory.offload to predict the peak of a device without offloading",
         )
     left_out = {"left_out": name_left_out("memory", origin)}
     put_back = environment.apply(spec)  # train.attention decides what attention allocates
@@ -216,7 +227,7 @@ def _measure(spec: RunSpec, row: Mapping[str, Any], tell: Callable[[str], None])
             "surefoot train SPEC --ranks N --set memory.predict=true measures a rank",
             file=sys.stderr,
         )
-    tell("three steps are run")
+    tell("running three steps")
     return room.compare(spec, row["peak_bytes"] if layout == "1" else None).as_row()
 
 
@@ -234,10 +245,10 @@ def _print(row: Mapping[str, Any]) -> None:
             )
             for each in row["stages"]
         ]
-        print_table(("sharding", "each rank", "saved", "sent a step"), stages)
+        print_table(("sharding", "per rank", "saved", "sent per step"), stages)
         print_text(
-            "weights, gradients and the optimizer's state (Adam); activations are not in it, "
-            "and no stage divides them"
+            "weights, gradients and optimizer state (Adam); without activations, which "
+            "no stage divides"
         )
         return
     peak = row["peak_bytes"]
@@ -256,13 +267,13 @@ def _print(row: Mapping[str, Any]) -> None:
             between = f", between {format_bytes(low_high[0])} and {format_bytes(low_high[1])}"
         layout = row.get("layout", "1")
         where = "" if layout == "1" else f", on each rank of {layout}"
-        print_text(f"at its most {format_bytes(peak)}{between}{where}")
+        print_text(f"peak {format_bytes(peak)}{between}{where}")
     if "times_budget" in row:
         print(f"{row['times_budget']:.3g} times {format_bytes(row['budget_bytes'])}")
     if "measured_bytes" in row:
         error = ""
         if row["error"] is not None:
-            error = f", the prediction is off by {format_percent(row['error'])}"
+            error = f", prediction error {format_percent(row['error'])}"
         print_text(
             f"measured {format_bytes(row['measured_bytes'])}{error}; "
             f"resident {format_bytes(row['resident_bytes'])}"

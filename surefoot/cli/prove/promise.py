@@ -21,29 +21,42 @@ if TYPE_CHECKING:
 
 
 def prove(
-    what: Annotated[str, typer.Argument(metavar="N", help="the number of a promise, or list")],
+    what: Annotated[
+        str, typer.Argument(metavar="N", help="the number of a promise, or list to print all")
+    ],
     trials: Annotated[
         int | None,
-        typer.Option("--trials", metavar="K", help="of each campaign", show_default="a few"),
+        typer.Option(
+            "--trials",
+            metavar="K",
+            help="the number of trials of each campaign",
+            show_default="a few",
+        ),
     ] = None,
     seed: Annotated[
         int,
-        typer.Option("--seed", metavar="S", help="of the first trial; each next one has the next"),
+        typer.Option(
+            "--seed", metavar="S", help="the seed of the first trial; later trials count up"
+        ),
     ] = 0,
     case: Annotated[
         str | None,
         typer.Option(
-            "--case", metavar="CASE", help="this campaign alone", show_default="every one of it"
+            "--case",
+            metavar="CASE",
+            help="run only this campaign",
+            show_default="all campaigns of the promise",
         ),
     ] = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Put a promise to the test: kill runs, cut the power, and count what did not hold.
+    """Test a promise with real faults: kill runs, cut the power, and count failures.
 
-    Real runs, real faults, in a folder that goes afterwards; the same seed replays a trial. Ends
-    with 0 where the promise held in every trial, 1 where it did not or cannot be shown here.
+    The command trains real runs with real faults in a temporary folder; the same seed replays a
+    trial. The exit code is 0 if the promise held in every trial, and 1 if it did not or cannot be
+    tested on this machine.
     """
     from surefoot.prove.campaigns.promises import find_promise
 
@@ -52,12 +65,13 @@ def prove(
     promise = find_promise(what)
     if (trials is not None and trials < 1) or seed < 0:
         raise InputError(
-            f"--trials is {trials} and --seed {seed}",
-            hint="use 1 trial or more, and a seed of 0 or more",
+            f"--trials must be at least 1 and --seed at least 0; got {trials} and {seed}",
+            hint="give --trials 1 or more, and --seed 0 or more",
         )
     if case is not None and case not in promise.cases:
         raise InputError(
-            f"promise {what} has no campaign {case!r}", hint=f"it has {', '.join(promise.cases)}"
+            f"promise {what} has no campaign {case!r}",
+            hint=f"its campaigns are {', '.join(promise.cases)}",
         )
     outcomes = _carry_out(
         promise.cases if case is None else (case,), trials, seed, quiet=quiet or json
@@ -127,20 +141,22 @@ def _print(promise: Promise, outcomes: list[CampaignOutcome], *, holds: bool) ->
         )
         for each in outcomes
     ]
-    counted = ("trials", "failures", "rate below (95 %)", "time")
+    counted = ("trials", "failures", "failure rate below (95 %)", "time")
     print_table(("case", "fault", *counted), rows, right=counted)
     lines = [""]
     for each in outcomes:
         if each.not_here is not None:
-            lines.append(f"{each.case} cannot be tried here: {each.not_here}")
+            lines.append(f"{each.case} cannot run on this machine: {each.not_here}")
         for failure in each.failures:
             trial = f"--case {each.case} --seed {failure.seed} --trials 1"
             again = f"surefoot prove {promise.number} {trial}"
-            lines.append(f"{each.case}, seed {failure.seed}: {failure.what}\n  again: {again}")
+            lines.append(f"{each.case}, seed {failure.seed}: {failure.what}\n  replay: {again}")
     verdict = (
-        "it does not hold" if any(each.failures for each in outcomes) else "it cannot be shown here"
+        "the promise does not hold"
+        if any(each.failures for each in outcomes)
+        else "the promise cannot be tested on this machine"
     )
     if holds:
         count = sum(each.trials for each in outcomes)
-        verdict = f"it held in {count:,} trials, first seed {outcomes[0].seed}"
+        verdict = f"the promise held in {count:,} trials, first seed {outcomes[0].seed}"
     print("\n".join([*lines, f"verdict: {verdict}"]))

@@ -37,15 +37,19 @@ def roofline(
         str | None,
         typer.Argument(
             metavar="[SPEC|RUN]",
-            help="a spec, or a run folder; none: the peaks alone",
+            help="a spec or a run folder; without it only the peaks are measured",
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="so many are timed")] = 10,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="the number of timed steps")
+    ] = 10,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FILE", help="the JSON to a new file, as of a RUN to its profile/"
+            "--out",
+            metavar="FILE",
+            help="write the JSON to a new file; for a RUN also to its profile/",
         ),
     ] = None,
     set_: SetOption = None,
@@ -56,11 +60,11 @@ def roofline(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Lay a step over what this machine can do.
+    """Compare the time of a training step with the least time that this machine allows.
 
-    Measures the peaks of products and copies, counts FLOPs and bytes of every operator and module
-    of a training step, and tells which of the two holds each back, what fusion would help, and
-    model FLOPs utilisation.
+    The command measures the peak rates of matmuls and memory copies, counts FLOPs and bytes of
+    every operator and module of a step, and shows which of the two limits each, which operators
+    would gain from fusion, and model FLOPs utilization.
     """
     tell = options.teller("roofline", quiet=quiet or json)
     if given is None:
@@ -101,7 +105,7 @@ def roofline(
     for path, why in unwritten.items():
         if path == out or not out:
             raise why
-        print(f"warning: {why.message}; {out} has it", file=sys.stderr)
+        print(f"warning: {why.message}; {out} has the result", file=sys.stderr)
 
 
 def _peaks_alone(*, json: bool, tell: Any) -> None:
@@ -135,7 +139,7 @@ def _check_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be written: {error.strerror}", hint="name another file with --out"
+            f"{folder} cannot be written: {error.strerror}", hint="give another file with --out"
         ) from None
 
 
@@ -153,7 +157,7 @@ def _write(path: Path, row: dict[str, Any], *, run: Path | None) -> None:
         )
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written: {error.strerror}", hint="name another file with --out"
+            f"{path} cannot be written: {error.strerror}", hint="give another file with --out"
         ) from None
 
 
@@ -171,15 +175,15 @@ def _print_peaks(peaks: Peaks, one_core: Peaks | None, published: Peaks | None) 
     print(f"Peaks of {peaks.device}")
     rows = [
         [
-            f"products in {dtype}, GFLOP/s",
+            f"matmuls in {dtype}, GFLOP/s",
             *(giga(each.flops_per_s.get(dtype)) for each in columns),
             _ridge(peaks, dtype),
         ]
         for dtype in dict.fromkeys(name for each in columns for name in each.flops_per_s)
     ]
-    rows.append(["copy, read and written, GB/s", *(giga(each.bytes_per_s) for each in columns), ""])
+    rows.append(["copy (read and write), GB/s", *(giga(each.bytes_per_s) for each in columns), ""])
     rows.append(
-        ["the same within a cache, GB/s", *(giga(each.cache_bytes_per_s) for each in columns), ""]
+        ["copy within the cache, GB/s", *(giga(each.cache_bytes_per_s) for each in columns), ""]
     )
     print_table(
         ("what", *names, "ridge, FLOP/byte"), rows, right=(*names, "ridge, FLOP/byte"), indent=2
@@ -211,7 +215,7 @@ def _print(found: Placed) -> None:
     print()
     _draw(found)
     _print_points("Operators", "operator", found)
-    _print_points("Modules, forward and backward, with what is inside", "module", found)
+    _print_points("Modules, forward and backward, with their submodules", "module", found)
     print("The step")
     print_pairs(_pairs(found))
 
@@ -225,14 +229,14 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
     fusible = f"{format_percent(found.fusible_share)} of the operators' time"
     pairs = [
         ("time", f"{step} for {found.num_samples} samples, the median of {found.num_steps}"),
-        ("operators", f"{inside}; {outside} outside of them: Python, and what calls them"),
-        ("model FLOPs", f"{giga(found.model_flops)} GFLOP in products, of {total} in all"),
+        ("operators", f"{inside}; {outside} outside of operators: Python and launching operators"),
+        ("model FLOPs", f"{giga(found.model_flops)} GFLOP in matmuls, of {total} in total"),
         ("MFU", found.utilisation.words(found.samples_per_s)),
-        ("fusible", f"{fusible}: pointwise, norms, sums, copies, held back by memory"),
+        ("fusible", f"{fusible}: pointwise, norms, sums, copies, limited by memory"),
     ]
     if found.again_flops:
         pairs.append(
-            ("recomputed", f"{giga(found.again_flops)} GFLOP more, which is no part of the model's")
+            ("recomputed", f"{giga(found.again_flops)} GFLOP more, not counted in the model FLOPs")
         )
     if found.rule_flops is not None and found.model_flops:
         share = format_percent(found.rule_flops / found.model_flops)
@@ -247,15 +251,15 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
         )
     if found.load is not None and found.load > BUSY:
         told = (
-            f"the load was {format_number(found.load)} when this began: "
-            "peaks and times are worse than on a machine that is left alone"
+            f"the load was {format_number(found.load)} at the start: peaks and times are "
+            "worse than on an idle machine"
         )
         pairs.append(("busy", told))
     if found.unknown:
         pairs.append(
             (
                 "no formula",
-                f"{', '.join(found.unknown)}: their bytes and time count, their FLOPs do not",
+                f"{', '.join(found.unknown)}: bytes and time are counted, FLOPs are not",
             )
         )
     return pairs
@@ -273,9 +277,9 @@ def _print_points(title: str, kind: str, found: Placed) -> None:
     first = ("operator", "dtype") if kind == "operator" else ("module",)
     print(title)
     rows = [_cells(each, len(first) > 1, found.operators_s) for each in timed[:ROWS]]
-    print_table((*first, *NUMBERS, "held back by"), rows, right=NUMBERS, indent=2)
+    print_table((*first, *NUMBERS, "limited by"), rows, right=NUMBERS, indent=2)
     if len(timed) > ROWS:
-        print(f"  {len(timed) - ROWS} more are left out here; --json has all")
+        print(f"  {len(timed) - ROWS} more are not shown; --json has all of them")
     print()
 
 

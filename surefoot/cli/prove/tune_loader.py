@@ -26,11 +26,15 @@ def tune_loader(
     spec: SpecArgument,
     seconds: Annotated[
         float,
-        typer.Option("--seconds", metavar="S", help="for each setting, alone and under the steps"),
+        typer.Option(
+            "--seconds", metavar="S", help="the time for each setting, alone and again during steps"
+        ),
     ] = 2.0,
     most: Annotated[
         int | None,
-        typer.Option("--most", metavar="N", help="workers; by default the cores, from 4 to 8"),
+        typer.Option(
+            "--most", metavar="N", help="the most workers to try; by default the cores, from 4 to 8"
+        ),
     ] = None,
     set_: SetOption = None,
     seed: SeedOption = None,
@@ -39,10 +43,10 @@ def tune_loader(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Find how many workers keep the steps from waiting for data.
+    """Find the number of loader workers with which steps do not wait for data.
 
-    Measures what the steps could take, what the loader gives with 0, 1, 2, 4 workers and so on, and
-    both together.
+    The command measures the samples per second that the steps need, those that the loader returns
+    with 0, 1, 2, 4 workers and so on, and both together.
     """
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.bench.loading import tune
@@ -64,7 +68,7 @@ def tune_loader(
 
 
 def _print(found: LoaderTuning) -> None:
-    print(f"the steps could take {found.demand_per_s:,.0f} samples/s")
+    print(f"the steps need {found.demand_per_s:,.0f} samples/s")
     headers = (
         "workers",
         "kind",
@@ -72,7 +76,7 @@ def _print(found: LoaderTuning) -> None:
         "persistent",
         "pinned",
         "loader alone",
-        "with the steps",
+        "during steps",
         "waiting",
         "",
     )

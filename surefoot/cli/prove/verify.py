@@ -40,51 +40,60 @@ OptionalSpecArgument = Annotated[
 ResumeOption = Annotated[
     bool,
     typer.Option(
-        "--resume", help="kill -9 and go on against an unbroken run (what is tested by default)"
+        "--resume",
+        help="compare killed and resumed runs with uninterrupted ones (the default test)",
     ),
 ]
 PrecisionOption = Annotated[
     bool,
-    typer.Option("--precision", help="the spec's precision against fp32 instead, by scores"),
+    typer.Option("--precision", help="compare the spec's precision with fp32 instead, by scores"),
 ]
 CompileOption = Annotated[
     bool,
-    typer.Option("--compile", help="the compiled step against eager mode instead, by every tensor"),
+    typer.Option(
+        "--compile", help="compare the compiled step with eager mode instead, by every tensor"
+    ),
 ]
 LayoutsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--layouts",
         metavar="LIST",
-        help='ranks against one process instead: "1; replicate=2"; repeatable',
+        help='compare several ranks with one process instead: "1; replicate=2"; repeatable',
     ),
 ]
 SeedsOption = Annotated[
     int | None,
     typer.Option(
-        "--seeds", metavar="N", help="with --precision: pairs of runs; 3 (thrice if worse)"
+        "--seeds", metavar="N", help="with --precision: the number of pairs of runs; 3 (9 if worse)"
     ),
 ]
 RunLengthOption = Annotated[
-    int | None, typer.Option("--steps", metavar="N", help="how long each run is; 24")
+    int | None, typer.Option("--steps", metavar="N", help="the number of steps of each run; 24")
 ]
 KillsOption = Annotated[
-    int | None, typer.Option("--kills", metavar="K", help="how often it is killed; 3")
+    int | None, typer.Option("--kills", metavar="K", help="the number of kills; 3")
 ]
 KillSeedOption = Annotated[
     int | None,
-    typer.Option("--kill-seed", metavar="N", help="when; the same number replays it; 0"),
+    typer.Option(
+        "--kill-seed", metavar="N", help="the seed of the kill times, to repeat a test; 0"
+    ),
 ]
 CommandOption = Annotated[
     str | None,
-    typer.Option("--command", metavar="WORDS", help="any training command instead of a SPEC"),
+    typer.Option("--command", metavar="WORDS", help="test any training command instead of a SPEC"),
 ]
 StateOption = Annotated[
     Path | None,
-    typer.Option("--state", metavar="DIR", help="with --command: the folder of all that it keeps"),
+    typer.Option(
+        "--state",
+        metavar="DIR",
+        help="with --command: the folder of all files that the command saves",
+    ),
 ]
 KeepRunsOption = Annotated[
-    Path | None, typer.Option("--keep", metavar="DIR", help="leave the runs in DIR")
+    Path | None, typer.Option("--keep", metavar="DIR", help="keep the runs in DIR")
 ]
 
 
@@ -108,13 +117,13 @@ def verify(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Test whether training repeats, and goes on after a kill to the same bits.
+    """Test whether training is bitwise repeatable, also when the run is killed and resumed.
 
-    Two unbroken runs in fresh processes, then one that is killed with SIGKILL and started again;
-    the first step and component that differ are named. Ends with 0 where all is the same, 1 where
-    it is not. With --precision: whether fewer bits changed the score; with --compile: whether
-    torch.compile changed the numbers; with --layouts: whether several ranks compute what one
-    process does.
+    Two uninterrupted runs in fresh processes are compared with each other, and then with a run that
+    is killed with SIGKILL and resumed. The output names the first step and component that differ;
+    the exit code is 0 if all results are identical, else 1. --precision tests whether fewer bits
+    changed the score, --compile whether torch.compile changed the results, --layouts whether
+    several ranks compute the same as one process.
     """
     ways = {
         "--layouts": bool(layouts),
@@ -132,7 +141,7 @@ def verify(
     if precision or compiled or layouts:
         if spec is None or sum(ways.values()) > 1:
             raise InputError(
-                f"{way} compares runs of a SPEC, and nothing else",
+                f"{way} needs a SPEC, and no other test",
                 hint=f"surefoot verify digits {way}",
             )
         stated = options.overrides(set_, seed=seed, data=data)
@@ -159,8 +168,8 @@ def _refuse_idle(way: str, given: Mapping[str, object]) -> None:
     idle = [flag for flag, value in given.items() if value is not None and flag not in USED[way]]
     if idle:
         raise InputError(
-            f"{idle[0]} does nothing with {way}",
-            hint=f"leave it out: {way} goes with {', '.join(USED[way])}",
+            f"{idle[0]} has no effect with {way}",
+            hint=f"leave out {idle[0]}: {way} allows {', '.join(USED[way])}",
         )
 
 
@@ -177,11 +186,11 @@ def _check_resume(
 
     if (command is None) != (state is None):
         raise InputError(
-            "--command and --state belong together",
-            hint="name the folder that holds all the script keeps",
+            "--command and --state must be given together",
+            hint="give the folder that holds all files that the command saves",
         )
     if kills < 1:
-        raise InputError(f"--kills is {kills}", hint="use a kill or more")
+        raise InputError(f"--kills must be at least 1; got {kills}", hint="give --kills 1 or more")
     if steps < LEAST_STEPS:
         raise InputError(f"--steps is {steps}", hint=f"use {LEAST_STEPS} steps or more")
 
@@ -291,11 +300,11 @@ def _verify_layouts(
     layouts = list(dict.fromkeys(Layout.parse(each) for each in text.split(";")))
     if all(each.world_size == 1 for each in layouts):
         raise InputError(
-            f"--layouts {text!r} names no layout of several ranks",
+            f"--layouts {text!r} has no layout with several ranks",
             hint='--layouts "replicate=2; replicate=4"',
         )
     if steps < 1:
-        raise InputError(f"--steps is {steps}", hint="use a step or more")
+        raise InputError(f"--steps is {steps}", hint="give --steps 1 or more")
     origin = options.read_spec("verify --layouts", spec, stated)
     found = verify_layouts(origin.spec, layouts, folder, steps=steps, tell=tell)
     if json:
@@ -318,11 +327,11 @@ def _folder(keep: Path | None) -> Iterator[Path]:
             else:
                 folder = _made(keep).resolve()
         except OSError as error:
-            what, hint = f"--keep {keep}", "name another"
+            what, hint = f"--keep {keep}", "give another folder"
             if keep is None:
-                what, hint = "a folder for the runs", "name one with --keep"
+                what, hint = "a folder for the runs", "give a folder with --keep"
             raise InputError(
-                f"{what} cannot be made and written: {error.strerror}", hint=hint
+                f"{what} cannot be created or written: {error.strerror}", hint=hint
             ) from error
         yield folder
 
@@ -333,7 +342,7 @@ def _made(keep: Path) -> Path:
     Raises OSError where they cannot, InputError where the folder is not empty.
     """
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise InputError(f"--keep {keep} is not an empty folder", hint="name a new one")
+        raise InputError(f"--keep {keep} is not an empty folder", hint="give a new or empty folder")
     keep.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=keep):
         return keep

@@ -42,7 +42,7 @@ COLUMNS = (
 )
 
 SpecOrRunArgument = Annotated[
-    str, typer.Argument(metavar="SPEC|RUN", help="a spec, or a run folder, whose spec is taken")
+    str, typer.Argument(metavar="SPEC|RUN", help="a spec, or a run folder, whose spec is used")
 ]
 BatchOption = Annotated[
     str | None,
@@ -53,14 +53,17 @@ MicrobatchOption = Annotated[
     typer.Option(
         "--microbatch",
         metavar="SIZES",
-        help="split into these",
+        help="the microbatches that split each batch",
         show_default="all of it, 1/2, 1/4, 1/8",
     ),
 ]
 UpdatesOption = Annotated[
     int | None,
     typer.Option(
-        "--updates", metavar="N", help="so many are measured in a round", show_default="10"
+        "--updates",
+        metavar="N",
+        help="the number of measured optimizer steps per process",
+        show_default="10",
     ),
 ]
 RoundsOption = Annotated[
@@ -68,23 +71,24 @@ RoundsOption = Annotated[
     typer.Option(
         "--rounds",
         metavar="N",
-        help="fresh processes of each row",
+        help="the number of processes for each row",
         show_default="3; --compile, --recompute: 7",
     ),
 ]
 CompileOption = Annotated[
-    bool, typer.Option("--compile", help="eager mode beside every way to compile that is here")
+    bool,
+    typer.Option("--compile", help="compare eager mode with every compile option of this machine"),
 ]
 SaveKernelsOption = Annotated[
     Path | None,
     typer.Option(
-        "--save-kernels", metavar="DIR", help="the code that compiling makes, and what it fuses"
+        "--save-kernels", metavar="DIR", help="save the generated kernels, and list what each fuses"
     ),
 ]
 RecomputeOption = Annotated[
     bool,
     typer.Option(
-        "--recompute", help="each way to recompute beside none, and what each block is worth"
+        "--recompute", help="compare ways of activation checkpointing, and the saving of each block"
     ),
 ]
 FitOption = Annotated[
@@ -92,23 +96,25 @@ FitOption = Annotated[
     typer.Option(
         "--fit",
         metavar="SIZE",
-        help="the largest microbatch by measured peaks, as 2GiB, or device: a GPU's",
+        help="find the largest microbatch whose measured peak fits, as 2GiB or device",
     ),
 ]
 NoiseOption = Annotated[
     bool,
-    typer.Option("--noise", help="the gradient noise scale, and the batch that it speaks for"),
+    typer.Option("--noise", help="measure the gradient noise scale, for advice on the batch size"),
 ]
 DrawsOption = Annotated[
     int | None,
-    typer.Option("--draws", metavar="N", help="batches of --noise, a power of two: 128"),
+    typer.Option(
+        "--draws", metavar="N", help="with --noise: the number of batches, a power of two: 128"
+    ),
 ]
 SizeOption = Annotated[
     int | None,
     typer.Option(
         "--size",
         metavar="N",
-        help="samples of each of them",
+        help="with --noise: the number of samples of each batch",
         show_default="an eighth of train.batch",
     ),
 ]
@@ -136,20 +142,20 @@ def whatif(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Measure what another batch would cost, or what compiling would bring.
+    """Measure the cost of another batch size, or the gain of compiling or activation checkpointing.
 
-    --batch: peak memory, throughput, updates and communications of an epoch, for each batch and
-    microbatch, in fresh processes.
-    --compile: compile time, step, memory and break-even of each way to compile, beside eager mode,
-    in fresh processes.
-    --save-kernels: the source of every kernel, what was fused in it, and the bytes that no longer
-    travel.
-    --recompute: bytes and time of each block, then memory and step of each way to compute blocks
-    again, in fresh processes.
-    --fit: the largest microbatch whose peak stays a tenth below so much memory, tried in fresh
-    processes, and in a run of 50 steps.
-    --noise: how far the gradients of batches lie apart at the same weights, and what that says of
-    the batch.
+    --batch: peak memory, throughput, optimizer steps and communications per epoch, for each batch
+    and microbatch, in fresh processes.
+    --compile: compile time, step time, memory and break-even of each compile option, compared with
+    eager mode, in fresh processes.
+    --save-kernels: the source of every kernel, its fused operators, and the bytes that fusion
+    saves.
+    --recompute: memory and recomputation time of each block, then memory and step time of each way
+    of activation checkpointing, in fresh processes.
+    --fit: the largest microbatch whose peak is at least a tenth below the given memory, tested in
+    fresh processes and in a run of 50 steps.
+    --noise: the variance of gradients of different batches at the same weights, and the batch size
+    that this suggests.
     """
     question = _check_question(
         {
@@ -206,9 +212,11 @@ def _check_question(questions: Mapping[str, Any]) -> str:
     asked = [flag for flag, value in questions.items() if value not in (None, False)]
     if len(asked) != 1:
         raise InputError(
-            f"{' and '.join(asked)} are questions of their own" if asked else "what is asked?",
+            f"{' and '.join(asked)} cannot be combined"
+            if asked
+            else "nothing to measure: no option is given",
             hint=(
-                "one of --batch 128,256, --compile, --save-kernels DIR, --recompute, "
+                "choose one of --batch 128,256, --compile, --save-kernels DIR, --recompute, "
                 "--fit 2GiB and --noise"
             ),
         )
@@ -287,7 +295,8 @@ def _compare_batches(
     failed = [each for each in found.rows if each.failure is not None]
     if len(failed) == len(found.rows):
         raise UserCodeError(
-            f"no row could be measured: {error_of(failed[0])}", hint="does surefoot train run it?"
+            f"no row could be measured: {error_of(failed[0])}",
+            hint="check that surefoot train can run this spec",
         )
 
 
@@ -317,8 +326,8 @@ def _compare_compiled(
         print_ways(found)
     if all(each.failure is not None for each in found.ways[1:]):
         raise UserCodeError(
-            f"nothing could be compiled: {error_of(found.ways[1])}",
-            hint="does surefoot train run it?",
+            f"no compile option worked: {error_of(found.ways[1])}",
+            hint="check that surefoot train can run this spec",
         )
 
 
@@ -362,7 +371,7 @@ def _find_largest(
         print_largest(found)
     if found.microbatch is None:
         raise OutOfMemory(
-            f"nothing fits into {format_bytes(limit_bytes)} less {MARGIN:.0%}",
+            f"no microbatch fits into {format_bytes(limit_bytes)} less {MARGIN:.0%}",
             hint=_way_out(given, found),
         )
 
@@ -378,12 +387,12 @@ def _way_out(given: str, found: Fitted) -> str:
     if found.beside_bytes is None:
         return "give it more memory, or make the model smaller"
     left = usable(found.limit_bytes) - found.beside_bytes
-    beside = f"beside its tensors the smallest takes {format_bytes(found.beside_bytes)}"
+    beside = f"without its tensors the smallest microbatch takes {format_bytes(found.beside_bytes)}"
     if left <= 0:
-        return f"{beside}, above that limit whatever the model is: give a larger one"
+        return f"{beside}, more than the limit for any model: give a larger limit"
     spec = Path(given) / "spec.toml" if Path(given).is_dir() else given
     command = f"surefoot memory {shlex.quote(str(spec))} --fit '{format_bytes(left)}'"
-    return f"{beside}; what of the model fits into the rest: {command}"
+    return f"{beside}; to see what fits into the remaining memory: {command}"
 
 
 def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> None:
@@ -408,7 +417,8 @@ def _sizes(flag: str, text: str | None) -> list[int]:
     words = [] if text is None else text.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise InputError(
-            f"{flag} is {text!r}", hint=f"numbers of samples with commas between: {flag} 128,256"
+            f"{flag} must be a list of positive integers; got {text!r}",
+            hint=f"give numbers of samples, separated by commas: {flag} 128,256",
         )
     return [int(word) for word in words]
 
@@ -423,7 +433,7 @@ def _write_csv(path: Path, found: Splits) -> None:
             rows.writerows([_cell(each.as_row()[name]) for name in COLUMNS] for each in found.rows)
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written: {error.strerror}", hint="name another file with --csv"
+            f"{path} cannot be written: {error.strerror}", hint="give another file with --csv"
         ) from None
 
 

@@ -15,10 +15,11 @@ PAIRS, SAMPLES = 7, 2000
 
 
 def demo(json: JsonOption = False, traceback: TracebackOption = False) -> int:
-    """See all of it in three minutes, on data that is here.
+    """Run a demonstration of training, ladder and report in three minutes.
 
-    Trains digits, climbs a short ladder of optimisations with it, and writes both as a page. Few
-    pairs of short runs: a demonstration, and no measurement to quote.
+    Trains digits, measures a short ladder of optimizations on digits, and writes both as one HTML
+    page. The ladder uses a few pairs of short runs: its results are a demonstration and no
+    measurement to quote.
     """
     from surefoot.cli.train.train import finish
     from surefoot.contract import spec_file
@@ -39,9 +40,10 @@ def _climb_and_report(run: Path) -> None:
     from surefoot.cli.prove.ladder import ladder
 
     told = (
-        f"{PAIRS} pairs of runs of {SAMPLES:,} samples; surefoot ladder digits takes more of both"
+        f"{PAIRS} pairs of runs of {SAMPLES:,} samples; surefoot ladder digits uses more "
+        "pairs and samples"
     )
-    print(f"\na short ladder of digits: {told}", file=sys.stderr)
+    print(f"\na short ladder on digits: {told}", file=sys.stderr)
     ladder(
         "digits",
         rungs=RUNGS,
@@ -51,5 +53,5 @@ def _climb_and_report(run: Path) -> None:
         samples=SAMPLES,
         skip_refused=True,
     )
-    print("\nall of it as a page, to be opened in a browser:", file=sys.stderr)
+    print("\nthe report, to be opened in a browser:", file=sys.stderr)
     report([run], ladder=run / "ladder")

@@ -19,7 +19,10 @@ from surefoot.cli.options import (
 )
 
 Fp32Option = Annotated[
-    bool, typer.Option("--fp32", help="in fp32 too, and the gap to the run's own precision")
+    bool,
+    typer.Option(
+        "--fp32", help="evaluate in fp32 too, and print the difference from the run's precision"
+    ),
 ]
 
 
@@ -34,7 +37,7 @@ def evaluate(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Evaluate the saved weights of a run on a split, in the precision that it was trained in."""
+    """Evaluate the saved weights of a run on a split, in the precision of its training."""
     from surefoot.components.observe.console import format_score
     from surefoot.core.units import format_number
     from surefoot.train.look_back import evaluate_run
@@ -66,7 +69,7 @@ def evaluate(
             print(f"in {result.precision}:")
         for name, value in rows[result.precision].items():
             gap = (
-                f" ({own.precision} is off by {format_number(gaps[name])})"
+                f" ({own.precision} differs by {format_number(gaps[name])})"
                 if result is not own
                 else ""
             )

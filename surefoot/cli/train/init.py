@@ -19,13 +19,15 @@ STARTER = Path(__file__).with_name("starter")
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where to write them")] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="the folder for the two files")
+    ] = Path(),
     json: JsonOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Write a task file and a spec that run as they are.
+    """Write a task file and a spec that run unchanged.
 
-    The task learns from data that it makes itself; its comments say what to change. Nothing is ever
+    The task generates its own data; its comments say what to change. Existing files are never
     overwritten.
     """
     import shlex
@@ -49,7 +51,7 @@ def _write(folder: Path, paths: dict[Path, Path]) -> None:
     there = [path for path in paths if path.exists() or path.is_symlink()]
     if there:
         raise InputError(
-            f"{there[0]} is there already, and is left as it is",
+            f"{there[0]} already exists and is not overwritten",
             hint="give another folder: surefoot init FOLDER",
         )
     try:

@@ -29,7 +29,7 @@ def predict(
         typer.Option(
             "--output",
             metavar="FILE",
-            help=".safetensors or .npz",
+            help="a new .safetensors or .npz file",
             show_default="RUN/predictions-SPLIT.safetensors",
         ),
     ] = None,
@@ -41,7 +41,8 @@ def predict(
 ) -> None:
     """Write the model's outputs for a split to a file.
 
-    One row for each sample, in order; an array for each tensor that the task's forward gives.
+    The file has one array per tensor that the task's forward returns, with one row per sample, in
+    order.
     """
     from surefoot.train.look_back import predict_run
 

@@ -34,16 +34,24 @@ FromOption = Annotated[
     typer.Option(
         "--from",
         metavar="STEP",
-        help="the commit: best, last or a number",
+        help="the checkpoint: best, last or a step number",
         show_default="the newest",
     ),
 ]
 ForkOption = Annotated[
     Path | None,
-    typer.Option("--fork", metavar="NEW", help="go on in this new folder; RUN stays as it is"),
+    typer.Option(
+        "--fork",
+        metavar="NEW",
+        help="start a new run in this folder from the checkpoint; RUN is unchanged",
+    ),
 ]
 WeightsOnlyOption = Annotated[
-    bool, typer.Option("--weights-only", help="begin anew, with the weights that fit")
+    bool,
+    typer.Option(
+        "--weights-only",
+        help="start a new run at step 0 with the weights that fit by name and shape",
+    ),
 ]
 
 
@@ -64,10 +72,10 @@ def resume(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Go on with a run, or begin another one where it stood.
+    """Resume a run, or fork it from a checkpoint.
 
-    An unfinished run goes on in its folder by its own spec, as if it had never stopped. With --fork
-    a new run begins with its state, and the spec may change.
+    An unfinished run resumes in its folder with its own spec, as if it had not been interrupted.
+    With --fork, a new run starts from a checkpoint of the run, and its spec may differ.
     """
     from surefoot.cli.train.train import finish, tell_finished
     from surefoot.contract import events, spec_file
@@ -82,10 +90,10 @@ def resume(
     ).spec
     if after.task.use is None:
         raise SpecError(
-            f"the task of {run} was built in a script, so only that script can go on with it",
+            f"the task of {run} was built in a script, so only that script can resume the run",
             hint=(
-                "there: Run(spec, task, folder=...), "
-                "for a fork with start=surefoot.Start(Path(run), step)"
+                "in that script: Run(spec, task, folder=...); for a fork add "
+                "start=surefoot.Start(Path(run), step)"
             ),
         )
     found = changes.find(before, after)
@@ -147,8 +155,11 @@ def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -
         return None
     if not is_fork:
         print(
-            f"warning: step {step:,} is not the newest commit of {run}, which is step {newest:,}: "
-            "that run is left as it is, and a fork of it begins in a new folder",
+            (
+                f"warning: step {step:,} is not the newest checkpoint of {run}, which is "
+                f"step {newest:,}: that run is unchanged, and a fork of it starts in a new "
+                "folder"
+            ),
             file=sys.stderr,
         )
     return Start(run, step, weights_only)
@@ -160,9 +171,9 @@ def _check_new(fork: Path) -> None:
 
     if (fork / events.FILE).is_file():
         raise RunFolderError(
-            f"{fork} holds a run already, and is left as it is",
+            f"{fork} already holds a run and is not changed",
             hint=(
-                f"surefoot resume {shlex.quote(str(fork))} goes on with it where it is unfinished; "
-                "else give a new folder with --fork"
+                f"if that run is unfinished: surefoot resume {shlex.quote(str(fork))}; else "
+                "give a new folder with --fork"
             ),
         )

@@ -44,21 +44,26 @@ def train(
     seed: SeedOption = None,
     data: DataOption = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="begin anew in a new folder; nothing is deleted")
+        bool,
+        typer.Option(
+            "--fresh", help="train a new run in a new folder beside --run; nothing is deleted"
+        ),
     ] = False,
     accept_code_change: AcceptCodeChangeOption = False,
     accept_data: AcceptDataOption = False,
     weights: Annotated[
         str | None,
         typer.Option(
-            "--weights", metavar="DIR", help="begin with the weights of a run or an import"
+            "--weights",
+            metavar="DIR",
+            help="start a new run with the weights of a run or of an import",
         ),
     ] = None,
     partial_weights: Annotated[
         bool,
         typer.Option(
             "--partial-weights",
-            help="with --weights: load those that fit by name and shape, leave the others out",
+            help="with --weights: load only the weights that fit by name and shape",
         ),
     ] = False,
     ranks: RangeOption = None,
@@ -67,18 +72,19 @@ def train(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Train a task and print how it ended.
+    """Train a task and print how the run ended.
 
-    The folder of the run holds its spec, its events and its weights; train the same --run again to
-    go on. With --ranks it is trained by so many processes of this host, to the same numbers.
+    The run folder holds the spec, the event log and the weights; the same command with --run
+    resumes an unfinished run. With --ranks several processes of this host train the run, with the
+    same results as one process.
     """
     from surefoot.contract import spec_file
     from surefoot.core.errors import InputError
 
     if partial_weights and weights is None:
         raise InputError(
-            "--partial-weights goes with --weights DIR, which is not given",
-            hint="add --weights DIR, or leave it out",
+            "--partial-weights needs --weights DIR, which is not given",
+            hint="add --weights DIR, or leave out --partial-weights",
         )
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
     if run is not None and weights is not None and not fresh and _began_with(run, weights):
@@ -154,8 +160,10 @@ def tell_finished(run: Path, spec: RunSpec, *, json: bool) -> bool:
         file=sys.stderr,
     )
     print(
-        f"hint: to train on from its end: {longer}; to train it anew: another --run, "
-        "or train with --fresh",
+        (
+            f"hint: to train longer: {longer}; to train from step 0: another --run, or "
+            "train with --fresh"
+        ),
         file=sys.stderr,
     )
     _print_summary(

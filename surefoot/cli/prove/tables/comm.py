@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 WORDS = {"shared_memory": "shared memory (broadcast, all-to-all, send: gloo)"}
 SHARE = 0.9  # share of the bandwidth that a bucket should reach
 VERDICTS = {
-    "lower": "that is quicker",
-    "higher": "that is slower",
+    "lower": "a faster step",
+    "higher": "a slower step",
     "no effect": "no effect",
-    "too few": "too few rounds to tell",
+    "too few": "too few rounds to decide",
 }
 
 
@@ -56,10 +56,10 @@ def print_collectives(rows: Sequence[TimedCollective], links: Mapping[str, Link]
     headers = [
         "latency",
         "bandwidth",
-        "of the bus",
-        "off by",
-        "left out",
-        f"{format_percent(SHARE)} of it from",
+        "bus bandwidth",
+        "error",
+        "excluded",
+        f"{format_percent(SHARE)} from size",
     ]
     print()
     print_table(
@@ -98,13 +98,13 @@ def print_buckets(found: BucketTuning) -> None:
     print_pairs(
         [
             ("gradients", f"{gradients} in {_buckets_of(found.own_sizes)}"),
-            ("their sum alone", f"{took}, {speed}, of the bus {bus_speed}"),
+            ("reduction alone", f"{took}, {speed}, bus {bus_speed}"),
             ("an all-reduce", line),
-            ("from that", f"{predicted} for the gradients, and buckets of {advised}"),
+            ("predicted", f"{predicted} for the gradients; best buckets {advised}"),
         ]
     )
     print()
-    headers = ["first bucket", "buckets", "a step", "95 % of medians"]
+    headers = ["first bucket", "buckets", "step", "95 % of medians"]
     print_table(
         ["bucket", *headers],
         [
@@ -129,25 +129,25 @@ def _verdict(found: BucketTuning) -> list[str]:
     own = format_bytes(found.own.bucket_bytes)
     if len(found.tried) == 1:
         same = _buckets_of(found.own_sizes)
-        lines = [f"every size comes to the same {same}: there is nothing to choose"]
+        lines = [f"every size gives the same {same}: there is nothing to choose"]
     elif found.best is None:
-        lines = [f"buckets of {own}, the spec's own, are the quickest"]
+        lines = [f"buckets of {own}, as in the spec, are fastest"]
     else:
         ratio, quick = found.best.ratio, format_bytes(found.best.laid.bucket_bytes)
-        gain = f"a step takes {ratio} of what it takes with {own}, in rounds of their own"
+        gain = f"a step takes {ratio} of the time with {own}, in separate rounds"
         is_better = found.chosen != found.own
         advice = (
             f'layout.bucket_size = "{quick}"'
             if is_better
-            else f"{VERDICTS[ratio.verdict]}, {own} stays"
+            else f"{VERDICTS[ratio.verdict]}, keep {own}"
         )
         lines = [f"with buckets of {quick} {gain}: {advice}"]
     if found.first is not None:
         ratio = found.first.ratio
         size = format_bytes(found.first.laid.first_bytes)
         lines.append(
-            f"with a first bucket of {size} it takes {ratio} of what it takes without one: "
-            f"{VERDICTS[ratio.verdict]}"
+            f"with a first bucket of {size} a step takes {ratio} of the time without "
+            f"one: {VERDICTS[ratio.verdict]}"
         )
     return lines
 

@@ -19,74 +19,80 @@ NUM_WORST = 5
 def print_resume(found: Verdict, spec: str) -> None:
     """Print whether runs of a spec repeat, and resume after a kill to the same bits."""
     rows = [
-        ("two unbroken runs", f"{found.num_steps} steps each", _told(found.repeat, "the same bits"))
+        (
+            "two uninterrupted runs",
+            f"{found.num_steps} steps each",
+            _told(found.repeat, "bitwise identical"),
+        )
     ]
     if found.repeat is None:
         kills = ", ".join(
-            f"{step}{' (a save cut in two)' if in_save else ''}" for step, _, in_save in found.kills
+            f"{step}{' (during a save)' if in_save else ''}" for step, _, in_save in found.kills
         )
         rows.append(
             (
                 f"killed {len(found.kills)} time{'s' * (len(found.kills) != 1)} and resumed",
                 f"after step{'s' * (len(found.kills) != 1)} {kills}",
-                _told(found.resume, "the same bits"),
+                _told(found.resume, "bitwise identical"),
             )
         )
     print_table(("test", "how", "outcome"), rows)
     print()
     print_text(
-        f"compared after every step: {', '.join(found.components)}; "
-        "at the end every tensor of the last commit, and the ledger"
+        f"compared after every step: {', '.join(found.components)}; at the end every "
+        "tensor of the last checkpoint, and the ledger"
     )
     print(f"data: {found.guarantee}; kill seed {found.seed}")
     for difference in (found.repeat, found.resume):
         if difference is not None:
             print(
-                f"likely cause: {difference.cause}; "
-                f"the losses part by {format_number(difference.loss_gap)} at most"
+                f"likely cause: {difference.cause}; the losses differ by at most "
+                f"{format_number(difference.loss_gap)}"
             )
-    print(f"verdict: {spec} {'goes on exactly' if found.holds else _fails(found)}")
+    print(f"verdict: {spec} {'resumes exactly' if found.holds else _fails(found)}")
 
 
 def _told(difference: Any, same: str) -> str:
     if difference is None:
         return same
-    where = "in the last commit" if difference.step is None else f"at step {difference.step}"
-    return f"part {where}: {difference.component}"
+    where = "in the last checkpoint" if difference.step is None else f"at step {difference.step}"
+    return f"differ {where}: {difference.component}"
 
 
 def _fails(found: Verdict | CommandVerdict) -> str:
     return (
-        "does not repeat, so nothing can be said of going on"
+        "is not repeatable, so resuming cannot be tested"
         if found.repeat is not None
-        else "does not go on exactly"
+        else "does not resume exactly"
     )
 
 
 def print_command(found: CommandVerdict, command: str) -> None:
     """Print whether runs of a command repeat, and resume after a kill to the same files."""
-    rows = [("two unbroken runs", f"{found.num_files} files each", found.repeat or "the same")]
+    rows = [
+        ("two uninterrupted runs", f"{found.num_files} files each", found.repeat or "identical")
+    ]
     if found.repeat is None:
         after = ", ".join(str(count) for count in found.kills)
         how = f"after {after} of {found.num_changes} changes in its folder"
         rows.append(
-            (f"killed {len(found.kills)} times and restarted", how, found.resume or "the same")
+            (f"killed {len(found.kills)} times and restarted", how, found.resume or "identical")
         )
     print_table(("test", "how", "outcome"), rows)
     if found.by_digest:
-        print(f"\ncompared by SHA-256 alone: {', '.join(found.by_digest)}")
+        print(f"\ncompared by SHA-256 only: {', '.join(found.by_digest)}")
     if found.unfollowed:
         print(
-            "links out of the folder, compared by the name of their target alone: "
+            "links out of the folder, compared only by the name of their target: "
             f"{', '.join(found.unfollowed)}"
         )
     if found.left_out:
         print(
-            f"left out, since they hold times: {', '.join(found.left_out)}; "
-            "and the random states of saved streams"
+            f"not compared, because they hold times: {', '.join(found.left_out)}; nor "
+            "the random states of saved streams"
         )
     print(f"kill seed {found.seed}")
-    print(f"verdict: {command} {'goes on exactly' if found.holds else _fails(found)}")
+    print(f"verdict: {command} {'resumes exactly' if found.holds else _fails(found)}")
 
 
 def print_precision(score: Score, spec: str, precision: str, steps: int) -> None:
@@ -101,7 +107,7 @@ def print_precision(score: Score, spec: str, precision: str, steps: int) -> None
     print_table(["precision", mean, "difference, paired by seed"], rows, right=[mean])
     print(
         f"\n{score.difference.count} pairs of runs, {steps} steps each; "
-        f"those in {WIDE} scatter by {format_number(score.spread)}"
+        f"standard deviation in {WIDE}: {format_number(score.spread)}"
     )
     learns = "learns less" if score.is_worse else "learns the same"
     print(f"verdict: {spec} {learns} in {precision}")
@@ -113,7 +119,7 @@ def print_compiled(found: GateVerdict, spec: str, what: str) -> None:
         (each.what, format_number(each.off), format_number(each.allowed))
         for each in found.claims[:NUM_WORST]
     ]
-    headers = ("the worst of all comparisons", "off by", "allowed")
+    headers = ("worst comparison", "difference", "allowed")
     print_table(headers, rows, right=headers[1:])
     print(f"\n{len(found.claims)} comparisons; compiled: {what}")
     computes = "computes" if found.verdict == "passes" else "does not compute"
@@ -133,11 +139,11 @@ def print_layouts(found: LayoutVerdict, spec: str) -> None:
         )
         for row in found.rows
     ]
-    headers = ("layout", "precision", "tensors", "the worst", "off by", "allowed")
-    print_table(headers, rows, right=("tensors", "off by", "allowed"))
+    headers = ("layout", "precision", "tensors", "worst tensor", "difference", "allowed")
+    print_table(headers, rows, right=("tensors", "difference", "allowed"))
     print(
         f"\n{found.num_steps} steps of {found.batch} samples in microbatches of "
-        f"{found.microbatch}, against one process"
+        f"{found.microbatch}, compared with one process"
     )
     for note in found.notes:
         print(f"note: {note}")
@@ -151,8 +157,8 @@ def print_layouts(found: LayoutVerdict, spec: str) -> None:
             )
             for each in found.costs
         ]
-        heads = ("layout", "a step with the same bits", "without", "ratio")
+        heads = ("layout", "step with virtual ranks", "without", "ratio")
         print_table(heads, costs, right=("ratio",))
-    same = "to the same bits" if found.costs else "the same"
+    same = "bitwise identical results" if found.costs else "the same"
     computes = "computes" if found.holds else "does not compute"
     print(f"verdict: {spec} {computes} {same} under every layout")

@@ -34,7 +34,7 @@ def print_splits(found: Splits) -> None:
         "peak memory",
         "samples/s",
         "items/s",
-        "updates an epoch",
+        "steps per epoch",
         "communications",
     )
     rows = [
@@ -63,11 +63,11 @@ def print_ways(found: Ways) -> None:
         "what",
         "mode",
         "compiling",
-        "from its cache",
+        "cached",
         "step",
-        "of eager mode",
+        "ratio to eager",
         "peak memory",
-        "paid for after",
+        "break-even",
     )
     rows = [
         [
@@ -93,7 +93,7 @@ def print_ways(found: Ways) -> None:
         best = f'compile.what = "{found.best.what}", compile.mode = "{found.best.mode}"'
         print_text(f"best: {best}; its numbers: surefoot verify --compile")
     elif any(each.ratio is not None and each.ratio.verdict == "too few" for each in found.ways):
-        print_text("so few rounds show no gain, whatever it is: give --rounds 7 or more")
+        print_text("too few rounds to show a gain: give --rounds 7 or more")
     else:
         print_text("best: eager mode, no gain is shown")
     _print_machine(found.conditions)
@@ -108,7 +108,7 @@ def _break_even(way: CompileTiming) -> str:
 
 def print_recomputing(found: Recomputing) -> None:
     """Print what each block would save, then each way to recompute."""
-    headers = ("block", "keeps", "its inputs", "to compute again", "saved per ms")
+    headers = ("block", "keeps", "inputs", "recomputation", "saved per ms")
     blocks = [
         [
             each.name,
@@ -121,7 +121,13 @@ def print_recomputing(found: Recomputing) -> None:
     ]
     print_table(headers, blocks, right=headers[1:])
     print()
-    headers = ("memory.activation_checkpointing", "blocks hold", "peak memory", "step", "of none")
+    headers = (
+        "memory.activation_checkpointing",
+        "blocks hold",
+        "peak memory",
+        "step",
+        "ratio to none",
+    )
     ways = [
         [
             each.how,
@@ -158,7 +164,7 @@ def print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:
                 "called" if each.is_library else "made",
                 format_bytes(each.num_bytes),
                 format_bytes(each.eager_bytes),
-                ", ".join(each.operators) or "none: another layout, or numbers that are drawn",
+                ", ".join(each.operators) or "none: a change of layout, or random numbers",
             ]
             for each in graph.kernels
         ]
@@ -190,7 +196,7 @@ def print_largest(found: Fitted) -> None:
     limit, most = format_bytes(found.limit_bytes), format_bytes(usable(found.limit_bytes))
     pairs = [("limit", f"{limit}, less {MARGIN:.0%}: {most}")]
     if found.predicted is not None:
-        size, tensors = "none", "those of the smallest"
+        size, tensors = "none", "those of the smallest microbatch"
         if found.predicted.microbatch is not None:
             size, tensors = f"microbatch {found.predicted.microbatch:,}", "its tensors"
         peak = format_bytes(found.predicted.peak_bytes)
@@ -201,8 +207,8 @@ def print_largest(found: Fitted) -> None:
         needs = f"train.microbatch = {found.microbatch}"
         if found.microbatch == found.batch:
             needs = (
-                "no train.microbatch: the whole batch fits; "
-                f"a larger one may, too: --set train.batch={2 * found.batch}"
+                "no train.microbatch: the whole batch fits; a larger batch may fit too: "
+                f"--set train.batch={2 * found.batch}"
             )
         pairs.append(("the spec needs", needs))
     print()
@@ -215,12 +221,12 @@ def print_noise(lab: NoiseLab) -> None:
     rows = [
         [f"{each.batch:,}", format_number(each.variance), str(each.pairs)] for each in lab.levels
     ]
-    headers = ("batch", "variance of its gradient", "pairs")
+    headers = ("batch", "gradient variance", "pairs")
     print_table(headers, rows, right=headers)
     print(f"slope {lab.slope:.3f}: -1 where samples are independent")
     if lab.noise is None:
         few = lab.levels[0].pairs < 32
-        reason = "it takes more batches, as with --draws 64" if few else "the gradients are 0"
+        reason = "more batches are needed, as with --draws 64" if few else "the gradients are 0"
         print(f"no noise scale: {reason}")
         return
     high = "n/a" if lab.noise.high is None else f"{lab.noise.high:,.0f}"
