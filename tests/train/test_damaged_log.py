@@ -83,7 +83,7 @@ def test_an_attached_loop_names_a_damaged_line_as_a_run_does(
     assert [event.fault for event in records(tmp_path) if isinstance(event, Fault)] == [
         "damaged-log"
     ]
-    assert capfd.readouterr().err.count("the line is ignored") == 1
+    assert capfd.readouterr().err.count("the line is left out") == 1
 
 
 @pytest.mark.quick("a step", "the head of a line")
