@@ -182,7 +182,7 @@ REFUSED = {
     "task.width=5": "of another shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]",
     "optim.name=sgd": "optim.name is 'sgd', was 'adamw': another optimizer has another state",
     'optim.freeze=["0.*"]': "parameters that were frozen have no optimizer state",
-    "optim.ema=0.9": "switching the average on or off",
+    "optim.ema=0.9": "a checkpoint with an average of the weights is refused without one",
 }
 
 
