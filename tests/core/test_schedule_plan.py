@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a sequence within a sequence": (
         {"sequence": (ScheduleSettings(sequence=WARM_CONSTANT_COSINE), *WARM_CONSTANT_COSINE)},
-        "holds another sequence",
+        "contains another sequence",
     ),
     "a plateau in a sequence": (
         {"sequence": (ScheduleSettings(name="plateau"),)},
@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a sequence that is too long": (
         {"sequence": (*WARM_CONSTANT_COSINE, ScheduleSettings(name="constant", length="1 step"))},
-        "the run 100",
+        "the run has 100",
     ),
     "a sequence whose open end has no step left": (
         {"sequence": (ScheduleSettings(length="10 epochs"), ScheduleSettings())},

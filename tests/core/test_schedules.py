@@ -248,7 +248,7 @@ def test_a_sequence_equals_torch_s_sequential_scheduler_and_joins_where_it_says(
 
 @pytest.mark.parametrize("lengths", [(50, 49), (50, 51), (0, 100), (100, 0), (-10, 110), ()])
 def test_a_sequence_that_does_not_add_up_to_the_run_is_refused(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(SpecError, match="the run 100"):
+    with pytest.raises(SpecError, match="the run has 100"):
         schedules.sequence([(schedules.constant, length) for length in lengths], total=100)
 
 

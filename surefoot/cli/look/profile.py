@@ -29,6 +29,12 @@ ROWS = 20
 ALL = "shapes,stacks,memory"
 ENDINGS = (".json", ".json.gz")
 NUMBERS = ("calls", "self time", "share", "total time", "self memory", "GFLOP", "input size")
+WithOption = Annotated[
+    str,
+    typer.Option(
+        "--with", metavar="LEVELS", help="a list from shapes,stacks,memory; each adds overhead"
+    ),
+]
 
 
 def profile(
@@ -41,12 +47,7 @@ def profile(
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", help="the number of recorded steps")
     ] = 20,
-    with_: Annotated[
-        str,
-        typer.Option(
-            "--with", metavar="LEVELS", help="a list from shapes,stacks,memory; each adds overhead"
-        ),
-    ] = ALL,
+    with_: WithOption = ALL,
     run: RunOption = None,
     nvtx: Annotated[
         bool,

@@ -38,6 +38,15 @@ ShuffleOption = Annotated[
     typer.Option("--shuffle", metavar="SEED", help="shuffle the samples with this seed"),
 ]
 MOST_SHOWN = 40
+NameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        metavar="NAME",
+        help="the prefix of the names of the tars",
+        show_default="the name of OUT",
+    ),
+]
 
 
 def convert(
@@ -49,15 +58,7 @@ def convert(
     shard_size: Annotated[
         str, typer.Option("--shard-size", metavar="SIZE", help="the largest size of a tar")
     ] = "256 MiB",
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            metavar="NAME",
-            help="the prefix of the names of the tars",
-            show_default="the name of OUT",
-        ),
-    ] = None,
+    name: NameOption = None,
     shuffle: ShuffleOption = None,
     as_: Annotated[
         list[str] | None,

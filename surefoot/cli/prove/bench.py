@@ -54,20 +54,23 @@ def bench() -> None:
     "Time a training step of a spec, or communication between ranks."
 
 
+VaryOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vary",
+        metavar="KEY=A,B",
+        help="compare values of a key, as in task.width=64,128; repeatable",
+    ),
+]
+
+
 @app.command(cls=Verb)
 def step(
     spec: SpecArgument,
     mode: Annotated[
         str, typer.Option("--mode", metavar="NAMES", help="the parts to time, as in forward,step")
     ] = "forward,backward,step",
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--vary",
-            metavar="KEY=A,B",
-            help="compare values of a key, as in task.width=64,128; repeatable",
-        ),
-    ] = None,
+    vary: VaryOption = None,
     calls: Annotated[
         int, typer.Option("--calls", metavar="N", help="the number of timed calls per process")
     ] = 30,

@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from surefoot.components.precision import Flushed
 
 NUM_SHOWN = 8
+SpecOfGradients = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SPEC",
+        help="count the gradient values of this spec that underflow to zero in fp16",
+    ),
+]
 
 
 def formats(
-    spec: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SPEC",
-            help="count the gradient values of this spec that underflow to zero in fp16",
-        ),
-    ] = None,
+    spec: SpecOfGradients = None,
     set_: SetOption = None,
     seed: SeedOption = None,
     data: DataOption = None,

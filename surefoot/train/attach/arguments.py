@@ -1,4 +1,4 @@
-"""What a loop passes to `attach`: checked, named, and described for the record."""
+"""Checks, names and descriptions of the objects that a loop passes to `attach`."""
 
 from __future__ import annotations
 

@@ -154,17 +154,14 @@ class Loader:
         """Return the batches of step `number`, read at once in this process without workers."""
         window = self._feed.window(number - 1)
         first, cut = self._feed.mine(window)
-        return Taken.of(
-            number, window, cut, [self._reader(window.epoch, ids) for ids in cut], first
-        )
+        batches = [self._reader(window.epoch, ids) for ids in cut]
+        return Taken.of(number, window, cut, batches, first)
 
     def _leave_out(self, taken: Taken) -> None:
         for each in self.bad.add(taken.bad):
             what = f"sample {each.sample} cannot be read: {each.reason}"
-            then = (
-                f"the sample is left out, number {len(self.bad.found):,} of at most "
-                f"{self.bad.limit:,}"
-            )
+            counts = f"number {len(self.bad.found):,} of at most {self.bad.limit:,}"
+            then = f"the sample is left out, {counts}"
             self.tell(LoaderNotice("bad-record", taken.number, what, then))
 
     def close(self) -> None:
