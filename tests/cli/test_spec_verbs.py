@@ -139,7 +139,7 @@ WRONG = {
     ),
     "no steps": (
         "[train]\nlength = '0 steps'",
-        "mine.toml:4: train.length: 0 steps is nothing",
+        "mine.toml:4: train.length: 0 steps is zero",
         "use at least 1 step",
     ),
     "a bare number": (

@@ -242,7 +242,7 @@ def test_retention_keeps_the_newest_and_the_best_and_touches_nothing_foreign(
         commit(tmp_path, step, score={"name": "loss", "value": abs(step - 3.0), "better": "lower"})
     (tmp_path / manifest.FOLDER / "step-000000000001" / "mine.txt").write_text("beside the weights")
     (tmp_path / manifest.FOLDER / "notes").mkdir()
-    with pytest.raises(InputError, match="keep is 0"):
+    with pytest.raises(InputError, match="keep must be at least 1; got 0"):
         checkpoint.retain(tmp_path, keep=0)
     assert checkpoint.retain(str(tmp_path), keep=2) == [1, 2, 4]
     assert manifest.steps(tmp_path) == [3, 5, 6]
