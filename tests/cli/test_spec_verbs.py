@@ -117,7 +117,7 @@ WRONG = {
     "a parameter of another type": (
         "width = 'x'",
         "mine.toml:3: task.width is 'x'",
-        "it should be int",
+        "of type int",
     ),
     "another type": (
         "[train]\nbatch = '64'",
@@ -160,7 +160,7 @@ WRONG = {
     "a pair that lacks one": (
         "[optim]\nbetas = [0.5]",
         "mine.toml:4: optim.betas.1 is not given",
-        "optim.betas takes more",
+        "optim.betas needs more",
     ),
     "a duration in time with a prefix": ("[train]\nlength = '3 M min'", "mine.toml:4: ", "hint:"),
     "two kinds of clipping": ("[optim]\nclip = 1.0\nclip_value = 0.5", "contradict each other", ""),

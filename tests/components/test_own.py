@@ -124,7 +124,7 @@ def test_nothing_changes_where_one_part_does_not_fit(tmp_path: Path) -> None:
         ({"best": adam}, "no state of 'best'"),
         (
             {"optimizer": torch.optim.SGD(linear(0.0).parameters(), lr=1.0)},
-            "which was Adam: the loop gives SGD",
+            "which was Adam: the loop passes SGD",
         ),
         (
             {"optimizer": torch.optim.Adam([linear(0.0).weight])},
@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[object, str]] = {
     ),
     "a module with a name of the format": (
         holding("__metadata__", torch.ones(3)),
-        "is called '__metadata__'",
+        "has the name '__metadata__'",
     ),
 }
 
@@ -275,7 +275,7 @@ def test_a_file_that_a_commit_does_not_hold_is_refused_and_what_it_holds_is_name
     for asked in ("model", "optimizer.safetensors", "model-00001-of-00002.safetensors"):
         with pytest.raises(RunFolderError, match=f"contains no tensors in '{asked}'") as caught:
             one.read(asked)
-        assert caught.value.hint == "it holds model.safetensors, state.safetensors"
+        assert caught.value.hint == "it contains model.safetensors, state.safetensors"
     assert {*one.read("model.safetensors")} == {"weight", "bias"}
 
 
@@ -442,7 +442,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         ),
         (
             {"alike": alike, "both": stepped(other)},
-            r"parameter 0 was alike.0.weight of .* it is alike.1.weight of",
+            r"parameter 0 was alike.0.weight of .* it is now alike.1.weight of",
         ),
     ):
         with pytest.raises(

@@ -307,12 +307,12 @@ class OwnOptimizer(Small):
         (
             OwnGroups(),
             {"no_decay": ["0.*"]},
-            r"optim\.no_decay has no effect: the task has parameter_groups",
+            r"optim\.no_decay has no effect: the task defines parameter_groups",
         ),
         (
             OwnGroups(),
             {"lr_multipliers": {"0.*": 0.5}},
-            r"optim\.lr_multipliers has no effect: the task has parameter_groups",
+            r"optim\.lr_multipliers has no effect: the task defines parameter_groups",
         ),
         (
             OwnOptimizer(),

@@ -161,7 +161,7 @@ CHANGES = {
     "model holds a name of the format": (
         "    def model(self):",
         NAMED,
-        ["is called '__metadata__'"],
+        ["has the name '__metadata__'"],
     ),
     "loss counts less": ("len(batch[1]))", "-3)", ["count of term loss is -3"]),
 }
