@@ -45,7 +45,7 @@ SPEC: dict[str, Any] = {
     ("words", "says"),
     [
         ("--ranks 1", "--ranks must be at least 2; got 1"),
-        ("--ranks 0", "--ranks is 0"),
+        ("--ranks 0", "--ranks must be at least 2; got 0"),
         ("--only sum", "there is no collective 'sum'"),
         ("--only send,send", "no collective is named, or one twice"),
         ("--largest 3", "'3' is not a size in bytes"),
