@@ -182,7 +182,7 @@ REFUSED = {
     "task.width=5": "of another shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]",
     "optim.name=sgd": "optim.name is 'sgd', was 'adamw': another optimizer has another state",
     'optim.freeze=["0.*"]': "parameters that were frozen have no optimizer state",
-    "optim.ema=0.9": "a checkpoint with an average of the weights is refused without one",
+    "optim.ema=0.9": "a checkpoint with an average of the weights needs optim.ema",
 }
 
 
@@ -223,7 +223,7 @@ def test_a_fork_never_writes_into_the_store_of_the_run_it_came_from(
     before = snapshot("store")
     answer = surefoot("resume", "stored", "--fork", "new", "--quiet")
     assert answer.code == 2
-    assert "is that of stored" in answer.err
+    assert "is also the store of stored" in answer.err
     assert snapshot("store") == before
     assert (
         surefoot(

@@ -173,7 +173,7 @@ def test_the_noise_of_a_run_is_that_at_its_weights(
     assert begun["advice"]
     answer = surefoot("whatif", "run", "--noise", "--set", "optim.lr=1.0")
     assert answer.code == 2
-    assert "a run is measured as it is" in answer.err
+    assert "a run is measured with its own spec" in answer.err
     (row,) = surefoot(
         *shlex.split("whatif run --batch 8 --microbatch 4 --rounds 1 --updates 2 --json")
     ).row["rows"]

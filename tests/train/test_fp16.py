@@ -188,9 +188,9 @@ def test_auto_says_what_it_took_and_why(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (
             {"compute": "bf16", "init_scale": 1024.0},
-            "the range of the other formats is that of fp32",
+            "the other formats have the range of fp32",
         ),
-        ({"growth_interval": 5}, "nothing to scale"),
+        ({"growth_interval": 5}, "need no loss scaling"),
         ({"compute": "fp16", "init_scale": 1000.0}, "no power of two"),
         (
             {"compute": "fp16", "init_scale": 2.0, "min_scale": 4.0},

@@ -207,7 +207,7 @@ def test_a_layer_that_cannot_be_unfrozen_is_named_with_the_reason(
     tables: Any, tmp_path: Path
 ) -> None:
     (table,) = [key for key in ("memory", "precision") if key in tables]
-    with pytest.raises(UserCodeError, match=f"0.weight, 0.bias trains from now on.*{table}[.]"):
+    with pytest.raises(UserCodeError, match=f"0.weight, 0.bias is unfrozen now.*{table}[.]"):
         run(tmp_path / "a", spec(14, checkpoint=CHECKPOINT, **tables), Frozen(), unfreeze)
 
 
