@@ -121,7 +121,7 @@ def test_the_state_takes_a_quarter_of_the_bytes_and_what_stays_wide_is_told() ->
         "adamw in 8 bits: 10,240 elements, lr x 1, weight decay 0.1",
         "adamw: 576 elements, lr x 1, weight decay 0.1",
         "adamw: 35 elements, lr x 1, weight decay 0",
-        "moments stay in fp32: 4.weight, 0.bias, 4.bias (fewer than 4,096 numbers)",
+        "moments stay in fp32: 4.weight, 0.bias, 4.bias (fewer than 4,096 elements)",
     )
     odd = nn.Linear(4097, 1, bias=False), nn.Linear(64, 64, bias=False).double()
     assert (
@@ -240,7 +240,7 @@ def test_what_was_observed_is_recorded_and_a_contract_for_fp32_state_is_broken(
         drive(run)
     (started,) = [each for each in records(tmp_path / "run") if isinstance(each, Started)]
     assert (
-        "moments stay in fp32: 0.bias, 1.weight, 1.bias, 4.bias (fewer than 4,096 numbers)"
+        "moments stay in fp32: 0.bias, 1.weight, 1.bias, 4.bias (fewer than 4,096 elements)"
         in started.notes
     )
     (seen,) = [each for each in records(tmp_path / "run") if isinstance(each, Dtypes)]
@@ -283,10 +283,10 @@ def test_the_prediction_of_memory_knows_the_smaller_state() -> None:
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"name": "sgd"}, 'not of name = "sgd"'),
-        ({"name": "muon"}, 'not of name = "muon"'),
-        ({"name": "task"}, 'of name = "task"'),
-        ({"fused": False}, "not of fused = false"),
+        ({"name": "sgd"}, 'not name = "sgd"'),
+        ({"name": "muon"}, 'not name = "muon"'),
+        ({"name": "task"}, 'not name = "task"'),
+        ({"fused": False}, "not fused = false"),
         ({"state": "4bit"}, "optim.state is '4bit'"),
     ],
 )
@@ -363,7 +363,7 @@ def test_torchao_is_loaded_by_whom_asks_for_it_alone_and_says_nothing() -> None:
     ("weight", "reason"),
     [
         (torch.ones(65, 64), "65 x 64 has no 8-bit state: its size is not a multiple of 256"),
-        (torch.ones(8), "fewer than 4,096 numbers"),
+        (torch.ones(8), "fewer than 4,096 elements"),
         (torch.ones(64, 64, dtype=torch.complex64), "its dtype is torch.complex64"),
     ],
 )

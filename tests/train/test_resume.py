@@ -341,7 +341,7 @@ def test_a_length_in_time_is_that_of_all_attempts(tmp_path: Path) -> None:
         assert next(again.steps(), None) is None
     assert (again.outcome, again.step) == ("finished", 1)
     fork = Run(how, Small(), folder=tmp_path / "b", quiet=True, start=Start(tmp_path / "a", 1))
-    with pytest.raises(SpecError, match="none is left"), fork:
+    with pytest.raises(SpecError, match="no time is left"), fork:
         pass
 
 

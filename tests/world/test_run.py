@@ -398,7 +398,7 @@ def test_a_bit_that_flips_on_one_replica_is_named_within_the_interval(
     found = run_ranks(num_ranks, job, tmp_path / "ranks")
     told = f"step 9: the weights of rank 1 of {num_ranks} {words}: hidden."
     assert all(told in each["error"] and each["code"] == 4 for each in found), found
-    assert all("alike after step 6" in each["error"] for each in found)
+    assert all("the same weights after step 6" in each["error"] for each in found)
 
 
 class Remembering(Sentences):
