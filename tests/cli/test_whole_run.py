@@ -67,7 +67,7 @@ def test_an_archive_holds_every_file_and_the_run_stays_as_it_is(
     assert names == [f"a 1/{path.relative_to(run)}" for path, _ in before]
     assert whole_run.list_files(run) == before
     answer = surefoot("archive", run, "a.tar")
-    assert (answer.code, "exists already" in answer.err) == (2, True)
+    assert (answer.code, "already exists" in answer.err) == (2, True)
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 

@@ -193,7 +193,7 @@ def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(
 @pytest.mark.parametrize(
     ("kind", "state", "told"),
     [
-        (torch.optim.Adam, True, "'optimizer', which was AdamW: the loop gives Adam"),
+        (torch.optim.Adam, True, "'optimizer', which was AdamW: the loop passes Adam"),
         (torch.optim.AdamW, False, "'schedule' as StepLR: the loop gives nothing"),
     ],
 )

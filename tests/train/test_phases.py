@@ -240,7 +240,7 @@ def test_a_loop_of_ones_own_is_timed_by_the_phases_that_it_names(
             with run.phase("optimizer"):
                 optimizer.step()
             run.step_done(loss)
-        with pytest.raises(InputError, match="'forwards' is no phase"):
+        with pytest.raises(InputError, match="there is no phase 'forwards'"):
             run.phase("forwards")
     done_s = time.perf_counter()
     ended = records(tmp_path / "run")[-1]
