@@ -13,13 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # no deadline: a busy machine is no failure; derandomised: the same examples each time, nothing
 # kept on disk
-settings.register_profile("surefoot", deadline=None, derandomize=True, database=None)
+settings.register_profile(
+    "surefoot",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("surefoot")
 
 # what a shell starts in the background, or nohup does, ignores these, and so does all that it

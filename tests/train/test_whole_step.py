@@ -231,4 +231,4 @@ def test_a_run_says_after_how_many_steps_its_compiling_has_paid_for_itself(
         for _ in run.steps():
             pass
     said = capsys.readouterr()
-    assert "of compiling are " in said.out + said.err
+    assert "of compilation are " in said.out + said.err

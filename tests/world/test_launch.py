@@ -316,7 +316,7 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "variables", "said"),
     [
-        (("--ranks", "0"), {}, "error: --ranks is 0"),
+        (("--ranks", "0"), {}, "error: --ranks must be N or MIN:MAX"),
         (
             ("--ranks", "2", "--set", "layout.replicate=3"),
             {},
