@@ -36,7 +36,7 @@ def test_an_import_names_the_tensor_that_no_checkpoint_holds(ending: str, tmp_pa
         InputError, match=r"deep \(a tensor of 1,000 dimensions, more than 64, which a checkpoint"
     ) as refused:
         foreign.choose_weights(found)
-    assert "wide (a tensor of 1,125,899,906,842,624 numbers" in refused.value.message
+    assert "wide (a tensor of 1,125,899,906,842,624 elements" in refused.value.message
     assert "manifest" not in str(refused.value)
 
 
@@ -96,7 +96,7 @@ def test_a_class_in_place_of_an_object_is_refused_by_its_name_before_anything_is
     given = CLASSES[name]
     says = (
         f"'?it'? .*the class {given.__name__}, "
-        "which (cannot be put back in place|a checkpoint cannot hold)"
+        "which (cannot be put back in place|a checkpoint cannot store)"
     )
     for number, refuse in enumerate(
         (saved, trained, lambda folder, value: attached(folder, state={"it": value}))
@@ -120,7 +120,7 @@ def test_what_a_state_dict_holds_and_no_checkpoint_is_refused_before_anything_is
     ):
         with pytest.raises(
             TaskError,
-            match=r"it/fn is (the class|the function|a set).* which a checkpoint cannot hold",
+            match=r"it/fn is (the class|the function|a set).* which a checkpoint cannot store",
         ):
             refuse(tmp_path / str(number), Odd())
 

@@ -279,7 +279,9 @@ def test_a_model_in_several_files_is_read_whole_or_not_at_all(tmp_path: Path) ->
             child.read(tmp_path)
     write_index(tmp_path, names)
     write_index(tmp_path, names, "model.fp16.safetensors.index.json")
-    with pytest.raises(InputError, match=r"contains model\.fp16\.safetensors\.index\.json and model"):
+    with pytest.raises(
+        InputError, match=r"contains model\.fp16\.safetensors\.index\.json and model"
+    ):
         child.read(tmp_path)
     (tmp_path / "model.fp16.safetensors.index.json").unlink()
     (tmp_path / names["b"]).unlink()

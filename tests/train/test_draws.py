@@ -38,7 +38,7 @@ class Careless(Small):
 def told(folder: Path, task: Small, loader: dict[str, Any]) -> list[str]:
     with Run(spec(2, loader=loader), task, folder=folder, quiet=True):
         (begun,) = (event for event in records(folder) if isinstance(event, Started))
-    return [each for each in begun.notes if "draws" in each]
+    return [each for each in begun.notes if "random generators" in each]
 
 
 @pytest.mark.parametrize("stream", DRAWS)

@@ -129,7 +129,7 @@ WARNED = {
     "data that draw from a generator of their own": (
         OWN_GENERATOR,
         (),
-        "the same samples read twice",
+        "two reads of the same samples return different values",
     ),
     "norms over microbatches": (NORM, SPLIT, "BatchNorm"),
     "a small disk": (

@@ -348,7 +348,7 @@ def test_a_folder_that_rank_0_is_refused_ends_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     found = run_ranks(2, lambda rank: train(rank, tmp_path, "by hand", "a"), tmp_path / "a")
     assert "is a file, not a folder" in found[0]["error"]
-    assert "rank 0 of 2 did not begin" in found[1]["error"]
+    assert "rank 0 of 2 did not start" in found[1]["error"]
 
 
 def test_ranks_that_have_done_other_numbers_of_steps_are_told_so_by_a_save(tmp_path: Path) -> None:

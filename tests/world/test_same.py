@@ -127,7 +127,7 @@ def test_a_copy_of_the_same_bytes_goes_on_and_one_that_is_damaged_ends_all_ranks
     file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
     found = run_ranks(2, on_a_disk_of_its_own(tmp_path / "run"), tmp_path / "damaged")
     assert [each["kind"] for each in found] == ["LostRank", "RunFolderError"], found
-    assert "rank 1 of 2 did not begin" in found[0]["error"]
+    assert "rank 1 of 2 did not start" in found[0]["error"]
     file.write_bytes(sound)
     found = run_ranks(2, on_a_disk_of_its_own(tmp_path / "run"), tmp_path / "sound")
     assert [each.get("step") for each in found] == [13, 13], found

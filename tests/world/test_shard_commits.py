@@ -73,7 +73,7 @@ def test_a_commit_of_which_a_rank_s_part_is_damaged_is_set_aside_and_the_one_bef
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda piece: piece.update(offset=[0, 0]), "overlap or leave a gap"),
+        (lambda piece: piece.update(offset=[0, 0]), "are not consecutive rows"),
         (
             lambda piece: piece.update(whole=[piece["whole"][0] + 1, piece["whole"][1]]),
             "the parts of .* differ",

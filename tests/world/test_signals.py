@@ -71,7 +71,7 @@ def supervised(
 
 def golden(folder: Path, layout: dict[str, Any]) -> dict[str, str]:
     """The tensors of the unbroken run."""
-    own = folder / str(layout.get("stage", 0))
+    own = folder / str(layout.get("zero_stage", 0))
     if not manifest.steps(own / "run"):
         assert supervised(own, layout).wait() == 0
     return digests(own / "run")
