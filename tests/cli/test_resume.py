@@ -31,7 +31,10 @@ def test_a_run_whose_record_is_gone_is_told_what_still_works_and_that_does(
         "a new folder"
     )
     words = (
-        hint.removeprefix("hint: surefoot ").split(" resumes from")[0].replace("NEW", "again").split()
+        hint.removeprefix("hint: surefoot ")
+        .split(" resumes from")[0]
+        .replace("NEW", "again")
+        .split()
     )
     assert surefoot(*words, "--quiet").code == 0
     assert manifest.steps(Path("again"))[-1] == STEPS

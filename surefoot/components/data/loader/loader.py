@@ -86,7 +86,7 @@ class Loader:
         self._feed, self._reader, self._last = feed, reader, last
         self.bad, self._content_before = (
             BadRecords(len(feed.source), 0.0),
-            getattr(feed.source, "content", None),
+            getattr(feed.source, "content_digest", None),
         )
         self.tell: Callable[[LoaderNotice], None] = lambda told: None
         self._pilot: WorkerTuner | None = None
@@ -212,7 +212,11 @@ class Loader:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: records left out, and the position of the source."""
         source = {"source": self.source.state_dict()} if isinstance(self.source, Iterated) else {}
-        content = {"content": self.source.content} if hasattr(self.source, "content") else {}
+        content = (
+            {"content": self.source.content_digest}
+            if hasattr(self.source, "content_digest")
+            else {}
+        )
         return {
             **({"bad_records": self.bad.state()} if self.bad.found else {}),
             **source,

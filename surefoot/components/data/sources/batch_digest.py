@@ -308,7 +308,7 @@ def compare_content(now: str | None, before: str | None) -> ReadingDifference | 
 
 def check_content(source: Any, before: str | None) -> None:
     """Raise OtherDataError if the content of a source has changed since a checkpoint was saved."""
-    if (found := compare_content(getattr(source, "content", None), before)) is not None:
+    if (found := compare_content(getattr(source, "content_digest", None), before)) is not None:
         raise OtherDataError(found.what, hint=found.hint)
 
 

@@ -99,7 +99,7 @@ class Iterated:
                 hint="give 1 batch or more",
             )
         self._watched = Watched(iterable)
-        self.content = digest_of_content(iterable)
+        self.content_digest = digest_of_content(iterable)
         self._iterable = self._watched.data
         self._num_batches, self._is_cut = length, num_batches is not None
         self._iterator: Iterator[Batch] | None = None

@@ -48,7 +48,7 @@ class TorchDataset:
             else f"{type(dataset).__qualname__} {len(dataset)}"
         )
         self.digest = hashlib.sha256(known.encode()).hexdigest()
-        self.content = digest_of_content(dataset)
+        self.content_digest = digest_of_content(dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)
