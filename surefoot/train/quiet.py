@@ -84,9 +84,7 @@ def set_modes(model: nn.Module) -> list[str]:
     """
     if not model.training:
         model.train()
-        return [
-            "model() returned the model in evaluation mode: surefoot trains it in training mode"
-        ]
+        return ["model() returned the model in evaluation mode: it is trained in training mode"]
     kept = [
         f"{name} ({type(module).__name__})"
         for name, module in model.named_modules()

@@ -268,7 +268,7 @@ def test_commits_stand_between_steps_the_last_at_the_end(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("state", "told"),
-    [({"model": nn.Linear(1, 1)}, "surefoot uses itself"), ({"count": 3}, "cannot be restored")],
+    [({"model": nn.Linear(1, 1)}, "is a reserved name"), ({"count": 3}, "cannot be restored")],
 )
 def test_a_state_that_cannot_be_kept_is_refused(
     state: dict[str, Any], told: str, tmp_path: Path

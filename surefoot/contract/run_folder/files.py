@@ -18,9 +18,7 @@ from typing import BinaryIO
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 # a folder on the way needs no permission to list it
 ANY_ACCESS = getattr(os, "O_PATH", os.O_RDONLY)
-LINK_REFUSED = (
-    "it is a symbolic link, and surefoot opens no file of a run folder through a symbolic link"
-)
+LINK_REFUSED = "it is a symbolic link, and no file of a run folder is opened through one"
 RANKS = "ranks"  # the folder of the logs of all ranks but rank 0
 HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd
 STATUS_FILE = Path("/proc/self/status")

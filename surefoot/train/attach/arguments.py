@@ -130,7 +130,7 @@ def name_objects(
     for name, value in more.items():
         if name in named or name in OWN:
             raise TaskError(
-                f"state names {name!r}, which surefoot uses itself", hint="give it another name"
+                f"state names {name!r}, which is a reserved name", hint="give it another name"
             )
         if not checkpoint.is_restorable(value):
             raise TaskError(

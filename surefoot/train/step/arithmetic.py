@@ -47,7 +47,7 @@ class UpdateRule:
                 trust=group["trust"],
                 adapt=group["adapt"],
             )
-        assert name in ("adam", "adamw", "lamb"), f"surefoot has no update formula for {name!r}"
+        assert name in ("adam", "adamw", "lamb"), f"there is no update formula for {name!r}"
         return cls(
             name,
             group["weight_decay"],
