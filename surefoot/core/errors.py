@@ -152,7 +152,7 @@ def hint_unread(error: OSError) -> str:
     """Return what to do about a file that could not be opened for reading.
 
     >>> hint_unread(PermissionError(errno.EACCES, "Permission denied"))
-    'ask its owner for the right to read it'
+    'ask its owner for permission to read it'
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         return "ask its owner for permission to read it"

@@ -298,7 +298,7 @@ class Comparison:
     def _on_ranks(self, layout: dict[str, Any]) -> float:
         found = run_on_ranks(
             self.case,
-            self.folder / f"ranks-{layout.get('stage', 0)}",
+            self.folder / f"ranks-{layout.get('zero_stage', 0)}",
             layout,
             drops=True,
             **self._cut(),

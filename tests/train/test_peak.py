@@ -64,7 +64,7 @@ def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(
     with Run(spec(3, memory={"predict": True}), Numbers(), folder=tmp_path / "run") as run:
         drive(run)
     assert (
-        "the peak memory of a step is not predicted: the memory of this task cannot be known"
+        "the peak memory of a step is not predicted: the memory of this task cannot be predicted"
         in capsys.readouterr().err
     )
     (told,) = [event for event in records(tmp_path / "run") if isinstance(event, Memory)]

@@ -78,7 +78,7 @@ def killed(
     """One trial; gives whether the kill came before the end of the run."""
     draws = random.Random(f"{seed} {victim}")
     layout, after_s = draws.choice(layouts), draws.uniform(0.0, LONGEST_S)
-    golden = unbroken(folder.parent / f"unbroken-{layout.get('stage', 0)}", layout)
+    golden = unbroken(folder.parent / f"unbroken-{layout.get('zero_stage', 0)}", layout)
     told = f"seed {seed}: {victim} is killed after {after_s:.3f} s, {layout}"
     job = lambda rank: take_steps(folder / "run", layout)  # noqa: E731
     supervised = Supervised(
