@@ -84,10 +84,8 @@ class Loader:
     ) -> None:
         """Create a loader up to step `last`; without settings, steps read without workers."""
         self._feed, self._reader, self._last = feed, reader, last
-        self.bad, self._content_before = (
-            BadRecords(len(feed.source), 0.0),
-            getattr(feed.source, "content_digest", None),
-        )
+        self.bad = BadRecords(len(feed.source), 0.0)
+        self._content_before = getattr(feed.source, "content_digest", None)
         self.tell: Callable[[LoaderNotice], None] = lambda told: None
         self._pilot: WorkerTuner | None = None
         self._last_take = 0, 0.0, 0.0
@@ -212,15 +210,11 @@ class Loader:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: records left out, and the position of the source."""
         source = {"source": self.source.state_dict()} if isinstance(self.source, Iterated) else {}
-        content = (
-            {"content": self.source.content_digest}
-            if hasattr(self.source, "content_digest")
-            else {}
-        )
+        digest = getattr(self.source, "content_digest", None)
         return {
             **({"bad_records": self.bad.state()} if self.bad.found else {}),
             **source,
-            **content,
+            **({} if digest is None else {"content": digest}),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
