@@ -96,7 +96,7 @@ def test_a_class_in_place_of_an_object_is_refused_by_its_name_before_anything_is
     given = CLASSES[name]
     says = (
         f"'?it'? .*the class {given.__name__}, "
-        "which (cannot be put back in place|a checkpoint cannot store)"
+        "which (cannot be restored in place|a checkpoint cannot store)"
     )
     for number, refuse in enumerate(
         (saved, trained, lambda folder, value: attached(folder, state={"it": value}))

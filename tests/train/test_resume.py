@@ -24,7 +24,7 @@ from surefoot.core.errors import RunFolderError, SpecError
 from surefoot.runtime.staging import Staging
 from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
-from tests.train.small import OPTIMIZERS, Small, records, spec
+from tests.train.small import OPTIMIZERS, Small, faults_of, records, spec
 
 STEPS, STOP, EVERY = 22, 13, 5
 
@@ -356,7 +356,7 @@ def test_a_weight_that_is_changed_while_it_is_copied_costs_that_save_and_is_told
 
     run = train(tmp_path / "a", spec(12, checkpoint={"every": "5 steps"}), Clamped())
     assert run is not None
-    told = [event.detail for event in records(tmp_path / "a") if event.kind == "fault"]  # type: ignore[attr-defined]
+    told = [fault.detail for fault in faults_of(tmp_path / "a")]
     assert len(told) == 2
     assert all("4.bias" in detail and "checkpoint.background" in detail for detail in told)
     assert manifest.steps(tmp_path / "a") == [12]
