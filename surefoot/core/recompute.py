@@ -113,10 +113,10 @@ def choose(costs: Sequence[RecomputeCost], budget_bytes: int) -> frozenset[int]:
                 "memory.blocks"
             ),
         )
-    unit_s = sum(cost.again_s for cost in costs) / RESOLUTION or 1.0
+    total_s = sum(cost.again_s for cost in costs) or 1.0
     front = [(0, 0, 0)]  # bytes held, time in units, the blocks as bits: fewer bytes take more time
     for number, cost in enumerate(costs):
-        spent = round(cost.again_s / unit_s)
+        spent = round(cost.again_s / total_s * RESOLUTION)  # in units of total_s / RESOLUTION
         grown = []
         for held, time, bits in front:
             if held + cost.whole_bytes <= budget_bytes:
