@@ -176,7 +176,7 @@ def _tell(found: Consumed) -> None:
         pairs.append(
             (
                 "torn",
-                ("an incomplete row at the end, as after a kill; the next attempt removes the row"),
+                "an incomplete row at the end, as after a kill; the next attempt removes the row",
             )
         )
     print_pairs(pairs)

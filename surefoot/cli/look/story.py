@@ -200,7 +200,7 @@ def _print_phases(past: Past) -> None:
         ("phase", "time", "share", *SPREAD), rows, right=("time", "share", *SPREAD), indent=2
     )
     print_text(
-        ("mean and percentiles are per step; those of the phases are of the means of the records"),
+        "mean and percentiles are per step; those of the phases are of the means of the records",
         indent=2,
     )
     told = (

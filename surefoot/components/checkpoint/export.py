@@ -329,7 +329,7 @@ def check_new(path: Path) -> None:
     """Raise InputError if `path` exists, is inside a checkpoint, or has no parent folder."""
     if any(STEP_FOLDER.match(folder.name) for folder in path.resolve().parents):
         raise InputError(
-            (f"--to {path} is inside a checkpoint, and a checkpoint is never changed"),
+            f"--to {path} is inside a checkpoint, and a checkpoint is never changed",
             hint="give another --to",
         )
     if os.path.lexists(path):

@@ -115,7 +115,7 @@ RULES = (
     ChangeRule(
         "optim.*",
         "fork",
-        ("the new values apply from the first new step; the optimizer's moments are kept"),
+        "the new values apply from the first new step; the optimizer's moments are kept",
     ),
     ChangeRule(
         "schedule.*", "fork", "the new curve applies from the first new step, at the run's step"
@@ -126,12 +126,12 @@ RULES = (
     ChangeRule(
         "train.batch",
         "fork",
-        ("step n reads the samples that it would read if the run had always had this batch size"),
+        "step n reads the samples that it would read if the run had always had this batch size",
     ),
     ChangeRule(
         "train.ramp",
         "fork",
-        ("step n reads the samples that it would read if the run had always had this ramp"),
+        "step n reads the samples that it would read if the run had always had this ramp",
     ),
     ChangeRule("train.batchnorm", "refused", "another normalization layer has another state"),
     ChangeRule(

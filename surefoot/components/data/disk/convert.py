@@ -254,7 +254,7 @@ def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Writte
         raise DataError(f"{out} was started with {'; '.join(changed)}", hint=hint)
     if not same_source:
         raise DataError(
-            (f"{out} was started from another source, or the source has changed since then"),
+            f"{out} was started from another source, or the source has changed since then",
             hint=hint,
         )
     if [each.name for each in known] != [
