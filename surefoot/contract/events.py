@@ -323,14 +323,25 @@ def _kind_of(line: str) -> str:
     )
 
 
+def _rename_phases(row: dict[str, Any]) -> None:
+    """Give the phases of a row, and of its summary, their current names."""
+    for held in (row, row.get("summary")):
+        if not isinstance(held, dict):
+            continue
+        if isinstance(phases := held.get("phases"), dict):
+            held["phases"] = {RENAMED_PHASES.get(name, name): s for name, s in phases.items()}
+        outliers = held.get("outliers")
+        for each in outliers if isinstance(outliers, list) else ():
+            if isinstance(each, dict) and each.get("cause") in RENAMED_PHASES:
+                each["cause"] = RENAMED_PHASES[each["cause"]]
+
+
 def _row(line: str) -> dict[str, Any] | None:
     """Return the JSON object of a line; None for a line without a valid one."""
     if UNREADABLE in line:
         return None
     try:
-        for old, new in RENAMED_PHASES.items():
-            line = line.replace(f'"{old}":', f'"{new}":')
-        row = json.loads(line)
+        row: dict[str, Any] = json.loads(line)
     except (ValueError, RecursionError):
         return None
     fits = (
@@ -338,7 +349,11 @@ def _row(line: str) -> dict[str, Any] | None:
         and isinstance(row.get("kind"), str)
         and isinstance(row.get("v", 0), int)
     )
-    return row if fits else None
+    if not fits:
+        return None
+    if any(f'"{old}"' in line for old in RENAMED_PHASES):
+        _rename_phases(row)
+    return row
 
 
 def _made(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | None:

@@ -8,7 +8,6 @@ import importlib.util
 import re
 import shlex
 import tomllib
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +26,8 @@ from surefoot.contract.spec import (
     leave_out_idle,
     suggest_keys,
 )
-from surefoot.contract.spec.renamed import RENAMED, describe_renamed, with_new_names
+from surefoot.contract.spec.renamed import RENAMED, current_key, warn_renamed, with_new_names
 from surefoot.core.errors import (
-    RenamedKeyWarning,
     RunFolderError,
     SpecError,
     TaskError,
@@ -145,6 +143,9 @@ def _made(
 ) -> Origin:
     """Return the spec of tables with overrides; keys in `allowed` may have no effect."""
     tables, places = stated
+    overrides = [
+        (current_key(key, origin.split()[0]), value, origin) for key, value, origin in overrides
+    ]
     before = find_idle_keys(tables)
     for key, value, origin in overrides:
         _override(tables, places, key, value, origin)
@@ -313,7 +314,7 @@ def _with_new_names(
         line = lines.get(old, lines.get(old.partition(".")[0], 1))
         lines[RENAMED[old]] = line
         if warns:
-            warnings.warn(describe_renamed(old, f"{file}:{line}"), RenamedKeyWarning, stacklevel=5)
+            warn_renamed(old, f"{file}:{line}")
     return made
 
 
@@ -371,9 +372,6 @@ def _absolute_use(use: str, beside: Path) -> str:
 def _override(
     tables: dict[str, Any], places: dict[str, str], key: str, value: Any, origin: str
 ) -> None:
-    if key in RENAMED:
-        warnings.warn(describe_renamed(key, origin.split()[0]), RenamedKeyWarning, stacklevel=5)
-        key = RENAMED[key]
     table, *inner = key.split(".")
     into = tables.setdefault(table, {})
     if table == "task" and inner == ["use"]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from surefoot.contract import spec_file
+from surefoot.contract import events, spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.spec.renamed import RENAMED
 from surefoot.core.errors import RenamedKeyWarning, SpecError
+from surefoot.prove.ladder.rungs import change
 from tests.cli.conftest import Command
 from tests.conftest import ROOT
 
@@ -87,6 +88,42 @@ def test_a_key_by_both_names_is_refused_with_its_place(surefoot: Command, tmp_pa
     assert answer.err.startswith("error: mine.toml:5: optim.decay is the previous name")
     with pytest.raises(SpecError, match="both are given"):
         RunSpec(optim={"decay": 0.1, "weight_decay": 0.1})
+
+
+def test_a_previous_name_in_a_flag_is_refused_where_the_current_one_has_no_effect(
+    surefoot: Command,
+) -> None:
+    for name in ("stage", "zero_stage"):
+        answer = surefoot("spec", "check", "digits", "--set", f"layout.{name}=1")
+        assert answer.code == 2
+        assert "layout.zero_stage = 1 has no effect" in answer.err
+
+
+def test_a_spec_and_a_rung_are_changed_by_a_previous_name() -> None:
+    spec = RunSpec(optim={"weight_decay": 0.1, "lr_multipliers": {"0.*": 0.5}})
+    with pytest.warns(RenamedKeyWarning, match="optim.decay"):
+        assert spec.replace(optim={"decay": 0.2}).optim.weight_decay == 0.2
+    with pytest.warns(RenamedKeyWarning, match="optim.decay"):
+        assert change(spec, {"optim.decay": 0.3}).optim.weight_decay == 0.3
+    with pytest.warns(RenamedKeyWarning, match="optim.rates"):
+        found = change(spec, {"optim.rates.1": 2.0}).optim.lr_multipliers
+    assert found == {"0.*": 0.5, "1": 2.0}
+
+
+def test_phases_of_the_previous_release_have_their_current_name_and_nothing_else_has(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(OLD / "whole", tmp_path / "run")
+    path = tmp_path / "run" / events.FILE
+    text = path.read_text().replace('"outliers": []', '"outliers": [{"cause": "optimiser"}]')
+    path.write_text(text.replace('"learning_rates": {"loss"', '"learning_rates": {"optimiser"'))
+    steps = [each for each in events.read(tmp_path / "run") if isinstance(each, events.Step)]
+    assert steps
+    assert all("optimizer" in each.phases and "optimiser" not in each.phases for each in steps)
+    causes = [row["cause"] for each in steps for row in each.outliers]
+    assert "optimizer" in causes
+    assert "optimiser" not in causes
+    assert all("optimiser" in each.learning_rates for each in steps)  # what a task calls so stays
 
 
 def test_a_run_of_the_previous_release_keeps_its_id(old: Path) -> None:

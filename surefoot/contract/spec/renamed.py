@@ -5,10 +5,11 @@ A spec's id is computed with the previous names, so that a run keeps its id.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import RenamedKeyWarning, SpecError
 
 RENAMED: Mapping[str, str] = {
     "optim.decay": "optim.weight_decay",
@@ -57,7 +58,20 @@ def with_previous_names(tables: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def describe_renamed(old: str, place: str = "") -> str:
-    """Return the notice for a previous name, with the place where it was given."""
+def current_key(key: str, place: str = "") -> str:
+    """Return a dotted key, such as `optim.lr`, with its current name; warn of a previous one.
+
+    `place` is where the key was given.
+    """
+    old = ".".join(key.split(".")[:2])
+    if old not in RENAMED:
+        return key
+    warn_renamed(old, place)
+    return RENAMED[old] + key[len(old) :]
+
+
+def warn_renamed(old: str, place: str = "") -> None:
+    """Warn of a previous name, with the place where it was given."""
     where = f"{place}: " if place else ""
-    return f"{where}{old} is now {RENAMED[old]}; the next release will not read {old}"
+    text = f"{where}{old} is now {RENAMED[old]}; the next release will not read {old}"
+    warnings.warn(text, RenamedKeyWarning, stacklevel=5)

@@ -10,7 +10,6 @@ import difflib
 import hashlib
 import json
 import re
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
@@ -37,7 +36,7 @@ from surefoot.contract.spec.execution import (
     PrecisionTable,
 )
 from surefoot.contract.spec.renamed import (
-    describe_renamed,
+    warn_renamed,
     with_new_names,
     with_previous_names,
 )
@@ -53,7 +52,7 @@ from surefoot.contract.spec.training import (
     TrainTable,
 )
 from surefoot.contract.spec.values import SpecTable
-from surefoot.core.errors import RenamedKeyWarning, SpecError
+from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import ScheduleSettings
 from surefoot.core.schedule.settings import DURATIONS
 
@@ -148,7 +147,7 @@ class RunSpec(SpecTable):
         Keys that have no effect with the new values are left out, such as those of the previous
         optimizer.
         """
-        before = self.as_tables()
+        tables, before = _renamed(tables), self.as_tables()
         merged = {
             **before,
             **{name: {**before.get(name, {}), **table} for name, table in tables.items()},
@@ -214,7 +213,7 @@ def _renamed(given: Any) -> Any:
         return given
     made, old = with_new_names(given)
     for key in old:
-        warnings.warn(describe_renamed(key), RenamedKeyWarning, stacklevel=4)
+        warn_renamed(key)
     return made
 
 

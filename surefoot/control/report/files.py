@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from surefoot.contract.events import RENAMED_PHASES
 from surefoot.contract.run_folder import files
 from surefoot.control.diagnose import MeasuredMemory, Shape
 from surefoot.control.report.figure import Whole
@@ -179,8 +180,10 @@ def _read(path: Path) -> Mapping[str, Any]:
     Raises RunFolderError for another version than `VERSION`.
     """
     try:
-        text = _open(path, MAX_BYTES)
-        row = json.loads(text.replace(b'"optimiser"', b'"optimizer"'))  # of the previous release
+        text = _open(path, MAX_BYTES).decode()
+        for old, new in RENAMED_PHASES.items():
+            text = text.replace(f'"{old}"', f'"{new}"')
+        row = json.loads(text)
     except (ValueError, RecursionError, MemoryError):
         raise RunFolderError(f"{path} is damaged: it is no JSON") from None
     if not isinstance(row, dict):

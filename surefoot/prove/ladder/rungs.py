@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from surefoot.contract import signature, spec_file
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.spec.renamed import current_key
 from surefoot.core.errors import InputError, SpecError
 
 Kind = Literal["nothing", "rounding", "algorithm"]
@@ -308,6 +309,7 @@ def change(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
     tables: dict[str, dict[str, Any]] = {
         name: dict(keys) for name, keys in spec.as_tables().items()
     }
+    changes = {current_key(key): value for key, value in changes.items()}
     for key, value in changes.items():
         table, _, inner = key.partition(".")
         if key == "task.use":
