@@ -239,9 +239,8 @@ def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(
             varied_s = 0.003 + (next(calls) * 7 % 5) * 0.0005
             now_s[0] += 0.001 if state["bucket"] == quick else varied_s
 
-        def read_clock() -> (
-            float
-        ):  # of what the steps are said to take: a busy machine adds nothing
+        # of what the steps are said to take: a busy machine adds nothing
+        def read_clock() -> float:
             now_s[0] += 1e-6
             return now_s[0]
 

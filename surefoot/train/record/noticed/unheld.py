@@ -138,9 +138,8 @@ class UnheldGenerators:
 
     def __init__(self, held: Iterable[Any]) -> None:
         self._known = {id(each) for each in held}
-        self._watched: dict[
-            str, tuple[Any, Any]
-        ] = {}  # the generator, and its state when it was found
+        # the generator, and its state when it was found
+        self._watched: dict[str, tuple[Any, Any]] = {}
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
         """Add the generators in objects and their attributes that are not known yet."""
