@@ -144,7 +144,8 @@ def _made(
     """Return the spec of tables with overrides; keys in `allowed` may have no effect."""
     tables, places = stated
     overrides = [
-        (current_key(key, origin.split()[0]), value, origin) for key, value, origin in overrides
+        (current_key(key, origin.partition(" ")[0]), value, origin)
+        for key, value, origin in overrides
     ]
     before = find_idle_keys(tables)
     for key, value, origin in overrides:
