@@ -385,3 +385,23 @@ def test_an_error_that_is_its_own_cause_is_read_once() -> None:
     other.__context__ = MemoryError()
     error.__cause__ = MemoryError()
     assert is_refused(error)
+
+
+@pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 4 << 30], ids=["none", "4 GiB"])
+def test_torch_that_fails_while_it_is_imported_near_a_limit_was_refused_memory(
+    limit: int, tmp_path: Path
+) -> None:
+    write(tmp_path, {"torch/__init__.py": "raise RuntimeError('Unable to create type object!')"})
+    code = (
+        "import resource\nfrom surefoot.core.process.refused import is_refused\n"
+        f"resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))\n"
+        "try:\n    import torch\nexcept RuntimeError as error:\n    print(is_refused(error))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{limit != resource.RLIM_INFINITY}\n", done.stderr

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from surefoot.components.precision import DtypeRecord, check_contract, compute_context
 from surefoot.contract.events import Dtypes
@@ -244,3 +246,37 @@ def test_a_first_step_that_broke_off_leaves_nothing_that_looks_on() -> None:
     assert any(parameter._backward_hooks for parameter in assembly.model.parameters())
     stepper.take_back()
     assert not any(parameter._backward_hooks for parameter in assembly.model.parameters())
+
+
+def test_what_lies_where_a_gathered_weight_lay_is_not_that_weight(tmp_path: Path) -> None:
+    """FSDP2 frees a gathered weight after the forward pass, and an activation takes its address."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        seen = [reuse_of_a_gathered_weight(width) for width in range(256, 1024, 32)]
+    finally:
+        dist.destroy_process_group()
+    assert any(is_reused for is_reused, _ in seen)  # else nothing was tried
+    assert {compute for _, compute in seen} == {"bf16"}
+
+
+def reuse_of_a_gathered_weight(width: int) -> tuple[bool, str | None]:
+    """Return whether an activation took the freed address, and the dtypes that were observed."""
+    layer, places = nn.Linear(width, width, bias=False), list[int]()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(layer, mp_policy=policy, reshard_after_forward=True)
+    layer.register_forward_pre_hook(lambda module, _: places.append(address(module.weight)))
+    record = DtypeRecord(layer)
+    with record:
+        out = layer(torch.ones(4, width, dtype=torch.bfloat16))
+        others = [torch.ones(width, width, dtype=torch.bfloat16) for _ in range(8)]
+        for other in others:
+            (other.float() * 2).sum()
+        out.float().sum().backward()
+    record.see_update([])
+    return places[0] in map(address, others), record.parameters[0].compute
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -133,8 +133,11 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._named = dict(model.named_parameters())
         self._names = {_key(parameter): name for name, parameter in self._named.items()}
         # outputs of SCALES -> the parameter that was scaled
-        self._scaled: dict[tuple[int, torch.dtype], str | None] = {}
-        self._held: list[Tensor] = []  # casts, kept alive: the address of a freed storage is reused
+        self._scaled: dict[tuple[int, torch.dtype], str] = {}
+        # casts and scaled weights, kept alive: the address of a freed storage is reused
+        self._held: list[Tensor] = []
+        # gathered parameters, whose storage the sharding frees and allocates anew
+        self._gathered: dict[tuple[int, torch.dtype], Tensor] = {}
         self._computed: dict[str, dict[str, None]] = {}
         self._gradients: dict[str, str] = {}
         self._operators: dict[str, dict[str, None]] = {}
@@ -166,13 +169,14 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func.overloadpacket).removeprefix("aten.")
         given = [each for each in _tensors(args) if each.is_floating_point()]
         made = next(_tensors((out,)), None)
-        if name in SCALES and made is not None and given:
-            self._scaled[_key(made)] = self._names.get(_key(given[0])) or self._scaled.get(
-                _key(given[0])
-            )
+        if name in SCALES and made is not None and given and made.numel() == given[0].numel():
+            scaled = self._name_of(given[0]) or self._scaled.get(_key(given[0]))
+            if scaled is not None:
+                self._scaled[_key(made)] = scaled
+                self._held.append(made)
         if name in CASTS:
             for each in given[:1]:
-                known = self._names.get(_key(each)) or (
+                known = self._name_of(each) or (
                     self._scaled.get(_key(each)) if _is_narrow(made) else None
                 )
                 if made is not None and known is not None and _key(made) != _key(each):
@@ -182,9 +186,18 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = self._told(name, given)
             self._operators.setdefault(name, {})[dtype] = None
             for each in given:
-                if (known := self._names.get(_key(each))) is not None:
+                if (known := self._name_of(each)) is not None:
                     self._computed.setdefault(known, {})[self._told(name, [each])] = None
         return out
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the parameter that `tensor` is, or is a cast or a view of."""
+        key = _key(tensor)
+        gathered = self._gathered.get(key)
+        if gathered is not None and _key(gathered) != key:
+            # freed since, and something else was allocated there
+            del self._gathered[key], self._names[key]
+        return self._names.get(key)
 
     def _told(self, name: str, given: Sequence[Tensor]) -> str:
         """Return the dtypes of an operator's inputs as text."""
@@ -211,7 +224,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 name = f"{place}.{own}" if place else own
                 if name not in self._named or hasattr(parameter, "device_mesh"):
                     continue
-                self._names[_key(parameter)] = name
+                key = _key(parameter)
+                self._names[key], self._gathered[key] = name, parameter
                 if parameter.requires_grad and name not in known:
                     known.add(name)
                     self._handles.append(parameter.register_hook(self._gradient_of(name)))  # type: ignore[no-untyped-call]
@@ -238,6 +252,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handle.remove()
         self._handles.clear()
         self._held.clear()
+        self._gathered.clear()
 
     def _row(
         self, name: str, parameter: Tensor, master: Tensor, kept: Mapping[int, Mapping[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from types import TracebackType
 
 try:
     import resource
@@ -40,11 +41,26 @@ def is_refused(error: BaseException | None) -> bool:
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             return True
         words = (*REFUSED, NO_THREAD) if address_space_bytes() is not None else REFUSED
-        if isinstance(error, RuntimeError | ImportError) and any(
-            each in str(error) for each in words
+        if isinstance(error, RuntimeError | ImportError) and (
+            any(each in str(error) for each in words) or _is_from_import(error.__traceback__)
         ):
             return True
         error = error.__cause__
+    return False
+
+
+def _is_from_import(frames: TracebackType | None) -> bool:
+    """Return whether `ulimit -v` limits this process, and torch failed while it was imported.
+
+    Its C code puts a refused allocation into words of its own, as "Unable to create type object".
+    """
+    if address_space_bytes() is None:
+        return False
+    while frames is not None:
+        code, names = frames.tb_frame.f_code, frames.tb_frame.f_globals
+        if code.co_name == "<module>" and str(names.get("__name__")).split(".")[0] == "torch":
+            return True
+        frames = frames.tb_next
     return False
 
 
