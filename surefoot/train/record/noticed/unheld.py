@@ -118,15 +118,19 @@ class Unheld:
 
     def _schedulers(self) -> Iterator[Any]:
         """Yield all objects with a state whose attribute `optimizer` is one of the loop's."""
-        optimizers, kinds = {id(each) for each in self._optimizers}, dict[type, bool]()
-        for each in gc.get_objects():
+        optimizers, seen = {id(each) for each in self._optimizers}, set[int]()
+        # an object refers to what it holds itself, or through its __dict__
+        referrers = gc.get_referrers(*self._optimizers)
+        holders = gc.get_referrers(*(each for each in referrers if type(each) is dict))
+        for each in (*referrers, *holders):
             kind = type(each)
-            if kind not in kinds:
-                kinds[kind] = issubclass(kind, LRScheduler) or (
-                    _saves_state(kind) and not issubclass(kind, nn.Module | Optimizer)
-                )
-            if kinds[kind] and id(getattr(each, "__dict__", {}).get("optimizer")) in optimizers:
-                yield each
+            is_scheduler = issubclass(kind, LRScheduler) or (
+                _saves_state(kind) and not issubclass(kind, nn.Module | Optimizer)
+            )
+            if is_scheduler and id(each) not in seen:
+                seen.add(id(each))
+                if id(getattr(each, "__dict__", {}).get("optimizer")) in optimizers:
+                    yield each
 
 
 @final
