@@ -14,6 +14,8 @@ HEAD = """# Public API
 Import from these modules and from `surefoot` itself; other modules of the package may move \
 without notice.
 `help(surefoot.data.Arrays)` prints a whole docstring.
+A name or a parameter that changes stands in the changelog: a test compares all of them with those \
+of the last release.
 This page is generated from the docstrings by `python -m tests.docs.api_page`.
 """
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import surefoot
-from tests.docs import api_page
+from tests.docs import api_page, public_api
 from tests.laws.sizes import PUBLIC
 
 PACKAGE = Path(surefoot.__file__).parent
@@ -55,3 +55,27 @@ def test_examples_and_documents_import_public_names_alone() -> None:
     assert [
         f"{path.name}: {part}" for path in files for part in inside if part in path.read_text()
     ] == []
+
+
+def test_a_change_of_the_public_api_stands_in_the_changelog() -> None:
+    """Its names and their parameters are compared with those of the last release."""
+    before = public_api.SNAPSHOT.read_text().splitlines()
+    changelog = (PACKAGE.parent / "CHANGELOG.md").read_text()
+    assert public_api.find_untold(before, public_api.find_lines(), changelog) == []
+
+
+@pytest.mark.parametrize(
+    ("now", "section", "untold"),
+    [
+        ("surefoot.data.read(path, fast)", "", 2),  # a parameter with another name
+        ("surefoot.data.load(path)", "- `load` reads a file.", 1),  # the old name is not told
+        ("surefoot.data.load(path)", "- `surefoot.data.load` was `read`.", 0),
+        ("surefoot.data.read(path=)", "- `read(path)` may leave `path` out.", 0),
+        ("surefoot.data.read(path=)", "- read may leave the path out.", 2),
+        ("surefoot.data.read(path=)", "\n## 0.1\n\n- `read` is new.", 2),  # an older release
+    ],
+)
+def test_a_planted_change_of_the_public_api_is_named(now: str, section: str, untold: int) -> None:
+    before = ["surefoot.data.read(path)"]
+    found = public_api.find_untold(before, [now], f"# Changes\n\n## Unreleased\n\n{section}\n")
+    assert len(found) == untold, found
