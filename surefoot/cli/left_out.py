@@ -75,10 +75,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 # command -> keys that it sets itself: keys that need other values of these are not refused
 DECIDED: Mapping[str, tuple[str, ...]] = {
     "tune-loader": ("loader.workers",),
-    "whatif --compile": ("compile.what",),
-    "whatif --save-kernels": ("compile.what",),
-    "whatif --recompute": ("memory.activation_checkpointing",),
-    "whatif --fit": ("memory.activation_checkpointing",),
+    "whatif compile": ("compile.what",),
+    "whatif kernels": ("compile.what",),
+    "whatif activation-checkpointing": ("memory.activation_checkpointing",),
+    "whatif fit": ("memory.activation_checkpointing",),
     "verify --compile": ("compile.what",),
     "verify --precision": ("precision.compute",),
     "verify --layouts": ("layout.shard", "layout.zero_stage"),
@@ -129,27 +129,27 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
         "it times single steps of one process",
     ),
     "ladder": (("checkpoint.store",), "it compares runs and copies none of their checkpoints"),
-    "whatif --batch": (
+    "whatif batch": (
         ("train.batch", "train.microbatch", "train.ramp", *_UNRECORDED),
-        "it measures the batches of --batch",
+        "it measures the given batches",
     ),
-    "whatif --compile": (
+    "whatif compile": (
         ("compile.mode", "compile.on_failure", *_STEADY),
         "it measures every compile option, for a few steps",
     ),
-    "whatif --save-kernels": (
+    "whatif kernels": (
         (*_ONE_PROCESS, "compile.on_failure"),
         "it compiles the first step in one process",
     ),
-    "whatif --recompute": (
+    "whatif activation-checkpointing": (
         ("memory.activation_checkpointing", *_STEADY),
         "it measures every way of activation checkpointing, for a few steps",
     ),
-    "whatif --fit": (
+    "whatif fit": (
         ("train.microbatch", "memory.on_oom", *_UNRECORDED),
         "it searches for the largest microbatch",
     ),
-    "whatif --noise": (_ONE_PROCESS, "it computes gradients in one process"),
+    "whatif noise": (_ONE_PROCESS, "it computes gradients in one process"),
     "verify": (
         (
             "checkpoint.every",

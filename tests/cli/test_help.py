@@ -21,7 +21,9 @@ from tests.cli.reference import CLI, ROOT, sections
 
 VERBS = ("demo", "init", "train", "resume", "evaluate", "predict")
 VERBS += ("runs", "show", "compare", "why", "report", "ledger", "profile")
-VERBS += ("verify", "prove", "roofline", "explain", "formats", "whatif", "memory", "tune-loader")
+VERBS += ("verify", "prove", "roofline", "explain", "formats", "memory", "tune-loader")
+VERBS += ("whatif batch", "whatif compile", "whatif kernels", "whatif activation-checkpointing")
+VERBS += ("whatif fit", "whatif noise")
 VERBS += ("bench step", "bench comm", "ladder", "spec show", "spec schema", "spec check")
 VERBS += ("check", "archive", "remove")
 VERBS += ("checkpoint list", "checkpoint show", "checkpoint check", "checkpoint prune")

@@ -76,7 +76,7 @@ def test_a_verb_that_needs_no_task_works_without_it(
         "resume --fork other --steps 12",
         'profile --steps 2 --with ""',
         "roofline --steps 1 --quiet",
-        "whatif --noise --draws 16 --size 1 --quiet",
+        "whatif noise --draws 16 --size 1 --quiet",
     ],
 )
 def test_one_option_says_where_the_task_is_now(verb: str, moved: str, surefoot: Command) -> None:

@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "surefoot"
 COMMAND = re.compile(r"(?<![\w./-])surefoot ([a-z][a-z-]*)((?: (?!surefoot )[^\s;`)]+)*)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 VALUE = "VALUE"  # what stands for an expression inside a text
-GROUPS = {"bench", "checkpoint", "data", "spec"}
+GROUPS = {"bench", "checkpoint", "data", "spec", "whatif"}
 # words behind `surefoot` that are no command: sentences about surefoot itself
 SENTENCES = {
     "build",

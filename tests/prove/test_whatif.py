@@ -36,7 +36,6 @@ def test_each_batch_and_split_is_measured_with_its_updates_an_epoch(
     spec: Path, tmp_path: Path, surefoot: Command
 ) -> None:
     words = (
-        "--batch",
         "8,5",
         "--microbatch",
         "5,2",
@@ -47,7 +46,7 @@ def test_each_batch_and_split_is_measured_with_its_updates_an_epoch(
         "--csv",
         str(tmp_path / "out.csv"),
     )
-    answer = surefoot("whatif", str(spec), *words, "--json")
+    answer = surefoot("whatif", "batch", str(spec), *words, "--json")
     assert answer.code == 0, answer.err
     rows = {(row["batch"], row["microbatch"]): row for row in answer.row["rows"]}
     assert list(rows) == [(8, 2), (5, 5)]
@@ -66,7 +65,7 @@ def test_each_batch_and_split_is_measured_with_its_updates_an_epoch(
 def test_a_batch_that_no_microbatch_divides_is_refused_with_those_that_do(
     spec: Path, surefoot: Command
 ) -> None:
-    answer = surefoot("whatif", str(spec), "--batch", "8,9", "--microbatch", "4")
+    answer = surefoot("whatif", "batch", str(spec), "8,9", "--microbatch", "4")
     assert (answer.code, answer.out) == (2, "")
     assert "no microbatch of [4] divides a batch of 9" in answer.err
     assert "these do: [1, 3, 9]" in answer.err
@@ -75,45 +74,50 @@ def test_a_batch_that_no_microbatch_divides_is_refused_with_those_that_do(
 @pytest.mark.parametrize(
     "words",
     [
-        (),
-        ("--batch", "8", "--noise"),
-        ("--batch", "8;9"),
-        ("--batch", "0"),
-        ("--noise", "--draws", "100"),
-        ("--noise", "--csv", "out.csv"),
-        ("--batch", "8", "--size", "4"),
-        ("--recompute", "--draws", "8"),
-        ("--noise", "--updates", "3"),
-        ("--noise", "--rounds", "2"),
-        ("--fit", "1 GiB", "--rounds", "9"),
-        ("--fit", "16"),
-        ("--fit", "0 B"),
-        ("--fit", "1 TiB", "--noise"),
-        ("--fit", "1000 TiB"),
-        ("--fit", "device", "--set", "train.device=cpu"),
+        ("batch", "8;9"),
+        ("batch", "0"),
+        ("batch", "8", "--microbatch", "x"),
+        ("batch", "8", "--csv", "."),
+        ("noise", "--draws", "100"),
+        ("noise", "--size", "0"),
+        ("fit", "16"),
+        ("fit", "0 B"),
+        ("fit", "1000 TiB"),
+        ("fit", "device", "--set", "train.device=cpu"),
     ],
 )
 def test_a_question_that_is_none_is_refused(
     words: tuple[str, ...], spec: Path, surefoot: Command
 ) -> None:
-    answer = surefoot("whatif", str(spec), *words)
+    answer = surefoot("whatif", words[0], str(spec), *words[1:])
     assert (answer.code, answer.out) == (2, "")
     assert "hint:" in answer.err
 
 
-def test_two_questions_at_once_are_named(spec: Path, surefoot: Command) -> None:
-    assert (
-        "--batch and --fit cannot be combined"
-        in surefoot("whatif", str(spec), "--batch", "8", "--fit", "2GiB").err
-    )
-    assert "nothing to measure: no option is given" in surefoot("whatif", str(spec)).err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("whatif {}", "No such command"),
+        ("whatif {} --batch 8", "No such"),
+        ("whatif batch {}", "Missing argument 'SIZES'"),
+        ("whatif fit {}", "Missing argument 'SIZE'"),
+        ("whatif fit {} '1 GiB' --rounds 9", "No such option"),
+        ("whatif noise {} --updates 3", "No such option"),
+    ],
+)
+def test_a_command_line_that_asks_for_nothing_is_refused(
+    words: str, said: str, spec: Path, surefoot: Command
+) -> None:
+    answer = surefoot(*shlex.split(words.format(shlex.quote(str(spec)))))
+    assert (answer.code, answer.out) == (2, "")
+    assert said in answer.err
 
 
 def test_a_spec_that_does_not_run_has_its_error_in_its_row(spec: Path, surefoot: Command) -> None:
     answer = surefoot(
         "whatif",
+        "batch",
         str(spec),
-        "--batch",
         "8",
         "--microbatch",
         "4",
@@ -165,17 +169,17 @@ def test_the_noise_of_a_run_is_that_at_its_weights(
         ).code
         == 0
     )
-    begun = surefoot("whatif", str(spec), "--noise", "--size", "4", "--json").row
-    ended = surefoot("whatif", "run", "--noise", "--size", "4", "--json").row
+    begun = surefoot("whatif", "noise", str(spec), "--size", "4", "--json").row
+    ended = surefoot("whatif", "noise", "run", "--size", "4", "--json").row
     assert begun["slope"] == pytest.approx(-1, abs=0.25)
     assert ended["mean_norm"] < begun["mean_norm"]
     assert ended["noise"]["low"] > 0
     assert begun["advice"]
-    answer = surefoot("whatif", "run", "--noise", "--set", "optim.lr=1.0")
+    answer = surefoot("whatif", "noise", "run", "--set", "optim.lr=1.0")
     assert answer.code == 2
     assert "a run is measured with its own spec" in answer.err
     (row,) = surefoot(
-        *shlex.split("whatif run --batch 8 --microbatch 4 --rounds 1 --updates 2 --json")
+        *shlex.split("whatif batch run 8 --microbatch 4 --rounds 1 --updates 2 --json")
     ).row["rows"]
     assert (row["batch"], row["microbatch"], row["failure"]) == (8, 4, None)  # of the run's spec
 
@@ -184,7 +188,6 @@ def test_a_batch_of_more_samples_than_there_are_has_no_row_of_its_own(
     spec: Path, surefoot: Command
 ) -> None:
     words = (
-        "--batch",
         "24,32",
         "--microbatch",
         "8",
@@ -196,7 +199,7 @@ def test_a_batch_of_more_samples_than_there_are_has_no_row_of_its_own(
         "--set",
         "observe.noise=true",
     )
-    rows = surefoot("whatif", str(spec), *words).row["rows"]
+    rows = surefoot("whatif", "batch", str(spec), *words).row["rows"]
     assert [row["failure"] for row in rows] == [
         None,
         "there are 24 samples, fewer than one batch of 32",

@@ -1,8 +1,9 @@
-"""`surefoot whatif --fit`: the largest microbatch that fits, by the peaks of real processes."""
+"""`surefoot whatif fit`: the largest microbatch that fits, by the peaks of real processes."""
 
 from __future__ import annotations
 
 import itertools
+import shlex
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_size_that_only_the_longer_run_shows_to_be_too_large_gives_way_to_the_
 def test_the_answer_has_run_for_fifty_steps_and_a_larger_microbatch_is_out_of_memory(
     spec: Path, surefoot: Command
 ) -> None:
-    answer = surefoot("whatif", str(spec), "--fit", "4 GiB", "--json")
+    answer = surefoot("whatif", "fit", str(spec), "4 GiB", "--json")
     assert answer.code == 0, answer.err
     row = answer.row
     tries = [
@@ -84,7 +85,7 @@ def test_the_answer_has_run_for_fifty_steps_and_a_larger_microbatch_is_out_of_me
 def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(
     spec: Path, surefoot: Command
 ) -> None:
-    answer = surefoot("whatif", str(spec), "--fit", "64 MiB")
+    answer = surefoot("whatif", "fit", str(spec), "64 MiB")
     assert answer.code == 7
     assert "no microbatch fits into 64 MiB less 10%" in answer.err
     assert "more than the limit for any model: give a larger limit" in " ".join(answer.err.split())
@@ -109,20 +110,21 @@ def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(
 def test_what_fails_for_another_reason_than_memory_is_an_error(
     change: str, code: int, words: str, spec: Path, surefoot: Command
 ) -> None:
-    answer = surefoot("whatif", str(spec), "--fit", "4 GiB", "--set", change)
+    answer = surefoot("whatif", "fit", str(spec), "4 GiB", "--set", change)
     assert (answer.code, answer.out) == (code, "")
     assert words in answer.err
     assert "hint:" in answer.err
 
 
-@pytest.mark.parametrize("verb", ["whatif", "memory"])
+@pytest.mark.parametrize("words", ["whatif fit {} '4 GiB'", "memory {} --fit '4 GiB'"])
 def test_whole_batches_of_a_loader_are_not_searched_for_a_microbatch(
-    verb: str, tmp_path: Path, surefoot: Command
+    words: str, tmp_path: Path, surefoot: Command
 ) -> None:
-    answer = surefoot(verb, write_task(tmp_path, change=WHOLE_BATCHES), "--fit", "4 GiB")
+    use = shlex.quote(write_task(tmp_path, change=WHOLE_BATCHES))
+    answer = surefoot(*shlex.split(words.format(use)))
     assert (answer.code, answer.out) == (2, "")
     assert (
-        "--fit looks for a train.microbatch, and the source gives whole batches: 3 batches of "
+        "a fit looks for a train.microbatch, and the source gives whole batches: 3 batches of "
         "DataLoader" in answer.err
     )
     assert "another batch_size" in answer.err
@@ -141,7 +143,7 @@ def test_a_microbatch_that_the_model_refuses_is_passed_over(
     use = write_task(tmp_path, change=norm)
     path = tmp_path / "mine.toml"
     path.write_text(f'[task]\nuse = "{use}"\n[train]\nbatch = 12\nlength = "9 steps"\n')
-    answer = surefoot("whatif", str(path), "--fit", "64 MiB", "--json")
+    answer = surefoot("whatif", "fit", str(path), "64 MiB", "--json")
     assert answer.code == 7
     tries = [
         (each["microbatch"], each["is_refused"], each["peak_bytes"] is None)

@@ -1,4 +1,4 @@
-"""`surefoot whatif --recompute`: each block's worth, and every way to recompute beside none."""
+"""`surefoot whatif activation-checkpointing`: the worth of each block, and ways beside none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ def test_blocks_and_ways_are_measured_and_a_budget_chooses_the_blocks_that_are_w
     uneven: str, surefoot: Command
 ) -> None:
     answer = surefoot(
-        "whatif", uneven, "--recompute", "--rounds", "1", "--set", "train.batch=24", "--json"
+        "whatif",
+        "activation-checkpointing",
+        uneven,
+        "--rounds",
+        "1",
+        "--set",
+        "train.batch=24",
+        "--json",
     )
     assert answer.code == 0
     row = answer.row
@@ -67,7 +74,7 @@ def test_a_model_without_blocks_and_a_whole_step_as_one_graph_are_refused(
     tmp_path: Path, surefoot: Command
 ) -> None:
     use = write_task(tmp_path)
-    answer = surefoot("whatif", use, "--recompute")
+    answer = surefoot("whatif", "activation-checkpointing", use)
     assert (answer.code, "block" in answer.err) == (2, True)
-    answer = surefoot("whatif", use, "--recompute", "--set", 'compile.what="step"')
+    answer = surefoot("whatif", "activation-checkpointing", use, "--set", 'compile.what="step"')
     assert (answer.code, "goes with no recomputation" in answer.err) == (2, True)

@@ -34,7 +34,7 @@ def why(
         typer.Option(
             "--measured",
             metavar="PATH",
-            help="the folder of a ladder, or the table of whatif --batch --csv; repeatable",
+            help="the folder of a ladder, or the table of whatif batch --csv; repeatable",
         ),
     ] = None,
     json: JsonOption = False,

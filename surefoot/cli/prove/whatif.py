@@ -1,15 +1,15 @@
-"""`surefoot whatif`."""
+"""`surefoot whatif batch`, `compile`, `kernels`, `activation-checkpointing`, `fit` and `noise`."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surefoot.cli import options
+from surefoot.cli.help import Verb, Verbs
 from surefoot.cli.left_out import name_left_out
 from surefoot.cli.options import (
     CsvOption,
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from surefoot.prove.whatif.batch import Splits
     from surefoot.prove.whatif.fit import Fitted
 
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    help="Measure what another batch size, compiling or activation checkpointing would change.",
+)
+
 COLUMNS = (
     "batch",
     "microbatch",
@@ -44,9 +50,8 @@ COLUMNS = (
 SpecOrRunArgument = Annotated[
     str, typer.Argument(metavar="SPEC|RUN", help="a spec, or a run folder, whose spec is used")
 ]
-BatchOption = Annotated[
-    str | None,
-    typer.Option("--batch", metavar="SIZES", help="measure these batches, as in 128,256"),
+SizesArgument = Annotated[
+    str, typer.Argument(metavar="SIZES", help="the batches to measure, as 128,256")
 ]
 MicrobatchOption = Annotated[
     str | None,
@@ -58,82 +63,66 @@ MicrobatchOption = Annotated[
     ),
 ]
 UpdatesOption = Annotated[
-    int | None,
+    int,
     typer.Option(
-        "--updates",
-        metavar="N",
-        help="the number of measured optimizer steps per process",
-        show_default="10",
+        "--updates", metavar="N", help="the number of measured optimizer steps per process"
     ),
 ]
 RoundsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--rounds",
-        metavar="N",
-        help="the number of processes for each row",
-        show_default="3; --compile, --recompute: 7",
-    ),
+    int, typer.Option("--rounds", metavar="N", help="the number of processes for each row")
 ]
-CompileOption = Annotated[
-    bool,
-    typer.Option("--compile", help="compare eager mode with every compile option of this machine"),
+FolderArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="the new folder for the generated source")
 ]
-SaveKernelsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--save-kernels", metavar="DIR", help="save the generated kernels, and list what each fuses"
-    ),
-]
-RecomputeOption = Annotated[
-    bool,
-    typer.Option(
-        "--recompute", help="compare ways of activation checkpointing, and the saving of each block"
-    ),
-]
-FitOption = Annotated[
-    str | None,
-    typer.Option(
-        "--fit",
-        metavar="SIZE",
-        help="find the largest microbatch whose measured peak fits, as 2GiB or device",
-    ),
-]
-NoiseOption = Annotated[
-    bool,
-    typer.Option("--noise", help="measure the gradient noise scale, for advice on the batch size"),
+LimitArgument = Annotated[
+    str,
+    typer.Argument(metavar="SIZE", help="the memory, as 2GiB, or device for that of the device"),
 ]
 DrawsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--draws", metavar="N", help="with --noise: the number of batches, a power of two: 128"
-    ),
+    int, typer.Option("--draws", metavar="N", help="the number of batches, a power of two")
 ]
 SizeOption = Annotated[
     int | None,
     typer.Option(
         "--size",
         metavar="N",
-        help="with --noise: the number of samples of each batch",
+        help="the number of samples of each batch",
         show_default="an eighth of train.batch",
     ),
 ]
 
 
-def whatif(
+@app.callback()
+def whatif() -> None:
+    "Measure what another batch size, compiling or activation checkpointing would change."
+
+
+def _read(
+    command: str,
+    given: str,
+    stated: list[tuple[str, Any, str]],
+    task: str | None,
+) -> tuple[RunSpec, Path | None]:
+    """Return the spec, and the run folder that it was read from."""
+    from surefoot.contract import spec_file
+
+    run = Path(given) if (Path(given) / "spec.toml").is_file() else None
+    options.check_of_run(task, is_run=run is not None)
+    if run is None:
+        return options.read_spec(command, given, stated).spec, None
+    origin = spec_file.read_of_run(run, stated, task=task)
+    name_left_out(command, origin)
+    return origin.spec, run
+
+
+@app.command(cls=Verb)
+def batch(
     given: SpecOrRunArgument,
-    batch: BatchOption = None,
+    sizes: SizesArgument,
     microbatch: MicrobatchOption = None,
-    updates: UpdatesOption = None,
-    rounds: RoundsOption = None,
+    updates: UpdatesOption = 10,
+    rounds: RoundsOption = 3,
     csv: CsvOption = None,
-    compiled: CompileOption = False,
-    save_kernels: SaveKernelsOption = None,
-    recompute: RecomputeOption = False,
-    fit: FitOption = None,
-    noise: NoiseOption = False,
-    draws: DrawsOption = None,
-    size: SizeOption = None,
     set_: SetOption = None,
     seed: SeedOption = None,
     data: DataOption = None,
@@ -142,142 +131,26 @@ def whatif(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> None:
-    """Measure the cost of another batch size, or the gain of compiling or activation checkpointing.
+    """Measure what other batches and microbatches cost, each in fresh processes.
 
-    --batch: peak memory, throughput, optimizer steps and communications per epoch, for each batch
-    and microbatch, in fresh processes.
-    --compile: compile time, step time, memory and break-even of each compile option, compared with
-    eager mode, in fresh processes.
-    --save-kernels: the source of every kernel, its fused operators, and the bytes that fusion
-    saves.
-    --recompute: memory and recomputation time of each block, then memory and step time of each way
-    of activation checkpointing, in fresh processes.
-    --fit: the largest microbatch whose peak is at least a tenth below the given memory, tested in
-    fresh processes and in a run of 50 steps.
-    --noise: the variance of gradients of different batches at the same weights, and the batch size
-    that this suggests.
+    A row has the peak memory, the throughput, and the optimizer steps and communications per epoch.
     """
-    question = _check_question(
-        {
-            "--batch": batch,
-            "--compile": compiled,
-            "--save-kernels": save_kernels,
-            "--recompute": recompute,
-            "--fit": fit,
-            "--noise": noise,
-        }
-    )
-    of_batch = {"--microbatch": microbatch, "--csv": csv, "--updates": updates}
-    _check_belonging(question, ("--batch",), of_batch)
-    _check_belonging(question, ("--batch", "--compile", "--recompute"), {"--rounds": rounds})
-    _check_belonging(question, ("--noise",), {"--size": size, "--draws": draws})
-    run = Path(given) if (Path(given) / "spec.toml").is_file() else None
-    options.check_of_run(task, is_run=run is not None)
-    if run is not None and noise:
-        options.check_as_it_is({"--set": set_, "--seed": seed}, "measured", "whatif")
-    if save_kernels is not None:
-        options.check_new_folder(save_kernels, "--save-kernels")
-    stated = options.overrides(set_, seed=seed, data=data)
-    spec = _read(f"whatif {question}", given, run, stated, task)
-    tell = options.teller("whatif", quiet=quiet or json)
-    if noise:
-        _measure_noise(given, spec, run, size, draws, json=json)
-    elif save_kernels is not None:
-        _save_kernels(given, spec, save_kernels, json=json)
-    elif fit is not None:
-        _find_largest(given, spec, fit, tell, json=json)
-    elif recompute:
-        _compare_recomputing(given, spec, rounds, tell, json=json)
-    elif compiled:
-        _compare_compiled(given, spec, rounds, tell, json=json)
-    else:
-        sizes = (_sizes("--batch", batch), _sizes("--microbatch", microbatch))
-        _compare_batches(given, spec, sizes, updates, rounds, csv, tell, json)
-
-
-def _read(
-    command: str, given: str, run: Path | None, stated: list[tuple[str, Any, str]], task: str | None
-) -> RunSpec:
-    from surefoot.contract import spec_file
-
-    if run is None:
-        return options.read_spec(command, given, stated).spec
-    origin = spec_file.read_of_run(run, stated, task=task)
-    name_left_out(command, origin)
-    return origin.spec
-
-
-def _check_question(questions: Mapping[str, Any]) -> str:
-    """Return the one question that is asked; raise InputError for none or several."""
-    asked = [flag for flag, value in questions.items() if value not in (None, False)]
-    if len(asked) != 1:
-        raise InputError(
-            f"{' and '.join(asked)} cannot be combined"
-            if asked
-            else "nothing to measure: no option is given",
-            hint=(
-                "choose one of --batch 128,256, --compile, --save-kernels DIR, --recompute, "
-                "--fit 2GiB and --noise"
-            ),
-        )
-    return asked[0]
-
-
-def _check_belonging(question: str, owners: Sequence[str], flags: Mapping[str, Any]) -> None:
-    """Raise InputError for a given flag that belongs to other questions than the one asked."""
-    if question in owners:
-        return
-    for flag, value in flags.items():
-        if value is not None:
-            named = ", ".join(owners[:-1]) + " and " * (len(owners) > 1) + owners[-1]
-            verb = "is" if len(owners) == 1 else "are"
-            raise InputError(
-                f"{flag} belongs to {named}, which {verb} not asked for", hint="leave it out"
-            )
-
-
-def _measure_noise(
-    given: str,
-    spec: RunSpec,
-    run: Path | None,
-    size: int | None,
-    draws: int | None,
-    *,
-    json: bool,
-) -> None:
-    from surefoot.cli.prove.tables.whatif import print_noise
-    from surefoot.prove.whatif.noise import measure_noise
-
-    lab = measure_noise(spec, run=run, size=size, draws=128 if draws is None else draws)
-    if json:
-        options.print_json({"given": given, **lab.as_row()})
-    else:
-        print_noise(lab)
-
-
-def _compare_batches(
-    given: str,
-    spec: RunSpec,
-    sizes: tuple[list[int], list[int]],
-    updates: int | None,
-    rounds: int | None,
-    csv: Path | None,
-    tell: Callable[[str], None],
-    json: bool,
-) -> None:
     from surefoot.cli.prove.tables.whatif import error_of, print_splits
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.whatif.batch import find_splits, measure
 
     if csv is not None:
         options.check_new_file(csv, "--csv", "batches.csv")
-    pairs = find_splits(*sizes)
+    stated = options.overrides(set_, seed=seed, data=data)
+    spec, _ = _read("whatif batch", given, stated, task)
+    tell = options.teller("whatif", quiet=quiet or json)
+    pairs = find_splits(_sizes("SIZES", sizes), _sizes("--microbatch", microbatch))
     with ending_by_signal():
         found = measure(
             spec,
             pairs,
-            updates=10 if updates is None else updates,
-            rounds=3 if rounds is None else rounds,
+            updates=updates,
+            rounds=rounds,
             tell=tell,
         )
     if csv is not None:
@@ -300,15 +173,31 @@ def _compare_batches(
         )
 
 
-def _compare_compiled(
-    given: str, spec: RunSpec, rounds: int | None, tell: Callable[[str], None], *, json: bool
+@app.command("compile", cls=Verb)
+def compile_(
+    given: SpecOrRunArgument,
+    rounds: RoundsOption = 7,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    task: TaskOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
 ) -> None:
+    """Compare eager mode with every compile option of this machine, in fresh processes.
+
+    A row has the compile time, the step time, the memory, and the steps until compiling pays off.
+    """
     from surefoot.cli.prove.tables.whatif import error_of, print_ways
     from surefoot.core.signals import ending_by_signal
-    from surefoot.prove.whatif.compiled import ROUNDS, measure_ways
+    from surefoot.prove.whatif.compiled import measure_ways
 
+    stated = options.overrides(set_, seed=seed, data=data)
+    spec, _ = _read("whatif compile", given, stated, task)
+    tell = options.teller("whatif", quiet=quiet or json)
     with ending_by_signal():
-        found = measure_ways(spec, rounds=ROUNDS if rounds is None else rounds, tell=tell)
+        found = measure_ways(spec, rounds=rounds, tell=tell)
     if json:
         options.print_json(
             {
@@ -331,15 +220,32 @@ def _compare_compiled(
         )
 
 
-def _compare_recomputing(
-    given: str, spec: RunSpec, rounds: int | None, tell: Callable[[str], None], *, json: bool
+@app.command(cls=Verb)
+def activation_checkpointing(
+    given: SpecOrRunArgument,
+    rounds: RoundsOption = 7,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    task: TaskOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
 ) -> None:
+    """Compare ways of activation checkpointing, in fresh processes.
+
+    First the memory and the recomputation time of each block, then the memory and the step time of
+    each way.
+    """
     from surefoot.cli.prove.tables.whatif import print_recomputing
     from surefoot.core.signals import ending_by_signal
-    from surefoot.prove.whatif.recompute import ROUNDS, measure_recomputing
+    from surefoot.prove.whatif.recompute import measure_recomputing
 
+    stated = options.overrides(set_, seed=seed, data=data)
+    spec, _ = _read("whatif activation-checkpointing", given, stated, task)
+    tell = options.teller("whatif", quiet=quiet or json)
     with ending_by_signal():
-        found = measure_recomputing(spec, rounds=ROUNDS if rounds is None else rounds, tell=tell)
+        found = measure_recomputing(spec, rounds=rounds, tell=tell)
     if json:
         options.print_json(
             {
@@ -354,14 +260,31 @@ def _compare_recomputing(
         print_recomputing(found)
 
 
-def _find_largest(
-    given: str, spec: RunSpec, limit: str, tell: Callable[[str], None], *, json: bool
+@app.command(cls=Verb)
+def fit(
+    given: SpecOrRunArgument,
+    limit: LimitArgument,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    task: TaskOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
 ) -> None:
+    """Find the largest microbatch whose measured peak fits into a memory.
+
+    Its peak is at least a tenth below the memory, measured in fresh processes and in a run of 50
+    steps.
+    """
     from surefoot.cli.prove.tables.whatif import print_largest
     from surefoot.core.signals import ending_by_signal
     from surefoot.core.units import format_bytes, parse_bytes
     from surefoot.prove.whatif.fit import MARGIN, find_limit, measure_largest
 
+    stated = options.overrides(set_, seed=seed, data=data)
+    spec, _ = _read("whatif fit", given, stated, task)
+    tell = options.teller("whatif", quiet=quiet or json)
     limit_bytes = find_limit(spec, None if limit == "device" else parse_bytes(limit))
     with ending_by_signal():
         found = measure_largest(spec, limit_bytes, tell=tell)
@@ -395,10 +318,28 @@ def _way_out(given: str, found: Fitted) -> str:
     return f"{beside}; to see what fits into the remaining memory: {command}"
 
 
-def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> None:
+@app.command(cls=Verb)
+def kernels(
+    given: SpecOrRunArgument,
+    folder: FolderArgument,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    task: TaskOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Save the source of every generated kernel, and list what each fuses.
+
+    Each kernel has the operators that it replaces, and the bytes of memory traffic that it saves.
+    """
     from surefoot.cli.prove.tables.whatif import print_kernels
     from surefoot.prove.whatif.kernels import as_row, find_kernels, write_kernels
 
+    options.check_new_folder(folder, "DIR")
+    stated = options.overrides(set_, seed=seed, data=data)
+    spec, _ = _read("whatif kernels", given, stated, task)
     graphs = find_kernels(spec)
     files = write_kernels(graphs, folder)
     if json:
@@ -413,12 +354,44 @@ def _save_kernels(given: str, spec: RunSpec, folder: Path, *, json: bool) -> Non
         print_kernels(graphs, files)
 
 
+@app.command(cls=Verb)
+def noise(
+    given: SpecOrRunArgument,
+    draws: DrawsOption = 128,
+    size: SizeOption = None,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    data: DataOption = None,
+    task: TaskOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    traceback: TracebackOption = False,
+) -> None:
+    """Measure the gradient noise scale, for advice on the batch size.
+
+    It is the variance of the gradients of different batches at the same weights: the first of a
+    spec, or the last that a run saved.
+    """
+    from surefoot.cli.prove.tables.whatif import print_noise
+    from surefoot.prove.whatif.noise import measure_noise
+
+    if (Path(given) / "spec.toml").is_file():
+        options.check_as_it_is({"--set": set_, "--seed": seed}, "measured", "whatif noise")
+    stated = options.overrides(set_, seed=seed, data=data)
+    spec, run = _read("whatif noise", given, stated, task)
+    lab = measure_noise(spec, run=run, size=size, draws=draws)
+    if json:
+        options.print_json({"given": given, **lab.as_row()})
+    else:
+        print_noise(lab)
+
+
 def _sizes(flag: str, text: str | None) -> list[int]:
     words = [] if text is None else text.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise InputError(
             f"{flag} must be a list of positive integers; got {text!r}",
-            hint=f"give numbers of samples, separated by commas: {flag} 128,256",
+            hint="give numbers of samples, separated by commas: 128,256",
         )
     return [int(word) for word in words]
 

@@ -105,7 +105,7 @@ def read_measured(path: Path) -> list[MeasuredMemory]:
     """Return measured memory of changed specs.
 
     Read from the folder of a ladder (the variants whose memory ratio is known to be below 1, or not
-    to be), or from a table that `surefoot whatif --batch --csv` wrote. Raises InputError for any
+    to be), or from a table that `surefoot whatif batch --csv` wrote. Raises InputError for any
     other file.
     """
     if path.is_dir() or path.name == LADDER_FILE:
@@ -146,7 +146,7 @@ def read_measured(path: Path) -> list[MeasuredMemory]:
     except (KeyError, TypeError, ValueError, csv.Error):
         raise RunFolderError(
             f"{path} is no table of batches",
-            hint="surefoot whatif SPEC --batch 64,128 --csv FILE writes one",
+            hint="surefoot whatif batch SPEC 64,128 --csv FILE writes one",
         ) from None
 
 

@@ -58,7 +58,7 @@ def check_divisible(spec: RunSpec) -> None:
     source = read_split(load_task(spec), "train")
     if isinstance(source, Iterated):
         raise SpecError(
-            "--fit looks for a train.microbatch, and the source gives whole batches: "
+            "a fit looks for a train.microbatch, and the source gives whole batches: "
             f"{source.describe()}",
             hint=(
                 "give the task's DataLoader another batch_size; without --fit surefoot memory "

@@ -123,12 +123,12 @@ def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
         raise InputError(
             "the run is on a CPU, whose memory is not its own: "
             "there is no limit but the one that you set",
-            hint="say how much it may take: --fit 2GiB",
+            hint="say how much it may take, as 2GiB",
         )
     limit = there if asked_bytes is None else asked_bytes
     if not 0 < limit <= there:
         raise InputError(
-            f"--fit is {format_bytes(limit)}, and there are {format_bytes(there)}",
+            f"the limit is {format_bytes(limit)}, and there are {format_bytes(there)}",
             hint="give a part of that",
         )
     return limit

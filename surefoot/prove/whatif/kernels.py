@@ -25,7 +25,7 @@ def find_kernels(spec: RunSpec) -> list[Graph]:
     """
     if spec.compile.what == "step":
         raise SpecError(
-            'compile.what = "step" does not go with --save-kernels',
+            'compile.what = "step" does not go with whatif kernels',
             hint='use compile.what = "model" or "blocks" for it',
         )
     what = "model" if spec.compile.what == "none" else spec.compile.what
@@ -67,6 +67,6 @@ def write_kernels(graphs: Sequence[Graph], folder: Path) -> list[Path]:
     except OSError as error:
         raise StorageError(
             f"{folder} cannot be written: {error.strerror}",
-            hint="name another folder: --save-kernels",
+            hint="name another folder",
         ) from None
     return [folder / name for name in texts]

@@ -261,7 +261,7 @@ def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
                 else f"a step is one microbatch of all {feed.batch:,} samples"
             ),
             hint=(
-                "use surefoot whatif SPEC --noise, which needs no microbatches; or "
+                "use surefoot whatif noise SPEC, which needs no microbatches; or "
                 "set train.microbatch = "
                 f"{max(1, feed.batch // 4)}"
             ),
