@@ -17,7 +17,7 @@ from surefoot.prove.whatif.batch import find_splits
 from surefoot.prove.whatif.noise import gradient_of, measure_noise
 from surefoot.train.assemble import assemble
 from tests.cli.conftest import Command, surefoot
-from tests.train.small import write_task
+from tests.train.small import WHOLE_BATCHES, write_task
 
 __all__ = ["surefoot"]
 
@@ -128,6 +128,18 @@ def test_a_spec_that_does_not_run_has_its_error_in_its_row(spec: Path, surefoot:
     )
     assert answer.code == 3
     assert re.search(r"no row could be measured: (?!hint)\S.*-1", answer.err), answer.err
+
+
+def test_the_batches_of_a_dataloader_cannot_be_varied_and_nothing_is_measured(
+    tmp_path: Path, surefoot: Command
+) -> None:
+    answer = surefoot("whatif", "batch", write_task(tmp_path, change=WHOLE_BATCHES), "8,16")
+    assert (answer.code, answer.out) == (2, "")
+    assert (
+        "train.batch cannot be varied, and the source gives whole batches: 3 batches of DataLoader"
+        in answer.err
+    )
+    assert "another batch_size; surefoot bench step" in answer.err
 
 
 def test_without_a_microbatch_the_batch_is_halved_three_times() -> None:

@@ -53,17 +53,20 @@ def find_sizes(spec: RunSpec) -> list[int]:
     return [size for size in range(batch, 0, -1) if size == batch or smaller % size == 0]
 
 
-def check_divisible(spec: RunSpec) -> None:
-    """Raise SpecError if the task's data gives whole batches, which no microbatch divides."""
+def check_divisible(
+    spec: RunSpec,
+    purpose: str = "a fit looks for a train.microbatch",
+    instead: str = "without --fit surefoot memory predicts a step of its batches",
+) -> None:
+    """Raise SpecError if the task's data gives whole batches, whose size no key of a spec sets.
+
+    The message begins with `purpose`; the hint ends with `instead`, a command for such data.
+    """
     source = read_split(load_task(spec), "train")
     if isinstance(source, Iterated):
         raise SpecError(
-            "a fit looks for a train.microbatch, and the source gives whole batches: "
-            f"{source.describe()}",
-            hint=(
-                "give the task's DataLoader another batch_size; without --fit surefoot memory "
-                "predicts a step of its batches"
-            ),
+            f"{purpose}, and the source gives whole batches: {source.describe()}",
+            hint=f"give the task's DataLoader another batch_size; {instead}",
         )
 
 

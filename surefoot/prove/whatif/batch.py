@@ -10,6 +10,7 @@ from typing import Any
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.core.statistics import mean
+from surefoot.prove.memory import check_divisible
 from surefoot.trial import Outcome, Trial, find_conditions, run_rounds, spec_arm
 
 WARMUP_STEPS, MOST_ROWS, MOST_PARTS = 2, 60, 8
@@ -99,6 +100,9 @@ def measure(
         raise InputError(
             f"{updates} updates in {rounds} rounds measure nothing", hint="use 1 or more of each"
         )
+    check_divisible(
+        spec, "train.batch cannot be varied", "surefoot bench step times a step of its batches"
+    )
     arms = [
         spec_arm(
             f"{batch} by {part}",
