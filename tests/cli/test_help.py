@@ -30,6 +30,7 @@ VERBS += ("checkpoint list", "checkpoint show", "checkpoint check", "checkpoint 
 VERBS += ("checkpoint diff", "checkpoint export", "checkpoint import")
 VERBS += ("data convert", "data index", "data check", "data bench", "data stage")
 COMMON = {"--json", "--traceback"}
+SHARED = {*COMMON, "--set", "--seed", "--data", "--task", "--quiet"}  # of most verbs
 
 
 def parameters(verb: str) -> list[object]:
@@ -41,6 +42,14 @@ def parameters(verb: str) -> list[object]:
 
 def flags(verb: str) -> set[str]:
     return {flag for each in parameters(verb) for flag in each.opts if flag.startswith("--")}  # type: ignore[attr-defined]
+
+
+def shown_flags(verb: str) -> set[str]:
+    """The flags in the help of a verb; a hidden one names what is the default."""
+    hidden = {
+        flag for each in parameters(verb) if getattr(each, "hidden", False) for flag in each.opts
+    }  # type: ignore[attr-defined]
+    return flags(verb) - hidden
 
 
 def test_help_names_every_verb_in_the_group_of_what_a_person_wants(surefoot: Command) -> None:
@@ -63,7 +72,7 @@ def test_the_help_of_a_verb_explains_each_flag_and_hides_types(
     assert not any(word in answer.out for word in ("<bool>", "<str>", "<path>", "<list", "TEXT"))
     for each in parameters(verb):
         assert each.help, each.name  # type: ignore[attr-defined]
-    assert all(flag in answer.out for flag in flags(verb))
+    assert all(flag in answer.out for flag in shown_flags(verb))
 
 
 BRACKETS = re.compile(r"\[[^\]]*\]")
@@ -108,6 +117,12 @@ def test_words_in_brackets_are_shown_in_every_place_of_a_help(
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("spec schema", "remove")])
 def test_every_verb_has_json_and_traceback(verb: str) -> None:
     assert flags(verb) >= COMMON
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_has_at_most_10_flags_beside_the_common_ones(verb: str) -> None:
+    shown = shown_flags(verb)
+    assert len(shown - SHARED) <= 10, sorted(shown - SHARED)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -42,6 +42,7 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         help="compare killed and resumed runs with uninterrupted ones (the default test)",
+        hidden=True,
     ),
 ]
 PrecisionOption = Annotated[
