@@ -22,7 +22,6 @@ PACKAGE = Path(__file__).resolve().parents[2] / "surefoot"
 COMMAND = re.compile(r"(?<![\w./-])surefoot ([a-z][a-z-]*)((?: (?!surefoot )[^\s;`)]+)*)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 VALUE = "VALUE"  # what stands for an expression inside a text
-GROUPS = {"bench", "checkpoint", "data", "spec", "whatif"}
 # words behind `surefoot` that are no command: sentences about surefoot itself
 SENTENCES = {
     "build",
@@ -124,9 +123,10 @@ def every_verb() -> dict[str, set[str]]:
 
 def find_faults(text: Text, verbs: dict[str, set[str]]) -> Iterator[str]:
     """What is wrong with the commands of a text."""
+    groups = {name.split()[0] for name in verbs if " " in name}
     for verb, rest in COMMAND.findall(text.text):
         words = rest.split()
-        if verb in GROUPS and words and f"{verb} {words[0].strip(',.:?')}" in verbs:
+        if verb in groups and words and f"{verb} {words[0].strip(',.:?')}" in verbs:
             verb = f"{verb} {words[0].strip(',.:?')}"
         if verb in verbs:
             yield from (
@@ -134,7 +134,7 @@ def find_faults(text: Text, verbs: dict[str, set[str]]) -> Iterator[str]:
                 for each in OPTION.findall(rest)
                 if each not in verbs[verb]
             )
-        elif verb not in GROUPS | SENTENCES:
+        elif verb not in groups | SENTENCES:
             yield f"{text.where}: there is no command surefoot {verb}"
 
 

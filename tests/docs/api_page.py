@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,25 @@ def describe(value: Any) -> str:
     return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
 
 
-def make() -> str:
-    """The page: what `surefoot` has itself, then a table for each module of public names."""
+def find_names() -> dict[str, dict[str, Any]]:
+    """The public names of `surefoot` itself, then of each module of public names."""
     names = {name: getattr(surefoot, name) for name in surefoot.__all__}
-    parts = [
-        HEAD,
-        "## surefoot\n",
-        *table({name: value for name, value in names.items() if not inspect.ismodule(value)}),
-    ]
+    found = {"surefoot": {key: each for key, each in names.items() if not inspect.ismodule(each)}}
     for name, module in sorted(names.items()):
         if inspect.ismodule(module):
-            found = {key: getattr(module, key) for key in module.__all__}
-            parts += [f"\n## surefoot.{name}\n", f"{describe(module)}\n", *table(found)]
+            found[f"surefoot.{name}"] = {key: getattr(module, key) for key in module.__all__}
+    return found
+
+
+def make() -> str:
+    """The page: a table for each module."""
+    parts = [HEAD]
+    for home, names in find_names().items():
+        module = sys.modules[home]
+        parts += (
+            ["## surefoot\n"] if module is surefoot else [f"\n## {home}\n", f"{describe(module)}\n"]
+        )
+        parts += table(names)
     return "\n".join(parts) + "\n"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import griffe
 
-import surefoot
+from tests.docs.api_page import find_names
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOT = ROOT / "tests" / "fixtures" / "public_api.txt"
@@ -24,19 +24,12 @@ MARKS = {"variadic positional": "*", "variadic keyword": "**"}
 def find_lines() -> list[str]:
     """Return the lines of all public names of this checkout, sorted."""
     package = griffe.load("surefoot", search_paths=[ROOT], resolve_aliases=True)
-    homes: dict[str, Any] = {"surefoot": surefoot}
-    homes |= {
-        f"surefoot.{name}": getattr(surefoot, name)
-        for name in surefoot.__all__
-        if inspect.ismodule(getattr(surefoot, name))
-    }
-    lines = set[str]()
-    for home, module in homes.items():
-        for name in module.__all__:
-            value = getattr(module, name)
-            if not inspect.ismodule(value):
-                lines.update(_describe(f"{home}.{name}", value, package))
-    return sorted(lines)
+    return sorted(
+        line
+        for home, names in find_names().items()
+        for name, value in names.items()
+        for line in _describe(f"{home}.{name}", value, package)
+    )
 
 
 def _describe(name: str, value: Any, package: Any) -> Iterator[str]:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch._inductor.config
 
+from surefoot.cli.prove.whatif import FEWEST_ROUNDS
 from surefoot.contract.spec import RunSpec
+from surefoot.core.statistics import FIRST_LOOK
 from surefoot.prove.ladder.workbench import WARMUP_STEPS, Workbench
 from surefoot.prove.whatif.compiled import EAGER, find_specs, measure_ways
 from surefoot.train.step.stepper import EAGER_STEPS
@@ -198,3 +200,7 @@ def test_the_kernels_of_a_task_are_written_with_what_was_fused(
     assert forward["num_operators"] == forward["num_kernels"] == 3
     assert "relu" in (tmp_path / "kernels" / f"{forward['graph']}.py").read_text()
     assert backward["num_bytes"] <= backward["eager_bytes"]
+
+
+def test_as_many_rounds_as_show_a_gain_are_measured_by_default() -> None:
+    assert FEWEST_ROUNDS == FIRST_LOOK

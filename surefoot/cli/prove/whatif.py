@@ -34,6 +34,8 @@ app = typer.Typer(
     help="Measure what another batch size, compiling or activation checkpointing would change.",
 )
 
+# that show a gain: statistics.FIRST_LOOK, whose module would load NumPy for every command
+FEWEST_ROUNDS = 7
 COLUMNS = (
     "batch",
     "microbatch",
@@ -97,22 +99,28 @@ def whatif() -> None:
     "Measure what another batch size, compiling or activation checkpointing would change."
 
 
+def _find_run(given: str) -> Path | None:
+    return Path(given) if (Path(given) / "spec.toml").is_file() else None
+
+
 def _read(
     command: str,
     given: str,
-    stated: list[tuple[str, Any, str]],
+    set_: list[str] | None,
+    seed: int | None,
+    data: str | None,
     task: str | None,
-) -> tuple[RunSpec, Path | None]:
-    """Return the spec, and the run folder that it was read from."""
+) -> RunSpec:
+    """Return the spec, or that of the run folder, with the overrides of the command line."""
     from surefoot.contract import spec_file
 
-    run = Path(given) if (Path(given) / "spec.toml").is_file() else None
+    run, stated = _find_run(given), options.overrides(set_, seed=seed, data=data)
     options.check_of_run(task, is_run=run is not None)
     if run is None:
-        return options.read_spec(command, given, stated).spec, None
+        return options.read_spec(command, given, stated).spec
     origin = spec_file.read_of_run(run, stated, task=task)
     name_left_out(command, origin)
-    return origin.spec, run
+    return origin.spec
 
 
 @app.command(cls=Verb)
@@ -141,18 +149,11 @@ def batch(
 
     if csv is not None:
         options.check_new_file(csv, "--csv", "batches.csv")
-    stated = options.overrides(set_, seed=seed, data=data)
-    spec, _ = _read("whatif batch", given, stated, task)
+    spec = _read("whatif batch", given, set_, seed, data, task)
     tell = options.teller("whatif", quiet=quiet or json)
     pairs = find_splits(_sizes("SIZES", sizes), _sizes("--microbatch", microbatch))
     with ending_by_signal():
-        found = measure(
-            spec,
-            pairs,
-            updates=updates,
-            rounds=rounds,
-            tell=tell,
-        )
+        found = measure(spec, pairs, updates=updates, rounds=rounds, tell=tell)
     if csv is not None:
         _write_csv(csv, found)
     if json:
@@ -176,7 +177,7 @@ def batch(
 @app.command("compile", cls=Verb)
 def compile_(
     given: SpecOrRunArgument,
-    rounds: RoundsOption = 7,
+    rounds: RoundsOption = FEWEST_ROUNDS,
     set_: SetOption = None,
     seed: SeedOption = None,
     data: DataOption = None,
@@ -193,8 +194,7 @@ def compile_(
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.whatif.compiled import measure_ways
 
-    stated = options.overrides(set_, seed=seed, data=data)
-    spec, _ = _read("whatif compile", given, stated, task)
+    spec = _read("whatif compile", given, set_, seed, data, task)
     tell = options.teller("whatif", quiet=quiet or json)
     with ending_by_signal():
         found = measure_ways(spec, rounds=rounds, tell=tell)
@@ -223,7 +223,7 @@ def compile_(
 @app.command(cls=Verb)
 def activation_checkpointing(
     given: SpecOrRunArgument,
-    rounds: RoundsOption = 7,
+    rounds: RoundsOption = FEWEST_ROUNDS,
     set_: SetOption = None,
     seed: SeedOption = None,
     data: DataOption = None,
@@ -241,8 +241,7 @@ def activation_checkpointing(
     from surefoot.core.signals import ending_by_signal
     from surefoot.prove.whatif.recompute import measure_recomputing
 
-    stated = options.overrides(set_, seed=seed, data=data)
-    spec, _ = _read("whatif activation-checkpointing", given, stated, task)
+    spec = _read("whatif activation-checkpointing", given, set_, seed, data, task)
     tell = options.teller("whatif", quiet=quiet or json)
     with ending_by_signal():
         found = measure_recomputing(spec, rounds=rounds, tell=tell)
@@ -282,8 +281,7 @@ def fit(
     from surefoot.core.units import format_bytes, parse_bytes
     from surefoot.prove.whatif.fit import MARGIN, find_limit, measure_largest
 
-    stated = options.overrides(set_, seed=seed, data=data)
-    spec, _ = _read("whatif fit", given, stated, task)
+    spec = _read("whatif fit", given, set_, seed, data, task)
     tell = options.teller("whatif", quiet=quiet or json)
     limit_bytes = find_limit(spec, None if limit == "device" else parse_bytes(limit))
     with ending_by_signal():
@@ -338,8 +336,7 @@ def kernels(
     from surefoot.prove.whatif.kernels import as_row, find_kernels, write_kernels
 
     options.check_new_folder(folder, "DIR")
-    stated = options.overrides(set_, seed=seed, data=data)
-    spec, _ = _read("whatif kernels", given, stated, task)
+    spec = _read("whatif kernels", given, set_, seed, data, task)
     graphs = find_kernels(spec)
     files = write_kernels(graphs, folder)
     if json:
@@ -375,10 +372,10 @@ def noise(
     from surefoot.cli.prove.tables.whatif import print_noise
     from surefoot.prove.whatif.noise import measure_noise
 
-    if (Path(given) / "spec.toml").is_file():
+    run = _find_run(given)
+    if run is not None:
         options.check_as_it_is({"--set": set_, "--seed": seed}, "measured", "whatif noise")
-    stated = options.overrides(set_, seed=seed, data=data)
-    spec, run = _read("whatif noise", given, stated, task)
+    spec = _read("whatif noise", given, set_, seed, data, task)
     lab = measure_noise(spec, run=run, size=size, draws=draws)
     if json:
         options.print_json({"given": given, **lab.as_row()})

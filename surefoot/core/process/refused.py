@@ -32,7 +32,8 @@ def is_refused(error: BaseException | None) -> bool:
     >>> is_refused(RuntimeError("a wrong shape"))
     False
     """
-    seen = set[int]()
+    seen, is_limited = set[int](), address_space_bytes() is not None
+    words = (*REFUSED, NO_THREAD) if is_limited else REFUSED
     while error is not None and id(error) not in seen:
         # `raise error from error` makes it its own cause
         seen.add(id(error))
@@ -40,9 +41,9 @@ def is_refused(error: BaseException | None) -> bool:
             return True
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             return True
-        words = (*REFUSED, NO_THREAD) if address_space_bytes() is not None else REFUSED
         if isinstance(error, RuntimeError | ImportError) and (
-            any(each in str(error) for each in words) or _is_from_import(error.__traceback__)
+            any(each in str(error) for each in words)
+            or (is_limited and _is_from_import(error.__traceback__))
         ):
             return True
         error = error.__cause__
@@ -50,12 +51,10 @@ def is_refused(error: BaseException | None) -> bool:
 
 
 def _is_from_import(frames: TracebackType | None) -> bool:
-    """Return whether `ulimit -v` limits this process, and torch failed while it was imported.
+    """Return whether torch failed while it was imported, which under `ulimit -v` is for memory.
 
     Its C code puts a refused allocation into words of its own, as "Unable to create type object".
     """
-    if address_space_bytes() is None:
-        return False
     while frames is not None:
         code, names = frames.tb_frame.f_code, frames.tb_frame.f_globals
         if code.co_name == "<module>" and str(names.get("__name__")).split(".")[0] == "torch":

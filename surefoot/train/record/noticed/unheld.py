@@ -117,8 +117,8 @@ class Unheld:
         )
 
     def _schedulers(self) -> Iterator[Any]:
-        """Yield all objects with a state whose attribute `optimizer` is one of the loop's."""
-        optimizers, seen = {id(each) for each in self._optimizers}, set[int]()
+        """Yield all objects with a state whose attribute `optimizer` is the loop's; some twice."""
+        optimizers = {id(each) for each in self._optimizers}
         # an object refers to what it holds itself, or through its __dict__
         referrers = gc.get_referrers(*self._optimizers)
         holders = gc.get_referrers(*(each for each in referrers if type(each) is dict))
@@ -127,10 +127,8 @@ class Unheld:
             is_scheduler = issubclass(kind, LRScheduler) or (
                 _saves_state(kind) and not issubclass(kind, nn.Module | Optimizer)
             )
-            if is_scheduler and id(each) not in seen:
-                seen.add(id(each))
-                if id(getattr(each, "__dict__", {}).get("optimizer")) in optimizers:
-                    yield each
+            if is_scheduler and id(getattr(each, "__dict__", {}).get("optimizer")) in optimizers:
+                yield each
 
 
 @final
