@@ -8,10 +8,11 @@ read them as markup and omit them.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -33,8 +34,8 @@ class Verb(TyperCommand):
         return [_plain(each) for each in super().get_params(ctx)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _escape(self, *self.get_params(ctx))
-        super().format_help(ctx, formatter)
+        with _escaped(self, *self.get_params(ctx)):
+            super().format_help(ctx, formatter)
 
 
 class Verbs(TyperGroup):
@@ -55,8 +56,8 @@ class Verbs(TyperGroup):
         return [_plain(each) for each in super().get_params(ctx)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _escape(self, *self.get_params(ctx), *self.commands.values())
-        super().format_help(ctx, formatter)
+        with _escaped(self, *self.get_params(ctx), *self.commands.values()):
+            super().format_help(ctx, formatter)
 
 
 def warn_of_values(name: str, values: Sequence[str]) -> None:
@@ -104,17 +105,22 @@ def _plain(parameter: Any) -> Any:
     return parameter
 
 
-def _escape(*described: Any) -> None:
-    """Escape markup in the help texts of commands and parameters.
-
-    Typer creates these objects for each command line, so no text is escaped twice.
-    """
+@contextlib.contextmanager
+def _escaped(*described: Any) -> Iterator[None]:
+    """Escape markup in the help texts of commands and parameters for as long as they are shown."""
     from rich.markup import escape
 
-    for each in described:
-        for name in ("help", "short_help", "epilog"):
-            if text := getattr(each, name, None):
-                setattr(each, name, escape(_join_lines(text)))
+    texts = [
+        (each, name, text)
+        for each in described
+        for name in ("help", "short_help", "epilog")
+        if (text := getattr(each, name, None))
+    ]
+    for each, name, text in texts:
+        setattr(each, name, escape(_join_lines(text)))
+    yield
+    for each, name, text in texts:
+        setattr(each, name, text)
 
 
 def _join_lines(text: str) -> str:

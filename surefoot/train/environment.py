@@ -170,10 +170,22 @@ def has_process_group() -> bool:
 
 
 def set_seeds(seed: int) -> None:
-    """Seed torch, NumPy and Python, so that initial weights are a function of the seed."""
-    torch.manual_seed(seed)
+    """Seed torch, NumPy and Python, so that initial weights are a function of the seed.
+
+    Without an accelerator, only torch's CPU generator is seeded: `torch.manual_seed` would format
+    the stack three times for devices that are not there (0.4 ms), and evaluations seed every batch.
+    """
+    if _has_accelerator():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - a task may draw from the global stream
     random.seed(seed)
+
+
+@functools.cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 def rank_seed(seed: int | None = None) -> int:

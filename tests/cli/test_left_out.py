@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer
 
 from surefoot.cli import left_out
 from surefoot.cli.left_out import GROUPS, LEFT_OUT, find_left_out
-from surefoot.cli.main import app
+from surefoot.cli.main import build_verbs
 from surefoot.contract import spec_file
 from surefoot.contract.spec.run_spec import key_names
 from surefoot.core.errors import SpecError
@@ -53,10 +52,10 @@ def small(tmp_path: Path) -> Path:
 def find_commands() -> set[str]:
     """The commands that take `--set`, by their words."""
     found = set()
-    groups = [("", typer.main.get_command(app))]
+    groups = [("", build_verbs())]
     while groups:
         words, group = groups.pop()
-        for name, command in group.commands.items():  # type: ignore[attr-defined]
+        for name, command in group.commands.items():
             if hasattr(command, "commands"):
                 groups.append((f"{words}{name} ", command))
             elif any("--set" in each.opts for each in command.params):

@@ -105,7 +105,7 @@ def make_run(folder: Path, umask: int) -> Path:
     return run
 
 
-@pytest.mark.quick("18")
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
 def test_the_modes_of_all_that_a_run_writes_follow_the_umask(umask: int, tmp_path: Path) -> None:
     run = make_run(tmp_path / "made", umask)
@@ -168,7 +168,7 @@ CLOSED = [
 ]
 
 
-@pytest.mark.quick("evaluate-spec.toml", "ledger-ledger.bin")
+@pytest.mark.quick("ledger-ledger.bin")
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize("verb", ["show", "report", "evaluate", "ledger", "checkpoint check"])
 @pytest.mark.skipif(not IS_ROOT, reason="only root can become another user")

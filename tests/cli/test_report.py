@@ -297,6 +297,7 @@ JUNK: tuple[Any, ...] = (
 )
 
 
+@pytest.mark.quick("operators.json", "memory.json")
 @pytest.mark.parametrize("name", ["operators.json", "roofline.json", "memory.json", "ladder.json"])
 def test_values_of_any_type_break_no_page(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -178,6 +178,7 @@ def test_weights_of_another_model_are_refused_with_both_sides_and_nothing_is_wri
     assert not Path("back").exists()
 
 
+@pytest.mark.quick("a.safetensors")
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
 def test_a_key_of_a_file_whose_weights_stand_at_its_top_is_told(
     name: str, surefoot: Command
@@ -208,6 +209,7 @@ def test_a_file_that_is_no_checkpoint_and_a_folder_that_is_taken_are_refused(
     assert [path.name for path in Path("taken").iterdir()] == ["x"]
 
 
+@pytest.mark.slow
 def test_half_a_model_is_refused_and_what_was_left_is_told_without_the_weights(
     surefoot: Command,
 ) -> None:

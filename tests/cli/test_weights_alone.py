@@ -91,7 +91,7 @@ IN_PART: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
 }
 
 
-@pytest.mark.quick("another name", "one is missing")
+@pytest.mark.quick("another name")
 @pytest.mark.parametrize("case", IN_PART)
 def test_weights_that_fit_in_part_are_refused_unless_that_is_asked_for(
     case: str, spec: Path, surefoot: Command

@@ -25,6 +25,7 @@ from tests.train.small import Small, spec
 DEEP = (1,) * 1000
 
 
+@pytest.mark.quick("safetensors")
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
 def test_an_import_names_the_tensor_that_no_checkpoint_holds(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{ending}"

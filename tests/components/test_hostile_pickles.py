@@ -71,6 +71,7 @@ def test_a_hostile_pickle_runs_nothing_even_without_the_confinement(
     assert not canary.exists()
 
 
+@pytest.mark.quick("as_zip")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("write", [as_zip, as_metadata])
 def test_a_hostile_pickle_is_refused_in_words(

@@ -42,6 +42,7 @@ print(len(reading.take(1).window.ids))
 """
 
 
+@pytest.mark.quick("a command")
 @pytest.mark.parametrize("words", [["-"], ["-c", SESSION]], ids=["standard input", "a command"])
 def test_a_dataset_of_a_session_is_refused_by_its_name_before_a_worker_is_spawned(
     words: list[str],

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import typer
-
-from surefoot.cli.main import app
+from surefoot.cli.main import build_verbs
 from surefoot.contract.spec import RunSpec, key_names
 from surefoot.core.errors import SpecError
 
@@ -107,7 +105,7 @@ def every_text() -> list[Text]:
 
 def every_verb() -> dict[str, set[str]]:
     """The options of each verb, by its words: `bench step`."""
-    group: Any = typer.main.get_command(app)
+    group: Any = build_verbs()
     verbs: dict[str, Any] = {}
     for name, command in group.commands.items():
         inner = getattr(command, "commands", None)

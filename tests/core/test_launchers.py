@@ -178,6 +178,7 @@ def test_attach_refuses_unless_the_loop_has_joined_its_ranks(
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.quick("a batch script with 8 tasks")
 @pytest.mark.parametrize("name", ["independent runs", "a batch script with 8 tasks"])
 def test_what_is_one_process_trains(name: str, tmp_path: Path) -> None:
     done = train(tmp_path, ALONE[name], sys.executable, "-m", "surefoot")

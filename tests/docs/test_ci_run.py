@@ -65,7 +65,10 @@ def run(folder: Path, *tests: str, **variables: str) -> subprocess.CompletedProc
     }
     return subprocess.run(
         [str(folder / ".ci" / "run")],
-        env=environment | {"LINT": "0", "CI": "true"} | variables,
+        env=environment
+        # the plugins of this environment take longer to import than the small project to test
+        | {"LINT": "0", "CI": "true", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        | variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -89,6 +92,7 @@ def test_tests_that_pass_are_run_once_and_the_last_line_is_that_of_pytest(tmp_pa
     assert len((tmp_path / "started").read_text().splitlines()) == 2
 
 
+@pytest.mark.quick("three", "a name that a shell reads")
 @pytest.mark.parametrize(
     ("tests", "names", "passed"),
     [
@@ -115,6 +119,7 @@ def test_what_fails_once_is_named_and_counts_as_passed(
     assert len({*again, started[0][1]}) == len(names) + 1, "each in a process of its own"
 
 
+@pytest.mark.quick("one of two fails twice", "four fail once")
 @pytest.mark.parametrize(
     ("tests", "passed", "failed"),
     [
@@ -132,6 +137,7 @@ def test_what_fails_twice_and_more_than_three_are_red(
     assert closing(done.stdout) == (passed, failed)
 
 
+@pytest.mark.quick("not collected", "no test", "style")
 @pytest.mark.parametrize(
     ("tests", "variables"),
     [

@@ -22,7 +22,8 @@ GUIDES = (
     "precision",
     "several-ranks",
 )
-LONG = {"docs/concepts/roofline.md", *(f"docs/guides/{name}.md" for name in GUIDES)}
+LONG = {"docs/concepts/roofline.md", "docs/reference/cli.md"}
+LONG |= {f"docs/guides/{name}.md" for name in GUIDES}
 
 
 def _name(path: Path) -> str:

@@ -68,6 +68,7 @@ def tried(campaign: Campaign, workshop: Workshop, trials: int, seed: int) -> Cam
     return found
 
 
+@pytest.mark.quick("F01", "F02", "F03", "F24", "F29")
 @pytest.mark.parametrize("case", BY_CASE)
 def test_the_promises_hold_in_a_few_trials(case: str, workshop: Workshop) -> None:
     found = tried(BY_CASE[case], workshop, BY_CASE[case].few, 0)

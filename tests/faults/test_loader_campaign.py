@@ -86,6 +86,7 @@ def test_a_run_that_is_left_alone_reads_the_same_with_any_workers(
     assert read_seen(folder, run_folder) == seen
 
 
+@pytest.mark.slow
 def test_few_kills_of_runs_and_workers_change_nothing(golden: Golden) -> None:
     runs, workers = campaign(golden, FEW, 1)
     assert runs == FEW

@@ -127,7 +127,7 @@ def _dangerous(module: Module) -> list[Violation]:
             or one.target in FORBIDDEN_CALLS - {"eval", "exec"}
         )
     ]
-    for node in ast.walk(module.syntax):
+    for node in module.nodes:
         if not isinstance(node, ast.Call):
             continue
         name = module.full_name(node.func)
@@ -165,7 +165,7 @@ def environment(root: Path) -> list[Violation]:
         Violation(module.at(node.lineno), f"reads {name}; ask core/place.py")
         for module in modules(root)
         if module.path.as_posix() != "surefoot/core/place.py"
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if isinstance(node, ast.Attribute | ast.Name)
         and (name := module.full_name(node)) in ENVIRONMENT
     ]
@@ -184,7 +184,7 @@ def opened_in_runs(root: Path) -> list[Violation]:
         )
         for module in modules(root)
         if module.path.as_posix().startswith(OF_RUNS) and module.path.as_posix() not in OPENS_OTHERS
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if isinstance(node, ast.Call) and _opens(module, node)
     ]
 
@@ -212,7 +212,7 @@ def cleared_caches(root: Path) -> list[Violation]:
         )
         for module in modules(root, *SHIPPED)
         if module.path.as_posix() != CLEARS
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if (isinstance(node, ast.Attribute) and node.attr == "empty_cache")
         or (isinstance(node, ast.alias) and node.name == "empty_cache")
     ]
@@ -253,10 +253,10 @@ def _private_names(module: Module) -> set[tuple[str, int]]:
     uses = {(one.target, one.line) for one in module.imports if not one.type_checking}
     uses |= {
         (name, node.lineno)
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and (name := module.full_name(node)) is not None
     }
-    for node in ast.walk(module.syntax):  # getattr(torch.x, "_name") gets there by another road
+    for node in module.nodes:  # getattr(torch.x, "_name") gets there by another road
         if (
             isinstance(node, ast.Call)
             and module.full_name(node.func) == "getattr"

@@ -36,7 +36,7 @@ def in_one_file(root: Path) -> list[Violation]:
         Violation(module.at(node.lineno), f"the exception {node.name} belongs in core/errors.py")
         for module in every
         if module.path.as_posix() != ERRORS
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef)
         and any(
             _last(base) in BUILTIN | ours or _last(base).endswith("Error") for base in node.bases

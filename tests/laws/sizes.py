@@ -65,7 +65,7 @@ def functions(root: Path) -> list[Violation]:
             module.at(node.lineno), f"{node.name} has {length} lines, {FUNCTION_LINES} are allowed"
         )
         for module in modules(root, *CODE)
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if isinstance(node, FUNCTIONS)
         and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES
     ]
@@ -78,7 +78,7 @@ def constructors(root: Path) -> list[Violation]:
     """
     found = []
     for module in modules(root):
-        for node in ast.walk(module.syntax):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 count = _constructor_arguments(node)
                 if count > CONSTRUCTOR_ARGUMENTS:
@@ -121,7 +121,7 @@ def loose_arguments(root: Path) -> list[Violation]:
             f"{node.name} takes **{loose.arg} of any kind; name what it takes",
         )
         for module in modules(root)
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if isinstance(node, FUNCTIONS)
         and (loose := node.args.kwarg) is not None
         and (

@@ -52,6 +52,11 @@ class Module:
     def syntax(self) -> ast.Module:
         return ast.parse(self.text, filename=str(self.path))
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the syntax: two dozen laws look at all of them."""
+        return tuple(ast.walk(self.syntax))
+
     def at(self, line: int) -> str:
         return f"{self.path.as_posix()}:{line}"
 
@@ -63,7 +68,7 @@ class Module:
     def aliases(self) -> dict[str, str]:
         """Local name -> what it stands for: `np` -> `numpy`, `load` -> `torch.load`."""
         names: dict[str, str] = {}
-        for node in ast.walk(self.syntax):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     names[alias.asname or alias.name.partition(".")[0]] = (
@@ -105,7 +110,7 @@ def called_names(module: Module) -> Iterator[tuple[str, int]]:
     """Every call of the file by its full name, with its line."""
     import ast
 
-    for node in ast.walk(module.syntax):
+    for node in module.nodes:
         if isinstance(node, ast.Call):
             name = module.full_name(node.func)
             if name is not None:

@@ -40,7 +40,7 @@ def class_names(root: Path) -> list[Violation]:
     """
     homes: dict[str, dict[str, str]] = defaultdict(dict)
     for module in modules(root):
-        for node in ast.walk(module.syntax):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].setdefault(module.path.as_posix(), module.at(node.lineno))
     return [
@@ -64,7 +64,7 @@ def first_words(root: Path) -> list[Violation]:
             f"the docstring begins with {word[0]!r}; begin with a verb or a noun",
         )
         for module in modules(root)
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS))
         and (word := PRONOUNS.match(ast.get_docstring(node) or ""))
     ]
@@ -74,11 +74,9 @@ def public_homes(root: Path) -> list[Violation]:
     """A message names the public module of a class or function: a room behind it may be moved."""
     found = []
     for module in modules(root):
-        docs = {id(node.value) for node in ast.walk(module.syntax) if isinstance(node, ast.Expr)}
+        docs = {id(node.value) for node in module.nodes if isinstance(node, ast.Expr)}
         texts = [
-            node
-            for node in ast.walk(module.syntax)
-            if isinstance(node, ast.Constant) and id(node) not in docs
+            node for node in module.nodes if isinstance(node, ast.Constant) and id(node) not in docs
         ]
         inner = (
             (node, INNER.search(node.value))

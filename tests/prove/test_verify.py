@@ -381,6 +381,7 @@ def test_a_command_with_an_open_quote_is_refused(
     assert "--command cannot be read: No closing quotation" in said
 
 
+@pytest.mark.quick("15-143")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_script_does_not_outlive_verify(
     number: signal.Signals, code: int, tmp_path: Path
@@ -452,6 +453,7 @@ REMEMBERS = """return model(batch[0])
 LEFT_OUT = {"optimizer": "parameters", "schedule": "parameters", "task": "task state"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
     ["task", *(pytest.param(part, marks=pytest.mark.slow) for part in ("optimizer", "schedule"))],

@@ -79,6 +79,7 @@ def train(task: Fixed, folder: Path, **train: Any) -> tuple[list[float], dict[st
         return losses, {name: each.clone() for name, each in run.model.state_dict().items()}
 
 
+@pytest.mark.quick("penalty-4", "edges-1", "divergence-8", "orthogonality-4")
 @pytest.mark.parametrize("microbatch", [8, 4, 1])
 @pytest.mark.parametrize("of", FIXED, ids=lambda of: of.__name__)
 def test_a_fixed_term_counts_once_a_step(of: Any, microbatch: int, tmp_path: Path) -> None:

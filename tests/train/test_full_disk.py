@@ -187,6 +187,7 @@ def test_an_attached_loop_trades_alike_and_is_never_ended(
         )
 
 
+@pytest.mark.slow
 def test_ranks_that_save_together_trade_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ main()
 """
 
 
+@pytest.mark.quick("15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_without_end_leave_a_record_of_the_end(
     number: signal.Signals, tmp_path: Path
@@ -142,6 +143,7 @@ def test_signals_without_end_leave_a_record_of_the_end(
     assert end_of(tmp_path / "a").outcome == "interrupted"
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_at_the_command_line_ends_with_130_and_says_so(presses: int, tmp_path: Path) -> None:
     task = write_task(

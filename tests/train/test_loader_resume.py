@@ -209,9 +209,7 @@ def resumed(folder: Path, make: Callable[[], Any], steps: int, *stops: int) -> l
     return seen
 
 
-@pytest.mark.quick(
-    "workers that stay and a generator", "shuffled", "augmented by workers", "of a subset"
-)
+@pytest.mark.quick("workers that stay and a generator", "of a subset", "shuffled")
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_run_trains_on_the_batches_of_an_unbroken_one(kind: str, tmp_path: Path) -> None:
     make = LOADERS[kind]

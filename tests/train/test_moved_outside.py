@@ -284,6 +284,7 @@ def ended(folder: Path, task: Outside) -> tuple[float, dict[str, str]]:
         return float(run.evaluate().loss), run.state_digests()
 
 
+@pytest.mark.quick("object", "lists", "cast", "left out")
 @pytest.mark.parametrize("how", KINDS)
 def test_a_run_resumes_and_evaluates_all_that_its_optimizer_trains(
     how: str, tmp_path: Path

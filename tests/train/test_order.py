@@ -82,7 +82,7 @@ def test_every_combination_trains_with_the_losses_of_the_plain_step(tmp_path: Pa
     assert found[0, 0, 0, 0] != pytest.approx(found[0, 0, 0, 1], rel=1e-5)
 
 
-@pytest.mark.quick("stage 3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "most"),
     [

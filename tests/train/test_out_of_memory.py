@@ -133,6 +133,7 @@ def test_the_error_names_the_blocks_and_what_would_bring_how_much(tmp_path: Path
     assert row["peak_bytes"] > 64 << 20
 
 
+@pytest.mark.slow
 def test_the_changes_are_told_by_what_they_cost(tmp_path: Path) -> None:
     spec = RunSpec(
         task={"use": "pycorpus", "layers": 4, "width": 32, "heads": 2, "length": 64},

@@ -103,14 +103,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(
-    "accumulation",
-    "optim muon",
-    "optim adamw",
-    "fp16 with its loss scale",
-    "blocking saves",
-    "a plateau schedule",
-)
+@pytest.mark.quick("accumulation", "optim muon", "fp16 with its loss scale", "a plateau schedule")
 @pytest.mark.parametrize("name", HOW)
 def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits_losses_and_ledger(
     name: str, tmp_path: Path

@@ -87,14 +87,18 @@ def test_the_best_weights_are_those_that_were_evaluated_whatever_the_loop_does_w
     assert saved(tmp_path / "a", 2) == evaluated != [7.0] * 3
 
 
-def test_a_fork_that_is_killed_as_it_begins_is_a_fork_or_no_run(tmp_path: Path) -> None:
-    """The process dies at each sync in turn, until it lives to the end."""
+@pytest.mark.quick("4")
+@pytest.mark.parametrize("stride", [1, 4])
+def test_a_fork_that_is_killed_as_it_begins_is_a_fork_or_no_run(
+    stride: int, tmp_path: Path
+) -> None:
+    """The process dies at each sync in turn, or at each fourth, until it lives to the end."""
     old, how = tmp_path / "old", spec(9, checkpoint={"every": "3 steps"})
     with Run(spec(6, checkpoint={"every": "3 steps"}), Small(), folder=old, quiet=True) as run:
         for _ in run.steps():
             pass
     was_fork = []
-    for count in itertools.count():
+    for count in itertools.count(0, stride):
         new = tmp_path / f"new-{count}"
         child = os.fork()
         if child == 0:

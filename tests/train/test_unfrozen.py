@@ -83,12 +83,9 @@ HOW = {
 
 
 @pytest.mark.quick(
-    "adamw-unfreeze_and_freeze",
-    "sgd with momentum-freeze",
     "muon-unfreeze",
-    "an average-unfreeze_and_freeze",
-    "the task's own-unfreeze",
     "frozen by the spec-unfreeze",
+    "an average-unfreeze_and_freeze",
     "in microbatches-freeze",
 )
 @pytest.mark.parametrize("change", [unfreeze, freeze, unfreeze_and_freeze])
@@ -254,6 +251,7 @@ def looped(
     )
 
 
+@pytest.mark.quick("both-8", "one-6", "two-4", "both-4")
 @pytest.mark.parametrize("leave_at", [4, 6, 8])
 @pytest.mark.parametrize(
     "changes",

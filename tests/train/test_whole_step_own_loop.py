@@ -172,7 +172,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick("momentum-in the groups")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["in the groups", pytest.param("by a state", marks=pytest.mark.slow)]
 )
@@ -218,7 +218,7 @@ class Partly(nn.Module):
         return output
 
 
-@pytest.mark.quick("each its own")
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", ["all in one", "each its own"])
 def test_counters_of_what_has_no_gradient_stand_still(grouped: str) -> None:
     pairs = []
@@ -310,6 +310,7 @@ def test_what_a_graph_would_pass_over_is_refused(words: str) -> None:
         whole.compile_step(model, summed, update)
 
 
+@pytest.mark.quick("register_post_accumulate_grad_hook")
 @pytest.mark.parametrize(
     "kind", ["register_hook", "register_post_accumulate_grad_hook", "register_full_backward_hook"]
 )

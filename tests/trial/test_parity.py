@@ -154,6 +154,7 @@ def test_tensors_that_are_no_safetensors_are_refused_in_words(tmp_path: Path) ->
         read_arrays(tmp_path / "r.json")
 
 
+@pytest.mark.slow
 def test_a_lost_slice_of_a_gradient_in_a_real_run_is_named_and_its_loss_is_right(
     tmp_path: Path,
 ) -> None:

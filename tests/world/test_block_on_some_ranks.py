@@ -86,6 +86,7 @@ def train(folder: Path, branches: str, stage: int) -> int:
     return run.step
 
 
+@pytest.mark.quick("either-'even' (even.weight, even.bias)-2", "all--2")
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("branches", "named"),

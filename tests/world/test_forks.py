@@ -98,6 +98,7 @@ def test_ranks_begin_again_when_the_process_that_forks_them_was_killed() -> None
         assert second.wait() == 2
 
 
+@pytest.mark.quick("killed-wait", "closed-poll")
 @pytest.mark.parametrize("waits", [True, False], ids=["wait", "poll"])
 @pytest.mark.parametrize("ended", ["killed", "closed"])
 def test_a_rank_that_is_stopped_before_it_asks_to_die_with_the_process_that_forked_it_ends_with_it(

@@ -190,6 +190,7 @@ def own_network() -> None:
         os._exit(77)
 
 
+@pytest.mark.quick("disk", "branch", "data", "stopped", "network")
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=pytest.mark.slow) if kind in LONGER else kind for kind in NAMED],

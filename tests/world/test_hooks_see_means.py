@@ -141,6 +141,7 @@ def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.quick("0-True", "3-False")
 @pytest.mark.parametrize("in_loop", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_hook_on_a_rank_sees_and_changes_the_mean_gradient_of_its_microbatch(

@@ -123,6 +123,7 @@ def verify(
     )
 
 
+@pytest.mark.slow
 def test_ranks_compute_what_one_process_does_and_a_layout_that_is_named_twice_is_tried_once() -> (
     None
 ):

@@ -32,7 +32,7 @@ from tests.world.ranks import run_ranks
 from tests.world.test_run import spec
 from tests.world.test_shard import Stacked
 
-FEW, MANY, LARGE_SEED = 20, 300, 10_000
+FEW, MANY, LARGE_SEED = 6, 300, 10_000
 STEPS = 6
 COMPUTED, HELD = ("data", "loss", "gradient"), ("state", "buffer")
 LAYOUTS: list[dict[str, Any]] = [{}, *({"shard": 2, "zero_stage": stage} for stage in (1, 2, 3))]

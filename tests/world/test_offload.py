@@ -55,6 +55,7 @@ def train(folder: Path, offload: str, stage: int, length: int) -> Any:
         ]
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_rows_on_the_host_move_to_the_same_bits_and_their_commits_go_on_without_it(
     stage: int, tmp_path: Path

@@ -96,7 +96,7 @@ def a_guard_of_one_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Group, "begin_to_add", lambda self, tensor: lambda: None)
 
 
-@pytest.mark.quick("samples_that_overlap", "a_bucket_is_not_sent", "means_of_ranks")
+@pytest.mark.quick("a_bucket_is_not_sent", "samples_that_overlap")
 @pytest.mark.parametrize(
     "plant",
     [

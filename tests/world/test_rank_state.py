@@ -145,7 +145,7 @@ def job(
     return lambda rank: play(folder, Plays(make, draw, word), **more)
 
 
-@pytest.mark.quick("numpy generator", "environment")
+@pytest.mark.quick("environment")
 @pytest.mark.parametrize("member", MEMBERS)
 def test_each_rank_goes_on_with_its_own_state(member: str, tmp_path: Path) -> None:
     """A generator of numpy and of torch, a counter, an array, an environment.
@@ -167,6 +167,7 @@ def test_each_rank_goes_on_with_its_own_state(member: str, tmp_path: Path) -> No
     assert same > 0
 
 
+@pytest.mark.quick("stage 2")
 @pytest.mark.parametrize(
     "layout",
     [{"shard": 2, "zero_stage": 1}, {"shard": 2, "zero_stage": 2}],

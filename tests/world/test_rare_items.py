@@ -93,6 +93,7 @@ def followed(folder: Path, task: Any, layout: dict[str, Any]) -> dict[str, Any]:
     return {"rows": rows, "skipped": run.num_skipped, "outcome": run.outcome}
 
 
+@pytest.mark.quick("Masked-layout0", "Masked-layout2", "Constant-layout5")
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

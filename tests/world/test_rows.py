@@ -21,6 +21,7 @@ from tests.world.test_run import apart, spec
 from tests.world.test_shard import LAYOUTS, Stacked, final_weights, followed, worst
 
 
+@pytest.mark.quick("lars-stage 3 on 2")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

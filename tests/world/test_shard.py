@@ -136,6 +136,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return {**followed(folder, spec(**AVERAGED)), "weights": final_weights(folder, 13)}
 
 
+@pytest.mark.quick("stage 2 on 2")
 @pytest.mark.parametrize(
     "name",
     [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
@@ -162,6 +163,7 @@ def test_ranks_that_hold_a_part_train_to_the_numbers_of_one_process(
     assert made.layout["world_size"] == num_ranks
 
 
+@pytest.mark.slow
 def test_a_commit_of_any_layout_goes_on_under_any_other(alone: Any, tmp_path: Path) -> None:
     """Optimizer and averages too.
 

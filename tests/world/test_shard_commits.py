@@ -141,6 +141,7 @@ def test_moments_of_a_parameter_with_a_slash_in_its_name_are_written_in_parts_to
     } >= {(4, 8)}
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_hold_a_part_begin_with_the_weights_of_a_commit(
     stage: int, tmp_path: Path

@@ -106,6 +106,9 @@ def ends(run: Path) -> list[events.Ended]:
     return [each for home in homes for each in events.read(home) if isinstance(each, events.Ended)]
 
 
+@pytest.mark.quick(
+    "supervisor-{}", "rank 1-{'shard': 2, 'zero_stage': 1}", "ranks, then supervisor-{}"
+)
 @pytest.mark.parametrize(
     ("whom", "layout"),
     [
@@ -134,6 +137,7 @@ def test_sigterm_to_any_of_them_ends_all_after_the_same_step_which_is_saved(
     assert consumed.check(run).last == last
 
 
+@pytest.mark.quick("supervisor-12-140", "supervisor, then ranks-24-152")
 @pytest.mark.parametrize(
     ("whom", "number", "code"),
     [
@@ -156,6 +160,7 @@ def test_other_signals_of_a_scheduler_end_all_ranks_saved(
     commits.check(manifest.step_folder(run, last))
 
 
+@pytest.mark.quick("supervisor")
 @pytest.mark.parametrize("whom", ["rank 1", "supervisor"])
 def test_sigusr1_to_any_of_them_saves_once_and_goes_on(whom: str, tmp_path: Path) -> None:
     over, run = supervised(tmp_path, {}, every="99 steps"), tmp_path / "run"
@@ -220,6 +225,7 @@ def trials(seeds: range, folder: Path, layouts: list[dict[str, Any]]) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds",
     [range(2), pytest.param(range(LARGE_SEED, LARGE_SEED + 60), marks=pytest.mark.faults)],

@@ -281,6 +281,7 @@ class Reads:
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "restarts", "line", "name"),
     [

@@ -21,6 +21,8 @@ FIRST_WAIT = 3
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 TOLD = tuple(getattr(signal, name) for name in ENDINGS if hasattr(signal, name))
 
+IN_VAIN = "consecutive attempts ended like this without a new checkpoint"
+
 
 class ExitKind(Enum):
     """End of an attempt; `is_retried` is True where a restart may help."""
@@ -150,10 +152,7 @@ def decide(
     if in_vain > rules.max_restarts:
         return Decision(
             Choice.STOP,
-            (
-                f"{in_vain} consecutive attempts ended like this without a new checkpoint: "
-                "another restart would not help"
-            ),
+            (f"{in_vain} {IN_VAIN}: another restart would not help"),
         ), after
     if place is None:
         return Decision(Choice.RETRY), after

@@ -29,6 +29,7 @@ from surefoot.contract import events, manifest, spec_file
 from surefoot.contract.events import Fault
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
+from surefoot.control.launch.decide import IN_VAIN
 from surefoot.core import place
 from surefoot.core.errors import EXIT_OK, TaskError
 from surefoot.prove.campaigns.probe import SAMPLES, Probe
@@ -433,7 +434,7 @@ def kill_each_attempt(workshop: Workshop, seed: int) -> TrialResult:
     ):
         code, said = command.wait(), command.said
     anew = said.count("begin anew")
-    is_well = code != EXIT_OK and anew == RESTARTS and "without a commit" in said
+    is_well = code != EXIT_OK and anew == RESTARTS and IN_VAIN in said
     wrong = (
         f"rank {guilty} of {ranks}: it began anew {anew} times and ended with {code}: {said[-300:]}"
     )
