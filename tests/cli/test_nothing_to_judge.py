@@ -112,6 +112,7 @@ def test_a_trace_that_lacks_steps_is_not_the_same(tmp_path: Path) -> None:
     assert (apart.step, apart.component) == (3, "the number of steps")
 
 
+@pytest.mark.slow
 def test_a_task_whose_losses_are_all_nan_is_not_verified(tmp_path: Path, surefoot: Command) -> None:
     use = write_task(tmp_path, change=("# LOSS", "output = output * float('nan')"))
     answer = surefoot(

@@ -15,11 +15,14 @@ DOCUMENTS = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 LINKED = sorted((*DOCUMENTS, *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("examples/**/*.md")))
 GUIDES = (
     "compile",
+    "data",
     "exact-resume",
     "ladder",
     "large-batches",
+    "loading",
     "memory",
     "precision",
+    "report",
     "several-ranks",
 )
 LONG = {"docs/concepts/roofline.md", "docs/reference/cli.md"}

@@ -40,6 +40,7 @@ def commit(folder: Path, *names: str) -> None:
     (folder / manifest.FILE).write_text(made.as_text())
 
 
+@pytest.mark.quick("words1", "words3", "words5", "words7")
 @pytest.mark.parametrize(
     "words",
     [

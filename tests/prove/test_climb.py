@@ -76,6 +76,7 @@ def climb(
     return code, json.loads(said.out) if said.out else None, said.err
 
 
+@pytest.mark.slow
 def test_a_start_that_does_not_run_ends_the_ladder_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

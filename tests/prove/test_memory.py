@@ -43,6 +43,13 @@ class Huge:
 """
 
 
+@pytest.mark.quick(
+    "vit, bf16, none, adamw",
+    "convnet, bf16, every 2, sgd",
+    "mlp, fp32, none, muon",
+    "unet, fp32, operators, adamw",
+    "lstm, fp32, none, sgd",
+)
 @pytest.mark.parametrize(
     "case",
     [

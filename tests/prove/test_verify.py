@@ -146,6 +146,7 @@ def test_what_does_not_repeat_or_does_not_go_on_is_named(
     assert cause in found["cause"]
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_by_itself_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -196,6 +196,7 @@ def test_the_noise_of_a_run_is_that_at_its_weights(
     assert (row["batch"], row["microbatch"], row["failure"]) == (8, 4, None)  # of the run's spec
 
 
+@pytest.mark.slow
 def test_a_batch_of_more_samples_than_there_are_has_no_row_of_its_own(
     spec: Path, surefoot: Command
 ) -> None:

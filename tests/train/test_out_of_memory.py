@@ -110,6 +110,7 @@ def test_what_has_no_half_left_ends_with_an_account_of_the_memory(tmp_path: Path
     assert (end_of(tmp_path / "run").outcome, end_of(tmp_path / "run").exit_code) == ("failed", 7)
 
 
+@pytest.mark.slow
 def test_the_error_names_the_blocks_and_what_would_bring_how_much(tmp_path: Path) -> None:
     told = run_short(tables(backward_mib=30), tmp_path / "run")
     assert told["exit_code"] == 7

@@ -124,6 +124,7 @@ def test_a_script_goes_on_after_an_interrupted_run_as_it_likes(tmp_path: Path) -
     )
 
 
+@pytest.mark.slow
 def test_a_module_that_python_runs_by_its_name_is_a_script_and_one_inside_another_program_is_none(
     tmp_path: Path,
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_spec_trains_the_same_in_turns_as_alone(tmp_path: Path) -> None:
     assert alone.measures.keys() == both[0].measures.keys()
 
 
+@pytest.mark.slow
 @linux_only
 def test_arms_that_are_stopped_do_not_outlive_a_killed_harness(tmp_path: Path) -> None:
     at_each = "number == 3 and print(__import__('os').getpid(), flush=True)"

@@ -240,7 +240,7 @@ def apart(whole: list[Any], left: list[Any]) -> list[str]:
     ]
 
 
-@pytest.mark.quick("FSDP2", "DDP")
+@pytest.mark.quick("FSDP2")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
 )

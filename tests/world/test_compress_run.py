@@ -132,6 +132,7 @@ def test_a_run_with_powersgd_that_was_left_ends_with_the_bits_of_one_that_was_no
     assert mine[0] != mine[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_forgets_what_was_not_sent_is_seen_to(
     kinds: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -201,6 +201,7 @@ def test_who_was_killed_is_named_and_not_who_was_ended_for_it(tmp_path: Path) ->
     assert "rank 0 of 2" not in supervised.said
 
 
+@pytest.mark.slow
 def test_a_place_that_hangs_twice_is_left_out(tmp_path: Path) -> None:
     def job(rank: int) -> int:
         # where it is tried again before the end it does its part

@@ -119,6 +119,7 @@ def test_a_rank_that_is_stopped_before_it_asks_to_die_with_the_process_that_fork
             assert not is_alive(rank.pid)
 
 
+@pytest.mark.slow
 def test_one_that_is_stopped_is_ended_and_ranks_begin_by_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -229,6 +229,7 @@ def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_ano
     assert checked.last == 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(
     name: str, tmp_path: Path
@@ -330,7 +331,12 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
                 "hint: use fewer ranks, or batches of 1000"
             ),
         ),
-        ((), {"RANK": "0"}, "error: RANK is 0, and WORLD_SIZE is not set"),
+        pytest.param(
+            (),
+            {"RANK": "0"},
+            "error: RANK is 0, and WORLD_SIZE is not set",
+            marks=pytest.mark.slow,
+        ),
         (
             ("--ranks", "2"),
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},

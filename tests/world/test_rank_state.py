@@ -187,6 +187,7 @@ def test_each_rank_goes_on_with_its_own_state_where_ranks_hold_parts(
     assert whole[0]["drawn"] != whole[1]["drawn"]
 
 
+@pytest.mark.slow
 def test_a_commit_with_state_of_each_rank_is_refused_on_other_ranks_and_read_where_none_is_needed(
     tmp_path: Path,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import subprocess
@@ -119,13 +120,18 @@ def _sources() -> Iterator[tuple[str, Path]]:
     """Yield (name, file) of each imported module except installed, standard and surefoot ones."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if not isinstance(file, str) or name in SCRIPTS:
-            continue
-        if file.startswith(_FOREIGN) or not INSTALLED.isdisjoint(file.split(os.sep)):
-            continue  # before the path is resolved, which reads each folder on the way
-        path = os.path.realpath(file)
-        if not path.startswith(_FOREIGN) and INSTALLED.isdisjoint(path.split(os.sep)):
-            yield name, Path(path)
+        if isinstance(file, str) and name not in SCRIPTS and (path := _own(file)) is not None:
+            yield name, path
+
+
+@functools.cache
+def _own(file: str) -> Path | None:
+    """Return the real path of a module's file; None for an installed, standard or surefoot one."""
+    if file.startswith(_FOREIGN) or not INSTALLED.isdisjoint(file.split(os.sep)):
+        return None  # before the path is resolved, which reads each folder on the way
+    path = os.path.realpath(file)
+    is_own = not path.startswith(_FOREIGN) and INSTALLED.isdisjoint(path.split(os.sep))
+    return Path(path) if is_own else None
 
 
 def _digest(path: Path) -> str | None:
