@@ -29,7 +29,7 @@ test:
 
 test-faults:
 	@.ci/setup dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "faults or slow" $(TESTS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "faults or slow" $(TESTS)
 
 lint:
 	@.ci/setup dev

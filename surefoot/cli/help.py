@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -42,7 +43,11 @@ class Verbs(TyperGroup):
     """A Typer group of verbs that escapes markup in its help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find a verb; the error for a verb of a subgroup names it in full: `checkpoint export`."""
+        """Find a verb, or name what was meant.
+
+        The error for a verb of a subgroup names it in full (`checkpoint export`); a subgroup that
+        is given something else, as a spec, names its commands.
+        """
         inside = [
             f"{name} {args[0]}"
             for name, each in self.commands.items()
@@ -50,6 +55,12 @@ class Verbs(TyperGroup):
         ]
         if inside and args[0] not in self.commands:
             ctx.fail(f"No such command {args[0]!r}. It is {' or '.join(inside)}.")
+        is_near = get_close_matches(args[0], self.commands)  # which Typer suggests
+        if ctx.parent is not None and not (args[0] in self.commands or is_near):
+            ctx.fail(
+                f"No such command {args[0]!r}. "
+                f"{self.name} has the commands {', '.join(self.commands)}."
+            )
         return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:

@@ -97,7 +97,7 @@ def test_a_question_that_is_none_is_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("whatif {}", "No such command"),
+        ("whatif {}", "whatif has the commands batch, compile, "),
         ("whatif {} --batch 8", "No such"),
         ("whatif batch {}", "Missing argument 'SIZES'"),
         ("whatif fit {}", "Missing argument 'SIZE'"),
