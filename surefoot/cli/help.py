@@ -129,9 +129,11 @@ def _escaped(*described: Any) -> Iterator[None]:
     ]
     for each, name, text in texts:
         setattr(each, name, escape(_join_lines(text)))
-    yield
-    for each, name, text in texts:
-        setattr(each, name, text)
+    try:
+        yield
+    finally:
+        for each, name, text in texts:
+            setattr(each, name, text)
 
 
 def _join_lines(text: str) -> str:

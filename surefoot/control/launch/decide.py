@@ -152,7 +152,7 @@ def decide(
     if in_vain > rules.max_restarts:
         return Decision(
             Choice.STOP,
-            (f"{in_vain} {IN_VAIN}: another restart would not help"),
+            f"{in_vain} {IN_VAIN}: another restart would not help",
         ), after
     if place is None:
         return Decision(Choice.RETRY), after
