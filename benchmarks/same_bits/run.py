@@ -45,6 +45,7 @@ FEW = ["--steps", "6", "--set", "train.batch=4", "--set", "schedule.warmup=2 ste
 GPT = ["pycorpus", *FEW, "--set", f"task.folder={sysconfig.get_path('stdlib')}/asyncio"]
 DIGITS = ["digits", "--steps", "30", "--set", "schedule.warmup=5 steps"]
 TWO_RANKS = ["--ranks", "2"]
+VIRTUAL = ["--set", "layout.virtual_ranks=2", "--set", "train.threads=1"]
 # Muon looks at whole matrices, which a rank of a sharded run does not have
 ADAMW = ["--set", "optim.name=adamw", "--set", "optim.lr=1e-3"]
 # by name: the words after `surefoot train`, and the greatest relative difference; 0 is bitwise.
@@ -61,10 +62,10 @@ ROWS: dict[str, tuple[list[str], float]] = {
     "wikitext2": (["wikitext2", *FEW], 0.0),
     "cifar10_quick": (["cifar10_quick", "--steps", "4"], 0.0),
     "digits, two ranks": ([*DIGITS, *TWO_RANKS], 0.0),
-    "digits, two virtual ranks": ([*DIGITS, "--set", "layout.virtual_ranks=2"], 0.0),
-    "pycorpus, two virtual ranks": ([*GPT, "--set", "layout.virtual_ranks=2"], 0.0),
+    "digits, two virtual ranks": ([*DIGITS, *VIRTUAL], 0.0),
+    "pycorpus, two virtual ranks": ([*GPT, *VIRTUAL], 0.0),
     "pycorpus, two ranks": ([*GPT, *TWO_RANKS], 0.0),
-    "digits, compiled": ([*DIGITS, "--set", "compile.what=blocks"], 1e-5),
+    "pycorpus, compiled": ([*GPT, "--set", "compile.what=blocks"], 1e-5),
 } | {
     f"pycorpus, two ranks, stage {stage}": (
         [*GPT, *ADAMW, *TWO_RANKS, "--set", "layout.shard=2", "--set", f"layout.stage={stage}"],
