@@ -101,9 +101,8 @@ def call(checkout: Path, *words: str) -> None:
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(
-            f"surefoot {words[0]} ended with {done.returncode}: {done.stderr[-600:]}"
-        )
+        told = done.stderr.replace(f"{checkout}/", "")[-600:]
+        raise RuntimeError(f"surefoot {words[0]} ended with {done.returncode}: {told}")
 
 
 def differ(
@@ -172,6 +171,12 @@ def render(found: dict[str, Any]) -> str:
     return markdown(("run", "weights, old against new", "bound", "verdict"), rows)
 
 
+def read_rows(results: Path) -> dict[str, Any]:
+    """The rows that were compared before, of those that there still are."""
+    rows = json.loads(results.read_text())["rows"] if results.exists() else {}
+    return {name: row for name, row in rows.items() if name in ROWS}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -184,7 +189,9 @@ def main() -> None:
         default=ROOT,
         help="a checkout of the state after; this one, if none is given",
     )
-    parser.add_argument("--rows", help="names of rows, separated by semicolons; all by default")
+    parser.add_argument(
+        "--rows", help="compare these alone, separated by semicolons; the results of others stay"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     names = asked.rows.split(";") if asked.rows else list(ROWS)
@@ -198,7 +205,7 @@ def main() -> None:
                 "old": commit_of(asked.old),
                 "new": commit_of(asked.new),
             },
-            "rows": {},
+            "rows": read_rows(asked.out) if asked.rows else {},
         }
         for name in names:
             each = compare(asked.old.resolve(), asked.new.resolve(), name)
