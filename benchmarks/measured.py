@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,37 @@ def make_parser(description: str | None, results: Path) -> argparse.ArgumentPars
         "--show", action="store_true", help="only make the tables from the results that are there"
     )
     return parser
+
+
+def make_checkouts_parser(description: str | None, results: Path) -> argparse.ArgumentParser:
+    """The arguments of a comparison of two checkouts: OLD, NEW and --out."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", type=Path, nargs="?", help="a checkout of the state before")
+    parser.add_argument(
+        "new",
+        type=Path,
+        nargs="?",
+        default=ROOT,
+        help="a checkout of the state after; this one, if none is given",
+    )
+    parser.add_argument("--out", type=Path, default=results)
+    return parser
+
+
+def find_checkouts_conditions(old: Path, new: Path) -> dict[str, str]:
+    """The conditions of a comparison, with the commit of each checkout."""
+    return {
+        **find_conditions(("torch", "numpy")),
+        "old": _commit_of(old),
+        "new": _commit_of(new),
+    }
+
+
+def _commit_of(checkout: Path) -> str:
+    words = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=7"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def measure(

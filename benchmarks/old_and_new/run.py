@@ -9,7 +9,6 @@ OLD and NEW are folders with a checkout each.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,9 +18,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.measured import ROOT, render_interval, show, standing_of
+from benchmarks.measured import (
+    find_checkouts_conditions,
+    make_checkouts_parser,
+    render_interval,
+    show,
+    standing_of,
+)
 from surefoot.core.statistics import Interval, paired_ratio
-from surefoot.trial import find_conditions, markdown
+from surefoot.trial import markdown
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "old_and_new.json"
@@ -121,29 +126,14 @@ def render(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("old", type=Path, nargs="?", help="a checkout of the state before")
-    parser.add_argument(
-        "new",
-        type=Path,
-        nargs="?",
-        default=ROOT,
-        help="a checkout of the state after; this one, if none is given",
-    )
+    parser = make_checkouts_parser(__doc__, RESULTS)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--most-turns", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     if asked.old is not None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the processes inherit it
         found: dict[str, Any] = {
-            "conditions": {
-                **find_conditions(("torch", "numpy")),
-                "old": commit_of(asked.old),
-                "new": commit_of(asked.new),
-            },
+            "conditions": find_checkouts_conditions(asked.old, asked.new),
             "workloads": {},
         }
         for name in asked.workloads.split(","):
@@ -163,11 +153,6 @@ def main() -> None:
         {"bars": render(found), "conditions": conditions},
         FOLDER / "README.md" if asked.out == RESULTS else None,
     )
-
-
-def commit_of(checkout: Path) -> str:
-    words = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=7"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Two checkouts of surefoot train the same runs: are the weights the same bits?
 
-python benchmarks/same_bits/run.py OLD [NEW] [--rows digits,pycorpus]
+python benchmarks/same_bits/run.py OLD [NEW] [--rows "digits;pycorpus"]
 
 OLD and NEW are folders with a checkout each, and DATA is the folder of the data sets.
 Each run is trained and exported by the command of its own checkout, with its own tasks.
@@ -8,7 +8,6 @@ Each run is trained and exported by the command of its own checkout, with its ow
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,9 +20,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from benchmarks.measured import ROOT, show
-from benchmarks.old_and_new.run import commit_of
-from surefoot.trial import find_conditions, markdown
+from benchmarks.measured import ROOT, find_checkouts_conditions, make_checkouts_parser, show
+from surefoot.trial import markdown
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "same_bits.json"
@@ -178,21 +176,10 @@ def read_rows(results: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("old", type=Path, nargs="?", help="a checkout of the state before")
-    parser.add_argument(
-        "new",
-        type=Path,
-        nargs="?",
-        default=ROOT,
-        help="a checkout of the state after; this one, if none is given",
-    )
+    parser = make_checkouts_parser(__doc__, RESULTS)
     parser.add_argument(
         "--rows", help="compare these alone, separated by semicolons; the results of others stay"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     names = asked.rows.split(";") if asked.rows else list(ROWS)
     if unknown := [name for name in names if name not in ROWS]:
@@ -200,11 +187,7 @@ def main() -> None:
     if asked.old is not None:
         os.environ.setdefault("DATA", str(ROOT.parent / "shared" / "data"))
         found: dict[str, Any] = {
-            "conditions": {
-                **find_conditions(("torch", "numpy")),
-                "old": commit_of(asked.old),
-                "new": commit_of(asked.new),
-            },
+            "conditions": find_checkouts_conditions(asked.old, asked.new),
             "rows": read_rows(asked.out) if asked.rows else {},
         }
         for name in names:

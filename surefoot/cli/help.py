@@ -48,19 +48,20 @@ class Verbs(TyperGroup):
         The error for a verb of a subgroup names it in full (`checkpoint export`); a subgroup that
         is given something else, as a spec, names its commands.
         """
-        inside = [
-            f"{name} {args[0]}"
-            for name, each in self.commands.items()
-            if args[0] in getattr(each, "commands", ())
-        ]
-        if inside and args[0] not in self.commands:
-            ctx.fail(f"No such command {args[0]!r}. It is {' or '.join(inside)}.")
-        is_near = get_close_matches(args[0], self.commands)  # which Typer suggests
-        if ctx.parent is not None and not (args[0] in self.commands or is_near):
-            ctx.fail(
-                f"No such command {args[0]!r}. "
-                f"{self.name} has the commands {', '.join(self.commands)}."
-            )
+        if args[0] not in self.commands:
+            inside = [
+                f"{name} {args[0]}"
+                for name, each in self.commands.items()
+                if args[0] in getattr(each, "commands", ())
+            ]
+            if inside:
+                ctx.fail(f"No such command {args[0]!r}. It is {' or '.join(inside)}.")
+            # Typer suggests what is near
+            if ctx.parent is not None and not get_close_matches(args[0], self.commands):
+                ctx.fail(
+                    f"No such command {args[0]!r}. "
+                    f"{self.name} has the commands {', '.join(self.commands)}."
+                )
         return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
