@@ -34,7 +34,6 @@ from tests.world.ranks import run_ranks
 PASSES, BATCHES = 3, 4  # a pass has as many batches on each rank
 # gives the model, and what is called between the backward pass and the optimizer step
 Wrap = Callable[[nn.Module, int], Any]
-SLOW = ("DDP on three", "FSDP2 on three", "FSDP2 in copies", "FSDP2 by columns")
 
 
 class Net(nn.Module):
@@ -241,9 +240,7 @@ def apart(whole: list[Any], left: list[Any]) -> list[str]:
 
 
 @pytest.mark.quick("FSDP2")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_were_killed_end_with_the_bits_of_ranks_that_were_not(
     kind: str, tmp_path: Path
 ) -> None:

@@ -100,7 +100,7 @@ def test_masters_take_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_run_with_powersgd_that_was_left_ends_with_the_bits_of_one_that_was_not(
     num_ranks: int, kinds: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

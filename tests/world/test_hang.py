@@ -164,7 +164,6 @@ NAMED = {  # what the verdict says of each kind
         "the network between them is cut, or too slow",
     ),
 }
-LONGER = ("barrier", "computes", "uneven evaluation")
 
 
 def takes_steps(kind: str, folder: Path) -> int:
@@ -191,10 +190,7 @@ def own_network() -> None:
 
 
 @pytest.mark.quick("disk", "branch", "data", "stopped", "network")
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=pytest.mark.slow) if kind in LONGER else kind for kind in NAMED],
-)
+@pytest.mark.parametrize("kind", NAMED)
 def test_what_holds_up_the_others_is_named_by_the_supervisor(kind: str, tmp_path: Path) -> None:
     """Data, uneven work, another branch or shape, a dead or stopped rank, a disk, the network.
 

@@ -230,7 +230,7 @@ def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_ano
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(
     name: str, tmp_path: Path
 ) -> None:

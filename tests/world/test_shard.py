@@ -37,9 +37,6 @@ LAYOUTS = {
 }
 
 
-MAIN = ("stage 1 on 3", "stage 2 on 2", "stage 3 on 2 x 2")  # the others are slow tests
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,10 +134,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.quick("stage 2 on 2")
-@pytest.mark.parametrize(
-    "name",
-    [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_that_hold_a_part_train_to_the_numbers_of_one_process(
     name: str, alone: Any, tmp_path: Path
 ) -> None:
