@@ -31,6 +31,7 @@ from surefoot.contract import events, loop_ledger, manifest
 from surefoot.core.errors import SurefootError
 from tests.world.ranks import run_ranks
 
+GROUPS: list[Any] = []  # of this process, until its end
 PASSES, BATCHES = 3, 4  # a pass has as many batches on each rank
 # gives the model, and what is called between the backward pass and the optimizer step
 Wrap = Callable[[nn.Module, int], Any]
@@ -134,6 +135,9 @@ def joined(rank: int, size: int, folder: Path, name: str) -> Any:
         rank=rank,
         world_size=size,
     )
+    # a Reducer that frees the group last waits, with the GIL held, for a thread that waits for the
+    # GIL (https://github.com/pytorch/pytorch/issues/56297): the process ends before that
+    GROUPS.append(dist.group.WORLD)
     try:
         yield
     finally:
