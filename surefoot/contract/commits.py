@@ -201,6 +201,8 @@ def find_step(run: Path, step: int | str) -> int:
     """
     run = Path(run)
     steps = manifest.steps(run)
+    if not steps and not run.exists():
+        raise files.no_run(run, manifest.FOLDER)
     if not steps:
         raise RunFolderError(
             f"{run} holds no checkpoint",

@@ -310,8 +310,7 @@ def _open(folder: Path) -> TextIO:
             raise RunFolderError(
                 f"{folder / FILE} cannot be read: {error.strerror}", hint=hint_unread(error)
             ) from None
-        words = f"{folder} is no run: it holds no {FILE}"
-        raise RunFolderError(words, hint="surefoot runs lists the runs below a folder") from None
+        raise files.no_run(folder, FILE) from None
 
 
 def _kind_of(line: str) -> str:

@@ -112,10 +112,7 @@ def read_of_run(
             f"{run / FILE} cannot be read: {error.strerror}", hint=hint_unread(error)
         ) from None
     if not (run / FILE).is_file():
-        raise RunFolderError(
-            f"{run} is no run: it holds no {FILE}",
-            hint="surefoot runs lists the runs below a folder",
-        )
+        raise files.no_run(run, FILE)
     tables, places = _tables_of_file((run / FILE).resolve(), depth=0, warns=False)
     if task is not None:
         tables.setdefault("task", {})["use"] = _absolute_use(task, Path.cwd())

@@ -29,7 +29,7 @@ from surefoot.contract.manifest import FOLDER, STEP_FOLDER
 from surefoot.contract.run_folder import files
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source, resolve
-from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, hint_unwritten
+from surefoot.core.errors import InputError, SpecError, StorageError, hint_unwritten
 from surefoot.train.assemble import build_model, load_task, set_storage
 from surefoot.train.evaluate import (
     Evaluation,
@@ -105,10 +105,7 @@ def _build(task: Resolved, spec: RunSpec) -> nn.Module:
 
 def _find_step(run: Path, step: int | str) -> int:
     if not (run / SPEC_FILE).is_file():
-        raise RunFolderError(
-            f"{run} is no run: it holds no {SPEC_FILE}",
-            hint="surefoot runs lists the runs below a folder",
-        )
+        raise files.no_run(run, SPEC_FILE)
     return checkpoint.find_step(run, step)
 
 

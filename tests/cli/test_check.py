@@ -250,11 +250,18 @@ def attach_a_loop(folder: Path) -> None:
                 run.step_done(loss)
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: None])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Path.mkdir, "is no run: it holds no"),
+        (Path.touch, "is no run: it is a file"),
+        (lambda path: None, "does not exist"),
+    ],
+)
 def test_what_is_no_run_is_refused(
-    make: Callable[[Path], object], tmp_path: Path, surefoot: Command
+    make: Callable[[Path], object], words: str, tmp_path: Path, surefoot: Command
 ) -> None:
     make(tmp_path / "nothing")
     answer = surefoot("check", tmp_path / "nothing")
     assert answer.code == 2
-    assert "is no run" in answer.err
+    assert f"nothing {words}" in answer.err
