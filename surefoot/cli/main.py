@@ -124,7 +124,8 @@ def _build_verb(name: str, module: str, group: str) -> Any:
     )
     if isinstance(getattr(found, "app", None), typer.Typer):
         alone.add_typer(found.app, name=name, rich_help_panel=group)
-        return get_command(alone).commands[name]
+        around: Any = get_command(alone)
+        return around.commands[name]
     verb = getattr(found, name.replace("-", "_"))
     alone.command(name, cls=Verb, rich_help_panel=group)(verb)
     return get_command(alone)

@@ -133,7 +133,7 @@ def spans(data: int, pieces: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
 def opened(folder: Path, entry: Entry) -> Iterator[int]:
     """Open a file of a checkpoint for reading, as a descriptor.
 
-    Raises RunFolderError for a link, a missing file or a file of another size.
+    Raises RunFolderError for a link, a missing file or a file of a different size.
     """
     path = folder / entry.name
     try:

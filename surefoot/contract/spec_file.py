@@ -231,7 +231,7 @@ def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], di
         near = difflib.get_close_matches(given, builtin_names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise SpecError(
-            f"{given!r} is no spec: there is no such file and no such built-in task",
+            f"{given!r} is not a spec: there is no such file and no such built-in task",
             hint=f"{hint}give a TOML file, file.py:Task, or one of {', '.join(builtin_names())}",
         )
     return _tables_of_file(path, depth)

@@ -54,9 +54,9 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
     """Return the model of a run with the weights of `step`, in evaluation mode, on the CPU.
 
     `step` is "best", "last" or a number. `task` is the task object if the spec cannot build the
-    task, as for a run of a notebook, or the name (`file.py:Task`) under which the task can be
-    imported now. All digests are verified first. Raises RunFolderError if the folder is not a run,
-    has no such step or is damaged, SpecError if the task is unknown.
+    task, for example for a run of a notebook, or the name (`file.py:Task`) under which the task can
+    be imported now. All digests are verified first. Raises RunFolderError if the folder is not a
+    run, has no such step or is damaged, SpecError if the task is unknown.
     """
     if task is None or isinstance(task, str):
         return load_with_task(Path(run), step, use=task)[0]
@@ -255,7 +255,7 @@ def _check_first(
 def export_run(
     run: Path, step: str, to: Path, kind: str | None, data: str | None, *, use: str | None = None
 ) -> tuple[export.Exported, int]:
-    """Export the model of a run to another format; return the result and the step.
+    """Export the model of a run to a different format; return the result and the step.
 
     Raises InputError for an unknown format, or a target that exists or is in the run's checkpoints
     folder; StorageError if the file cannot be written.

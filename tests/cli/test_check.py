@@ -148,7 +148,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], set[Any], str]] = {
     "a manifest": (lambda run: (commit(run, 8) / "manifest.json").unlink(), {8}, "damaged"),
     "a line of the log": (damage_log, {"log"}, "damaged"),
     "no spec": (lambda run: (run / "spec.toml").unlink(), {"spec"}, "damaged"),
-    "another spec": (change_spec, {"spec"}, "damaged"),
+    "a different spec": (change_spec, {"spec"}, "damaged"),
     "the ledger of another run": (take_other_ledger, {"ledger"}, "damaged"),
     "a ledger without its end": (cut_ledger, {"ledger"}, "damaged"),
     "no ledger": (lambda run: (run / "ledger.bin").unlink(), {"ledger"}, "damaged"),
@@ -253,8 +253,8 @@ def attach_a_loop(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (Path.mkdir, "is no run: it holds no"),
-        (Path.touch, "is no run: it is a file"),
+        (Path.mkdir, "is not a run: it holds no"),
+        (Path.touch, "is not a run: it is a file"),
         (lambda path: None, "does not exist"),
     ],
 )

@@ -59,7 +59,7 @@ def _parse(text: str) -> float:
     from surefoot.core.errors import InputError, SpecError
     from surefoot.core.units import Duration
 
-    hint = "give a time with its unit, as --stuck-after 10min"
+    hint = "give a time with its unit, for example --stuck-after 10min"
     try:
         limit = Duration.parse(text)
     except SpecError as error:

@@ -292,7 +292,7 @@ def fit(
         print_largest(found)
     if found.microbatch is None:
         raise OutOfMemory(
-            f"no microbatch fits into {format_bytes(limit_bytes)} less {MARGIN:.0%}",
+            f"no microbatch fits into {1 - MARGIN:.0%} of {format_bytes(limit_bytes)}",
             hint=_way_out(given, found),
         )
 

@@ -35,7 +35,7 @@ def no_run(folder: Path, name: str) -> RunFolderError:
     if os.path.lexists(folder):
         words = "it is a file" if folder.is_file() else f"it holds no {name}"
         return RunFolderError(
-            f"{folder} is no run: {words}", hint="surefoot runs lists the runs below a folder"
+            f"{folder} is not a run: {words}", hint="surefoot runs lists the runs below a folder"
         )
     runs: list[str] = []
     with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def open_descriptor(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _refusal(errno.EINVAL, "it is no regular file", path)
+        raise _refusal(errno.EINVAL, "it is not a regular file", path)
     return descriptor
 
 
