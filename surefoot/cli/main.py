@@ -106,7 +106,7 @@ def _no_verb() -> None:
 @functools.cache
 def build_verbs() -> Any:
     """Build the command line, whose verbs are imported and built when they are asked for."""
-    built = get_command(app)
+    built: Any = get_command(app)
     built.commands = LazyVerbs(
         {
             name: functools.partial(_build_verb, name, module, group)
