@@ -278,9 +278,7 @@ def _has_compiler() -> bool:
 
 def _takes(spec: RunSpec, parameter: str) -> bool:
     use = spec.task.use
-    return use is not None and any(
-        each.name == parameter for each in signature.find_parameters(use) or ()
-    )
+    return use is not None and bool(signature.has_parameter(use, parameter))
 
 
 def find_part(batch: int) -> int | None:
