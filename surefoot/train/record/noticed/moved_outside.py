@@ -182,7 +182,7 @@ def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
             f"would hold, of shape {shapes}: the model does not register them",
             hint=(
                 "register them in the model (a submodule, nn.ModuleList in place of "
-                "a list), or name the object that holds them {what_to_name}; if "
+                f"a list), or name the object that holds them {what_to_name}; if "
                 "the model was changed after its "
                 "optimizer was built, build the optimizer last"
             ),
