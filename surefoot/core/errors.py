@@ -15,7 +15,7 @@
         |-- BadRecordError    6     a record could not be read
         |-- OutOfMemory       7     a step needed more memory than available
         `-- LostRank          8     another rank of the run failed, or did not start
-    RenamedKeyWarning               -- a FutureWarning: a key of a spec has its previous name
+    RenamedKeyWarning               -- a FutureWarning: a key or argument has its previous name
 
 The number is the exit code of the process. Other exit codes: 0 success, 1 a failed verdict, 70 an
 internal error, 129 ended by SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 ended by SIGTERM,
@@ -60,7 +60,7 @@ class InputError(SurefootError):
 
 
 class RenamedKeyWarning(FutureWarning):
-    """Warning that a key of a spec is given by its previous name."""
+    """Warning that a key of a spec, or an argument, is given by its previous name."""
 
 
 class SpecError(InputError):
