@@ -43,7 +43,7 @@ from surefoot.components.checkpoint.own import (
     with_masters,
 )
 from surefoot.components.checkpoint.random import restore_random
-from surefoot.components.checkpoint.tensors import DTYPES, create, fill
+from surefoot.components.checkpoint.tensor_files import DTYPES, create, fill
 from surefoot.components.checkpoint.tree import join, taken_from
 from surefoot.contract import commits
 from surefoot.contract.manifest import Manifest, Piece

@@ -15,7 +15,7 @@ from typing import Literal
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import BadRecordError, InputError, StorageError, TaskError
-from surefoot.core.process.memory import find_available_bytes
+from surefoot.core.process.memory_limits import find_available_bytes
 from surefoot.core.statistics import FIRST_LOOK, Interval, looks, sequential_ratio
 from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import rungs

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from surefoot.components.data import Keys, Share
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.components.memory.blocks import find_blocks
-from surefoot.components.memory.tensors import find_tensors
+from surefoot.components.memory.nested_tensors import find_tensors
 from surefoot.components.memory.trace import (
     GRADIENTS,
     Allocations,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.memory.tensors import find_tensors
+from surefoot.components.memory.nested_tensors import find_tensors
 from surefoot.components.memory.trace import GRADIENTS, Allocations
 from surefoot.components.optim import master_of
 from surefoot.contract.spec import RunSpec

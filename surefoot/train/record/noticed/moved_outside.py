@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from surefoot.components import checkpoint
-from surefoot.components.memory.tensors import find_tensors
+from surefoot.components.memory.nested_tensors import find_tensors
 from surefoot.components.optim import leaf_of
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.core.units import name_some
