@@ -188,14 +188,15 @@ def _read_row(file: BinaryIO, at: int, size: int, has_checksums: bool) -> tuple[
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
-    *place, count = HEAD.unpack(head)
+    step, generation, number_of_pass, place, count = HEAD.unpack(head)
     end = at + HEAD.size + ID_BYTES * count + CHECKSUM.size * has_checksums
-    if place[0] == 0 or end > size:  # there is no step 0
+    if step == 0 or end > size:  # zeros of a power cut
         return None
     ids = file.read(ID_BYTES * count)
     if has_checksums and file.read(CHECKSUM.size) != CHECKSUM.pack(zlib.crc32(head + ids)):
         return None
-    return Batch(*place, struct.unpack(f"<{count}I", ids)), end
+    row = Batch(step, generation, number_of_pass, place, struct.unpack(f"<{count}I", ids))
+    return row, end
 
 
 def check(run: Path) -> LoopConsumed:
