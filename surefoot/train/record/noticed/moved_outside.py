@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from surefoot.components import checkpoint
-from surefoot.components.memory.nested_tensors import find_tensors
 from surefoot.components.optim import leaf_of
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.values import find_leaves, named_attributes
+from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.quiet import restore_entry
 
 if TYPE_CHECKING:
