@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.errors import SpecError, TaskError
+from surefoot.core.errors import SpecError, TaskError, hint_nearest
 
 MAX_DEPTH = 8
 STARTERS = ("Run", "attach")
@@ -63,11 +63,9 @@ def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None
     for key, value in given.items():
         where = places.get(f"task.{key}")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise SpecError(
                 f"{use} has no parameter {key!r}",
-                hint=f"{hint}it has: {', '.join(known) or 'none'}",
+                hint=f"{hint_nearest(key, known, 0.5)}it has: {', '.join(known) or 'none'}",
                 where=where,
             )
         annotation = known[key].annotation

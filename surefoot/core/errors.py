@@ -24,9 +24,10 @@ internal error, 129 ended by SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 EXIT_OK = 0
@@ -146,6 +147,16 @@ def hint_unwritten(error: BaseException, instead: str | None = None) -> str:
     number = error.errno if isinstance(error, OSError) else int(told.group(1)) if told else None
     mend = MENDS.get(number or 0, "check that the disk is mounted and accepts files")
     return mend if instead is None else f"{mend}, or {instead}"
+
+
+def hint_nearest(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the start of a hint that asks whether a known name was meant; "" if none is near.
+
+    >>> hint_nearest("batchh", ["batch", "length"]), hint_nearest("x", ["batch"])
+    ("did you mean 'batch'? ", '')
+    """
+    near = difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def hint_unread(error: OSError) -> str:

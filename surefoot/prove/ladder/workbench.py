@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -360,8 +359,7 @@ def _quiet(spec: RunSpec) -> RunSpec:
 
 @contextlib.contextmanager
 def _work() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="surefoot-ladder-"))
-    try:
-        yield folder / "run"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix="surefoot-ladder-", ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder) / "run"
