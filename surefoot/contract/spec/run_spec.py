@@ -412,7 +412,7 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
     for name, words in IN_TOML.items():
         allowed = allowed.replace(name, words)
     options = re.findall(r"'([^']*)'", allowed) if kind == "literal_error" else []
-    of_torch = OF_TORCH.get(str(given).removeprefix("torch."))
+    of_torch = OF_TORCH.get(str(given).removeprefix("torch."), "")
     near = hint_nearest(of_torch if of_torch in options else str(given), options)
     if path[:1] == ("schedule",) and path[-1] in DURATIONS:
         allowed = 'a number with its unit in quotes: "500 steps", "2 epochs", "5 %"'
