@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.checkpoint.arms import flat, make_state
 from benchmarks.checkpoint.stall import BATCH, Wide
-from surefoot.components.checkpoint import tensors as files
+from surefoot.components.checkpoint import tensor_files as files
 from surefoot.components.checkpoint.direct import BUFFER_BYTES
 from surefoot.components.checkpoint.save import Content, Stamp, commit
 from surefoot.contract import commits, digest, manifest

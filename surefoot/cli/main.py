@@ -236,7 +236,7 @@ def _tell_no_memory(error: Exception, message: str = "") -> int:
     text = next(iter(str(error).strip().splitlines()), "")
     message = message or f"out of memory: {type(error).__name__}: {text}"
     try:
-        from surefoot.core.process.memory import find_limit
+        from surefoot.core.process.memory_limits import find_limit
 
         most = f"this process may use at most {find_limit().words}"
         _tell(

@@ -15,10 +15,10 @@ import json
 import os
 import shlex
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.run_folder import files
@@ -57,6 +57,30 @@ class Row(NamedTuple):
     step: int
     generation: int
     checksum: int
+
+
+class LedgerEntry(Protocol):
+    """A row of a ledger: what the attempt `generation` consumed in a step."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def generation(self) -> int: ...
+
+
+Entry = TypeVar("Entry", bound=LedgerEntry)
+
+
+class LedgerFault(NamedTuple):
+    """A row that deviates from what a ledger must hold.
+
+    `kind` is `lost`, `twice`, `out of order`, `other samples`, `other data` or `damaged`.
+    """
+
+    kind: str
+    step: int
+    told: str
 
 
 def checksum(ids: Any) -> int:
@@ -374,17 +398,16 @@ def read(folder: Path) -> Iterator[Row]:
             )
 
 
-def consumed(rows: Iterator[Row]) -> tuple[list[Row], int]:
+def consumed(rows: Iterable[Entry]) -> tuple[list[Entry], int]:
     """Return the rows that count, and how many were overruled.
 
     An attempt that went back to step n overrules the rows from step n on.
     """
-    kept: list[Row] = []
+    kept: list[Entry] = []
     overruled = 0
     for row in rows:
-        if kept and row.generation > kept[-1].generation:
-            while kept and kept[-1].step >= row.step:
-                kept.pop()
-                overruled += 1
+        while kept and row.generation > kept[-1].generation and kept[-1].step >= row.step:
+            kept.pop()
+            overruled += 1
         kept.append(row)
     return kept, overruled

@@ -2,8 +2,9 @@
 
 It is read and checked without torch. The user's loader chooses the order, so the ids themselves are
 stored, 4 bytes each. A header of 256 bytes holds what an epoch guarantees. A row is a batch: (step,
-generation, epoch, index in the epoch, number of ids), then the ids; there are none where the data
-do not identify the samples of a batch, and only the index is known. Names and messages call an
+generation, epoch, index in the epoch, number of ids), the ids, and the CRC-32 of both. There are no
+ids where the data do not identify the samples of a batch, and only the index is known. The rows of
+the previous release have no CRC; a loop that it started continues with such rows. Names call an
 epoch a pass.
 """
 
@@ -12,24 +13,21 @@ from __future__ import annotations
 import json
 import os
 import struct
-from array import array
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from surefoot.contract.ledger import FILE, HEADER_BYTES, Appended
+from surefoot.contract.ledger import FILE, HEADER_BYTES, Appended, LedgerFault, consumed
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError
 
-FORMAT = "loop 1"
-HEAD = struct.Struct("<IIIII")
+FORMAT, PREVIOUS_FORMAT = "loop 2", "loop 1"
+HEAD, CHECKSUM = struct.Struct("<IIIII"), struct.Struct("<I")
 ID_BYTES = 4
 MOST_IDS = 1 << 32
-MOST_ATTEMPTS = 1 << 16  # a larger difference between two rows is damage
-# rows that damage may remove at once; rows needed in a sequence to be accepted as rows
-NEAR, LONG_CHAIN = 64, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +66,6 @@ class DamagedBytes(NamedTuple):
     step: int
 
 
-class LoopFault(NamedTuple):
-    """A wrong batch or row.
-
-    `kind` is `lost`, `twice`, `out of order`, `other samples`, `other data` or `damaged`.
-    """
-
-    kind: str
-    step: int
-    told: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoopConsumed:
     """Result of checking a loop's ledger.
@@ -94,7 +81,7 @@ class LoopConsumed:
     num_samples: int
     num_passes: int
     num_compared: int  # overruled batches that were compared with the batches read in their place
-    faults: tuple[LoopFault, ...]
+    faults: tuple[LedgerFault, ...]
 
     @property
     def holds(self) -> bool:
@@ -124,13 +111,16 @@ class LoopLedger:
                 f"{path} was written for other data: {found}, now {promise}",
                 hint="give another folder",
             )
-        # a ledger that was started without digests stays without
+        # a ledger that was started without digests or checksums stays without
         self._leaves_out = promise.digests and not found.digests
+        with files.opened(folder, FILE) as file:
+            self._has_checksums = _has_checksums(file)
 
     def add(self, step: int, number_of_pass: int, place: int, ids: Sequence[int]) -> None:
         ids = () if self._leaves_out else ids
-        head = HEAD.pack(step, self._generation, number_of_pass, place, len(ids))
-        self._file.add(head + struct.pack(f"<{len(ids)}I", *ids))
+        row = HEAD.pack(step, self._generation, number_of_pass, place, len(ids))
+        row += struct.pack(f"<{len(ids)}I", *ids)
+        self._file.add(row + CHECKSUM.pack(zlib.crc32(row)) if self._has_checksums else row)
 
     def sync(self) -> None:
         self._file.sync()
@@ -143,7 +133,8 @@ def is_of_a_loop(folder: Path) -> bool:
     """Return whether a run's ledger is that of a user-written loop."""
     try:
         with files.opened(folder, FILE) as file:
-            return bool(json.loads(file.read(HEADER_BYTES))["surefoot ledger"] == FORMAT)
+            row = json.loads(file.read(HEADER_BYTES))
+        return row["surefoot ledger"] in (FORMAT, PREVIOUS_FORMAT)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -162,7 +153,8 @@ def read_promise(folder: Path) -> LoopGuarantee:
 def read(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[Batch]:
     """Return every batch in the order written, without a partial one at the end (after a kill).
 
-    Damaged rows are left out and listed in `damaged`; reading resumes at the next valid row.
+    Damaged rows are left out and listed in `damaged`; reading resumes at the next row with a valid
+    checksum. In a file without checksums, reading ends at a row that exceeds the file.
     """
     return (row for row, _ in _scan(folder, damaged))
 
@@ -170,155 +162,41 @@ def read(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[Ba
 def _scan(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[tuple[Batch, int]]:
     """Yield every batch, and the position in the file where its row ends."""
     with files.opened(folder, FILE) as file:
-        size, at, before = file.seek(0, os.SEEK_END), HEADER_BYTES, None
+        has_checksums = _has_checksums(file)
+        size, at, step = file.seek(0, os.SEEK_END), HEADER_BYTES, 0
         while at < size:
-            row = _read_head(file, at, size)
-            end = at if row is None else at + _num_bytes(row)
-            behind = None if row is None else _read_head(file, end, size)
-            if row is None or (end < size and (behind is None or not _follows(row, behind))):
-                found = _find_row(file, at + ID_BYTES, size, before)
-                if found is None and row is None:
-                    return  # a part of a row
-                if found is not None and _is_damaged(file, (at, end, found), size, row, before):
-                    if damaged is not None:
-                        damaged.append(
-                            DamagedBytes(at, found, 0 if before is None else before.step)
-                        )
-                    at = found
-                    continue
-            if row is None:
-                return
-            file.seek(at + HEAD.size)
-            before = row._replace(ids=tuple(array("I", file.read(ID_BYTES * len(row.ids)))))
-            yield before, end
-            at = end
+            if (found := _read_row(file, at, size, has_checksums)) is not None:
+                yield found
+                step, at = found[0].step, found[1]
+                continue
+            later = range(at + ID_BYTES, size - HEAD.size, ID_BYTES) if has_checksums else ()
+            behind = next((each for each in later if _read_row(file, each, size, True)), None)
+            if behind is None:
+                return  # a part of a row
+            if damaged is not None:
+                damaged.append(DamagedBytes(at, behind, step))
+            at = behind
 
 
-def _num_bytes(batch: Batch) -> int:
-    return HEAD.size + ID_BYTES * len(batch.ids)
+def _has_checksums(file: BinaryIO) -> bool:
+    return f'"{PREVIOUS_FORMAT}"'.encode() not in file.read(HEADER_BYTES)
 
 
-def _read_head(file: BinaryIO, at: int, size: int) -> Batch | None:
-    """Return the row at a position in the file, without its ids; None for no row or a partial one.
-
-    Its `ids` are a range of the same length.
-    """
+def _read_row(file: BinaryIO, at: int, size: int, has_checksums: bool) -> tuple[Batch, int] | None:
+    """Return the row at a position and where it ends; None for a partial or a damaged row."""
     file.seek(at)
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
     step, generation, number_of_pass, place, count = HEAD.unpack(head)
-    if step == 0 or ID_BYTES * count > size - at - HEAD.size:
+    end = at + HEAD.size + ID_BYTES * count + CHECKSUM.size * has_checksums
+    if step == 0 or end > size:  # zeros of a power cut
         return None
-    return Batch(step, generation, number_of_pass, place, range(count))  # type: ignore[arg-type]
-
-
-def _follows(row: Batch, behind: Batch) -> bool:
-    """Return whether a loop writes `behind` directly after `row`.
-
-    That is the next batch, or a batch of a later attempt, which may go back.
-    """
-    here, after = (row.number_of_pass, row.place + 1), (row.number_of_pass + 1, 0)
-    found = behind.number_of_pass, behind.place
-    if behind.generation != row.generation:
-        is_later = row.generation < behind.generation < row.generation + MOST_ATTEMPTS
-        return is_later and behind.step <= row.step + 1 and (found <= here or found == after)
-    return found in (here, after) and row.step <= behind.step <= row.step + 1
-
-
-def _count_chain(file: BinaryIO, at: int, size: int) -> tuple[int, bool]:
-    """Return the number of consecutive rows from `at`, and whether the file ends there.
-
-    Counts up to LONG_CHAIN.
-    """
-    row, num_rows = _read_head(file, at, size), 0
-    while row is not None:
-        num_rows, at = num_rows + 1, at + _num_bytes(row)
-        behind = _read_head(file, at, size)
-        if at == size or num_rows == LONG_CHAIN:
-            return num_rows, at == size
-        row = behind if behind is not None and _follows(row, behind) else None
-    return num_rows, False
-
-
-def _goes_on(file: BinaryIO, at: int, size: int) -> bool:
-    """Return whether valid rows follow at a position, whatever precedes it.
-
-    A loop may really have left out a batch.
-    """
-    num_rows, is_last = _count_chain(file, at, size)
-    return num_rows == LONG_CHAIN or is_last
-
-
-def _find_row(file: BinaryIO, start: int, size: int, before: Batch | None) -> int | None:
-    """Return the position of the next row that is confirmed by the rows after it, or None."""
-    for at in range(start, size - HEAD.size + 1, ID_BYTES):
-        row = _read_head(file, at, size)
-        if row is not None and _is_near(before, row):
-            num_rows, is_last = _count_chain(file, at, size)
-            # ids may look like a row
-            is_certain = num_rows > 1 or (
-                before is not None and row.generation == before.generation
-            )
-            if num_rows == LONG_CHAIN or (is_last and is_certain):
-                return at
-    return None
-
-
-def _is_near(before: Batch | None, row: Batch) -> bool:
-    """Return whether a row may come a few rows after `before`; None is the start of the file."""
-    if before is None:
-        return (
-            row.generation < MOST_ATTEMPTS
-            and row.step <= NEAR
-            and row.number_of_pass == 0
-            and row.place <= NEAR
-        )
-    if row.generation != before.generation:
-        return (
-            before.generation < row.generation < before.generation + NEAR
-            and row.step <= before.step + NEAR
-        )
-    is_same = (
-        row.number_of_pass == before.number_of_pass
-        and before.place < row.place <= before.place + NEAR
-    )
-    is_next = row.number_of_pass == before.number_of_pass + 1 and row.place <= NEAR
-    return before.step <= row.step <= before.step + NEAR and (is_same or is_next)
-
-
-def _is_damaged(
-    file: BinaryIO, places: tuple[int, int, int], size: int, row: Batch | None, before: Batch | None
-) -> bool:
-    """Return whether a row is damaged.
-
-    `places` are the position of the row, its stated end, and the position where another row was
-    found.
-    """
-    at, end, found = places
-    if row is None or found == end:
-        return row is None
-    if _goes_on(file, end, size):
-        # a loop may really have left out a batch; but no row contains the next one
-        inside = _read_head(file, found, size)
-        return found < end and inside is not None and _follows(row, inside)
-    is_as_before = before is not None and found - at == _num_bytes(before)
-    return found < end or found - end < HEAD.size or is_as_before
-
-
-def consumed(batches: Iterator[Batch]) -> tuple[list[Batch], int]:
-    """Return the batches that count, and how many were overruled.
-
-    An attempt that went back to step n overrules the batches from step n on.
-    """
-    kept: list[Batch] = []
-    overruled = 0
-    for batch in batches:
-        while kept and batch.generation > kept[-1].generation and kept[-1].step >= batch.step:
-            kept.pop()
-            overruled += 1
-        kept.append(batch)
-    return kept, overruled
+    ids = file.read(ID_BYTES * count)
+    if has_checksums and file.read(CHECKSUM.size) != CHECKSUM.pack(zlib.crc32(head + ids)):
+        return None
+    row = Batch(step, generation, number_of_pass, place, struct.unpack(f"<{count}I", ids))
+    return row, end
 
 
 def check(run: Path) -> LoopConsumed:
@@ -329,7 +207,7 @@ def check(run: Path) -> LoopConsumed:
     promise = read_promise(run)
     damaged: list[DamagedBytes] = []
     rows = list(read(run, damaged))
-    kept, overruled = consumed(iter(rows))
+    kept, overruled = consumed(rows)
     num_compared, others = _read_again(rows, kept)
     return LoopConsumed(
         promise=promise,
@@ -344,8 +222,8 @@ def check(run: Path) -> LoopConsumed:
     )
 
 
-def _told_of_damage(damage: DamagedBytes) -> LoopFault:
-    return LoopFault(
+def _told_of_damage(damage: DamagedBytes) -> LedgerFault:
+    return LedgerFault(
         "damaged",
         damage.step,
         f"bytes {damage.start:,} to {damage.end:,} of {FILE}, "
@@ -382,7 +260,7 @@ def find_sample(run: Path, sample: int) -> list[Batch]:
     return [batch for batch in consumed(read(run))[0] if sample in batch.ids]
 
 
-def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[LoopFault]]:
+def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[LedgerFault]]:
     """Compare the overruled batches with those read in their place.
 
     Returns the number of comparisons, and a fault for each difference.
@@ -396,7 +274,7 @@ def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[LoopFau
     ]
     others = {now: batch for batch, now in pairs if batch.ids != now.ids}
     return len(pairs), [
-        LoopFault(
+        LedgerFault(
             "other samples",
             now.step,
             f"batch {now.place + 1:,} of epoch {now.number_of_pass + 1:,} held other samples in "
@@ -407,7 +285,7 @@ def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[LoopFau
     ]
 
 
-def _places(kept: list[Batch]) -> Iterator[LoopFault]:
+def _places(kept: list[Batch]) -> Iterator[LedgerFault]:
     """Yield a fault for each batch that is not the next of its epoch, and for each skipped step.
 
     An epoch may be left before its end, and a step may hold several batches.
@@ -418,7 +296,7 @@ def _places(kept: list[Batch]) -> Iterator[LoopFault]:
         if (batch.number_of_pass, batch.place) != expected:
             at = f"batch {batch.place + 1:,} of epoch {batch.number_of_pass + 1:,}"
             kind = "lost" if (batch.number_of_pass, batch.place) > expected else "twice"
-            yield LoopFault(
+            yield LedgerFault(
                 kind,
                 batch.step,
                 f"step {batch.step:,} read {at} where batch {expected[1] + 1:,} of "
@@ -426,11 +304,11 @@ def _places(kept: list[Batch]) -> Iterator[LoopFault]:
             )
         elif not step <= batch.step <= step + 1:
             kind = "lost" if batch.step > step + 1 else "out of order"
-            yield LoopFault(kind, batch.step, f"step {batch.step:,} follows step {step:,}")
+            yield LedgerFault(kind, batch.step, f"step {batch.step:,} follows step {step:,}")
         step, number, place = batch.step, batch.number_of_pass, batch.place
 
 
-def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LoopFault]:
+def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LedgerFault]:
     """Yield a fault for each sample that an epoch has twice, and for samples that it left out.
 
     Samples can be missing only in a complete epoch: one after which the next epoch started.
@@ -445,7 +323,7 @@ def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LoopFault]:
     for number, counts in passes.items():
         for sample, count in counts.items():
             if count > 1:
-                yield LoopFault(
+                yield LedgerFault(
                     "twice",
                     last[number],
                     f"epoch {number + 1:,} consumed sample {sample:,} {count} times",
@@ -457,7 +335,7 @@ def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LoopFault]:
             and promise.samples is not None
             and len(counts) < promise.samples
         ):
-            yield LoopFault(
+            yield LedgerFault(
                 "lost",
                 last[number],
                 f"epoch {number + 1:,} left out {promise.samples - len(counts):,} samples",

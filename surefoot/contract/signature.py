@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.errors import SpecError, TaskError
+from surefoot.core.errors import SpecError, TaskError, hint_nearest
 
 MAX_DEPTH = 8
 STARTERS = ("Run", "attach")
 NAMING = "a task is named file.py:Class or package.module:Class"
 METHODS = ("model", "data", "forward", "loss")
+# what ast.parse raises for bad text, null bytes, or a nesting too deep
+NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
@@ -61,11 +63,9 @@ def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None
     for key, value in given.items():
         where = places.get(f"task.{key}")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise SpecError(
                 f"{use} has no parameter {key!r}",
-                hint=f"{hint}it has: {', '.join(known) or 'none'}",
+                hint=f"{hint_nearest(key, known, 0.5)}it has: {', '.join(known) or 'none'}",
                 where=where,
             )
         annotation = known[key].annotation
@@ -88,12 +88,10 @@ def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None
         )
 
 
-def takes_folder(use: str) -> bool | None:
-    """Return whether the task has a parameter `folder`; None when only an import can show that."""
+def has_parameter(use: str, name: str) -> bool | None:
+    """Return whether the task has a parameter `name`; None when only an import can show that."""
     parameters = find_parameters(use)
-    return (
-        None if parameters is None else any(parameter.name == "folder" for parameter in parameters)
-    )
+    return None if parameters is None else any(parameter.name == name for parameter in parameters)
 
 
 def find_source(use: str) -> Path | None:
@@ -148,8 +146,7 @@ def find_parameters(use: str) -> list[Parameter] | None:
             f"{path} cannot be read: {error.strerror}",
             hint="give a task file that you have permission to read",
         ) from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        # bad text, null bytes, a nesting too deep
+    except NOT_PYTHON as error:
         raise TaskError(
             f"{path} is not Python: {error}", hint="correct the file, then run the command again"
         ) from None
@@ -170,7 +167,7 @@ def suggest_class(path: Path, name: str = "") -> str:
     """
     try:
         tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+    except (OSError, *NOT_PYTHON):
         return NAMING
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     counts = {
@@ -207,7 +204,7 @@ def find_unguarded_run(path: Path) -> int | None:
     """
     try:
         tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+    except (OSError, *NOT_PYTHON):
         return None  # the import reports it better
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     return _find_start(tree.body, _names_of_starters(tree) - functions.keys(), functions)

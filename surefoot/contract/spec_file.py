@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import re
 import shlex
@@ -31,6 +30,7 @@ from surefoot.core.errors import (
     RunFolderError,
     SpecError,
     TaskError,
+    hint_nearest,
     hint_unread,
 )
 
@@ -228,8 +228,7 @@ def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], di
     if given not in builtin_names():
         path = beside / given
     if not path.is_file():
-        near = difflib.get_close_matches(given, builtin_names(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = hint_nearest(given, builtin_names())
         raise SpecError(
             f"{given!r} is not a spec: there is no such file and no such built-in task",
             hint=f"{hint}give a TOML file, file.py:Task, or one of {', '.join(builtin_names())}",

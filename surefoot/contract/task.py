@@ -38,7 +38,6 @@ MAY_HAVE = (
     "counts",
     "metrics",
     "blocks",
-    "tensor_plan",
     "parameter_groups",
     "optimizer",
     "schedule",
@@ -190,7 +189,6 @@ class Resolved:
     counts: Callable[[Batch], Mapping[str, int] | int] | None
     metrics: Callable[[Output, Batch], Mapping[str, Metric]] | None
     blocks: Callable[[Any], Sequence[Any]] | None
-    tensor_plan: Callable[[Any], Any] | None
     parameter_groups: Callable[[Any], Sequence[dict[str, Any]]] | None
     optimizer: Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer] | None
     schedule: Callable[[int, int], float] | None

@@ -15,7 +15,7 @@
         |-- BadRecordError    6     a record could not be read
         |-- OutOfMemory       7     a step needed more memory than available
         `-- LostRank          8     another rank of the run failed, or did not start
-    RenamedKeyWarning               -- a FutureWarning: a key of a spec has its previous name
+    RenamedKeyWarning               -- a FutureWarning: a key or argument has its previous name
 
 The number is the exit code of the process. Other exit codes: 0 success, 1 a failed verdict, 70 an
 internal error, 129 ended by SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 ended by SIGTERM,
@@ -24,9 +24,10 @@ internal error, 129 ended by SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 EXIT_OK = 0
@@ -60,7 +61,7 @@ class InputError(SurefootError):
 
 
 class RenamedKeyWarning(FutureWarning):
-    """Warning that a key of a spec is given by its previous name."""
+    """Warning that a key of a spec, or an argument, is given by its previous name."""
 
 
 class SpecError(InputError):
@@ -148,6 +149,16 @@ def hint_unwritten(error: BaseException, instead: str | None = None) -> str:
     number = error.errno if isinstance(error, OSError) else int(told.group(1)) if told else None
     mend = MENDS.get(number or 0, "check that the disk is mounted and accepts files")
     return mend if instead is None else f"{mend}, or {instead}"
+
+
+def hint_nearest(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the start of a hint that asks whether a known name was meant; "" if none is near.
+
+    >>> hint_nearest("batchh", ["batch", "length"]), hint_nearest("x", ["batch"])
+    ("did you mean 'batch'? ", '')
+    """
+    near = difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def hint_unread(error: OSError) -> str:

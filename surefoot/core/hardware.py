@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from surefoot.core.process.memory import find_limit
+from surefoot.core.process.memory_limits import find_limit
 
 
 @dataclass(frozen=True, kw_only=True)

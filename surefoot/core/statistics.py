@@ -105,23 +105,6 @@ def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
     return [float(value) for value in np.quantile(_checked(values), shares)]
 
 
-def robust_z(value: float, among: Sequence[float]) -> float:
-    """Return (value - median) / (1.4826 MAD) of `among`.
-
-    This is the number of robust standard deviations above the median. Infinite where the others are
-    all equal and `value` differs. Iglewicz and Hoaglin 1993, "How to detect and handle outliers".
-
-    >>> robust_z(10, [1, 2, 3, 4, 5]) > 4, robust_z(3, [3, 3, 3]), robust_z(4, [3, 3, 3])
-    (True, 0.0, inf)
-    """
-    checked = _checked(among)
-    middle = float(np.median(checked))
-    spread = MAD_TO_SD * float(np.median(np.abs(checked - middle)))
-    if value == middle:
-        return 0.0
-    return (value - middle) / spread if spread else math.copysign(math.inf, value - middle)
-
-
 def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
     """Return the bounds of 95 % of the medians of 4,000 seeded resamples.
 

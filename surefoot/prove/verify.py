@@ -226,7 +226,7 @@ def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Differ
 def _rows(run: Path) -> list[tuple[int, object]]:
     """Return what each step of a run consumed, as its ledger has it."""
     if loop_ledger.is_of_a_loop(run):
-        return [(row.step, row.ids) for row in loop_ledger.consumed(loop_ledger.read(run))[0]]
+        return [(row.step, row.ids) for row in ledger.consumed(loop_ledger.read(run))[0]]
     return [(row.step, row.checksum) for row in ledger.consumed(ledger.read(run))[0]]
 
 

@@ -28,9 +28,9 @@ from surefoot.runtime.comm import ALONE, Group
 from surefoot.train.environment import set_seeds
 from surefoot.train.failure.blame import describe
 from surefoot.train.quiet import untouched
-from surefoot.train.record import partial
+from surefoot.train.record import batch_results
+from surefoot.train.record.batch_results import BatchResult, Merged
 from surefoot.train.record.carried import CarriedState
-from surefoot.train.record.partial import BatchResult, Merged
 from surefoot.train.step import check_count
 
 NUM_TRIED = 8
@@ -145,7 +145,7 @@ def evaluate(
             with compute():
                 _outcome(model, task, next(batches(source, size, device)))
     if shares:
-        gathered = partial.gather(mine, group, can_share=not has_changed)
+        gathered = batch_results.gather(mine, group, can_share=not has_changed)
         if gathered is None:
             return evaluate(
                 model,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import export
 from surefoot.components.checkpoint.load import check_fit
-from surefoot.components.checkpoint.tensors import lay_out
+from surefoot.components.checkpoint.tensor_files import lay_out
 from surefoot.components.memory.caches import without_caches
 from surefoot.components.observe import Console
 from surefoot.components.precision import Compute, compute_context

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -68,11 +67,11 @@ def run_rounds(
 
 
 def _run_aside(arms: Sequence[Arm], number: int, warmup_rounds: int) -> list[Outcome]:
-    work = Path(tempfile.mkdtemp(prefix="surefoot-trial-"))
     at, is_warmup = max(0, number - warmup_rounds), number < warmup_rounds
-    try:
+    with tempfile.TemporaryDirectory(
+        prefix="surefoot-trial-", ignore_cleanup_errors=True
+    ) as folder:
+        work = Path(folder)
         if len(arms) > 1:
             return run_in_turns(arms, work, number=at, is_warmup=is_warmup)
         return [run_arm(arms[0], work, number=at, is_warmup=is_warmup)]
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

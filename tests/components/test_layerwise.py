@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from surefoot.components import optim
+from surefoot.components.optim import saving
 from surefoot.contract.spec import OptimTable
-from surefoot.core.errors import SpecError, TaskError
+from surefoot.core.errors import RenamedKeyWarning, SpecError, TaskError
 from tests.components.test_optim import STEPS, gradients_of, network
 
 KINDS: dict[str, Callable[..., Any]] = {
     "lars": lambda p, **how: optim.Lars(
-        p, lr=0.5, momentum=0.9, weight_decay=0.01, trust=0.02, **how
+        p, lr=0.5, momentum=0.9, weight_decay=0.01, trust_coefficient=0.02, **how
     ),
     "lamb": lambda p, **how: optim.Lamb(
         p, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01, **how
@@ -81,7 +82,7 @@ def test_the_weights_after_many_steps_equal_those_of_the_papers_formulas_in_nump
 def test_a_step_of_lars_and_of_lamb_done_by_hand() -> None:
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))  # |w| = 5
     weight.grad = torch.tensor([0.0, 2.0])  # |g| = 2
-    optim.Lars([weight], lr=0.1, momentum=0.9, weight_decay=0.1, trust=0.5).step()
+    optim.Lars([weight], lr=0.1, momentum=0.9, weight_decay=0.1, trust_coefficient=0.5).step()
     # r = 0.5 * 5 / (2 + 0.1 * 5) = 1; v = 0.1 * (g + 0.1 w) = (0.03, 0.24)
     torch.testing.assert_close(weight.detach(), torch.tensor([2.97, 3.76]), rtol=0, atol=1e-6)
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -270,7 +271,7 @@ def test_complex_weights_are_moved_as_their_real_and_imaginary_parts(name: str) 
         (optim.Lars, {"lr": -1.0}),
         (optim.Lars, {"lr": float("nan")}),
         (optim.Lars, {"weight_decay": -1.0}),
-        (optim.Lars, {"trust": 0.0}),
+        (optim.Lars, {"trust_coefficient": 0.0}),
         (optim.Lars, {"momentum": 1.0}),
         (optim.Lamb, {"lr": "fast"}),
         (optim.Lamb, {"betas": (1.0, 0.9)}),
@@ -322,3 +323,32 @@ def test_a_gradient_that_is_sparse_is_named() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(TaskError, match="a gradient is sparse"):
         update.step_if_finite()
+
+
+def test_the_previous_name_of_the_trust_coefficient_is_read_with_a_warning() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    for settings in (
+        ([weight], {"trust": 0.02}),
+        ([{"params": [weight], "trust": 0.02}], {}),
+    ):
+        with pytest.warns(RenamedKeyWarning, match="trust of Lars is now trust_coefficient"):
+            old = optim.Lars(settings[0], **settings[1])
+        assert old.param_groups[0]["trust_coefficient"] == 0.02
+        assert "trust" not in old.param_groups[0]
+
+
+def test_states_that_the_previous_release_saved_are_restored() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    saved = optim.Lars([weight], trust_coefficient=0.02).state_dict()
+    (group,) = saved["param_groups"]
+    group["trust"] = group.pop("trust_coefficient")
+    optimizer = optim.Lars([weight])
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["trust_coefficient"] == 0.02
+    assert "trust" not in optimizer.param_groups[0]
+    named = {id(weight): "weight"}
+    kept = saving.state_of(optimizer, [weight], named)
+    kept["groups"][0]["trust"] = kept["groups"][0].pop("trust_coefficient")
+    other = optim.Lars([weight])
+    saving.restore(other, kept, [weight], named)
+    assert other.param_groups[0] == optimizer.param_groups[0]

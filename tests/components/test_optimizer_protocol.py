@@ -24,7 +24,7 @@ from surefoot.core.errors import SpecError
 STEPS = 4
 KINDS: dict[str, Callable[..., Optimizer]] = {
     "muon": lambda params: optim.FlatMuon(params, lr=0.05, momentum=0.9, nesterov=True),
-    "lars": lambda params: optim.Lars(params, lr=0.5, momentum=0.9, trust=0.02),
+    "lars": lambda params: optim.Lars(params, lr=0.5, momentum=0.9, trust_coefficient=0.02),
     "lars, not fused": lambda params: optim.Lars(params, lr=0.5, fused=False),
     "lamb": lambda params: optim.Lamb(params, lr=0.02),
     "lamb, not fused": lambda params: optim.Lamb(params, lr=0.02, fused=False),

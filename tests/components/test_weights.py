@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from surefoot.components import checkpoint
-from surefoot.components.checkpoint.tensors import is_finite
+from surefoot.components.checkpoint.tensor_files import is_finite
 from surefoot.core.errors import NumbersError
 
 

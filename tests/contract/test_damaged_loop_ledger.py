@@ -10,10 +10,19 @@ import pytest
 
 from surefoot.contract import loop_ledger
 from surefoot.contract.ledger import FILE, HEADER_BYTES
-from surefoot.contract.loop_ledger import HEAD, ID_BYTES, Batch, LoopGuarantee, LoopLedger
+from surefoot.contract.loop_ledger import (
+    CHECKSUM,
+    FORMAT,
+    HEAD,
+    ID_BYTES,
+    PREVIOUS_FORMAT,
+    Batch,
+    LoopGuarantee,
+    LoopLedger,
+)
 
 NUM_ROWS, SIZE = 12, 4
-ROW = HEAD.size + ID_BYTES * SIZE
+ROW = HEAD.size + ID_BYTES * SIZE + CHECKSUM.size
 COUNT = 16  # where the number of ids stands in a row
 
 
@@ -42,6 +51,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], set[int]]] = {
     "a length too small by one": (lambda folder: damage(folder, 4, COUNT, SIZE - 1), {5}),
     "a length of 0": (lambda folder: damage(folder, 4, COUNT, 0), {5}),
     "the first row": (lambda folder: damage(folder, 0, COUNT, 77), {1}),
+    "another sample": (lambda folder: damage(folder, 3, HEAD.size, 1), {4}),
+    "another step": (lambda folder: damage(folder, 3, 0, 3), {4}),
+    "another checksum": (lambda folder: damage(folder, 0, ROW - CHECKSUM.size, 0), {1}),
     "a step of 0": (lambda folder: damage(folder, 7, 0, 0), {8}),
     "two rows": (
         lambda folder: (damage(folder, 2, COUNT, 1 << 20), damage(folder, 8, COUNT, 2))[0],
@@ -118,3 +130,44 @@ def test_what_a_loop_really_did_is_no_damage(rows: list[Batch], tmp_path: Path) 
     found: list[loop_ledger.DamagedBytes] = []
     assert list(loop_ledger.read(tmp_path, found)) == rows
     assert not found
+
+
+def of_the_previous_release(folder: Path) -> Path:
+    """The same ledger without checksums."""
+    path = folder / FILE
+    data = path.read_bytes()
+    header, rows = data[:HEADER_BYTES], data[HEADER_BYTES:]
+    assert len(rows) == NUM_ROWS * ROW
+    cut = [rows[at : at + ROW - CHECKSUM.size] for at in range(0, len(rows), ROW)]
+    path.write_bytes(header.replace(FORMAT.encode(), PREVIOUS_FORMAT.encode()) + b"".join(cut))
+    return folder
+
+
+def test_a_loop_of_the_previous_release_is_read_and_goes_on_in_its_format(folder: Path) -> None:
+    before = list(loop_ledger.read(folder))
+    size = (of_the_previous_release(folder) / FILE).stat().st_size
+    assert loop_ledger.is_of_a_loop(folder)
+    assert list(loop_ledger.read(folder)) == before
+    assert loop_ledger.check(folder).holds
+    with (folder / FILE).open("ab") as file:
+        file.write(HEAD.pack(13, 1, 2, 0, SIZE))  # a part of a row
+    again = LoopLedger(folder, LoopGuarantee(samples=24, once=True, all=True), 2)
+    again.add(NUM_ROWS + 1, 2, 0, range(SIZE))
+    again.sync()
+    again.close()
+    assert (folder / FILE).stat().st_size == size + ROW - CHECKSUM.size
+    assert list(loop_ledger.read(folder)) == [*before, Batch(13, 2, 2, 0, (0, 1, 2, 3))]
+    (folder / "fork").mkdir()
+    loop_ledger.begin_fork(folder, folder / "fork", 6)
+    assert FORMAT.encode() in (folder / "fork" / FILE).read_bytes()
+    forked = list(loop_ledger.read(folder / "fork"))
+    assert forked == [row._replace(generation=0) for row in before[:6]]
+
+
+def test_a_longer_row_of_the_previous_release_ends_the_reading(folder: Path) -> None:
+    before = list(loop_ledger.read(folder))
+    of_the_previous_release(folder)
+    with (folder / FILE).open("r+b") as file:
+        file.seek(HEADER_BYTES + 4 * (ROW - CHECKSUM.size) + COUNT)
+        file.write(struct.pack("<I", 1 << 30))
+    assert list(loop_ledger.read(folder)) == before[:4]

@@ -202,7 +202,7 @@ def test_an_unknown_and_a_missing_parameter_are_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="needs width"):
         signature.check(f"{path}:Mine", {"depth": 3}, {})
     signature.check(f"{path}:Mine", {"width": 3}, {})  # the folder comes from [data]
-    assert signature.takes_folder(f"{path}:Mine") is True
+    assert signature.has_parameter(f"{path}:Mine", "folder") is True
 
 
 DATASET = "class Rows(Dataset):\n    def __len__(self): ...\n    def __getitem__(self, i): ...\n"

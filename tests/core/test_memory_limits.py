@@ -18,8 +18,8 @@ import pytest
 
 from surefoot.core.hardware import find_machine
 from surefoot.core.place import child_environment
-from surefoot.core.process import memory
-from surefoot.core.process.memory import count_kills, find_available_bytes, find_limit
+from surefoot.core.process import memory_limits
+from surefoot.core.process.memory_limits import count_kills, find_available_bytes, find_limit
 from surefoot.core.process.refused import is_refused
 from tests.world.launched import Supervised
 
@@ -90,7 +90,7 @@ def test_the_least_limit_is_that_of_the_process(
     found = find_limit(write(tmp_path, files))
     assert found.num_bytes == num_bytes
     assert source in found.source
-    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    monkeypatch.setattr(memory_limits, "ROOT", tmp_path)
     assert find_machine().memory_bytes == num_bytes
 
 
@@ -132,7 +132,7 @@ def test_the_kills_of_the_kernel_are_counted(name: str, text: str, tmp_path: Pat
 
 
 def test_ulimit_is_a_limit() -> None:
-    code = "from surefoot.core.process.memory import find_limit; print(find_limit())"
+    code = "from surefoot.core.process.memory_limits import find_limit; print(find_limit())"
     limited = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -351,7 +351,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_named_with_the_limit(
         run=tmp_path / "run",
         max_restarts=3,
         numbers=numbers,
-        prepare=lambda: setattr(memory, "ROOT", root),
+        prepare=lambda: setattr(memory_limits, "ROOT", root),
     )
     assert supervised.wait() == (7 if numbers == (2,) else 0), supervised.said
     assert "the kernel killed 1 process of this run's cgroup for memory" in supervised.said
@@ -371,7 +371,7 @@ def test_a_rank_that_somebody_else_killed_is_not_said_to_be_killed_for_memory(
         return 0
 
     supervised = Supervised(
-        job, 2, tmp_path / "ranks", prepare=lambda: setattr(memory, "ROOT", root)
+        job, 2, tmp_path / "ranks", prepare=lambda: setattr(memory_limits, "ROOT", root)
     )
     assert supervised.wait() == 128 + signal.SIGKILL
     assert "for memory" not in supervised.said

@@ -26,7 +26,6 @@ from surefoot.core.statistics import (
     paired_difference,
     paired_ratio,
     quantiles,
-    robust_z,
     sequential_ratio,
     sign_test_rank,
     standard_deviation,
@@ -45,7 +44,6 @@ def test_known_values() -> None:
     assert quantiles(MICHELSON, [0.25, 0.5, 0.75]) == pytest.approx(
         of_python.quantiles(MICHELSON, n=4, method="inclusive")
     )
-    assert robust_z(650, MICHELSON) == pytest.approx((650 - 940) / (1.4826 * 60))
     assert standard_deviation([3.0]) is None
 
 
@@ -176,14 +174,6 @@ def test_differences_are_paired_by_their_place() -> None:
     assert interval.estimate == pytest.approx(0.002)
     assert interval.verdict == "higher"
     assert paired_difference(scores, scores).verdict == "no effect"
-
-
-def test_a_robust_score_is_not_moved_by_the_outliers_it_is_to_find() -> None:
-    calm = [1.0, 1.1, 0.9, 1.05, 0.95]
-    assert robust_z(5.0, [*calm, 100.0]) > 20
-    assert robust_z(1.0, calm) == 0.0
-    assert robust_z(2.0, [1.0, 1.0, 1.0]) == math.inf
-    assert robust_z(0.0, [1.0, 1.0, 1.0]) == -math.inf
 
 
 def test_what_cannot_be_compared_is_refused_in_words() -> None:

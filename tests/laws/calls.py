@@ -68,7 +68,8 @@ ENDS = {
     # of a rank whose main thread hangs: no exception reaches it
     ("surefoot/runtime/comm/watched.py", "os._exit")
 }
-CLEARS = "surefoot/train/failure/memory.py"  # between two attempts at a step that found no memory
+# between two attempts at a step that found no memory
+CLEARS = "surefoot/train/failure/out_of_memory.py"
 NETWORK = (
     "http",
     "urllib.request",

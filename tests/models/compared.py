@@ -22,8 +22,8 @@ from torch.utils.data import default_collate
 
 from surefoot import Loss, Run, RunSpec
 from surefoot.components.data import TorchDataset
-from surefoot.components.data.feed import map_tensors
 from surefoot.core.errors import SurefootError
+from surefoot.runtime.nested_tensors import map_tensors
 from tests.world.ranks import run_ranks
 
 STEPS, BATCH, MICROBATCH, KILLED_AFTER = 4, 8, 4, 3

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surefoot.components.checkpoint.tensors import DTYPES
+from surefoot.components.checkpoint.tensor_files import DTYPES
 from surefoot.prove.leavings import compare, list_timed, list_unfollowed
 
 WEIGHT = {"weight": torch.arange(4.0)}

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import surefoot
-from surefoot.contract import loop_ledger, manifest
+from surefoot.contract import ledger, loop_ledger, manifest
 from surefoot.contract.loop_ledger import Batch, LoopGuarantee, LoopLedger
 from surefoot.core.errors import RunFolderError
 from surefoot.train.attach.loop_keeper import LoopKeeper
@@ -48,7 +48,7 @@ def test_every_sample_is_consumed_once_a_pass_over_any_stops(
     )
     left_at(tmp_path / "b", data)
     ids = [
-        [batch.ids for batch in loop_ledger.consumed(loop_ledger.read(tmp_path / name))[0]]
+        [batch.ids for batch in ledger.consumed(loop_ledger.read(tmp_path / name))[0]]
         for name in "ab"
     ]
     assert ids[0] == ids[1]

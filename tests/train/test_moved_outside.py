@@ -178,6 +178,7 @@ def test_a_parameter_that_no_variable_leads_to_is_refused_with_its_shape(tmp_pat
     ) as refused:
         surefoot.attach(model=model, optimizer=optimizer, data=DATA, folder=tmp_path / "a")
     assert "nn.ModuleList" in str(refused.value.hint)
+    assert "in attach: state={'head': head}" in str(refused.value.hint)
     assert not (tmp_path / "a").exists()
 
 

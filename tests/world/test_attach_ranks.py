@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import surefoot
 from surefoot.components import checkpoint
-from surefoot.contract import events, loop_ledger, manifest
+from surefoot.contract import events, ledger, loop_ledger, manifest
 from surefoot.core.errors import SurefootError
 from tests.world.ranks import run_ranks
 
@@ -271,7 +271,7 @@ def check_rows(found: loop_ledger.LoopConsumed, run: Path, size: int) -> None:
     for number in range(PASSES):
         ids = [
             each
-            for row in loop_ledger.consumed(loop_ledger.read(run))[0]
+            for row in ledger.consumed(loop_ledger.read(run))[0]
             if row.number_of_pass == number
             for each in row.ids
         ]

@@ -16,7 +16,7 @@ from torch import Tensor
 from surefoot import Run
 from surefoot.components.metrics import Mean
 from surefoot.runtime.comm import Group
-from surefoot.train.record import partial
+from surefoot.train.record import batch_results
 from tests.world.ranks import run_ranks, together
 from tests.world.test_run import NUM_SAMPLES, Sentences, spec
 
@@ -142,8 +142,8 @@ def test_a_rank_without_a_batch_rebuilds_the_metrics_of_surefoot_alone(
     metric: Any, shares: bool, tmp_path: Path
 ) -> None:
     def job(group: Group) -> Any:
-        parts = partial.gather(
-            [] if group.rank else [partial.BatchResult(4, (), {"mine": metric})], group
+        parts = batch_results.gather(
+            [] if group.rank else [batch_results.BatchResult(4, (), {"mine": metric})], group
         )
         return None if parts is None else [each.metrics["mine"].value() for each in parts]
 

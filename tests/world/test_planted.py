@@ -15,7 +15,7 @@ import torch
 from surefoot.components.data.feed import Share
 from surefoot.components.parallel import JoinedBuffers, Replicas, Totals
 from surefoot.runtime.comm import Group
-from surefoot.train.record import partial
+from surefoot.train.record import batch_results
 from tests.world.ranks import run_ranks
 from tests.world.test_run import apart, train
 
@@ -126,8 +126,8 @@ def test_a_planted_fault_shows_in_the_numbers(plant: Plant, tmp_path: Path) -> N
 def test_an_evaluation_that_merges_in_the_order_of_ranks_shows(tmp_path: Path) -> None:
     """Sums of numbers of unlike size: the order shows in the last bits."""
     sizes = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    parts = [partial.BatchResult(1, (("loss", size, 1, 1.0),), {}) for size in sizes]
-    in_order, by_rank = partial.Merged(), partial.Merged()
+    parts = [batch_results.BatchResult(1, (("loss", size, 1, 1.0),), {}) for size in sizes]
+    in_order, by_rank = batch_results.Merged(), batch_results.Merged()
     for part in parts:
         in_order.add(part)
     for part in (*parts[::2], *parts[1::2]):

@@ -14,8 +14,9 @@ from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
 
 if TYPE_CHECKING:
-    from surefoot.components.data.consumed import Consumed, LedgerFault
+    from surefoot.components.data.consumed import Consumed
     from surefoot.contract import loop_ledger
+    from surefoot.contract.ledger import LedgerFault
 
 MOST_SHOWN = 10
 OTHER_DATA = "other data"
@@ -51,10 +52,7 @@ def ledger(
         # raises the error for a folder that is not a run
         next(events.read(run, events.Started), None)
     found = consumed.check(run)
-    found = replace(
-        found,
-        faults=(*found.faults, *(consumed.LedgerFault(*each) for each in _find_other_data(run))),
-    )
+    found = replace(found, faults=(*found.faults, *_find_other_data(run)))
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else consumed.find_sample(run, sample)
@@ -100,12 +98,13 @@ def _check_any(run: Path, count: int) -> None:
         )
 
 
-def _find_other_data(run: Path) -> list[tuple[str, int, str]]:
+def _find_other_data(run: Path) -> list[LedgerFault]:
     """Return a fault for each resume at which the log records data that differ from those before.
 
     The ledger holds numbers of samples; what they stand for has changed.
     """
     from surefoot.contract import events
+    from surefoot.contract.ledger import LedgerFault
 
     if not (run / events.FILE).is_file():
         return []
@@ -115,7 +114,7 @@ def _find_other_data(run: Path) -> list[tuple[str, int, str]]:
         if isinstance(each, events.Fault) and each.fault == "other-data"
     )
     return [
-        (
+        LedgerFault(
             OTHER_DATA,
             each.step,
             f"attempt {each.generation} resumed after step {each.step:,}: {each.detail}",
@@ -189,7 +188,7 @@ def _tell(found: Consumed) -> None:
     _tell_faults(found.faults)
 
 
-def _tell_faults(faults: Sequence[LedgerFault | loop_ledger.LoopFault]) -> None:
+def _tell_faults(faults: Sequence[LedgerFault]) -> None:
     from surefoot.cli.table import print_text
 
     for each in faults[:MOST_SHOWN]:
@@ -207,10 +206,7 @@ def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
     from surefoot.contract import loop_ledger
 
     found = loop_ledger.check(run)
-    found = replace(
-        found,
-        faults=(*found.faults, *(loop_ledger.LoopFault(*each) for each in _find_other_data(run))),
-    )
+    found = replace(found, faults=(*found.faults, *_find_other_data(run)))
     _check_any(run, found.num_batches)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else loop_ledger.find_sample(run, sample)

@@ -5,7 +5,6 @@ Values are multipliers of `optim.lr` at points of the run.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import sys
@@ -17,7 +16,7 @@ from surefoot.cli.plot import overlay, side_by_side, terminal_style
 from surefoot.cli.table import print_pairs, print_table
 from surefoot.contract.spec import RunSpec, find_place
 from surefoot.contract.spec_file import Origin
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import SpecError, hint_nearest
 from surefoot.core.schedule import plan as schedule_plan
 from surefoot.core.schedule.settings import USES, Name, ScheduleSettings
 from surefoot.core.units import Duration, format_number
@@ -77,11 +76,9 @@ def names(text: str | None) -> list[str]:
     known = get_args(Name)
     for name in found:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise SpecError(
                 f"--compare {name!r} is not the name of a schedule",
-                hint=f"{hint}there are {', '.join(known)}",
+                hint=f"{hint_nearest(name, known)}there are {', '.join(known)}",
             )
     return found
 

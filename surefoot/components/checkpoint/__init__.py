@@ -35,7 +35,7 @@ from surefoot.components.checkpoint.save import (
     commit_together,
 )
 from surefoot.components.checkpoint.store import Store
-from surefoot.components.checkpoint.tensors import (
+from surefoot.components.checkpoint.tensor_files import (
     as_buffer,
     check_storable,
     create,

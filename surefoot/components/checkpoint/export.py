@@ -28,6 +28,7 @@ from surefoot.core.errors import (
     hint_unwritten,
     needing,
 )
+from surefoot.runtime.nested_tensors import find_tensors
 
 TOLERANCE = 1e-5
 CACHE_HINT = (
@@ -294,16 +295,8 @@ def max_error(one: Any, other: Any) -> float:
 
 
 def leaves(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of an output in order, also inside sequences, mappings and dataclasses."""
-    value = _without_dataclasses(value)
-    if isinstance(value, Tensor):
-        yield value.detach()
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from leaves(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from leaves(part)
+    """Return every tensor of an output in order, without its graph."""
+    return (each.detach() for each in find_tensors(value))
 
 
 def _without_dataclasses(value: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from surefoot.components.checkpoint.tensors import check_storable, fill
+from surefoot.components.checkpoint.tensor_files import check_storable, fill
 from surefoot.components.checkpoint.tree import split
 from surefoot.contract.state import Part
 from surefoot.core.errors import RunFolderError, TaskError

@@ -34,7 +34,7 @@ from surefoot.components.checkpoint.modules import (
 )
 from surefoot.components.checkpoint.random import random_states
 from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit
-from surefoot.components.checkpoint.tensors import DTYPES, check_storable
+from surefoot.components.checkpoint.tensor_files import DTYPES, check_storable
 from surefoot.components.checkpoint.tree import split
 from surefoot.contract.manifest import NAME, Manifest
 from surefoot.contract.state import master_of, part_of

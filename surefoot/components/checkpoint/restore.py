@@ -43,7 +43,7 @@ from surefoot.components.checkpoint.own import (
     with_masters,
 )
 from surefoot.components.checkpoint.random import restore_random
-from surefoot.components.checkpoint.tensors import DTYPES, create, fill
+from surefoot.components.checkpoint.tensor_files import DTYPES, create, fill
 from surefoot.components.checkpoint.tree import join, taken_from
 from surefoot.contract import commits
 from surefoot.contract.manifest import Manifest, Piece
@@ -55,6 +55,7 @@ from surefoot.runtime.attributes import (
     put_back_attributes,
     restore_generator,
 )
+from surefoot.runtime.nested_tensors import map_tensors
 
 NOTHING: Mapping[str, Mapping[str, Any]] = {"extra": {}, "buffers": {}}
 
@@ -344,13 +345,7 @@ def _uncast(saved: Any, near: Tensor, moved: Tensor) -> Any:
 
     torch casts each tensor to the parameter's dtype, and takes text and arrays apart.
     """
-    if isinstance(saved, Tensor):
-        return laid_as(saved.to(near.device), moved)
-    if isinstance(saved, dict):
-        return {key: _uncast(each, near, moved) for key, each in saved.items()}
-    if isinstance(saved, list | tuple):
-        return type(saved)(_uncast(each, near, moved) for each in saved)
-    return saved
+    return map_tensors(saved, lambda tensor: laid_as(tensor.to(near.device), moved))
 
 
 def _describe(value: Any) -> str:

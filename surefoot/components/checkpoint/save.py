@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from surefoot.components.checkpoint import tensors as files
+from surefoot.components.checkpoint import tensor_files as files
 from surefoot.contract import commits, digest
 from surefoot.contract import manifest as manifests
 from surefoot.contract.commits import sync_folder

@@ -15,22 +15,11 @@ import numpy as np
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
 from surefoot.contract import ledger, manifest, runlock
-from surefoot.contract.ledger import Plan, Row
+from surefoot.contract.ledger import LedgerFault, Plan, Row
 from surefoot.contract.task import Source
 from surefoot.core.errors import RunFolderError
 
 SEARCHED = 1 << 20  # positions of an epoch computed at once
-
-
-class LedgerFault(NamedTuple):
-    """Deviation of a step in the ledger from the plan.
-
-    `kind` is `lost`, `twice`, `out of order`, `other samples`, `other data` or `damaged`.
-    """
-
-    kind: str
-    step: int
-    told: str
 
 
 class Use(NamedTuple):
@@ -74,7 +63,7 @@ def check(run: Path) -> Consumed:
     plan, after = ledger.read_plan(run), ledger.read_after(run)
     feed = feed_of(plan)
     rows = list(ledger.read(run))
-    kept, overruled = ledger.consumed(iter(rows))
+    kept, overruled = ledger.consumed(rows)
     faults = [
         *_damaged(run, rows),
         *_order(rows, after),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from surefoot.components.data.blocks import BlockShuffle, Order
 from surefoot.components.data.order import Permutation
 from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import DataError
+from surefoot.runtime.nested_tensors import find_tensors, map_tensors
 
 Ramp = tuple[tuple[int, int], ...]
 BLOCK_SAMPLES = 4096  # positions computed at once: the cost is then under 0.1 us per sample
@@ -256,23 +257,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     )
 
 
-def map_tensors(
-    batch: Batch,
-    change: Callable[[Tensor], Tensor],
-    other: Callable[[Any], Any] = lambda part: part,
-) -> Batch:
-    """Apply `change` to each tensor in tuples, lists and dicts of a batch, `other` to the rest."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {key: map_tensors(value, change, other) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        parts = [map_tensors(value, change, other) for value in batch]
-        made: Any = type(batch)
-        return made(*parts) if hasattr(batch, "_fields") else made(parts)
-    return other(batch)
-
-
 def size_of(batch: Batch) -> int | None:
     """Return the number of samples in a batch; None if its structure does not determine it.
 
@@ -353,13 +337,4 @@ def _is_like(one: Any, other: Any) -> bool:
 
 def count_numbers(batch: Batch) -> int:
     """Return the number of elements of all tensors in a batch."""
-    if isinstance(batch, Tensor):
-        return batch.numel()
-    parts = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, tuple | list)
-        else ()
-    )
-    return sum(map(count_numbers, parts))
+    return sum(each.numel() for each in find_tensors(batch))

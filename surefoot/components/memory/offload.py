@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from surefoot.components.memory.tensors import find_tensors
+from surefoot.runtime.nested_tensors import find_tensors
 
 LEAST_BYTES = 1 << 16  # a smaller tensor stays: copying it would cost more than its memory
 

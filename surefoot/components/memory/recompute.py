@@ -21,9 +21,9 @@ from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.budget import Budget, Fate
 from surefoot.components.memory.caches import CachesOff
 from surefoot.components.memory.products import Allowance, Products, keep_products
-from surefoot.components.memory.tensors import find_tensors
 from surefoot.core.errors import InputError
 from surefoot.core.recompute import RecomputeChoice
+from surefoot.runtime.nested_tensors import find_tensors
 
 _SEAT = "_surefoot_seat"  # the attribute of a block that holds its _Seat
 

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, unset_fa
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surefoot.components.memory import workspace
-from surefoot.components.memory.tensors import find_tensors
+from surefoot.runtime.nested_tensors import find_tensors
 
 ACTIVATIONS, GRADIENTS, TEMPORARIES, WORKSPACE = (
     "activations",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.memory.measure import Rise
-from surefoot.components.memory.tensors import find_tensors
+from surefoot.runtime.nested_tensors import find_tensors
 
 BLOCK = 16  # channels in one block of oneDNN's layout
 SHORT, LONG = 2, 34  # sequence lengths for the measurement of an LSTM's workspace

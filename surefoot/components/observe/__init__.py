@@ -2,7 +2,7 @@
 
 from surefoot.components.observe.console import Console, final_table
 from surefoot.components.observe.journal import Journal, NoJournal
-from surefoot.components.observe.memory import peak_resident_bytes, take_device_memory
+from surefoot.components.observe.memory_use import peak_resident_bytes, take_device_memory
 from surefoot.components.observe.meter import Meter, Summary
 from surefoot.components.observe.tensorboard import TensorBoard
 

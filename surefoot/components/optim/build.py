@@ -223,7 +223,7 @@ def _one(table: OptimTable, groups: list[dict[str, Any]]) -> Optimizer:
             groups,
             table.lr,
             momentum=table.momentum,
-            trust=table.trust_coefficient,
+            trust_coefficient=table.trust_coefficient,
             fused=None if table.fused else False,
         )
     if table.name == "lamb":

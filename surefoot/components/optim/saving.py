@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from surefoot.components.optim.kinds.layerwise import PREVIOUS_NAMES
 from surefoot.contract.state import laid_as
 from surefoot.core.errors import RunFolderError, TaskError
 
@@ -132,7 +133,12 @@ def restore(
             hint="give the optimizer the parameters that it had, in the same order",
         )
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        group.update(settings)
+        group.update(
+            {
+                name if name in group else PREVIOUS_NAMES.get(name, name): value
+                for name, value in settings.items()
+            }
+        )
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, parameter in zip(called, params, strict=True):
         if name in saved["state"]:

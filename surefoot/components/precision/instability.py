@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from surefoot.components.precision.record import NAMES, OverflowRecord
+from surefoot.runtime.nested_tensors import find_tensors
 
 VANISHES_UP_TO = 2.0**-25  # half the smallest fp16 number; ties round to zero
 HEADROOM = 2.0**14  # limit of scaled gradients: below fp16's 65,504, as later batches may be larger
@@ -252,19 +253,7 @@ def was_clipped_first(norm: float, *, scale: float, clip: float) -> bool:
 
 
 def _floats(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        if tree.is_floating_point():
-            yield tree
-        return
-    parts = (
-        tree.values()
-        if isinstance(tree, Mapping)
-        else tree
-        if isinstance(tree, list | tuple)
-        else ()
-    )
-    for each in parts:
-        yield from _floats(each)
+    return (each for each in find_tensors(tree) if each.is_floating_point())
 
 
 def _is_finite(tensor: Tensor) -> bool:

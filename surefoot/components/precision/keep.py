@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.errors import SpecError
+from surefoot.runtime.nested_tensors import find_tensors, map_tensors
 
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -53,32 +54,12 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
 
 
 def _in_fp32(forward: Callable[..., Any], *given: Any, **named: Tensor) -> Any:
-    wide, wide_named = _wide(given), _wide(named)
-    device = _device_of((wide, wide_named, list(forward.__self__.parameters())))  # type: ignore[attr-defined]
-    with torch.autocast(device or "cpu", enabled=False):
+    wide, wide_named = map_tensors((given, named), _wide)
+    held = forward.__self__.parameters()  # type: ignore[attr-defined]
+    first = next(find_tensors((wide, wide_named, list(held))), None)
+    with torch.autocast("cpu" if first is None else first.device.type, enabled=False):
         return forward(*wide, **wide_named)
 
 
-def _wide(value: Any) -> Any:
-    """Return `value` with every 16-bit tensor in it cast to fp32."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in NARROW else value
-    if isinstance(value, dict):
-        return {key: _wide(part) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_wide, value))
-    return type(value)(map(_wide, value)) if isinstance(value, list | tuple) else value
-
-
-def _device_of(value: Any) -> str | None:
-    """Return the device type of the first tensor in `value`."""
-    if isinstance(value, Tensor):
-        return value.device.type
-    parts = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    return next((found for part in parts if (found := _device_of(part)) is not None), None)
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in NARROW else tensor

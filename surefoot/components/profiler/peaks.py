@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from surefoot.components.profiler.formulas import DTYPES
 from surefoot.core.cost.shape import product_flops
 from surefoot.core.hardware import Peaks, find_machine
-from surefoot.core.process.memory import find_limit
+from surefoot.core.process.memory_limits import find_limit
 
 Shape = tuple[int, int, int]  # rows, inner size, columns
 Make = Callable[[int, int, int, dict[str, Any]], Callable[[], Any]]

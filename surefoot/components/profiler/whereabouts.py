@@ -7,12 +7,14 @@ modules which share an input, or return it unchanged, can be distinguished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from surefoot.runtime.nested_tensors import find_tensors
 
 ROOT = "."  # the model itself
 
@@ -94,17 +96,5 @@ class Whereabouts:
 
 
 def _nodes(tree: Any) -> Iterator[Any]:
-    """Yield the autograd node of each tensor in `tree`."""
-    if isinstance(tree, Tensor):
-        if tree.grad_fn is not None:
-            yield tree.grad_fn
-        return
-    parts: Iterable[Any] = (
-        tree.values()
-        if isinstance(tree, Mapping)
-        else tree
-        if isinstance(tree, list | tuple)
-        else ()
-    )
-    for each in parts:
-        yield from _nodes(each)
+    """Return the autograd node of each tensor in `tree`."""
+    return (each.grad_fn for each in find_tensors(tree) if each.grad_fn is not None)

@@ -6,7 +6,6 @@ knows the origin of each value.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -52,7 +51,7 @@ from surefoot.contract.spec.training import (
     TrainTable,
 )
 from surefoot.contract.spec.values import SpecTable
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import SpecError, hint_nearest
 from surefoot.core.schedule.plan import ScheduleSettings
 from surefoot.core.schedule.settings import DURATIONS
 
@@ -413,13 +412,13 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
     for name, words in IN_TOML.items():
         allowed = allowed.replace(name, words)
     options = re.findall(r"'([^']*)'", allowed) if kind == "literal_error" else []
-    near = [name for name in (OF_TORCH.get(str(given).removeprefix("torch.")),) if name in options]
-    near = near or difflib.get_close_matches(str(given), options, n=1)
+    of_torch = OF_TORCH.get(str(given).removeprefix("torch."), "")
+    near = hint_nearest(of_torch if of_torch in options else str(given), options)
     if path[:1] == ("schedule",) and path[-1] in DURATIONS:
         allowed = 'a number with its unit in quotes: "500 steps", "2 epochs", "5 %"'
     return SpecError(
         f"{dotted} is {given!r}",
-        hint=f"{f'did you mean {near[0]!r}? ' if near else ''}it should be {allowed}",
+        hint=f"{near}it should be {allowed}",
         key=path,
     )
 
@@ -451,9 +450,7 @@ def _unknown_key(path: tuple[str, ...], given: object) -> SpecError:
     key = path[-1]
     if len(path) == 1:
         names = key_names(None)
-        near = [synonyms.TABLES[key.lower()]] if key.lower() in synonyms.TABLES else []
-        near = near or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = hint_nearest(synonyms.TABLES.get(key.lower(), key), names, 0.5)
         return SpecError(
             f"{key!r} is not a table", hint=f"{hint}allowed: {', '.join(names)}", key=path
         )

@@ -2,7 +2,7 @@
 
 from surefoot.control.diagnose.attempts import Attempt, Goodput, find_goodput
 from surefoot.control.diagnose.health import Health, find_health
-from surefoot.control.diagnose.memory import (
+from surefoot.control.diagnose.memory_peak import (
     MeasuredMemory,
     MemoryUse,
     Remedy,

@@ -44,7 +44,7 @@ CALLS = {
 }
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
 IS_KNOWN = sys.platform.startswith("linux") and platform.machine() in ("x86_64", "aarch64")
-BY_NUMBER = {row[COLUMN]: (name, row[2]) for name, row in CALLS.items()} if IS_KNOWN else {}
+CALL_BY_NUMBER = {row[COLUMN]: (name, row[2]) for name, row in CALLS.items()} if IS_KNOWN else {}
 LONGEST_PATH = 4096
 NO_FILES = ("/memfd:", "/dev/", "/proc/")
 
@@ -71,7 +71,7 @@ def find_waits(pid: int) -> list[Wait]:
     """
     return (
         []
-        if not BY_NUMBER
+        if not CALL_BY_NUMBER
         else [found for task in _tasks(pid) if (found := _wait_of(task)) is not None]
     )
 
@@ -90,9 +90,9 @@ def _wait_of(task: Path) -> Wait | None:
     try:
         asked = (task / "syscall").read_text().strip()
         number, *arguments = asked.split()[:3]
-        if not number.isdigit() or int(number) not in BY_NUMBER:
+        if not number.isdigit() or int(number) not in CALL_BY_NUMBER:
             return None
-        name, how = BY_NUMBER[int(number)]
+        name, how = CALL_BY_NUMBER[int(number)]
         if how == "descriptor":
             path = os.readlink(task / "fd" / str(int(arguments[0], 16)))
         else:

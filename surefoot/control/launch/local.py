@@ -29,7 +29,7 @@ from surefoot.core import flight, place, signals
 from surefoot.core.errors import EXIT_OK, InputError, LostRank, OutOfMemory
 from surefoot.core.flight import RankSnapshot
 from surefoot.core.hardware import count_cores
-from surefoot.core.process import memory
+from surefoot.core.process import memory_limits
 
 LOOK_S = 0.05
 MOST_SAID = 200  # lines of a rank that are kept, from its first error on
@@ -131,7 +131,7 @@ def _attempt(
     server: ForkServer, places: Places, say: Callable[[str], None], judge: Judge
 ) -> AttemptEnd:
     """Run all ranks once, from their start to the end of the last one."""
-    num_ranks, asked, num_kills = len(places.now), list[int](), memory.count_kills()
+    num_ranks, asked, num_kills = len(places.now), list[int](), memory_limits.count_kills()
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8))
         ranks: list[RankProcess] = []
@@ -157,7 +157,7 @@ def _attempt(
             hung, is_recalled = _watch(ranks, say, judge, told, places)
         seen = as_left(look(dict.fromkeys(range(num_ranks), 0), told), told)
     end = _judge(ranks, say, judge, seen) if hung is None else AttemptEnd(LOST, hung)
-    end = _name_memory(end, memory.count_kills() - num_kills, say, places)
+    end = _name_memory(end, memory_limits.count_kills() - num_kills, say, places)
     fault = end.fault
     if fault is not None and fault.place is not None:
         fault = fault._replace(place=places.now[fault.place])
@@ -177,7 +177,7 @@ def _name_memory(
     say(
         f"error: the kernel killed {num_kills} process{'es' * (num_kills > 1)} of this run's "
         "cgroup for memory; all ranks together may "
-        f"use {memory.find_limit().words}"
+        f"use {memory_limits.find_limit().words}"
     )
     say(
         "hint: use a smaller train.microbatch, memory.activation_checkpointing, layout.shard or "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import SpecError, hint_nearest
 from surefoot.core.schedule.curves import DecayShape, WarmupShape
 from surefoot.core.units import Duration
 
@@ -269,8 +268,7 @@ def _check_values(settings: ScheduleSettings) -> None:
     for key, options in _OPTIONS.items():
         value = getattr(settings, key)
         if value is not None and value not in get_args(options):
-            near = difflib.get_close_matches(str(value), get_args(options), n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = hint_nearest(str(value), get_args(options))
             raise SpecError(
                 f"schedule.{key} is {value!r}",
                 hint=f"{hint}use one of {', '.join(get_args(options))}",

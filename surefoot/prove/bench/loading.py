@@ -7,19 +7,24 @@ produce, and both together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from surefoot.components.data.loader import Kind, Loader, LoaderSettings, Taken
-from surefoot.components.data.loader.pilot import ENOUGH, GAIN, find_most, numbers
+from surefoot.components.data.loader.pilot import (
+    ENOUGH,
+    GAIN,
+    WorkerTiming,
+    WorkerTuner,
+    find_most,
+)
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.core.hardware import count_cores
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.train.step import Stepper
 
-SPARE = 1.2  # supply over demand: such a loader catches up after it has fallen behind once
 MANY_STEPS = 10**6  # more steps than any measurement takes
 LEAST = 3  # fewest steps of a measurement, whatever they take
 Tell = Callable[[str], None]
@@ -40,18 +45,13 @@ class LoaderTiming:
     samples_per_s: float
     waiting: float
 
-    @property
-    def step_cost(self) -> tuple[int, int]:
-        """Sort key, where less is cheaper: the number of workers, then the prefetch."""
-        return self.workers, self.prefetch
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderTuning:
     """The chosen loader setting and every tried one.
 
-    `demand_per_s` is samples per second of steps whose data is already loaded; `why` says why
-    `chosen` was chosen.
+    `demand_per_s` is samples per second of steps whose data is already loaded; `why` is the reason
+    for the choice.
     """
 
     demand_per_s: float
@@ -82,9 +82,14 @@ class _Again:
 
 
 class Trials:
-    """Measurements of loader settings on the steps of one process, some seconds for each."""
+    """Measurements of loader settings on the steps of one process, some seconds for each.
 
-    def __init__(self, rehearsal: Rehearsal, seconds: float) -> None:
+    `tried` lists them in the order in which they were made.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, seconds: float, tell: Tell) -> None:
+        self.tried: list[LoaderTiming] = []
+        self._tell = tell
         self._stepper: Stepper = rehearsal.assembly.engine.stepper
         self.loader: Loader = self._stepper.loader
         self._rehearsal, self._seconds, self._step = rehearsal, seconds, 0
@@ -102,14 +107,19 @@ class Trials:
             self._stepper.loader = self.loader
 
     def measure(self, settings: LoaderSettings) -> LoaderTiming:
-        """Measure the loader alone, then with steps."""
+        """Measure the loader alone, then with steps; add the result to `tried`."""
+        self._tell(
+            f"{settings.workers} workers ({settings.kind}), {settings.prefetch} ahead"
+            if settings.workers
+            else "no worker"
+        )
         self.loader.use(settings)
         supply_per_s = self._supply()
         self._steps(LEAST)
         samples_per_s, waiting = self._steps(None)
         kind = self.loader.kind if settings.workers else "auto"
         self.loader.close()
-        return LoaderTiming(
+        timing = LoaderTiming(
             workers=settings.workers,
             kind=kind,
             prefetch=settings.prefetch if settings.workers else 0,
@@ -118,6 +128,8 @@ class Trials:
             samples_per_s=samples_per_s,
             waiting=waiting,
         )
+        self.tried.append(timing)
+        return timing
 
     def _supply(self) -> float:
         for _ in range(LEAST):  # the workers start
@@ -155,82 +167,50 @@ def tune(
 ) -> LoaderTuning:
     """Find the loader setting with which the steps of `spec` do not wait for data.
 
-    Tries 0, 1, 2, 4 workers and so on, up to `most` (4 to 8 by default, by the number of cores),
-    for `seconds` each, alone and with steps. Stops where more workers gain less than 3 %. Then
-    tries the other kind of worker, and twice the prefetch, with the best number of workers. Raises
-    InputError for no time, and what a run of the spec raises.
+    The number of workers is found as `loader.workers = "auto"` finds it during a run: 0, 1, 2, 4
+    workers and so on, up to `most` (4 to 8 by default, by the number of cores), for `seconds` each,
+    alone and with steps. If steps still wait for data, the other kind of worker and twice the
+    prefetch are tried with that number. Raises InputError for no time, and what a run of the spec
+    raises.
     """
     if not seconds > 0 or (most is not None and most < 0):
         raise InputError(
             f"{seconds} seconds a setting, up to {most} workers, measure nothing",
             hint="use --seconds 2 --most 4",
         )
-    most = find_most(count_cores()) if most is None else most
     plain = spec.replace_all({**spec.as_tables(), "loader": {"workers": 0}})
     with Rehearsal(plain, steps=MANY_STEPS) as rehearsal:
-        trials = Trials(rehearsal, seconds)
+        trials = Trials(rehearsal, seconds, tell)
         tell("the steps alone")
         demand = trials.demand()
-        tried: list[LoaderTiming] = []
-        for settings in _worth_trying(spec, trials, tried, most, demand):
-            tell(
-                "no worker"
-                if not settings.workers
-                else f"{settings.workers} workers ({settings.kind}), {settings.prefetch} ahead"
-            )
-            tried.append(trials.measure(settings))
-    chosen, why = choose(tried, demand)
-    return LoaderTuning(demand_per_s=demand, tried=tuple(tried), chosen=chosen, why=why)
+        chosen = _search(spec, trials, find_most(count_cores()) if most is None else most)
+    why = "the cheapest setting with which steps are as fast as with any other"
+    if chosen.waiting > ENOUGH:
+        why += f"; they still wait for data {chosen.waiting:.0%} of their time"
+    return LoaderTuning(demand_per_s=demand, tried=tuple(trials.tried), chosen=chosen, why=why)
 
 
-def _worth_trying(
-    spec: RunSpec, trials: Trials, tried: list[LoaderTiming], most: int, demand_per_s: float
-) -> Iterator[LoaderSettings]:
-    """Yield the next setting to try, depending on the results in `tried`."""
+def _search(spec: RunSpec, trials: Trials, most: int) -> LoaderTiming:
     table = spec.loader
-    base = LoaderSettings(
+    settings = LoaderSettings(
         kind=table.kind, prefetch=table.prefetch or LoaderSettings.prefetch, start=table.start
     )
-    for workers in numbers(most):
-        yield replace(base, workers=workers)
-        if is_enough(tried, demand_per_s):
-            break
-    best = max(tried, key=lambda each: each.samples_per_s)
+    tuner = WorkerTuner(most)
+    while not tuner.is_done:
+        timing = trials.measure(replace(settings, workers=tuner.workers))
+        step_s = trials.samples / timing.samples_per_s
+        tuner.record(WorkerTiming(timing.workers, step_s, timing.waiting))
+    best = next(each for each in trials.tried if each.workers == tuner.workers)
     if not best.workers or best.waiting <= ENOUGH:
-        return
-    settings = replace(base, workers=best.workers, kind=best.kind)
+        return best
+    settings = replace(settings, workers=best.workers, kind=best.kind)
     if table.kind == "auto" and getattr(trials.loader.source, "thread_safe", False):
-        yield replace(settings, kind="process" if best.kind == "thread" else "thread")
-        best = max(tried, key=lambda each: each.samples_per_s)
-    yield replace(settings, kind=best.kind, prefetch=2 * settings.prefetch)
+        other: Kind = "process" if best.kind == "thread" else "thread"
+        best = faster(best, trials.measure(replace(settings, kind=other)))
+    twice = replace(settings, kind=best.kind, prefetch=2 * settings.prefetch)
+    return faster(best, trials.measure(twice))
 
 
-def is_enough(tried: list[LoaderTiming], demand_per_s: float) -> bool:
-    """Return whether more workers are not worth trying: no step waits, or nothing was gained."""
-    *before, last = tried
-    if last.waiting <= ENOUGH:
-        return last.supply_per_s >= SPARE * demand_per_s
-    return last.workers > 1 and last.samples_per_s < max(each.samples_per_s for each in before) * (
-        1 + GAIN
-    )
-
-
-def choose(tried: list[LoaderTiming], demand_per_s: float) -> tuple[LoaderTiming, str]:
-    """Return the cheapest setting that keeps steps from waiting, with a fifth to spare, and why.
-
-    Where there is none, return the cheapest of the fastest.
-    """
-    enough = [
-        each
-        for each in tried
-        if each.waiting <= ENOUGH and each.supply_per_s >= SPARE * demand_per_s
-    ]
-    if enough:
-        return min(
-            enough, key=lambda each: each.step_cost
-        ), "the cheapest with which steps do not wait, with a fifth to spare"
-    fastest = max(each.samples_per_s for each in tried)
-    near = [each for each in tried if each.samples_per_s >= fastest / (1 + GAIN)]
-    return min(
-        near, key=lambda each: each.step_cost
-    ), "none gives what the steps could take; this is the cheapest of the fastest"
+def faster(before: LoaderTiming, after: LoaderTiming) -> LoaderTiming:
+    """Return `after` if its steps are so much faster that this is not noise, else `before`."""
+    return after if after.samples_per_s > before.samples_per_s * (1 + GAIN) else before

@@ -5,7 +5,6 @@ To add a rung, add it to the rungs of its subject, and the value before it to `P
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import shutil
@@ -16,7 +15,7 @@ from typing import Any, Literal, get_args
 from surefoot.contract import signature, spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.spec.renamed import current_key
-from surefoot.core.errors import InputError, SpecError
+from surefoot.core.errors import InputError, SpecError, hint_nearest
 
 Kind = Literal["nothing", "rounding", "algorithm"]
 Purpose = Literal["time", "wall time", "memory"]
@@ -278,9 +277,7 @@ def _has_compiler() -> bool:
 
 def _takes(spec: RunSpec, parameter: str) -> bool:
     use = spec.task.use
-    return use is not None and any(
-        each.name == parameter for each in signature.find_parameters(use) or ()
-    )
+    return use is not None and bool(signature.has_parameter(use, parameter))
 
 
 def find_part(batch: int) -> int | None:
@@ -370,10 +367,9 @@ def choose(given: Sequence[str], rungs: Sequence[Rung]) -> tuple[Rung, ...]:
     named = {rung.name: rung for rung in rungs}
     for name in given:
         if name not in named:
-            near = difflib.get_close_matches(name, named, n=1)
-            guess = f"did you mean {near[0]!r}? " if near else ""
             raise InputError(
-                f"there is no rung {name!r}", hint=f"{guess}there are: {', '.join(named)}"
+                f"there is no rung {name!r}",
+                hint=f"{hint_nearest(name, named)}there are: {', '.join(named)}",
             )
     check_names([named[name] for name in given])
     return tuple(named[name] for name in given)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Literal
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import BadRecordError, InputError, StorageError, TaskError
-from surefoot.core.process.memory import find_available_bytes
+from surefoot.core.process.memory_limits import find_available_bytes
 from surefoot.core.statistics import FIRST_LOOK, Interval, looks, sequential_ratio
 from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import rungs
@@ -360,8 +359,7 @@ def _quiet(spec: RunSpec) -> RunSpec:
 
 @contextlib.contextmanager
 def _work() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="surefoot-ladder-"))
-    try:
-        yield folder / "run"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix="surefoot-ladder-", ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder) / "run"

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from surefoot.components.memory.tensors import find_tensors
+from surefoot.runtime.nested_tensors import find_tensors
 
 OUR_FOLDER = Path(__file__).parents[2]
 OUTSIDE = ("<", *(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, OUR_FOLDER)))

@@ -36,9 +36,9 @@ from surefoot.train.environment import (
 )
 from surefoot.train.evaluate import Evaluation, try_out
 from surefoot.train.quiet import set_modes
+from surefoot.train.record.batch_results import describe_unshared, watch
 from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_unregistered
-from surefoot.train.record.partial import describe_unshared, watch
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.course import RunSchedule
 from surefoot.train.step.reading import (

@@ -42,7 +42,7 @@ def load_task(spec: RunSpec) -> Resolved:
         )
     parameters = spec.task.parameters
     if spec.data.folder is not None:
-        if signature.takes_folder(spec.task.use) is False:
+        if signature.has_parameter(spec.task.use, "folder") is False:
             raise SpecError(
                 f"a data folder was given, but {spec.task.use} has no parameter 'folder'",
                 hint="leave --data out",

@@ -202,9 +202,7 @@ def _candidates(assembly: Assembly) -> Iterator[Change]:
     """Yield changes of the spec, cheapest first: free, a little time, recomputation, precision."""
     spec, microbatch = assembly.spec, assembly.feed.microbatch
     use = spec.task.use
-    if use is not None and any(
-        each.name == "chunked_loss" for each in signature.find_parameters(use) or ()
-    ):
+    if use is not None and signature.has_parameter(use, "chunked_loss"):
         yield {"task": {"chunked_loss": True}}
     if microbatch > 1:
         yield {"train": {"microbatch": half(microbatch)}}

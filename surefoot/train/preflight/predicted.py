@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from surefoot.components.data import Keys, Share
 from surefoot.components.data.lengths import at_its_largest
 from surefoot.components.memory.blocks import find_blocks
-from surefoot.components.memory.tensors import find_tensors
 from surefoot.components.memory.trace import (
     GRADIENTS,
     Allocations,
@@ -34,6 +33,7 @@ from surefoot.contract.task import Resolved, Source, resolve
 from surefoot.core.errors import InputError, SurefootError
 from surefoot.core.ranks.layout import Layout
 from surefoot.core.recompute import RecomputeChoice
+from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.assemble import Assembly, assemble, find_wanted_blocks, take_task
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight.rank_memory import (

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.memory.tensors import find_tensors
 from surefoot.components.memory.trace import GRADIENTS, Allocations
 from surefoot.components.optim import master_of
 from surefoot.contract.spec import RunSpec
 from surefoot.core.ranks.layout import Layout, fit
+from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.step.sharding import find_units
 
 GATHERED = "gathered weights"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from collections.abc import Callable
+from typing import final
 
 import torch
-from torch import Tensor
 
 from surefoot.contract.state import StepReport
-from surefoot.contract.task import Batch
+from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.record.telling import Telling
 from surefoot.train.step import Stepper
 
@@ -27,8 +26,10 @@ class TimedConvolutions:
         self, step: Callable[[int], StepReport], stepper: Stepper, telling: Telling
     ) -> None:
         self._step, self._stepper, self._telling = step, stepper, telling
-        self._shapes: set[Any] = set()
-        stepper.saw = lambda batch: self._shapes.add(_shapes(batch))
+        self._shapes: set[tuple[torch.Size, ...]] = set()
+        stepper.saw = lambda batch: self._shapes.add(
+            tuple(each.shape for each in find_tensors(batch))
+        )
 
     def __call__(self, number: int) -> StepReport:
         if self._stepper.saw is not None and len(self._shapes) > MOST_SHAPES:
@@ -42,16 +43,3 @@ class TimedConvolutions:
                 f"step {number}: train.cudnn_benchmark is off from this step on: {said}"
             )
         return self._step(number)
-
-
-def _shapes(batch: Batch) -> Any:
-    if isinstance(batch, Tensor):
-        return tuple(batch.shape)
-    parts = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, list | tuple)
-        else ()
-    )
-    return tuple(map(_shapes, parts))

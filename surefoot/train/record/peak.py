@@ -19,7 +19,7 @@ from surefoot.contract.state import StepReport
 from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes, format_percent
 from surefoot.train.assemble import Assembly
-from surefoot.train.failure.memory import WithinMemory
+from surefoot.train.failure.out_of_memory import WithinMemory
 from surefoot.train.preflight.predicted import Prediction, held_bytes, predict
 from surefoot.train.quiet import untouched
 from surefoot.train.record.convolutions import TimedConvolutions

@@ -8,7 +8,7 @@ import numpy as np
 
 from surefoot.components.data import Feed, Iterated
 from surefoot.components.data.sources import BatchRead
-from surefoot.contract import loop_ledger
+from surefoot.contract import ledger, loop_ledger
 from surefoot.contract.ledger import FILE
 from surefoot.contract.loop_ledger import LoopLedger
 
@@ -35,7 +35,7 @@ class BatchLedger:
 
     def count_lost(self, step: int) -> int:
         """Return the number of steps up to `step` that are missing at the end of the ledger."""
-        kept = loop_ledger.consumed(loop_ledger.read(self._folder))[0]
+        kept = ledger.consumed(loop_ledger.read(self._folder))[0]
         return max(0, step - max((row.step for row in kept), default=0))
 
     def sync(self) -> None:

@@ -30,7 +30,7 @@ class UpdateRule:
     eps: float = 0.0
     momentum: float = 0.0
     nesterov: bool = False
-    trust: float = 0.0
+    trust_coefficient: float = 0.0
     adapt: bool = False
 
     @classmethod
@@ -44,7 +44,7 @@ class UpdateRule:
                 name,
                 group["weight_decay"],
                 momentum=group["momentum"],
-                trust=group["trust"],
+                trust_coefficient=group["trust_coefficient"],
                 adapt=group["adapt"],
             )
         assert name in ("adam", "adamw", "lamb"), f"there is no update formula for {name!r}"
@@ -153,7 +153,9 @@ def _rate(rule: UpdateRule, param: Tensor, size: Tensor, rate: Tensor, wide: tor
     if rule.name == "lars" and rule.adapt:
         weights = torch.linalg.vector_norm(param)
         rate = rate * torch.where(
-            (weights > 0) & (size > 0), rule.trust * weights / (size + rule.decay * weights), 1.0
+            (weights > 0) & (size > 0),
+            rule.trust_coefficient * weights / (size + rule.decay * weights),
+            1.0,
         )
     return _once(rate.to(wide))
 

@@ -46,7 +46,9 @@ def read_split(task: Resolved, split: str) -> Source:
             ) from error
         raise _failed_data(split, error) from error
     except OSError as error:
-        with_folder = task.importable is not None and signature.takes_folder(task.importable)
+        with_folder = task.importable is not None and signature.has_parameter(
+            task.importable, "folder"
+        )
         raise DataError(
             f"the data of split {split!r} cannot be read: {describe(error)}",
             hint="give the data folder with --data"

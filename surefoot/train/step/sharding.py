@@ -23,7 +23,7 @@ from surefoot.train.step.ranks import Ranks
 from surefoot.train.step.update import LiveUpdate
 
 # rules that look at one number of a tensor at a time: a part of it moves as it would in the whole
-BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax")
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax")
 
 
 class Paced(Protocol):
@@ -204,14 +204,16 @@ def _check_sharded(
     for update in updates:
         for optimizer in update.guarded.optimizers:
             name = type(optimizer).__name__
-            by_number = name in BY_NUMBER and type(optimizer).__module__.startswith("torch.optim")
+            is_elementwise = name in ELEMENTWISE and type(optimizer).__module__.startswith(
+                "torch.optim"
+            )
             # which are told the norms of whole layers
-            if not by_number and not isinstance(optimizer, Lamb | Lars):
+            if not is_elementwise and not isinstance(optimizer, Lamb | Lars):
                 raise SpecError(
                     "layout.shard splits parameters by rows, and it is not known "
                     f"whether {name} supports rows",
                     hint=(
-                        f"use one of torch's {', '.join(BY_NUMBER)}, lars "
+                        f"use one of torch's {', '.join(ELEMENTWISE)}, lars "
                         "or lamb, or train with layout.replicate alone"
                     ),
                 )

@@ -27,7 +27,7 @@ from surefoot.train.step.update import LiveUpdate
 KEY = 'compile.what = "step"'
 NAME = "the whole step"
 # of a group, beside its betas: all that a Rule reads of it
-SETTINGS = ("weight_decay", "eps", "momentum", "nesterov", "trust", "adapt")
+SETTINGS = ("weight_decay", "eps", "momentum", "nesterov", "trust_coefficient", "adapt")
 Done = tuple[tuple[Term, ...], float | Tensor, bool | Tensor]
 
 

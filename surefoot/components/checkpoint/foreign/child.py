@@ -25,7 +25,7 @@ from torch import Tensor
 
 from surefoot.components.checkpoint.foreign.confinement import confine
 from surefoot.components.checkpoint.save import Content, Stamp, commit
-from surefoot.components.checkpoint.tensors import DTYPES
+from surefoot.components.checkpoint.tensor_files import DTYPES
 from surefoot.contract.manifest import find_excess
 from surefoot.core.errors import InputError
 

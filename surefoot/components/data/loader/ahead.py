@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.components.data.feed import map_tensors, to_device
+from surefoot.components.data.feed import to_device
 from surefoot.components.data.loader.batches import Taken
 from surefoot.contract.task import Batch
+from surefoot.runtime.nested_tensors import map_tensors
 
 Peek = Callable[[int], Taken | None]
 

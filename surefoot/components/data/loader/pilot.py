@@ -1,4 +1,4 @@
-"""Search during a run for the fewest workers with which steps do not wait for data.
+"""Search for the fewest workers with which steps do not wait for data, during a run or before it.
 
 The search starts with 0 workers. If steps wait for more than 2 % of their time, the next larger
 number is tried, as long as steps become shorter; the best number is kept. The samples read stay the
@@ -92,7 +92,11 @@ def numbers(most: int) -> Iterator[int]:
 
 
 class WorkerTuner:
-    """Search over numbers of workers; `add` records each step until a number is found."""
+    """Search over numbers of workers, until `is_done`; `workers` is the number to measure next, and
+    in the end the number that was found.
+
+    A run records each of its steps with `add`; a measurement of many steps is recorded at once.
+    """
 
     def __init__(self, most: int) -> None:
         self._left = list(numbers(most))
@@ -108,6 +112,10 @@ class WorkerTuner:
             return None
         seen = self._watch.seen(self.workers)
         self._watch = StepTimings()
+        return self.record(seen)
+
+    def record(self, seen: WorkerTiming) -> int | None:
+        """Record the measurement of `workers` workers; return what `add` returns."""
         shortest_s = min((each.step_s for each in self.tried), default=math.inf)
         self.tried.append(seen)
         # a single worker may gain little even if two read twice as fast

@@ -23,7 +23,7 @@ ALLOWED = {
     "lr": LEAST,
     "weight_decay": LEAST,
     "eps": LEAST,
-    "trust": MORE_THAN_0,
+    "trust_coefficient": MORE_THAN_0,
     "momentum": BELOW_1,
     "betas": BELOW_1,
 }

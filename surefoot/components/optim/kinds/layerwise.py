@@ -8,6 +8,7 @@ all on the device.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -18,8 +19,11 @@ from torch.optim.sgd import sgd
 
 from surefoot.components.optim import fused
 from surefoot.components.optim.kinds.by_group import ByGroup, Traced
+from surefoot.core.errors import RenamedKeyWarning
 
 FUSED_DEVICES = ("cpu", "cuda")
+# settings of a group, as the checkpoints of the previous release name them
+PREVIOUS_NAMES = {"trust": "trust_coefficient"}
 
 
 class _Layerwise(ByGroup):
@@ -55,14 +59,15 @@ class Lars(_Layerwise):
     """Layer-wise adaptive rate scaling: You, Gitman and Ginsburg, "Large Batch Training of
     Convolutional Networks", 2017.
 
-        r = trust * |w| / (|g| + decay * |w|)
+        r = trust_coefficient * |w| / (|g| + decay * |w|)
         v = momentum * v + lr * r * (g + decay * w)
         w = w - v
 
     That is algorithm 1 of https://arxiv.org/abs/1708.03888, where the learning rate is inside the
     momentum; its polynomial decay of `lr` is left to a schedule. The paper leaves two cases open:
     where |w| or |g| is 0, r is 1; and in a group with `adapt` false, r is 1 for all layers (for
-    biases and norms). A layer is one tensor.
+    biases and norms). A layer is one tensor. `trust` is the name of `trust_coefficient` in the
+    previous release.
     """
 
     def __init__(
@@ -72,21 +77,36 @@ class Lars(_Layerwise):
         *,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        trust: float = 0.001,
+        trust_coefficient: float = 0.001,
         adapt: bool = True,
         fused: bool | None = None,
+        trust: float | None = None,
     ) -> None:
+        if trust is not None:
+            _warn_of_trust()
+            trust_coefficient = trust
         super().__init__(
             params,
             {
                 "lr": lr,
                 "momentum": momentum,
                 "weight_decay": weight_decay,
-                "trust": trust,
+                "trust_coefficient": trust_coefficient,
                 "adapt": adapt,
                 "fused": fused,
             },
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "trust" in param_group:
+            _warn_of_trust()
+            _rename_trust(param_group)
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            _rename_trust(group)
 
     def create_state(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
@@ -116,7 +136,7 @@ class Lars(_Layerwise):
             weights, slopes = self._norms(params, grads)
             whole = slopes + group["weight_decay"] * weights
             rates = lr * torch.where(
-                (weights > 0) & (slopes > 0), group["trust"] * weights / whole, 1.0
+                (weights > 0) & (slopes > 0), group["trust_coefficient"] * weights / whole, 1.0
             )
         decays = _each(rates * group["weight_decay"], params)
         moves = fused.times(grads, _each(rates, params))
@@ -243,6 +263,16 @@ class Lamb(_Layerwise):
         if found_inf is not None:
             rates = rates * (1.0 - found_inf)
         fused.add_products(params, moves, _each(rates, params), sign=-1)
+
+
+def _rename_trust(settings: dict[str, Any]) -> None:
+    if "trust" in settings:
+        settings[PREVIOUS_NAMES["trust"]] = settings.pop("trust")
+
+
+def _warn_of_trust() -> None:
+    text = "trust of Lars is now trust_coefficient; the next release will not read trust"
+    warnings.warn(text, RenamedKeyWarning, stacklevel=3)
 
 
 def _each(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:

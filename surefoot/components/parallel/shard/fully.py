@@ -79,7 +79,7 @@ class FullySharded:
                 f"and the task calls parts of a {kind}",
                 hint="give a model with a forward of its own, or set layout.zero_stage = 1",
             )
-        self._stage, self.unit_names, self._whole = stage, tuple(units), whole
+        self._stage, self._whole = stage, whole
         self.group, self.replicas, self._all = mesh.shard, mesh.replicate, mesh.whole
         hooks = _hooks_of(split)
         apart = [each for each in wide if narrow and any(True for _ in each.parameters())]

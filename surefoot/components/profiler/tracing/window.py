@@ -26,7 +26,7 @@ from surefoot.components.profiler.tracing.ranges import ModuleRanges, Ranges
 from surefoot.contract.run_folder import files
 from surefoot.core import place
 from surefoot.core.errors import InputError, hint_unwritten
-from surefoot.core.process.memory import find_available_bytes
+from surefoot.core.process.memory_limits import find_available_bytes
 
 SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
 TRACE_FILE, FACTS_FILE = "trace.json.gz", "facts.json"

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from surefoot.components import checkpoint
-from surefoot.components.memory.tensors import find_tensors
 from surefoot.components.optim import leaf_of
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.values import find_leaves, named_attributes
+from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.quiet import restore_entry
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
             f"would hold, of shape {shapes}: the model does not register them",
             hint=(
                 "register them in the model (a submodule, nn.ModuleList in place of "
-                "a list), or name the object that holds them {what_to_name}; if "
+                f"a list), or name the object that holds them {what_to_name}; if "
                 "the model was changed after its "
                 "optimizer was built, build the optimizer last"
             ),
