@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from surefoot.components.profiler.tracing.trace import OPERATOR, Trace
+from surefoot.components.profiler.tracing.trace import AUTOGRAD_NODE, OPERATOR, Trace
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = (
     "parameters",
@@ -30,7 +30,6 @@ PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = (
 )
 CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # the longest-lived first
 MOST_POINTS = 2000
-_NODE = "autograd::engine::evaluate_function"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ def backward_passes(trace: Trace) -> list[tuple[int, int]]:
     for each in trace.slices:
         if each.category != OPERATOR:
             continue
-        if each.name.startswith(_NODE):
+        if each.name.startswith(AUTOGRAD_NODE):
             if goes_on:
                 found[-1] = (found[-1][0], max(found[-1][1], each.end_ns))
             else:
