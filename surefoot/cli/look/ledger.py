@@ -12,6 +12,9 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+from surefoot.cli.table import print_pairs, print_text
+from surefoot.core.errors import RunFolderError
+from surefoot.core.units import format_number
 
 if TYPE_CHECKING:
     from surefoot.components.data.consumed import Consumed, LedgerFault
@@ -88,7 +91,6 @@ def ledger(
 
 def _check_any(run: Path, count: int) -> None:
     """Raise RunFolderError for a ledger without rows, which allows no verdict."""
-    from surefoot.core.errors import RunFolderError
 
     if not count:
         raise RunFolderError(
@@ -138,8 +140,6 @@ def _tell_unjudged(run: Path, last: int) -> None:
 
 
 def _tell(found: Consumed) -> None:
-    from surefoot.cli.table import print_pairs, print_text
-    from surefoot.core.units import format_number
 
     plan = found.plan
     order = (
@@ -190,7 +190,6 @@ def _tell(found: Consumed) -> None:
 
 
 def _tell_faults(faults: Sequence[LedgerFault | loop_ledger.LoopFault]) -> None:
-    from surefoot.cli.table import print_text
 
     for each in faults[:MOST_SHOWN]:
         print_text(f"{each.kind}: {each.told}", indent=2)
@@ -243,7 +242,6 @@ def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
 
 
 def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
-    from surefoot.cli.table import print_pairs, print_text
 
     promise = found.promise
     unknown = "identified by digests" if promise.digests else "with unknown samples"

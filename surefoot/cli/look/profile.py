@@ -21,6 +21,10 @@ from surefoot.cli.options import (
     TaskOption,
     TracebackOption,
 )
+from surefoot.cli.table import print_pairs, print_table
+from surefoot.core import place
+from surefoot.core.errors import InputError
+from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from surefoot.components.profiler.tracing import TraceAnalysis, Window
@@ -71,14 +75,13 @@ def profile(
     overlapped with computation, and how much the ranks waited for.
     """
     tell = options.teller("profile", quiet=quiet or json)
-    is_run = (Path(given) / "spec.toml").is_file()
+    is_run = options.find_run(given) is not None
     options.check_of_run(task, is_run=is_run)
     if given.endswith(ENDINGS) and not is_run:
         _tell_trace(Path(given), run, json=json)
         return None
     from surefoot.components.profiler.tracing import Window
     from surefoot.components.profiler.tracing.window import check_gpu, check_levels
-    from surefoot.core import place
 
     if nvtx:
         check_gpu()
@@ -158,7 +161,6 @@ def _of_run(
     task: str | None,
 ) -> Path:
     from surefoot.contract import runlock
-    from surefoot.core.errors import InputError
     from surefoot.train.record import windows
 
     if not runlock.is_held(run):
@@ -181,7 +183,6 @@ def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
     from surefoot.components.profiler.tracing import analyse, draw
     from surefoot.components.profiler.tracing.analysis import TRACE_FILE
     from surefoot.components.profiler.tracing.nsight import render
-    from surefoot.core import place
 
     found = analyse(folder / TRACE_FILE)
     files = [folder / TRACE_FILE, *draw(found, folder)]
@@ -229,8 +230,6 @@ def _row(found: TraceAnalysis) -> dict[str, Any]:
 
 
 def _print(found: TraceAnalysis) -> None:
-    from surefoot.cli.table import print_pairs, print_table
-    from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
 
     whole_s = sum(
         each.self_device_s if each.self_device_s is not None else each.self_s
@@ -253,11 +252,14 @@ def _print(found: TraceAnalysis) -> None:
             ]
         )
     print(f"Operators by self time{' on the device' if on_device else ''}")
-    print_table(("operator", *NUMBERS), rows, right=NUMBERS, indent=2)
-    if len(found.operators) > ROWS:
-        print(
-            f"  {len(found.operators) - ROWS} more operators are not shown; --json has all of them"
-        )
+    print_table(
+        ("operator", *NUMBERS),
+        rows,
+        right=NUMBERS,
+        indent=2,
+        num_hidden=len(found.operators) - ROWS,
+        what="more operators",
+    )
     if found.collectives is not None:
         _print_collectives(found)
     print("The window")
@@ -265,8 +267,6 @@ def _print(found: TraceAnalysis) -> None:
 
 
 def _print_collectives(found: TraceAnalysis) -> None:
-    from surefoot.cli.table import print_table
-    from surefoot.core.units import format_percent, format_seconds
 
     print("Collectives of the ranks in one step of this window")
     headers = (
@@ -300,7 +300,6 @@ def _print_collectives(found: TraceAnalysis) -> None:
 
 
 def _pairs(found: TraceAnalysis, operators_s: float) -> list[tuple[str, str]]:
-    from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
 
     steps, paces = found.num_steps, found.facts.get("step_s") or {}
     first = found.facts.get("first_step")

@@ -17,6 +17,8 @@ from surefoot.cli.options import (
     StepsOption,
     TracebackOption,
 )
+from surefoot.cli.table import print_table
+from surefoot.core.errors import InputError, SpecError
 
 app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Show, check or describe specs.")
 
@@ -56,7 +58,6 @@ def show(
 
     With --plot the command prints the learning rate schedule instead, as a table and a plot.
     """
-    from surefoot.cli.table import print_table
     from surefoot.contract import spec_file
     from surefoot.contract.spec import formulas
 
@@ -65,10 +66,7 @@ def show(
         from surefoot.cli.look import preview
 
         made = preview.make(origin.spec, preview.names(compare), steps_per_epoch)
-        if json:
-            options.print_json(made.as_row())
-        else:
-            preview.draw(made)
+        options.print_result(made.as_row(), preview.draw, made, json=json)
         return
     rows, chosen = spec_file.rows(origin), formulas.find(origin.spec)
     if json:
@@ -119,7 +117,6 @@ def check(
     """
     from surefoot.cli.look import preview
     from surefoot.contract import spec_file
-    from surefoot.core.errors import InputError, SpecError
 
     try:
         origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
@@ -142,12 +139,8 @@ def check(
                 }
             )
         raise
-    if json:
-        options.print_json(
-            {"ok": True, "id": origin.spec.id, "error": None, "hint": None, "where": None}
-        )
-    else:
-        print(f"{origin.spec.id}  ok")
+    row = {"ok": True, "id": origin.spec.id, "error": None, "hint": None, "where": None}
+    options.print_result(row, print, f"{origin.spec.id}  ok", json=json)
 
 
 def as_toml(value: Any) -> str:

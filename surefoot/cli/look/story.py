@@ -143,9 +143,14 @@ def _print_evaluations(past: Past) -> None:
     ]
     what = "each split" if splits else f"the {past.evaluations[-1].split} split"
     print(f"Evaluations of {what}, {past.evaluations[-1].num_samples:,} samples")
-    print_table(headers, rows, right=("step", "epoch", *names), indent=2)
-    if left_out:
-        print(f"  {left_out} more evaluations are not shown; --json has all of them")
+    print_table(
+        headers,
+        rows,
+        right=("step", "epoch", *names),
+        indent=2,
+        num_hidden=left_out,
+        what="more evaluations",
+    )
     print()
 
 
@@ -174,11 +179,14 @@ def _print_faults(past: Past) -> None:
     rows = [
         [f"{each.step:,}", each.fault, each.detail, each.action] for each in past.faults[-MAX_ROWS:]
     ]
-    print_table(("step", "fault", "what", "action"), rows, right=("step",), indent=2)
-    if len(past.faults) > MAX_ROWS:
-        print(
-            f"  {len(past.faults) - MAX_ROWS} earlier faults are not shown; --json has all of them"
-        )
+    print_table(
+        ("step", "fault", "what", "action"),
+        rows,
+        right=("step",),
+        indent=2,
+        num_hidden=len(past.faults) - MAX_ROWS,
+        what="earlier faults",
+    )
     print()
 
 

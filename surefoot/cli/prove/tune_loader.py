@@ -17,6 +17,7 @@ from surefoot.cli.options import (
     TracebackOption,
 )
 from surefoot.cli.table import print_table
+from surefoot.core.signals import ending_by_signal
 
 if TYPE_CHECKING:
     from surefoot.prove.bench.loading import LoaderTiming, LoaderTuning
@@ -48,7 +49,6 @@ def tune_loader(
     The command measures the samples per second that the steps need, those that the loader returns
     with 0, 1, 2, 4 workers and so on, and both together.
     """
-    from surefoot.core.signals import ending_by_signal
     from surefoot.prove.bench.loading import tune
 
     read = options.read_spec(
@@ -61,10 +61,7 @@ def tune_loader(
             most=most,
             tell=options.teller("tune-loader", quiet=quiet or json),
         )
-    if json:
-        options.print_json({"spec": spec, **found.as_row()})
-    else:
-        _print(found)
+    options.print_result({"spec": spec, **found.as_row()}, _print, found, json=json)
 
 
 def _print(found: LoaderTuning) -> None:

@@ -40,7 +40,7 @@ def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
     wanted = (
         ("Loss", "loss", list(_losses(runs))),
         ("Score", score_title, list(_scores(runs, scale))),
-        ("Learning rate", "rate", list(_rates(runs))),
+        ("Learning rate", "lr", list(_rates(runs))),
         (
             "Gradient norm",
             "norm before clipping",
