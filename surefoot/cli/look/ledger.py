@@ -61,32 +61,33 @@ def ledger(
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else consumed.find_sample(run, sample)
-    if json:
-        options.print_json(
-            {
-                "run": str(run),
-                "ok": found.holds,
-                "plan": vars(found.plan),
-                "after": found.after,
-                "last": found.last,
-                "attempts": list(found.attempts),
-                "num_rows": found.num_rows,
-                "num_overruled": found.num_overruled,
-                "num_samples": found.num_samples,
-                "epochs": found.epochs,
-                "torn_bytes": found.torn_bytes,
-                "faults": [each._asdict() for each in found.faults],
-                "sample": None
-                if uses is None
-                else {"id": sample, "uses": [each._asdict() for each in uses]},
-            }
-        )
-        return int(not found.holds)
-    _tell(found)
-    if uses is not None:
-        told = ", ".join(f"step {use.step:,} (epoch {use.epoch:,})" for use in uses) or "not yet"
-        print(f"sample {sample:,}: {told}")
+    row = {
+        "run": str(run),
+        "ok": found.holds,
+        "plan": vars(found.plan),
+        "after": found.after,
+        "last": found.last,
+        "attempts": list(found.attempts),
+        "num_rows": found.num_rows,
+        "num_overruled": found.num_overruled,
+        "num_samples": found.num_samples,
+        "epochs": found.epochs,
+        "torn_bytes": found.torn_bytes,
+        "faults": [each._asdict() for each in found.faults],
+        "sample": None
+        if uses is None
+        else {"id": sample, "uses": [each._asdict() for each in uses]},
+    }
+    options.print_result(row, _tell, found, json=json)
+    if uses is not None and not json:
+        _tell_uses(sample, [(use.step, use.epoch) for use in uses])
     return int(not found.holds)
+
+
+def _tell_uses(sample: int | None, uses: Sequence[tuple[int, int]]) -> None:
+    """Print the step and the epoch of each use of a sample."""
+    words = ", ".join(f"step {step:,} (epoch {epoch:,})" for step, epoch in uses)
+    print(f"sample {sample:,}: {words or 'not yet'}")
 
 
 def _check_any(run: Path, count: int) -> None:
@@ -213,31 +214,21 @@ def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
     _check_any(run, found.num_batches)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else loop_ledger.find_sample(run, sample)
-    if json:
-        fields = asdict(found) | {
-            "faults": [each._asdict() for each in found.faults],
-            "attempts": list(found.attempts),
-        }
-        told = [
-            {"step": use.step, "pass": use.number_of_pass + 1, "place": use.place + 1}
-            for use in uses or ()
-        ]
-        options.print_json(
-            {
-                "run": str(run),
-                "ok": found.holds,
-                **fields,
-                "sample": None if uses is None else {"id": sample, "uses": told},
-            }
-        )
-        return int(not found.holds)
-    _tell_loop(found)
-    if uses is not None:
-        told_uses = (
-            ", ".join(f"step {use.step:,} (epoch {use.number_of_pass + 1:,})" for use in uses)
-            or "not yet"
-        )
-        print(f"sample {sample:,}: {told_uses}")
+    positions = [
+        {"step": use.step, "pass": use.number_of_pass + 1, "place": use.place + 1}
+        for use in uses or ()
+    ]
+    row = {
+        "run": str(run),
+        "ok": found.holds,
+        **asdict(found),
+        "faults": [each._asdict() for each in found.faults],
+        "attempts": list(found.attempts),
+        "sample": None if uses is None else {"id": sample, "uses": positions},
+    }
+    options.print_result(row, _tell_loop, found, json=json)
+    if uses is not None and not json:
+        _tell_uses(sample, [(use.step, use.number_of_pass + 1) for use in uses])
     return int(not found.holds)
 
 

@@ -99,8 +99,8 @@ def _within(points: Sequence[Point]) -> list[Point]:
 def _marks(frame: Frame, line: PlottedCurve) -> Iterator[Mark]:
     for x, y in line.points:
         if is_drawn(y):
-            told = f"{line.label}: {format_number(y)} at step {x:,.0f}"
-            yield Mark(x=frame.across(x), y=frame.up(y), shape=line.style, told=told)
+            tooltip = f"{line.label}: {format_number(y)} at step {x:,.0f}"
+            yield Mark(x=frame.across(x), y=frame.up(y), shape=line.style, tooltip=tooltip)
 
 
 def _best(lines: Sequence[PlottedCurve]) -> Iterator[str]:

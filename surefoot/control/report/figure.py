@@ -37,14 +37,14 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A rectangle; `told` is its tooltip."""
+    """A rectangle; `tooltip` is its tooltip."""
 
     x: float
     y: float
     width: float
     height: float
     style: str
-    told: str = ""
+    tooltip: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Mark:
     x: float
     y: float
     shape: int
-    told: str = ""
+    tooltip: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

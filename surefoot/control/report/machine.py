@@ -42,7 +42,7 @@ def draw_roofline(found: Roofline) -> Figure | None:
     """Draw GFLOP/s over FLOPs per byte, both logarithmic, below the roof of each dtype."""
     points = [
         (each, intensity, rate)
-        for each in found.places
+        for each in found.points
         for intensity, rate in [_position(each)]
         if intensity is not None and rate is not None
     ]
@@ -71,7 +71,7 @@ def draw_roofline(found: Roofline) -> Figure | None:
                 x=frame.across(intensity),
                 y=frame.up(rate),
                 shape=KINDS.index(each.kind) if each.kind in KINDS else 2,
-                told=_tell(each),
+                tooltip=_tell(each),
             )
             for each, intensity, rate in shown
         ],
@@ -150,9 +150,9 @@ def _tell(point: RooflinePoint) -> str:
     )
 
 
-def table_of_places(found: Roofline) -> TableRows | None:
+def table_of_points(found: Roofline) -> TableRows | None:
     """Return a table of the modules and operators that took longest, with what limits each."""
-    ranked = sorted(found.places, key=lambda place: -(place.elapsed_s or 0.0))[:MAX_ROWS]
+    ranked = sorted(found.points, key=lambda each: -(each.elapsed_s or 0.0))[:MAX_ROWS]
     headers = (
         "operator or module",
         "kind",
@@ -184,14 +184,14 @@ def table_of_places(found: Roofline) -> TableRows | None:
             headers=headers,
             rows=rows,
             right=headers[2:8],
-            caption=_of(len(ranked), len(found.places), "operators and modules"),
+            caption=_of(len(ranked), len(found.points), "operators and modules"),
         )
         if rows
         else None
     )
 
 
-def tell_roofline(found: Roofline) -> list[tuple[str, str]]:
+def describe_roofline(found: Roofline) -> list[tuple[str, str]]:
     """Return the peaks of the device and the utilization of the step, in words."""
     peaks = ", ".join(f"{name} {giga(peak)} GFLOP/s" for name, peak in found.flops_per_s.items())
     bandwidth = UNKNOWN if found.bytes_per_s is None else f"{format_bytes(found.bytes_per_s)}/s"

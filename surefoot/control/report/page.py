@@ -109,12 +109,12 @@ def _sections(report: ReportPage) -> Iterator[Section]:
         figure = rungs.draw_rungs(report.ladder)
         parts = [
             PagePart(
-                pairs=rungs.tell_ladder(report.ladder),
+                pairs=rungs.describe_ladder(report.ladder),
                 tables=rungs.tables_of_rungs(report.ladder),
                 figures=[figure] if figure else [],
             )
         ]
-        yield Section(anchor="ladder", title="The ladder of optimisations", parts=parts)
+        yield Section(anchor="ladder", title="The ladder of optimizations", parts=parts)
     for anchor, title, make in (
         ("roofline", "Roofline", _roofline),
         ("operators", "Operators", _operators),
@@ -194,7 +194,7 @@ def _time(runs: Sequence[RunRows]) -> Iterator[PagePart]:
             yield PagePart(
                 title=title,
                 tables=list(spent.tables_of_steps(run.phases)),
-                notes=list(spent.tell_phases(run.phases)),
+                notes=list(spent.describe_phases(run.phases)),
             )
 
 
@@ -204,11 +204,11 @@ def _known(parts: Mapping[str, float | None]) -> dict[str, float]:
 
 def _roofline(run: RunRows, title: str) -> Iterator[PagePart]:
     if (found := run.profile.roofline) is not None:
-        figure, table = machine.draw_roofline(found), machine.table_of_places(found)
+        figure, table = machine.draw_roofline(found), machine.table_of_points(found)
         yield PagePart(
             title=title,
             figures=[figure] if figure else [],
-            pairs=machine.tell_roofline(found),
+            pairs=machine.describe_roofline(found),
             tables=[table] if table else [],
             notes=[] if figure else ["no roofline is drawn: peaks or counts are n/a"],
         )

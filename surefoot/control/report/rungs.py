@@ -45,12 +45,12 @@ def tables_of_rungs(ladder: LadderRows) -> list[TableRows]:
         for rung in ladder.rungs
     ]
     most = max((rung.time.n or 0 for rung in ladder.rungs), default=0)
-    told = "ratios to the rung below; less than 1 is a gain; in brackets the 95 % interval"
+    caption = "ratios to the rung below; less than 1 is a gain; in brackets the 95 % interval"
     table = TableRows(
         headers=headers,
         rows=rows,
         right=headers[2:5],
-        caption=f"{told}, of at most {most:.0f} pairs a rung" if most else told,
+        caption=f"{caption}, of at most {most:.0f} pairs a rung" if most else caption,
     )
     ratios = ("rung", "throughput", "start-up", "memory from the start", "rule of thumb")
     measured = [
@@ -116,7 +116,7 @@ def draw_rungs(ladder: LadderRows) -> Figure | None:
                 width=max(high - low, 1.0),
                 height=4,
                 style="interval",
-                told=format_ratio(ratio),
+                tooltip=format_ratio(ratio),
             )
         )
         marks.append(
@@ -124,7 +124,7 @@ def draw_rungs(ladder: LadderRows) -> Figure | None:
                 x=place,
                 y=middle,
                 shape=0 if rung.standing == KEPT else 1,
-                told=f"{rung.name}: {format_ratio(ratio)}, {rung.reason}",
+                tooltip=f"{rung.name}: {format_ratio(ratio)}, {rung.reason}",
             )
         )
     return Figure(
@@ -138,7 +138,7 @@ def draw_rungs(ladder: LadderRows) -> Figure | None:
     )
 
 
-def tell_ladder(ladder: LadderRows) -> list[tuple[str, str]]:
+def describe_ladder(ladder: LadderRows) -> list[tuple[str, str]]:
     """Return the conditions of a ladder in words: runs, spec, device, baseline, best variant."""
     standings = [rung.standing for rung in ladder.rungs]
     return [

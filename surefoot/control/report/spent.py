@@ -55,7 +55,9 @@ def draw_bars(
         for name in names:
             width = each.get(name, 0.0) / total * (WIDTH - 2 * LEFT) if total else 0.0
             if width > 0:
-                told = f"{name}: {format_seconds(each[name])}, {format_percent(each[name] / total)}"
+                tooltip = (
+                    f"{name}: {format_seconds(each[name])}, {format_percent(each[name] / total)}"
+                )
                 boxes.append(
                     Box(
                         x=x,
@@ -63,7 +65,7 @@ def draw_bars(
                         width=width,
                         height=BAR,
                         style=f"part f{names.index(name) % NUM_STYLES}",
-                        told=told,
+                        tooltip=tooltip,
                     )
                 )
             if width >= LETTER_ROOM:
@@ -146,7 +148,7 @@ def tables_of_steps(phases: Phases) -> Iterator[TableRows]:
         )
 
 
-def tell_phases(phases: Phases) -> Iterator[str]:
+def describe_phases(phases: Phases) -> Iterator[str]:
     """Yield a sentence that compares the sum of the phases with an independent clock."""
     if phases.coverage is not None:
         wall = format_seconds(phases.wall_s)
@@ -183,8 +185,8 @@ def draw_history(runs: Sequence[RunRows]) -> Figure | None:
         ]
         events += [(each.step, FAULTED, f"{each.fault}: {each.detail}") for each in run.faults]
         marks += [
-            Mark(x=frame.across(step), y=middle, shape=shape, told=f"step {step:,}: {told}")
-            for step, shape, told in events
+            Mark(x=frame.across(step), y=middle, shape=shape, tooltip=f"step {step:,}: {event}")
+            for step, shape, event in events
         ]
     legend = [
         Key(style=shape, label=label, kind="mark")

@@ -44,8 +44,8 @@ class TraceAnalysis:
     def slowdown(self) -> float | None:
         """Step time inside the window over that before the profiler ran; None where no step ran
         before."""
-        paces = self.facts.get("step_s") or {}
-        before, inside = paces.get("before"), paces.get("inside")
+        step_times = self.facts.get("step_s") or {}
+        before, inside = step_times.get("before"), step_times.get("inside")
         return inside / before if before and inside else None
 
     def as_row(self) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def _facts(path: Path) -> dict[str, Any]:
 
 def _are_facts(facts: Mapping[str, Any]) -> bool:
     """Return whether the values used in calculations have the types that a Profiler writes."""
-    paces = facts.get("step_s") or {}
-    if not isinstance(paces, dict) or not isinstance(facts.get("memory"), dict | None):
+    step_times = facts.get("step_s") or {}
+    if not isinstance(step_times, dict) or not isinstance(facts.get("memory"), dict | None):
         return False
     counts = (facts.get(name) for name in ("num_steps", "num_kept", "first_step"))
     return all(isinstance(each, int | None) for each in counts) and all(
-        each is None or trace.is_finite(each) for each in paces.values()
+        each is None or trace.is_finite(each) for each in step_times.values()
     )
 
 
