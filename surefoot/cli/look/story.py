@@ -200,7 +200,7 @@ def _print_phases(past: Past) -> None:
         return
     print("Time by phase" + (", newest attempt" if past.num_attempts > 1 else ""))
     rows = [
-        [each.name, format_seconds(each.total_s), _share(each.share), *_spread(each.a_step)]
+        [each.name, format_seconds(each.total_s), format_percent(each.share), *_spread(each.a_step)]
         for each in found.phases
     ]
     rows.append(["step", "", "", *_spread(found.step)])
@@ -215,7 +215,7 @@ def _print_phases(past: Past) -> None:
         ""
         if found.coverage is None
         else (
-            f", {_share(found.coverage)} of the {format_seconds(found.wall_s)} that an "
+            f", {format_percent(found.coverage)} of the {format_seconds(found.wall_s)} that an "
             "independent clock measured"
         )
     )
@@ -231,10 +231,6 @@ def _print_phases(past: Past) -> None:
             indent=2,
         )
     print()
-
-
-def _share(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _spread(spread: Spread | None) -> list[str]:

@@ -15,7 +15,7 @@ from surefoot.cli import options
 from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
 from surefoot.cli.table import print_table
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
-from surefoot.core.units import UNKNOWN, format_seconds
+from surefoot.core.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from surefoot.prove.campaigns.promises import Promise
@@ -119,7 +119,7 @@ def _print(promise: Promise, outcomes: list[CampaignOutcome], holds: bool) -> No
             each.title,
             f"{each.trials:,}",
             str(len(each.failures)),
-            UNKNOWN if each.bound is None else f"{min(1.0, each.bound):.2%}",
+            format_percent(None if each.bound is None else min(1.0, each.bound)),
             format_seconds(each.elapsed_s),
         )
         for each in outcomes

@@ -18,6 +18,7 @@ from surefoot.cli.options import (
 )
 from surefoot.cli.table import print_table
 from surefoot.core.signals import ending_by_signal
+from surefoot.core.units import format_percent
 
 if TYPE_CHECKING:
     from surefoot.prove.bench.loading import LoaderTiming, LoaderTuning
@@ -101,6 +102,6 @@ def _cells(each: LoaderTiming, found: LoaderTuning) -> tuple[str, ...]:
         "yes" if each.pinned else "no",
         f"{each.supply_per_s:,.0f}/s",
         f"{each.samples_per_s:,.0f}/s",
-        f"{each.waiting:.1%}",
+        format_percent(each.waiting),
         "chosen" if each is found.chosen else "",
     )

@@ -23,7 +23,7 @@ from surefoot.cli.options import (
 from surefoot.cli.table import write_csv
 from surefoot.core.errors import InputError, OutOfMemory, UserCodeError
 from surefoot.core.signals import ending_by_signal
-from surefoot.core.units import format_bytes, parse_bytes
+from surefoot.core.units import format_bytes, format_percent, parse_bytes
 
 if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
@@ -262,7 +262,7 @@ def fit(
     options.print_result({"given": given, **found.as_row()}, print_largest, found, json=json)
     if found.microbatch is None:
         raise OutOfMemory(
-            f"no microbatch fits into {format_bytes(limit_bytes)} less {MARGIN:.0%}",
+            f"no microbatch fits into {format_bytes(limit_bytes)} less {format_percent(MARGIN)}",
             hint=_way_out(given, found),
         )
 

@@ -154,7 +154,7 @@ def describe_phases(phases: Phases) -> Iterator[str]:
         wall = format_seconds(phases.wall_s)
         yield (
             f"the phases add up to {format_seconds(phases.total_s)}, "
-            f"{100 * phases.coverage:.1f} % of the {wall} that an independent clock measured"
+            f"{format_percent(phases.coverage)} of the {wall} that an independent clock measured"
         )
 
 
