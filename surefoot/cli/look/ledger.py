@@ -141,7 +141,6 @@ def _tell_unjudged(run: Path, last: int) -> None:
 
 
 def _tell(found: Consumed) -> None:
-
     plan = found.plan
     order = (
         f"shuffled each epoch with seed {plan.seed}" if plan.shuffle else "in the order of the data"
@@ -191,7 +190,6 @@ def _tell(found: Consumed) -> None:
 
 
 def _tell_faults(faults: Sequence[LedgerFault | loop_ledger.LoopFault]) -> None:
-
     for each in faults[:MOST_SHOWN]:
         print_text(f"{each.kind}: {each.told}", indent=2)
     if len(faults) > MOST_SHOWN:
@@ -233,7 +231,6 @@ def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
 
 
 def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
-
     promise = found.promise
     unknown = "identified by digests" if promise.digests else "with unknown samples"
     known = f"{found.num_samples:,} samples" if found.num_samples else unknown

@@ -230,7 +230,6 @@ def _row(found: TraceAnalysis) -> dict[str, Any]:
 
 
 def _print(found: TraceAnalysis) -> None:
-
     whole_s = sum(
         each.self_device_s if each.self_device_s is not None else each.self_s
         for each in found.operators
@@ -267,7 +266,6 @@ def _print(found: TraceAnalysis) -> None:
 
 
 def _print_collectives(found: TraceAnalysis) -> None:
-
     print("Collectives of the ranks in one step of this window")
     headers = (
         "collective",
@@ -300,7 +298,6 @@ def _print_collectives(found: TraceAnalysis) -> None:
 
 
 def _pairs(found: TraceAnalysis, operators_s: float) -> list[tuple[str, str]]:
-
     steps, paces = found.num_steps, found.facts.get("step_s") or {}
     first = found.facts.get("first_step")
     text = format_seconds(found.window_s)

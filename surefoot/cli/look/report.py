@@ -70,7 +70,6 @@ def report(
 
 
 def _check_number(runs: Sequence[Path]) -> None:
-
     if len(runs) > MAX_RUNS:
         raise InputError(
             f"a report shows at most {MAX_RUNS} runs; got {len(runs)}", hint="give fewer runs"
@@ -78,7 +77,6 @@ def _check_number(runs: Sequence[Path]) -> None:
 
 
 def _check_steps(found: Sequence[Past]) -> None:
-
     for each in found:
         if not each.steps:
             raise RunFolderError(

@@ -56,7 +56,6 @@ def show(
 
 
 def _parse(text: str) -> float:
-
     hint = "give a time with its unit, as --stuck-after 10min"
     try:
         limit = Duration.parse(text)
@@ -68,7 +67,6 @@ def _parse(text: str) -> float:
 
 
 def _line(found: Past) -> str:
-
     total = "" if found.started.total_steps is None else f" of {found.started.total_steps:,}"
     how = (
         found.health.words

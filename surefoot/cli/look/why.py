@@ -145,7 +145,6 @@ def _range(least: int, more: int) -> str:
 
 
 def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
-
     if advice is None:
         reason = "no attempt failed" if not found.num_failures else "no save was recorded"
         return [("advice", f"n/a: {reason}, so no interval can be computed")]
@@ -172,7 +171,6 @@ def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
 
 
 def _tell_waits(found: Waits) -> None:
-
     print(f"\nWaiting for ranks, over {found.num_steps:,} steps of the newest attempt")
     headers = (
         "rank",
@@ -206,7 +204,6 @@ def _tell_waits(found: Waits) -> None:
 
 
 def _tell_memory(found: MemoryUse | None) -> None:
-
     print("\nMemory")
     words = (
         f"{UNKNOWN}: the peak or the memory of the device was not recorded"

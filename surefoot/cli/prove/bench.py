@@ -152,7 +152,6 @@ def _label(row: TimedMode) -> str:
 
 
 def _print(found: Bench) -> None:
-
     keys = list(found.rows[0].values)
     has_others = any(each.against is not None for each in found.rows)
     times = ["n", "mean", "sd", "p50", "p95", "p99", "no warm-up", "first"]

@@ -201,7 +201,6 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(text: str | None) -> int | None:
-
     return None if text is None else parse_bytes(text)
 
 

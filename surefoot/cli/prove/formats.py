@@ -108,7 +108,6 @@ def _print_flushed(
     last: float,
     advised: float,
 ) -> None:
-
     heads = [f"zero at scale {scale:g}" for scale in scales]
     print()
     print_table(

@@ -231,7 +231,6 @@ def _measure(spec: RunSpec, row: Mapping[str, Any], tell: Callable[[str], None])
 
 
 def _print(row: Mapping[str, Any]) -> None:
-
     if "stages" in row:
         stages = [
             (

@@ -111,7 +111,6 @@ def _carry_out(
 
 
 def _print(promise: Promise, outcomes: list[CampaignOutcome], holds: bool) -> None:
-
     print(f"promise {promise.number}: {promise.name}. {promise.words}\n")
     rows = [
         (

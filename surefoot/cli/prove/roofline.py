@@ -196,7 +196,6 @@ def _ridge(peaks: Peaks, dtype: str) -> str:
 
 
 def _print(found: Placed) -> None:
-
     _print_peaks(found.peaks, found.one_core, found.published)
     print()
     _draw(found)

@@ -82,7 +82,7 @@ def draw(title: str, y_title: str, lines: Sequence[PlottedCurve]) -> Figure | No
         marks=[mark for line in lines if line.marks for mark in _marks(frame, line)],
         words=frame.labels("step", f"{y_title} (log)" if is_log else y_title),
         legend=[
-            Key(style=line.style, label=line.label, kind="line" if line.joins else "mark")
+            Key(style=line.style, label=line.label, kind="mark" if line.marks else "line")
             for line in lines
         ]
         if len(lines) > 1
