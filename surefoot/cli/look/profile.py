@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -187,24 +187,14 @@ def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
     found = analyse(folder / TRACE_FILE)
     files = [folder / TRACE_FILE, *draw(found, folder)]
     commands = render(words, folder, world_size=place.here().world_size)
-    if json:
-        options.print_json(
-            {
-                "given": given,
-                "folder": str(folder),
-                "files": list(map(str, files)),
-                **_row(found),
-                "commands": commands,
-            }
-        )
-        return
-    _print(found)
-    print("Files")
-    for path in files:
-        print(f"  {shlex.quote(str(path))}")
-    print("The same window on an NVIDIA GPU")
-    for command in commands.values():
-        print(f"  {command}")
+    row = {
+        "given": given,
+        "folder": str(folder),
+        "files": list(map(str, files)),
+        **_row(found),
+        "commands": commands,
+    }
+    options.print_result(row, _print, found, files, commands, json=json)
 
 
 def _tell_trace(path: Path, run: Path | None, *, json: bool) -> None:
@@ -213,12 +203,8 @@ def _tell_trace(path: Path, run: Path | None, *, json: bool) -> None:
 
     found = analyse(path)
     files = [] if run is None else draw(found, run / "profile")
-    if json:
-        options.print_json({"given": str(path), "files": list(map(str, files)), **_row(found)})
-        return
-    _print(found)
-    for each in files:
-        print(each)
+    row = {"given": str(path), "files": list(map(str, files)), **_row(found)}
+    options.print_result(row, _print, found, files, {}, json=json)
 
 
 def _row(found: TraceAnalysis) -> dict[str, Any]:
@@ -229,7 +215,7 @@ def _row(found: TraceAnalysis) -> dict[str, Any]:
     return {**found.as_row(), "memory_peak": peak}
 
 
-def _print(found: TraceAnalysis) -> None:
+def _print(found: TraceAnalysis, files: Sequence[Path], commands: Mapping[str, str]) -> None:
     whole_s = sum(
         each.self_device_s if each.self_device_s is not None else each.self_s
         for each in found.operators
@@ -263,6 +249,12 @@ def _print(found: TraceAnalysis) -> None:
         _print_collectives(found)
     print("The window")
     print_pairs(_pairs(found, whole_s))
+    for title, lines in (
+        ("Files", [shlex.quote(str(path)) for path in files]),
+        ("The same window on an NVIDIA GPU", list(commands.values())),
+    ):
+        if lines:
+            print("\n  ".join([title, *lines]))
 
 
 def _print_collectives(found: TraceAnalysis) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -68,17 +69,22 @@ def show(
         made = preview.make(origin.spec, preview.names(compare), steps_per_epoch)
         options.print_result(made.as_row(), preview.draw, made, json=json)
         return
-    rows, chosen = spec_file.rows(origin), formulas.find(origin.spec)
-    if json:
-        values = [{"key": key, "value": value, "origin": place} for key, value, place in rows]
-        told = [{"key": each.key, "formula": each.text} for each in chosen]
-        options.print_json({"id": origin.spec.id, "values": values, "formulas": told})
-        return
+    rows = spec_file.rows(origin)
+    chosen = [(each.key, each.text) for each in formulas.find(origin.spec)]
+    row = {
+        "id": origin.spec.id,
+        "values": [{"key": key, "value": value, "origin": place} for key, value, place in rows],
+        "formulas": [{"key": key, "formula": text} for key, text in chosen],
+    }
+    options.print_result(row, _print, rows, chosen, json=json)
+
+
+def _print(rows: Sequence[tuple[str, Any, str]], chosen: Sequence[tuple[str, str]]) -> None:
     print_table(
         ("key", "value", "from"), [(key, as_toml(value), place) for key, value, place in rows]
     )
     print()
-    print_table(("key", "formula"), [(each.key, each.text) for each in chosen])
+    print_table(("key", "formula"), chosen)
 
 
 @app.command(cls=Verb)

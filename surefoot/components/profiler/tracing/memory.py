@@ -84,7 +84,6 @@ class Timeline:
 
     times_s: list[float]
     categories: dict[str, list[int]]
-    num_unknown: int
 
     @property
     def peak(self) -> tuple[float, dict[str, int]]:
@@ -218,9 +217,7 @@ def _sample(blocks: Sequence[Allocation], window: tuple[int, int]) -> Timeline:
         for at in range(0, len(points), stride)
     ]
     columns = list(zip(*most, strict=True))
-    unknown = sum(block.began_ns is None and block.category == TEMPORARIES for block in blocks)
     return Timeline(
         [(time_ns - window[0]) / 1e9 for time_ns, _ in points[::stride]],
         {name: list(columns[i]) for i, name in enumerate(CATEGORIES)},
-        unknown,
     )
