@@ -47,7 +47,8 @@ def draw_roofline(found: Roofline) -> Figure | None:
         if intensity is not None and rate is not None
     ]
     roofs = {name: peak / GIGA for name, peak in found.flops_per_s.items() if 0 < peak < 1e30}
-    bandwidth = found.bytes_per_s / GIGA if 0 < (found.bytes_per_s or 0.0) < 1e30 else None
+    bytes_per_s = found.bytes_per_s or 0.0
+    bandwidth = bytes_per_s / GIGA if 0 < bytes_per_s < 1e30 else None
     frame = _find_frame(points, list(roofs.values()), bandwidth)
     if frame is None:
         return None
