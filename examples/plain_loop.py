@@ -95,7 +95,7 @@ def main(folder: Path, stop_after: int | None = None) -> float:
     restored = checkpoint.load(folder, {"model": model, "update": update})
     first = restored.step if restored else 0
     if first:
-        print(f"going on after step {first}")
+        print(f"resuming after step {first}")
         checkpoint.retain(folder, keep=2)  # a kill may have come between a commit and this
 
     meter = Meter()

@@ -9,9 +9,10 @@ read them as markup and omit them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -70,6 +71,16 @@ class Verbs(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         with _escaped(self, *self.get_params(ctx), *self.commands.values()):
             super().format_help(ctx, formatter)
+
+
+class LazyVerbs(UserDict[str, Any]):
+    """Verbs by name, each built by its function when it is first asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        if isinstance(found, functools.partial):
+            found = self.data[name] = found()
+        return found
 
 
 def warn_of_values(name: str, values: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import importlib
 import io
 import mmap
 import os
@@ -16,23 +17,7 @@ import typer
 from typer.main import get_command
 
 from surefoot.cli import options
-from surefoot.cli.help import Verb, Verbs
-from surefoot.cli.look import compare, ledger, profile, report, runs, show, spec, why
-from surefoot.cli.operate import archive, checkpoint, data, remove
-from surefoot.cli.prove import (
-    bench,
-    check,
-    explain,
-    formats,
-    ladder,
-    memory,
-    promise,
-    roofline,
-    tune_loader,
-    verify,
-    whatif,
-)
-from surefoot.cli.train import demo, evaluate, init, predict, resume, train
+from surefoot.cli.help import LazyVerbs, Verb, Verbs
 from surefoot.core import place
 from surefoot.core.errors import (
     EXIT_INTERNAL,
@@ -72,43 +57,78 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.E
 DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 RESERVE_BYTES = 16 << 20  # of address space, which no page of memory stands behind
 RESERVE: list[mmap.mmap] = []  # released where memory is refused
-TRAIN, INSPECT, MEASURE = "Train", "Inspect", "Measure"
-IMPROVE, PROVE, MANAGE = "Improve", "Prove", "Manage"
-app.command(cls=Verb, rich_help_panel=TRAIN)(demo.demo)
-app.command(cls=Verb, rich_help_panel=TRAIN)(init.init)
-app.command(cls=Verb, rich_help_panel=TRAIN)(train.train)
-app.command(cls=Verb, rich_help_panel=TRAIN)(resume.resume)
-app.command(cls=Verb, rich_help_panel=TRAIN)(evaluate.evaluate)
-app.command(cls=Verb, rich_help_panel=TRAIN)(predict.predict)
-app.command(cls=Verb, rich_help_panel=INSPECT)(runs.runs)
-app.command(cls=Verb, rich_help_panel=INSPECT)(show.show)
-app.command(cls=Verb, rich_help_panel=INSPECT)(compare.compare)
-app.command(cls=Verb, rich_help_panel=INSPECT)(why.why)
-app.command(cls=Verb, rich_help_panel=INSPECT)(report.report)
-app.command(cls=Verb, rich_help_panel=INSPECT)(ledger.ledger)
-app.add_typer(spec.app, name="spec", rich_help_panel=INSPECT)
-app.command(cls=Verb, rich_help_panel=MEASURE)(profile.profile)
-app.command(cls=Verb, rich_help_panel=MEASURE)(roofline.roofline)
-app.command(cls=Verb, rich_help_panel=MEASURE)(explain.explain)
-app.command(cls=Verb, rich_help_panel=MEASURE)(formats.formats)
-app.command(cls=Verb, rich_help_panel=MEASURE)(memory.memory)
-app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)
-app.command(cls=Verb, rich_help_panel=IMPROVE)(ladder.ladder)
-app.add_typer(whatif.app, name="whatif", rich_help_panel=IMPROVE)
-app.command("tune-loader", cls=Verb, rich_help_panel=IMPROVE)(tune_loader.tune_loader)
-app.command(cls=Verb, rich_help_panel=PROVE)(check.check)
-app.command(cls=Verb, rich_help_panel=PROVE)(verify.verify)
-app.command(cls=Verb, rich_help_panel=PROVE)(promise.prove)
-app.command(cls=Verb, rich_help_panel=MANAGE)(archive.archive)
-app.command(cls=Verb, rich_help_panel=MANAGE)(remove.remove)
-app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=MANAGE)
-app.add_typer(data.app, name="data", rich_help_panel=MANAGE)
+VERBS: dict[str, dict[str, str]] = {  # by group: the module of each, which has it or its group
+    "Train": {
+        "demo": "train.demo",
+        "init": "train.init",
+        "train": "train.train",
+        "resume": "train.resume",
+        "evaluate": "train.evaluate",
+        "predict": "train.predict",
+    },
+    "Inspect": {
+        "runs": "look.runs",
+        "show": "look.show",
+        "compare": "look.compare",
+        "why": "look.why",
+        "report": "look.report",
+        "ledger": "look.ledger",
+        "spec": "look.spec",
+    },
+    "Measure": {
+        "profile": "look.profile",
+        "roofline": "prove.roofline",
+        "explain": "prove.explain",
+        "formats": "prove.formats",
+        "memory": "prove.memory",
+        "bench": "prove.bench",
+    },
+    "Improve": {
+        "ladder": "prove.ladder",
+        "whatif": "prove.whatif",
+        "tune-loader": "prove.tune_loader",
+    },
+    "Prove": {"check": "prove.check", "verify": "prove.verify", "prove": "prove.promise"},
+    "Manage": {
+        "archive": "operate.archive",
+        "remove": "operate.remove",
+        "checkpoint": "operate.checkpoint",
+        "data": "operate.data",
+    },
+}
+
+
+@app.callback()
+def _no_verb() -> None:
+    """Take no options of its own; `app` says what surefoot is for."""
 
 
 @functools.cache
 def build_verbs() -> Any:
-    """Build the tree of verbs from their signatures: once a process, since it takes 0.07 s."""
-    return get_command(app)
+    """Build the command line, whose verbs are imported and built when they are asked for."""
+    built = get_command(app)
+    built.commands = LazyVerbs(
+        {
+            name: functools.partial(_build_verb, name, module, group)
+            for group, modules in VERBS.items()
+            for name, module in modules.items()
+        }
+    )
+    return built
+
+
+def _build_verb(name: str, module: str, group: str) -> Any:
+    found = importlib.import_module(f"surefoot.cli.{module}")
+    alone = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+    )
+    if isinstance(getattr(found, "app", None), typer.Typer):
+        alone.add_typer(found.app, name=name, rich_help_panel=group)
+        around: Any = get_command(alone)
+        return around.commands[name]
+    verb = getattr(found, name.replace("-", "_"))
+    alone.command(name, cls=Verb, rich_help_panel=group)(verb)
+    return get_command(alone)
 
 
 def main() -> None:

@@ -207,7 +207,9 @@ def check_new_file(path: Path, flag: str, example: str) -> None:
 
 
 def check_new_folder(path: Path, flag: str) -> None:
-    """Raise InputError where `path` is no empty folder and cannot become one, before any work."""
+    """Raise InputError where `path` is not an empty folder and cannot become one, before any
+    work.
+    """
     from surefoot.core.errors import InputError
 
     try:
@@ -342,7 +344,7 @@ def read_range(text: str) -> tuple[int | None, int]:
     if len(values) > 2 or min(values) < 1 or values != sorted(values):
         raise InputError(
             f"--ranks must be N or MIN:MAX with 1 <= MIN <= MAX; got {text}",
-            hint="give a number of ranks, as --ranks 2, or a range, as --ranks 2:4",
+            hint="use --ranks 2, or a range such as --ranks 2:4",
         )
     return (values[0] if len(values) == 2 else None), values[-1]
 

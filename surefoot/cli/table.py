@@ -136,8 +136,8 @@ def fit_columns(natural: Sequence[int], longest: Sequence[int], room: int) -> li
 def print_pairs(pairs: Sequence[tuple[str, str]], *, whole: bool = False) -> None:
     """Print names and values, a pair per line; an empty name continues the line above.
 
-    At a terminal a long value wraps with an indent, unless `whole` keeps it on one line, as for a
-    command to copy.
+    At a terminal a long value wraps with an indent, unless `whole` keeps it on one line, for
+    example for a command to copy.
     """
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:

@@ -133,7 +133,7 @@ def spans(data: int, pieces: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
 def opened(folder: Path, entry: Entry) -> Iterator[int]:
     """Open a file of a checkpoint for reading, as a descriptor.
 
-    Raises RunFolderError for a link, a missing file or a file of another size.
+    Raises RunFolderError for a link, a missing file or a file of a different size.
     """
     path = folder / entry.name
     try:
@@ -201,6 +201,8 @@ def find_step(run: Path, step: int | str) -> int:
     """
     run = Path(run)
     steps = manifest.steps(run)
+    if not steps and not run.exists():
+        raise files.no_run(run, manifest.FOLDER)
     if not steps:
         raise RunFolderError(
             f"{run} holds no checkpoint",

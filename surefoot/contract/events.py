@@ -277,7 +277,7 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
                     continue  # left by a power cut: not synced, and so part of no checkpoint
                 if not line.endswith("\n"):
                     break
-                found.append(f"{path}:{number} is no event: {line[:60].rstrip()!r}")
+                found.append(f"{path}:{number} is not an event: {line[:60].rstrip()!r}")
                 continue
             if row.get("v", 0) > VERSION:
                 newer = newer or f"{path}:{number} has format {row['v']}, newer than {VERSION}"
@@ -310,8 +310,7 @@ def _open(folder: Path) -> TextIO:
             raise RunFolderError(
                 f"{folder / FILE} cannot be read: {error.strerror}", hint=hint_unread(error)
             ) from None
-        words = f"{folder} is no run: it holds no {FILE}"
-        raise RunFolderError(words, hint="surefoot runs lists the runs below a folder") from None
+        raise files.no_run(folder, FILE) from None
 
 
 def _kind_of(line: str) -> str:
@@ -359,7 +358,7 @@ def _row(line: str) -> dict[str, Any] | None:
 def _made(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | None:
     """Return the event of a row, or None.
 
-    None, with a message in `damaged`, for a missing value or one of another type.
+    None, with a message in `damaged`, for a missing value or one of a different type.
     """
     kind: Callable[..., Event] = KINDS[row["kind"]]
     types = _TYPES[row["kind"]]
@@ -375,9 +374,9 @@ def _made(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | Non
     try:
         if wrong is None:
             return kind(**values)
-        damaged.append(f"{place} is no event: {wrong} is not {types[wrong]}")
+        damaged.append(f"{place} is not an event: {wrong} is not {types[wrong]}")
     except TypeError as error:
-        damaged.append(f"{place} is no event: {error}")
+        damaged.append(f"{place} is not an event: {error}")
     return None
 
 
@@ -412,7 +411,7 @@ def _read_numbers(key: str, value: Any, type_: str) -> Any:
 def find_end(folder: Path, spec_id: str) -> Ended | None:
     """Return the end of the newest attempt, if the run in `folder` has nothing left to train.
 
-    None otherwise, and where the run is of another spec than `spec_id`.
+    None otherwise, and where the run is of a different spec than `spec_id`.
     """
     past = list(read(folder, Started, Ended)) if (folder / FILE).is_file() else []
     starts = [event for event in past if isinstance(event, Started)]

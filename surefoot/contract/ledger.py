@@ -170,7 +170,7 @@ class Ledger:
     """Writer of a run's ledger.
 
     A ledger with a damaged header is renamed, and its rows count as lost. Raises StorageError when
-    the disk refuses, RunFolderError when the file has another plan.
+    the disk refuses, RunFolderError when the file has a different plan.
     """
 
     def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
@@ -181,7 +181,7 @@ class Ledger:
         )
         if (found := read_plan(folder)) != plan:
             raise RunFolderError(
-                f"{folder / FILE} was written for another plan: {found}, now {plan}",
+                f"{folder / FILE} was written for a different plan: {found}, now {plan}",
                 hint="give another --run folder",
             )
 
@@ -223,7 +223,8 @@ def _header(plan: Plan, after: int = 0) -> bytes:
 def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
     """Start the ledger of a fork after `step`, with the rows of its parent as attempt 0.
 
-    With another plan than the parent's, the ledger records that it starts after `step` instead.
+    If the plan differs from that of the parent, the new ledger is empty and records that it starts
+    after `step`.
     Raises StorageError when the disk refuses, RunFolderError where the parent has no readable
     ledger.
     """
@@ -258,7 +259,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 def read_after(folder: Path) -> int:
-    """Return the step after which a ledger starts: 0, except for a fork with another plan.
+    """Return the step after which a ledger starts: 0, except for a fork with a different plan.
 
     Raises RunFolderError.
     """
@@ -281,7 +282,7 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
     if isinstance(found, str):
         raise RunFolderError(
-            f"{path} is no ledger: {found}",
+            f"{path} is not a ledger: {found}",
             hint=(
                 "an unfinished run sets the file aside when it resumes: surefoot resume "
                 f"{shlex.quote(str(folder))}"
@@ -293,12 +294,15 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
 def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
     """Return the plan and the start of a header, or a description of what is wrong with it.
 
-    Raises RunFolderError for another format.
+    Raises RunFolderError for a different format.
     """
     try:
         row = json.loads(header)
         if row.pop("surefoot ledger") != FORMAT:
-            raise RunFolderError(f"{path} has another format", hint="use a newer surefoot")
+            raise RunFolderError(
+                f"{path} was written in a format that this release does not read",
+                hint="use a newer surefoot",
+            )
         after = row.pop("after", 0)
         plan = Plan(
             **{**row, "ramp": tuple((samples, batch) for samples, batch in row.get("ramp", ()))}

@@ -156,7 +156,7 @@ def read_promise(folder: Path) -> LoopGuarantee:
         del row["surefoot ledger"]
         return LoopGuarantee(**row)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{folder / FILE} is no ledger of a loop: {error}") from None
+        raise RunFolderError(f"{folder / FILE} is not a ledger of a loop: {error}") from None
 
 
 def read(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[Batch]:

@@ -213,9 +213,9 @@ def read(folder: Path) -> Manifest:
     try:
         made = _made(row)
     except RunFolderError as error:
-        raise RunFolderError(f"{path} is no manifest: {error.message}") from None
+        raise RunFolderError(f"{path} is not a manifest: {error.message}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunFolderError(f"{path} is no manifest: {_short(error)}") from None
+        raise RunFolderError(f"{path} is not a manifest: {_short(error)}") from None
     named = STEP_FOLDER.match(folder.name)
     if named is not None and int(named.group(1)) != made.step:
         raise RunFolderError(f"{path} is the manifest of step {made.step}")
@@ -240,7 +240,7 @@ def _read_row(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RunFolderError(f"{path} is no manifest: {_short(error)}") from None
+        raise RunFolderError(f"{path} is not a manifest: {_short(error)}") from None
     return dict(row)
 
 
@@ -250,7 +250,7 @@ def _read_text(path: Path) -> bytes:
         # memory is allocated before a byte is read
         text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)
     if (excess := find_excess_text(text)) is not None:
-        raise RunFolderError(f"{path} is no manifest: it {excess}")
+        raise RunFolderError(f"{path} is not a manifest: it {excess}")
     return text
 
 
@@ -273,7 +273,7 @@ def parse_json(text: bytes, path: Path) -> Any:
     except RunFolderError as error:
         raise RunFolderError(f"{path} cannot be read: {error.message}") from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise RunFolderError(f"{path} is no JSON: {_short(error)}") from None
+        raise RunFolderError(f"{path} is not valid JSON: {_short(error)}") from None
 
 
 def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -293,10 +293,10 @@ def _made(row: dict[str, Any]) -> Manifest:
     _demand(len(set(names)) == len(names), "a file is named twice")
     _check_parts(files)
     made = Manifest(files=files, **row)
-    _demand(0 <= _typed(made.step, int) < MAX_STEP, "its step is no valid step")
+    _demand(0 <= _typed(made.step, int) < MAX_STEP, "its step is not valid")
     _demand(
         0 <= _typed(made.generation, int) < 10**12 and _typed(made.format, int) > 0,
-        "its generation or format is no valid number",
+        "its generation or format is not a valid number",
     )
     _typed(made.spec_id, str)
     _demand(

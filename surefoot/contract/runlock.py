@@ -89,7 +89,7 @@ class RunLock:
     def _lock(self, folder: Path) -> None:
         """Raise RunFolderError when another process holds the lock.
 
-        Until the owner has written its process id, the file names nobody or a process that has
+        Until the owner has written its process id, the file names no process, or a process that has
         ended.
         """
         until_s = time.monotonic() + NAMED_WITHIN_S

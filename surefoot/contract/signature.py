@@ -97,7 +97,7 @@ def takes_folder(use: str) -> bool | None:
 
 
 def find_source(use: str) -> Path | None:
-    """Return the file of a task, found without importing it; None if it is no source file."""
+    """Return the file of a task, found without importing it; None if it is not a source file."""
     module, colon, _ = use.partition(":")
     if module.endswith(".py"):
         return Path(module)

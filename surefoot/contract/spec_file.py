@@ -112,10 +112,7 @@ def read_of_run(
             f"{run / FILE} cannot be read: {error.strerror}", hint=hint_unread(error)
         ) from None
     if not (run / FILE).is_file():
-        raise RunFolderError(
-            f"{run} is no run: it holds no {FILE}",
-            hint="surefoot runs lists the runs below a folder",
-        )
+        raise files.no_run(run, FILE)
     tables, places = _tables_of_file((run / FILE).resolve(), depth=0, warns=False)
     if task is not None:
         tables.setdefault("task", {})["use"] = _absolute_use(task, Path.cwd())
@@ -234,7 +231,7 @@ def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], di
         near = difflib.get_close_matches(given, builtin_names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise SpecError(
-            f"{given!r} is no spec: there is no such file and no such built-in task",
+            f"{given!r} is not a spec: there is no such file and no such built-in task",
             hint=f"{hint}give a TOML file, file.py:Task, or one of {', '.join(builtin_names())}",
         )
     return _tables_of_file(path, depth)

@@ -4,9 +4,9 @@
     |-- InputError            2     found before any work: nothing was written
     |   |-- SpecError               a wrong run specification: file, line, nearest valid name
     |   |-- TaskError               a task that is missing, lacks a method or breaks the contract
-    |   |-- DataError               data that is missing, truncated or in another format
+    |   |-- DataError               data that is missing, truncated or in a different format
     |   |   `-- OtherDataError      data read again to resume that differs from the trained data
-    |   |-- RunFolderError          a folder that is not a run, or the run of another spec
+    |   |-- RunFolderError          a folder that is not a run, or the run of a different spec
     |   `-- MissingExtra            an optional package that is not installed
     `-- RunError                    the run started and failed; an Ended event has the cause
         |-- UserCodeError     3     user code raised an exception
@@ -86,7 +86,7 @@ class TaskError(InputError):
 
 
 class DataError(InputError):
-    """Data that is missing, truncated, or in another format."""
+    """Data that is missing, truncated, or in a different format."""
 
 
 class OtherDataError(DataError):
@@ -94,7 +94,9 @@ class OtherDataError(DataError):
 
 
 class RunFolderError(InputError):
-    """A folder that is not a run, the run of another spec, or one that another process writes."""
+    """A folder that is not a run, the run of a different spec, or one that another process
+    writes.
+    """
 
 
 class MissingExtra(InputError):

@@ -228,7 +228,7 @@ def looks(most: int) -> dict[int, int]:
     of the n ratios are above 1. Without an effect each ratio is above 1 as often as a coin shows
     heads, so the probability of that verdict at any test is computed exactly over all sequences of
     coins; each k is the largest that keeps it, on each side, within 1.5 %. (A group-sequential sign
-    test, as of Pocock 1977; a fixed interval that is read repeatedly until it shows an effect is
+    test (Pocock 1977); a fixed interval that is read repeatedly until it shows an effect is
     wrong far more often than its level.)
 
     >>> looks(15), looks(6)

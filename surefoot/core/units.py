@@ -91,7 +91,8 @@ class Duration:
             raise SpecError(f"{given} is not a finite number of 0 or more", hint=_HINT)
         if self.value > LARGEST or 0 < self.value < SMALLEST:
             raise SpecError(
-                f"{given} is not between {SMALLEST:g} and {LARGEST:g}", hint="is the prefix right?"
+                f"{given} is not between {SMALLEST:g} and {LARGEST:g}",
+                hint="check the prefix: k, M, B or T",
             )
         if self.unit == "%" and self.value > 100:
             raise SpecError(

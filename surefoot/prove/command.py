@@ -185,7 +185,7 @@ def _run_whole(words: list[str], state: Path) -> RunPace:
     if not state.is_dir() or not list_files(state):
         raise TaskError(
             f"the command left nothing in {state}",
-            hint="give with --state the folder that contains everything that the command saves",
+            hint="use --state to name the folder into which the command writes all its files",
         )
     return RunPace(time.monotonic() - started_s, first_s - started_s, num_changes)
 

@@ -126,7 +126,7 @@ def _told_link(target: str | None) -> str:
 def _contents(path: Path) -> Mapping[str, Any] | None:
     """Return the tensors and plain values of a file, by name.
 
-    Return None for a file of another kind, or one that holds more than can be read.
+    Return None for a file of a different kind, or one that holds more than can be read.
     """
     if path.name == "state.json" and _is_commit(path.parent):
         return {"": _without_random(manifest.parse_json(path.read_bytes(), path))}

@@ -100,7 +100,7 @@ def _score(name: str, spec: RunSpec, seed: int, steps: int) -> tuple[float, dict
     if outcome.ended != "done":
         raise TaskError(
             f"seed {seed} in {name}: {last_words(outcome.error or outcome.ended)}",
-            hint="does surefoot train run it?",
+            hint="check that surefoot train SPEC runs with this seed",
         )
     if "score_0" not in outcome.measures:
         told = outcome.facts.get("score")

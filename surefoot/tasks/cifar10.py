@@ -38,7 +38,7 @@ __all__ = ["Cifar10"]
 SIZE, NUM_CLASSES = 32, 10
 HOME = "cifar10-webdataset"
 SPLITS = ("train", "test")
-DECODER = "cifar10 jpg+cls 1"  # another number when what is decoded changes
+DECODER = "cifar10 jpg+cls 1"  # a different number when what is decoded changes
 # of red, green, blue over the training images, 0 to 255
 PIXEL_MEAN, PIXEL_DEVIATION = (125.3, 123.0, 113.9), (62.5, 61.9, 66.5)
 NUM_WHITENED = 2000  # images whose patches, 1.9 million, give the whitening filters

@@ -103,7 +103,7 @@ def _read(folder: str | None, split: str) -> list[str]:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8: byte {error.start} is no text",
+            f"{path} is not UTF-8: byte {error.start} is not text",
             hint="copy the file again, or convert it to UTF-8",
         ) from None
     except OSError as error:

@@ -103,8 +103,8 @@ def choose(
     `checks_log` most of the log, which grows with the run, is not read. `spec` is the spec of
     `spec_id`, to name the keys that differ.
 
-    Raises RunFolderError if the folder holds something else, another spec or a run of changed code,
-    or if it cannot be written.
+    Raises RunFolderError if the folder holds something else, a different spec or a run of changed
+    code, or if it cannot be written.
     """
     wanted = asked()
     try:
@@ -261,8 +261,8 @@ def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
             ),
         )
     return RunFolderError(
-        f"{folder} is not empty and is no run folder",
-        hint="give a new or an empty folder, as with --run",
+        f"{folder} is not empty and is not a run folder",
+        hint="name a new or an empty folder with --run",
     )
 
 

@@ -29,7 +29,7 @@ from surefoot.contract.manifest import FOLDER, STEP_FOLDER
 from surefoot.contract.run_folder import files
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source, resolve
-from surefoot.core.errors import InputError, RunFolderError, SpecError, StorageError, hint_unwritten
+from surefoot.core.errors import InputError, SpecError, StorageError, hint_unwritten
 from surefoot.train.assemble import build_model, load_task, set_storage
 from surefoot.train.evaluate import (
     Evaluation,
@@ -54,9 +54,9 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
     """Return the model of a run with the weights of `step`, in evaluation mode, on the CPU.
 
     `step` is "best", "last" or a number. `task` is the task object if the spec cannot build the
-    task, as for a run of a notebook, or the name (`file.py:Task`) under which the task can be
-    imported now. All digests are verified first. Raises RunFolderError if the folder is not a run,
-    has no such step or is damaged, SpecError if the task is unknown.
+    task, for example for a run of a notebook, or the name (`file.py:Task`) under which the task can
+    be imported now. All digests are verified first. Raises RunFolderError if the folder is not a
+    run, has no such step or is damaged, SpecError if the task is unknown.
     """
     if task is None or isinstance(task, str):
         return load_with_task(Path(run), step, use=task)[0]
@@ -105,10 +105,7 @@ def _build(task: Resolved, spec: RunSpec) -> nn.Module:
 
 def _find_step(run: Path, step: int | str) -> int:
     if not (run / SPEC_FILE).is_file():
-        raise RunFolderError(
-            f"{run} is no run: it holds no {SPEC_FILE}",
-            hint="surefoot runs lists the runs below a folder",
-        )
+        raise files.no_run(run, SPEC_FILE)
     return checkpoint.find_step(run, step)
 
 
@@ -258,7 +255,7 @@ def _check_first(
 def export_run(
     run: Path, step: str, to: Path, kind: str | None, data: str | None, *, use: str | None = None
 ) -> tuple[export.Exported, int]:
-    """Export the model of a run to another format; return the result and the step.
+    """Export the model of a run to a different format; return the result and the step.
 
     Raises InputError for an unknown format, or a target that exists or is in the run's checkpoints
     folder; StorageError if the file cannot be written.

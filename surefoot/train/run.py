@@ -430,7 +430,7 @@ class Run:
         }
 
     def _saved(self, saved: checkpoint.Saved) -> None:
-        """Record the result of a save; raise its error if that is no storage error."""
+        """Record the result of a save; raise its error if that is not a storage error."""
         self._keeper.report(self._telling, saved.step)
         if isinstance(saved.error, StorageError) and not self._lock.is_lost():
             self._keeper.refused(self._telling, saved.error, saved.step)

@@ -64,7 +64,7 @@ class Arm:
             )
         if not _NAME.fullmatch(self.name):
             raise InputError(
-                f"{self.name!r} is no name for an arm",
+                f"{self.name!r} is not a valid name of a variant",
                 hint="use letters, digits, spaces and . _ + -",
             )
         if self.ranks < 1 or self.threads < 1 or not self.timeout_s > 0:

@@ -55,7 +55,7 @@ def run_rounds(
     named = {arm.name: arm for arm in arms}
     if not arms or len(named) < len(arms) or rounds < 1 or warmup_rounds < 0:
         raise InputError(
-            f"{[arm.name for arm in arms]} for {warmup_rounds} and {rounds} rounds is no trial",
+            f"{[arm.name for arm in arms]} for {warmup_rounds} and {rounds} rounds is not a trial",
             hint="name each arm differently, and give at least one arm and one round",
         )
     failures: Counter[str] = Counter()

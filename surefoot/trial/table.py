@@ -43,7 +43,8 @@ def from_json(text: str) -> Trial:
         trial = Trial(outcomes=outcomes, **{**row, "arms": tuple(row["arms"])})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadRecordError(
-            f"this is no trial: {type(error).__name__}: {error}", hint="see surefoot/trial/table.py"
+            f"this is not a trial: {type(error).__name__}: {error}",
+            hint="see surefoot/trial/table.py",
         ) from None
     if version != VERSION:
         raise BadRecordError(

@@ -96,7 +96,7 @@ class _Player:
         self.is_over = True
         if ready:
             self.results = [read_result(self.rank)]
-        else:  # nobody else's turn while it still runs
+        else:  # no other variant may start while it still runs
             os.killpg(self.rank.process.pid, signal.SIGKILL)
 
 

@@ -148,7 +148,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], set[Any], str]] = {
     "a manifest": (lambda run: (commit(run, 8) / "manifest.json").unlink(), {8}, "damaged"),
     "a line of the log": (damage_log, {"log"}, "damaged"),
     "no spec": (lambda run: (run / "spec.toml").unlink(), {"spec"}, "damaged"),
-    "another spec": (change_spec, {"spec"}, "damaged"),
+    "a different spec": (change_spec, {"spec"}, "damaged"),
     "the ledger of another run": (take_other_ledger, {"ledger"}, "damaged"),
     "a ledger without its end": (cut_ledger, {"ledger"}, "damaged"),
     "no ledger": (lambda run: (run / "ledger.bin").unlink(), {"ledger"}, "damaged"),
@@ -250,11 +250,18 @@ def attach_a_loop(folder: Path) -> None:
                 run.step_done(loss)
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: None])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Path.mkdir, "is not a run: it holds no"),
+        (Path.touch, "is not a run: it is a file"),
+        (lambda path: None, "does not exist"),
+    ],
+)
 def test_what_is_no_run_is_refused(
-    make: Callable[[Path], object], tmp_path: Path, surefoot: Command
+    make: Callable[[Path], object], words: str, tmp_path: Path, surefoot: Command
 ) -> None:
     make(tmp_path / "nothing")
     answer = surefoot("check", tmp_path / "nothing")
     assert answer.code == 2
-    assert "is no run" in answer.err
+    assert f"nothing {words}" in answer.err

@@ -65,7 +65,7 @@ def test_every_bad_part_is_named_and_the_rest_is_read(folder: Path, surefoot: Co
     assert list(bad) == [("2.tar", "0.png"), ("2.tar", "1.cls"), ("3.tar", ""), ("4.tar", "")]
     assert bad["2.tar", "0.png"].startswith("is a broken PNG")
     assert "after byte" in bad["3.tar", ""]
-    assert bad["4.tar", ""].startswith("is no tar")
+    assert bad["4.tar", ""].startswith("is not a tar")
     assert answer.row["samples"] == 8 + 2 + 1  # of the tar that is cut one sample is whole
     told = surefoot("data", "check", str(folder))
     assert told.code == 1
@@ -96,11 +96,11 @@ def test_an_index_that_cannot_be_made_is_refused_in_words(
     shutil.copytree(folder, other)
     answer = surefoot("data", "index", str(folder), str(other))
     assert answer.code == 2
-    assert "the shards lie in 2 folders" in answer.err
+    assert "the shards are in 2 folders" in answer.err
     (folder / "0.tar").write_bytes(b"x" * 4096)
     answer = surefoot("data", "index", str(folder))
     assert answer.code == 2
-    assert "0.tar is no tar" in answer.err
+    assert "0.tar is not a tar" in answer.err
     assert not list(folder.glob("*.index"))
 
 

@@ -71,7 +71,7 @@ def test_a_fork_with_another_batch_says_from_where_its_own_plan_holds(
     answer = surefoot("ledger", "new")
     assert answer.code == 0
     assert "steps 7 to 14" in answer.out
-    assert "the first 6 steps followed another plan" in answer.out
+    assert "the first 6 steps followed a different plan" in answer.out
     assert surefoot("resume", "new", "--fork", "newer", "--steps", "16", "--quiet").code == 0
     row = surefoot("ledger", "newer", "--json").row
     assert (row["ok"], row["after"], row["last"]) == (True, 6, 16)
@@ -179,8 +179,8 @@ def test_a_fork_never_takes_a_folder_that_holds_a_run(spec: Path, surefoot: Comm
 
 
 REFUSED = {
-    "task.width=5": "of another shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]",
-    "optim.name=sgd": "optim.name is 'sgd', was 'adamw': another optimizer has another state",
+    "task.width=5": "of a different shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]",
+    "optim.name=sgd": "'sgd', was 'adamw': a different optimizer has a different state",
     'optim.freeze=["0.*"]': "parameters that were frozen have no optimizer state",
     "optim.ema=0.9": "a checkpoint with an average of the weights needs optim.ema",
 }

@@ -162,7 +162,7 @@ def test_a_command_line_that_cannot_be_read_is_bad_input(
 
 def test_an_error_shows_where_it_was_raised_only_on_traceback(surefoot: Command) -> None:
     plain, traced = surefoot("show", "nowhere"), surefoot("show", "nowhere", "--traceback")
-    assert plain.err.startswith("error: nowhere is no run")
+    assert plain.err.startswith("error: nowhere does not exist")
     assert "Traceback (most recent call last)" in traced.err
     assert traced.err.endswith(plain.err)
 

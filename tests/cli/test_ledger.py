@@ -163,7 +163,7 @@ def test_a_header_whose_numbers_are_of_another_type_is_told(
     for words in ((), ("--sample", "7")):
         answer = surefoot("ledger", run, *words)
         assert (answer.code, answer.out) == (2, "")
-        assert f"ledger.bin is no ledger: {name}" in answer.err
+        assert f"ledger.bin is not a ledger: {name}" in answer.err
 
 
 def test_half_a_row_at_the_end_is_told_and_is_no_fault(tmp_path: Path, surefoot: Command) -> None:
@@ -231,7 +231,7 @@ def test_a_folder_without_a_ledger_and_a_sample_that_is_none_are_refused(
 ) -> None:
     answer = surefoot("ledger", tmp_path)
     assert (answer.code, answer.out) == (2, "")
-    assert "is no run: it holds no events.jsonl" in answer.err
+    assert "is not a run: it holds no events.jsonl" in answer.err
     answer = surefoot("ledger", write(tmp_path / "run", (1, 3)), "--sample", "50")
     assert answer.code == 2
     assert "the data set has no sample 50" in answer.err

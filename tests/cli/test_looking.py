@@ -80,7 +80,7 @@ def test_a_damaged_run_does_not_hide_the_others(surefoot: Command) -> None:
     assert answer.code == 0
     assert [line.split()[0] for line in answer.out.splitlines()[1:]] == ["runs/a-1", "runs/a-2"]
     assert "unreadable" in answer.out
-    assert "runs/a-2 cannot be read: runs/a-2/events.jsonl:1 is no event" in answer.err
+    assert "runs/a-2 cannot be read: runs/a-2/events.jsonl:1 is not an event" in answer.err
     assert surefoot("show", "runs/a-2").code == 2
 
 

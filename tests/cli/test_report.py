@@ -258,8 +258,8 @@ def test_what_is_not_there_is_left_out_or_said(surefoot: Command) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{", "is no JSON"),
-        ("[]", "is no JSON object"),
+        ("{", "is not valid JSON"),
+        ("[]", "is not a JSON object"),
         ('{"version": 9}', "is of version 9"),
         ('{"version": 1, "x": ' + "[" * 10**5, ""),
     ],
@@ -367,8 +367,8 @@ def test_the_page_of_a_run_is_renewed_and_a_named_one_is_never_overwritten(
 
 
 BAD = {
-    "no run": (("nowhere",), "nowhere is no run"),
-    "a folder that is no run": (("bare",), "bare is no run"),
+    "no run": (("nowhere",), "nowhere does not exist"),
+    "a folder that is not a run": (("bare",), "bare is not a run"),
     "a run without a step": (("stepless",), "stepless has no steps, so there is nothing to draw"),
     "a folder for a file": (("a", "--out", "bare"), "bare is a folder"),
     "a folder that is missing": (("a", "--out", "missing/x.html"), "there is no folder missing"),

@@ -138,4 +138,4 @@ def test_a_folder_that_is_no_run_is_refused(surefoot: Command) -> None:
     Path("empty").mkdir()
     answer = surefoot("resume", "empty")
     assert (answer.code, answer.out) == (2, "")
-    assert "empty is no run" in answer.err
+    assert "empty is not a run" in answer.err

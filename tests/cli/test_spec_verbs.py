@@ -75,51 +75,51 @@ def test_in_a_pipe_the_table_is_plain_aligned_text(surefoot: Command, spec_file:
 WRONG = {
     "an unknown key": (
         "[optim]\nlrr = 1.0",
-        "mine.toml:4: 'lrr' is no key in [optim]",
+        "mine.toml:4: 'lrr' is not a key in [optim]",
         "did you mean 'lr'?",
     ),
     "an unknown table": (
         "[optimm]\nlr = 1.0",
-        "mine.toml:3: 'optimm' is no table",
+        "mine.toml:3: 'optimm' is not a table",
         "did you mean 'optim'?",
     ),
     "torch's name of a key": (
         "[optim]\nlearning_rate = 1.0",
-        "mine.toml:4: 'learning_rate' is no key in [optim]",
+        "mine.toml:4: 'learning_rate' is not a key in [optim]",
         "did you mean 'lr'?",
     ),
     "a hyphen": (
         "[optim]\nweight-decay = 1.0",
-        "mine.toml:4: 'weight-decay' is no key in [optim]",
+        "mine.toml:4: 'weight-decay' is not a key in [optim]",
         "did you mean 'weight_decay'?",
     ),
     "a loader's name": (
         "[loader]\nnum_workers = 2",
-        "'num_workers' is no key in [loader]",
+        "'num_workers' is not a key in [loader]",
         "did you mean 'workers'?",
     ),
     "epochs": (
         "[train]\nepochs = 3",
-        "'epochs' is no key in [train]",
+        "'epochs' is not a key in [train]",
         "did you mean 'length', as in length = \"3 epochs\"?",
     ),
     "a key of another table": (
         "[train]\nlr = 1.0",
-        "'lr' is no key in [train]",
+        "'lr' is not a key in [train]",
         "did you mean 'optim.lr'?",
     ),
     "a synonym of a table": (
         "[optimizer]\nlr = 1.0",
-        "'optimizer' is no table",
+        "'optimizer' is not a table",
         "did you mean 'optim'?",
     ),
     "an unknown parameter": ("wdith = 3", "mine.toml:3: ", "did you mean 'width'?"),
-    "a parameter of another type": (
+    "a parameter of a different type": (
         "width = 'x'",
         "mine.toml:3: task.width is 'x'",
         "of type int",
     ),
-    "another type": (
+    "a different type": (
         "[train]\nbatch = '64'",
         "mine.toml:4: train.batch is '64'",
         "it should be a valid integer",
@@ -262,7 +262,7 @@ def test_every_synonym_leads_to_a_key_and_is_none() -> None:
 
 def test_a_wrong_flag_is_named_as_the_place(surefoot: Command, spec_file: Path) -> None:
     assert (
-        "--set optim.lrr: 'lrr' is no key"
+        "--set optim.lrr: 'lrr' is not a key"
         in surefoot("spec", "check", spec_file, "--set", "optim.lrr=1").err
     )
     assert "--steps: " in surefoot("spec", "check", spec_file, "--steps", "-3").err
@@ -274,11 +274,11 @@ def test_a_wrong_flag_is_named_as_the_place(surefoot: Command, spec_file: Path) 
 
 
 MISSING = {
-    "no such file": ("nowhere.toml", "is no spec"),
+    "no such file": ("nowhere.toml", "is not a spec"),
     "nearly a built-in name": ("digts", "did you mean 'digits'?"),
     "a task file that is not there": ("nowhere.py:Task", "there is no task file"),
     "a class that is not there": ("task.py:Other", "has no class 'Other'"),
-    "a folder": (".", "is no spec"),
+    "a folder": (".", "is not a spec"),
 }
 
 

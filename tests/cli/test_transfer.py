@@ -174,7 +174,7 @@ def test_weights_of_another_model_are_refused_with_both_sides_and_nothing_is_wri
     assert answer.code == 2
     assert "missing: 0.bias, 2.weight, 2.bias" in answer.err
     assert "unexpected: other" in answer.err
-    assert "of another shape: 0.weight [7, 4], now [4, 4]" in answer.err
+    assert "of a different shape: 0.weight [7, 4], now [4, 4]" in answer.err
     assert not Path("back").exists()
 
 

@@ -30,7 +30,7 @@ def test_weights_alone_begin_anew_with_what_fits_and_say_what_did_not(
     (first,) = started("new")
     (told,) = [note for note in first.notes if note.startswith("started with the weights")]
     assert "loaded 1 of 4 tensors" in told
-    assert "of another shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]" in told
+    assert "of a different shape: 0.bias [4], now [5], 0.weight [4, 4], now [5, 4]" in told
     assert told.replace("\n", " ")[:40] in answer.err.replace("\n", " ")
     assert first.first_step == 1
     assert manifest.steps(Path("new"))[0] == 0
@@ -85,7 +85,10 @@ def test_weights_none_of_which_fit_are_refused_with_both_sides(
 PRETRAINED = {"0.weight": (4, 4), "0.bias": (4,), "2.weight": (3, 4), "2.bias": (3,)}
 IN_PART: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "one is missing": ({"2.bias": ()}, "missing: 2.bias"),
-    "another shape": ({"2.weight": (7, 4)}, "of another shape: 2.weight [7, 4], now [3, 4]"),
+    "a different shape": (
+        {"2.weight": (7, 4)},
+        "of a different shape: 2.weight [7, 4], now [3, 4]",
+    ),
     "one too many": ({"3.weight": (2, 2)}, "unexpected: 3.weight"),
     "another name": ({"2.bias": (), "head.bias": (3,)}, "missing: 2.bias; unexpected: head.bias"),
 }
@@ -165,7 +168,7 @@ def test_pretrained_weights_are_imported_and_fine_tuned_and_the_frozen_part_stay
         note for note in started("tuned")[0].notes if note.startswith("started with the weights")
     ]
     assert (
-        "loaded 2 of 3 tensors; missing: 2.bias; of another shape: 2.weight [7, 4], now [3, 4]"
+        "loaded 2 of 3 tensors; missing: 2.bias; of a different shape: 2.weight [7, 4], now [3, 4]"
         in told
     )
     for step in (0, STEPS):

@@ -333,7 +333,7 @@ def test_evaluation_draws_nothing() -> None:
     found = [pipeline(BYTES_BHWC, dataclasses.replace(KEYS, epoch=epoch)) for epoch in (1, 2)]
     assert torch.equal(*found)
     assert Pipeline(Mirror(), Cutout(2), Translate(1)).evaluation() is None
-    with pytest.raises(DataError, match="does not say what stands for it in evaluation"):
+    with pytest.raises(DataError, match="does not define the steps that replace it in evaluation"):
         Pipeline(lambda images, keys: images).evaluation()
 
 
@@ -366,20 +366,20 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: normalise(BYTES_BHWC, (1.0,), (1.0,)),
         "1 means and 1 deviations are given for 3 colours",
     ),
-    "a class": (lambda: soft_targets(LABELS_B, 3), "are no classes from 0 to 2"),
+    "a class": (lambda: soft_targets(LABELS_B, 3), "are not classes from 0 to 2"),
     "labels": (
         lambda: mixup(BYTES_BHWC, LABELS_B[:3], KEYS, num_classes=4),
         "12 images have 3 labels",
     ),
     "alpha": (lambda: mixup(BYTES_BHWC, LABELS_B, KEYS, num_classes=4, alpha=0.0), "alpha from"),
-    "a crop": (lambda: center_crop(BYTES_BHWC, 40, 4), "does not lie in images of 18 x 14"),
+    "a crop": (lambda: center_crop(BYTES_BHWC, 40, 4), "does not fit into images of 18 x 14"),
     "a shift": (lambda: Translate(14)(BYTES_BHWC, KEYS), "cannot be moved by 14 pixels"),
-    "images": (lambda: resize(BYTES_BHWC[0], 4, 4), "is no batch of images"),
-    "whole numbers": (lambda: resize(BYTES_BHWC.long(), 4, 4), "is no batch of images"),
+    "images": (lambda: resize(BYTES_BHWC[0], 4, 4), "is not a batch of images"),
+    "whole numbers": (lambda: resize(BYTES_BHWC.long(), 4, 4), "is not a batch of images"),
     "grey images": (lambda: Jitter(0.1)(BYTES_BHWC[..., :1], KEYS), "have 1 colours"),
     "a colour": (
         lambda: erase(BYTES_BHWC, torch.zeros(12, 4).long(), (1.0, 2.0)),
-        "is no colour of 3",
+        "is not a colour of 3",
     ),
     "no step": (Pipeline, "has no step"),
     "a class as a step": (lambda: Pipeline(Mirror), "give steps"),

@@ -248,7 +248,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "texts": (lambda: np.array(["a", "b"]), "without missing values"),
     "objects": (lambda: np.array([1, None], dtype=object), "without missing values"),
     "times": (lambda: np.array(["2026-01-02"], dtype="datetime64[D]"), "x.astype('int64')"),
-    "another order of bytes": (lambda: np.arange(3, dtype=">i4"), "newbyteorder('=')"),
+    "a different order of bytes": (lambda: np.arange(3, dtype=">i4"), "newbyteorder('=')"),
     "rows that run backwards": (lambda: np.arange(3)[::-1], "x.copy()"),
     "masked values": (lambda: np.ma.masked_equal([1, 2, 3], 2), "x.filled(0)"),
     "a sparse tensor": (lambda: torch.eye(3).to_sparse(), "x.to_dense()"),

@@ -108,7 +108,7 @@ class Cut(nn.Module):
 
 
 class Filters(nn.Module):
-    """Weights that lie in memory in another order."""
+    """Weights that lie in memory in a different order."""
 
     def __init__(self) -> None:
         super().__init__()

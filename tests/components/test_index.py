@@ -27,7 +27,7 @@ MEMBERS = [
 ]
 RARE = (
     "long name",
-    "another size",
+    "a different size",
     "cut",
     "damaged",
     "twice",
@@ -90,7 +90,7 @@ def test_what_is_rare_is_left_to_the_reader_of_members(what: str, tmp_path: Path
         "empty": [],
     }.get(what, MEMBERS)
     content = bytearray(write_tar(path, members, format=tarfile.PAX_FORMAT).read_bytes())
-    if what == "another size":
+    if what == "a different size":
         with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
             member = tarfile.TarInfo("a.jpg")
             member.pax_headers, member.size = {"size": "3"}, 3
@@ -211,7 +211,7 @@ def test_a_tar_of_nonsense_is_refused_in_words_by_the_reader_of_members(tmp_path
 
 def test_what_is_no_file_and_no_tar_at_all_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.tar")
-    with pytest.raises(DataError, match=r"pipe\.tar is no file"):
+    with pytest.raises(DataError, match=r"pipe\.tar is not a file"):
         open_index([tmp_path / "pipe.tar"], tmp_path / "cache")
     with pytest.raises(DataError, match="no tar is given"):
         open_index([], tmp_path / "cache")
@@ -230,7 +230,7 @@ def test_an_index_that_leads_out_of_its_tars_is_refused(wrong: int, tmp_path: Pa
     place = open_index(paths, tmp_path / "cache").place
     content = place.read_bytes()
     place.write_bytes(content[: -8 * 22] + np.full(22, wrong, dtype="<i8").tobytes())
-    with pytest.raises(DataError, match="is damaged: it leads out of its tars"):
+    with pytest.raises(DataError, match="is damaged: it lists a sample outside of its tar"):
         open_index(paths, tmp_path / "cache").locate(np.arange(21))
     place.write_bytes(b"[" * 100_000 + b"\n")
     assert len(open_index(paths, tmp_path / "cache")) == 21

@@ -102,7 +102,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "is at bytes .* and the file has",
     ),
     "backwards": ({"x": row(offsets=(16, 0))}, "is at bytes"),
-    "another size": ({"x": row(shape=(2, 1))}, "and has 16 bytes"),
+    "a different size": ({"x": row(shape=(2, 1))}, "and has 16 bytes"),
     "overlap": ({"x": row(), "y": row(shape=(2,), offsets=(8, 16))}, "x and y overlap"),
     "a name twice": (b'{"x": 1, "x": 2}', "twice"),
     "unequal lengths": (

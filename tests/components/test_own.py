@@ -226,7 +226,7 @@ REFUSED: dict[str, tuple[object, str]] = {
     "nested": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
     "meta": (torch.ones(3, device="meta"), "meta device"),
     "complex128": (torch.ones(3, dtype=torch.complex128), "complex128"),
-    "of another order of bytes": (np.ones(3, ">f4"), ">f4"),
+    "of a different order of bytes": (np.ones(3, ">f4"), ">f4"),
     "a large integer": (10**5000, "an integer of 16,610 bits"),
     "in itself": (cycle(), "or contains itself"),
     "a set": ({1, 2}, "is a set"),
@@ -279,7 +279,7 @@ def test_a_file_that_a_commit_does_not_hold_is_refused_and_what_it_holds_is_name
     assert {*one.read("model.safetensors")} == {"weight", "bias"}
 
 
-# ---- what is no tensor of a state dict, and yet decides how a loop goes on
+# ---- what is not a tensor of a state dict, and yet decides how a loop goes on
 
 
 class Full(nn.Module):

@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_be_written_is_told(served: Served, tmp_path: Path) 
         remote(served, tmp_path / "file")
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "of another size"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "of a different size"])
 def test_what_lies_damaged_in_the_cache_is_fetched_again_and_never_read(
     damage: str, served: Served, tmp_path: Path
 ) -> None:
@@ -125,9 +125,11 @@ def test_what_lies_damaged_in_the_cache_is_fetched_again_and_never_read(
     place = files(tmp_path)[0]
     content = bytearray(CONTENT["/d/s-00.tar"])
     content[700] ^= 1
-    damaged = {"cut": content[:-512], "flipped": content, "of another size": content + bytes(512)}[
-        damage
-    ]
+    damaged = {
+        "cut": content[:-512],
+        "flipped": content,
+        "of a different size": content + bytes(512),
+    }[damage]
     place.write_bytes(damaged)
     assert read(remote(served, tmp_path)) == CONTENT["/d/s-00.tar"]
     if damage != "flipped":  # the size tells it, where no digest is known

@@ -39,7 +39,7 @@ def write(path: Path, header: Any, num_bytes: int, pad: str = "") -> Path:
 
 
 SOUND: dict[str, tuple[Any, int]] = {
-    "tensors in another order than their names": ({"b": entry(0, 3), "a": entry(3, 6)}, 6),
+    "tensors in a different order than their names": ({"b": entry(0, 3), "a": entry(3, 6)}, 6),
     "an empty tensor between two": (
         {"a": entry(0, 3), "c": entry(3, 3, [0, 4]), "b": entry(3, 6)},
         6,

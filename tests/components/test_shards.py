@@ -95,7 +95,7 @@ def test_a_file_of_another_format_is_no_tar(
     tmp_path: Path, write: Callable[[Path], object]
 ) -> None:
     write(tmp_path / "a.tar")
-    with pytest.raises(DataError, match=r"a\.tar is no tar"):
+    with pytest.raises(DataError, match=r"a\.tar is not a tar"):
         list(read_shard(tmp_path / "a.tar"))
 
 
@@ -120,7 +120,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path, kind: bytes) -> None
         member = tarfile.TarInfo("000.jpg")
         member.type, member.linkname = kind, "/etc/passwd"
         archive.addfile(member)
-    with pytest.raises(DataError, match=r"'000\.jpg' is no regular file"):
+    with pytest.raises(DataError, match=r"'000\.jpg' is not a regular file"):
         list(read_shard(tmp_path / "a.tar"))
 
 
@@ -138,7 +138,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path, kind: bytes) -> None
     ],
 )
 def test_a_name_that_is_not_plain_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match="is no plain name"):
+    with pytest.raises(DataError, match="is not a plain name"):
         list(read_shard(write_tar(tmp_path / "a.tar", [(name, b"x")])))
 
 

@@ -156,8 +156,8 @@ DAMAGED = {
         TARS[0].rstrip(b"\0") + bytes(-len(TARS[0].rstrip(b"\0")) % 512),
         "it has no end marker",
     ),
-    "no tar": (b"x" * 4096, "is no tar"),
-    "empty": (b"", "is no tar"),
+    "no tar": (b"x" * 4096, "is not a tar"),
+    "empty": (b"", "is not a tar"),
 }
 
 
@@ -178,9 +178,9 @@ def test_another_number_of_samples_than_counted_is_told(count: int) -> None:
 def test_what_cannot_be_is_told() -> None:
     source = TarStream(Counted().openers, COUNTS, label="cls")
     for make, says in (
-        (lambda: TarStream([], [], label="cls"), "are no stream"),
-        (lambda: TarStream(Counted().openers, [1], label="cls"), "are no stream"),
-        (lambda: TarStream(Counted().openers, COUNTS), "are no stream"),
+        (lambda: TarStream([], [], label="cls"), "are not a stream"),
+        (lambda: TarStream(Counted().openers, [1], label="cls"), "are not a stream"),
+        (lambda: TarStream(Counted().openers, COUNTS), "are not a stream"),
         (lambda: source.part(0, 6), "part 0 of 6 of 5 shards is none"),
         (lambda: source.read(np.array([40])), "samples are numbered 0 to 39"),
         (

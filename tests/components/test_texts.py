@@ -93,7 +93,7 @@ BAD: dict[str, tuple[Any, str]] = {
         "bounds .* are not possible",
     ),
     "no bounds": (lambda: Texts(*join_texts(TEXTS), bounds=()), "bounds .* are not possible"),
-    "labels of another number": (
+    "labels of a different number": (
         lambda: Texts(*join_texts(TEXTS), labels=np.arange(3)),
         "for 9 texts",
     ),

@@ -254,8 +254,8 @@ DAMAGED = {
     "a list": "[1]",
     "a number": "3",
     "no kind": "{}",
-    "another kind of kind": '{"kind": []}',
-    "a version of another type": '{"kind": "step", "v": "1"}',
+    "a different kind of kind": '{"kind": []}',
+    "a version of a different type": '{"kind": "step", "v": "1"}',
     "deep nesting": "[" * 100_000,
     "a field is missing": '{"v": 1, "kind": "step", "generation": 1}',
     "a step that is none": step(3, step="three").as_line().strip(),
@@ -274,7 +274,7 @@ def test_damage_in_the_middle_is_named_with_its_line_and_costs_that_line(
         event.step for event in events.read(tmp_path, damaged=damaged) if isinstance(event, Step)
     ] == [1, 2]
     (line,) = damaged
-    assert "events.jsonl:2 is no event" in line
+    assert "events.jsonl:2 is not an event" in line
     assert len(line) < 1000
 
 
@@ -282,7 +282,8 @@ def test_a_file_without_any_event_is_no_log(tmp_path: Path) -> None:
     write(tmp_path, "a line of somebody else\n" * 3)
     for only in ((), (Started,)):
         with pytest.raises(
-            RunFolderError, match=r"events\.jsonl:1 is no event.*no line of the file is an event"
+            RunFolderError,
+            match=r"events\.jsonl:1 is not an event.*no line of the file is an event",
         ):
             list(events.read(tmp_path, *only))
 

@@ -57,11 +57,11 @@ def test_a_commit_reads_back_with_every_digest(tmp_path: Path) -> None:
 SCORE = {"name": "accuracy", "value": 0.5, "better": "higher", "split": "test"}
 FILE = {"name": "a", "num_bytes": 1, "sha256": "x"}
 HOSTILE: dict[str, dict[str, Any]] = {
-    "a step of another type": {"step": "7"},
+    "a step of a different type": {"step": "7"},
     "a step of another folder": {"step": 8},
-    "a generation of another type": {"generation": None},
-    "a spec of another type": {"spec_id": 3},
-    "a format of another type": {"format": "1"},
+    "a generation of a different type": {"generation": None},
+    "a spec of a different type": {"spec_id": 3},
+    "a format of a different type": {"format": "1"},
     "a score that is none": {"score": [1]},
     **{
         f"a score of {value}": {"score": {**SCORE, "value": value}}

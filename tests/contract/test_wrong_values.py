@@ -1,4 +1,4 @@
-"""Tests of values of another kind in a spec.
+"""Tests of values of a different kind in a spec.
 
 The hint is in the words of TOML, and of torch for number formats.
 """

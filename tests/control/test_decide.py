@@ -71,7 +71,7 @@ def test_a_lost_rank_is_retried_unless_restarts_are_none(how: ExitKind) -> None:
             ["retry"] * 5 + ["stop"],
         ),
         (ELASTIC, [(K, 1, 1), (K, 1, 2)], ["retry", "leave out"]),
-        (ELASTIC, [(K, 1, 1), (H, 1, 1)], ["retry", "leave out"]),  # in another way is as bad
+        (ELASTIC, [(K, 1, 1), (H, 1, 1)], ["retry", "leave out"]),  # and another way is as bad
         # another one between
         (ELASTIC, [(K, 1, 1), (K, 2, 1), (K, 1, 2)], ["retry", "retry", "retry"]),
         # nobody's fault between
@@ -117,7 +117,7 @@ def test_each_planted_case_gets_its_decision(
 
 def test_a_stop_says_why() -> None:
     assert "4 consecutive attempts" in run(FIXED, *[(K, 1, 0)] * 4)[2]
-    assert "places 1 and 2 crashed" in run(FIXED, (C, 2, 0), (C, 1, 0))[2]
+    assert "slots 1 and 2 crashed" in run(FIXED, (C, 2, 0), (C, 1, 0))[2]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_spare_place_is_taken_before_one_that_failed_and_brings_no_growth() ->
     assert choose(EVEN, now) == (0, 2)  # 3 are there, and 3 ranks are not allowed
     _, now, _ = run(EVEN, (K, 2, 3), (K, 2, 4), course=now)
     assert choose(EVEN, now) == (0, 3)
-    assert choose(EVEN, replace(now, num_commits=5)) == (0, 3)  # place 1 is there again, on trial
+    assert choose(EVEN, replace(now, num_commits=5)) == (0, 3)  # slot 1 is there again, on trial
     assert not has_more(EVEN, now, (0, 3), 6)
     assert has_more(EVEN, now, (0, 3), 7)
 

@@ -53,7 +53,7 @@ FAULT = Fault(
     fault="straggler",
     rank=0,
     host="",
-    action="the run goes on; look there",
+    action="the run continues; look there",
     detail="rank 1 is slow",
 )
 

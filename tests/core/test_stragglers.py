@@ -128,7 +128,7 @@ def test_of_eight_ranks_three_slow_ones_are_all_named() -> None:
         (
             EVEN._replace(compute_s=0.15, num_numbers=1200),
             "work",
-            "1.5 times as many numbers in its batches",
+            "1.5 times as many elements in its batches",
         ),
         (
             EVEN._replace(compute_s=0.15, num_items=84),

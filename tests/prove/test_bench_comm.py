@@ -65,7 +65,7 @@ SPEC: dict[str, Any] = {
             "digits --ranks 3 --set layout.replicate=2",
             "layout.replicate is 2, and there are 3 ranks",
         ),
-        ("nothing", "'nothing' is no spec"),
+        ("nothing", "'nothing' is not a spec"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_rank_is_started(

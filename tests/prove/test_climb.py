@@ -36,7 +36,7 @@ def start_spec(folder: Path, task: str = "Honest") -> Path:
                 "fused, channels last"
             ),
         ),
-        (("--rung", "a: train.bacth=3"), "'bacth' is no key in [train]"),
+        (("--rung", "a: train.bacth=3"), "'bacth' is not a key in [train]"),
         (("--rung", "a: train.batch=64"), "the rung 'a' changes nothing"),
         (("--rung", "a: task.wast=3"), "wast"),
         (("--rung", "train.batch=32"), "is not name: table.key=value"),

@@ -145,7 +145,7 @@ def test_a_rung_that_changes_nothing_and_one_with_an_unknown_key_are_told() -> N
     start = rungs.plain(SPEC)
     with pytest.raises(InputError, match=r"'idle' changes nothing: train\.batch=64"):
         parse_rung("idle: train.batch=64").on(start)
-    with pytest.raises(SpecError, match=r"'bacth' is no key in \[train\]"):
+    with pytest.raises(SpecError, match=r"'bacth' is not a key in \[train\]"):
         parse_rung("typo: train.bacth=32").on(start)
     with pytest.raises(InputError, match="two rungs are named 'a'"):
         rungs.check_names([parse_rung("a: train.batch=1"), parse_rung("a: train.batch=2")])

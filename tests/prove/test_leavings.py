@@ -142,8 +142,8 @@ PAIRS |= {
     "fp16 beside fp32": (tensor(ONES.half()), tensor(ONES), f"{A}: float16 and float32"),
     "integers beside numbers": (tensor(ONES.int()), tensor(ONES), f"{A}: int32 and float32"),
     "truth beside bytes": (tensor(ONES.bool()), tensor(ONES.byte()), f"{A}: bool and uint8"),
-    "another shape": (tensor(ONES), tensor(ONES.reshape(2, 2)), f"{A}: [4] and [2, 2]"),
-    "no numbers of another shape": (
+    "a different shape": (tensor(ONES), tensor(ONES.reshape(2, 2)), f"{A}: [4] and [2, 2]"),
+    "no numbers of a different shape": (
         tensor(torch.ones(0, 2)),
         tensor(torch.ones(0, 3)),
         f"{A}: [0, 2] and [0, 3]",

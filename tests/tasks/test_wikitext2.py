@@ -180,8 +180,8 @@ def test_the_summed_loss_and_its_gradient_equal_torch_s_cross_entropy(dtype: tor
     )
     assert mine.grad is not None
     assert theirs.grad is not None
-    # the two sum in another order; in bf16 both round the same fp32 gradient, at most one unit in
-    # the last of 8 bits apart
+    # the two sum in a different order; in bf16 both round the same fp32 gradient, at most one unit
+    # in the last of 8 bits apart
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=TOLERANCE[dtype], atol=1e-12)
 
 

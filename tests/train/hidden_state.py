@@ -1,4 +1,4 @@
-"""Models that keep state in plain attributes of their modules, each in another way."""
+"""Models that keep state in plain attributes of their modules, each in a different way."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_data_are_labelled_by_what_going_on_in_them_would_take(kind: str, tmp_pa
 
 def test_the_folder_of_a_run_with_a_spec_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RunFolderError, match="is not empty and is no run folder"):
+    with pytest.raises(RunFolderError, match="is not empty and is not a run folder"):
         Loop().attach(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
 

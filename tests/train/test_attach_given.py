@@ -1,4 +1,4 @@
-"""What a loop gives to `attach` and to `step_done`, of another kind than it must be.
+"""What a loop gives to `attach` and to `step_done`, of a different kind than it must be.
 
 It is refused with what was given.
 """

@@ -103,7 +103,9 @@ def test_a_loader_that_comes_in_another_order_after_a_stop_is_told_and_found(
         return DataLoader(shuffled().dataset, batch_size=4, sampler=Unseeded())
 
     left_at(tmp_path / "a", data, 9)
-    assert "have other samples than those trained on" in capfd.readouterr().err
+    assert (
+        "contain different samples than those that the run was trained on" in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("kind", [name for name in DATA if not name.startswith("shuffled")])

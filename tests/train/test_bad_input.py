@@ -62,11 +62,11 @@ VALUES = {
     "a word for a switch": ("data.shuffle=yes", ["data.shuffle is 'yes'"]),
     "an unknown key": (
         "optim.learning_rate=1",
-        ["'learning_rate' is no key in [optim]", "allowed: "],
+        ["'learning_rate' is not a key in [optim]", "allowed: "],
     ),
-    "an unknown table": ("optimizer.lr=1", ["'optimizer' is no table", "did you mean 'optim'"]),
+    "an unknown table": ("optimizer.lr=1", ["'optimizer' is not a table", "did you mean 'optim'"]),
     "an unknown parameter": ("task.widht=2", ["no parameter 'widht'", "did you mean 'width'"]),
-    "a parameter of another type": ("task.width=wide", ["task.width is 'wide'", "int"]),
+    "a parameter of a different type": ("task.width=wide", ["task.width is 'wide'", "int"]),
     "two ways to clip": ("optim.clip_value=1.0", ["clip", "contradict"]),
     "a microbatch that does not divide": (
         "train.microbatch=3",

@@ -206,7 +206,7 @@ def test_a_loss_that_is_not_a_number_at_step_1_ends_the_run_with_the_cause(
 
 
 class Network(Small):
-    """One of several kinds of network, each of which a giant rate breaks in another way."""
+    """One of several kinds of network, each of which a giant rate breaks in a different way."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

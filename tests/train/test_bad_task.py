@@ -17,7 +17,7 @@ CALLS = {
     "no such class": ("mine.py:Mime", "has no class 'Mime'"),
     "no class named": ("mine.py:", "mine.py:"),
     "a module without a class": ("math:sqrt", "sqrt"),
-    "a folder": (".", "is no spec"),
+    "a folder": (".", "is not a spec"),
     "no such task": ("digit", "did you mean 'digits'"),
 }
 
@@ -222,7 +222,7 @@ MORE = {
         "def updates(self, model): raise KeyError('critic')",
         ["critic", "in updates"],
     ),
-    "state is of another order of bytes": (
+    "state is of a different order of bytes": (
         "def state(self): return {'a': __import__('numpy').ones(2, '>f4')}",
         ["array of >f4", "byte order"],
     ),

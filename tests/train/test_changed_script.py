@@ -47,7 +47,7 @@ def test_another_spec_is_refused_with_its_keys_and_with_commands_that_work_as_ty
     capsys.readouterr()
     assert call(monkeypatch, "train", task, *few, "--set", changed, "--run", "a", "--quiet") == 2
     told = capsys.readouterr().err
-    assert "a is the run of another spec: " in told
+    assert "a is the run of a different spec: " in told
     assert named in told
     assert "train from step 0: give another --run folder, or --fresh" in told
     commands = [

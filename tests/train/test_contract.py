@@ -245,7 +245,7 @@ def test_four_microbatches_train_to_the_weights_of_the_large_batch(
         spec_of(batch=batch, microbatch=microbatch).replace(optim=optim), tmp_path / "split"
     )
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-6)
-    # the sums were really formed in another order
+    # the sums were really formed in a different order
     assert not torch.equal(split["0.weight"], whole["0.weight"])
 
 

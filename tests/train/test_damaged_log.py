@@ -141,5 +141,5 @@ def test_a_spec_of_another_run_is_refused_although_the_start_is_damaged(
     flip(lines, 0, 25)
     (run / "events.jsonl").write_bytes(b"".join(lines))
     assert call(monkeypatch, "train", task, *FEW, "--seed", "5", "--run", str(run), "--quiet") == 2
-    assert "another spec" in capfd.readouterr().err
+    assert "a different spec" in capfd.readouterr().err
     assert not [each for each in records(run) if isinstance(each, Started)]

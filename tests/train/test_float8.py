@@ -109,7 +109,7 @@ def test_a_layer_whose_weight_something_computes_is_left_alone() -> None:
     )
     done = to_float8(model, emulate=True)
     assert done.layers == ("1",)
-    assert done.skipped["0"] == "its weight is no parameter: something computes it"
+    assert done.skipped["0"] == "its weight is not a parameter: something computes it"
 
 
 def test_products_are_those_of_rounded_numbers_forward_and_backward() -> None:

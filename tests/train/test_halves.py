@@ -104,7 +104,7 @@ def mean(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
 
 
 def mean_of_some(model: nn.Module, output: Tensor, y: Tensor) -> Loss:
-    """A mean over the items that count, of which each half has another number."""
+    """A mean over the items that count, of which each half has a different number."""
     return Loss.sum((output[:, 0] - y)[y > -0.2].square().mean(), len(y))
 
 

@@ -317,12 +317,12 @@ def test_the_same_samples_with_other_values_are_reported_and_the_run_resumes(
     train(tmp_path / "run", Task(DataLoader(Hidden(), BATCH)), 10, leave_at=8)
     assert "other values" not in capfd.readouterr().err
     train(tmp_path / "run", Task(DataLoader(Hidden(), BATCH)), 10)
-    assert "has the same samples with other values than before" in capfd.readouterr().err
+    assert "has the same samples whose values have changed" in capfd.readouterr().err
     assert loop_ledger.check(tmp_path / "run").num_samples == 2 * SAMPLES
 
 
 class CountingSampler(torch.utils.data.Sampler[int]):
-    """Counts its passes by itself, and has another order in each."""
+    """Counts its passes by itself, and has a different order in each."""
 
     passes = 0
 
@@ -413,7 +413,9 @@ def test_a_fork_over_other_data_reports_it_and_goes_on(
         for _ in run.steps():
             pass
     assert len(task.seen) == 3
-    assert "have other samples than those trained on" in capfd.readouterr().err
+    assert (
+        "contain different samples than those that the run was trained on" in capfd.readouterr().err
+    )
     assert [
         event.fault for event in events.read(tmp_path / "fork") if isinstance(event, events.Fault)
     ] == ["other-data"]

@@ -179,7 +179,7 @@ def test_a_model_without_convolutions_is_refused_and_so_is_another_layout_for_a_
     with pytest.raises(SpecError, match="no tensor of four or five dimensions"):
         train(tmp_path / "none", 1, Small(), **joined({}))
     train(tmp_path / "run", 2)
-    with pytest.raises(RunFolderError, match="the run of another spec"):
+    with pytest.raises(RunFolderError, match="the run of a different spec"):
         train(tmp_path / "run", 4, **joined({}))
 
 

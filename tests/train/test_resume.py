@@ -290,7 +290,7 @@ def with_momentum(task: Small, groups: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("part", "other", "told"),
     [
-        ("model", wide, "of another shape: 0.bias"),
+        ("model", wide, "of a different shape: 0.bias"),
         ("optimizer", with_momentum, "resume with the task and the spec"),
     ],
 )

@@ -177,7 +177,7 @@ def test_the_run_of_another_spec_is_refused(
     assert (
         call(monkeypatch, "train", task, *FEW, "--run", str(folder), "--set", "optim.lr=0.5") == 2
     )
-    assert "is the run of another spec" in capsys.readouterr().err
+    assert "is the run of a different spec" in capsys.readouterr().err
     assert {
         name: (folder / name).read_bytes() for name in entries(folder) if (folder / name).is_file()
     } == before
@@ -343,7 +343,7 @@ def test_a_folder_that_another_process_is_making_is_told_to_be_written_by_it(
         pytest.raises(RunFolderError, match=f"is being written by process {os.getpid()}"),
     ):
         train(tmp_path)
-    with pytest.raises(RunFolderError, match="is not empty and is no run folder"):
+    with pytest.raises(RunFolderError, match="is not empty and is not a run folder"):
         train(tmp_path)
 
 
@@ -358,7 +358,7 @@ def test_what_a_power_cut_left_of_a_run_without_a_log_is_begun_again(
         shutil.copy(tmp_path / "whole" / name, left)
     (left / "ledger.bin").write_bytes((tmp_path / "whole" / "ledger.bin").read_bytes()[:num_bytes])
     if num_bytes > 256:  # it has trained: with its log something is lost
-        with pytest.raises(RunFolderError, match="is not empty and is no run folder"):
+        with pytest.raises(RunFolderError, match="is not empty and is not a run folder"):
             train(left)
         return
     train(left)

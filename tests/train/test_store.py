@@ -57,7 +57,7 @@ def test_another_machine_goes_on_from_the_store_to_the_same_bits(
 
 def test_a_store_of_another_spec_is_refused(bucket: str, tmp_path: Path) -> None:
     train(tmp_path / "a", spec(6, checkpoint={"store": f"{bucket}/other"}), Small())
-    with pytest.raises(RunFolderError, match="checkpoints of another spec"):
+    with pytest.raises(RunFolderError, match="checkpoints of a different spec"):
         train(tmp_path / "b", spec(8, checkpoint={"store": f"{bucket}/other"}), Small())
     assert not (tmp_path / "b").exists()
 

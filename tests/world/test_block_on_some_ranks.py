@@ -20,7 +20,7 @@ from tests.world.ranks import run_ranks
 
 
 class Branching(nn.Module):
-    """Rank 1 takes another way than rank 0, `rare` in training alone.
+    """Rank 1 takes a different way than rank 0, `rare` in training alone.
 
     `even` and `odd` are of one size, `rare` of another.
     """

@@ -51,7 +51,7 @@ class Running(nn.Module):
 
 
 class Counts:
-    """Of passes, in an object that is no state of the model."""
+    """Of passes, in an object that is not a state of the model."""
 
     def __init__(self) -> None:
         self.passes = 0

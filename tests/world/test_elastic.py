@@ -111,11 +111,11 @@ def train_alone(folder: Path) -> dict[str, torch.Tensor]:
 
 PLAN: Plan = {  # what each attempt shows
     1: ("kill", 3, 3),
-    2: ("kill", 3, 1),  # place 3 fails twice, and is left out
+    2: ("kill", 3, 1),  # slot 3 fails twice, and is left out
     3: ("kill", 1, 3),
-    4: ("kill", 1, 1),  # place 1, with two commits: one is left until place 3 is tried again
+    4: ("kill", 1, 1),  # slot 1, with two commits: one is left until slot 3 is tried again
     5: ("grow", 0, 2),
-    6: ("kill", 3, 1),  # 2 ranks become 3; place 3 is on trial, and left out at once
+    6: ("kill", 3, 1),  # 2 ranks become 3; slot 3 is on trial, and left out at once
     7: ("kill", 2, 1),
     8: ("kill", 2, 1),  # 2 become 1
     9: ("grow", 0, 2),
@@ -143,17 +143,17 @@ def test_a_run_goes_from_four_ranks_to_two_to_three_to_one_and_back_to_the_numbe
     assert supervised.left() == []
     check_as_alone(run, golden, tmp_path / "alone/run", supervised.said)
     lines = [
-        "place 3 has failed 2 times in a row and is left out until 3 more checkpoints",
+        "slot 3 has failed 2 times in a row and is left out until 3 more checkpoints",
         "anew, after step 2\n",
-        "place 1 has failed 2 times in a row and is left out until 3 more checkpoints",
-        ", at places 0 and 2\n",
-        "place 3 will be tried again: all ranks save and end, to begin anew as 3",
-        ", at places 0, 2 and 3\n",
-        "place 3 has failed again and is left out until 6 more checkpoints",
-        "place 2 has failed 2 times in a row",
-        "one rank begins anew",
-        "place 1 will be tried again",
-        "all 2 ranks begin anew",
+        "slot 1 has failed 2 times in a row and is left out until 3 more checkpoints",
+        ", at slots 0 and 2\n",
+        "slot 3 will be tried again: all ranks save and end, to restart as 3",
+        ", at slots 0, 2 and 3\n",
+        "slot 3 has failed again and is left out until 6 more checkpoints",
+        "slot 2 has failed 2 times in a row",
+        "one rank restarts",
+        "slot 1 will be tried again",
+        "all 2 ranks restart",
     ]
     said = supervised.said
     for line in lines:
@@ -179,9 +179,9 @@ def test_a_place_that_crashes_is_tried_once_more_and_two_that_do_are_the_code(
         job, 2, tmp_path / "ranks", run=tmp_path / "run", max_restarts=3, numbers=(1, 2)
     )
     assert supervised.wait() == 128 + signal.SIGSEGV
-    assert supervised.said.count("begin anew") == 1
+    assert supervised.said.count(" ranks restart, ") == 1
     assert (
-        "error: places 0 and 1 crashed without a new checkpoint between the crashes: "
+        "error: slots 0 and 1 crashed without a new checkpoint between the crashes: "
         "the cause is the code, not a place" in supervised.said
     )
 
@@ -213,7 +213,7 @@ def test_a_place_that_hangs_twice_is_left_out(tmp_path: Path) -> None:
     )
     assert supervised.wait() == 0, supervised.said
     assert supervised.said.count("rank 1 of 2 has not come") == 2
-    assert "place 1 has failed 2 times in a row and is left out" in supervised.said
+    assert "slot 1 has failed 2 times in a row and is left out" in supervised.said
     assert supervised.left() == []
     assert consumed.check(run).last == STEPS
 
@@ -273,11 +273,10 @@ def test_a_command_goes_on_with_the_rank_that_is_left(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 10
     assert (
-        "place 1 has failed 2 times in a row and is left out until 3 more checkpoints"
-        in done.stderr
+        "slot 1 has failed 2 times in a row and is left out until 3 more checkpoints" in done.stderr
     )
-    assert done.stderr.count("all 2 ranks begin anew, from the start") == 1
-    assert done.stderr.count("one rank begins anew, from the start") == 1
+    assert done.stderr.count("all 2 ranks restart, from the start") == 1
+    assert done.stderr.count("one rank restarts, from the start") == 1
     assert sizes(tmp_path / "run")[-1] == 1
     assert consumed.check(tmp_path / "run").holds
     assert processes_of(tmp_path) == []
@@ -292,8 +291,8 @@ def test_a_command_that_grows_prints_one_result(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 120
-    assert "place 1 will be tried again: all ranks save and end, to begin anew as 2" in done.stderr
-    assert "place 1 has failed again and is left out until 6 more checkpoints" in done.stderr
+    assert "slot 1 will be tried again: all ranks save and end, to restart as 2" in done.stderr
+    assert "slot 1 has failed again and is left out until 6 more checkpoints" in done.stderr
 
 
 # ---- a campaign
@@ -306,7 +305,7 @@ def shaken(seed: int, folder: Path, golden: dict[str, torch.Tensor], alone: Path
     """
     draws = random.Random(seed)
     bad, share = draws.sample(range(4), draws.randrange(0, 4)), draws.uniform(0.0, 0.15)
-    told = f"seed {seed}: places {bad} are bad, {share:.2f}"
+    told = f"seed {seed}: slots {bad} are bad, {share:.2f}"
     folder.mkdir(parents=True)
 
     def job(rank: int) -> int:

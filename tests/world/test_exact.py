@@ -20,7 +20,7 @@ from tests.world.test_run import Counted, Sentences, spec
 
 
 class Narrow(Sentences):
-    """In fp32, where another order of sums shows."""
+    """In fp32, where a different order of sums shows."""
 
     def model(self) -> nn.Module:
         return super().model().float()
@@ -116,7 +116,7 @@ def test_losses_norms_scores_weights_and_moments_have_the_same_bits_on_1_2_and_4
     assert len({digest(tmp_path / f"run{count}") for count in (1, 2, 4)}) == 1
     plain = spec(**tables)
     run_ranks(1, lambda rank: bits(tmp_path / "plain", task(), plain), tmp_path / "one")
-    # another order of sums does show
+    # a different order of sums does show
     assert digest(tmp_path / "plain") != digest(tmp_path / "run1")
 
 

@@ -2,8 +2,8 @@
 
 Recovered to the bits of the unbroken run; no process is left, none hangs.
 
-And of all ranks between attempts with another number of them: each sample once, and the numbers of
-one process.
+And of all ranks between attempts with a different number of them: each sample once, and the numbers
+of one process.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(
     for each in said:
         assert each in broken.stderr
     assert "Traceback" not in broken.stderr
-    assert "begin anew" not in broken.stderr
+    assert "ranks restart," not in broken.stderr
     assert processes_of(tmp_path) == []
     assert manifest.steps(tmp_path / "run")[-1] >= 4
 
@@ -180,7 +180,7 @@ def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unb
         for each in (whole, killed)
     ]
     assert [each.returncode for each in done] == [0, 0], done[1].stderr
-    assert done[1].stderr.count("all 2 ranks begin anew, after step ") >= 1
+    assert done[1].stderr.count("all 2 ranks restart, after step ") >= 1
     runs = [tmp_path / name / "run" for name in ("whole", "killed")]
     assert consumed.check(runs[1]).holds
     one, other = (manifest.read(manifest.step_folder(run, 13)) for run in runs)
@@ -198,7 +198,7 @@ def test_attempts_without_a_commit_come_to_an_end(tmp_path: Path) -> None:
 
     supervised = Supervised(job, 2, tmp_path / "ranks", run=tmp_path / "run", max_restarts=1)
     assert supervised.wait() == 137
-    assert supervised.said.count("all 2 ranks begin anew, from the start") == 1
+    assert supervised.said.count("all 2 ranks restart, from the start") == 1
     assert (
         "error: 2 consecutive attempts ended like this without a new checkpoint" in supervised.said
     )

@@ -1,7 +1,7 @@
 """Ranks that go on hold the same.
 
 A rank whose folder has an older, another or a newer commit is named, and so is one that holds
-another state than was loaded.
+a different state than was loaded.
 """
 
 from __future__ import annotations

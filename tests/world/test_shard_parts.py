@@ -200,14 +200,14 @@ WEIGHT = nn.Parameter(torch.ones(2, 2))
         ([], "none were given"),
         ([WEIGHT, {"params": [WEIGHT]}], "groups and parameters side by side"),
         ([{"lr": 0.1}], r"a group with the entries \['lr'\] are NoneType"),
-        ([{"params": {WEIGHT}}], "are a set, which each rank may read in another order"),
+        ([{"params": {WEIGHT}}], "are a set, which each rank may read in a different order"),
         (
             [("weight", WEIGHT), nn.Parameter(torch.ones(2))],
             "some parameters of a group have a name",
         ),
         ([{"params": [WEIGHT]}, {"params": WEIGHT}], "parameter 1.0 is in group 0, too"),
         ([WEIGHT, "weight"], "str 'weight' is among them"),
-        ([("doubled", WEIGHT * 2)], "doubled is no leaf"),
+        ([("doubled", WEIGHT * 2)], "doubled is not a leaf"),
         ([nn.Parameter(torch.ones(()))], "parameter 0 has no dimension"),
     ],
 )

@@ -124,7 +124,7 @@ class ChannelsLast(Stacked):
         ),
         (TiedBlocks, {"shard": 2}, {}, "is tied to a parameter of another unit"),
         (Empty, {"shard": 2, "zero_stage": 2}, {}, "nothing is empty: [0, 3]"),
-        (ChannelsLast, {"shard": 2}, {}, "filters.weight lies in memory in another order"),
+        (ChannelsLast, {"shard": 2}, {}, "filters.weight is not contiguous"),
         (Apart, {"shard": 2, "zero_stage": 2}, {}, "weights at the start: rank 1 has"),
         (Sentences, {"shard": 2, "zero_stage": 2}, {}, "calls parts of a ModuleDict"),
         (Parts, {"shard": 2, "zero_stage": 3}, {}, "gather weights when the whole model is called"),

@@ -167,7 +167,7 @@ def _tell(found: Consumed) -> None:
             (
                 "before",
                 (
-                    f"the first {found.after:,} steps followed another plan, in the run "
+                    f"the first {found.after:,} steps followed a different plan, in the run "
                     "from which this run was forked"
                 ),
             )

@@ -291,7 +291,7 @@ def value_of(evaluated: Evaluated | None) -> float | None:
 
 
 def format_value(value: Any, unit: str) -> str:
-    """Format a value with its unit, as `99.4 %` or `164.2`."""
+    """Format a value with its unit, for example `99.4 %` or `164.2`."""
     return format_percent(number(value)) if unit == "%" else format_number(number(value))
 
 

@@ -232,7 +232,7 @@ def _like(own: ScheduleSettings, name: Name, scale: Scale, check_every: int) -> 
 
 
 def _in_words(settings: ScheduleSettings) -> str:
-    """Describe the settings that have an effect, as `every 100 steps, factor 0.1`."""
+    """Describe the settings that have an effect, for example `every 100 steps, factor 0.1`."""
     if settings.sequence:
         return "; then ".join(f"{piece.name} ({_in_words(piece)})" for piece in settings.sequence)
     stated = {

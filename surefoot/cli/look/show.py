@@ -56,7 +56,7 @@ def show(
 
 
 def _parse(text: str) -> float:
-    hint = "give a time with its unit, as --stuck-after 10min"
+    hint = "give a time with its unit, for example --stuck-after 10min"
     try:
         limit = Duration.parse(text)
     except SpecError as error:

@@ -56,7 +56,7 @@ def convert(
         str, typer.Option("--split", metavar="NAME", help="for a SPEC: the split of its task")
     ] = "train",
     shard_size: Annotated[
-        str, typer.Option("--shard-size", metavar="SIZE", help="the largest size of a tar")
+        str, typer.Option("--shard-size", metavar="SIZE", help="the maximum size of a tar")
     ] = "256 MiB",
     name: NameOption = None,
     shuffle: ShuffleOption = None,

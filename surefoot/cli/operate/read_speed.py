@@ -32,12 +32,14 @@ def bench(
     samples: Annotated[
         int,
         typer.Option(
-            "--samples", metavar="N", help="the most samples to read for a row of the table"
+            "--samples", metavar="N", help="read at most N samples for each number of workers"
         ),
     ] = 2000,
     seconds: Annotated[
         float,
-        typer.Option("--seconds", metavar="S", help="the longest time for a row of the table"),
+        typer.Option(
+            "--seconds", metavar="S", help="measure each number of workers for at most S seconds"
+        ),
     ] = 5.0,
     delay: Annotated[
         float,

@@ -12,6 +12,7 @@ from typing import Any
 
 from surefoot.contract import commits, manifest
 from surefoot.contract.manifest import Entry, Manifest
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError, RunFolderError
 
 COMMIT_HINT = "give a checkpoint as RUN, RUN:STEP, RUN:best, or its folder RUN/checkpoints/step-..."
@@ -54,6 +55,8 @@ def find_readable(named: str, step: str = "last") -> tuple[Path, Manifest, list[
 
 def check_folder(run: Path) -> None:
     """Raise RunFolderError for a run without a folder of checkpoints."""
+    if not run.exists():
+        raise files.no_run(run, manifest.FOLDER)
     if not (run / manifest.FOLDER).is_dir():
         raise RunFolderError(
             f"{run} has no checkpoints: there is no {run / manifest.FOLDER}", hint=COMMIT_HINT

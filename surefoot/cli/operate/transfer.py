@@ -102,7 +102,9 @@ def import_(
     ] = None,
     strip: Annotated[
         str,
-        typer.Option("--strip", metavar="PREFIX", help="remove this prefix from names, as module."),
+        typer.Option(
+            "--strip", metavar="PREFIX", help="remove this prefix from names, for example module."
+        ),
     ] = "",
     spec: Annotated[
         str | None,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from surefoot.contract import events, runlock
+from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError
 
 
@@ -38,9 +39,10 @@ def count_bytes(run: Path) -> int:
 def check_is_run(run: Path) -> None:
     """Raise RunFolderError for a path that is not a run folder, or that is a link to one."""
     log = run / events.FILE
-    if run.is_symlink() or log.is_symlink() or not log.is_file():
-        what = "is a link" if run.is_symlink() else f"is not a run folder: it has no {events.FILE}"
-        raise RunFolderError(f"{run} {what}", hint="surefoot runs lists the runs below a folder")
+    if run.is_symlink():
+        raise RunFolderError(f"{run} is a link", hint="surefoot runs lists the runs below a folder")
+    if log.is_symlink() or not log.is_file():
+        raise files.no_run(run, events.FILE)
 
 
 @contextlib.contextmanager

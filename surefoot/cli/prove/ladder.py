@@ -45,7 +45,9 @@ OutOption = Annotated[
 PairsOption = Annotated[
     int,
     typer.Option(
-        "--pairs", metavar="N", help="the most pairs of runs per rung; a gain needs at least 7"
+        "--pairs",
+        metavar="N",
+        help="the maximum number of pairs of runs per rung; a gain needs at least 7",
     ),
 ]
 SamplesOption = Annotated[

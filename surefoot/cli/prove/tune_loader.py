@@ -35,7 +35,12 @@ def tune_loader(
     most: Annotated[
         int | None,
         typer.Option(
-            "--most", metavar="N", help="the most workers to try; by default the cores, from 4 to 8"
+            "--most",
+            metavar="N",
+            help=(
+                "the largest number of workers to try; by default the number of cores, at least 4 "
+                "and at most 8"
+            ),
         ),
     ] = None,
     set_: SetOption = None,

@@ -262,7 +262,7 @@ def fit(
     options.print_result({"given": given, **found.as_row()}, print_largest, found, json=json)
     if found.microbatch is None:
         raise OutOfMemory(
-            f"no microbatch fits into {format_bytes(limit_bytes)} less {format_percent(MARGIN)}",
+            f"no microbatch fits into {format_percent(1 - MARGIN)} of {format_bytes(limit_bytes)}",
             hint=_way_out(given, found),
         )
 

@@ -88,7 +88,7 @@ def train(
         )
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
     if run is not None and weights is not None and not fresh and _began_with(run, weights):
-        weights = None  # the run goes on, or is finished
+        weights = None  # the run resumes, or is finished
     if (
         run is not None
         and not fresh

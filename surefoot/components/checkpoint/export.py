@@ -143,7 +143,7 @@ def _unshared(state: Mapping[str, Any]) -> dict[str, Tensor]:
                     f"the state dict of the model contains {name!r}, a {type(value).__name__}, "
                     "and safetensors stores only tensors"
                 ),
-                hint="export a graph, as --format torch-export, or register it as a buffer",
+                hint="export a graph with --format torch-export, or register the value as a buffer",
             )
         place = value.untyped_storage().data_ptr()
         is_own = place not in seen and value.is_contiguous()

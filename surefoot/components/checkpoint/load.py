@@ -157,8 +157,8 @@ def check_fit(
     wrong = {
         "missing": missing,
         "unexpected": unexpected,
-        "of another shape": reshaped,
-        "of another dtype": retyped,
+        "of a different shape": reshaped,
+        "of a different dtype": retyped,
         "on the meta device, without values": empty,
     }
     if any(wrong.values()):

@@ -134,8 +134,9 @@ def put_back_buffers(
     """Restore the saved non-persistent buffers of a module.
 
     Each is copied into the buffer of that name, or registered if the layer has none (as when the
-    forward pass creates it). A buffer of another shape or dtype is replaced; with `keep_others`, a
-    buffer of another shape is kept, and one of another dtype receives the cast values.
+    forward pass creates it). A buffer of a different shape or dtype is replaced; with
+    `keep_others`, a buffer of a different shape is kept, and one of a different dtype receives the
+    cast values.
     """
     for name, value in saved.items():
         above, _, leaf = name.rpartition(".")

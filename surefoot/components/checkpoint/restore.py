@@ -206,7 +206,7 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
 
 
 def _check_layouts(place: Path, saved: list[str], now: list[str]) -> None:
-    """Raise RunFolderError if the weights are sharded in another way than when they were saved.
+    """Raise RunFolderError if the weights are sharded in a different way than when they were saved.
 
     The saved optimizer state would not fit.
     """
@@ -294,7 +294,7 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
 
 
 def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise RunFolderError if an optimizer has other parameters, or the same in another order.
+    """Raise RunFolderError if an optimizer has other parameters, or the same in a different order.
 
     Old checkpoints do not record the parameters and are not checked.
     """

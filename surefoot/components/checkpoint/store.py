@@ -124,7 +124,7 @@ class Store:
 
         Returns its step (None if nothing was downloaded), and a message about each damaged
         checkpoint. Raises RunFolderError, before the download, if the store holds checkpoints of
-        another spec.
+        a different spec.
         """
         troubles: list[str] = []
         here = max(manifests.steps(run), default=-1)
@@ -138,7 +138,7 @@ class Store:
                 continue
             if found != spec_id:
                 raise RunFolderError(
-                    f"{self.url} contains checkpoints of another spec ({found}, now {spec_id})",
+                    f"{self.url} contains checkpoints of a different spec ({found}, now {spec_id})",
                     hint="give another checkpoint.store",
                 )
             return step, troubles

@@ -78,7 +78,7 @@ def _check_shape(name: str, tensor: Tensor) -> None:
     if excess is not None:  # no reader would accept such a checkpoint
         raise TaskError(
             f"{name} is a tensor of {excess}, which a checkpoint cannot store",
-            hint="save it in another shape: x.flatten()",
+            hint="save it in a different shape: x.flatten()",
         )
 
 

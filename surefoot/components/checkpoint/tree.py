@@ -3,7 +3,7 @@
 No pickle is involved. Values that JSON supports are stored unchanged. Anything else is an object
 with the key "$": a tensor, an array, a non-finite number, bytes, a tuple, a dict whose keys are not
 plain strings, a dtype, one of the containers of `collections`. A value that would be restored as
-another type is refused.
+a different type is refused.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def join(skeleton: Any, tensors: Mapping[str, Tensor], place: object = "the stat
 
 @contextlib.contextmanager
 def taken_from(place: object) -> Iterator[None]:
-    """Convert errors from restoring a state of other names and values to RunFolderError.
+    """Convert errors from restoring a state whose names or values differ to RunFolderError.
 
     A matching digest does not guarantee that the contents make sense.
     """
@@ -285,4 +285,4 @@ def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {_join(key, tensors): _join(part, tensors) for key, part in value["items"]}
     if kind in (*CONTAINERS.values(), "namedtuple"):
         return _join_container(kind, value, tensors)
-    raise RunFolderError(f"unknown kind {str(kind)[:40]!r}")
+    raise RunFolderError(f"the saved state has a value of the unknown kind {str(kind)[:40]!r}")

@@ -30,7 +30,7 @@ class BlockShuffle:
     Samples are numbered consecutively through the shards. The object is called like a
     `Permutation`, and each sample occurs once. With `window` 1 the shards are read one after the
     other, each shuffled; with `window` equal to the number of shards the order is a full
-    permutation. Another key gives another order. Raises DataError for empty shards, and for a
+    permutation. Another key gives a different order. Raises DataError for empty shards, and for a
     window under 1.
 
     >>> BlockShuffle([2, 2, 2], key=0, window=1)(np.arange(6)).tolist()
@@ -154,7 +154,7 @@ class Mixing:
 def measure_mixing(samples: np.ndarray, sizes: Sequence[int]) -> Mixing:
     """Measure how a whole order, (N,) int64, mixes the samples of shards with `sizes` samples.
 
-    Raises DataError for fewer than 3 samples, or for another number than the shards hold.
+    Raises DataError for fewer than 3 samples, or for a different number than the shards hold.
     """
     count = len(samples)
     if count < 3 or count != sum(sizes):

@@ -120,7 +120,9 @@ def find_sample(run: Path, sample: int) -> list[Use]:
 
 
 def feed_of(plan: Plan) -> Feed:
-    """Return the feed with the order and the batches of a plan, without its data."""
+    """Return the `Feed` (batch sampler) that `plan` describes; it has no source, so it cannot read
+    samples.
+    """
     order = Order(
         plan.samples, plan.seed, shuffle=plan.shuffle, chunk=plan.chunk, window=plan.window
     )

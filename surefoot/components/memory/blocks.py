@@ -40,7 +40,7 @@ def find_blocks(
                 f"no block repeats in this {type(model).__name__}: "
                 "which are its blocks is not known",
                 hint=(
-                    f"name its blocks, as {RECOMPUTED * (key == 'memory.blocks')}{key} = "
+                    f"name its blocks, for example {RECOMPUTED * (key == 'memory.blocks')}{key} = "
                     f'["{_an_example(model)}"]'
                 ),
             )
@@ -68,7 +68,7 @@ def find_blocks(
             said = (
                 repr(each)
                 if isinstance(each, str)
-                else f"a {type(each).__name__} that is no part of the model"
+                else f"a {type(each).__name__} that is not part of the model"
             )
             raise InputError(
                 f"{key}: {said} matches no module",

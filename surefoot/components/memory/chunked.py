@@ -48,7 +48,7 @@ def linear_cross_entropy(
         label_smoothing: As in `torch.nn.functional.cross_entropy`.
 
     Raises:
-        InputError: For shapes that do not fit, targets that are no integers, and a chunk or
+        InputError: For shapes that do not fit, targets that are not integers, and a chunk or
             smoothing out of range.
 
     >>> hidden, weight = torch.ones(2, 3, 4), torch.zeros(5, 4)

@@ -106,9 +106,9 @@ def recompute(
     Args:
         model: The model, changed in place.
         how: "full" for every block; "every 2" for every second; "operators" to save the expensive
-            matmuls and recompute the cheap operators; or the bytes that the blocks may hold, as "12
-            MiB". With bytes, the blocks are measured on the first batch, and the set that costs the
-            least time is chosen.
+            matmuls and recompute the cheap operators; or the bytes that the blocks may hold, such
+            as "12 MiB". With bytes, the blocks are measured on the first batch, and the set that
+            costs the least time is chosen.
         blocks: The blocks, as name patterns or modules; without any, the modules that repeat.
 
     Raises:

@@ -111,7 +111,7 @@ def _copies(*tensors: Tensor) -> int:
 def _arithmetic(args: tuple[Any, ...], out: Tensor) -> int:
     """Return the bytes of the copies in an arithmetic operator between dtypes.
 
-    Operands of another dtype are copied to the common dtype; a result in a narrower dtype is
+    Operands of a different dtype are copied to the common dtype; a result in a narrower dtype is
     written through another copy.
     """
     common = functools.reduce(
@@ -224,7 +224,7 @@ def _lstm(args: tuple[Any, ...]) -> tuple[int, int, int]:
     kernel allocate meanwhile."""
     given = args[0]
     if given.dtype not in (torch.float32, torch.bfloat16):
-        return 0, 0, 0  # in another dtype, oneDNN may abort the process
+        return 0, 0, 0  # in a different dtype, oneDNN may abort the process
     shapes = tuple(tuple(each.shape) for each in args[:7])
     at = functools.partial(
         _ask_once,

@@ -143,7 +143,7 @@ class FromTorchmetrics:
             import torchmetrics
         if not isinstance(metric, torchmetrics.Metric):
             raise TaskError(
-                f"{type(metric).__name__} is no torchmetrics metric",
+                f"{type(metric).__name__} is not a torchmetrics metric",
                 hint="give torchmetrics.F1Score(...) or the like",
             )
         self._metric = metric

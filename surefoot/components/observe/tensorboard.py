@@ -48,7 +48,8 @@ class TensorBoard:
     def write(self, event: Event) -> None:
         """Buffer an event, and write the buffered events every `FIRST_WRITE_S` seconds.
 
-        Raises StorageError once, when the files cannot be written; the writer is off from then on.
+        Raises StorageError once, when the files cannot be written; after that error the writer is
+        off.
         """
         if not self._on or not isinstance(event, Step | Evaluated):
             return

@@ -27,9 +27,9 @@ class WeightAverage:
         parameters: The parameters to average.
         decay: The decay, the upper limit of d.
         ramp: False makes d equal to `decay` from the first update on, as in torch.optim.swa_utils.
-        buffers: Buffers, as `model.buffers()`, to average by the same formula; those of integers
-            are copied, as AveragedModel does with use_buffers=True. Without them the model keeps
-            its buffers while the averages are swapped in.
+        buffers: Buffers to average, such as `model.buffers()`, by the same formula; those of
+            integers are copied, as AveragedModel does with use_buffers=True. Without them the model
+            keeps its buffers while the averages are swapped in.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class WeightAverage:
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Copy the averages of a `state_dict()` into this one. Raises RunFolderError if its
-        parameters or buffers have other shapes."""
+        the shapes of parameters or buffers differ."""
         held = {"averages": self.averages, "buffers": self.buffer_averages}
         for name, tensors in held.items():
             shapes, given = (

@@ -67,7 +67,7 @@ def _sparse_keys(row: Mapping[str, Any]) -> list[str]:
 
 
 def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
-    """Return the state under keys that are no parameters.
+    """Return the state under keys that are not parameters.
 
     Raises TaskError for the state of a tensor that the optimizer does not update.
     """
@@ -118,7 +118,7 @@ def restore(
         raise RunFolderError(
             (
                 f"the saved state of {kind} belongs to other parameters: "
-                f"{', '.join(unknown[:8]) or 'another number of groups'}"
+                f"{', '.join(unknown[:8]) or 'a different number of groups'}"
             ),
             hint="resume with the task and the spec that the run had",
         )

@@ -25,7 +25,7 @@ class JoinedBuffers:
     """Synchronization of a model's buffers: every rank calls `keep` before and `join` after the
     forward passes of a step.
 
-    Buffers that are no running statistics take the values of rank 0.
+    Buffers that are not running statistics take the values of rank 0.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ def _why_not(module: nn.Linear, is_head: bool, is_wide: bool) -> str | None:
     if type(module).__name__ not in ("Linear", "Float8Linear"):
         return f"a {type(module).__name__} may be computed elsewhere"
     if "weight" not in module._parameters:
-        return "its weight is no parameter: something computes it"
+        return "its weight is not a parameter: something computes it"
     for key in ("in_features", "out_features"):
         if getattr(module, key) % MULTIPLE:
             return f"{key} {getattr(module, key)} is not a multiple of {MULTIPLE}"

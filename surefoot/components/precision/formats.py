@@ -1,6 +1,6 @@
 """Number formats, measured: each property is found by casting values and reading the result.
 
-tf32 is no dtype of torch: a GPU rounds fp32 to it at the input of a matmul. This module emulates
+tf32 is not a dtype of torch: a GPU rounds fp32 to it at the input of a matmul. This module emulates
 the rounding, to 10 mantissa bits.
 """
 

@@ -43,16 +43,12 @@ class Overflow:
 
     @property
     def words(self) -> str:
-        way = "of its output" if self.direction == "forward" else "of the gradient that it hands on"
-        given = (
-            ""
-            if self.largest is None
-            else f"; the largest number that it was given is {self.largest:.3g}"
-        )
+        way = "of its output" if self.direction == "forward" else "of the gradient of its input"
+        given = "" if self.largest is None else f"; its largest input is {self.largest:.3g}"
         if self.operator is not None:
             return f"{self.operator} in {self.module} overflows in {self.dtype}{given}"
         return (
-            f"{self.module} is the first module with numbers {way} that are not finite, "
+            f"{self.module} is the first module with non-finite values {way}, "
             f"in {self.dtype}{given}"
         )
 

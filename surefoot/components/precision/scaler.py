@@ -45,7 +45,7 @@ class LossScaler:
     ) -> None:
         if initial <= 0 or math.frexp(initial)[0] != 0.5:
             raise InputError(
-                f"the loss scale is {initial:g}, which is no power of two",
+                f"the loss scale is {initial:g}, which is not a power of two",
                 hint="use one as 65536.0: it rounds nothing",
             )
         self._growth_interval, self.floor, self._device = growth_interval, floor, device

@@ -21,7 +21,7 @@ _REMEMBERED = (
     "num_skipped",
     "num_empty",
 )
-MIN_REFERENCE = 1.0  # a first loss near zero is no reference for later losses
+MIN_REFERENCE = 1.0  # a first loss near zero is not a reference for later losses
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ folder on another disk), which the user made. New files get their mode from the 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
+
+from surefoot.core.errors import RunFolderError
 
 # never through a link, and without waiting for the other end of a pipe
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -22,6 +25,29 @@ LINK_REFUSED = "it is a symbolic link, and no file of a run folder is opened thr
 RANKS = "ranks"  # the folder of the logs of all ranks but rank 0
 HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd
 STATUS_FILE = Path("/proc/self/status")
+
+
+def no_run(folder: Path, name: str) -> RunFolderError:
+    """Return the error for a folder that is no run: it lacks its file `name`, or does not exist.
+
+    The hint names runs beside it with almost its name, the last of several first.
+    """
+    if os.path.lexists(folder):
+        words = "it is a file" if folder.is_file() else f"it holds no {name}"
+        return RunFolderError(
+            f"{folder} is not a run: {words}", hint="surefoot runs lists the runs below a folder"
+        )
+    runs: list[str] = []
+    with contextlib.suppress(OSError):
+        beside = sorted(folder.parent.iterdir(), key=lambda each: (len(each.name), each.name))
+        runs = [each.name for each in beside if (each / name).exists()]
+    near = [each for each in runs if each.startswith(f"{folder.name}-")][::-1]
+    near = near or difflib.get_close_matches(folder.name, runs)
+    guess = " or ".join(str(folder.parent / each) for each in near[:3])
+    return RunFolderError(
+        f"{folder} does not exist",
+        hint=f"did you mean {guess}?" if guess else "surefoot runs lists the runs below a folder",
+    )
 
 
 def open_descriptor(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
@@ -39,7 +65,7 @@ def open_descriptor(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _refusal(errno.EINVAL, "it is no regular file", path)
+        raise _refusal(errno.EINVAL, "it is not a regular file", path)
     return descriptor
 
 

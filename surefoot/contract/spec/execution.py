@@ -72,8 +72,8 @@ class PrecisionTable(SpecTable):
     def _together(self) -> Self:
         if math.frexp(self.init_scale)[0] != 0.5:
             raise ValueError(
-                f"init_scale = {self.init_scale:g} is no power of two; use one as 65536.0, "
-                "so that scaling is exact"
+                f"init_scale = {self.init_scale:g} is not a power of two; use one, for example "
+                "65536.0, so that scaling is exact"
             )
         if self.min_scale > self.init_scale:
             scales = f"min_scale = {self.min_scale:g} is above init_scale = {self.init_scale:g}"

@@ -455,7 +455,7 @@ def _unknown_key(path: tuple[str, ...], given: object) -> SpecError:
         near = near or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return SpecError(
-            f"{key!r} is no table", hint=f"{hint}allowed: {', '.join(names)}", key=path
+            f"{key!r} is not a table", hint=f"{hint}allowed: {', '.join(names)}", key=path
         )
     table = path[0]
     found = [
@@ -468,7 +468,7 @@ def _unknown_key(path: tuple[str, ...], given: object) -> SpecError:
     ]
     hint = f"did you mean {' or '.join(words)}? " if words else ""
     return SpecError(
-        f"{key!r} is no key in [{table}]",
+        f"{key!r} is not a key in [{table}]",
         hint=f"{hint}allowed: {', '.join(key_names(table))}",
         key=path,
     )

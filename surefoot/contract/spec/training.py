@@ -280,7 +280,7 @@ class TrainTable(SpecTable):
             or any(later <= before for before, later in pairwise(starts))
             or batches[-1] != self.batch
         ):
-            raise ValueError(f"ramp = {[list(stage) for stage in self.ramp]} is no ramp{form}")
+            raise ValueError(f"ramp = {[list(stage) for stage in self.ramp]} is not a ramp{form}")
         wrong = [size for size in batches if size % (self.microbatch or 1)]
         if wrong:
             legal = [

@@ -80,7 +80,7 @@ def find_waits(events: Iterable[Event]) -> Waits | None:
         for rank in range(size)
     ]
     named = [
-        (event.step, f"{event.detail}; {event.action.removeprefix('the run goes on; ')}")
+        (event.step, f"{event.detail}; {event.action.removeprefix('the run continues; ')}")
         for event in attempt
         if isinstance(event, Fault) and event.fault == FAULT
     ]

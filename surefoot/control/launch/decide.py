@@ -27,7 +27,7 @@ IN_VAIN = "consecutive attempts ended like this without a new checkpoint"
 class ExitKind(Enum):
     """End of an attempt; `is_retried` is True where a restart may help."""
 
-    RAISED = "it ended with an error of its own"
+    RAISED = "it raised an error"
     ABORTED = "it ended itself with a signal"
     TOLD = "it was asked to stop"
     APART = "the ranks called different collectives"
@@ -144,8 +144,8 @@ def decide(
             return Decision(
                 Choice.STOP,
                 (
-                    f"places {both} crashed without a new checkpoint between the crashes: "
-                    "the cause is the code, not a place"
+                    f"slots {both} crashed without a new checkpoint between the crashes: "
+                    "the cause is the code, not a slot"
                 ),
             ), after
         after = replace(after, crash=(place, num_commits))
@@ -169,7 +169,7 @@ def decide(
         "has failed again" if place in course.waits else f"has failed {after.streak} times in a row"
     )
     return Decision(
-        Choice.LEAVE_OUT, f"place {place} {again} and is left out until {wait} more checkpoints"
+        Choice.LEAVE_OUT, f"slot {place} {again} and is left out until {wait} more checkpoints"
     ), less
 
 
@@ -183,7 +183,9 @@ def choose(rules: Rules, course: RestartHistory) -> tuple[int, ...]:
 def has_more(
     rules: Rules, course: RestartHistory, places: tuple[int, ...], num_commits: int
 ) -> bool:
-    """Return whether more slots than `places` may have a rank at `num_commits` checkpoints."""
+    """Return whether more ranks than now (`places`) can run once `num_commits` checkpoints are
+    saved.
+    """
     return len(choose(rules, replace(course, num_commits=num_commits))) > len(places)
 
 

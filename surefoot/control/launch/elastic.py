@@ -108,7 +108,7 @@ class Places:
         found = choose(self._rules, replace(self._course, num_commits=self._commits.count))
         self._say(
             f"{_names(set(found) - set(self.now))} will be tried again: all ranks save and end, "
-            f"to begin anew as {len(found)}"
+            f"to restart as {len(found)} ranks"
         )
 
     def after(self, end: AttemptEnd) -> int | None:
@@ -138,10 +138,10 @@ class Places:
         after = (
             f"after step {self._commits.newest:,}"
             if self._commits.newest
-            else "from the start: there is no commit yet"
+            else "from the start: there is no checkpoint yet"
         )
-        who = "one rank begins" if len(self.now) == 1 else f"all {len(self.now)} ranks begin"
-        self._say(f"{who} anew, {after}{where}")
+        who = "one rank restarts" if len(self.now) == 1 else f"all {len(self.now)} ranks restart"
+        self._say(f"{who}, {after}{where}")
         return None
 
 
@@ -152,4 +152,4 @@ def _names(places: set[int] | tuple[int, ...]) -> str:
     ('place 2', 'places 0, 2 and 3')
     """
     *others, last = map(str, sorted(places))
-    return f"places {', '.join(others)} and {last}" if others else f"place {last}"
+    return f"slots {', '.join(others)} and {last}" if others else f"slot {last}"

@@ -52,7 +52,7 @@ class Forked:
     def _ended(self, within_ms: int | None) -> int | None:
         if self.returncode is None:
             ready = wait_for((self._end, self._end_of_server), within_ms)
-            is_lost = self._end_of_server in ready  # nobody can tell how the rank ended
+            is_lost = self._end_of_server in ready  # the exit code of the rank is unknown
             if is_lost and self._end not in ready:
                 self.kill()  # a rank that was stopped before it could ask to die with the server
                 ready = wait_for((self._end,), within_ms)

@@ -145,7 +145,7 @@ def read_measured(path: Path) -> list[MeasuredMemory]:
         ]
     except (KeyError, TypeError, ValueError, csv.Error):
         raise RunFolderError(
-            f"{path} is no table of batches",
+            f"{path} is not a table of batches",
             hint="surefoot whatif batch SPEC 64,128 --csv FILE writes one",
         ) from None
 
@@ -185,9 +185,9 @@ def _read(path: Path) -> Mapping[str, Any]:
             text = text.replace(f'"{old}"', f'"{new}"')
         row = json.loads(text)
     except (ValueError, RecursionError, MemoryError):
-        raise RunFolderError(f"{path} is damaged: it is no JSON") from None
+        raise RunFolderError(f"{path} is damaged: it is not valid JSON") from None
     if not isinstance(row, dict):
-        raise RunFolderError(f"{path} is damaged: it is no JSON object")
+        raise RunFolderError(f"{path} is damaged: it is not a JSON object")
     if row.get("version") != VERSION:
         raise RunFolderError(
             f"{path} is of version {str(row.get('version'))[:20]}, "
@@ -209,7 +209,7 @@ def _flame(title: str, path: Path, notes: list[str]) -> Flame | None:
         notes.append(error.message)
         return None
     if b"<svg" not in picture[:2000]:
-        notes.append(f"{path} is damaged: it is no SVG")
+        notes.append(f"{path} is damaged: it is not an SVG")
         return None
     uri = Whole(f"data:image/svg+xml;base64,{base64.b64encode(picture).decode()}")
     return Flame(title=title, uri=uri, file=str(path))
@@ -270,7 +270,7 @@ def _shape(row: Mapping[str, Any]) -> Shape | None:
 def _memory(row: Mapping[str, Any]) -> MemoryRows:
     times = [_number(value) for value in _list(row.get("times_s"))[:MAX_TIMES]]
     if any(value is None for value in times):
-        raise RunFolderError("profile/memory.json is damaged: a time is no number")
+        raise RunFolderError("profile/memory.json is damaged: a time is not a number")
     categories = {
         _text(name): [_number(value) for value in _list(values)[:MAX_TIMES]]
         for name, values in _mapping(row.get("categories")).items()

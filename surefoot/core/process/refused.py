@@ -53,7 +53,7 @@ def is_refused(error: BaseException | None) -> bool:
 def _is_from_import(frames: TracebackType | None) -> bool:
     """Return whether torch failed while it was imported, which under `ulimit -v` is for memory.
 
-    Its C code puts a refused allocation into words of its own, as "Unable to create type object".
+    Its C code reports a refused allocation with messages such as "Unable to create type object".
     """
     while frames is not None:
         code, names = frames.tb_frame.f_code, frames.tb_frame.f_globals

@@ -199,7 +199,7 @@ def explain(mine: Pace, others: Pace) -> tuple[Cause, str]:
     measures = {
         "samples": (mine.num_samples, others.num_samples),
         "items": (mine.num_items, others.num_items),
-        "numbers in its batches": (mine.num_numbers, others.num_numbers),
+        "elements in its batches": (mine.num_numbers, others.num_numbers),
     }
     ratios = {unit: own / other for unit, (own, other) in measures.items() if own > other > 0}
     unit = max(ratios, key=ratios.__getitem__, default="")

@@ -70,7 +70,7 @@ class Rehearsal:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in the first step; of batches, where nobody knows their samples."""
+        """Number of samples in the first step; of batches, if their sizes are unknown."""
         feed = self.assembly.feed
         source, window = feed.source, feed.window(0)
         if not isinstance(source, Iterated):

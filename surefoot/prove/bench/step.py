@@ -24,7 +24,9 @@ PERCENTILES = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A spec, and the values that distinguish it from the others, as `{"task.width": "64"}`."""
+    """A spec, and the values that distinguish it from the others, for example `{"task.width":
+    "64"}`.
+    """
 
     values: Mapping[str, str]
     spec: RunSpec

@@ -286,7 +286,7 @@ def turn_read_only(workshop: Workshop, seed: int) -> TrialResult:
         )
         _, wrong = fail(workshop, attempt, folder, fault)
         if wrong is None and AT not in _told(attempt.folder):
-            wrong = f"the save of step {AT} could not be written, and no event says so"
+            wrong = f"the save of step {AT} could not be written, and no event records it"
         return TrialResult(wrong, ("in the middle",))
 
 
@@ -380,7 +380,7 @@ CAMPAIGNS = (
     ),
     Campaign(
         case="F09",
-        title="a folder that turns read-only, or is",
+        title="a folder that is or becomes read-only",
         trial=turn_read_only,
         few=3,
         missing=cannot_mount,

@@ -117,7 +117,8 @@ def state_of(run: Run) -> str:
 
 
 def _mark_commit(line: Line, event: str, given: tuple[Any, ...]) -> None:
-    """Mark what happens to checkpoints, as `draft 12`, `name 12`, `retire 3` or `load 12`.
+    """Record what happens to checkpoints as marks such as `draft 12`, `name 12`, `retire 3` or
+    `load 12`.
 
     The other marks are `aside 12` (set aside) and `clear 12` (an old draft is deleted).
     """

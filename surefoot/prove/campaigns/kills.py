@@ -29,7 +29,7 @@ STRIDE = 1_000_003
 WAITS = ("futex", "sched_yield")
 ANYWHERE = ("any step", "a save")
 PHASES = ("first save", "last save", "load", "retention", "recovery", "clearing")
-PLACES = ("any step", "a save", "an evaluation", "the first step", "going on")
+PLACES = ("any step", "a save", "an evaluation", "the first step", "a resume")
 GRACES_S = (30.0, 5.0, 0.0)
 CODES = {signal.SIGTERM: EXIT_TERMINATED, signal.SIGINT: EXIT_INTERRUPTED}
 
@@ -102,7 +102,7 @@ def preempt(workshop: Workshop, seed: int) -> TrialResult:
     golden = workshop.golden()
     with workshop.scratch("preempt") as folder:
         attempt = ProbedRun(run=str(folder / "run"))
-        if place == "going on":
+        if place == "a resume":
             _break_off(workshop, attempt)
         child = workshop.train(attempt)
         _come_to(place, child, attempt.folder, draws)

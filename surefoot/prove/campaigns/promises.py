@@ -41,8 +41,8 @@ KEPT = (
         name="The same result",
         cases=("F01", "F02", "F03", "F24"),
         words=(
-            "A run that was broken off ends bit for bit equal to one that was not: weights, "
-            "optimizer, random state, order, metrics."
+            "A run that is killed and resumed ends bitwise identical to an uninterrupted run: "
+            "weights, optimizer, random state, order, metrics."
         ),
     ),
     Promise(
@@ -50,8 +50,8 @@ KEPT = (
         name="Every sample exactly once",
         cases=("F26",),
         words=(
-            "In the same order, "
-            "also when a run goes on with another number of processes and the same global batch."
+            "In the same order, also when a run resumes with a different number of processes and "
+            "the same global batch."
         ),
     ),
     Promise(
@@ -59,8 +59,8 @@ KEPT = (
         name="No poisoned weights",
         cases=("F12", "F13"),
         words=(
-            "No NaN on any rank reaches the weights or a checkpoint; all ranks decide the same, "
-            "and it is logged."
+            "No NaN on any rank reaches the weights or a checkpoint; all ranks take the same "
+            "decision, and it is logged."
         ),
     ),
     Promise(
@@ -69,14 +69,17 @@ KEPT = (
         cases=("F20", "F23", "F01-loop"),
         words=(
             "A dead, stuck or cut-off rank is named within 60 s; "
-            "without progress after 3 restarts the run stops and says why."
+            "after 3 restarts without progress the run stops and prints the cause."
         ),
     ),
     Promise(
         number=7,
         name="A full disk costs nothing but that save",
         cases=("F07", "F08", "F09", "F10"),
-        words="Older checkpoints are never harmed, training goes on, and it is told.",
+        words=(
+            "Older checkpoints stay intact, training continues, and the log records the failed "
+            "save."
+        ),
     ),
     Promise(
         number=8,
@@ -106,5 +109,5 @@ def find_promise(number: str) -> Promise:
         if number == str(promise.number):
             return promise
     raise InputError(
-        f"{number!r} is no promise", hint=f"use a number from 1 to {len(PROMISES)}, or list"
+        f"{number!r} is not a promise", hint=f"use a number from 1 to {len(PROMISES)}, or list"
     )

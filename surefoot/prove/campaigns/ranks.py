@@ -433,10 +433,10 @@ def kill_each_attempt(workshop: Workshop, seed: int) -> TrialResult:
         Command(write_spec(folder, given, is_exact=False), folder / "run", ranks) as command,
     ):
         code, said = command.wait(), command.said
-    anew = said.count("begin anew")
+    anew = said.count(" ranks restart, ")
     is_well = code != EXIT_OK and anew == RESTARTS and IN_VAIN in said
     wrong = (
-        f"rank {guilty} of {ranks}: it began anew {anew} times and ended with {code}: {said[-300:]}"
+        f"rank {guilty} of {ranks}: it restarted {anew} times and ended with {code}: {said[-300:]}"
     )
     return TrialResult(None if is_well else wrong, (f"{ranks} ranks",))
 
@@ -445,13 +445,13 @@ def missing() -> str | None:
     """Return why ranks cannot be found by their process name on this machine, or None."""
     if sys.platform.startswith("linux"):
         return None
-    return "it needs Linux, where a process tells its rank by its name"
+    return "it needs Linux, where the process name contains the rank"
 
 
 CAMPAIGNS = (
     Campaign(
         case="F26",
-        title="runs of 1, 2 and 4 ranks, killed and gone on with by another number of them",
+        title="runs of 1, 2 and 4 ranks, killed and resumed on a different number of ranks",
         trial=change_size,
         few=3,
         missing=missing,

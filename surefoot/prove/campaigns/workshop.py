@@ -240,7 +240,7 @@ def read_losses(run: Path) -> dict[int, float | None]:
 
 
 def find_damage(run: Path, golden: Golden) -> str | None:
-    """Return what is wrong with the visible checkpoints: a failed check, or another state.
+    """Return what is wrong with the visible checkpoints: a failed check, or a different state.
 
     Return None if every one verifies and has the state that the uninterrupted run had at its step.
     """
@@ -258,7 +258,7 @@ def find_damage(run: Path, golden: Golden) -> str | None:
             differing != {STATE} or not json.loads((folder / STATE).read_text())["scores"]["owed"]
         ):
             return (
-                f"the commit of step {step} holds another state than the unbroken run had: "
+                f"the commit of step {step} holds a different state than the unbroken run had: "
                 f"{differing}"
             )
     return None
@@ -310,7 +310,7 @@ def go_on(workshop: Workshop, attempt: ProbedRun, golden: Golden) -> str | None:
     child = workshop.train(attempt)
     status = child.wait()
     if status != 0:
-        return f"the run did not go on: it ended with {status}: {child.said[-500:]}"
+        return f"the run did not resume: it ended with {status}: {child.said[-500:]}"
     if child.steps != list(range(newest + 1, attempt.steps + 1)):
         return f"step {newest} was committed, and the steps done again are {child.steps}"
     return find_difference(attempt.folder, golden)

@@ -4,7 +4,7 @@ Both start from the same batches and states. Where a value is on an edge, as two
 maximum are, the last bit decides between two gradients, and no bound on rounding covers that. So
 both start each time from the same bits, where simulated rounding meets the same edges, and several
 draws of simulated rounding give the allowed difference: for fp32 up to four units, since a compiled
-sum has another order.
+sum has a different order.
 """
 
 from __future__ import annotations
@@ -60,4 +60,6 @@ def _states(
     try:
         return bench.states(name, spec, units=units)
     except TaskError as error:
-        raise TaskError(f"{name}: {error.message}", hint="does surefoot train run it?") from error
+        raise TaskError(
+            f"{name}: {error.message}", hint="check that surefoot train SPEC runs with this setting"
+        ) from error

@@ -135,7 +135,7 @@ def _score_row(score: Score | None) -> dict[str, Any] | None:
 
 
 def inverse(interval: Interval | None) -> Interval | None:
-    """Return the interval of the reciprocal, as of throughput from that of time.
+    """Return the interval of the reciprocal: of throughput, given the interval of time.
 
     >>> inverse(Interval(estimate=0.5, low=0.4, high=0.8, count=7, neutral=1.0))
     Interval(estimate=2.0, low=1.25, high=2.5, count=7, neutral=1.0)

@@ -344,7 +344,7 @@ def parse_rung(text: str) -> Rung:
         raise SpecError(f"--rung {text!r} is not name: table.key=value", hint=hint)
     name, kind, stated = found.groups()
     if kind is not None and kind not in kinds:
-        raise SpecError(f"--rung {text!r}: {kind!r} is no kind of rung", hint=hint)
+        raise SpecError(f"--rung {text!r}: {kind!r} is not a kind of rung", hint=hint)
     try:
         changes = [spec_file.parse_set(each.strip()) for each in _split(stated)]
     except SpecError as error:
@@ -384,7 +384,8 @@ def check_names(rungs: Sequence[Rung]) -> None:
     taken = next((rung.name for rung in rungs if rung.name in RESERVED), None)
     if taken is not None:
         raise InputError(
-            f"no rung can be named {taken!r}", hint="it is what the ladder calls a spec of its own"
+            f"no rung can be named {taken!r}",
+            hint="the ladder uses this name itself; choose a different one",
         )
     twice = next(
         (

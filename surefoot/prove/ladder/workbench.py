@@ -129,7 +129,7 @@ class Workbench:
     def warm_up_what_is_compiled(self) -> None:
         """Lengthen the warm-up, so that no process compiles while it is measured.
 
-        Where an epoch is short, its last batch, which has another size, must come before the
+        Where an epoch is short, its last batch, which has a different size, must come before the
         measurement.
         """
         if self._epoch_steps < self.warmup_steps + self._steps:

@@ -88,11 +88,11 @@ class LayoutTrial:
         outcome = run_arm(arm, place)
         if outcome.ended != "done":
             words = last_words(outcome.error or outcome.ended)
-            hint: str | None = "does surefoot train run it?"
+            hint: str | None = "check that surefoot train SPEC runs with this layout"
             if "hint: " in words:  # the error has a hint already
                 hint = None
             elif "--float64" in flags:
-                hint = "in float64 the task may hold numbers of its own in fp32"
+                hint = "the task may keep fp32 tensors, which limit the accuracy in float64"
             raise TaskError(f"{name}: {words}", hint=hint)
         return read_arrays(place / "rank0" / "report.json"), outcome.facts
 

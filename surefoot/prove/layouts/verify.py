@@ -8,13 +8,13 @@ as in evaluation.
 
 Then each layout is compared with the process that splits, twice. In float64 nothing but a wrong sum
 is larger than 1e-10 after any number of steps. In the spec's precision the first step may be off by
-the effect of another order of summation: a sum of n numbers of 24 bits is off by at most (n - 1)
-2^-24 of the sum of their magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 4.2);
-n is the samples of the batch. The difference of a tensor is given as a share of its largest value,
-or of a thousandth of the largest of all gradients. Later steps in the spec's precision have no
-bound, since rounding grows in any two runs. The same bound holds in float64 for a model that
-computes in fp32 or less by itself, which its operators show. A model that cannot compute in float64
-is compared in the spec's precision alone.
+the effect of a different order of summation: a sum of n numbers of 24 bits is off by at most
+(n - 1) 2^-24 of the sum of their magnitudes (Higham, Accuracy and Stability of Numerical
+Algorithms, 4.2); n is the samples of the batch. The difference of a tensor is given as a share of
+its largest value, or of a thousandth of the largest of all gradients. Later steps in the spec's
+precision have no bound, since rounding grows in any two runs. The same bound holds in float64 for a
+model that computes in fp32 or less by itself, which its operators show. A model that cannot compute
+in float64 is compared in the spec's precision alone.
 
 With `layout.virtual_ranks` all steps must be bitwise identical, and the cost is reported: a step of
 each layout with and without it.

@@ -1,1 +1,1 @@
-"""Measurements of what another spec would cost or gain, before it is chosen."""
+"""Measurements of what a different spec would cost or gain, before it is chosen."""

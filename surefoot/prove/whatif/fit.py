@@ -121,9 +121,9 @@ def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
     )
     if asked_bytes is None and not is_gpu:
         raise InputError(
-            "the run is on a CPU, whose memory is not its own: "
-            "there is no limit but the one that you set",
-            hint="say how much it may take, as 2GiB",
+            "the run is on a CPU, which shares its memory with other programs, "
+            "so whatif fit needs a limit",
+            hint="set a limit, for example 2GiB",
         )
     limit = there if asked_bytes is None else asked_bytes
     if not 0 < limit <= there:
@@ -199,7 +199,7 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
             # one refusal may be due to the size, as BatchNorm refuses one sample
             raise UserCodeError(
                 f"a microbatch of {tries[0].microbatch} could not be measured: {tries[0].failure}",
-                hint="does surefoot train run it?",
+                hint="check that surefoot train SPEC runs with this microbatch",
             )
         return tries[-1].fits
 

@@ -47,7 +47,7 @@ def generator_state(generator: Any) -> Any:
 def restore_generator(generator: Any, state: Any) -> None:
     """Set a generator to a state that `generator_state` returned.
 
-    Raises ValueError or TypeError for the state of another kind of generator.
+    Raises ValueError or TypeError for the state of a different kind of generator.
     """
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state

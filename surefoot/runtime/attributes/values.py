@@ -67,7 +67,9 @@ def rebuild(value: Any, keyed: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def find_leaves(value: Any) -> list[Any] | None:
-    """Return every value inside that is no container; None if one is no state, or for too many."""
+    """Return every value inside that is not a container; None if one is not a state, or for too
+    many.
+    """
     left, found, count = [value], list[Any](), 0
     while left:
         each = left.pop()
@@ -130,7 +132,7 @@ def memory_of(tensor: Tensor) -> Any:
 
 
 def sign(value: Any, aliases: Aliases) -> Any:
-    """Return a value that differs if `value` has changed; None for an object that is no state.
+    """Return a value that differs if `value` has changed; None for an object that is not a state.
 
     For a tensor this is its dtype, its shape and a digest of its bytes.
     """
@@ -188,7 +190,7 @@ def _sign_opaque(value: Any, aliases: Aliases) -> Any:
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str) -> Any:
-    """Return `value` with every leaf that is no container replaced by `change(path, leaf)`."""
+    """Return `value` with every leaf that is not a container replaced by `change(path, leaf)`."""
     parts = parts_of(value)
     if parts is None:
         return change(path, value)

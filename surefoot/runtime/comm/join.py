@@ -299,7 +299,7 @@ def _listen(here: Place, family: socket.AddressFamily, address: Any) -> int:
 def _await_all(store: Store, here: Place, wait_s: float) -> None:
     """Wait until all ranks have joined.
 
-    Raises InputError with the missing ranks, or for a rank with another number of ranks.
+    Raises InputError with the missing ranks, or for a rank with a different number of ranks.
     """
     until_s = time.monotonic() + wait_s
     store.set(f"rank/{here.rank}", str(here.world_size))

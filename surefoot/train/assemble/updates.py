@@ -233,7 +233,7 @@ def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[d
     if idle:
         raise SpecError(
             f"optim.{idle[0]} is given, but the task builds the optimizer",
-            hint="set it in the task's optimizer(groups), or use one of surefoot: "
+            hint="set it in the task's optimizer(groups), or let surefoot build the optimizer: "
             'optim.name = "adamw"',
         )
     return (

@@ -57,7 +57,7 @@ def attach(
     `batches()` is one epoch of `data`, any iterable of batches. `close()` or the end of a `with`
     block, whose exception is recorded, ends the run; else the exit of the process does. Raises
     DataError if `data` is not iterable, TaskError for an optimizer without `param_groups`,
-    RunFolderError for a folder of another kind, LostRank if a rank does not call `attach`.
+    RunFolderError for a folder of a different kind, LostRank if a rank does not call `attach`.
     """
     # else the loop has joined its ranks by itself, as it read the launcher's variables
     if not environment.has_process_group():
@@ -128,7 +128,7 @@ class Attached:
         """Record an optimizer step; `loss` is a scalar, the mean over the step's samples.
 
         `num_samples` defaults to the samples read since the last step. Raises TaskError if `loss`
-        is no scalar.
+        is not a scalar.
         """
         self._record.step_done(loss, num_samples)
 

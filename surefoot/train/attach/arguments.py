@@ -150,7 +150,9 @@ def name_objects(
 
 
 def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
-    """Return the guarantee (proven, replayed or none) of a resume within `data`, and why."""
+    """Return how exactly a loop can resume in the middle of an epoch of `data` ("proven",
+    "replayed" or "none"), and the reason.
+    """
     if saves_its_place(data):
         return "proven", "the loader saves and restores its position"
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -162,7 +164,7 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
             "replayed",
             (
                 "a resumed loop reads the epoch again up to its position; new "
-                "workers draw other random numbers than persistent workers would have"
+                "workers draw different random numbers than persistent workers would have drawn"
             ),
         )
     return "replayed", "a resumed loop reads the epoch again up to its position"

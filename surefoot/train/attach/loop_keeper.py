@@ -96,14 +96,14 @@ class LoopKeeper:
         self._own_now: Mapping[str, Any] = {}
         self._before: PassDigest | None = None  # of the pass that is resumed, as it was
         self.seen = PassDigest()  # the batches of this pass
-        # random states to go on with, once the place in the data is found
+        # random states to restore after the loader has reached the saved position
         self._wanted: Mapping[str, Any] | None = None
-        self.position = 0  # batches read in the pass that goes on
-        # of the pass that goes on, from 0; one that is left before its end counts too
+        self.position = 0  # batches read in the current epoch
+        # index of the current epoch, from 0; an epoch that was left early counts
         self.pass_number = -1
         self._is_between = False  # two passes
 
-    # ---- going on
+    # ---- resume
 
     def resume(self) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         """Load the newest whole checkpoint; return the loop's counters and messages on damage.
@@ -135,7 +135,7 @@ class LoopKeeper:
         return loop, found.troubles
 
     def _check_kinds(self, step: int, kinds: Mapping[str, str]) -> None:
-        """Raise RunFolderError if the loop passes fewer objects than saved, or of another type.
+        """Raise RunFolderError if the loop passes fewer objects than saved, or of a different type.
 
         torch itself loads some mismatches without an error.
         """

@@ -111,7 +111,7 @@ def describe_buckets(group: Group, model: nn.Module) -> tuple[str, ...]:
         return ()
     why = "DistributedDataParallel rearranges its buckets after the first backward pass"
     what = (
-        "the gradients of the first step may be summed in another order than in an "
+        "the gradients of the first step may be summed in a different order than in an "
         "uninterrupted loop"
     )
     return (f"{why}, so {what}: find_unused_parameters=True keeps the buckets as they are",)
@@ -395,7 +395,7 @@ def name_of(rank: int) -> str:
 def load(run: Path, state: Mapping[str, Any], group: Group) -> checkpoint.Restored | None:
     """Load the newest whole checkpoint of `run` into `state` on every rank; None without one.
 
-    Raises RunFolderError if the checkpoint is that of another number of ranks.
+    Raises RunFolderError if the checkpoint is that of a different number of ranks.
     """
     found: list[tuple[int, Mapping[str, Any]]] = []
 

@@ -41,7 +41,7 @@ def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
     for update in assembly.updates:
         try:
             names = _find_carried(assembly, update, *halves)
-        # state of a batch of another size; what fails in a step is reported there
+        # state of a batch of a different size; what fails in a step is reported there
         except Exception:  # noqa: BLE001
             continue
         if names:

@@ -291,7 +291,9 @@ def _lengths(batch: Any) -> Iterator[int]:
 
 
 def _lengths_of_parts(batch: Any) -> set[int]:
-    """Return the lengths of a batch's direct parts; -1 for a part that is no sequence or array."""
+    """Return the lengths of a batch's direct parts; -1 for a part that is not a sequence or
+    array.
+    """
     parts = (
         list(batch.values())
         if isinstance(batch, Mapping)

@@ -52,8 +52,8 @@ def find(
     if num_tried < feed.order.n - feed.dropped:
         return tried, [_describe(empty, f"{num_tried:,} samples spread over the data")]
     raise TaskError(
-        f"the loss of update {empty} counts 0 items",
-        hint="count the items that the total sums over, at least one",
+        f"the loss of update {empty} returned the count 0 for every batch tried",
+        hint="return the number of items that the loss is summed over",
     )
 
 

@@ -35,7 +35,7 @@ def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
         )
     )
     check_contract(assembly.spec.precision.contract, record.parameters)
-    # a step that a run goes on with is done as it would have been, and not looked into
+    # only step 1 is observed: a step after a resume must run exactly as in the uninterrupted run
     looked = step == 1
     if (
         looked

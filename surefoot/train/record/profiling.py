@@ -25,7 +25,7 @@ from surefoot.train.assemble import Assembly
 
 FOLDER, REQUEST_FILE, ANSWER_FILE = "profile", "request.json", "answer.json"
 LOOK_EVERY_S = 1.0
-# steps before a window that was asked for: nobody waits for more of a slow run
+# few steps before a requested window, so that a slow run answers soon
 LIVE = {"wait": 5, "warmup": 2}
 
 

@@ -25,7 +25,7 @@ class WaitRecorder:
         for named, over in self._paces.take_told():
             for each in named:
                 fault = GuardFault(
-                    number - 1, "straggler", f"the run goes on; {ADVICE[each.cause]}", each.words
+                    number - 1, "straggler", f"the run continues; {ADVICE[each.cause]}", each.words
                 )
                 self._telling.write(environment.fault(self._telling.generation, fault))
                 self._telling.warn(f"step {fault.step}: {fault.detail}; {ADVICE[each.cause]}")

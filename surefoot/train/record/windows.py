@@ -26,7 +26,8 @@ from surefoot.train.run import Run
 
 POLL_S = 0.1
 REPEATED = ".repeated-"  # folders in which a run is repeated
-ASKING = ".asking"  # the folder whose lock is held by who waits for a window of a run that goes on
+# folder whose lock is held by the process that waits for a profiler window of a running run
+ASKING = ".asking"
 Tell = Callable[[str], None]
 
 

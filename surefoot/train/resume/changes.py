@@ -50,7 +50,9 @@ RULES = (
         "fork",
         "gradients are compressed differently from the first new step",
     ),
-    ChangeRule("layout.virtual_ranks", "fork", "sums have another order from the first new step"),
+    ChangeRule(
+        "layout.virtual_ranks", "fork", "sums have a different order from the first new step"
+    ),
     ChangeRule(
         "layout.*",
         "in place",
@@ -62,7 +64,7 @@ RULES = (
     ChangeRule(
         "nccl.*",
         "in place",
-        "another NCCL algorithm may sum in another order",
+        "a different NCCL algorithm may sum in a different order",
     ),
     ChangeRule(
         "train.device", "in place", "another device may give other bits; the run is the same"
@@ -70,7 +72,7 @@ RULES = (
     ChangeRule(
         "train.threads",
         "in place",
-        "another number of threads may give other bits; the run is the same",
+        "a different number of threads may give other bits; the run is the same",
     ),
     ChangeRule(
         "memory.*", "in place", "offloading and activation checkpointing do not change the results"
@@ -87,17 +89,17 @@ RULES = (
     ChangeRule(
         "train.keep_freed_memory", "in place", "keeping freed memory does not change the results"
     ),
-    ChangeRule("task.use", "refused", "another task has another model"),
+    ChangeRule("task.use", "refused", "a different task has a different model"),
     ChangeRule(
         "task.*",
         "fork",
         (
-            "a model with other names or shapes is refused when it is loaded; the "
+            "a model whose names or shapes differ is refused when it is loaded; the "
             "best score is reset"
         ),
     ),
-    ChangeRule("optim.name", "refused", "another optimizer has another state"),
-    ChangeRule("optim.state", "refused", "the optimizer state has another format"),
+    ChangeRule("optim.name", "refused", "a different optimizer has a different state"),
+    ChangeRule("optim.state", "refused", "the optimizer state has a different format"),
     ChangeRule("optim.freeze", "refused", "parameters that were frozen have no optimizer state"),
     ChangeRule(
         "optim.ema",
@@ -120,8 +122,12 @@ RULES = (
     ChangeRule(
         "schedule.*", "fork", "the new curve applies from the first new step, at the run's step"
     ),
-    ChangeRule("precision.weights", "refused", "weights and optimizer state have another format"),
-    ChangeRule("precision.master", "refused", "weights and optimizer state have another format"),
+    ChangeRule(
+        "precision.weights", "refused", "weights and optimizer state have a different format"
+    ),
+    ChangeRule(
+        "precision.master", "refused", "weights and optimizer state have a different format"
+    ),
     ChangeRule("train.length", "fork", "the run is longer or shorter, and so is its schedule"),
     ChangeRule(
         "train.batch",
@@ -133,7 +139,9 @@ RULES = (
         "fork",
         "step n reads the samples that it would read if the run had always had this ramp",
     ),
-    ChangeRule("train.batchnorm", "refused", "another normalization layer has another state"),
+    ChangeRule(
+        "train.batchnorm", "refused", "a different normalization layer has a different state"
+    ),
     ChangeRule(
         "train.memory_format",
         "refused",
@@ -220,7 +228,7 @@ def _named(use: str | None) -> str | None:
 
 
 def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -> RunFolderError:
-    """Return the error for a folder with a run of another spec.
+    """Return the error for a folder with a run of a different spec.
 
     It names each key with both values, and the command for each way to continue.
     """
@@ -234,11 +242,11 @@ def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -
                 if each.rule.verdict != "in place"
             ]
     if not found:
-        text = f"{run} is the run of another spec ({started.spec_id}, now {spec_id})"
+        text = f"{run} is the run of a different spec ({started.spec_id}, now {spec_id})"
         return RunFolderError(text, hint="give another --run folder, or --fresh")
     more = f", and {len(found) - MOST_SHOWN} more keys differ" if len(found) > MOST_SHOWN else ""
     return RunFolderError(
-        f"{run} is the run of another spec: {'; '.join(map(str, found[:MOST_SHOWN]))}{more}",
+        f"{run} is the run of a different spec: {'; '.join(map(str, found[:MOST_SHOWN]))}{more}",
         hint="\n".join(_ways(run, found)),
     )
 

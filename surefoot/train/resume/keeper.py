@@ -419,11 +419,11 @@ class CheckpointManager:
         return (None if step is None else found), step or 0, [*lost, *troubles]
 
     def _check_own(self, commit: Commit) -> None:
-        """Raise RunFolderError for a checkpoint of another spec, copied into the folder."""
+        """Raise RunFolderError for a checkpoint of a different spec, copied into the folder."""
         theirs, ours = commit.manifest.spec_id, self._assembly.spec.id
         if theirs != ours:
             raise RunFolderError(
-                f"{commit.folder} is a checkpoint of another spec ({theirs}, now {ours})",
+                f"{commit.folder} is a checkpoint of a different spec ({theirs}, now {ours})",
                 hint="move it away, or give another --run folder",
             )
 

@@ -95,7 +95,7 @@ def load_together(group: Group, state: LiveState, step: int, load: Callable[[], 
 
 
 def check_alike(group: Group, state: LiveState, step: int) -> None:
-    """Raise NumbersError, on all ranks, if a rank holds another state after loading `step`.
+    """Raise NumbersError, on all ranks, if a rank holds a different state after loading `step`.
 
     The error names the rank, its host and the tensor.
     """

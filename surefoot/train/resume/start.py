@@ -122,7 +122,7 @@ def _check_time_left(commit: Commit, saved: Mapping[str, Any], assembly: Assembl
 
 
 def spec_of(run: Path) -> RunSpec:
-    """Return the spec of a run folder. Raises RunFolderError for a folder that is no run."""
+    """Return the spec of a run folder. Raises RunFolderError for a folder that is not a run."""
     return spec_file.read_of_run(run, checks_task=False).spec
 
 
@@ -222,7 +222,7 @@ def _overruled(tables: Mapping[str, Any], task: Resolved) -> dict[str, bool]:
 
 
 def check_same_data(chosen: Chosen, digest: str) -> None:
-    """Raise RunFolderError if the resumed run started with other data."""
+    """Raise RunFolderError if the resumed run started with different data."""
     if chosen.data_digest is not None and chosen.data_digest != digest:
         raise RunFolderError(
             f"the training data differ from those that {chosen.folder} was started with",
@@ -290,7 +290,7 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
     told = _told(
         len(fits),
         len(stored),
-        {"missing": missing, "of another shape": reshaped, "unexpected": unexpected},
+        {"missing": missing, "of a different shape": reshaped, "unexpected": unexpected},
     )
     if not fits:
         raise RunFolderError(

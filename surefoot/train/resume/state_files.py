@@ -35,7 +35,7 @@ def index_weights(weights: Files, moving: Files) -> dict[str, bytes]:
 
 
 def write_config(model: nn.Module) -> dict[str, bytes]:
-    """Return the config of a Hugging Face model as a file; nothing for another model."""
+    """Return the config of a Hugging Face model as a file; nothing for other models."""
     config = getattr(model, "config", None)
     if callable(getattr(config, "to_json_string", None)) and callable(
         getattr(model, "save_pretrained", None)

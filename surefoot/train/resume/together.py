@@ -138,11 +138,14 @@ def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
     refused = {
         "train.threads": (
             spec.train.threads is None,
-            "kernels may sum in another order with another number of threads",
+            "kernels may sum in a different order with a different number of threads",
         ),
         "layout.shard": (
             spec.layout.shard > 1,
-            "the norm of sharded tensors is summed in another order than the norm of whole tensors",
+            (
+                "the norm of sharded tensors is summed in a different order than the norm of whole "
+                "tensors"
+            ),
         ),
         "layout.compress": (
             spec.layout.compress != "none",
@@ -335,7 +338,9 @@ def find_data(assembly: Assembly, number: int, *, accept: bool) -> str:
             return error.message
         raise OtherDataError(
             error.message,
-            hint=f"{error.hint}; --accept-data resumes with other data, and records it",
+            hint=(
+                f"{error.hint}; --accept-data resumes with the changed data and records the change"
+            ),
         ) from None
     return ""
 

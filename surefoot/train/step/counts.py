@@ -17,8 +17,11 @@ def check_count(name: str, count: Count) -> None:
     """Raise TaskError unless the count of a term is finite and at least 0."""
     if not 0 <= float(count) < math.inf:
         raise TaskError(
-            f"the count of term {name} is {float(count):g}",
-            hint="count the items that the total sums over",
+            (
+                f"the count of the loss term {name!r} must be finite and at least 0; got "
+                f"{float(count):g}"
+            ),
+            hint="pass the number of items that the loss is summed over",
         )
 
 

@@ -42,5 +42,7 @@ class RunSchedule:
         return steps
 
     def rhythm(self, text: str) -> Callable[[int], bool]:
-        """Return a function of the step: whether the interval `text`, which is no time, is due."""
+        """Return a function of the step: whether the interval `text`, which is not a time, is
+        due.
+        """
         return find_rhythm(self.duration(text), self.feed, self.tokens_per_sample)

@@ -22,7 +22,7 @@ from surefoot.core.ranks.pieces import check_equal_passes, check_pieces
 from surefoot.core.units import parse_bytes
 from surefoot.train.failure.blame import describe
 
-LEAST_BATCHES = 4  # for fewer no worker is begun
+LEAST_BATCHES = 4  # with fewer batches no worker is started
 INSTEAD_OF_A_LOADER = (
     ", in place of a DataLoader TorchDataset(loader.dataset, loader.collate_fn) of surefoot.data"
 )

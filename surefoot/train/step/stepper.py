@@ -480,7 +480,7 @@ class Stepper:
     def _seed_draws(self, number: int, microbatch: int, update: int) -> None:
         """Seed dropout and other draws in the model from (seed, step, global microbatch).
 
-        NumPy and Python are seeded only if another number of ranks must draw the same: else
+        NumPy and Python are seeded only if a different number of ranks must draw the same: else
         checkpoints hold these streams, and seeding them takes a tenth of a step of a small model.
         """
         key = mix(self._draws ^ (number << 24 | microbatch << 8 | update)) >> 1

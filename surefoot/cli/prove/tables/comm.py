@@ -187,5 +187,5 @@ def _print_where(row: Mapping[str, Any]) -> None:
     if row["share_cores"]:
         print_text(
             f"{ranks} ranks on {machine['cores']} core(s) wait for each other: "
-            "this is no link's speed"
+            "this is not the speed of a link"
         )

@@ -194,7 +194,7 @@ def print_largest(found: Fitted) -> None:
     ]
     print_table(headers, rows, right=headers[:4])
     limit, most = format_bytes(found.limit_bytes), format_bytes(usable(found.limit_bytes))
-    pairs = [("limit", f"{limit}, less {format_percent(MARGIN)}: {most}")]
+    pairs = [("limit", f"{format_percent(1 - MARGIN)} of {limit}: {most}")]
     if found.predicted is not None:
         size, tensors = "none", "those of the smallest microbatch"
         if found.predicted.microbatch is not None:
@@ -226,7 +226,7 @@ def print_noise(lab: NoiseLab) -> None:
     print(f"slope {lab.slope:.3f}: -1 where samples are independent")
     if lab.noise is None:
         few = lab.levels[0].pairs < 32
-        reason = "more batches are needed, as with --draws 64" if few else "the gradients are 0"
+        reason = "more batches are needed: --draws 64" if few else "the gradients are 0"
         print(f"no noise scale: {reason}")
         return
     scale, low, high = map(format_number, (lab.noise.scale, lab.noise.low, lab.noise.high))

@@ -34,7 +34,7 @@ from surefoot.core.units import name_some
 CHILD = "surefoot.components.checkpoint.foreign.child"
 PACKAGE = Path(__file__).resolve().parents[4]  # the folder that contains surefoot/
 MOST_TOLD = 8
-# how the child begins the reason for a tensor that it left out; other entries are no weights
+# how the child begins the reason for a tensor that it left out; other entries are not weights
 LOST = "a tensor "
 SPARE_BYTES = 1 << 30  # memory that reading may take in addition to three times the file size
 SPARE_CPU_S, BYTES_PER_CPU_S = 60, 20 << 20
@@ -212,7 +212,9 @@ def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> d
 
 
 def list_others(found: Foreign, key: str) -> list[str]:
-    """Return what the file holds besides the weights: names under `key`, else first path parts."""
+    """Return the entries that are not weights: the names below `key`, and the first path part of
+    all others.
+    """
     every = [
         *found.values,
         *found.left_out,

@@ -99,9 +99,9 @@ def drop_cached(paths: Iterable[Path]) -> bool:
 def cached_share(path: Path) -> float | None:
     """Return the share of a file's pages that are in the page cache (mincore(2)).
 
-    Returns None if the system does not report the share, as for another user's file that this user
-    may not write. Probing with a read that does not wait (RWF_NOWAIT) would start read-ahead, and
-    so warm a cold file.
+    Returns None if the system does not report the share, for example of a file of another user that
+    this user may not write. Probing with a read that does not wait (RWF_NOWAIT) would start
+    read-ahead, and so warm a cold file.
     """
     status = path.stat()
     is_reported = os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)

@@ -125,7 +125,7 @@ class Samples:
         for number, framed in zip(looked, begin, strict=True):
             if self.seekable and frame(str(number), self.sample(number)) != framed:
                 raise DataError(
-                    f"sample {number:,} has other values each time it is read",
+                    f"sample {number:,} has different values each time it is read",
                     hint="give a source without random numbers: no augmentation",
                 )
             digest.update(framed)
@@ -173,7 +173,7 @@ class Samples:
 def of_arrays(named: Mapping[str, str | Path], kinds: Mapping[str, str] | None = None) -> Samples:
     """Return the rows of .npy files as samples.
 
-    Integers that are no class indices, negative or of more than 9 digits, are written as npy.
+    Integers that are not class indices, negative or of more than 9 digits, are written as npy.
     Raises DataError for files that `open_npy` refuses, and for arrays of different lengths.
     """
     arrays = {name: open_npy(path) for name, path in named.items()}

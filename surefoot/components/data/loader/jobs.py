@@ -188,7 +188,7 @@ def _held_normal(generator: Any) -> float | None:
 def _words_of(generator: Any) -> ctypes.Array[ctypes.c_uint32] | None:
     """Return the 624 words and the position of a Mersenne Twister in its memory.
 
-    None for another kind of generator, and where numpy stores the words in another way.
+    None for a different kind of generator, and where numpy stores the words in a different way.
     """
     state = generator.state
     if state["bit_generator"] != "MT19937":

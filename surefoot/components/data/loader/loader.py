@@ -178,7 +178,7 @@ class Loader:
             self.source.close()
 
     def use(self, settings: LoaderSettings, *, last: int | None = None) -> None:
-        """Continue with other settings; the samples read stay the same. `last` is the last step."""
+        """Continue with different settings; the samples do not change. `last` is the last step."""
         self.close()
         self._last = last or self._last
         self.settings = settings

@@ -143,7 +143,10 @@ class PassDigest:
         if self.digest != before.digest:
             if knows_samples:
                 return ReadingDifference(
-                    f"the {self.count:,} batches {AGAIN} have other samples than those trained on",
+                    (
+                        f"the {self.count:,} batches {AGAIN} contain different samples than those "
+                        "that the run was trained on"
+                    ),
                     (
                         "give the sampler a generator, or seed it by the epoch, so that "
                         "the order is the same again"
@@ -156,7 +159,7 @@ class PassDigest:
             return ReadingDifference(
                 (
                     f"batch {self.spot_number + 1:,}, read again to resume, has the same "
-                    "samples with other values than before"
+                    "samples whose values have changed"
                 ),
                 VALUES_HINT,
                 same_samples=True,

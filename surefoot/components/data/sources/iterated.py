@@ -369,7 +369,7 @@ class Iterated:
     def _is_beginning_of(self, saved: _Pass) -> bool:
         """Return whether the epoch that a check started is the epoch that is resumed.
 
-        If so, reading continues in it, since a restarted epoch may have another order.
+        If so, reading continues in it, since a restarted epoch may have a different order.
         """
         mine = self._pass
         if mine is None or self._first is None or mine.epoch != saved.epoch:

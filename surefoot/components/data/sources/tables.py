@@ -223,7 +223,7 @@ def _check_int64(
                         "does not fit into int64"
                     ),
                     hint=(
-                        "write the column as another type, or as text; or convert it: "
+                        "write the column as a different type, or as text; or convert it: "
                         "transform=lambda row: {**row, ...}"
                     ),
                 )
@@ -324,7 +324,7 @@ def _plain_of(sample: Sample, column: str, value: Any) -> Any:
                 f"{sample.shard}: {column} of {sample.key} is of the type {value.type}, which "
                 f"has no Python value: {str(error)[:200]}"
             ),
-            hint="write the column as another type, times as int64",
+            hint="write the column as a different type, times as int64",
         ) from None
 
 

@@ -31,7 +31,7 @@ OF_LOADER = "loader"  # name of the generators of a loader and its samplers
 class Watched:
     """Observed loader of the user: `data` gives its batches, `take` the samples of each batch.
 
-    Samples are known for a plain DataLoader with a sampler. A loader of another class, one that
+    Samples are known for a plain DataLoader with a sampler. A loader of a different class, one that
     already has persistent workers, and one that returns batches out of order are not observed.
     """
 
@@ -134,7 +134,7 @@ class Watched:
     def restore_generators(self, states: Mapping[str, Any]) -> None:
         """Set the generators of the data to what `generator_states` returned.
 
-        Raises ValueError or TypeError for the state of another kind of generator.
+        Raises ValueError or TypeError for the state of a different kind of generator.
         """
         for name, generator in self.generators().items():
             if name in states:

@@ -59,7 +59,7 @@ def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jp
     """Return the sample's JPEG as uint8 (H, W, 3), upright.
 
     The size is compared before any pixel is decoded. Raises MissingExtra without Pillow, DataError
-    for a damaged file or another size.
+    for a damaged file or a different size.
     """
     return _decode_image(sample, extension, kind="JPEG", size=(width, height))
 
@@ -151,7 +151,9 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
         OverflowError,
         tokenize.TokenError,
     ) as error:
-        raise sample.fault(extension, f"is no npy file: {error}", "copy the file again") from None
+        raise sample.fault(
+            extension, f"is not an npy file: {error}", "copy the file again"
+        ) from None
     held = len(content) - file.tell()
     if dtype.hasobject:
         raise sample.fault(
@@ -169,7 +171,9 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
         flat = np.frombuffer(content, dtype=dtype, offset=file.tell()).copy()
         return flat.reshape(shape, order="F" if in_fortran else "C")
     except (ValueError, OverflowError) as error:
-        raise sample.fault(extension, f"is {dtype} {shape}, which is no array: {error}") from None
+        raise sample.fault(
+            extension, f"is {dtype} {shape}, which is not an array: {error}"
+        ) from None
 
 
 def _decode_number(
@@ -186,7 +190,7 @@ def _decode_text(sample: Sample, extension: str) -> str:
         return sample.parts[extension].decode("utf-8")
     except UnicodeDecodeError as error:
         raise sample.fault(
-            extension, f"is no UTF-8: {error.reason} at byte {error.start}"
+            extension, f"is not UTF-8: {error.reason} at byte {error.start}"
         ) from None
 
 
@@ -194,7 +198,7 @@ def _decode_json(sample: Sample, extension: str) -> Any:
     try:
         return json.loads(sample.parts[extension])
     except (ValueError, RecursionError) as error:
-        raise sample.fault(extension, f"is no JSON: {error}") from None
+        raise sample.fault(extension, f"is not valid JSON: {error}") from None
 
 
 def _decode_tensors(sample: Sample, extension: str) -> dict[str, np.ndarray]:
@@ -208,7 +212,7 @@ def _decode_tensors(sample: Sample, extension: str) -> dict[str, np.ndarray]:
         ) from None
     except (safetensors.SafetensorError, ValueError, TypeError) as error:
         raise sample.fault(
-            extension, f"is no safetensors file: {error}", "copy the file again"
+            extension, f"is not a safetensors file: {error}", "copy the file again"
         ) from None
 
 

@@ -74,7 +74,10 @@ def open_remote(remote: Remote, *, tell: Tell | None = None) -> Index:
             hint=hint_unwritten(error, "give another cache"),
         ) from error
     if index is None:
-        raise DataError(f"the index {place} is not what was written", hint="is the disk sound?")
+        raise DataError(
+            f"the index {place} is not what was written",
+            hint="check the disk of the cache for errors",
+        )
     remote.know(
         [shard.num_bytes for shard in index.shards], [shard.digest for shard in index.shards]
     )

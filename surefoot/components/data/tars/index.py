@@ -5,7 +5,7 @@ name, size, times of change, digest and number of samples), then for each shard 
 its samples begin and the last one ends, int64. It is memory-mapped, so that an index of ten million
 samples opens at once. It is in the cache of the user, or next to the shards if somebody put it
 there, and is written like every other file: a draft, synced, renamed last. A shard that has changed
-(another size, another time of change) is scanned again.
+(a different size, another time of change) is scanned again.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Index:
                 f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[
                     :200
                 ],
-                hint="give such numbers",
+                hint="ask for sample numbers in this range",
             )
         ids = ids.astype(np.int64)
         shard = np.searchsorted(self._ends, ids, side="right")
@@ -123,8 +123,8 @@ class Index:
         )
         if (first < 0).any() or (count <= 0).any() or (count > sizes - first).any():
             raise DataError(
-                f"the index {self.place} is damaged: it leads out of its tars",
-                hint="remove it; it is made again",
+                f"the index {self.place} is damaged: it lists a sample outside of its tar",
+                hint="delete the index; surefoot builds it again",
             )
         return shard, first, count
 
@@ -192,7 +192,7 @@ def _check(paths: Sequence[Path]) -> Path:
     folders = {path.parent.resolve() for path in paths}
     if len(folders) != 1:
         raise DataError(
-            f"the shards lie in {len(folders)} folders",
+            f"the shards are in {len(folders)} folders",
             hint="give the shards of one folder, one or more",
         )
     twice = [one.name for one, other in itertools.pairwise(paths) if one == other]
@@ -213,7 +213,7 @@ def stamp_of(path: Path) -> Stamp:
             f"{path} cannot be read: {error.strerror}", hint="check that the file is there"
         ) from None
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path} is no file", hint="name tars")
+        raise DataError(f"{path} is not a file", hint="name tars")
     return path.name, status.st_size, max(status.st_mtime_ns, status.st_ctime_ns), status.st_ino
 
 

@@ -217,7 +217,7 @@ def _members(
                 pass  # to its end: the writer is not interrupted, and a digest covers all bytes
     # the last two are tarfile's errors for malformed headers
     except (tarfile.TarError, ValueError, OverflowError) as error:
-        what = f"is damaged after byte {end}" if end else "is no tar"
+        what = f"is damaged after byte {end}" if end else "is not a tar"
         raise DataError(
             f"{path} {what}: {error}",
             hint="shards are plain tars, not compressed; copy the file again",
@@ -244,16 +244,16 @@ def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: i
         )
     if not member.isreg() or member.issparse():
         raise DataError(
-            f"{path}: {shown!r} is no regular file",
+            f"{path}: {shown!r} is not a regular file",
             hint="shards hold files only: no folders, links, devices or sparse files",
         )
     if not is_plain(member.name):
         raise DataError(
-            f"{path}: {shown!r} is no plain name",
+            f"{path}: {shown!r} is not a plain name",
             hint="use letters, digits, '.', '_' and '-', and no path out of the shard",
         )
     if not 0 <= member.size <= max_member_bytes:
         raise DataError(
             f"{path}: {shown} has {member.size:,} bytes, {max_member_bytes:,} are allowed",
-            hint="is it a sample at all?",
+            hint="remove the member from the tar, or split it",
         )

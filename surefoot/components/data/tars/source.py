@@ -135,7 +135,7 @@ class Tars:
         except OSError as error:
             raise DataError(
                 f"{path} cannot be read: {error.strerror}",
-                hint="is the disk sound, and the file still there?",
+                hint="check that the file still exists and that the disk has no errors",
             ) from None
         if len(content) < count:
             raise DataError(

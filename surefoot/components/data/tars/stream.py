@@ -38,7 +38,7 @@ class TarStream:
     number of samples of each shard. `window` shards are read at a time. Samples that are read
     before they are requested stay in memory, so use the window of a `BlockShuffle` for its order,
     and 1 for sequential samples. To resume in the middle, a shard is read again up to that sample
-    (*replayed*). Raises DataError for a shard that holds another number of samples, for what
+    (*replayed*). Raises DataError for a shard that holds a different number of samples, for what
     `read_shard` refuses, and for a second reading of a file object that can be read once.
     """
 
@@ -58,7 +58,7 @@ class TarStream:
         if len(given) != len(counts) or not given or min(counts) < 1 or window < 1 or not parts:
             raise DataError(
                 f"{len(given)} shards of {list(counts)[:8]} samples, {window} at a time, "
-                f"with {len(parts)} parts, are no stream",
+                f"with {len(parts)} parts, are not a stream",
                 hint=(
                     "give a count of 1 or more for each shard, and a part: "
                     'TarStream([opener], [1000], label="cls")'
@@ -95,7 +95,7 @@ class TarStream:
                 f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[
                     :200
                 ],
-                hint="give such numbers",
+                hint="ask for sample numbers in this range",
             )
         shards = np.searchsorted(self._ends, ids, side="right").tolist()
         with self._lock:  # a stream has one reader
@@ -124,7 +124,7 @@ class TarStream:
         names = ", ".join(f"{name} ({extension})" for name, extension in self.parts.items())
         return (
             f"{len(self):,} samples streamed from {len(self.counts)} tars: {names}; "
-            "replayed to go on"
+            "read again from the start to resume"
         )
 
     def _take(self, shard: int, place: int) -> Sample:
@@ -206,10 +206,10 @@ class _Once:
         file, self._file = self._file, None
         if file is None:
             raise DataError(
-                "a stream that can be read once was read, and is asked for again",
+                "the stream has already been read and cannot be read a second time",
                 hint=(
-                    "give a function that opens it anew, to train for several epochs or to go on "
-                    "in the middle"
+                    "pass a function that reopens the stream, to train for several epochs or to "
+                    "resume in the middle"
                 ),
             )
         return file

@@ -16,7 +16,7 @@ def check_images(images_BHWC: Tensor) -> None:
         images_BHWC.dtype.is_floating_point or str(images_BHWC.dtype) == "torch.uint8"
     ):
         raise DataError(
-            f"a tensor {tuple(images_BHWC.shape)} of {images_BHWC.dtype} is no batch of images",
+            f"a tensor {tuple(images_BHWC.shape)} of {images_BHWC.dtype} is not a batch of images",
             hint="give (B, H, W, C), uint8 from 0 to 255 or float from 0 to 1",
         )
 
@@ -35,7 +35,7 @@ def check_range(what: str, given: tuple[float, float], low: float, high: float) 
     """Raise DataError unless low <= given[0] <= given[1] <= high."""
     if len(given) != 2 or not low <= given[0] <= given[1] <= high:
         raise DataError(
-            f"{what} from {given} is no range",
+            f"{what} from {given} is not a range",
             hint=f"give two numbers, the lesser first, from {low:g} to {high:g}",
         )
 

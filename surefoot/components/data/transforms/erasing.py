@@ -28,7 +28,7 @@ def erase(images_BHWC: Tensor, boxes_B4: Tensor, value: float | Sequence[float] 
     colour = torch.as_tensor(value, dtype=images_BHWC.dtype)
     if colour.ndim > 1 or colour.numel() not in (1, channels):
         raise DataError(
-            f"{value} is no colour of {channels}", hint="give one number, or one a colour"
+            f"{value} is not a colour of {channels}", hint="give one number, or one a colour"
         )
     painted = images_BHWC.clone()
     for image, (top, left, rows, columns) in zip(painted, boxes_B4.tolist(), strict=True):

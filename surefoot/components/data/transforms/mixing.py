@@ -41,7 +41,7 @@ def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
         or (len(labels_B) and not _are_classes(labels_B, num_classes))
     ):
         raise DataError(
-            f"labels {tuple(labels_B.shape)} of {labels_B.dtype} are no classes from 0 to "
+            f"labels {tuple(labels_B.shape)} of {labels_B.dtype} are not classes from 0 to "
             f"{num_classes - 1}",
             hint="give whole numbers (B,), or rows (B, num_classes) of shares",
         )

@@ -47,7 +47,7 @@ class Pipeline:
 
     Example: `Pipeline(Crop(224, 224), Mirror(), Jitter(0.4, 0.4, 0.4, 0.1))`. A step is any
     callable with these arguments that returns images. Each step draws from a separate stream, named
-    after its type: to add or remove a step of another type leaves its draws unchanged. Raises
+    after its type: to add or remove a step of a different type leaves its draws unchanged. Raises
     DataError for no steps, or for a step that cannot be called.
     """
 
@@ -85,7 +85,7 @@ class Pipeline:
             settled = getattr(step, "settled", None)
             if not callable(settled):
                 raise DataError(
-                    f"{step!r} does not say what stands for it in evaluation",
+                    f"{step!r} does not define the steps that replace it in evaluation",
                     hint=(
                         "give it a method settled() that returns () for nothing, "
                         "or (self,) for itself"

@@ -29,7 +29,7 @@ Hooks = tuple[Any, Any]
 
 
 class FullySharded:
-    """Sharding of a model's weights over `mesh.shard` with FSDP2; from then on
+    """Shard the weights of a model over `mesh.shard` with FSDP2. After construction,
     `master_of(parameter)` is the rows that this rank holds.
 
     Args:
@@ -384,7 +384,7 @@ def _find_whole(model: nn.Module, replicated: Collection[Tensor]) -> set[int]:
             what = (
                 f"of shape {list(each.shape)}"
                 if isinstance(each, Tensor)
-                else f"{each!r}, which is no tensor"
+                else f"{each!r}, which is not a tensor"
             )
             raise SpecError(
                 f"replicated has a parameter that {type(model).__name__} does not have: {what}",
@@ -402,14 +402,14 @@ def _check_gathered(named: Named) -> None:
     for name, parameter in named:
         if not parameter.numel():
             raise SpecError(
-                f"stages 2 and 3 gather parameters with numbers in them, and {name} is empty: "
+                f"stages 2 and 3 gather non-empty parameters, and {name} is empty: "
                 f"{list(parameter.shape)}",
                 hint="leave it out of the model, or set layout.zero_stage = 1",
             )
         if not parameter.is_contiguous():
             raise SpecError(
                 "stages 2 and 3 gather contiguous parameters, "
-                f"and {name} lies in memory in another order, as channels_last does",
+                f"and {name} is not contiguous (for example channels_last)",
                 hint=(
                     'set layout.zero_stage = 1, or leave out train.memory_format = "channels_last"'
                 ),

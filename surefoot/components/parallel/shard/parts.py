@@ -98,7 +98,7 @@ def read_groups(given: Given) -> list[Listed]:
     appears once in a group.
 
     Raises SpecError for any other argument, for none at all, for a parameter in two groups, and for
-    a tensor that is no leaf.
+    a tensor that is not a leaf.
     """
     if isinstance(given, nn.Module):
         return [Listed({}, [*given.named_parameters()], False)]
@@ -130,7 +130,7 @@ def _read_group(given: Mapping[str, Any], prefix: str) -> Listed:
     held: Any = settings.pop("params", None)
     if isinstance(held, set | frozenset) or not isinstance(held, Iterable):
         what = (
-            "a set, which each rank may read in another order"
+            "a set, which each rank may read in a different order"
             if isinstance(held, set | frozenset)
             else _kind_of(held)
         )
@@ -156,7 +156,7 @@ def _read_group(given: Mapping[str, Any], prefix: str) -> Listed:
             )
         if not parameter.is_leaf:
             raise SpecError(
-                f"{name} is no leaf: it was computed, and has no gradient of its own",
+                f"{name} is not a leaf: it was computed, and has no gradient of its own",
                 hint="give what it was computed of",
             )
         found.setdefault(id(parameter), (name, parameter))

@@ -66,8 +66,8 @@ class _InParts:
 
 
 class ShardedState:
-    """Sharding of the optimizer's state over `mesh.shard`; from then on `master_of(parameter)` is
-    the rows that this rank updates.
+    """Shard the optimizer state over `mesh.shard` (ZeRO stage 1). After construction,
+    `master_of(parameter)` returns the rows that this rank updates.
 
     Args:
         model: A module, or what torch's optimizers accept: parameters, pairs of a name and a
@@ -79,7 +79,8 @@ class ShardedState:
         on_host: Update a copy of the rows in host memory.
 
     Raises:
-        SpecError: For a parameter without rows, and for arguments that no torch optimizer accepts.
+        SpecError: For a scalar (0-dimensional) parameter, and for arguments that no torch optimizer
+            accepts.
     """
 
     is_even = False  # whether all ranks must run equally many passes

@@ -68,7 +68,7 @@ class TraceAnalysis:
 
 def analyse(path: Path) -> TraceAnalysis:
     """Read the trace `path`, with the facts file of its Profiler. Raises InputError for a file that
-    is no complete trace."""
+    is not a complete trace."""
     facts = _facts(path.with_name(FACTS_FILE)) if path.name == TRACE_FILE else {}
     found = trace.read(path, most_steps=facts.get("num_steps"))
     first_ns, last_ns = found.window

@@ -275,8 +275,8 @@ def _count_backward(shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
 
 
 def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
-    """Return a list of integers from the text in the trace, as "[1, 1]"; None for any other text or
-    length."""
+    """Return a list of integers from its text in the trace, such as "[1, 1]"; None for any other
+    text or length."""
     text = str(values[place]) if place < len(values) else ""
     parts = [part.strip() for part in text.strip("[]").split(",")]
     if not all(_WHOLE.fullmatch(part) for part in parts):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError
 
-MAX_TEXT_BYTES = 4 << 30  # unpacked size; a longer file is no trace of a window
+MAX_TEXT_BYTES = 4 << 30  # unpacked size; a longer file is not a trace of a window
 LARGEST = 1e18  # as microseconds 30,000 years
 MOST_ELEMENTS = 2**63  # torch counts the elements of a tensor in 63 bits
 STEP_PREFIX = "ProfilerStep#"  # torch.profiler's own mark of a step
@@ -41,8 +41,7 @@ class Slice(NamedTuple):
     details: Mapping[str, Any]
 
     def mark(self, name: str) -> int | str | None:
-        """Return a detail that identifies or links slices; None for a value that is no number and
-        no text."""
+        """Return `details[name]` if it is an int or a str, else None."""
         value = self.details.get(name)
         return value if isinstance(value, int | str) else None
 
@@ -130,19 +129,22 @@ def _load(path: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         is_cut = error.pos >= len(text.rstrip()) - 1 or "Unterminated" in error.msg
-        what = "is truncated" if is_cut and text.lstrip()[:1] in (b"{", b"[") else "is no JSON"
+        is_begun = text.lstrip()[:1] in (b"{", b"[")
+        what = "is truncated" if is_cut and is_begun else "is not valid JSON"
         raise InputError(
             f"the trace {path} {what}: {error.msg} at character {error.pos:,}", hint=_HINT
         ) from None
     except (UnicodeDecodeError, ValueError, RecursionError):
-        raise InputError(f"{path} is no trace: it is no JSON", hint=_HINT) from None
+        raise InputError(
+            f"{path} is not a trace of torch.profiler: it is not valid JSON", hint=_HINT
+        ) from None
 
 
 def _of_document(document: Any, path: Path, most_steps: int | None) -> Trace:
     header = document if isinstance(document, dict) else {}
     events = header.get("traceEvents") if header else document
     if not isinstance(events, list):
-        raise InputError(f"{path} is no trace: it has no list of traceEvents", hint=_HINT)
+        raise InputError(f"{path} is not a trace: it has no list of traceEvents", hint=_HINT)
     slices, changes = [], []
     for event in events:
         if not isinstance(event, dict):
@@ -248,7 +250,7 @@ def has_odd_sizes(shapes: Any) -> bool:
     """Return whether a list of integers in `shapes` is no valid shape; the shapes of tensor lists
     are one level down.
 
-    Entries that are no lists of integers do not count.
+    Entries that are not lists of integers do not count.
 
     >>> has_odd_sizes([[2, 3], [], [[4], [5]]]), has_odd_sizes([[True], "x"])
     (False, False)

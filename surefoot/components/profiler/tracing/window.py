@@ -49,7 +49,7 @@ class Window:
             raise InputError(
                 f"a window of {self.active} steps after {self.wait} and {self.warmup} cannot be "
                 "recorded",
-                hint="record at least 1 step, as with --steps 20",
+                hint="record at least 1 step, for example with --steps 20",
             )
 
     @property

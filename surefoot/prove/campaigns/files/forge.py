@@ -310,12 +310,12 @@ HOSTILE: Mapping[str, Forge] = {
     "a deep header": lambda one: one.rewrite_header(
         one.entry(tensors=True), lambda header: b"[" * 10**6
     ),
-    # files of another kind, and invalid states
+    # files of a different kind, and invalid states
     **{f"a pickle as {name}": _pickled(name) for name in SLOTS},
     **{f"a state without {key}": _without(key) for key in STATED},
     "a state that is a list": _state(lambda tree: [tree]),
     "a deep state": _state(lambda tree: b"[" * 10**6),
-    "a state of another kind": _state(
+    "a state of a different kind": _state(
         lambda tree: {**tree, "random": {"$": "os.system", "value": "touch canary"}}
     ),
     "random states of none": _state(
@@ -327,6 +327,6 @@ HOSTILE: Mapping[str, Forge] = {
     "a state of another step": _state(lambda tree: {**tree, "step": 1}),
     "counters of no number": _state(lambda tree: {**tree, "num_samples": "many", "guard": None}),
     "a clock that is a list": _clock(b"[]"),
-    "a clock of another kind": _clock(b'{"training_s": "soon"}'),
+    "a clock of a different kind": _clock(b'{"training_s": "soon"}'),
     "a clock of nothing": _clock(b""),
 }

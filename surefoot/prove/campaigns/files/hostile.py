@@ -72,14 +72,14 @@ def _find_wrong(left: Left, newest: Path, status: int, child: Child) -> str | No
     return (
         None
         if is_aside or left.states[step] in child.marks
-        else f"another state was loaded, and the events tell of {told}"
+        else f"a different state was loaded, and the events tell of {told}"
     )
 
 
 CAMPAIGNS = (
     Campaign(
         case="M01",
-        title="hostile commits with right digests, pickles in every place",
+        title="malicious checkpoints with valid digests, and a pickle in place of every file",
         trial=open_a_hostile_commit,
         few=100,
     ),

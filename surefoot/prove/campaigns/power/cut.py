@@ -44,7 +44,7 @@ def cut_power(workshop: Workshop, seed: int) -> TrialResult:
             wrong = go_on(workshop, replace(attempt, run=str(run), pauses=()), golden)
         return TrialResult(
             wrong and f"{cut}: {wrong}",
-            (cut.blocks, cut.entries, *(["gone on to the end"] if goes_on else [])),
+            (cut.blocks, cut.entries, *(["resumed to the end"] if goes_on else [])),
         )
 
 
@@ -81,7 +81,7 @@ def _look(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
         for step in sorted({*manifest.steps(run), *acknowledged}):
             commits.check(manifest.step_folder(run, step))
             if digests(run, step) != golden.states.get(step):
-                return f"step {step} loads with another state than it had"
+                return f"step {step} loads a state that differs from the saved one"
         if acknowledged:
             spec_file.read(str(run / "spec.toml"))
     except SurefootError as error:

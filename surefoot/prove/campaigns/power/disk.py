@@ -191,7 +191,8 @@ class PowerCut:
 
 
 def find_tree(ops: Sequence[Op], cut: PowerCut, draws: random.Random) -> dict[int, dict[str, int]]:
-    """Return the entries of each folder, by the changes that are on the disk.
+    """Return the entries (name -> inode) of each folder after the power cut: only changes that
+    reached the disk are applied.
 
     A move whose origin does not exist, or a removal of a missing entry, changes nothing.
     """

@@ -64,7 +64,7 @@ def check_words(task: Resolved, spec: RunSpec) -> None:
     if (each := find_per_rank(task)) and spec.layout.virtual_ranks is not None:
         raise SpecError(
             f"state_on_ranks says that {each[0]!r} is per_rank, and "
-            f"layout.virtual_ranks is {spec.layout.virtual_ranks}: another number "
+            f"layout.virtual_ranks is {spec.layout.virtual_ranks}: a different number "
             "of ranks would have other states, and so other results",
             hint="leave layout.virtual_ranks out, or keep replicated state only",
         )
@@ -212,7 +212,7 @@ def count_saved(commit: Commit) -> int:
 
 
 def check_fit(group: Group, task: Resolved, commit: Commit) -> None:
-    """Raise RunFolderError if the per-rank entries are those of another number of ranks."""
+    """Raise RunFolderError if the per-rank entries are those of a different number of ranks."""
     names, saved = find_per_rank(task), count_saved(commit)
     if names and saved != group.size:
         raise RunFolderError(

@@ -68,8 +68,8 @@ def gather(ranks: Ranks | None, names: Names) -> Files:
 def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
     """Load this rank's residuals; return messages if they are not exactly restored.
 
-    Every rank must call this. With another number of ranks rank 0 takes the sum of all residuals:
-    only the sum decides which gradients are sent in the end.
+    Every rank must call this. With a different number of ranks rank 0 takes the sum of all
+    residuals: only the sum decides which gradients are sent in the end.
     """
     held = held_by(ranks, names)
     for each in held.values():
