@@ -163,6 +163,27 @@ def read_spec(
     return origin
 
 
+def find_run(given: str) -> Path | None:
+    """Return the run folder that SPEC|RUN names; None for a spec."""
+    return Path(given) if (Path(given) / "spec.toml").is_file() else None
+
+
+def read_spec_or_run(
+    command: str, given: str, overrides: list[tuple[str, Any, str]], task: str | None
+) -> Origin:
+    """Read a spec, or that of a run folder; name the keys that the command ignores."""
+    from surefoot.cli.left_out import name_left_out
+    from surefoot.contract import spec_file
+
+    run = find_run(given)
+    check_of_run(task, is_run=run is not None)
+    if run is None:
+        return read_spec(command, given, overrides)
+    origin = spec_file.read_of_run(run, overrides, task=task)
+    name_left_out(command, origin)
+    return origin
+
+
 def check_new_file(path: Path, flag: str, example: str) -> None:
     """Raise InputError where `path` cannot become a new file, before any work is done for it."""
     import os
@@ -233,11 +254,7 @@ def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
 
 def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
     """Return a function that prints a verb's progress on standard error, or does nothing."""
-    return (
-        (lambda text: None)
-        if quiet
-        else lambda text: print(f"{verb}: {text}", file=sys.stderr, flush=True)
-    )
+    return (lambda text: None) if quiet else lambda text: say(f"{verb}: {text}")
 
 
 def warn(text: str) -> None:
@@ -373,6 +390,14 @@ def find_judge(stall_s: float) -> Judge:
         lambda rows: "" if (found := find_apart(rows)) is None else found.words,
         blame,
     )
+
+
+def print_result(row: dict[str, Any], show: Callable[..., None], *given: Any, json: bool) -> None:
+    """Print `row` as one JSON object with `json`; else call `show(*given)`, which prints text."""
+    if json:
+        print_json(row)
+    else:
+        show(*given)
 
 
 def print_json(row: dict[str, Any]) -> None:

@@ -7,7 +7,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
 
+from surefoot.core.errors import StorageError
 from surefoot.core.units import UNKNOWN
 
 Rows = Sequence[Sequence[str]]
@@ -16,18 +19,26 @@ PROSE = 24  # a longer cell may wrap
 
 
 def print_table(
-    headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0
+    headers: Sequence[str],
+    rows: Rows,
+    *,
+    right: Container[str] = (),
+    indent: int = 0,
+    num_hidden: int = 0,
+    what: str = "rows",
 ) -> None:
     """Print `rows` under `headers`; the columns named in `right` are right-aligned.
 
     At a terminal that is too narrow long cells wrap, and columns that do not fit are printed below
-    the others.
+    the others. A line below the table says how many further rows, `what`, are in --json alone.
     """
     harmless = [[without_control(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _print_rich(headers, harmless, right, indent)
     else:
         print(plain_table(headers, harmless, right=right, indent=indent))
+    if num_hidden > 0:
+        print_text(f"{num_hidden:,} {what} are not shown; --json has all of them", indent=indent)
 
 
 def without_control(text: str) -> str:
@@ -145,6 +156,19 @@ def _wrap(text: str, *, taken: int) -> list[str]:
     """Return the lines of `text` at a terminal with `taken` columns in use; one line in a pipe."""
     room = shutil.get_terminal_size().columns - taken if sys.stdout.isatty() else sys.maxsize
     return textwrap.wrap(without_control(text), max(room, 20), break_on_hyphens=False) or [""]
+
+
+def write_csv(path: Path, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Write the rows under their headers to a new CSV file; None becomes an empty cell."""
+    import csv
+
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([headers, *rows])
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}", hint="give another file with --csv"
+        ) from None
 
 
 def format_time(time_s: float | None) -> str:

@@ -32,7 +32,6 @@ FILES = {
     "flame_stack.svg",
     "flame_module.svg",
     "memory.json",
-    "memory.svg",
 }
 
 

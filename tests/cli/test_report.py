@@ -178,7 +178,7 @@ def test_a_run_is_one_page_with_every_part(surefoot: Command) -> None:
         "3 MiB",
         "a processor, 2 cores, 16 GiB",
         "surefoot train runs/a/spec.toml",
-        "what was done",
+        "time that training waited",
     ):
         assert page.says(part), part
 
@@ -251,7 +251,7 @@ def test_what_is_not_there_is_left_out_or_said(surefoot: Command) -> None:
     assert page.says("400 MiB, 2.441 % of 16 GiB (this host): there is room for a larger batch")
     assert page.says("operators, roofline, memory and flame graph are n/a")
     assert page.says("no end is recorded")
-    assert page.says("nothing was saved")
+    assert page.says("no checkpoint was saved")
     assert not page.says("Loss")
 
 

@@ -24,12 +24,12 @@ def test_a_trace_that_is_none_is_refused_in_words(tmp_path: Path, recorded: Path
         (
             "flipped.json.gz",
             whole[:5000] + bytes([whole[5000] ^ 255]) + whole[5001:],
-            "truncated or damaged|no trace|no JSON",
+            "truncated or damaged|not a trace|not valid JSON",
         ),
         ("cut.json", text[: len(text) // 2], "is truncated"),
         ("empty.json", b"", "is not valid JSON"),
         ("picture.json", b"\x89PNG\r\n\x1a\n", "is not valid JSON"),
-        ("deep.json", b"[" * 100_000, "truncated|no JSON"),
+        ("deep.json", b"[" * 100_000, "truncated|not valid JSON"),
         ("other.json", b'{"version": 1}', "no list of traceEvents"),
         ("number.json", b"7", "no list of traceEvents"),
         (

@@ -30,7 +30,7 @@ def test_a_window_that_the_memory_cannot_hold_ends_early_and_says_so(
     monkeypatch.setattr(
         window.psutil,
         "virtual_memory",
-        lambda: SimpleNamespace(available=2 * window.CLOSING * 2.5 * (1 << 20)),
+        lambda: SimpleNamespace(available=2 * window.CLOSING_FACTOR * 2.5 * (1 << 20)),
     )
     path = record(tmp_path, levels=(), active=90)
     facts = json.loads((tmp_path / "facts.json").read_text())
@@ -121,7 +121,6 @@ def test_blocks_are_told_apart_by_hand() -> None:
         "activations": 0,
         "temporaries": 0,
     }
-    assert line.num_unknown == 1
 
 
 # ---- the window

@@ -61,7 +61,6 @@ NO_KEYS = {
     "train.py",
     "checkpoint.py",
     "memory.json",
-    "memory.svg",
     "loader.dataset",
     "loader.collate_fn",
     "data.batch_size",

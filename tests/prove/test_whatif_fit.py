@@ -87,7 +87,7 @@ def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(
 ) -> None:
     answer = surefoot("whatif", "fit", str(spec), "64 MiB")
     assert answer.code == 7
-    assert "no microbatch fits into 64 MiB less 10%" in answer.err
+    assert "no microbatch fits into 90 % of 64 MiB" in answer.err
     assert "more than the limit for any model: give a larger limit" in " ".join(answer.err.split())
     header, (size, steps, peak, unit, share, percent, fits) = (
         answer.out.splitlines()[0],

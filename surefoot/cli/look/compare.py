@@ -9,6 +9,7 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, TracebackOption
+from surefoot.core.errors import InputError
 
 
 def compare(
@@ -29,7 +30,6 @@ def compare(
     with intervals.
     """
     from surefoot.cli.look import past, side_by_side
-    from surefoot.core.errors import InputError
 
     if len(runs) < 2:
         raise InputError(

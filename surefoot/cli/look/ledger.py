@@ -12,6 +12,9 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+from surefoot.cli.table import print_pairs, print_text
+from surefoot.core.errors import RunFolderError
+from surefoot.core.units import format_number
 
 if TYPE_CHECKING:
     from surefoot.components.data.consumed import Consumed
@@ -56,37 +59,37 @@ def ledger(
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else consumed.find_sample(run, sample)
-    if json:
-        options.print_json(
-            {
-                "run": str(run),
-                "ok": found.holds,
-                "plan": vars(found.plan),
-                "after": found.after,
-                "last": found.last,
-                "attempts": list(found.attempts),
-                "num_rows": found.num_rows,
-                "num_overruled": found.num_overruled,
-                "num_samples": found.num_samples,
-                "epochs": found.epochs,
-                "torn_bytes": found.torn_bytes,
-                "faults": [each._asdict() for each in found.faults],
-                "sample": None
-                if uses is None
-                else {"id": sample, "uses": [each._asdict() for each in uses]},
-            }
-        )
-        return int(not found.holds)
-    _tell(found)
-    if uses is not None:
-        told = ", ".join(f"step {use.step:,} (epoch {use.epoch:,})" for use in uses) or "not yet"
-        print(f"sample {sample:,}: {told}")
+    row = {
+        "run": str(run),
+        "ok": found.holds,
+        "plan": vars(found.plan),
+        "after": found.after,
+        "last": found.last,
+        "attempts": list(found.attempts),
+        "num_rows": found.num_rows,
+        "num_overruled": found.num_overruled,
+        "num_samples": found.num_samples,
+        "epochs": found.epochs,
+        "torn_bytes": found.torn_bytes,
+        "faults": [each._asdict() for each in found.faults],
+        "sample": None
+        if uses is None
+        else {"id": sample, "uses": [each._asdict() for each in uses]},
+    }
+    options.print_result(row, _tell, found, json=json)
+    if uses is not None and not json:
+        _tell_uses(sample, [(use.step, use.epoch) for use in uses])
     return int(not found.holds)
+
+
+def _tell_uses(sample: int | None, uses: Sequence[tuple[int, int]]) -> None:
+    """Print the step and the epoch of each use of a sample."""
+    words = ", ".join(f"step {step:,} (epoch {epoch:,})" for step, epoch in uses)
+    print(f"sample {sample:,}: {words or 'not yet'}")
 
 
 def _check_any(run: Path, count: int) -> None:
     """Raise RunFolderError for a ledger without rows, which allows no verdict."""
-    from surefoot.core.errors import RunFolderError
 
     if not count:
         raise RunFolderError(
@@ -137,9 +140,6 @@ def _tell_unjudged(run: Path, last: int) -> None:
 
 
 def _tell(found: Consumed) -> None:
-    from surefoot.cli.table import print_pairs, print_text
-    from surefoot.core.units import format_number
-
     plan = found.plan
     order = (
         f"shuffled each epoch with seed {plan.seed}" if plan.shuffle else "in the order of the data"
@@ -189,8 +189,6 @@ def _tell(found: Consumed) -> None:
 
 
 def _tell_faults(faults: Sequence[LedgerFault]) -> None:
-    from surefoot.cli.table import print_text
-
     for each in faults[:MOST_SHOWN]:
         print_text(f"{each.kind}: {each.told}", indent=2)
     if len(faults) > MOST_SHOWN:
@@ -210,37 +208,25 @@ def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
     _check_any(run, found.num_batches)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else loop_ledger.find_sample(run, sample)
-    if json:
-        fields = asdict(found) | {
-            "faults": [each._asdict() for each in found.faults],
-            "attempts": list(found.attempts),
-        }
-        told = [
-            {"step": use.step, "pass": use.number_of_pass + 1, "place": use.place + 1}
-            for use in uses or ()
-        ]
-        options.print_json(
-            {
-                "run": str(run),
-                "ok": found.holds,
-                **fields,
-                "sample": None if uses is None else {"id": sample, "uses": told},
-            }
-        )
-        return int(not found.holds)
-    _tell_loop(found)
-    if uses is not None:
-        told_uses = (
-            ", ".join(f"step {use.step:,} (epoch {use.number_of_pass + 1:,})" for use in uses)
-            or "not yet"
-        )
-        print(f"sample {sample:,}: {told_uses}")
+    positions = [
+        {"step": use.step, "pass": use.number_of_pass + 1, "place": use.place + 1}
+        for use in uses or ()
+    ]
+    row = {
+        "run": str(run),
+        "ok": found.holds,
+        **asdict(found),
+        "faults": [each._asdict() for each in found.faults],
+        "attempts": list(found.attempts),
+        "sample": None if uses is None else {"id": sample, "uses": positions},
+    }
+    options.print_result(row, _tell_loop, found, json=json)
+    if uses is not None and not json:
+        _tell_uses(sample, [(use.step, use.number_of_pass + 1) for use in uses])
     return int(not found.holds)
 
 
 def _tell_loop(found: loop_ledger.LoopConsumed) -> None:
-    from surefoot.cli.table import print_pairs, print_text
-
     promise = found.promise
     unknown = "identified by digests" if promise.digests else "with unknown samples"
     known = f"{found.num_samples:,} samples" if found.num_samples else unknown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,10 @@ from surefoot.cli.options import (
     TaskOption,
     TracebackOption,
 )
+from surefoot.cli.table import print_pairs, print_table
+from surefoot.core import place
+from surefoot.core.errors import InputError
+from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from surefoot.components.profiler.tracing import TraceAnalysis, Window
@@ -71,14 +75,13 @@ def profile(
     overlapped with computation, and how much the ranks waited for.
     """
     tell = options.teller("profile", quiet=quiet or json)
-    is_run = (Path(given) / "spec.toml").is_file()
+    is_run = options.find_run(given) is not None
     options.check_of_run(task, is_run=is_run)
     if given.endswith(ENDINGS) and not is_run:
         _tell_trace(Path(given), run, json=json)
         return None
     from surefoot.components.profiler.tracing import Window
     from surefoot.components.profiler.tracing.window import check_gpu, check_levels
-    from surefoot.core import place
 
     if nvtx:
         check_gpu()
@@ -158,7 +161,6 @@ def _of_run(
     task: str | None,
 ) -> Path:
     from surefoot.contract import runlock
-    from surefoot.core.errors import InputError
     from surefoot.train.record import windows
 
     if not runlock.is_held(run):
@@ -181,29 +183,18 @@ def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
     from surefoot.components.profiler.tracing import analyse, draw
     from surefoot.components.profiler.tracing.analysis import TRACE_FILE
     from surefoot.components.profiler.tracing.nsight import render
-    from surefoot.core import place
 
     found = analyse(folder / TRACE_FILE)
     files = [folder / TRACE_FILE, *draw(found, folder)]
     commands = render(words, folder, world_size=place.here().world_size)
-    if json:
-        options.print_json(
-            {
-                "given": given,
-                "folder": str(folder),
-                "files": list(map(str, files)),
-                **_row(found),
-                "commands": commands,
-            }
-        )
-        return
-    _print(found)
-    print("Files")
-    for path in files:
-        print(f"  {shlex.quote(str(path))}")
-    print("The same window on an NVIDIA GPU")
-    for command in commands.values():
-        print(f"  {command}")
+    row = {
+        "given": given,
+        "folder": str(folder),
+        "files": list(map(str, files)),
+        **_row(found),
+        "commands": commands,
+    }
+    options.print_result(row, _print, found, files, commands, json=json)
 
 
 def _tell_trace(path: Path, run: Path | None, *, json: bool) -> None:
@@ -212,12 +203,8 @@ def _tell_trace(path: Path, run: Path | None, *, json: bool) -> None:
 
     found = analyse(path)
     files = [] if run is None else draw(found, run / "profile")
-    if json:
-        options.print_json({"given": str(path), "files": list(map(str, files)), **_row(found)})
-        return
-    _print(found)
-    for each in files:
-        print(each)
+    row = {"given": str(path), "files": list(map(str, files)), **_row(found)}
+    options.print_result(row, _print, found, files, {}, json=json)
 
 
 def _row(found: TraceAnalysis) -> dict[str, Any]:
@@ -228,10 +215,7 @@ def _row(found: TraceAnalysis) -> dict[str, Any]:
     return {**found.as_row(), "memory_peak": peak}
 
 
-def _print(found: TraceAnalysis) -> None:
-    from surefoot.cli.table import print_pairs, print_table
-    from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
-
+def _print(found: TraceAnalysis, files: Sequence[Path], commands: Mapping[str, str]) -> None:
     whole_s = sum(
         each.self_device_s if each.self_device_s is not None else each.self_s
         for each in found.operators
@@ -253,21 +237,27 @@ def _print(found: TraceAnalysis) -> None:
             ]
         )
     print(f"Operators by self time{' on the device' if on_device else ''}")
-    print_table(("operator", *NUMBERS), rows, right=NUMBERS, indent=2)
-    if len(found.operators) > ROWS:
-        print(
-            f"  {len(found.operators) - ROWS} more operators are not shown; --json has all of them"
-        )
+    print_table(
+        ("operator", *NUMBERS),
+        rows,
+        right=NUMBERS,
+        indent=2,
+        num_hidden=len(found.operators) - ROWS,
+        what="more operators",
+    )
     if found.collectives is not None:
         _print_collectives(found)
     print("The window")
     print_pairs(_pairs(found, whole_s))
+    for title, lines in (
+        ("Files", [shlex.quote(str(path)) for path in files]),
+        ("The same window on an NVIDIA GPU", list(commands.values())),
+    ):
+        if lines:
+            print("\n  ".join([title, *lines]))
 
 
 def _print_collectives(found: TraceAnalysis) -> None:
-    from surefoot.cli.table import print_table
-    from surefoot.core.units import format_percent, format_seconds
-
     print("Collectives of the ranks in one step of this window")
     headers = (
         "collective",
@@ -300,8 +290,6 @@ def _print_collectives(found: TraceAnalysis) -> None:
 
 
 def _pairs(found: TraceAnalysis, operators_s: float) -> list[tuple[str, str]]:
-    from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
-
     steps, paces = found.num_steps, found.facts.get("step_s") or {}
     first = found.facts.get("first_step")
     text = format_seconds(found.window_s)

@@ -11,6 +11,9 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, TracebackOption
+from surefoot.cli.table import format_utc, shorten
+from surefoot.core.errors import InputError, RunFolderError
+from surefoot.core.units import format_bytes
 
 if TYPE_CHECKING:
     from surefoot.cli.look.past import Past
@@ -49,7 +52,6 @@ def report(
     from surefoot import __version__
     from surefoot.cli.look import past
     from surefoot.control.report import ReportPage, read_ladder, render
-    from surefoot.core.units import format_bytes
 
     _check_number(runs)
     file = _choose(runs, out)
@@ -63,17 +65,11 @@ def report(
     )
     text = render(rows).encode()
     write_page(file, text, is_new=out is not None)
-    if json:
-        options.print_json(
-            {"file": str(file), "num_bytes": len(text), "runs": [str(each) for each in runs]}
-        )
-    else:
-        print(f"{file}  {format_bytes(len(text))}")
+    row = {"file": str(file), "num_bytes": len(text), "runs": [str(each) for each in runs]}
+    options.print_result(row, print, f"{file}  {format_bytes(len(text))}", json=json)
 
 
 def _check_number(runs: Sequence[Path]) -> None:
-    from surefoot.core.errors import InputError
-
     if len(runs) > MAX_RUNS:
         raise InputError(
             f"a report shows at most {MAX_RUNS} runs; got {len(runs)}", hint="give fewer runs"
@@ -81,8 +77,6 @@ def _check_number(runs: Sequence[Path]) -> None:
 
 
 def _check_steps(found: Sequence[Past]) -> None:
-    from surefoot.core.errors import RunFolderError
-
     for each in found:
         if not each.steps:
             raise RunFolderError(
@@ -107,7 +101,6 @@ def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
     import os
 
     from surefoot.contract.run_folder import files
-    from surefoot.core.errors import InputError
 
     draft = file.with_name(files.draft_of(file.name))
     try:
@@ -130,7 +123,6 @@ def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
 def rows_of(past: Past) -> RunRows:
     """Convert a run to the rows that the report draws."""
     from surefoot.cli.look.past import format_score
-    from surefoot.cli.table import shorten
     from surefoot.control.diagnose import find_memory_use
     from surefoot.control.report import RunRows, read_profile, read_shape
 
@@ -158,7 +150,6 @@ def rows_of(past: Past) -> RunRows:
 
 def _summary(past: Past) -> Iterator[tuple[str, str]]:
     from surefoot.cli.look import story
-    from surefoot.cli.table import format_utc
 
     yield "task", past.started.task
     yield "began", format_utc(past.began_s)

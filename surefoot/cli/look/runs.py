@@ -10,6 +10,9 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, TracebackOption
+from surefoot.cli.table import format_time, print_table
+from surefoot.core.errors import RunFolderError
+from surefoot.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from surefoot.cli.look.past import Past
@@ -35,9 +38,6 @@ def runs(
     """
     from surefoot.cli.look import past
     from surefoot.cli.operate import whole_run
-    from surefoot.cli.table import print_table
-    from surefoot.core.errors import RunFolderError
-    from surefoot.core.units import format_bytes
 
     if not folder.is_dir() and folder != DEFAULT:
         raise RunFolderError(
@@ -70,8 +70,6 @@ def runs(
 
 def _line(found: Past) -> tuple[str, ...]:
     from surefoot.cli.look import past
-    from surefoot.cli.table import format_time
-    from surefoot.core.units import format_seconds
 
     total = found.started.total_steps
     steps = (

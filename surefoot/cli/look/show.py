@@ -8,6 +8,9 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+from surefoot.cli.table import without_control
+from surefoot.core.errors import EXIT_VERDICT_FAILS, InputError, SpecError
+from surefoot.core.units import Duration
 
 if TYPE_CHECKING:
     from surefoot.cli.look.past import Past
@@ -40,25 +43,19 @@ def show(
     ended, the command that repeats it, and whether the run is still running.
     """
     from surefoot.cli.look import past, story
-    from surefoot.core.errors import EXIT_VERDICT_FAILS
 
     found = past.read(run, stuck_after_s=None if stuck_after is None else _parse(stuck_after))
     if not health:
         options.print_json(story.as_row(found)) if json else story.tell(found)
         return
-    if json:
-        steps = {"steps": found.num_steps, "total_steps": found.started.total_steps}
-        options.print_json({"run": str(found.folder), **steps, **found.health.as_row()})
-    else:
-        print(_line(found))
+    steps = {"steps": found.num_steps, "total_steps": found.started.total_steps}
+    row = {"run": str(found.folder), **steps, **found.health.as_row()}
+    options.print_result(row, print, _line(found), json=json)
     if not found.health.is_in_order:
         raise typer.Exit(EXIT_VERDICT_FAILS)
 
 
 def _parse(text: str) -> float:
-    from surefoot.core.errors import InputError, SpecError
-    from surefoot.core.units import Duration
-
     hint = "give a time with its unit, for example --stuck-after 10min"
     try:
         limit = Duration.parse(text)
@@ -70,8 +67,6 @@ def _parse(text: str) -> float:
 
 
 def _line(found: Past) -> str:
-    from surefoot.cli.table import without_control
-
     total = "" if found.started.total_steps is None else f" of {found.started.total_steps:,}"
     how = (
         found.health.words

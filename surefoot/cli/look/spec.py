@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,8 @@ from surefoot.cli.options import (
     StepsOption,
     TracebackOption,
 )
+from surefoot.cli.table import print_table
+from surefoot.core.errors import InputError, SpecError
 
 app = typer.Typer(cls=Verbs, no_args_is_help=True, help="Show, check or describe specs.")
 
@@ -56,7 +59,6 @@ def show(
 
     With --plot the command prints the learning rate schedule instead, as a table and a plot.
     """
-    from surefoot.cli.table import print_table
     from surefoot.contract import spec_file
     from surefoot.contract.spec import formulas
 
@@ -65,22 +67,24 @@ def show(
         from surefoot.cli.look import preview
 
         made = preview.make(origin.spec, preview.names(compare), steps_per_epoch)
-        if json:
-            options.print_json(made.as_row())
-        else:
-            preview.draw(made)
+        options.print_result(made.as_row(), preview.draw, made, json=json)
         return
-    rows, chosen = spec_file.rows(origin), formulas.find(origin.spec)
-    if json:
-        values = [{"key": key, "value": value, "origin": place} for key, value, place in rows]
-        told = [{"key": each.key, "formula": each.text} for each in chosen]
-        options.print_json({"id": origin.spec.id, "values": values, "formulas": told})
-        return
+    rows = spec_file.rows(origin)
+    chosen = [(each.key, each.text) for each in formulas.find(origin.spec)]
+    row = {
+        "id": origin.spec.id,
+        "values": [{"key": key, "value": value, "origin": place} for key, value, place in rows],
+        "formulas": [{"key": key, "formula": text} for key, text in chosen],
+    }
+    options.print_result(row, _print, rows, chosen, json=json)
+
+
+def _print(rows: Sequence[tuple[str, Any, str]], chosen: Sequence[tuple[str, str]]) -> None:
     print_table(
         ("key", "value", "from"), [(key, as_toml(value), place) for key, value, place in rows]
     )
     print()
-    print_table(("key", "formula"), [(each.key, each.text) for each in chosen])
+    print_table(("key", "formula"), chosen)
 
 
 @app.command(cls=Verb)
@@ -119,7 +123,6 @@ def check(
     """
     from surefoot.cli.look import preview
     from surefoot.contract import spec_file
-    from surefoot.core.errors import InputError, SpecError
 
     try:
         origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
@@ -142,12 +145,8 @@ def check(
                 }
             )
         raise
-    if json:
-        options.print_json(
-            {"ok": True, "id": origin.spec.id, "error": None, "hint": None, "where": None}
-        )
-    else:
-        print(f"{origin.spec.id}  ok")
+    row = {"ok": True, "id": origin.spec.id, "error": None, "hint": None, "where": None}
+    options.print_result(row, print, f"{origin.spec.id}  ok", json=json)
 
 
 def as_toml(value: Any) -> str:

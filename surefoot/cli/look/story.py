@@ -143,9 +143,14 @@ def _print_evaluations(past: Past) -> None:
     ]
     what = "each split" if splits else f"the {past.evaluations[-1].split} split"
     print(f"Evaluations of {what}, {past.evaluations[-1].num_samples:,} samples")
-    print_table(headers, rows, right=("step", "epoch", *names), indent=2)
-    if left_out:
-        print(f"  {left_out} more evaluations are not shown; --json has all of them")
+    print_table(
+        headers,
+        rows,
+        right=("step", "epoch", *names),
+        indent=2,
+        num_hidden=left_out,
+        what="more evaluations",
+    )
     print()
 
 
@@ -174,11 +179,14 @@ def _print_faults(past: Past) -> None:
     rows = [
         [f"{each.step:,}", each.fault, each.detail, each.action] for each in past.faults[-MAX_ROWS:]
     ]
-    print_table(("step", "fault", "what", "action"), rows, right=("step",), indent=2)
-    if len(past.faults) > MAX_ROWS:
-        print(
-            f"  {len(past.faults) - MAX_ROWS} earlier faults are not shown; --json has all of them"
-        )
+    print_table(
+        ("step", "fault", "what", "action"),
+        rows,
+        right=("step",),
+        indent=2,
+        num_hidden=len(past.faults) - MAX_ROWS,
+        what="earlier faults",
+    )
     print()
 
 
@@ -192,7 +200,7 @@ def _print_phases(past: Past) -> None:
         return
     print("Time by phase" + (", newest attempt" if past.num_attempts > 1 else ""))
     rows = [
-        [each.name, format_seconds(each.total_s), _share(each.share), *_spread(each.a_step)]
+        [each.name, format_seconds(each.total_s), format_percent(each.share), *_spread(each.a_step)]
         for each in found.phases
     ]
     rows.append(["step", "", "", *_spread(found.step)])
@@ -207,7 +215,7 @@ def _print_phases(past: Past) -> None:
         ""
         if found.coverage is None
         else (
-            f", {_share(found.coverage)} of the {format_seconds(found.wall_s)} that an "
+            f", {format_percent(found.coverage)} of the {format_seconds(found.wall_s)} that an "
             "independent clock measured"
         )
     )
@@ -223,10 +231,6 @@ def _print_phases(past: Past) -> None:
             indent=2,
         )
     print()
-
-
-def _share(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _spread(spread: Spread | None) -> list[str]:

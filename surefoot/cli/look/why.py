@@ -11,7 +11,9 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+from surefoot.cli.table import print_pairs, print_table
 from surefoot.core.errors import InputError
+from surefoot.core.units import UNKNOWN, format_percent, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from surefoot.control.diagnose import Attempt, Goodput, MemoryUse, Waits
@@ -50,7 +52,6 @@ def why(
     from surefoot.control.diagnose import find_goodput, find_memory_use, find_waits
     from surefoot.control.plan import advise_interval
     from surefoot.control.report import read_measured, read_shape
-    from surefoot.core.units import parse_bytes
 
     limit_bytes = None if limit is None else parse_bytes(limit)
     if limit_bytes == 0:
@@ -73,17 +74,12 @@ def why(
         advice = advise_interval(
             found.median_save_s, found.between_failures_s, found.median_write_s or 0.0
         )
-    if json:
-        more = {
-            "ranks": None if waits is None else waits.as_row(),
-            "memory": None if memory is None else memory.as_row(),
-        }
-        options.print_json({**_as_row(str(run), found, advice), **more})
-    else:
-        _tell(found, advice)
-        if waits is not None:
-            _tell_waits(waits)
-        _tell_memory(memory)
+    more = {
+        "ranks": None if waits is None else waits.as_row(),
+        "memory": None if memory is None else memory.as_row(),
+    }
+    row = {**_as_row(str(run), found, advice), **more}
+    options.print_result(row, _tell, found, advice, waits, memory, json=json)
 
 
 def _as_row(run: str, found: Goodput, advice: SaveAdvice | None) -> dict[str, Any]:
@@ -98,10 +94,10 @@ def _as_row(run: str, found: Goodput, advice: SaveAdvice | None) -> dict[str, An
     }
 
 
-def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
-    from surefoot.cli.table import print_pairs, print_table
+def _tell(
+    found: Goodput, advice: SaveAdvice | None, waits: Waits | None, memory: MemoryUse | None
+) -> None:
     from surefoot.control.diagnose.attempts import SET_BACK
-    from surefoot.core.units import format_percent, format_seconds
 
     print("Attempts")
     headers = ("attempt", "from step", "to step", "repeated", "ended", "time", "cause")
@@ -122,11 +118,13 @@ def _tell(found: Goodput, advice: SaveAdvice | None) -> None:
     )
     print("\nCheckpoint interval")
     print_pairs(_advice(found, advice), whole=True)
+    if waits is not None:
+        _tell_waits(waits)
+    _tell_memory(memory)
 
 
 def _row(attempt: Attempt) -> list[str]:
     from surefoot.control.diagnose.attempts import SET_BACK
-    from surefoot.core.units import format_seconds
 
     more = attempt.num_unrecorded
     again = _range(attempt.num_redone, more) if attempt.num_redone else ""
@@ -147,8 +145,6 @@ def _range(least: int, more: int) -> str:
 
 
 def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
-    from surefoot.core.units import format_percent, format_seconds
-
     if advice is None:
         reason = "no attempt failed" if not found.num_failures else "no save was recorded"
         return [("advice", f"n/a: {reason}, so no interval can be computed")]
@@ -175,9 +171,6 @@ def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
 
 
 def _tell_waits(found: Waits) -> None:
-    from surefoot.cli.table import print_pairs, print_table
-    from surefoot.core.units import format_percent, format_seconds
-
     print(f"\nWaiting for ranks, over {found.num_steps:,} steps of the newest attempt")
     headers = (
         "rank",
@@ -211,9 +204,6 @@ def _tell_waits(found: Waits) -> None:
 
 
 def _tell_memory(found: MemoryUse | None) -> None:
-    from surefoot.cli.table import print_pairs
-    from surefoot.core.units import UNKNOWN
-
     print("\nMemory")
     words = (
         f"{UNKNOWN}: the peak or the memory of the device was not recorded"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +21,10 @@ from surefoot.cli.options import (
     TracebackOption,
 )
 from surefoot.cli.prove import comm
-from surefoot.core.errors import InputError, StorageError, UserCodeError
+from surefoot.cli.table import print_table, print_text, write_csv
+from surefoot.core.errors import InputError, UserCodeError
+from surefoot.core.signals import ending_by_signal
+from surefoot.core.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
@@ -99,7 +101,6 @@ def step(
     device before and after each call.
     """
     from surefoot.contract import spec_file
-    from surefoot.core.signals import ending_by_signal
     from surefoot.prove.bench.rehearsal import MODES
     from surefoot.prove.bench.step import bench as measure
     from surefoot.prove.bench.step import vary as make_variants
@@ -125,18 +126,19 @@ def step(
     with ending_by_signal():
         found = measure(variants, modes=modes, n=calls, warmup=warmup, rounds=rounds, tell=tell)
     if csv is not None:
-        _write_csv(csv, found)
-    if json:
-        options.print_json(
-            {
-                "spec": spec,
-                "warmup": warmup,
-                "conditions": found.conditions,
-                "rows": [each.as_row() for each in found.rows],
-            }
-        )
-    else:
-        _print(found)
+        keys = list(found.rows[0].values)
+        cells = [
+            [each.mode, *each.values.values(), *(getattr(each, name) for name in COLUMNS)]
+            for each in found.rows
+        ]
+        write_csv(csv, ["mode", *keys, *COLUMNS], cells)
+    row = {
+        "spec": spec,
+        "warmup": warmup,
+        "conditions": found.conditions,
+        "rows": [each.as_row() for each in found.rows],
+    }
+    options.print_result(row, _print, found, json=json)
     for each in found.rows:
         if each.failure is not None:
             raise UserCodeError(
@@ -150,9 +152,6 @@ def _label(row: TimedMode) -> str:
 
 
 def _print(found: Bench) -> None:
-    from surefoot.cli.table import print_table, print_text
-    from surefoot.core.units import format_bytes, format_number, format_seconds
-
     keys = list(found.rows[0].values)
     has_others = any(each.against is not None for each in found.rows)
     times = ["n", "mean", "sd", "p50", "p95", "p99", "no warm-up", "first"]
@@ -188,25 +187,3 @@ def _print(found: Bench) -> None:
 
 def _against(row: TimedMode) -> str:
     return "" if row.against is None else f"{row.against}: {row.against.verdict}"
-
-
-def _write_csv(path: Path, found: Bench) -> None:
-    import csv
-
-    keys = list(found.rows[0].values)
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
-            rows.writerow(["mode", *keys, *COLUMNS])
-            rows.writerows(
-                [each.mode, *each.values.values(), *_cells(each, COLUMNS)] for each in found.rows
-            )
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror}", hint="give another file with --csv"
-        ) from None
-
-
-def _cells(row: TimedMode, names: Sequence[str]) -> list[Any]:
-    """Return the values of a row for the CSV; None becomes an empty cell."""
-    return ["" if (value := getattr(row, name)) is None else value for name in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, RunArgument, TracebackOption
+from surefoot.cli.table import print_table, print_text
 
 
 def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption = False) -> int:
@@ -13,7 +14,6 @@ def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     log names, also in a copied folder. The exit code is 1 if a part is damaged or missing.
     """
     from surefoot.cli.operate import wholeness
-    from surefoot.cli.table import print_table, print_text
 
     found = wholeness.check(run)
     is_whole = all(each.is_whole for each in found)

@@ -17,7 +17,9 @@ from surefoot.cli.options import (
     SetOption,
     TracebackOption,
 )
+from surefoot.core import place
 from surefoot.core.errors import EXIT_OK, InputError
+from surefoot.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
@@ -140,7 +142,6 @@ def comm(
         {"--buckets": buckets, "--rounds": rounds, "--set": set_, "--seed": seed, "--data": data},
     )
     from surefoot.contract.spec import RunSpec
-    from surefoot.core import place
     from surefoot.prove.bench import wanted
 
     if ranks is not None and ranks < 2:
@@ -200,8 +201,6 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(text: str | None) -> int | None:
-    from surefoot.core.units import parse_bytes
-
     return None if text is None else parse_bytes(text)
 
 
@@ -217,19 +216,14 @@ def _collectives(sizes: Sizes, is_first: bool, *, json: bool, tell: Callable[[st
     if not is_first:
         return EXIT_OK
     where = _where(rows[0].ranks, device, transport)
-    if json:
-        options.print_json(
-            {
-                **where,
-                "calls": sizes.calls,
-                "warmup": sizes.warmup,
-                "rows": [_row(each) for each in rows],
-                "links": {name: _link(link) for name, link in links.items()},
-            }
-        )
-    else:
-        tables.print_collectives(rows, links)
-        tables.print_where(where)
+    row = {
+        **where,
+        "calls": sizes.calls,
+        "warmup": sizes.warmup,
+        "rows": [_row(each) for each in rows],
+        "links": {name: _link(link) for name, link in links.items()},
+    }
+    options.print_result(row, tables.print_collectives, rows, links, where, json=json)
     return EXIT_OK
 
 
@@ -250,36 +244,31 @@ def _buckets(
     if not is_first:
         return EXIT_OK
     where = _where(found.ranks, found.device, found.transport)
-    if json:
-        options.print_json(
+    row = {
+        "spec": name,
+        **where,
+        "gradient_bytes": found.gradient_bytes,
+        "buckets": found.own_sizes,
+        "alone": _interval(found.alone),
+        "bytes_per_s": found.bytes_per_s,
+        "bus_bytes_per_s": found.bus_bytes_per_s,
+        "link": _link(found.link),
+        "predicted_s": found.predicted_s,
+        "advised_bytes": found.advised_bytes,
+        "own": asdict(found.own),
+        "chosen": asdict(found.chosen),
+        "tried": [
             {
-                "spec": name,
-                **where,
-                "gradient_bytes": found.gradient_bytes,
-                "buckets": found.own_sizes,
-                "alone": _interval(found.alone),
-                "bytes_per_s": found.bytes_per_s,
-                "bus_bytes_per_s": found.bus_bytes_per_s,
-                "link": _link(found.link),
-                "predicted_s": found.predicted_s,
-                "advised_bytes": found.advised_bytes,
-                "own": asdict(found.own),
-                "chosen": asdict(found.chosen),
-                "tried": [
-                    {
-                        **asdict(each.laid),
-                        "bucket_sizes": each.bucket_sizes,
-                        "step": _interval(each.elapsed),
-                    }
-                    for each in found.tried
-                ],
-                "best": _duel(found.best),
-                "first": _duel(found.first),
+                **asdict(each.laid),
+                "bucket_sizes": each.bucket_sizes,
+                "step": _interval(each.elapsed),
             }
-        )
-    else:
-        tables.print_buckets(found)
-        tables.print_where(where)
+            for each in found.tried
+        ],
+        "best": _duel(found.best),
+        "first": _duel(found.first),
+    }
+    options.print_result(row, tables.print_buckets, found, where, json=json)
     return EXIT_OK
 
 
@@ -311,7 +300,6 @@ def _duel(duel: Duel | None) -> dict[str, Any] | None:
 
 def _where(ranks: int, device: str, transport: str) -> dict[str, Any]:
     """Return the number of ranks, their backend, transport and device, and the conditions."""
-    from surefoot.core import place
     from surefoot.core.hardware import count_cores
     from surefoot.trial import find_conditions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from surefoot.cli import options
@@ -13,6 +14,7 @@ from surefoot.cli.options import (
     SpecArgument,
     TracebackOption,
 )
+from surefoot.cli.table import print_table, print_text
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, NumbersError
 from surefoot.core.units import name_some
 
@@ -36,7 +38,6 @@ def explain(
     """
     from dataclasses import asdict
 
-    from surefoot.cli.table import print_text
     from surefoot.components.precision import check_contract
     from surefoot.prove.bench.rehearsal import Rehearsal
     from surefoot.train.failure.causes import find_overflow
@@ -57,34 +58,30 @@ def explain(
         check_contract(origin.spec.precision.contract, record.parameters)
     except NumbersError as error:
         breach = error.message
-    if json:
-        rows = [asdict(each) for each in record.parameters]
-        options.print_json(
-            {
-                "spec": spec,
-                "compute": policy.compute,
-                "why": policy.why,
-                "contract": origin.spec.precision.contract,
-                "breach": breach,
-                "overflow": overflow,
-                "notes": notes,
-                "parameters": rows,
-                "operators": record.operators,
-            }
-        )
-    else:
-        _print(policy, record, origin.spec.precision.contract, breach)
-        if notes:
-            print()
-        for note in notes:
-            print_text(note)
-        if overflow is not None:
-            print(f"\noverflow: {overflow}")
+    contract = origin.spec.precision.contract
+    row = {
+        "spec": spec,
+        "compute": policy.compute,
+        "why": policy.why,
+        "contract": contract,
+        "breach": breach,
+        "overflow": overflow,
+        "notes": notes,
+        "parameters": [asdict(each) for each in record.parameters],
+        "operators": record.operators,
+    }
+    options.print_result(row, _print, policy, record, contract, breach, notes, overflow, json=json)
     return EXIT_OK if breach is None else EXIT_VERDICT_FAILS
 
 
-def _print(policy: Policy, record: DtypeRecord, contract: Any, breach: str | None) -> None:
-    from surefoot.cli.table import print_table, print_text
+def _print(
+    policy: Policy,
+    record: DtypeRecord,
+    contract: Any,
+    breach: str | None,
+    notes: Sequence[str],
+    overflow: str | None,
+) -> None:
     from surefoot.components.precision import ROLES, group
 
     print_text(f"computing in {policy.compute}: {policy.why}")
@@ -103,3 +100,9 @@ def _print(policy: Policy, record: DtypeRecord, contract: Any, breach: str | Non
     if contract:
         print()
         print_text(f"contract: {breach or 'holds'}")
+    if notes:
+        print()
+    for note in notes:
+        print_text(note)
+    if overflow is not None:
+        print(f"\noverflow: {overflow}")

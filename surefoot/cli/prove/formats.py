@@ -8,7 +8,9 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, SeedOption, SetOption, TracebackOption
+from surefoot.cli.table import print_table
 from surefoot.core.errors import InputError
+from surefoot.core.units import format_percent
 
 if TYPE_CHECKING:
     from surefoot.components.precision import Flushed
@@ -72,7 +74,6 @@ def formats(
             {"formats": [asdict(each) for each in rows], "fp16": None if spec is None else row}
         )
         return
-    from surefoot.cli.table import print_table
 
     names = (
         "bits",
@@ -107,9 +108,6 @@ def _print_flushed(
     last: float,
     advised: float,
 ) -> None:
-    from surefoot.cli.table import print_table
-    from surefoot.core.units import format_percent
-
     heads = [f"zero at scale {scale:g}" for scale in scales]
     print()
     print_table(

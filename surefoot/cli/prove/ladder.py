@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shlex
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +20,10 @@ from surefoot.cli.options import (
     SpecArgument,
     TracebackOption,
 )
-from surefoot.core.errors import EXIT_OK, InputError, StorageError, hint_unwritten
+from surefoot.cli.table import print_table, print_text
+from surefoot.core.errors import EXIT_OK, InputError, SpecError, StorageError, hint_unwritten
+from surefoot.core.signals import ending_by_signal
+from surefoot.core.units import UNKNOWN
 
 if TYPE_CHECKING:
     from surefoot.prove.ladder import Ladder
@@ -91,8 +93,6 @@ def ladder(
     interval shows a gain and its results agree with those of the baseline; rejected rungs stay in
     the table with the reason. The command writes a table, JSON, a plot and best.toml.
     """
-    from surefoot.core.errors import SpecError
-    from surefoot.core.signals import ending_by_signal
     from surefoot.prove.ladder import LadderSettings, as_row, climb_ladder, parse_rung
 
     origin = options.read_spec("ladder", spec, options.overrides(set_, seed=seed, data=data))
@@ -105,7 +105,7 @@ def ladder(
     names = None if rungs is None else [name.strip() for name in rungs.split(",")]
     settings = LadderSettings(pairs=pairs, samples=samples, measures_refused=not skip_refused)
     folder = _folder(out, origin.spec.task.use)
-    talks = not (quiet or json)
+    tell = options.teller("ladder", quiet=quiet or json)
     with ending_by_signal():
         found = climb_ladder(
             spec,
@@ -115,13 +115,10 @@ def ladder(
             given=given,
             names=names,
             leave_one_out=leave_one_out,
-            tell=_tell if talks else lambda text: None,
-            decided=lambda ladder: _decided(ladder, folder, aloud=not json and not quiet),
+            tell=tell,
+            decided=lambda ladder: _decided(ladder, folder, tell),
         )
-    if json:
-        options.print_json(as_row(found))
-    else:
-        _print(found, folder, few=not settings.can_decide)
+    options.print_result(as_row(found), _print, found, folder, not settings.can_decide, json=json)
     if found.results and not any(each.is_measured for each in found.results):
         first = found.results[0]
         raise InputError(
@@ -147,12 +144,7 @@ def _folder(out: Path | None, use: str) -> Path:
     )
 
 
-def _tell(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"ladder: {text}", file=sys.stderr, flush=True)
-
-
-def _decided(ladder: Ladder, folder: Path, *, aloud: bool) -> None:
+def _decided(ladder: Ladder, folder: Path, tell: Callable[[str], None]) -> None:
     """Write the ladder so far, so that an interrupted one is not lost; print the newest rung."""
     import json as as_text
 
@@ -174,14 +166,12 @@ def _decided(ladder: Ladder, folder: Path, *, aloud: bool) -> None:
             f"{folder} cannot be written: {error.strerror}",
             hint=hint_unwritten(error, "give another folder: --out"),
         ) from None
-    if aloud and ladder.left_out is None:
+    if ladder.left_out is None:
         last = ladder.results[-1]
-        _tell(f"{last.rung.name}: {last.standing.upper()}: {last.reason}")
+        tell(f"{last.rung.name}: {last.standing.upper()}: {last.reason}")
 
 
-def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
-    from surefoot.cli.table import print_table, print_text
-    from surefoot.core.units import UNKNOWN
+def _print(ladder: Ladder, folder: Path, is_undecided: bool) -> None:
     from surefoot.prove.ladder import BEST, HEADER, cells
     from surefoot.trial.arm import num_ranks
 
@@ -194,7 +184,7 @@ def _print(ladder: Ladder, folder: Path, *, few: bool) -> None:
         print_text(
             f"without {name}: the best spec takes {interval} of the time of that without the rung"
         )
-    if few:
+    if is_undecided:
         print_text("too few pairs to show a gain: give --pairs 7 or more")
     last = ladder.kept[-1].total["time"] if ladder.kept else None
     time = UNKNOWN if last is None else last

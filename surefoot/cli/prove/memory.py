@@ -11,7 +11,9 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import DataOption, JsonOption, QuietOption, SetOption, TracebackOption
+from surefoot.cli.table import print_table, print_text
 from surefoot.core.errors import InputError, StorageError, hint_unwritten
+from surefoot.core.units import format_bytes, format_percent, parse_bytes, parse_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -86,7 +88,6 @@ def memory(
     checkpointing, that fit into a given memory. `--parameters 175B --ranks 64` compares the
     sharding stages.
     """
-    from surefoot.core.units import parse_bytes
 
     if (given is None) == (parameters is None):
         what = (
@@ -131,10 +132,7 @@ def memory(
         row = _by_stage(parameters, ranks, is_half=half)
     if out is not None:
         _write(out, row)
-    if json:
-        options.print_json(row)
-    else:
-        _print(row)
+    options.print_result(row, _print, row, json=json)
 
 
 def _write(out: Path, row: Mapping[str, Any]) -> None:
@@ -147,15 +145,20 @@ def _write(out: Path, row: Mapping[str, Any]) -> None:
         ) from None
 
 
-def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
-    """Predict memory from the number of parameters alone: arithmetic, without torch."""
-    from surefoot.core.cost.shape import training_bytes
-    from surefoot.core.units import parse_count
-
-    if not (count := parse_count(parameters)):
+def _count(parameters: str) -> int:
+    count = parse_count(parameters)
+    if not count:
         raise InputError(
             "--parameters must be at least 1; got 0", hint="give the number of parameters, as 70B"
         )
+    return count
+
+
+def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
+    """Predict memory from the number of parameters alone: arithmetic, without torch."""
+    from surefoot.core.cost.shape import training_bytes
+
+    count = _count(parameters)
     terms = training_bytes(count)
     peak = sum(terms.values())
     row = {"peak_bytes": peak, "interval": None, "terms": terms, "num_parameters": count}
@@ -169,12 +172,8 @@ def _by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     from surefoot.control.plan import compare_stages
-    from surefoot.core.units import parse_count
 
-    if not (count := parse_count(parameters)):
-        raise InputError(
-            "--parameters must be at least 1; got 0", hint="give the number of parameters, as 70B"
-        )
+    count = _count(parameters)
     sizes = {"weight_bytes": 2, "gradient_bytes": 2, "state_bytes": 12} if is_half else {}
     stages = [asdict(each) for each in compare_stages(count, ranks, **sizes)]
     return {"num_parameters": count, "num_ranks": ranks, "is_half": is_half, "stages": stages}
@@ -232,9 +231,6 @@ def _measure(spec: RunSpec, row: Mapping[str, Any], tell: Callable[[str], None])
 
 
 def _print(row: Mapping[str, Any]) -> None:
-    from surefoot.cli.table import print_table, print_text
-    from surefoot.core.units import format_bytes, format_percent
-
     if "stages" in row:
         stages = [
             (

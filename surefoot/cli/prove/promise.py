@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import functools
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,9 @@ import typer
 
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
+from surefoot.cli.table import print_table
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
+from surefoot.core.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from surefoot.prove.campaigns.promises import Promise
@@ -73,62 +75,42 @@ def prove(
             f"promise {what} has no campaign {case!r}",
             hint=f"its campaigns are {', '.join(promise.cases)}",
         )
-    outcomes = _carry_out(
-        promise.cases if case is None else (case,), trials, seed, quiet=quiet or json
-    )
+    tell = options.teller("prove", quiet=quiet or json)
+    outcomes = _carry_out(promise.cases if case is None else (case,), trials, seed, tell)
     holds = all(each.holds for each in outcomes)
-    if json:
-        rows = [{**asdict(each), "bound": each.bound} for each in outcomes]
-        options.print_json(
-            {"promise": promise.number, "name": promise.name, "holds": holds, "campaigns": rows}
-        )
-    else:
-        _print(promise, outcomes, holds=holds)
+    rows = [{**asdict(each), "bound": each.bound} for each in outcomes]
+    row = {"promise": promise.number, "name": promise.name, "holds": holds, "campaigns": rows}
+    options.print_result(row, _print, promise, outcomes, holds, json=json)
     return EXIT_OK if holds else EXIT_VERDICT_FAILS
 
 
 def _list(json: bool) -> int:
-    from surefoot.cli.table import print_table
     from surefoot.prove.campaigns.promises import PROMISES
 
-    if json:
-        options.print_json({"promises": [asdict(each) for each in PROMISES]})
-    else:
-        rows = [(str(each.number), each.name, " ".join(each.cases)) for each in PROMISES]
-        print_table(("N", "promise", "campaigns"), rows, right=("N",))
+    rows = [(str(each.number), each.name, " ".join(each.cases)) for each in PROMISES]
+    table = functools.partial(print_table, right=("N",))
+    row = {"promises": [asdict(each) for each in PROMISES]}
+    options.print_result(row, table, ("N", "promise", "campaigns"), rows, json=json)
     return EXIT_OK
 
 
 def _carry_out(
-    cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: bool
+    cases: tuple[str, ...], trials: int | None, seed: int, tell: Callable[[str], None]
 ) -> list[CampaignOutcome]:
     from surefoot.prove.campaigns import CAMPAIGNS
     from surefoot.prove.campaigns.workshop import Workshop
     from surefoot.prove.outcome import carry_out
 
-    def tell(text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(f"prove: {text}", file=sys.stderr, flush=True)
-
     chosen = [campaign for campaign in CAMPAIGNS if campaign.case in cases]
     with tempfile.TemporaryDirectory(prefix="surefoot-prove-") as folder:
         workshop = Workshop(Path(folder))
         return [
-            carry_out(
-                campaign,
-                workshop,
-                trials=trials or campaign.few,
-                seed=seed,
-                tell=(lambda text: None) if quiet else tell,
-            )
+            carry_out(campaign, workshop, trials=trials or campaign.few, seed=seed, tell=tell)
             for campaign in chosen
         ]
 
 
-def _print(promise: Promise, outcomes: list[CampaignOutcome], *, holds: bool) -> None:
-    from surefoot.cli.table import print_table
-    from surefoot.core.units import UNKNOWN, format_seconds
-
+def _print(promise: Promise, outcomes: list[CampaignOutcome], holds: bool) -> None:
     print(f"promise {promise.number}: {promise.name}. {promise.words}\n")
     rows = [
         (
@@ -136,7 +118,7 @@ def _print(promise: Promise, outcomes: list[CampaignOutcome], *, holds: bool) ->
             each.title,
             f"{each.trials:,}",
             str(len(each.failures)),
-            UNKNOWN if each.bound is None else f"{min(1.0, each.bound):.2%}",
+            format_percent(None if each.bound is None else min(1.0, each.bound)),
             format_seconds(each.elapsed_s),
         )
         for each in outcomes

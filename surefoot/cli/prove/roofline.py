@@ -19,7 +19,9 @@ from surefoot.cli.options import (
     TaskOption,
     TracebackOption,
 )
+from surefoot.cli.table import print_pairs, print_table
 from surefoot.core.errors import StorageError
+from surefoot.core.units import UNKNOWN, format_number, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from surefoot.core.cost.roofline import Point
@@ -70,12 +72,10 @@ def roofline(
     if given is None:
         _peaks_alone(json=json, tell=tell)
         return
-    from surefoot.contract import spec_file
     from surefoot.core.cost.roofline import FILE
     from surefoot.prove.bench.place import place
 
-    run = Path(given) if (Path(given) / "spec.toml").is_file() else None
-    options.check_of_run(task, is_run=run is not None)
+    run = options.find_run(given)
     if run:
         options.check_as_it_is(
             {"--set": set_, "--seed": seed, "--data": data}, "measured", "roofline"
@@ -85,11 +85,7 @@ def roofline(
     elif run:
         _check_folder((run / FILE).parent)
     stated = options.overrides(set_, seed=seed, data=data)
-    spec = (
-        options.read_spec("roofline", given, stated)
-        if run is None
-        else spec_file.read_of_run(run, stated, task=task)
-    ).spec
+    spec = options.read_spec_or_run("roofline", given, stated, task).spec
     found = place(spec, steps=steps, tell=tell)
     row, unwritten = found.as_row(), dict[Path, StorageError]()
     for path in [*([out] if out else []), *([run / FILE] if run else [])]:
@@ -98,10 +94,7 @@ def roofline(
             tell(f"written to {path}")
         except StorageError as error:  # the results are printed all the same
             unwritten[path] = error
-    if json:
-        options.print_json(row)
-    else:
-        _print(found)
+    options.print_result(row, _print, found, json=json)
     for path, why in unwritten.items():
         if path == out or not out:
             raise why
@@ -117,17 +110,13 @@ def _peaks_alone(*, json: bool, tell: Any) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peaks, one_core = find_peaks(device, find_machine().cores, tell)
     published = find_published(peaks.device)
-    if json:
-        options.print_json(
-            {
-                "device": peaks.device,
-                "peaks": peaks.as_row(),
-                "one_core": one_core.as_row() if one_core else None,
-                "published": published.as_row() if published else None,
-            }
-        )
-    else:
-        _print_peaks(peaks, one_core, published)
+    row = {
+        "device": peaks.device,
+        "peaks": peaks.as_row(),
+        "one_core": one_core.as_row() if one_core else None,
+        "published": published.as_row() if published else None,
+    }
+    options.print_result(row, _print_peaks, peaks, one_core, published, json=json)
 
 
 def _check_folder(folder: Path) -> None:
@@ -162,7 +151,6 @@ def _write(path: Path, row: dict[str, Any], *, run: Path | None) -> None:
 
 
 def _print_peaks(peaks: Peaks, one_core: Peaks | None, published: Peaks | None) -> None:
-    from surefoot.cli.table import print_table
     from surefoot.core.cost.roofline import giga
 
     many = one_core is not None and one_core.threads != peaks.threads
@@ -200,7 +188,6 @@ def _column(peaks: Peaks) -> str:
 
 def _ridge(peaks: Peaks, dtype: str) -> str:
     from surefoot.core.cost.roofline import ridge
-    from surefoot.core.units import format_number
 
     peak = peaks.flops_per_s.get(dtype)
     return format_number(
@@ -209,8 +196,6 @@ def _ridge(peaks: Peaks, dtype: str) -> str:
 
 
 def _print(found: Placed) -> None:
-    from surefoot.cli.table import print_pairs
-
     _print_peaks(found.peaks, found.one_core, found.published)
     print()
     _draw(found)
@@ -222,7 +207,6 @@ def _print(found: Placed) -> None:
 
 def _pairs(found: Placed) -> list[tuple[str, str]]:
     from surefoot.core.cost.roofline import giga
-    from surefoot.core.units import format_number, format_percent, format_seconds
 
     step, inside = format_seconds(found.step_s), format_seconds(found.operators_s)
     outside, total = format_seconds(max(0.0, found.step_s - found.operators_s)), giga(found.flops)
@@ -267,7 +251,6 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
 
 def _print_points(title: str, kind: str, found: Placed) -> None:
     """Print the points that take the most time, with their share of the operators' time."""
-    from surefoot.cli.table import print_table
 
     timed = [
         each
@@ -277,15 +260,14 @@ def _print_points(title: str, kind: str, found: Placed) -> None:
     first = ("operator", "dtype") if kind == "operator" else ("module",)
     print(title)
     rows = [_cells(each, len(first) > 1, found.operators_s) for each in timed[:ROWS]]
-    print_table((*first, *NUMBERS, "limited by"), rows, right=NUMBERS, indent=2)
-    if len(timed) > ROWS:
-        print(f"  {len(timed) - ROWS} more are not shown; --json has all of them")
+    headers = (*first, *NUMBERS, "limited by")
+    hidden = len(timed) - ROWS
+    print_table(headers, rows, right=NUMBERS, indent=2, num_hidden=hidden, what=f"more {kind}s")
     print()
 
 
 def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
     from surefoot.core.cost.roofline import giga
-    from surefoot.core.units import UNKNOWN, format_number, format_percent, format_seconds
 
     return [
         point.name,

@@ -17,6 +17,8 @@ from surefoot.cli.options import (
     TracebackOption,
 )
 from surefoot.cli.table import print_table
+from surefoot.core.signals import ending_by_signal
+from surefoot.core.units import format_percent
 
 if TYPE_CHECKING:
     from surefoot.prove.bench.loading import LoaderTiming, LoaderTuning
@@ -53,7 +55,6 @@ def tune_loader(
     The command measures the samples per second that the steps need, those that the loader returns
     with 0, 1, 2, 4 workers and so on, and both together.
     """
-    from surefoot.core.signals import ending_by_signal
     from surefoot.prove.bench.loading import tune
 
     read = options.read_spec(
@@ -66,10 +67,7 @@ def tune_loader(
             most=most,
             tell=options.teller("tune-loader", quiet=quiet or json),
         )
-    if json:
-        options.print_json({"spec": spec, **found.as_row()})
-    else:
-        _print(found)
+    options.print_result({"spec": spec, **found.as_row()}, _print, found, json=json)
 
 
 def _print(found: LoaderTuning) -> None:
@@ -109,6 +107,6 @@ def _cells(each: LoaderTiming, found: LoaderTuning) -> tuple[str, ...]:
         "yes" if each.pinned else "no",
         f"{each.supply_per_s:,.0f}/s",
         f"{each.samples_per_s:,.0f}/s",
-        f"{each.waiting:.1%}",
+        format_percent(each.waiting),
         "chosen" if each is found.chosen else "",
     )

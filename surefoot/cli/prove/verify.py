@@ -212,10 +212,8 @@ def _verify_resume(
 
     origin = options.read_spec("verify", spec, stated)
     found = verify_resume(origin.spec, folder, steps=steps, kills=kills, seed=seed, tell=tell)
-    if json:
-        options.print_json({"spec": spec, "holds": found.holds, **asdict(found)})
-    else:
-        print_resume(found, spec)
+    row = {"spec": spec, "holds": found.holds, **asdict(found)}
+    options.print_result(row, print_resume, found, spec, json=json)
     return EXIT_OK if found.holds else EXIT_VERDICT_FAILS
 
 
@@ -233,10 +231,8 @@ def _verify_command(
     from surefoot.prove.command import verify_command
 
     found = verify_command(command, state, folder, kills=kills, seed=seed, tell=tell)
-    if json:
-        options.print_json({"command": command, "holds": found.holds, **asdict(found)})
-    else:
-        print_command(found, command)
+    row = {"command": command, "holds": found.holds, **asdict(found)}
+    options.print_result(row, print_command, found, command, json=json)
     return EXIT_OK if found.holds else EXIT_VERDICT_FAILS
 
 
@@ -250,11 +246,8 @@ def _verify_precision(
         tried = options.read_spec("verify --precision", spec, stated).spec
         name, score = verify_precision(tried, steps=steps, seeds=seeds, tell=tell)
     holds = not score.is_worse
-    if json:
-        row = {"spec": spec, "precision": name, "against": WIDE, "holds": holds}
-        options.print_json({**row, **asdict(score)})
-    else:
-        print_precision(score, spec, name, steps)
+    row = {"spec": spec, "precision": name, "against": WIDE, "holds": holds, **asdict(score)}
+    options.print_result(row, print_precision, score, spec, name, steps, json=json)
     return EXIT_OK if holds else EXIT_VERDICT_FAILS
 
 
@@ -267,19 +260,16 @@ def _verify_compiled(
     origin = options.read_spec("verify --compile", spec, stated)
     tried, found = verify_compiled(origin.spec, folder, tell=tell)
     holds = found.verdict == "passes"
-    if json:
-        options.print_json(
-            {
-                "spec": spec,
-                "compile": tried.compile.what,
-                "mode": tried.compile.mode,
-                "holds": holds,
-                "words": found.words,
-                "comparisons": [asdict(each) for each in found.claims],
-            }
-        )
-    else:
-        print_compiled(found, spec, f"{tried.compile.what}, {tried.compile.mode}")
+    row = {
+        "spec": spec,
+        "compile": tried.compile.what,
+        "mode": tried.compile.mode,
+        "holds": holds,
+        "words": found.words,
+        "comparisons": [asdict(each) for each in found.claims],
+    }
+    what = f"{tried.compile.what}, {tried.compile.mode}"
+    options.print_result(row, print_compiled, found, spec, what, json=json)
     return EXIT_OK if holds else EXIT_VERDICT_FAILS
 
 
@@ -308,11 +298,9 @@ def _verify_layouts(
         raise InputError(f"--steps is {steps}", hint="give --steps 1 or more")
     origin = options.read_spec("verify --layouts", spec, stated)
     found = verify_layouts(origin.spec, layouts, folder, steps=steps, tell=tell)
-    if json:
-        rows = [{**asdict(row), "holds": row.holds} for row in found.rows]
-        options.print_json({**asdict(found), "spec": spec, "holds": found.holds, "rows": rows})
-    else:
-        print_layouts(found, spec)
+    rows = [{**asdict(row), "holds": row.holds} for row in found.rows]
+    row = {**asdict(found), "spec": spec, "holds": found.holds, "rows": rows}
+    options.print_result(row, print_layouts, found, spec, json=json)
     return EXIT_OK if found.holds else EXIT_VERDICT_FAILS
 
 

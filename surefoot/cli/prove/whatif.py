@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from surefoot.cli import options
 from surefoot.cli.help import Verb, Verbs
-from surefoot.cli.left_out import name_left_out
 from surefoot.cli.options import (
     CsvOption,
     DataOption,
@@ -21,11 +20,13 @@ from surefoot.cli.options import (
     TaskOption,
     TracebackOption,
 )
-from surefoot.core.errors import InputError, OutOfMemory, StorageError, UserCodeError
+from surefoot.cli.table import write_csv
+from surefoot.core.errors import InputError, OutOfMemory, UserCodeError
+from surefoot.core.signals import ending_by_signal
+from surefoot.core.units import format_bytes, format_percent, parse_bytes
 
 if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
-    from surefoot.prove.whatif.batch import Splits
     from surefoot.prove.whatif.fit import Fitted
 
 app = typer.Typer(
@@ -99,10 +100,6 @@ def whatif() -> None:
     "Measure what another batch size, compiling or activation checkpointing would change."
 
 
-def _find_run(given: str) -> Path | None:
-    return Path(given) if (Path(given) / "spec.toml").is_file() else None
-
-
 def _read(
     command: str,
     given: str,
@@ -112,15 +109,8 @@ def _read(
     task: str | None,
 ) -> RunSpec:
     """Return the spec, or that of the run folder, with the overrides of the command line."""
-    from surefoot.contract import spec_file
-
-    run, stated = _find_run(given), options.overrides(set_, seed=seed, data=data)
-    options.check_of_run(task, is_run=run is not None)
-    if run is None:
-        return options.read_spec(command, given, stated).spec
-    origin = spec_file.read_of_run(run, stated, task=task)
-    name_left_out(command, origin)
-    return origin.spec
+    stated = options.overrides(set_, seed=seed, data=data)
+    return options.read_spec_or_run(command, given, stated, task).spec
 
 
 @app.command(cls=Verb)
@@ -144,7 +134,6 @@ def batch(
     A row has the peak memory, the throughput, and the optimizer steps and communications per epoch.
     """
     from surefoot.cli.prove.tables.whatif import error_of, print_splits
-    from surefoot.core.signals import ending_by_signal
     from surefoot.prove.whatif.batch import find_splits, measure
 
     if csv is not None:
@@ -155,17 +144,14 @@ def batch(
     with ending_by_signal():
         found = measure(spec, pairs, updates=updates, rounds=rounds, tell=tell)
     if csv is not None:
-        _write_csv(csv, found)
-    if json:
-        options.print_json(
-            {
-                "given": given,
-                "conditions": found.conditions,
-                "rows": [each.as_row() for each in found.rows],
-            }
-        )
-    else:
-        print_splits(found)
+        rows = [each.as_row() for each in found.rows]
+        write_csv(csv, COLUMNS, [[row[name] for name in COLUMNS] for row in rows])
+    row = {
+        "given": given,
+        "conditions": found.conditions,
+        "rows": [each.as_row() for each in found.rows],
+    }
+    options.print_result(row, print_splits, found, json=json)
     failed = [each for each in found.rows if each.failure is not None]
     if len(failed) == len(found.rows):
         raise UserCodeError(
@@ -191,28 +177,22 @@ def compile_(
     A row has the compile time, the step time, the memory, and the steps until compiling pays off.
     """
     from surefoot.cli.prove.tables.whatif import error_of, print_ways
-    from surefoot.core.signals import ending_by_signal
     from surefoot.prove.whatif.compiled import measure_ways
 
     spec = _read("whatif compile", given, set_, seed, data, task)
     tell = options.teller("whatif", quiet=quiet or json)
     with ending_by_signal():
         found = measure_ways(spec, rounds=rounds, tell=tell)
-    if json:
-        options.print_json(
-            {
-                "given": given,
-                "conditions": found.conditions,
-                "rounds": found.rounds,
-                "rows": [each.as_row() for each in found.ways],
-                "left_out": found.left_out,
-                "best": None
-                if found.best is None
-                else {"what": found.best.what, "mode": found.best.mode},
-            }
-        )
-    else:
-        print_ways(found)
+    best = found.best
+    row = {
+        "given": given,
+        "conditions": found.conditions,
+        "rounds": found.rounds,
+        "rows": [each.as_row() for each in found.ways],
+        "left_out": found.left_out,
+        "best": None if best is None else {"what": best.what, "mode": best.mode},
+    }
+    options.print_result(row, print_ways, found, json=json)
     if all(each.failure is not None for each in found.ways[1:]):
         raise UserCodeError(
             f"no compile option worked: {error_of(found.ways[1])}",
@@ -238,25 +218,20 @@ def activation_checkpointing(
     each way.
     """
     from surefoot.cli.prove.tables.whatif import print_recomputing
-    from surefoot.core.signals import ending_by_signal
     from surefoot.prove.whatif.recompute import measure_recomputing
 
     spec = _read("whatif activation-checkpointing", given, set_, seed, data, task)
     tell = options.teller("whatif", quiet=quiet or json)
     with ending_by_signal():
         found = measure_recomputing(spec, rounds=rounds, tell=tell)
-    if json:
-        options.print_json(
-            {
-                "given": given,
-                "conditions": found.conditions,
-                "rounds": found.rounds,
-                "blocks": [each.as_row() for each in found.blocks],
-                "rows": [each.as_row() for each in found.ways],
-            }
-        )
-    else:
-        print_recomputing(found)
+    row = {
+        "given": given,
+        "conditions": found.conditions,
+        "rounds": found.rounds,
+        "blocks": [each.as_row() for each in found.blocks],
+        "rows": [each.as_row() for each in found.ways],
+    }
+    options.print_result(row, print_recomputing, found, json=json)
 
 
 @app.command(cls=Verb)
@@ -277,8 +252,6 @@ def fit(
     steps.
     """
     from surefoot.cli.prove.tables.whatif import print_largest
-    from surefoot.core.signals import ending_by_signal
-    from surefoot.core.units import format_bytes, parse_bytes
     from surefoot.prove.whatif.fit import MARGIN, find_limit, measure_largest
 
     spec = _read("whatif fit", given, set_, seed, data, task)
@@ -286,13 +259,10 @@ def fit(
     limit_bytes = find_limit(spec, None if limit == "device" else parse_bytes(limit))
     with ending_by_signal():
         found = measure_largest(spec, limit_bytes, tell=tell)
-    if json:
-        options.print_json({"given": given, **found.as_row()})
-    else:
-        print_largest(found)
+    options.print_result({"given": given, **found.as_row()}, print_largest, found, json=json)
     if found.microbatch is None:
         raise OutOfMemory(
-            f"no microbatch fits into {1 - MARGIN:.0%} of {format_bytes(limit_bytes)}",
+            f"no microbatch fits into {format_percent(1 - MARGIN)} of {format_bytes(limit_bytes)}",
             hint=_way_out(given, found),
         )
 
@@ -302,7 +272,6 @@ def _way_out(given: str, found: Fitted) -> str:
 
     More memory is the hint where the tensors are not what exceeds the limit.
     """
-    from surefoot.core.units import format_bytes
     from surefoot.prove.whatif.fit import usable
 
     if found.beside_bytes is None:
@@ -339,16 +308,12 @@ def kernels(
     spec = _read("whatif kernels", given, set_, seed, data, task)
     graphs = find_kernels(spec)
     files = write_kernels(graphs, folder)
-    if json:
-        options.print_json(
-            {
-                "given": given,
-                "files": list(map(str, files)),
-                "graphs": [as_row(graph) for graph in graphs],
-            }
-        )
-    else:
-        print_kernels(graphs, files)
+    row = {
+        "given": given,
+        "files": list(map(str, files)),
+        "graphs": [as_row(graph) for graph in graphs],
+    }
+    options.print_result(row, print_kernels, graphs, files, json=json)
 
 
 @app.command(cls=Verb)
@@ -372,15 +337,12 @@ def noise(
     from surefoot.cli.prove.tables.whatif import print_noise
     from surefoot.prove.whatif.noise import measure_noise
 
-    run = _find_run(given)
+    run = options.find_run(given)
     if run is not None:
         options.check_as_it_is({"--set": set_, "--seed": seed}, "measured", "whatif noise")
     spec = _read("whatif noise", given, set_, seed, data, task)
     lab = measure_noise(spec, run=run, size=size, draws=draws)
-    if json:
-        options.print_json({"given": given, **lab.as_row()})
-    else:
-        print_noise(lab)
+    options.print_result({"given": given, **lab.as_row()}, print_noise, lab, json=json)
 
 
 def _sizes(flag: str, text: str | None) -> list[int]:
@@ -391,21 +353,3 @@ def _sizes(flag: str, text: str | None) -> list[int]:
             hint="give numbers of samples, separated by commas: 128,256",
         )
     return [int(word) for word in words]
-
-
-def _write_csv(path: Path, found: Splits) -> None:
-    import csv
-
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
-            rows.writerow(COLUMNS)
-            rows.writerows([_cell(each.as_row()[name]) for name in COLUMNS] for each in found.rows)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror}", hint="give another file with --csv"
-        ) from None
-
-
-def _cell(value: Any) -> Any:
-    return "" if value is None else value

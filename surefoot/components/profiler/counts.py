@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from surefoot.components.profiler.formulas import COMPLEX, count
+from surefoot.components.profiler.phases.device_line import make_cuda_event
 from surefoot.components.profiler.whereabouts import Whereabouts
 from surefoot.core.cost.roofline import OperatorWork
 
@@ -86,7 +87,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        begun, ended = _events() if torch.cuda.is_available() else (None, None)
+        on_device = torch.cuda.is_available()
+        begun, ended = (make_cuda_event(), make_cuda_event()) if on_device else (None, None)
         if begun is not None:
             begun.record()
         started_s = time.perf_counter()
@@ -149,8 +151,3 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(
             tally.again_flops for (where, *_), tally in self._tallies.items() if where == WHOLE
         )
-
-
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    event: Any = torch.cuda.Event
-    return event(enable_timing=True), event(enable_timing=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,15 +97,15 @@ NORMS_BACKWARD = {
 }
 # per element: the first moment 3, the second 4, the divisor 3, the update 3; the update 2
 ADAM, SGD = (13, 2)
-PER_RESULT = {  # FLOPs per element of the first result
+# FLOPs per element of the first result
+SOFTMAXES = {
     aten._softmax: shape.SOFTMAX,
     aten._log_softmax: shape.SOFTMAX,
     aten._safe_softmax: shape.SOFTMAX,
     aten._softmax_backward_data: shape.SOFTMAX_BACKWARD,
     aten._log_softmax_backward_data: shape.SOFTMAX_BACKWARD,
-    aten.native_dropout: 2,
-    aten.native_dropout_backward: 2,
 }
+DROPOUTS = {aten.native_dropout: 2, aten.native_dropout_backward: 2}
 # FLOPs per element of the first argument
 PER_INPUT = dict.fromkeys(
     _packets(
@@ -125,7 +126,6 @@ PER_INPUT = dict.fromkeys(
     aten.std: 4,
     aten.logsumexp: 4,
 }
-SOFTMAXES, DROPOUTS = list(PER_RESULT)[:5], list(PER_RESULT)[5:]
 LOOK_UPS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward}
 # index of the added argument
 ADDED_AT = {aten.scatter_add: 3, aten.scatter_add_: 3, aten.index_add: 3, aten.index_add_: 3}
@@ -271,17 +271,22 @@ def _convolution_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> Fl
     return products + wanted[2] * gradient.numel(), products
 
 
-def _attention(args: Args, causal_at: int, first: int) -> tuple[int, int, int]:
+def _attention(args: Args, kwargs: Mapping[str, Any], out: Any, causal_at: int) -> Flops:
+    return shape.attention_flops(*_attention_sizes(args[:3], args[causal_at:]))
+
+
+def _attention_backward(args: Args, kwargs: Mapping[str, Any], out: Any, causal_at: int) -> Flops:
+    return shape.attention_backward_flops(*_attention_sizes(args[1:4], args[causal_at:]))
+
+
+def _attention_sizes(inputs: Sequence[Tensor], causal: Args) -> tuple[int, int, int]:
     """Return the number of query-key pairs over batch and heads, and the sizes of a key and a
-    value."""
-    query, key, value = args[first : first + 3]
-    causal = len(args) > causal_at and bool(args[causal_at])
+    value; `causal` starts with `is_causal`, or is empty without causal attention."""
+    query, key, value = inputs
     heads = math.prod(query.shape[:-2])
-    return (
-        heads * shape.attention_pairs(query.shape[-2], key.shape[-2], causal=causal),
-        key.shape[-1],
-        value.shape[-1],
-    )
+    is_causal = len(causal) > 0 and bool(causal[0])
+    pairs = heads * shape.attention_pairs(query.shape[-2], key.shape[-2], causal=is_causal)
+    return pairs, key.shape[-1], value.shape[-1]
 
 
 def _norm(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any) -> Flops:
@@ -329,83 +334,21 @@ def _decoupled(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
     return sum(map(Tensor.numel, args[0])) * (ADAM + bool(kwargs.get("weight_decay")))
 
 
+def _per_result(args: Args, kwargs: Mapping[str, Any], out: Any, flops: int) -> Flops:
+    return flops * next(_tensors(out)).numel()
+
+
+def _per_argument(
+    args: Args, kwargs: Mapping[str, Any], out: Any, at: int, flops: int = 1
+) -> Flops:
+    return flops * _size(args[at])
+
+
 def _pool(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
     kernel = args[1]
     window = math.prod(kernel) if len(kernel) > 1 else kernel[0] ** 2
     results: Tensor = next(_tensors(out))
     return results.numel() * window
-
-
-def _formulas() -> dict[Any, tuple[str, Formula]]:
-    """Return, for each operator, its kind and the formula of its FLOPs."""
-    found: dict[Any, tuple[str, Formula]] = {
-        aten.convolution: ("product", _convolution),
-        aten.convolution_backward: ("product", _convolution_backward),
-        aten.mkldnn_rnn_layer: ("recurrent", _recurrent),
-        aten.mkldnn_rnn_layer_backward: (
-            "recurrent",
-            lambda args, kwargs, out: _recurrent(args, kwargs, out, times=2),
-        ),
-        aten._fused_adamw_: ("optimizer", _decoupled),
-        aten._fused_adam_: (
-            "optimizer",
-            lambda args, kwargs, out: _update(args, kwargs, out, ADAM),
-        ),
-        aten._fused_sgd_: ("optimizer", lambda args, kwargs, out: _update(args, kwargs, out, SGD)),
-        aten.max_pool2d_with_indices: ("reduction", _pool),
-        aten.avg_pool2d: ("reduction", _pool),
-    }
-
-    def add(group: str, packets: Iterable[Any], make: Callable[[Any], Formula]) -> None:
-        found.update({packet: (group, make(packet)) for packet in packets})
-
-    add(
-        "product",
-        FIRST_FACTOR,
-        lambda each: lambda args, kwargs, out: _product(args, kwargs, out, FIRST_FACTOR[each]),
-    )
-    add(
-        "attention",
-        ATTENTION,
-        lambda each: lambda a, k, o: shape.attention_flops(*_attention(a, ATTENTION[each], 0)),
-    )
-    add(
-        "attention",
-        ATTENTION_BACKWARD,
-        lambda each: (
-            lambda a, k, o: shape.attention_backward_flops(
-                *_attention(a, ATTENTION_BACKWARD[each], 1)
-            )
-        ),
-    )
-    add(
-        "normalisation",
-        NORMS,
-        lambda each: lambda args, kwargs, out: _norm(args, kwargs, out, each),
-    )
-    add("normalisation", BATCH_NORMS, lambda each: _batch_norm)
-    add(
-        "normalisation",
-        NORMS_BACKWARD,
-        lambda each: lambda args, kwargs, out: _norm_backward(args, kwargs, out, each),
-    )
-    add(
-        "normalisation",
-        SOFTMAXES,
-        lambda each: lambda a, k, out: PER_RESULT[each] * next(_tensors(out)).numel(),
-    )
-    add(
-        "pointwise",
-        DROPOUTS,
-        lambda each: lambda a, k, out: PER_RESULT[each] * next(_tensors(out)).numel(),
-    )
-    add(
-        "reduction",
-        PER_INPUT,
-        lambda each: lambda args, kwargs, out: PER_INPUT[each] * _size(args[0]),
-    )
-    add("reduction", ADDED_AT, lambda each: lambda args, kwargs, out: _size(args[ADDED_AT[each]]))
-    return found
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -449,4 +392,34 @@ def _in_memory(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
 
 
-FORMULAS = _formulas()
+# the kind of each operator, and the formula of its FLOPs
+FORMULAS: dict[Any, tuple[str, Formula]] = {
+    **{each: ("product", partial(_product, first=at)) for each, at in FIRST_FACTOR.items()},
+    aten.convolution: ("product", _convolution),
+    aten.convolution_backward: ("product", _convolution_backward),
+    aten.mkldnn_rnn_layer: ("recurrent", _recurrent),
+    aten.mkldnn_rnn_layer_backward: ("recurrent", partial(_recurrent, times=2)),
+    **{each: ("attention", partial(_attention, causal_at=at)) for each, at in ATTENTION.items()},
+    **{
+        each: ("attention", partial(_attention_backward, causal_at=at))
+        for each, at in ATTENTION_BACKWARD.items()
+    },
+    **{each: ("normalisation", partial(_norm, packet=each)) for each in NORMS},
+    **dict.fromkeys(BATCH_NORMS, ("normalisation", _batch_norm)),
+    **{each: ("normalisation", partial(_norm_backward, packet=each)) for each in NORMS_BACKWARD},
+    **{
+        each: ("normalisation", partial(_per_result, flops=flops))
+        for each, flops in SOFTMAXES.items()
+    },
+    **{each: ("pointwise", partial(_per_result, flops=flops)) for each, flops in DROPOUTS.items()},
+    **{
+        each: ("reduction", partial(_per_argument, at=0, flops=flops))
+        for each, flops in PER_INPUT.items()
+    },
+    **{each: ("reduction", partial(_per_argument, at=at)) for each, at in ADDED_AT.items()},
+    aten.max_pool2d_with_indices: ("reduction", _pool),
+    aten.avg_pool2d: ("reduction", _pool),
+    aten._fused_adamw_: ("optimizer", _decoupled),
+    aten._fused_adam_: ("optimizer", partial(_update, per_element=ADAM)),
+    aten._fused_sgd_: ("optimizer", partial(_update, per_element=SGD)),
+}

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from surefoot.components.profiler.formulas import DTYPES
+from surefoot.components.profiler.phases.timed import timed
 from surefoot.core.cost.shape import product_flops
 from surefoot.core.hardware import Peaks, find_machine
 from surefoot.core.process.memory_limits import find_limit
@@ -173,20 +174,8 @@ def _fastest_s(call: Callable[[], Any], device: torch.device, budget_s: float) -
     until_s, samples = time.perf_counter() + budget_s, 0
     best_s = float("inf")
     while samples < LEAST_SAMPLES or time.perf_counter() < until_s:
-        best_s = min(best_s, _once_s(call, device))
+        with timed(device) as took:
+            call()
+        best_s = min(best_s, took.elapsed_s or best_s)
         samples += 1
     return best_s
-
-
-def _once_s(call: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        event: Any = torch.cuda.Event
-        begun, ended = (event(enable_timing=True) for _ in range(2))
-        begun.record()
-        call()
-        ended.record()
-        torch.cuda.synchronize(device)
-        return float(begun.elapsed_time(ended)) / 1e3
-    started_s = time.perf_counter()
-    call()
-    return time.perf_counter() - started_s

@@ -40,7 +40,7 @@ def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
     wanted = (
         ("Loss", "loss", list(_losses(runs))),
         ("Score", score_title, list(_scores(runs, scale))),
-        ("Learning rate", "rate", list(_rates(runs))),
+        ("Learning rate", "lr", list(_rates(runs))),
         (
             "Gradient norm",
             "norm before clipping",
@@ -82,7 +82,7 @@ def draw(title: str, y_title: str, lines: Sequence[PlottedCurve]) -> Figure | No
         marks=[mark for line in lines if line.marks for mark in _marks(frame, line)],
         words=frame.labels("step", f"{y_title} (log)" if is_log else y_title),
         legend=[
-            Key(style=line.style, label=line.label, kind="line" if line.joins else "mark")
+            Key(style=line.style, label=line.label, kind="mark" if line.marks else "line")
             for line in lines
         ]
         if len(lines) > 1
@@ -99,8 +99,8 @@ def _within(points: Sequence[Point]) -> list[Point]:
 def _marks(frame: Frame, line: PlottedCurve) -> Iterator[Mark]:
     for x, y in line.points:
         if is_drawn(y):
-            told = f"{line.label}: {format_number(y)} at step {x:,.0f}"
-            yield Mark(x=frame.across(x), y=frame.up(y), shape=line.style, told=told)
+            tooltip = f"{line.label}: {format_number(y)} at step {x:,.0f}"
+            yield Mark(x=frame.across(x), y=frame.up(y), shape=line.style, tooltip=tooltip)
 
 
 def _best(lines: Sequence[PlottedCurve]) -> Iterator[str]:

@@ -37,14 +37,14 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A rectangle; `told` is its tooltip."""
+    """A rectangle; `tooltip` is its tooltip."""
 
     x: float
     y: float
     width: float
     height: float
     style: str
-    told: str = ""
+    tooltip: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +68,16 @@ class Mark:
     x: float
     y: float
     shape: int
-    told: str = ""
+    tooltip: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A legend entry: style number, label, and whether it is a line, a mark or an area."""
+    """A legend entry: style number, label, and whether it is a line or a mark."""
 
     style: int
     label: str
     kind: str = "line"
-    letter: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,34 +122,36 @@ class Frame:
         """Return the two axes, and a thin line at each tick of the vertical one."""
         left, right, bottom = self.left, self.width - self.right, self.height - self.bottom
         rows = "".join(f"M{left:.1f} {self.up(value):.1f}H{right:.1f}" for value in self.y.ticks(5))
-        ticks = "".join(f"M{self.across(value):.1f} {bottom:.1f}v4" for value in self.x.ticks(5))
         return [
             Path(d=rows, style="grid"),
-            Path(d=f"M{left} {self.top}V{bottom}H{right}{ticks}", style="axis"),
+            Path(d=f"M{left} {self.top}V{bottom}", style="axis"),
+            self.x_axis(),
+        ]
+
+    def x_axis(self) -> Path:
+        """Return the horizontal axis with its ticks."""
+        right, bottom = self.width - self.right, self.height - self.bottom
+        ticks = "".join(f"M{self.across(value):.1f} {bottom:.1f}v4" for value in self.x.ticks(5))
+        return Path(d=f"M{self.left} {bottom}H{right}{ticks}", style="axis")
+
+    def x_labels(self, title: str) -> list[Words]:
+        """Return the tick labels and the title of the horizontal axis."""
+        y, right = self.height - self.bottom + 17, self.width - self.right
+        return [
+            *(
+                Words(x=self.across(value), y=y, text=format_number(value), anchor="middle")
+                for value in self.x.ticks(5)
+            ),
+            Words(x=right, y=self.height - 6, text=title, anchor="end", style="title"),
         ]
 
     def labels(self, x_title: str, y_title: str) -> list[Words]:
         """Return the tick labels and the titles of both axes."""
-        bottom = self.height - self.bottom
         rows = [
             Words(x=self.left - 6, y=self.up(value) + 4, text=format_number(value), anchor="end")
             for value in self.y.ticks(5)
         ]
-        columns = [
-            Words(x=self.across(value), y=bottom + 17, text=format_number(value), anchor="middle")
-            for value in self.x.ticks(5)
-        ]
-        titles = [
-            Words(x=2, y=13, text=y_title, style="title"),
-            Words(
-                x=self.width - self.right,
-                y=self.height - 6,
-                text=x_title,
-                anchor="end",
-                style="title",
-            ),
-        ]
-        return [*rows, *columns, *titles]
+        return [*rows, *self.x_labels(x_title), Words(x=2, y=13, text=y_title, style="title")]
 
     def line(self, points: Iterable[Point]) -> str:
         """Return the path through the points, with gaps; a point between two gaps is a dot.

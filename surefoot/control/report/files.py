@@ -231,7 +231,7 @@ def _roofline(row: Mapping[str, Any]) -> Roofline:
     rates = {
         _text(name): _number(peak) for name, peak in _mapping(peaks.get("flops_per_s")).items()
     }
-    places = [
+    points = [
         RooflinePoint(
             name=_text(each.get("name")),
             kind=_text(each.get("kind")),
@@ -247,7 +247,7 @@ def _roofline(row: Mapping[str, Any]) -> Roofline:
         device=_text(row.get("device")),
         flops_per_s={name: peak for name, peak in rates.items() if peak is not None},
         bytes_per_s=_number(peaks.get("bytes_per_s")),
-        places=places,
+        points=points,
         mfu=_number(row.get("mfu")),
         mfu_formula=_text(row.get("mfu_formula")),
         fusible_share=_number(row.get("fusible_share")),

@@ -18,6 +18,7 @@ from surefoot.control.report.figure import (
 )
 from surefoot.control.report.rows import MemoryRows, Profile, Roofline, RooflinePoint, TableRows
 from surefoot.core.axis import Axis, find_axis
+from surefoot.core.cost.roofline import giga
 from surefoot.core.units import (
     UNKNOWN,
     format_bytes,
@@ -29,6 +30,7 @@ from surefoot.core.units import (
 )
 
 MAX_ROWS = 15
+MAX_COLUMNS = 400  # of the memory plot, which is 388 pixels wide
 NUM_NAMED = 5  # points whose names are written into the drawing
 DECADES = 6
 MIB, GIGA = 1 << 20, 1e9
@@ -37,39 +39,23 @@ KINDS = ("module", "operator")
 
 
 def draw_roofline(found: Roofline) -> Figure | None:
-    """Draw FLOP/s over FLOPs per byte, both logarithmic, below the roof of each dtype."""
-    places = [
-        (place, x, y)
-        for place in found.places
-        for x, y in [_stand(place)]
-        if x is not None and y is not None
+    """Draw GFLOP/s over FLOPs per byte, both logarithmic, below the roof of each dtype."""
+    points = [
+        (each, intensity, rate)
+        for each in found.points
+        for intensity, rate in [_position(each)]
+        if intensity is not None and rate is not None
     ]
-    peaks = {name: peak for name, peak in found.flops_per_s.items() if 0 < peak < 1e30}
-    width = found.bytes_per_s if found.bytes_per_s and 0 < found.bytes_per_s < 1e30 else None
-    ridges = [peak / width for peak in peaks.values()] if width else []
-    x = find_axis(
-        [
-            *(each[1] for each in places),
-            *(ridge * 10 for ridge in ridges),
-            *(ridge / 30 for ridge in ridges),
-        ],
-        log=True,
-        decades=DECADES,
-    )
-    y = find_axis(
-        [*(each[2] for each in places), *peaks.values(), *([width * x.low] if width and x else [])],
-        log=True,
-        decades=DECADES,
-    )
-    if x is None or y is None or not x.log or not y.log:
+    roofs = {name: peak / GIGA for name, peak in found.flops_per_s.items() if 0 < peak < 1e30}
+    bytes_per_s = found.bytes_per_s or 0.0
+    bandwidth = bytes_per_s / GIGA if 0 < bytes_per_s < 1e30 else None
+    frame = _find_frame(points, list(roofs.values()), bandwidth)
+    if frame is None:
         return None
-    frame = Frame(x=x, y=y, width=460, height=320, left=58)
-    places, num_below = (
-        [each for each in places if each[2] >= y.low],
-        sum(each[2] < y.low for each in places),
-    )
-    operators = [each for each in places if each[0].kind == "operator"] or places
+    shown = [each for each in points if each[2] >= frame.y.low]
+    operators = [each for each in shown if each[0].kind == "operator"] or shown
     named = sorted(operators, key=lambda each: -(each[0].elapsed_s or 0.0))[:NUM_NAMED]
+    num_below = len(points) - len(shown)
     return Figure(
         title=f"Roofline of {cut(found.device, 60)}",
         width=frame.width,
@@ -77,63 +63,71 @@ def draw_roofline(found: Roofline) -> Figure | None:
         paths=[
             *frame.grid(),
             *(
-                path
-                for index, peak in enumerate(peaks.values())
-                for path in _roof(frame, index, peak, width)
+                Path(d=_roof(frame, peak, bandwidth), style=f"line s{index % NUM_STYLES}")
+                for index, peak in enumerate(roofs.values())
             ),
         ],
         marks=[
             Mark(
-                x=frame.across(x),
-                y=frame.up(y),
-                shape=KINDS.index(place.kind) if place.kind in KINDS else 2,
-                told=_tell(place),
+                x=frame.across(intensity),
+                y=frame.up(rate),
+                shape=KINDS.index(each.kind) if each.kind in KINDS else 2,
+                tooltip=_tell(each),
             )
-            for place, x, y in places
+            for each, intensity, rate in shown
         ],
-        words=[*_powers(frame), *_named(frame, named)],
+        words=[*frame.labels("FLOP per byte (log)", "GFLOP/s (log)"), *_named(frame, named)],
         legend=[
-            Key(style=index % NUM_STYLES, label=f"{name}, {_giga(peak)} GFLOP/s")
-            for index, (name, peak) in enumerate(peaks.items())
+            Key(style=index % NUM_STYLES, label=f"{name}, {format_number(peak)} GFLOP/s")
+            for index, (name, peak) in enumerate(roofs.items())
         ]
         + [Key(style=index, label=kind, kind="mark") for index, kind in enumerate(KINDS)],
-        note=f"left out: {num_below} below {_giga(y.low)} GFLOP/s" if num_below else "",
+        note=f"left out: {num_below} below {format_number(frame.y.low)} GFLOP/s"
+        if num_below
+        else "",
     )
 
 
-def _stand(place: RooflinePoint) -> tuple[float | None, float | None]:
-    """Return FLOPs per byte and FLOP/s of a point; None where a count is unknown or 0."""
-    if (
-        not (place.flops and place.num_bytes and place.elapsed_s)
-        or min(place.flops, place.num_bytes, place.elapsed_s) <= 0
-    ):
+def _position(point: RooflinePoint) -> tuple[float | None, float | None]:
+    """Return FLOPs per byte and GFLOP/s of a point; None where a count is unknown or 0."""
+    counts = [point.flops or 0.0, point.num_bytes or 0.0, point.elapsed_s or 0.0]
+    if min(counts) <= 0:
         return None, None
-    return place.flops / place.num_bytes, place.flops / place.elapsed_s
+    flops, num_bytes, elapsed_s = counts
+    return flops / num_bytes, flops / elapsed_s / GIGA
 
 
-def _roof(frame: Frame, index: int, peak: float, width: float | None) -> Iterator[Path]:
-    """Yield min(peak, intensity * bandwidth) across the drawing."""
-    right = frame.across(frame.x.high)
-    if width is None:
-        yield Path(
-            d=f"M{frame.left:.1f} {frame.up(peak):.1f}H{right:.1f}",
-            style=f"line s{index % NUM_STYLES}",
-        )
-        return
-    ridge, start = peak / width, max(frame.x.low, frame.y.low / width)
-    d = (
-        f"M{frame.across(start):.1f} {frame.up(start * width):.1f}"
-        f"L{frame.across(ridge):.1f} {frame.up(peak):.1f}H{right:.1f}"
-    )
-    yield Path(d=d, style=f"line s{index % NUM_STYLES}")
+def _find_frame(
+    points: Sequence[tuple[RooflinePoint, float, float]],
+    peaks: Sequence[float],
+    bandwidth: float | None,
+) -> Frame | None:
+    """Return the axes that hold the points, the roofs and the ridges; None without any of them."""
+    ridges = [peak / bandwidth for peak in peaks] if bandwidth else []
+    around = [ridge * factor for ridge in ridges for factor in (1 / 30, 10)]
+    x = find_axis([*(each[1] for each in points), *around], log=True, decades=DECADES)
+    if x is None or not x.log:
+        return None
+    lowest = [bandwidth * x.low] if bandwidth else []
+    y = find_axis([*(each[2] for each in points), *peaks, *lowest], log=True, decades=DECADES)
+    return Frame(x=x, y=y, width=460, height=320) if y is not None and y.log else None
 
 
-def _named(frame: Frame, places: Sequence[tuple[RooflinePoint, float, float]]) -> Iterator[Words]:
+def _roof(frame: Frame, peak: float, bandwidth: float | None) -> str:
+    """Return the path of min(peak, intensity * bandwidth) across the drawing."""
+    if bandwidth is None:
+        return frame.line([(frame.x.low, peak), (frame.x.high, peak)])
+    start = max(frame.x.low, frame.y.low / bandwidth)
+    corners = [(start, start * bandwidth), (peak / bandwidth, peak), (frame.x.high, peak)]
+    return frame.line(corners)
+
+
+def _named(frame: Frame, points: Sequence[tuple[RooflinePoint, float, float]]) -> Iterator[Words]:
     """Yield names beside their markers; a name that would overlap another is left out."""
     taken: list[tuple[float, float, float]] = []
-    for place, x, y in places:
-        across, up = frame.across(x), frame.up(y)
-        text, is_right = cut(place.name, 22), across > frame.width * 0.6
+    for point, intensity, rate in points:
+        across, up = frame.across(intensity), frame.up(rate)
+        text, is_right = cut(point.name, 22), across > frame.width * 0.6
         first = across - 8 - LETTER * len(text) if is_right else across + 8
         last = first + LETTER * len(text)
         if all(
@@ -149,94 +143,72 @@ def _named(frame: Frame, places: Sequence[tuple[RooflinePoint, float, float]]) -
             )
 
 
-def _powers(frame: Frame) -> Iterator[Words]:
-    """Yield the tick labels of both logarithmic axes."""
-    bottom = frame.height - frame.bottom
-    for value in frame.x.ticks(0):
-        yield Words(x=frame.across(value), y=bottom + 17, text=f"{value:g}", anchor="middle")
-    for value in frame.y.ticks(0):
-        yield Words(x=frame.left - 6, y=frame.up(value) + 4, text=_giga(value), anchor="end")
-    yield Words(x=2, y=13, text="GFLOP/s (log)", style="title")
-    yield Words(
-        x=frame.width - frame.right,
-        y=frame.height - 6,
-        text="FLOP a byte (log)",
-        anchor="end",
-        style="title",
-    )
-
-
-def _tell(place: RooflinePoint) -> str:
-    x, y = _stand(place)
+def _tell(point: RooflinePoint) -> str:
+    intensity, rate = _position(point)
     return (
-        f"{place.name}: {format_count(x)} FLOP a byte, {_giga(y)} GFLOP/s, "
-        f"{format_seconds(place.elapsed_s)}"
+        f"{point.name}: {format_count(intensity)} FLOP per byte, {format_number(rate)} GFLOP/s, "
+        f"{format_seconds(point.elapsed_s)}"
     )
 
 
-def table_of_places(found: Roofline) -> TableRows | None:
-    """Return a table of the modules and operators that took longest, with what bounds each."""
-    ranked = sorted(found.places, key=lambda place: -(place.elapsed_s or 0.0))[:MAX_ROWS]
+def table_of_points(found: Roofline) -> TableRows | None:
+    """Return a table of the modules and operators that took longest, with what limits each."""
+    ranked = sorted(found.points, key=lambda each: -(each.elapsed_s or 0.0))[:MAX_ROWS]
     headers = (
-        "where",
+        "operator or module",
         "kind",
         "calls",
         "time",
         "FLOPs",
         "bytes",
-        "FLOP a byte",
+        "FLOP per byte",
         "GFLOP/s",
-        "bound by",
+        "limited by",
     )
-    rows = []
-    for place in ranked:
-        intensity, rate = _stand(place)
-        rows.append(
-            [
-                place.name,
-                place.kind,
-                format_count(place.calls),
-                format_seconds(place.elapsed_s),
-                format_flops(place.flops),
-                format_bytes(place.num_bytes),
-                format_count(intensity),
-                _giga(rate),
-                place.bound or UNKNOWN,
-            ]
-        )
+    rows = [
+        [
+            each.name,
+            each.kind,
+            format_count(each.calls),
+            format_seconds(each.elapsed_s),
+            format_flops(each.flops),
+            format_bytes(each.num_bytes),
+            format_count(intensity),
+            format_number(rate),
+            each.bound or UNKNOWN,
+        ]
+        for each in ranked
+        for intensity, rate in [_position(each)]
+    ]
     return (
         TableRows(
             headers=headers,
             rows=rows,
             right=headers[2:8],
-            caption=_of(len(ranked), len(found.places), "places"),
+            caption=_of(len(ranked), len(found.points), "operators and modules"),
         )
         if rows
         else None
     )
 
 
-def _giga(value: float | None) -> str:
-    return format_number(None if value is None else value / GIGA)
-
-
-def tell_roofline(found: Roofline) -> list[tuple[str, str]]:
+def describe_roofline(found: Roofline) -> list[tuple[str, str]]:
     """Return the peaks of the device and the utilization of the step, in words."""
-    peaks = ", ".join(f"{name} {_giga(peak)} GFLOP/s" for name, peak in found.flops_per_s.items())
-    width = UNKNOWN if found.bytes_per_s is None else f"{format_bytes(found.bytes_per_s)}/s"
+    peaks = ", ".join(f"{name} {giga(peak)} GFLOP/s" for name, peak in found.flops_per_s.items())
+    bandwidth = UNKNOWN if found.bytes_per_s is None else f"{format_bytes(found.bytes_per_s)}/s"
     return [
         ("device", found.device),
         ("peaks", peaks or UNKNOWN),
-        ("memory", width),
-        ("model FLOPs utilisation", found.mfu_formula or format_percent(found.mfu)),
-        ("time in operators that fusion would help", format_percent(found.fusible_share)),
+        ("memory bandwidth", bandwidth),
+        ("model FLOPs utilization", found.mfu_formula or format_percent(found.mfu)),
+        ("share of the time that fusion could shorten", format_percent(found.fusible_share)),
     ]
 
 
 def table_of_operators(profile: Profile) -> TableRows | None:
     """Return a table of the operators with the largest self time."""
     ranked = sorted(profile.operators, key=lambda each: -(each.self_s or 0.0))[:MAX_ROWS]
-    headers = ("operator", "calls", "self time", "share", "total time", "own memory", "FLOPs")
+    headers = ("operator", "calls", "self time", "share", "total time", "self memory", "FLOPs")
     total_s = math.fsum(each.self_s or 0.0 for each in profile.operators)
     rows = [
         [
@@ -287,14 +259,20 @@ def draw_memory(memory: MemoryRows) -> tuple[Figure, TableRows] | None:
     peak = sums.index(top)
     frame = Frame(x=x, y=Axis(0.0, top / MIB), width=460, height=280, left=58)
     letters = dict(zip(layers, LETTERS, strict=False))
+    stride = -(-count // MAX_COLUMNS)
+    # of each column the largest sum, so that no peak is lost
+    columns = [
+        max(range(at, min(at + stride, count)), key=sums.__getitem__)
+        for at in range(0, count, stride)
+    ]
     paths: list[Path] = []
     words: list[Words] = []
     below = [0.0] * count
     for index, (name, values) in enumerate(layers.items()):
         above = [low + value for low, value in zip(below, values, strict=True)]
-        paths.append(
-            Path(d=_area(frame, memory.times_s, below, above), style=f"f{index % NUM_STYLES}")
-        )
+        edges = [_steps(frame, memory.times_s, columns, each) for each in (above, below)]
+        area = f"M{'L'.join([*edges[0], *reversed(edges[1])])}Z"
+        paths.append(Path(d=area, style=f"f{index % NUM_STYLES}"))
         thickest = max(range(count), key=lambda at: values[at])
         if values[thickest] / top * frame.height > 20:
             middle = (below[thickest] + above[thickest]) / 2 / MIB
@@ -334,14 +312,15 @@ def draw_memory(memory: MemoryRows) -> tuple[Figure, TableRows] | None:
     )
 
 
-def _area(
-    frame: Frame, times: Sequence[float], below: Sequence[float], above: Sequence[float]
-) -> str:
-    """Return the path along the upper edge and back along the lower one, thinned to be short."""
-    stride = max(1, len(times) // 800)
-    chosen = sorted({*range(0, len(times), stride), len(times) - 1})
-    edge = [f"{frame.across(times[at]):.1f} {frame.up(above[at] / MIB):.1f}" for at in chosen]
-    back = [
-        f"{frame.across(times[at]):.1f} {frame.up(below[at] / MIB):.1f}" for at in reversed(chosen)
+def _steps(
+    frame: Frame, times: Sequence[float], columns: Sequence[int], values: Sequence[float]
+) -> list[str]:
+    """Return the corners of a step function: each value holds until the next time."""
+    x = [f"{frame.across(times[at]):.1f}" for at in columns]
+    y = [f"{frame.up(values[at] / MIB):.1f}" for at in columns]
+    ends = [*x[1:], f"{frame.across(times[-1]):.1f}"]
+    return [
+        f"{place} {height}"
+        for first, last, height in zip(x, ends, y, strict=True)
+        for place in (first, last)
     ]
-    return "M" + "L".join([*edge, *back]) + "Z"

@@ -109,12 +109,12 @@ def _sections(report: ReportPage) -> Iterator[Section]:
         figure = rungs.draw_rungs(report.ladder)
         parts = [
             PagePart(
-                pairs=rungs.tell_ladder(report.ladder),
+                pairs=rungs.describe_ladder(report.ladder),
                 tables=rungs.tables_of_rungs(report.ladder),
                 figures=[figure] if figure else [],
             )
         ]
-        yield Section(anchor="ladder", title="The ladder of optimisations", parts=parts)
+        yield Section(anchor="ladder", title="The ladder of optimizations", parts=parts)
     for anchor, title, make in (
         ("roofline", "Roofline", _roofline),
         ("operators", "Operators", _operators),
@@ -190,11 +190,11 @@ def _time(runs: Sequence[RunRows]) -> Iterator[PagePart]:
             yield PagePart(figures=[drawn[0]], tables=[drawn[1]])
     for run in runs:
         if run.phases is not None:
-            title = f"{run.name}, a step" if len(runs) > 1 else "A step"
+            title = f"{run.name}, time per step" if len(runs) > 1 else "Time per step"
             yield PagePart(
                 title=title,
                 tables=list(spent.tables_of_steps(run.phases)),
-                notes=list(spent.tell_phases(run.phases)),
+                notes=list(spent.describe_phases(run.phases)),
             )
 
 
@@ -204,13 +204,13 @@ def _known(parts: Mapping[str, float | None]) -> dict[str, float]:
 
 def _roofline(run: RunRows, title: str) -> Iterator[PagePart]:
     if (found := run.profile.roofline) is not None:
-        figure, table = machine.draw_roofline(found), machine.table_of_places(found)
+        figure, table = machine.draw_roofline(found), machine.table_of_points(found)
         yield PagePart(
             title=title,
             figures=[figure] if figure else [],
-            pairs=machine.tell_roofline(found),
+            pairs=machine.describe_roofline(found),
             tables=[table] if table else [],
-            notes=[] if figure else ["no roof is drawn: peaks or counts are n/a"],
+            notes=[] if figure else ["no roofline is drawn: peaks or counts are n/a"],
         )
 
 
@@ -227,10 +227,8 @@ def _operators(run: RunRows, title: str) -> Iterator[PagePart]:
 def _memory(run: RunRows, title: str) -> Iterator[PagePart]:
     if run.memory is not None:
         rows = [[each.change, each.effect] for each in run.memory.remedies]
-        tables = (
-            [TableRows(headers=("what would change it", "by how much"), rows=rows)] if rows else []
-        )
-        yield PagePart(title=title, pairs=[("at its most", run.memory.words)], tables=tables)
+        tables = [TableRows(headers=("change", "effect on the peak"), rows=rows)] if rows else []
+        yield PagePart(title=title, pairs=[("peak", run.memory.words)], tables=tables)
     if (
         run.profile.memory is not None
         and (drawn := machine.draw_memory(run.profile.memory)) is not None
@@ -268,48 +266,33 @@ def _saves(runs: Sequence[RunRows]) -> Iterator[PagePart]:
     if figure is not None:
         yield PagePart(figures=[figure])
     for run in runs:
-        tables = []
-        if run.commits:
-            headers = ("saved at step", "size", "time", "training stood still")
-            rows = [
-                [
-                    f"{each.step:,}",
-                    format_bytes(each.num_bytes),
-                    format_seconds(each.elapsed_s),
-                    format_seconds(each.waited_s),
-                ]
-                for each in run.commits[-MAX_ROWS:]
+        commits = [
+            [
+                f"{each.step:,}",
+                format_bytes(each.num_bytes),
+                format_seconds(each.elapsed_s),
+                format_seconds(each.waited_s),
             ]
-            tables.append(
-                TableRows(
-                    headers=headers,
-                    rows=rows,
-                    right=headers,
-                    caption=_newest(len(run.commits), "saves"),
-                    is_narrow=True,
-                )
-            )
-        if run.faults:
-            headers = ("fault at step", "fault", "what", "what was done")
-            rows = [
-                [f"{each.step:,}", each.fault, each.detail, each.action]
-                for each in run.faults[-MAX_ROWS:]
-            ]
-            tables.append(
-                TableRows(
-                    headers=headers,
-                    rows=rows,
-                    right=headers[:1],
-                    caption=_newest(len(run.faults), "faults"),
-                )
-            )
-        notes = [] if run.commits else ["nothing was saved"]
+            for each in run.commits
+        ]
+        faults = [[f"{each.step:,}", each.fault, each.detail, each.action] for each in run.faults]
+        saved = ("checkpoint at step", "size", "time to save", "time that training waited")
+        failed = ("fault at step", "fault", "details", "action")
+        notes = [] if commits else ["no checkpoint was saved"]
         yield PagePart(
             title=run.name if len(runs) > 1 else "",
-            tables=tables,
-            notes=[*notes, *([] if run.faults else ["no fault was recorded"])],
+            tables=[
+                *_newest(commits, saved, saved, "checkpoints"),
+                *_newest(faults, failed, failed[:1], "faults"),
+            ],
+            notes=[*notes, *([] if faults else ["no fault was recorded"])],
         )
 
 
-def _newest(count: int, what: str) -> str:
-    return f"the newest {MAX_ROWS} of {count:,} {what}" if count > MAX_ROWS else ""
+def _newest(
+    rows: Sequence[Sequence[str]], headers: Sequence[str], right: Sequence[str], what: str
+) -> list[TableRows]:
+    """Return a table of the newest rows, which are the last; an empty list without rows."""
+    caption = f"the newest {MAX_ROWS} of {len(rows):,} {what}" if len(rows) > MAX_ROWS else ""
+    table = TableRows(headers=headers, rows=rows[-MAX_ROWS:], right=right, caption=caption)
+    return [table] if rows else []

@@ -63,7 +63,7 @@ class Roofline:
     device: str
     flops_per_s: Mapping[str, float]
     bytes_per_s: float | None
-    places: Sequence[RooflinePoint]
+    points: Sequence[RooflinePoint]
     mfu: float | None
     mfu_formula: str
     fusible_share: float | None

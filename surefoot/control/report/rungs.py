@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 from surefoot.control.report.figure import Box, Figure, Frame, Mark, Path, Words, cut
 from surefoot.control.report.rows import LadderRows, Ratio, RungRow, TableRows
 from surefoot.core.axis import LARGEST, Axis, find_axis
@@ -47,12 +45,12 @@ def tables_of_rungs(ladder: LadderRows) -> list[TableRows]:
         for rung in ladder.rungs
     ]
     most = max((rung.time.n or 0 for rung in ladder.rungs), default=0)
-    told = "ratios against the rung below, below 1 is less; in brackets the interval"
+    caption = "ratios to the rung below; less than 1 is a gain; in brackets the 95 % interval"
     table = TableRows(
         headers=headers,
         rows=rows,
         right=headers[2:5],
-        caption=f"{told}, of at most {most:.0f} pairs a rung" if most else told,
+        caption=f"{caption}, of at most {most:.0f} pairs a rung" if most else caption,
     )
     ratios = ("rung", "throughput", "start-up", "memory from the start", "rule of thumb")
     measured = [
@@ -98,16 +96,8 @@ def draw_rungs(ladder: LadderRows) -> Figure | None:
     frame = Frame(
         x=x, y=Axis(0, 1), width=WIDTH, height=height, left=LEFT, right=RIGHT, top=20, bottom=46
     )
-    bottom = height - frame.bottom
-    paths = [
-        Path(
-            d=f"M{LEFT} {bottom}H{WIDTH - frame.right}"
-            + "".join(f"M{frame.across(v):.1f} {bottom}v4" for v in x.ticks(4)),
-            style="axis",
-        ),
-        Path(d=f"M{frame.across(1.0):.1f} {frame.top - 8}V{bottom}", style="axis one"),
-    ]
-    marks, words, boxes = [], list(_ticks(frame, x.ticks(4))), []
+    equal = f"M{frame.across(1.0):.1f} {frame.top - 8}V{height - frame.bottom}"
+    marks, words, boxes = [], frame.x_labels("time ratio: left of 1 is faster"), []
     for row, rung in enumerate(drawn):
         middle, ratio = frame.top + row * ROW + ROW / 2, rung.time
         place = frame.across(ratio.estimate or 0.0)
@@ -126,7 +116,7 @@ def draw_rungs(ladder: LadderRows) -> Figure | None:
                 width=max(high - low, 1.0),
                 height=4,
                 style="interval",
-                told=format_ratio(ratio),
+                tooltip=format_ratio(ratio),
             )
         )
         marks.append(
@@ -134,36 +124,21 @@ def draw_rungs(ladder: LadderRows) -> Figure | None:
                 x=place,
                 y=middle,
                 shape=0 if rung.standing == KEPT else 1,
-                told=f"{rung.name}: {format_ratio(ratio)}, {rung.reason}",
+                tooltip=f"{rung.name}: {format_ratio(ratio)}, {rung.reason}",
             )
         )
     return Figure(
-        title="Time of each rung against the one below",
+        title="Time of each rung, as a ratio to the rung below",
         width=WIDTH,
         height=height,
-        paths=paths,
+        paths=[frame.x_axis(), Path(d=equal, style="axis one")],
         boxes=boxes,
         marks=marks,
         words=words,
     )
 
 
-def _ticks(frame: Frame, values: Sequence[float]) -> Iterator[Words]:
-    bottom = frame.height - frame.bottom
-    for value in values:
-        yield Words(
-            x=frame.across(value), y=bottom + 17, text=format_number(value), anchor="middle"
-        )
-    yield Words(
-        x=frame.width - frame.right,
-        y=frame.height - 6,
-        text="time ratio: left of 1 is faster",
-        anchor="end",
-        style="title",
-    )
-
-
-def tell_ladder(ladder: LadderRows) -> list[tuple[str, str]]:
+def describe_ladder(ladder: LadderRows) -> list[tuple[str, str]]:
     """Return the conditions of a ladder in words: runs, spec, device, baseline, best variant."""
     standings = [rung.standing for rung in ladder.rungs]
     return [
@@ -181,6 +156,6 @@ def tell_ladder(ladder: LadderRows) -> list[tuple[str, str]]:
         ("spec", ladder.spec),
         ("device", ladder.device),
         ("conditions", ladder.conditions),
-        ("start", ladder.baseline),
+        ("baseline", ladder.baseline),
         ("best", ladder.best),
     ]

@@ -25,6 +25,7 @@ from surefoot.core.units import format_percent, format_seconds
 SPREAD = ("mean", "p50", "p95", "p99", "max")
 MAX_OUTLIERS = 10
 BAR, ROW, WIDTH, LEFT = 26, 44, 460, 6
+SIDE = 20  # margin of the history on both sides: half of a tick's label
 LETTER_ROOM = 14.0  # minimum width in pixels of a part that shows its letter
 COMMITTED, FAULTED, BEGAN = 0, 1, 2  # markers of the history
 
@@ -54,7 +55,9 @@ def draw_bars(
         for name in names:
             width = each.get(name, 0.0) / total * (WIDTH - 2 * LEFT) if total else 0.0
             if width > 0:
-                told = f"{name}: {format_seconds(each[name])}, {format_percent(each[name] / total)}"
+                tooltip = (
+                    f"{name}: {format_seconds(each[name])}, {format_percent(each[name] / total)}"
+                )
                 boxes.append(
                     Box(
                         x=x,
@@ -62,7 +65,7 @@ def draw_bars(
                         width=width,
                         height=BAR,
                         style=f"part f{names.index(name) % NUM_STYLES}",
-                        told=told,
+                        tooltip=tooltip,
                     )
                 )
             if width >= LETTER_ROOM:
@@ -123,12 +126,12 @@ def tables_of_steps(phases: Phases) -> Iterator[TableRows]:
     """Yield a table of the time of each phase and of a step, and one of the slow steps."""
     headers = ("phase", *SPREAD)
     rows = [[each.name, *_spread(each.a_step)] for each in phases.phases if each.total_s > 0]
-    rows.append(["a step", *_spread(phases.step)])
+    rows.append(["step", *_spread(phases.step)])
     yield TableRows(
         headers=headers,
         rows=rows,
         right=SPREAD,
-        caption="of one step; of the phases, of the records' means",
+        caption="per step; the values of a phase are over the means of the records",
     )
     slow = [
         [f"{row['step']:,}", format_seconds(row["elapsed_s"]), str(row["cause"])]
@@ -136,7 +139,7 @@ def tables_of_steps(phases: Phases) -> Iterator[TableRows]:
     ]
     if slow:
         others = sum(phases.causes.values()) - len(slow)
-        caption = f"{others:,} other slow steps are left out" if others > 0 else ""
+        caption = f"{others:,} more slow steps are not shown" if others > 0 else ""
         yield TableRows(
             headers=("slow step", "time", "cause"),
             rows=slow,
@@ -145,13 +148,13 @@ def tables_of_steps(phases: Phases) -> Iterator[TableRows]:
         )
 
 
-def tell_phases(phases: Phases) -> Iterator[str]:
+def describe_phases(phases: Phases) -> Iterator[str]:
     """Yield a sentence that compares the sum of the phases with an independent clock."""
     if phases.coverage is not None:
         wall = format_seconds(phases.wall_s)
         yield (
             f"the phases add up to {format_seconds(phases.total_s)}, "
-            f"{100 * phases.coverage:.1f} % of the {wall} of another clock"
+            f"{format_percent(phases.coverage)} of the {wall} that an independent clock measured"
         )
 
 
@@ -168,43 +171,34 @@ def draw_history(runs: Sequence[RunRows]) -> Figure | None:
     ):
         return None
     height = len(runs) * ROW + 44
-    frame = Frame(
-        x=x, y=Axis(0, 1), width=WIDTH, height=height, left=LEFT, right=LEFT, top=18, bottom=40
-    )
-    paths, marks, words = [], [], []
+    frame = Frame(x=x, y=Axis(0, 1), width=WIDTH, height=height, left=SIDE, right=SIDE)
+    paths, marks, words = [frame.x_axis()], [], frame.x_labels("step")
     for row, run in enumerate(runs):
         middle = row * ROW + 30.0
         if len(runs) > 1:
             words.append(Words(x=LEFT, y=middle - 14, text=cut(run.name, 56), style="title"))
-        paths.append(Path(d=f"M{LEFT} {middle}H{WIDTH - LEFT}", style="axis"))
-        events = [(each.step, COMMITTED, "saved") for each in run.commits]
+        paths.append(Path(d=f"M{SIDE} {middle}H{WIDTH - SIDE}", style="grid"))
+        events = [(each.step, COMMITTED, "checkpoint") for each in run.commits]
         events += [
-            (each.first_step - 1, BEGAN, f"attempt {each.generation} began")
+            (each.first_step - 1, BEGAN, f"attempt {each.generation} started")
             for each in run.goodput.attempts[1:]
         ]
         events += [(each.step, FAULTED, f"{each.fault}: {each.detail}") for each in run.faults]
         marks += [
-            Mark(x=frame.across(step), y=middle, shape=shape, told=f"step {step:,}: {told}")
-            for step, shape, told in events
+            Mark(x=frame.across(step), y=middle, shape=shape, tooltip=f"step {step:,}: {event}")
+            for step, shape, event in events
         ]
-    ticks = [
-        Words(
-            x=frame.across(value), y=height - 22, text=f"{value:,.0f}", anchor=_anchor(frame, value)
-        )
-        for value in x.ticks(5)
-    ]
-    title = Words(x=WIDTH - LEFT, y=height - 6, text="step", anchor="end", style="title")
     legend = [
         Key(style=shape, label=label, kind="mark")
-        for shape, label in enumerate(("saved", "fault", "began again"))
+        for shape, label in enumerate(("checkpoint", "fault", "restart"))
     ]
     return Figure(
-        title="Saves, faults and attempts",
+        title="Checkpoints, faults and restarts",
         width=WIDTH,
         height=height,
         paths=paths,
         marks=marks,
-        words=[*words, *ticks, title],
+        words=words,
         legend=legend,
     )
 
@@ -212,8 +206,3 @@ def draw_history(runs: Sequence[RunRows]) -> Figure | None:
 def _steps(run: RunRows) -> Iterator[int]:
     for records in (run.steps, run.commits, run.faults):
         yield from (each.step for each in records)
-
-
-def _anchor(frame: Frame, value: float) -> str:
-    share = frame.x.share(value)
-    return "start" if share < 0.05 else "end" if share > 0.95 else "middle"

@@ -30,10 +30,10 @@ VERDICTS = {
 }
 
 
-def print_collectives(rows: Sequence[TimedCollective], links: Mapping[str, Link]) -> None:
+def print_collectives(
+    rows: Sequence[TimedCollective], links: Mapping[str, Link], where: Mapping[str, Any]
+) -> None:
     """Print the time of each collective and size, and the latency and bandwidth fitted to them."""
-    from surefoot.control.plan import bus_factor
-
     headers = ["size", "median", "95 % of medians", "algorithm", "bus"]
     print_table(
         ["collective", *headers],
@@ -50,9 +50,14 @@ def print_collectives(rows: Sequence[TimedCollective], links: Mapping[str, Link]
         ],
         right=headers,
     )
-    if not links:
-        return
-    ranks = rows[0].ranks
+    if links:
+        _print_links(links, rows[0].ranks)
+    _print_where(where)
+
+
+def _print_links(links: Mapping[str, Link], ranks: int) -> None:
+    from surefoot.control.plan import bus_factor
+
     headers = [
         "latency",
         "bandwidth",
@@ -87,7 +92,7 @@ def print_collectives(rows: Sequence[TimedCollective], links: Mapping[str, Link]
     )
 
 
-def print_buckets(found: BucketTuning) -> None:
+def print_buckets(found: BucketTuning, where: Mapping[str, Any]) -> None:
     """Print the gradients of a spec, a step with each bucket size, and the recommended size."""
     alone, link = found.alone, found.link
     took = f"{format_seconds(alone.estimate)} ({_range(alone)}, n = {alone.count})"
@@ -122,6 +127,7 @@ def print_buckets(found: BucketTuning) -> None:
     print()
     for line in _verdict(found):
         print_text(line)
+    _print_where(where)
 
 
 def _verdict(found: BucketTuning) -> list[str]:
@@ -171,7 +177,7 @@ def _range(found: Interval) -> str:
     )
 
 
-def print_where(row: Mapping[str, Any]) -> None:
+def _print_where(row: Mapping[str, Any]) -> None:
     """Print the ranks, the transport and the machine that were measured."""
     ranks, transport, machine = row["ranks"], row["transport"], row["conditions"]
     print_text(

@@ -194,7 +194,7 @@ def print_largest(found: Fitted) -> None:
     ]
     print_table(headers, rows, right=headers[:4])
     limit, most = format_bytes(found.limit_bytes), format_bytes(usable(found.limit_bytes))
-    pairs = [("limit", f"{1 - MARGIN:.0%} of {limit}: {most}")]
+    pairs = [("limit", f"{format_percent(1 - MARGIN)} of {limit}: {most}")]
     if found.predicted is not None:
         size, tensors = "none", "those of the smallest microbatch"
         if found.predicted.microbatch is not None:
@@ -229,10 +229,9 @@ def print_noise(lab: NoiseLab) -> None:
         reason = "more batches are needed: --draws 64" if few else "the gradients are 0"
         print(f"no noise scale: {reason}")
         return
-    high = "n/a" if lab.noise.high is None else f"{lab.noise.high:,.0f}"
-    scale = "n/a" if lab.noise.scale is None else f"{lab.noise.scale:,.0f}"
+    scale, low, high = map(format_number, (lab.noise.scale, lab.noise.low, lab.noise.high))
     print(
-        f"noise scale {scale} samples [{lab.noise.low:,.0f}, {high}], "
+        f"noise scale {scale} samples ({low} to {high}), "
         f"from {lab.noise.num_steps} groups of batches"
     )
     print(lab.noise.advise(lab.batch))

@@ -121,16 +121,16 @@ class PhaseClock:
     def listen_to_collections(self) -> Callable[[], None]:
         """Time the garbage collections of this process, so that one can explain a slow step; return
         the function that stops it."""
-        heard = self._heard
-        gc.callbacks.append(heard)
+        callback = self._on_collection
+        gc.callbacks.append(callback)
 
         def stop() -> None:
             with suppress(ValueError):  # stop() was called before
-                gc.callbacks.remove(heard)
+                gc.callbacks.remove(callback)
 
         return stop
 
-    def _heard(self, moment: str, told: dict[str, Any]) -> None:
+    def _on_collection(self, moment: str, details: dict[str, Any]) -> None:
         if moment == "start":
             self._collection_began_ns = perf_counter_ns()
         else:

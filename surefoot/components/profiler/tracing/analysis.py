@@ -12,7 +12,6 @@ from surefoot.components.profiler.tracing import fold, trace
 from surefoot.components.profiler.tracing.collectives import CollectiveStats, find_collectives
 from surefoot.components.profiler.tracing.flame import draw as draw_flame
 from surefoot.components.profiler.tracing.memory import Known, Timeline, find_timeline
-from surefoot.components.profiler.tracing.memory_plot import draw_memory
 from surefoot.components.profiler.tracing.operators import OperatorStats, find_operators
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError, hint_unwritten
@@ -23,12 +22,7 @@ TRACE_FILE, FACTS_FILE, OPERATORS_FILE, MEMORY_FILE = (
     "operators.json",
     "memory.json",
 )
-STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_PLOT = (
-    "flame_stack.svg",
-    "flame_module.svg",
-    "flame_device.svg",
-    "memory.svg",
-)
+STACK_FILE, MODULE_FILE, DEVICE_FILE = "flame_stack.svg", "flame_module.svg", "flame_device.svg"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +44,8 @@ class TraceAnalysis:
     def slowdown(self) -> float | None:
         """Step time inside the window over that before the profiler ran; None where no step ran
         before."""
-        paces = self.facts.get("step_s") or {}
-        before, inside = paces.get("before"), paces.get("inside")
+        step_times = self.facts.get("step_s") or {}
+        before, inside = step_times.get("before"), step_times.get("inside")
         return inside / before if before and inside else None
 
     def as_row(self) -> dict[str, Any]:
@@ -111,18 +105,18 @@ def _facts(path: Path) -> dict[str, Any]:
 
 def _are_facts(facts: Mapping[str, Any]) -> bool:
     """Return whether the values used in calculations have the types that a Profiler writes."""
-    paces = facts.get("step_s") or {}
-    if not isinstance(paces, dict) or not isinstance(facts.get("memory"), dict | None):
+    step_times = facts.get("step_s") or {}
+    if not isinstance(step_times, dict) or not isinstance(facts.get("memory"), dict | None):
         return False
     counts = (facts.get(name) for name in ("num_steps", "num_kept", "first_step"))
     return all(isinstance(each, int | None) for each in counts) and all(
-        each is None or trace.is_finite(each) for each in paces.values()
+        each is None or trace.is_finite(each) for each in step_times.values()
     )
 
 
 def draw(found: TraceAnalysis, folder: Path) -> list[Path]:
-    """Write tables and plots of `found` into `folder`; return their paths. Raises InputError where
-    the disk refuses."""
+    """Write the tables and flame graphs of `found` into `folder`; return their paths. Raises
+    InputError where the disk refuses."""
     texts = {OPERATORS_FILE: json.dumps(found.as_row(), indent=1)}
     steps = f"{found.num_steps} steps" if found.num_steps else "the window"
     for name, root, title in (
@@ -133,13 +127,10 @@ def draw(found: TraceAnalysis, folder: Path) -> list[Path]:
         if root is not None:
             texts[name] = draw_flame(root, title)
     if found.memory is not None:
-        texts |= {
-            MEMORY_FILE: json.dumps(found.memory.as_row()),
-            MEMORY_PLOT: draw_memory(found.memory),
-        }
+        texts[MEMORY_FILE] = json.dumps(found.memory.as_row())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in {STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_FILE, MEMORY_PLOT} - texts.keys():
+        for name in {STACK_FILE, MODULE_FILE, DEVICE_FILE, MEMORY_FILE} - texts.keys():
             (folder / name).unlink(missing_ok=True)  # files of an earlier profile
         for name, text in texts.items():
             files.write_whole(folder, name, text.encode())

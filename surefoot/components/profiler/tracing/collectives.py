@@ -16,12 +16,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from surefoot.components.profiler.tracing.trace import DEVICE_WORK, OPERATOR, RANGE, Slice, Trace
+from surefoot.components.profiler.tracing.trace import (
+    AUTOGRAD_NODE,
+    DEVICE_WORK,
+    OPERATOR,
+    RANGE,
+    Slice,
+    Trace,
+)
 from surefoot.core import flight
 
 ON_HOST, ON_DEVICE, CALL = "gloo:", "nccl", "c10d::"
 WAITED = flight.Kind.WAIT.words
-BACKWARD = "autograd::engine::evaluate_function"  # torch's range around each autograd node
 Spans = list[tuple[int, int]]  # sorted and disjoint, in nanoseconds
 
 
@@ -169,7 +175,7 @@ def _find_calls(
     passes = [
         each
         for each in trace.slices
-        if each.category == OPERATOR and each.name.startswith(BACKWARD)
+        if each.category == OPERATOR and each.name.startswith(AUTOGRAD_NODE)
     ]
     seen: Counter[tuple[int, str]] = Counter()
     for work, name in paired:

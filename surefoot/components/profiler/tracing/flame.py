@@ -34,8 +34,8 @@ text{font:11px ui-monospace,monospace;fill:currentColor}.t{font-size:14px}
 _SCRIPT = f"""
 (function(){{
 var svg=document.currentScript.ownerSVGElement,all=[].slice.call(svg.querySelectorAll('.f'));
-var said=svg.querySelector('.s');
-var usual='click a frame to zoom in; '+said.textContent;said.textContent=usual;
+var status=svg.querySelector('.s');
+var usual='click a frame to zoom in; '+status.textContent;status.textContent=usual;
 function of(g,k){{return +g.getAttribute(k)}}
 function zoom(to){{
  var x=of(to,'data-x'),w=of(to,'data-w'),y=of(to,'data-y'),scale={WIDTH - 2 * SIDE}/w;
@@ -49,7 +49,7 @@ function zoom(to){{
   t.setAttribute('x',{SIDE}+left+3);
   t.textContent=n<3?'':name.length<=n?name:name.slice(0,n-1)+'\\u2026';
  }});
- said.textContent=to===all[0]?usual
+ status.textContent=to===all[0]?usual
   :to.querySelector('title').textContent.replace(/\\n/g,'   ')+'   (Escape: all of it)';
 }}
 all.forEach(function(g){{
@@ -130,14 +130,14 @@ def _group(box: FlameBox, whole_ns: int) -> str:
     name, room = box.frame.name, int((wide - 6) / CHARACTER)
     shown = "" if room < 3 else name if len(name) <= room else name[: room - 1] + "\u2026"
     share = format_percent(box.total_ns / whole_ns if whole_ns else None)
-    told = (
+    tooltip = (
         f"{name}\n{format_seconds(box.total_ns / 1e9)}, {share}; "
         f"itself {format_seconds(box.frame.self_ns / 1e9)}"
     )
     return (
         f'<g class="f" tabindex="0" data-x="{box.left_ns}" data-w="{box.total_ns}" '
         f'data-y="{box.row}" data-n="{_text(name)}">'
-        f'<title>{_text(told)}</title><rect x="{x:.2f}" y="{y}" width="{max(wide, 0.5):.2f}" '
+        f'<title>{_text(tooltip)}</title><rect x="{x:.2f}" y="{y}" width="{max(wide, 0.5):.2f}" '
         f'height="{ROW - 1}" fill="{_colour(name)}"/>'
         f'<text x="{x + 3:.2f}" y="{y + 12.5}">{_text(shown)}</text></g>'
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from surefoot.components.profiler.tracing.trace import (
+    AUTOGRAD_NODE,
     DEVICE_WORK,
     OPERATOR,
     PYTHON,
@@ -18,8 +19,8 @@ from surefoot.components.profiler.tracing.trace import (
 
 MODULE_PREFIX = "module "
 BACKWARD = "backward"
-_NODE = "autograd::engine::evaluate_function"
-_NO_PATH: tuple[str, ...] = ()
+NamePath = tuple[str, ...]
+_NO_PATH: NamePath = ()
 
 
 @dataclass(slots=True)
@@ -75,20 +76,18 @@ def by_module(trace: Trace) -> StackFrame:
     The backward pass of an operator is below the module that called the operator in the forward
     pass.
     """
-    modules = _module_of_node(trace)
-    kept = (
-        each
-        for each in _of_main_thread(trace)
-        if each.category in (RANGE, OPERATOR) and not _is_of_one_step(each.name)
-    )
+    modules: dict[object, NamePath] = {}  # around an operator, by the number of its autograd node
 
-    def path(each: Slice, above: Sequence[str]) -> tuple[str, ...]:
-        if not each.name.startswith(_NODE):
-            return _NO_PATH
-        chain = modules.get(each.mark("Sequence number"), _NO_PATH)
-        return chain if BACKWARD in above else (BACKWARD, *chain)
+    def path(each: Slice, above: Sequence[str]) -> NamePath:
+        number = each.mark("Sequence number")
+        if each.name.startswith(AUTOGRAD_NODE):
+            chain = modules.get(number, _NO_PATH)
+            return chain if BACKWARD in above else (BACKWARD, *chain)
+        if number is not None and not each.mark("Fwd thread id"):
+            modules[number] = tuple(name for name in above if name.startswith(MODULE_PREFIX))
+        return _NO_PATH
 
-    return fold(kept, trace.window, "the window", path)
+    return fold(_ranges_and_operators(trace), trace.window, "the window", path)
 
 
 def by_device(trace: Trace) -> StackFrame | None:
@@ -96,7 +95,16 @@ def by_device(trace: Trace) -> StackFrame | None:
     work = [each for each in trace.slices if each.category in DEVICE_WORK]
     if not work:
         return None
-    paths = {each.mark("External id"): names for each, names in _with_names(_of_main_thread(trace))}
+    paths: dict[object, NamePath] = {}
+
+    def path(each: Slice, above: Sequence[str]) -> NamePath:
+        paths[each.mark("External id")] = (*above[1:], each.name)
+        return _NO_PATH
+
+    launches = _ranges_and_operators(trace)
+    if launches:
+        last_ns = max(each.end_ns for each in launches)
+        fold(launches, (launches[0].start_ns, last_ns), "launches", path)
     root = StackFrame("device time")
     for each in work:
         root.child(*paths.get(each.mark("External id"), _NO_PATH), each.name).self_ns += (
@@ -113,8 +121,8 @@ def fold(
 ) -> StackFrame:
     """Return the tree of the slices of one thread, given in order.
 
-    Each slice is cut to the window and to its caller; `path` returns the names of frames to insert
-    above a slice.
+    Each slice is cut to the window and to its caller. `path` gets a slice and the names above it,
+    and returns the names of frames to insert above the slice.
     """
     start_ns, end_ns = window
     root = StackFrame(name, end_ns - start_ns)
@@ -123,10 +131,10 @@ def fold(
         while len(stack) > 1 and each.start_ns >= stack[-1].end_ns:
             stack.pop()
         caller = stack[-1]
+        above = () if path is None else path(each, [one.frame.name for one in stack])
         first_ns, last_ns = max(each.start_ns, caller.given_ns), min(each.end_ns, caller.end_ns)
         if last_ns <= first_ns:
             continue
-        above = () if path is None else path(each, [one.frame.name for one in stack])
         frame = caller.frame.child(*above, each.name)
         frame.self_ns += last_ns - first_ns
         caller.frame.self_ns -= last_ns - first_ns
@@ -140,32 +148,16 @@ def _of_main_thread(trace: Trace) -> list[Slice]:
     return [each for each in trace.slices if each.thread == thread]
 
 
+def _ranges_and_operators(trace: Trace) -> list[Slice]:
+    """Return the ranges and operators on the thread of the steps, without the ranges that belong to
+    one step or epoch only: those would keep the steps of a window apart."""
+    return [
+        each
+        for each in _of_main_thread(trace)
+        if each.category in (RANGE, OPERATOR) and not _is_of_one_step(each.name)
+    ]
+
+
 def _is_of_one_step(name: str) -> bool:
-    """Return whether a range belongs to one step or epoch only; such ranges would keep the steps of
-    a window apart."""
     kind, _, number = name.partition(" ")
     return name.startswith(STEP_PREFIX) or (kind in ("epoch", "step") and number.isdigit())
-
-
-def _with_names(slices: Iterable[Slice]) -> Iterable[tuple[Slice, tuple[str, ...]]]:
-    """Yield each slice of one thread with the names of ranges and operators, from the outermost to
-    the slice."""
-    stack: list[tuple[int, str]] = []
-    for each in slices:
-        if each.category not in (RANGE, OPERATOR) or _is_of_one_step(each.name):
-            continue
-        while stack and each.start_ns >= stack[-1][0]:
-            stack.pop()
-        stack.append((each.end_ns, each.name))
-        yield each, tuple(name for _, name in stack)
-
-
-def _module_of_node(trace: Trace) -> dict[object, tuple[str, ...]]:
-    """Return the modules around the operator that created an autograd node, by the sequence number
-    of the node; the last operator counts."""
-    found: dict[object, tuple[str, ...]] = {}
-    for each, names in _with_names(_of_main_thread(trace)):
-        number = each.mark("Sequence number")
-        if number is not None and not each.mark("Fwd thread id"):
-            found[number] = tuple(name for name in names if name.startswith(MODULE_PREFIX))
-    return found

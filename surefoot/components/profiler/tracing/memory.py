@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from surefoot.components.profiler.tracing.trace import OPERATOR, Trace
+from surefoot.components.profiler.tracing.trace import AUTOGRAD_NODE, OPERATOR, Trace
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = (
     "parameters",
@@ -30,7 +30,6 @@ PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = (
 )
 CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # the longest-lived first
 MOST_POINTS = 2000
-_NODE = "autograd::engine::evaluate_function"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,6 @@ class Timeline:
 
     times_s: list[float]
     categories: dict[str, list[int]]
-    num_unknown: int
 
     @property
     def peak(self) -> tuple[float, dict[str, int]]:
@@ -151,7 +149,7 @@ def backward_passes(trace: Trace) -> list[tuple[int, int]]:
     for each in trace.slices:
         if each.category != OPERATOR:
             continue
-        if each.name.startswith(_NODE):
+        if each.name.startswith(AUTOGRAD_NODE):
             if goes_on:
                 found[-1] = (found[-1][0], max(found[-1][1], each.end_ns))
             else:
@@ -219,9 +217,7 @@ def _sample(blocks: Sequence[Allocation], window: tuple[int, int]) -> Timeline:
         for at in range(0, len(points), stride)
     ]
     columns = list(zip(*most, strict=True))
-    unknown = sum(block.began_ns is None and block.category == TEMPORARIES for block in blocks)
     return Timeline(
         [(time_ns - window[0]) / 1e9 for time_ns, _ in points[::stride]],
         {name: list(columns[i]) for i, name in enumerate(CATEGORIES)},
-        unknown,
     )

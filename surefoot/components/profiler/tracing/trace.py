@@ -25,6 +25,7 @@ MOST_ELEMENTS = 2**63  # torch counts the elements of a tensor in 63 bits
 STEP_PREFIX = "ProfilerStep#"  # torch.profiler's own mark of a step
 OUR_STEP = "step "  # prefix of the step number; the warm-up step has no range
 OPERATOR, PYTHON, RANGE = "cpu_op", "python_function", "user_annotation"
+AUTOGRAD_NODE = "autograd::engine::evaluate_function"  # torch's range around an autograd node
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _HINT = "give one that surefoot profile or torch.profiler wrote: trace.json.gz"
 

@@ -31,8 +31,8 @@ from surefoot.core.process.memory_limits import find_available_bytes
 SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
 TRACE_FILE, FACTS_FILE = "trace.json.gz", "facts.json"
 MOST_TRACE_BYTES = 50_000_000
-LOOK_EVERY = 20  # recorded steps between two readings of memory
-CLOSING = 60  # closing a window takes 20 to 56 times the memory of recording it
+CHECK_EVERY = 20  # recorded steps between two readings of memory
+CLOSING_FACTOR = 60  # closing a window takes 20 to 56 times the memory of recording it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Profiler:
         self._gradients: list[tuple[int, int]] = []
         self._marks_s: list[float] = []  # the end of every step so far
         self.is_done = self._is_short = False
-        # resident bytes of this process, every LOOK_EVERY recorded steps
+        # resident bytes of this process, every CHECK_EVERY recorded steps
         self._resident: list[int] = []
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._advance(None)
@@ -177,14 +177,14 @@ class Profiler:
 
         The first reading is the baseline: by then a loop has allocated what it needs itself.
         """
-        if self._running is None or self._num_recorded == 0 or self._num_recorded % LOOK_EVERY:
+        if self._running is None or self._num_recorded == 0 or self._num_recorded % CHECK_EVERY:
             return False
         self._resident.append(psutil.Process().memory_info().rss)
-        looks = len(self._resident)
-        if looks < 2:
+        readings = len(self._resident)
+        if readings < 2:
             return False
-        recorded = (self._resident[-1] - self._resident[0]) / (looks - 1) * looks
-        self._is_short = recorded * CLOSING > find_available_bytes() / 2
+        recorded = (self._resident[-1] - self._resident[0]) / (readings - 1) * readings
+        self._is_short = recorded * CLOSING_FACTOR > find_available_bytes() / 2
         return self._is_short
 
     def _begin_capture(self) -> None:
@@ -230,9 +230,9 @@ class Profiler:
             if parameter.requires_grad and parameter.is_leaf:
                 # torch has no type annotations for it
                 hook: Any = parameter.register_post_accumulate_grad_hook
-                self._open.callback(hook(self._saw_gradient).remove)
+                self._open.callback(hook(self._record_gradient).remove)
 
-    def _saw_gradient(self, parameter: Tensor) -> None:
+    def _record_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._gradients.append((time.time_ns(), _address(parameter.grad)))
 
@@ -250,7 +250,7 @@ class Profiler:
             name: {
                 _address(each): each.untyped_storage().nbytes()
                 for each in found
-                if _lies_on(each, self._device)
+                if _is_on(each, self._device)
             }
             for name, found in (
                 (OPTIMIZER, [*held, *self._more]),
@@ -306,7 +306,7 @@ class Profiler:
                 "num_kept": num_kept,
                 "short_of_memory": self._is_short,
                 "levels": list(self.levels),
-                "step_s": self._paces(),
+                "step_s": self._step_times(),
                 "device": str(self._device),
                 "memory": known.as_row() if self._before else None,
             }
@@ -317,7 +317,7 @@ class Profiler:
                 hint=hint_unwritten(error, "record fewer steps"),
             ) from error
 
-    def _paces(self) -> dict[str, float | None]:
+    def _step_times(self) -> dict[str, float | None]:
         """Return the median step time before the profiler ran and inside the window, in seconds;
         None where no step ran."""
         lengths = [
@@ -369,7 +369,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _lies_on(value: Any, device: torch.device) -> bool:
+def _is_on(value: Any, device: torch.device) -> bool:
     return isinstance(value, Tensor) and value.device == device and value.layout == torch.strided
 
 
