@@ -24,14 +24,13 @@ from pathlib import Path
 import numpy as np
 
 from surefoot.components.data.remote import Remote
-from surefoot.components.data.tars.headers import find_samples
-from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, MAX_MEMBERS, find_starts
+from surefoot.components.data.tars.shards import find_starts
+from surefoot.contract.digest import of_file
 from surefoot.core.errors import DataError
 
 FORMAT = "surefoot tar index 1"
 SUFFIX = ".index"
 ALIGNED = 64  # bytes: alignment of the positions
-PIECE_BYTES = 16 << 20
 LONGEST_HEAD = 1 << 28
 Stamp = tuple[str, int, int, int]
 Tell = Callable[[int, int], None]  # called with the bytes done, and all bytes
@@ -250,28 +249,15 @@ def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
 def look_through(path: Path) -> tuple[str, np.ndarray]:
     """Return the digest of a shard, and the positions of its samples.
 
-    The shard is read once, unless the slow method is needed. Raises DataError for a shard that
-    `shards.read_shard` refuses.
+    Raises DataError for a shard that `shards.read_shard` refuses.
     """
-    digest = hashlib.sha256()
     try:
-        with path.open("rb", buffering=0) as file:
-
-            def read(first: int, size: int) -> bytes:  # hashed bytes, which are in memory
-                while file.tell() < first + size and (piece := file.read(PIECE_BYTES)):
-                    digest.update(piece)  # other threads run meanwhile
-                return os.pread(file.fileno(), size, first)
-
-            starts = find_samples(read, most_bytes=MAX_MEMBER_BYTES, most_members=MAX_MEMBERS)
-            while piece := file.read(PIECE_BYTES):
-                digest.update(piece)
+        digest = of_file(path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}", hint="check who may read it"
         ) from None
-    if starts is None:
-        starts = find_starts(path)
-    return digest.hexdigest(), starts
+    return digest, find_starts(path)  # the headers are in the page cache now
 
 
 def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index | None:

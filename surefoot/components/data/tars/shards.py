@@ -84,26 +84,32 @@ def read_shard(
 def find_starts(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> np.ndarray:
     """Return the first byte of each sample of a tar, and the end of the last: (N + 1,) int64.
 
-    Raises what `read_shard` raises.
+    Only the headers are read. Raises what `read_shard` raises.
     """
     spans = [
-        (start, stop) for _, start, stop in read_spans(path, max_member_bytes=max_member_bytes)
+        (start, stop)
+        for _, start, stop in read_spans(path, max_member_bytes=max_member_bytes, headers_only=True)
     ]
     return np.array([start for start, _ in spans] + [spans[-1][1]], dtype=np.int64)
 
 
 def read_spans(
-    path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES, file: BinaryIO | None = None
+    path: Path,
+    *,
+    max_member_bytes: int = MAX_MEMBER_BYTES,
+    file: BinaryIO | None = None,
+    headers_only: bool = False,
 ) -> Iterator[tuple[Sample, int, int]]:
     """Yield the samples, complete or not, each with its first byte and the byte after its end.
 
     With `file`, the samples of that stream are read: sequentially, to its end, and it is closed;
-    `path` then names it in errors. Raises what `read_shard` raises, except for missing parts.
+    `path` then names it in errors. With `headers_only`, the contents are empty. Raises what
+    `read_shard` raises, except for missing parts.
     """
     seen: set[str] = set()
     sample: Sample | None = None
     start = end = 0
-    for name, content, first, last in _members(path, max_member_bytes, file):
+    for name, content, first, last in _members(path, max_member_bytes, file, headers_only):
         key, extension = split_name(name)
         if sample is None or key != sample.key:
             if sample is not None:
@@ -185,7 +191,7 @@ class _Stream:
 
 
 def _members(
-    path: Path, max_member_bytes: int, stream: BinaryIO | None = None
+    path: Path, max_member_bytes: int, stream: BinaryIO | None, headers_only: bool
 ) -> Iterator[tuple[str, bytes, int, int]]:
     """Yield name, content, first byte and end of each member.
 
@@ -200,10 +206,11 @@ def _members(
             ) as archive,
         ):
             for number, member in enumerate(archive):
+                archive.members = []  # tarfile would keep each of them
                 _check(path, member, number, max_member_bytes)
-                opened = archive.extractfile(member)
+                opened = None if headers_only else archive.extractfile(member)
                 content = opened.read() if opened is not None else b""
-                if len(content) != member.size:
+                if opened is not None and len(content) != member.size:
                     raise DataError(
                         f"{path}: {member.name} is truncated at {len(content)} of {member.size} "
                         "bytes",
