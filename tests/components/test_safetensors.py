@@ -130,8 +130,8 @@ def test_a_header_larger_than_the_format_allows_is_refused_before_it_is_read(
     with path.open("wb") as file:
         file.write((100_000_001).to_bytes(8, "little") + b"{")
         file.truncate(100_000_016)  # a hole of the disk
-    with pytest.raises(DataError, match="not a valid safetensors file: .*header too large"):
+    with pytest.raises(DataError, match=r"not a valid safetensors file: .*header too large"):
         Safetensors(path)
     path.write_bytes(math.comb(64, 32).to_bytes(8, "little") + b"{}")
-    with pytest.raises(DataError, match="not a valid safetensors file: .*header"):
+    with pytest.raises(DataError, match=r"not a valid safetensors file: .*header"):
         Safetensors(path)
