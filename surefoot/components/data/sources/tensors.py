@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.sources.arrays import DIGEST_SAMPLES, without_readahead
-from surefoot.components.data.sources.asked import check_asked
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path
@@ -94,7 +94,7 @@ class Safetensors:
         return self._length
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
-        check_asked(ids, self._length)
+        check_ids(ids, self._length)
         return {
             name: torch.from_numpy(rows[ids]).view(TORCH[self.entries[name].dtype])
             for name, rows in self._rows.items()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.remote import Remote
 from surefoot.components.data.tars.shards import find_starts
 from surefoot.contract.digest import of_file
@@ -105,13 +106,7 @@ class Index:
 
         Raises DataError for numbers that are not samples, and for a damaged index.
         """
-        if ids.ndim != 1 or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self)):
-            raise DataError(
-                f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[
-                    :200
-                ],
-                hint="give such numbers",
-            )
+        check_ids(ids, len(self))
         ids = ids.astype(np.int64)
         shard = np.searchsorted(self._ends, ids, side="right")
         place = ids + shard  # each earlier shard has one position more than samples

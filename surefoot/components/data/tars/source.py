@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,8 @@ class Tars:
         return len(self.index)
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
-        if len(ids) == 0:
-            raise DataError("no sample is requested", hint="give one sample number or more")
-        samples = [
-            self.sample(*place)
-            for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)
-        ]
-        return make_batch(samples, self.parts, self.transform)
+        samples = self._fetch(ids)
+        return make_batch(decode_parts(samples, self.parts), samples, self.transform)
 
     @property
     def shard_sizes(self) -> list[int]:
@@ -109,20 +104,15 @@ class Tars:
 
     def explain(self, ids: np.ndarray) -> dict[str, float]:
         """Return the seconds that reading, decoding and transforming these samples take."""
-        marks = [time.perf_counter()]
-        samples = [
-            self.sample(*place)
-            for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)
-        ]
-        marks.append(time.perf_counter())
-        wanted = _find_decoders(self.parts)
-        rows = [_decode(sample, wanted) for sample in samples]
-        marks.append(time.perf_counter())
-        if self.transform is not None:
-            for row in rows:
-                self.transform(row)
-        marks.append(time.perf_counter())
-        return dict(zip(("read", "decode", "transform"), np.diff(marks).tolist(), strict=True))
+        return time_stages(
+            lambda: self._fetch(ids),
+            lambda samples: decode_parts(samples, self.parts),
+            self.transform,
+        )
+
+    def _fetch(self, ids: np.ndarray) -> list[Sample]:
+        places = zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)
+        return [self.sample(*place) for place in places]
 
     def sample(self, shard: int, first: int, count: int) -> Sample:
         """Return the sample at these bytes of a shard.
@@ -199,30 +189,47 @@ class Descriptor:
 
 
 def make_batch(
-    samples: list[Sample], parts: dict[str, str], transform: Transform | None
+    rows: Iterable[dict[str, Any]], samples: list[Sample], transform: Transform | None
 ) -> dict[str, Tensor | list[Any]]:
-    """Return the batch of whole samples: parts decoded, samples transformed, all joined."""
-    wanted = _find_decoders(parts)
-    decoded = (_decode(sample, wanted) for sample in samples)
-    rows = [row if transform is None else transform(row) for row in decoded]
+    """Return the batch of the decoded `samples`: each row transformed, then all joined.
+
+    Raises DataError for no samples.
+    """
+    if not samples:
+        raise DataError("no sample is requested", hint="give one sample number or more")
+    rows = [row if transform is None else transform(row) for row in rows]
     return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
 
 
-Wanted = list[tuple[str, str, decoders.Decoder]]
+def time_stages(
+    fetch: Callable[[], list[Sample]],
+    decode: Callable[[list[Sample]], Iterable[dict[str, Any]]],
+    transform: Transform | None,
+) -> dict[str, float]:
+    """Return the seconds that each stage takes: read, decode and transform."""
+    marks = [time.perf_counter()]
+    samples = fetch()
+    marks.append(time.perf_counter())
+    rows = list(decode(samples))
+    marks.append(time.perf_counter())
+    if transform is not None:
+        for row in rows:
+            transform(row)
+    marks.append(time.perf_counter())
+    return dict(zip(("read", "decode", "transform"), np.diff(marks).tolist(), strict=True))
 
 
-def _find_decoders(parts: dict[str, str]) -> Wanted:
-    return [
+def decode_parts(samples: list[Sample], parts: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of each sample, decoded, by name. Raises DataError for a missing part."""
+    wanted = [
         (name, extension, decoders.find_decoder(extension)) for name, extension in parts.items()
     ]
-
-
-def _decode(sample: Sample, wanted: Wanted) -> dict[str, Any]:
-    try:
-        return {name: decoder(sample, extension) for name, extension, decoder in wanted}
-    except KeyError:
-        complete(sample, [extension for _, extension, _ in wanted])
-        raise
+    for sample in samples:
+        try:
+            yield {name: decoder(sample, extension) for name, extension, decoder in wanted}
+        except KeyError:
+            complete(sample, list(parts.values()))
+            raise
 
 
 def read_sample(path: Path, content: bytes) -> Sample:

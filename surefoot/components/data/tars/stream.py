@@ -19,9 +19,10 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from torch import Tensor
 
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.remote import Remote
 from surefoot.components.data.tars.shards import Sample, read_spans
-from surefoot.components.data.tars.source import Transform, make_batch
+from surefoot.components.data.tars.source import Transform, decode_parts, make_batch
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path
@@ -90,20 +91,14 @@ class TarStream:
         return int(self._ends[-1])
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
-        if len(ids) == 0 or not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
-            raise DataError(
-                f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[
-                    :200
-                ],
-                hint="give such numbers",
-            )
+        check_ids(ids, len(self))
         shards = np.searchsorted(self._ends, ids, side="right").tolist()
         with self._lock:  # a stream has one reader
             samples = [
                 self._take(shard, int(number - self._ends[shard]) + self.counts[shard])
                 for number, shard in zip(ids, shards, strict=True)
             ]
-        return make_batch(samples, self.parts, self.transform)
+        return make_batch(decode_parts(samples, self.parts), samples, self.transform)
 
     def part(self, part: int, parts: int) -> TarStream:
         """Return the stream of one of `parts` readers (ranks times workers).
