@@ -96,7 +96,7 @@ def test_an_index_that_cannot_be_made_is_refused_in_words(
     shutil.copytree(folder, other)
     answer = surefoot("data", "index", str(folder), str(other))
     assert answer.code == 2
-    assert "the shards lie in 2 folders" in answer.err
+    assert "the shards are in 2 folders" in answer.err
     (folder / "0.tar").write_bytes(b"x" * 4096)
     answer = surefoot("data", "index", str(folder))
     assert answer.code == 2

@@ -350,7 +350,7 @@ def test_a_folder_of_another_conversion_is_left_alone(
         (out / "mine.tar").write_bytes(b"mine")
     elif change:
         old, new = (
-            (b"convert 1", b"convert 0") if change == "version" else (b'"source"', b'"nothing"')
+            (b"convert 1", b"convert 0") if change == "version" else (b'"settings"', b'"nothing"')
         )
         (out / PROGRESS).write_bytes((out / PROGRESS).read_bytes().replace(old, new))
     before = digests(out)

@@ -217,7 +217,7 @@ def test_what_is_no_file_and_no_tar_at_all_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.tar")
     with pytest.raises(DataError, match=r"pipe\.tar is no file"):
         open_index([tmp_path / "pipe.tar"], tmp_path / "cache")
-    with pytest.raises(DataError, match="no tar is given"):
+    with pytest.raises(DataError, match="no shard is given"):
         open_index([], tmp_path / "cache")
 
 
@@ -316,7 +316,7 @@ def test_shards_that_are_no_set_are_refused(tmp_path: Path) -> None:
     other = write_tar(tmp_path / "b" / "a.tar", MEMBERS)
     with pytest.raises(DataError, match="2 folders"):
         open_index([path, other], tmp_path / "cache")
-    with pytest.raises(DataError, match=r"a\.tar is named twice"):
+    with pytest.raises(DataError, match=r"a\.tar is given twice"):
         open_index([path, path], tmp_path / "cache")
     with pytest.raises(DataError, match="cannot be read"):
         open_index([tmp_path / "none.tar"], tmp_path / "cache")

@@ -9,7 +9,6 @@ bytes as an uninterrupted one.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -23,17 +22,16 @@ from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk.encode import END, frame
 from surefoot.components.data.disk.files import (
     check_room,
-    digest_of,
     drafted,
     lock_folder,
     make_folder,
-    nearest,
     sweep,
     write_sums,
     write_whole,
 )
 from surefoot.components.data.disk.given import Given
 from surefoot.components.data.remote.shards import SUMS
+from surefoot.components.data.tars.index import digest_of
 from surefoot.contract.commits import sync_folder
 from surefoot.core.errors import DataError
 from surefoot.core.units import name_some
@@ -91,9 +89,15 @@ class ConvertedShards:
 
     shards: tuple[Written, ...]
     kept: int
-    num_samples: int = 0
-    num_bytes: int = 0
     beside: tuple[str, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        return sum(each.samples for each in self.shards)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.bytes for each in self.shards)
 
 
 def convert(
@@ -114,9 +118,11 @@ def convert(
         raise DataError("a sequential source cannot be shuffled", hint="leave --shuffle out")
     if not (out / PROGRESS).exists():
         _check_empty(out, given)
-        check_room(nearest(out), given.num_bytes or 0)
+        check_room(out, given.num_bytes or 0)
     make_folder(out)
-    with _progress_of(out, given, layout) as (file, shards):
+    head = {"format": FORMAT, "source": given.identity, "settings": asdict(layout)}
+    with lock_folder(out, PROGRESS) as file:
+        shards = _read_progress(out, file, head)
         # the last shard may lack its line in the progress file
         ours = [f"{layout.name}-{number:05}.tar" for number in range(len(shards) + 1)]
         _refuse(out, [path for path in out.glob("*.tar") if path.name not in ours])
@@ -140,17 +146,7 @@ def convert(
         write_whole(out / name, content)
     beside = {name: hashlib.sha256(content).hexdigest() for name, content in given.beside.items()}
     write_sums(out, {each.name: each.sha256 for each in shards} | beside)
-    num_samples, num_bytes = (
-        sum(each.samples for each in shards),
-        sum(each.bytes for each in shards),
-    )
-    return ConvertedShards(
-        shards=tuple(shards),
-        kept=kept,
-        num_samples=num_samples,
-        num_bytes=num_bytes,
-        beside=tuple(beside),
-    )
+    return ConvertedShards(shards=tuple(shards), kept=kept, beside=tuple(beside))
 
 
 def _frames(given: Given, shuffle: int | None, first: int) -> Iterator[bytes]:
@@ -206,61 +202,43 @@ def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> N
     file.truncate(sum(len(file.readline()) for _ in range(len(shards) + 1)))
 
 
-@contextlib.contextmanager
-def _progress_of(
-    out: Path, given: Given, layout: ShardNaming
-) -> Iterator[tuple[BinaryIO, list[Written]]]:
-    """Open and lock the progress file; yield it together with the shards that it lists."""
-    with lock_folder(out, PROGRESS) as file:
-        file.seek(0)
-        lines = [line for line in file if line.endswith(b"\n")]
-        head = {"format": FORMAT, "source": given.identity, "settings": asdict(layout)}
-        if not lines:
-            _check_empty(out, given)
-            file.truncate(0)
-            _append(file, head)
-            sync_folder(out)
-        yield file, _read(out, lines, head) if lines else []
-
-
 def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
     file.write(json.dumps(row).encode() + b"\n")
     file.flush()
     os.fsync(file.fileno())
 
 
-def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Written]:
-    """Return the shards that a progress file lists.
+def _read_progress(out: Path, file: BinaryIO, head: Mapping[str, Any]) -> list[Written]:
+    """Return the shards that a progress file lists; begin a new file with `head`.
 
     Raises DataError if the file is damaged or belongs to another conversion.
     """
-    damaged = DataError(f"{out / PROGRESS} is damaged", hint="convert into a new folder")
-    hint = "repeat the first command, or give a new folder"
+    file.seek(0)
+    lines = [line for line in file if line.endswith(b"\n")]
+    if not lines:
+        file.truncate(0)
+        _append(file, head)
+        sync_folder(out)
+        return []
     try:
         begun, *rows = map(json.loads, lines)
         known = [Written(**row) for row in rows]
-        was, now = dict(begun["settings"]), head["settings"]
-        same_format, same_source = begun["format"] == FORMAT, begun["source"] == head["source"]
+        was = dict(begun["settings"])
+        changed = [
+            f"{name} {was.get(name)}, not {value}"
+            for name, value in head["settings"].items()
+            if was.get(name) != value
+        ]
     except (ValueError, KeyError, TypeError):
-        raise damaged from None
-    if not same_format:
-        raise DataError(f"{out} was started by another version", hint=hint)
-    changed = [
-        f"{name} {was.get(name)}, not {value}"
-        for name, value in now.items()
-        if was.get(name) != value
-    ]
-    if changed:
-        raise DataError(f"{out} was started with {'; '.join(changed)}", hint=hint)
-    if not same_source:
+        raise DataError(f"{out / PROGRESS} is damaged", hint="convert into a new folder") from None
+    if begun != head:
         raise DataError(
-            f"{out} was started from another source, or the source has changed since then",
-            hint=hint,
+            f"{out} was started with {'; '.join(changed)}"
+            if changed
+            else f"{out} was started from another source or by another version, "
+            "or the source has changed since then",
+            hint="repeat the first command, or give a new folder",
         )
-    if [each.name for each in known] != [
-        f"{now['name']}-{number:05}.tar" for number in range(len(known))
-    ]:
-        raise damaged
     return known
 
 

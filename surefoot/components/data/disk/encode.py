@@ -153,7 +153,7 @@ def _as_text(value: Any, what: str) -> bytes:
 
 def _as_json(value: Any, what: str) -> bytes:
     try:
-        return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False).encode()
+        return json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
             f"{what} cannot be written as JSON: {error}",
@@ -162,12 +162,12 @@ def _as_json(value: Any, what: str) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with its arrays as lists."""
+    """Return an array as a list, and a mapping as a dict, for json."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return dict(value)
+    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 def _as_tensors(value: Any, what: str) -> bytes:

@@ -124,14 +124,10 @@ def _make(remote: Remote, place: Path, tell: Tell | None) -> Made:
     scanned.
     """
     old = read_index(place, remote.folder)
-    known = (
-        {}
-        if old is None
-        else {
-            (shard.name, shard.digest): (shard, starts)
-            for shard, starts in zip(old.shards, cut(old), strict=True)
-        }
-    )
+    known = {
+        (shard.name, shard.digest): (shard, starts)
+        for shard, starts in (() if old is None else cut(old))
+    }
     made: Made = []
     for number, name in enumerate(remote.names):
         found = known.get((name, remote.listed.get(name, "")))

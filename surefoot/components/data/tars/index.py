@@ -11,12 +11,11 @@ there, and is written like every other file: a draft, synced, renamed last. A sh
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import stat
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 
 from surefoot.components.data.order import check_ids
 from surefoot.components.data.remote import Remote
+from surefoot.components.data.remote.names import check_set
 from surefoot.components.data.tars.shards import find_starts
 from surefoot.contract.digest import of_file
 from surefoot.core.errors import DataError
@@ -71,13 +71,8 @@ class Index:
         starts: np.ndarray,
         remote: Remote | None = None,
     ) -> None:
-        self.folder, self.place, self.shards, self.starts, self._remote = (
-            folder,
-            place,
-            tuple(shards),
-            starts,
-            remote,
-        )
+        self.folder, self.place, self.shards = folder, place, tuple(shards)
+        self.starts, self._remote = starts, remote
         counts = np.array([shard.num_samples for shard in shards], dtype=np.int64)
         self._ends = np.cumsum(counts)
         text = json.dumps([[shard.name, shard.digest] for shard in shards])
@@ -135,7 +130,8 @@ def open_index(
     that cannot be written.
     """
     ordered = sorted(paths)
-    folder = _check(ordered)
+    check_set([path.name for path in ordered], {path.parent.resolve() for path in ordered})
+    folder = ordered[0].parent
     stamps = [stamp_of(path) for path in ordered]
     name = name_of([path.name for path in ordered])
     places = (
@@ -151,14 +147,8 @@ def open_index(
         index = read_index(place, folder)
         if index is not None and [shard.stamp for shard in index.shards] == stamps:
             return index
-        known |= (
-            {}
-            if index is None
-            else {
-                shard.stamp: (shard, each)
-                for shard, each in zip(index.shards, cut(index), strict=True)
-            }
-        )
+        if index is not None:
+            known |= {shard.stamp: (shard, starts) for shard, starts in cut(index)}
     made = _make(ordered, stamps, known, tell)
     try:
         write_index(places[-1], made)
@@ -178,21 +168,6 @@ def open_index(
 def name_of(names: Sequence[str]) -> str:
     """Return the file name of the index of shards with these names, in order."""
     return f"surefoot-{hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:8]}{SUFFIX}"
-
-
-def _check(paths: Sequence[Path]) -> Path:
-    if not paths:
-        raise DataError("no tar is given", hint="name one or more")
-    folders = {path.parent.resolve() for path in paths}
-    if len(folders) != 1:
-        raise DataError(
-            f"the shards lie in {len(folders)} folders",
-            hint="give the shards of one folder, one or more",
-        )
-    twice = [one.name for one, other in itertools.pairwise(paths) if one == other]
-    if twice:
-        raise DataError(f"the shard {twice[0]} is named twice", hint="name each shard once")
-    return paths[0].parent
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -246,13 +221,21 @@ def look_through(path: Path) -> tuple[str, np.ndarray]:
 
     Raises DataError for a shard that `shards.read_shard` refuses.
     """
+    return digest_of(path), find_starts(path)  # the headers are in the page cache now
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, as `sha256sum` prints it.
+
+    Raises DataError for a file that cannot be read.
+    """
     try:
-        digest = of_file(path)
+        return of_file(path)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}", hint="check who may read it"
+            f"{path} cannot be read: {error.strerror}",
+            hint="check that the file exists and that you have permission to read it",
         ) from None
-    return digest, find_starts(path)  # the headers are in the page cache now
 
 
 def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index | None:
@@ -275,10 +258,10 @@ def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index
         return None
 
 
-def cut(index: Index) -> list[np.ndarray]:
-    """Return the positions of the samples of each shard."""
+def cut(index: Index) -> Iterator[tuple[Shard, np.ndarray]]:
+    """Yield each shard with the positions of its samples."""
     ends = np.cumsum([shard.num_samples + 1 for shard in index.shards])
-    return np.split(np.asarray(index.starts), ends[:-1])
+    yield from zip(index.shards, np.split(np.asarray(index.starts), ends[:-1]), strict=True)
 
 
 def write_index(place: Path, made: Sequence[tuple[Shard, np.ndarray]]) -> None:
