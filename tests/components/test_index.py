@@ -215,7 +215,7 @@ def test_a_tar_of_nonsense_is_refused_in_words(tmp_path: Path) -> None:
 
 def test_what_is_no_file_and_no_tar_at_all_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.tar")
-    with pytest.raises(DataError, match=r"pipe\.tar is no file"):
+    with pytest.raises(DataError, match=r"pipe\.tar is not a regular file"):
         open_index([tmp_path / "pipe.tar"], tmp_path / "cache")
     with pytest.raises(DataError, match="no shard is given"):
         open_index([], tmp_path / "cache")
@@ -234,7 +234,7 @@ def test_an_index_that_leads_out_of_its_tars_is_refused(wrong: int, tmp_path: Pa
     place = open_index(paths, tmp_path / "cache").place
     content = place.read_bytes()
     place.write_bytes(content[: -8 * 22] + np.full(22, wrong, dtype="<i8").tobytes())
-    with pytest.raises(DataError, match="is damaged: it leads out of its tars"):
+    with pytest.raises(DataError, match="is damaged: it has positions outside its tars"):
         open_index(paths, tmp_path / "cache").locate(np.arange(21))
     place.write_bytes(b"[" * 100_000 + b"\n")
     assert len(open_index(paths, tmp_path / "cache")) == 21

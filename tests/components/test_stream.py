@@ -119,7 +119,9 @@ def test_a_pipe_is_read_once_and_heard_out() -> None:
     assert labels(source, np.arange(SAMPLES)) == list(range(SAMPLES))
     writer.join(120)
     assert not writer.is_alive()
-    with pytest.raises(DataError, match="a stream that can be read once was read"):
+    with pytest.raises(
+        DataError, match="a file object that can be read only once was requested again"
+    ):
         source.read(np.array([0]))
 
 
@@ -156,8 +158,8 @@ DAMAGED = {
         TARS[0].rstrip(b"\0") + bytes(-len(TARS[0].rstrip(b"\0")) % 512),
         "it has no end marker",
     ),
-    "no tar": (b"x" * 4096, "is no tar"),
-    "empty": (b"", "is no tar"),
+    "no tar": (b"x" * 4096, "is not a tar"),
+    "empty": (b"", "is not a tar"),
 }
 
 
@@ -170,7 +172,7 @@ def test_what_is_damaged_ends_it_by_name(what: str) -> None:
 
 @pytest.mark.parametrize("count", [7, 9])
 def test_another_number_of_samples_than_counted_is_told(count: int) -> None:
-    says = "holds more than 7 samples" if count == 7 else "ended after 8 samples of 9"
+    says = "contains more than 7 samples" if count == 7 else "ended after 8 samples of 9"
     with pytest.raises(DataError, match=says):
         labels(TarStream([Forwards(TARS[0])], [count], label="cls"), np.arange(count))  # type: ignore[list-item]
 
@@ -178,10 +180,13 @@ def test_another_number_of_samples_than_counted_is_told(count: int) -> None:
 def test_what_cannot_be_is_told() -> None:
     source = TarStream(Counted().openers, COUNTS, label="cls")
     for make, says in (
-        (lambda: TarStream([], [], label="cls"), "are no stream"),
-        (lambda: TarStream(Counted().openers, [1], label="cls"), "are no stream"),
-        (lambda: TarStream(Counted().openers, COUNTS), "are no stream"),
-        (lambda: source.part(0, 6), "part 0 of 6 of 5 shards is none"),
+        (lambda: TarStream([], [], label="cls"), "a TarStream of .* is not possible"),
+        (
+            lambda: TarStream(Counted().openers, [1], label="cls"),
+            "a TarStream of .* is not possible",
+        ),
+        (lambda: TarStream(Counted().openers, COUNTS), "a TarStream of .* is not possible"),
+        (lambda: source.part(0, 6), "part 0 of 6 is not possible with 5 shards"),
         (lambda: source.read(np.array([40])), "sample 40 was requested"),
         (
             lambda: TarStream([Path("none.tar")], [1], label="cls").read(np.array([0])),

@@ -46,7 +46,7 @@ def find_remote(
         return None
     if len(urls) != len(named):
         raise DataError(
-            "some shards are URLs and some are files", hint="give the shards of one place"
+            "some shards are URLs and some are files", hint="give URLs alone, or files alone"
         )
     return Remote(urls, cache=cache)
 
@@ -74,7 +74,7 @@ def open_remote(remote: Remote, *, tell: Tell | None = None) -> Index:
             hint=hint_unwritten(error, "give another cache"),
         ) from error
     if index is None:
-        raise DataError(f"the index {place} is not what was written", hint="is the disk sound?")
+        raise DataError(f"the index {place} cannot be read back", hint="check the disk")
     remote.know(
         [shard.num_bytes for shard in index.shards], [shard.digest for shard in index.shards]
     )

@@ -112,8 +112,8 @@ class Index:
         )
         if (first < 0).any() or (count <= 0).any() or (count > sizes - first).any():
             raise DataError(
-                f"the index {self.place} is damaged: it leads out of its tars",
-                hint="remove it; it is made again",
+                f"the index {self.place} is damaged: it has positions outside its tars",
+                hint="remove it; the next run builds it again",
             )
         return shard, first, count
 
@@ -155,7 +155,7 @@ def open_index(
     except OSError as error:
         raise DataError(
             f"the index {places[-1]} cannot be written: {error.strerror}",
-            hint="check who may write there, and whether there is room",
+            hint="check your permission to write there, and the free disk space",
         ) from error
     return Index(
         folder,
@@ -179,10 +179,10 @@ def stamp_of(path: Path) -> Stamp:
         status = path.stat()
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}", hint="check that the file is there"
+            f"{path} cannot be read: {error.strerror}", hint="check that the file exists"
         ) from None
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path} is no file", hint="name tars")
+        raise DataError(f"{path} is not a regular file", hint="give tar files")
     return path.name, status.st_size, max(status.st_mtime_ns, status.st_ctime_ns), status.st_ino
 
 
@@ -212,7 +212,7 @@ def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
     name, num_bytes, changed_ns, inode = stamp
     digest, starts = look_through(path)
     if stamp_of(path) != stamp:
-        raise DataError(f"{path} changed while it was read", hint="wait until it is written")
+        raise DataError(f"{path} changed while it was read", hint="wait until it is complete")
     return Shard(name, num_bytes, changed_ns, inode, digest, len(starts) - 1), starts
 
 

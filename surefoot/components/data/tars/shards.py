@@ -52,7 +52,9 @@ def find_shards(folder: str | Path | None, pattern: str, *, home: str) -> list[P
     given = Path(folder).expanduser()
     try:
         if not given.is_dir():
-            raise DataError(f"{given} is {'no folder' if given.exists() else 'missing'}", hint=hint)
+            raise DataError(
+                f"{given} is {'not a folder' if given.exists() else 'missing'}", hint=hint
+            )
         for place in (given, given / home):
             found = (
                 sorted(path for path in place.iterdir() if path.match(pattern))
@@ -63,9 +65,11 @@ def find_shards(folder: str | Path | None, pattern: str, *, home: str) -> list[P
                 return found
     except OSError as error:
         raise DataError(
-            f"{given} cannot be read: {error.strerror}", hint="check who may read it"
+            f"{given} cannot be read: {error.strerror}", hint="check your permission to read it"
         ) from None
-    raise DataError(f"{given} holds no {pattern}, nor does a folder {home} in it", hint=hint)
+    raise DataError(
+        f"{given} contains no {pattern}, and neither does its subfolder {home}", hint=hint
+    )
 
 
 def read_shard(
@@ -116,18 +120,18 @@ def read_spans(
                 yield sample, start, end
             if key in seen:
                 raise DataError(
-                    f"{path}: {name} belongs to the sample {key}, which ended before",
-                    hint="write each sample's members in a row",
+                    f"{path}: {name} belongs to {key}, whose members are not consecutive",
+                    hint="write the members of each sample one after another",
                 )
             seen.add(key)
             sample, start = Sample(path, key), first
         if extension in sample.parts:
-            raise sample.fault(extension, "stands there twice")
+            raise sample.fault(extension, "occurs twice")
         sample.parts[extension] = content
         end = last
     if sample is None:
         raise DataError(
-            f"{path} holds no sample",
+            f"{path} contains no sample",
             hint="its members should be named like 000123.jpg and 000123.cls",
         )
     yield sample, start, end
@@ -224,7 +228,7 @@ def _members(
                 pass  # to its end: the writer is not interrupted, and a digest covers all bytes
     # the last two are tarfile's errors for malformed headers
     except (tarfile.TarError, ValueError, OverflowError) as error:
-        what = f"is damaged after byte {end}" if end else "is no tar"
+        what = f"is damaged after byte {end}" if end else "is not a tar"
         raise DataError(
             f"{path} {what}: {error}",
             hint="shards are plain tars, not compressed; copy the file again",
@@ -232,7 +236,7 @@ def _members(
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}",
-            hint="check that the file is there and who may read it",
+            hint="check that the file exists, and your permission to read it",
         ) from None
     if marker.count(0) != BLOCK:
         what = (
@@ -251,16 +255,17 @@ def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: i
         )
     if not member.isreg() or member.issparse():
         raise DataError(
-            f"{path}: {shown!r} is no regular file",
-            hint="shards hold files only: no folders, links, devices or sparse files",
+            f"{path}: {shown!r} is not a regular file",
+            hint="a shard has regular files only: no folders, links, devices or sparse files",
         )
     if not is_plain(member.name):
         raise DataError(
-            f"{path}: {shown!r} is no plain name",
+            f"{path}: {shown!r} is not a plain name",
             hint="use letters, digits, '.', '_' and '-', and no path out of the shard",
         )
     if not 0 <= member.size <= max_member_bytes:
         raise DataError(
-            f"{path}: {shown} has {member.size:,} bytes, {max_member_bytes:,} are allowed",
-            hint="is it a sample at all?",
+            f"{path}: {shown} has {member.size:,} bytes, "
+            f"and at most {max_member_bytes:,} are allowed",
+            hint="check that it belongs to a sample; store larger files outside the shard",
         )

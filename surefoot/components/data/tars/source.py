@@ -66,7 +66,7 @@ class Tars:
     ) -> None:
         if not parts:
             raise DataError(
-                "Tars is told of no part to read", hint='Tars(paths, image="jpg", label="cls")'
+                "Tars needs at least one part to read", hint='Tars(paths, image="jpg", label="cls")'
             )
         self.parts, self.transform = parts, transform
         below = whole_path(cache) if cache else cache_folder() / "tars"
@@ -126,7 +126,7 @@ class Tars:
         except OSError as error:
             raise DataError(
                 f"{path} cannot be read: {error.strerror}",
-                hint="is the disk sound, and the file still there?",
+                hint="check that the file still exists, and the disk",
             ) from None
         if len(content) < count:
             raise DataError(
@@ -155,8 +155,8 @@ class Tars:
         opened = Descriptor(self.index.open(shard))
         if os.fstat(opened.number).st_size != self.index.shards[shard].num_bytes:
             raise DataError(
-                f"{path} is not what it was when it was indexed",
-                hint="leave shards alone while they are read",
+                f"{path} differs from the file that was indexed",
+                hint="do not change shards while they are read",
             )
         with self._lock:
             opened = self._open.setdefault(shard, opened)
@@ -244,8 +244,8 @@ def read_sample(path: Path, content: bytes) -> Sample:
         ((sample, _, _),) = read_spans(path, file=io.BytesIO(content + bytes(BLOCK)))
     except (DataError, ValueError):  # damaged, or not one sample
         raise DataError(
-            f"{path} is not what it was when it was indexed",
-            hint="leave shards alone while they are read",
+            f"{path} differs from the file that was indexed",
+            hint="do not change shards while they are read",
         ) from None
     return sample
 

@@ -58,8 +58,8 @@ class TarStream:
         given: list[Any] = list(range(len(shards))) if isinstance(shards, Remote) else list(shards)
         if len(given) != len(counts) or not given or min(counts) < 1 or window < 1 or not parts:
             raise DataError(
-                f"{len(given)} shards of {list(counts)[:8]} samples, {window} at a time, "
-                f"with {len(parts)} parts, are no stream",
+                f"a TarStream of {len(given)} shards, with counts {list(counts)[:8]}, "
+                f"window {window} and {len(parts)} parts is not possible",
                 hint=(
                     "give a count of 1 or more for each shard, and a part: "
                     'TarStream([opener], [1000], label="cls")'
@@ -107,8 +107,8 @@ class TarStream:
         """
         if not 0 <= part < parts <= len(self.counts):
             raise DataError(
-                f"part {part} of {parts} of {len(self.counts)} shards is none",
-                hint="use as many readers as shards at most, from 0",
+                f"part {part} of {parts} is not possible with {len(self.counts)} shards",
+                hint="use at most as many readers as shards, numbered from 0",
             )
         made = copy(self)
         own = slice(part, None, parts)
@@ -119,7 +119,7 @@ class TarStream:
         names = ", ".join(f"{name} ({extension})" for name, extension in self.parts.items())
         return (
             f"{len(self):,} samples streamed from {len(self.counts)} tars: {names}; "
-            "replayed to go on"
+            "replayed to resume"
         )
 
     def _take(self, shard: int, place: int) -> Sample:
@@ -129,7 +129,10 @@ class TarStream:
             try:
                 file = self._openers[shard]()
             except OSError as error:
-                why, hint = error.strerror or error, "check that it is there and who may read it"
+                why, hint = (
+                    error.strerror or error,
+                    "check that it exists, and your permission to read it",
+                )
                 raise DataError(f"{name} cannot be opened: {why}", hint=hint) from None
             reading = self._reading[shard] = _Forwards(name, file, self.counts[shard])
         self._reading.move_to_end(shard)
@@ -185,8 +188,8 @@ class _Forwards:
             self._next += 1
             if self._next == self._count and next(self._samples, None) is not None:
                 raise DataError(
-                    f"{self._name} holds more than {self._count:,} samples",
-                    hint="give the right counts: none may be lost",
+                    f"{self._name} contains more than {self._count:,} samples",
+                    hint="give the right counts, so that no sample is left out",
                 )
         return self._waiting.pop(place)
 
@@ -201,10 +204,10 @@ class _Once:
         file, self._file = self._file, None
         if file is None:
             raise DataError(
-                "a stream that can be read once was read, and is asked for again",
+                "a file object that can be read only once was requested again",
                 hint=(
-                    "give a function that opens it anew, to train for several epochs or to go on "
-                    "in the middle"
+                    "give a function that opens it again, to train for several epochs or to resume "
+                    "in the middle of one"
                 ),
             )
         return file

@@ -25,25 +25,26 @@ def erase(images_BHWC: Tensor, boxes_B4: Tensor, value: float | Sequence[float] 
     """
     check_images(images_BHWC)
     channels = images_BHWC.shape[3]
-    colour = torch.as_tensor(value, dtype=images_BHWC.dtype)
-    if colour.ndim > 1 or colour.numel() not in (1, channels):
+    color = torch.as_tensor(value, dtype=images_BHWC.dtype)
+    if color.ndim > 1 or color.numel() not in (1, channels):
         raise DataError(
-            f"{value} is no colour of {channels}", hint="give one number, or one a colour"
+            f"{value} is not a color of {channels} channels",
+            hint="give one number, or one per channel",
         )
     painted = images_BHWC.clone()
     for image, (top, left, rows, columns) in zip(painted, boxes_B4.tolist(), strict=True):
-        image[max(0, top) : max(0, top + rows), max(0, left) : max(0, left + columns)] = colour
+        image[max(0, top) : max(0, top + rows), max(0, left) : max(0, left + columns)] = color
     return painted
 
 
 def cutout(
-    images_BHWC: Tensor, centres_B2: Tensor, size: int, value: float | Sequence[float] = 0
+    images_BHWC: Tensor, centers_B2: Tensor, size: int, value: float | Sequence[float] = 0
 ) -> Tensor:
     """Return the images with a square of `size` pixels around each center (row, column) painted.
 
     Parts of a square outside the image are ignored (DeVries, 2017).
     """
-    corners = centres_B2 - size // 2
+    corners = centers_B2 - size // 2
     return erase(images_BHWC, torch.cat([corners, torch.full_like(corners, size)], dim=1), value)
 
 

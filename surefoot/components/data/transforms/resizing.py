@@ -48,7 +48,7 @@ def center_crop(images_BHWC: Tensor, height: int, width: int) -> Tensor:
     _, rows, columns, _ = images_BHWC.shape
     if height > rows or width > columns:
         raise DataError(
-            f"a crop of {height} x {width} does not lie in images of {rows} x {columns}",
+            f"a crop of {height} x {width} is larger than images of {rows} x {columns}",
             hint="resize them first, or crop less",
         )
     top, left = round((rows - height) / 2), round((columns - width) / 2)
