@@ -23,6 +23,7 @@ from surefoot.components.data.disk.files import (
     drafted,
     lock_folder,
     make_folder,
+    refuse_others,
     sweep,
     write_sums,
     write_whole,
@@ -31,7 +32,6 @@ from surefoot.components.data.sources.images import ImageFolder
 from surefoot.components.data.tars.index import Index, open_index
 from surefoot.components.data.tars.shards import BLOCK
 from surefoot.core.errors import DataError
-from surefoot.core.units import name_some
 
 SETTINGS = ".surefoot-convert"
 CLASSES, FILES = "classes.json", "files.txt"
@@ -100,7 +100,7 @@ def convert(
     sizes = {name: _tar_bytes(images, numbers) for name, numbers in shards.items()}
     beside = {CLASSES: _classes(images), FILES: _files(images)}
     if not (out / SETTINGS).exists():
-        _refuse(out, [*out.glob("*.tar"), *(out / name for name in (*beside, SUMS))])
+        refuse_others(out, [*out.glob("*.tar"), *(out / name for name in (*beside, SUMS))])
         check_room(out, sum(sizes.values()))
     make_folder(out)
     with lock_folder(out, SETTINGS) as file:
@@ -115,7 +115,7 @@ def convert(
             file.write(settings)
             file.flush()
             os.fsync(file.fileno())
-        _refuse(out, [path for path in out.glob("*.tar") if path.name not in shards])
+        refuse_others(out, [path for path in out.glob("*.tar") if path.name not in shards])
         sweep(out, [*shards, *beside, SUMS])
         missing = [name for name in shards if _size(out / name) != sizes[name]]
         check_room(out, sum(sizes[name] for name in missing))
@@ -220,15 +220,6 @@ def _identity(images: ImageFolder) -> str:
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def _refuse(out: Path, others: list[Path]) -> None:
-    found = sorted(path.name for path in others if path.exists())
-    if found:
-        raise DataError(
-            f"{out} holds {name_some(found, 1)}, which belongs to another data set",
-            hint="give a new folder",
-        )
 
 
 def plain_name(folder: Path) -> str:

@@ -14,7 +14,7 @@ from surefoot.components.data.remote.shards import SUMS, parse_sums
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.run_folder.files import apply_umask
 from surefoot.core.errors import DataError, StorageError, hint_unwritten
-from surefoot.core.units import format_bytes
+from surefoot.core.units import format_bytes, name_some
 
 DRAFT = ".draft"  # not the name of a tar, so that other readers of the folder ignore it
 PIECE_BYTES = 4 << 20
@@ -94,6 +94,16 @@ def make_folder(folder: Path) -> None:
             f"the folder {folder} cannot be created: {why}",
             hint="give another folder to write into",
         ) from None
+
+
+def refuse_others(folder: Path, others: Iterable[Path]) -> None:
+    """Raise DataError if one of these files of a folder, which another program wrote, exists."""
+    found = sorted(path.name for path in others if path.exists())
+    if found:
+        raise DataError(
+            f"{folder} holds {name_some(found, 1)}, which belongs to another data set",
+            hint="give a new folder",
+        )
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:

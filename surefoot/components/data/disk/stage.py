@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from surefoot.components.data.disk.convert import CLASSES, FILES
 from surefoot.components.data.disk.devices import (
     Device,
     Speed,
@@ -24,6 +25,7 @@ from surefoot.components.data.disk.files import (
     lock_folder,
     make_folder,
     read_sums,
+    refuse_others,
     sweep,
     write_sums,
 )
@@ -43,7 +45,7 @@ LOCK = ".surefoot-stage"
 MEASURED_BYTES = 256 << 20
 MEASURED_S = 2.0
 Tell = Callable[[int], None]  # called with the bytes done since the last call
-BESIDE = ("classes.json", "files.txt")  # files that a conversion writes next to tars
+BESIDE = (CLASSES, FILES)  # which a conversion writes next to tars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +127,8 @@ def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
         raise DataError(
             f"{dest} is the folder of the tars", hint="give a folder on another disk: /dev/shm/tars"
         )
-    others = sorted(path.name for path in dest.glob("*.tar") if path.name not in names)
-    if (dest / SUMS).exists() and not (dest / LOCK).exists():
-        others.append(SUMS)  # written by another program
-    if others:
-        raise DataError(
-            f"{dest} holds {others[0]}, which belongs to another data set", hint="give a new folder"
-        )
+    others = [path for path in dest.glob("*.tar") if path.name not in names]
+    refuse_others(dest, others if (dest / LOCK).exists() else [*others, dest / SUMS])
     return home, names
 
 

@@ -339,10 +339,7 @@ def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
         shape.append(max(lengths, default=0))
         inside = _decoded(inside.flatten())
     if inside.null_count:
-        raise DataError(
-            f"{sample.shard}: {sample.key} has a null in {column}",
-            hint="leave rows with nulls out, or fill them",
-        )
+        raise _missing(sample, column)
     if not is_even or not (
         types.is_integer(inside.type)
         or types.is_floating(inside.type)
