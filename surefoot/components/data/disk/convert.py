@@ -18,7 +18,6 @@ from pathlib import Path
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk.files import (
-    SUMS,
     check_room,
     drafted,
     lock_folder,
@@ -28,6 +27,7 @@ from surefoot.components.data.disk.files import (
     write_sums,
     write_whole,
 )
+from surefoot.components.data.remote.shards import SUMS
 from surefoot.components.data.sources.images import ImageFolder
 from surefoot.components.data.tars.index import Index, open_index
 from surefoot.components.data.tars.shards import BLOCK
@@ -186,7 +186,7 @@ def _write(path: Path, images: ImageFolder, numbers: Sequence[int]) -> None:
                 member = tarfile.TarInfo(f"{number:0{digits}}.{extension}")
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
-            archive.members = []  # tarfile would keep each of them
+            archive.members = []  # type: ignore[attr-defined] # tarfile would keep them all
 
 
 def _classes(images: ImageFolder) -> bytes:

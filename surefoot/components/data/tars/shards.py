@@ -210,7 +210,7 @@ def _members(
             ) as archive,
         ):
             for number, member in enumerate(archive):
-                archive.members = []  # tarfile would keep each of them
+                archive.members = []  # type: ignore[attr-defined] # tarfile would keep them all
                 _check(path, member, number, max_member_bytes)
                 opened = None if headers_only else archive.extractfile(member)
                 content = opened.read() if opened is not None else b""
