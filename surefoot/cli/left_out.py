@@ -106,16 +106,6 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
         ("machine", "compile", "loader", "communication", "evaluation", "run"),
         "it predicts one training step on a CPU, in eager mode",
     ),
-    "data convert": (
-        tuple(
-            key
-            for group in GROUPS
-            if group != "task"
-            for key in GROUPS[group]
-            if key != "data.folder"
-        ),
-        "it writes the samples of the task unchanged",
-    ),
     "bench step": (_ONE_PROCESS, "it times single steps of one process"),
     "bench comm": (("run", *_EVALUATING), "it times single steps"),
     "roofline": (_ONE_PROCESS, "it times single steps of one process"),

@@ -63,7 +63,7 @@ def test_every_bad_part_is_named_and_the_rest_is_read(folder: Path, surefoot: Co
     assert not answer.row["ok"]
     bad = {(each["shard"], each["key"]): each["reason"] for each in answer.row["bad"]}
     assert list(bad) == [("2.tar", "0.png"), ("2.tar", "1.cls"), ("3.tar", ""), ("4.tar", "")]
-    assert bad["2.tar", "0.png"].startswith("is a broken PNG")
+    assert bad["2.tar", "0.png"].startswith("is a damaged PNG")
     assert "after byte" in bad["3.tar", ""]
     assert bad["4.tar", ""].startswith("is not a tar")
     assert answer.row["samples"] == 8 + 2 + 1  # of the tar that is cut one sample is whole
@@ -83,7 +83,7 @@ def test_what_is_no_set_of_tars_is_refused_in_words(
     verb: str, tmp_path: Path, surefoot: Command
 ) -> None:
     (tmp_path / "empty").mkdir()
-    for place, words in (("none", "none is missing"), ("empty", "empty holds no tar")):
+    for place, words in (("none", "none is missing"), ("empty", "empty contains no tar")):
         answer = surefoot("data", verb, place)
         assert answer.code == 2
         assert words in answer.err

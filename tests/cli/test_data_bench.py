@@ -132,7 +132,7 @@ def test_samples_and_seconds_bound_a_row(folder: Path, surefoot: Command) -> Non
         (("tars", "--delay", "-1"), "measure nothing"),
         (("tars", "--kind", "fork"), "must be thread or process; got fork"),
         (("odd",), "no part that is decoded"),
-        (("bad",), "is none of JPEG, PNG, WEBP"),
+        (("bad",), "is not an image of the formats JPEG, PNG, WEBP"),
     ],
 )
 def test_bad_input_is_told_in_words(

@@ -164,10 +164,10 @@ def test_bad_input_is_told_in_words(
     (tmp_path / "empty").mkdir()
     cases = {
         ("none", "fast"): "none is missing",
-        ("empty", "fast"): "empty holds no tar",
+        ("empty", "fast"): "empty contains no tar",
         ("slow", "slow"): "slow is the folder of the tars",
         ("slow", "file"): "file is a file",
-        ("slow", "other", "fast"): "the tars are in 2 folders",
+        ("slow", "other", "fast"): "the shards are in 2 folders",
         ("slow/0.tar", "slow/0.tar", "fast"): "0.tar is given twice",
         ("http://localhost/0.tar", "fast"): "is a URL",
     }

@@ -27,7 +27,7 @@ from surefoot.components.data.transforms import (
     Erase,
     Jitter,
     Mirror,
-    Normalise,
+    Normalize,
     Pipeline,
     Resize,
     Translate,
@@ -40,7 +40,7 @@ from surefoot.components.data.transforms import (
     cutout,
     erase,
     mixup,
-    normalise,
+    normalize,
     random_resized_crop,
     resize,
     soft_targets,
@@ -179,12 +179,12 @@ def test_where_no_box_fits_the_middle_is_taken() -> None:
 
 def test_normalised_images_are_those_of_the_formula_and_the_middle_is_the_middle() -> None:
     mean, deviation = (125.3, 123.0, 113.9), (62.5, 61.9, 66.5)
-    found = normalise(BYTES_BHWC, mean, deviation)
+    found = normalize(BYTES_BHWC, mean, deviation)
     expected = (BYTES_BHWC.float() - torch.tensor(mean)) / torch.tensor(deviation)
     assert torch.equal(found, expected.permute(0, 3, 1, 2))
     assert torch.equal(center_crop(BYTES_BHWC, 10, 8), BYTES_BHWC[:, 4:14, 3:11])
     floats = BYTES_BHWC.float()
-    normalise(floats, mean, deviation)
+    normalize(floats, mean, deviation)
     assert torch.equal(floats, BYTES_BHWC.float())  # what was given stays as it was
 
 
@@ -322,18 +322,18 @@ def test_a_step_taken_out_leaves_the_draws_of_the_others() -> None:
 
 def test_evaluation_draws_nothing() -> None:
     pipeline = Pipeline(
-        Crop(14, 14), Mirror(), Jitter(0.4), Erase(), Normalise((0.0,) * 3, (255.0,) * 3)
+        Crop(14, 14), Mirror(), Jitter(0.4), Erase(), Normalize((0.0,) * 3, (255.0,) * 3)
     ).evaluation()
     assert pipeline is not None
     assert pipeline.steps == (
         Resize(16, 16),
         CenterCrop(14, 14),
-        Normalise((0.0,) * 3, (255.0,) * 3),
+        Normalize((0.0,) * 3, (255.0,) * 3),
     )
     found = [pipeline(BYTES_BHWC, dataclasses.replace(KEYS, epoch=epoch)) for epoch in (1, 2)]
     assert torch.equal(*found)
     assert Pipeline(Mirror(), Cutout(2), Translate(1)).evaluation() is None
-    with pytest.raises(DataError, match="does not define the steps that replace it in evaluation"):
+    with pytest.raises(DataError, match=r"has no method settled\(\)"):
         Pipeline(lambda images, keys: images).evaluation()
 
 
@@ -357,31 +357,31 @@ def test_the_last_of_an_odd_number_stays_alone() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "a size": (lambda: Crop(0, 4), "a size of 0 x 4 pixels is none"),
-    "a scale": (lambda: Crop(4, 4, scale=(0.5, 1.5)), "the scale from"),
+    "a size": (lambda: Crop(0, 4), "a size of 0 x 4 pixels is not possible"),
+    "a scale": (lambda: Crop(4, 4, scale=(0.5, 1.5)), "the scale of"),
     "a hue": (lambda: Jitter(hue=0.7), "a change of hue"),
     "a probability": (lambda: Mirror(1.5), "a probability"),
-    "a deviation": (lambda: Normalise((1.0,), (0.0,)), "cannot normalise"),
+    "a deviation": (lambda: Normalize((1.0,), (0.0,)), "are not valid"),
     "colours": (
-        lambda: normalise(BYTES_BHWC, (1.0,), (1.0,)),
-        "1 means and 1 deviations are given for 3 colours",
+        lambda: normalize(BYTES_BHWC, (1.0,), (1.0,)),
+        "1 means and 1 deviations are given for 3 channels",
     ),
     "a class": (lambda: soft_targets(LABELS_B, 3), "are not classes from 0 to 2"),
     "labels": (
         lambda: mixup(BYTES_BHWC, LABELS_B[:3], KEYS, num_classes=4),
         "12 images have 3 labels",
     ),
-    "alpha": (lambda: mixup(BYTES_BHWC, LABELS_B, KEYS, num_classes=4, alpha=0.0), "alpha from"),
-    "a crop": (lambda: center_crop(BYTES_BHWC, 40, 4), "does not fit into images of 18 x 14"),
-    "a shift": (lambda: Translate(14)(BYTES_BHWC, KEYS), "cannot be moved by 14 pixels"),
+    "alpha": (lambda: mixup(BYTES_BHWC, LABELS_B, KEYS, num_classes=4, alpha=0.0), "alpha of"),
+    "a crop": (lambda: center_crop(BYTES_BHWC, 40, 4), "is larger than images of 18 x 14"),
+    "a shift": (lambda: Translate(14)(BYTES_BHWC, KEYS), "cannot be shifted by 14 pixels"),
     "images": (lambda: resize(BYTES_BHWC[0], 4, 4), "is not a batch of images"),
     "whole numbers": (lambda: resize(BYTES_BHWC.long(), 4, 4), "is not a batch of images"),
-    "grey images": (lambda: Jitter(0.1)(BYTES_BHWC[..., :1], KEYS), "have 1 colours"),
+    "grey images": (lambda: Jitter(0.1)(BYTES_BHWC[..., :1], KEYS), "have 1 channels"),
     "a colour": (
         lambda: erase(BYTES_BHWC, torch.zeros(12, 4).long(), (1.0, 2.0)),
-        "is not a colour of 3",
+        "is not a color of 3 channels",
     ),
-    "no step": (Pipeline, "has no step"),
+    "no step": (Pipeline, "needs a step"),
     "a class as a step": (lambda: Pipeline(Mirror), "give steps"),
 }
 

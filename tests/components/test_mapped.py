@@ -86,25 +86,27 @@ def row(dtype: Any = "F32", shape: Any = (2, 2), offsets: Any = (0, 16)) -> dict
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
+INVALID = "is not a valid safetensors file: "
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "not JSON": (b"{", "not JSON"),
-    "deep nesting": (b'{"x": ' + b"[" * 100_000, "not JSON"),
-    "not a table": ([1], "does not begin with {"),
-    "a row that is none": ({"x": 3}, "of the dtype None"),
-    "an unknown dtype": ({"x": row(dtype="F4")}, "of the dtype 'F4'"),
-    "a dtype that is no word": ({"x": row(dtype=["F32"])}, "of the dtype"),
-    "a negative size": ({"x": row(shape=(-2, -2))}, "has no valid shape"),
-    "a size that is no number": ({"x": row(shape=(True, "4"))}, "has no valid shape"),
-    "a giant size": ({"x": row(shape=(1 << 60,))}, "has no valid shape"),
-    "three offsets": ({"x": row(offsets=(0, 16, 16))}, "no valid shape or offsets"),
+    "not JSON": (b"{", INVALID),
+    "deep nesting": (b'{"x": ' + b"[" * 100_000, INVALID),
+    "not a table": ([1], INVALID),
+    "a row that is none": ({"x": 3}, INVALID),
+    "an unknown dtype": ({"x": row(dtype="F4")}, INVALID),
+    "a dtype that torch does not read": ({"x": row("F8_E8M0", (4, 4))}, "F8_E8M0"),
+    "a dtype that is no word": ({"x": row(dtype=["F32"])}, INVALID),
+    "a negative size": ({"x": row(shape=(-2, -2))}, INVALID),
+    "a size that is no number": ({"x": row(shape=(True, "4"))}, INVALID),
+    "a giant size": ({"x": row(shape=(1 << 60,))}, INVALID),
+    "three offsets": ({"x": row(offsets=(0, 16, 16))}, INVALID),
     "beyond the end": (
         {"x": row(shape=(2, 3), offsets=(0, 24))},
-        "is at bytes .* and the file has",
+        INVALID,
     ),
-    "backwards": ({"x": row(offsets=(16, 0))}, "is at bytes"),
-    "a different size": ({"x": row(shape=(2, 1))}, "and has 16 bytes"),
-    "overlap": ({"x": row(), "y": row(shape=(2,), offsets=(8, 16))}, "x and y overlap"),
-    "a name twice": (b'{"x": 1, "x": 2}', "twice"),
+    "backwards": ({"x": row(offsets=(16, 0))}, INVALID),
+    "another size": ({"x": row(shape=(2, 1))}, INVALID),
+    "overlap": ({"x": row(), "y": row(shape=(2,), offsets=(8, 16))}, INVALID),
+    "a name twice": (b'{"x": 1, "x": 2}', INVALID),
     "unequal lengths": (
         {"x": row(shape=(2,), offsets=(0, 8)), "y": row(shape=(1, 2), offsets=(8, 16))},
         "do not have one length",
@@ -125,7 +127,7 @@ def test_a_header_that_cannot_be_true_is_refused(what: str, tmp_path: Path) -> N
 )
 def test_a_file_that_is_cut_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(DataError, match="its header states"):
+    with pytest.raises(DataError, match=INVALID):
         Safetensors(tmp_path / "a.safetensors")
     with pytest.raises(DataError, match="No such file"):
         Safetensors(tmp_path / "b.safetensors")

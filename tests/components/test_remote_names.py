@@ -45,7 +45,7 @@ REFUSED = {
     "s3://b/{0..1.tar": "is not a pattern",
     "s3://b/{0..99999}-{0..99}.tar": "expands to more than 1,000,000 shards",
     "s3://b/{a,a}.tar": "is given twice",
-    "s3://b/{c,d}/{1..2}.tar": "is given twice",
+    "s3://b/{c,d}/{1..2}.tar": "are in 2 folders",
 }
 
 

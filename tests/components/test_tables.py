@@ -220,7 +220,7 @@ def test_a_value_that_is_missing_or_no_image_is_named_with_its_row(tmp_path: Pat
     for columns, number, says in (
         ({"n": "n"}, 1, r"a\.parquet: row 1 has a null in n"),
         ({"b": "b"}, 0, "b of row 0 is not a jpg, png or webp"),
-        ({"b": "b"}, 1, r"row 1\.b\.png is a broken PNG"),
+        ({"b": "b"}, 1, r"row 1\.b\.png is a damaged PNG"),
         ({"s": "s"}, 0, "row 0 has a null in s"),
     ):
         with pytest.raises(DataError, match=says):

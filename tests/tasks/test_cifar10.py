@@ -239,8 +239,8 @@ def broken(small_set: Path, tmp_path: Path, extension: str, content: bytes | Non
         ("cls", b"cat", "is b'cat', not a class number from 0 to 9"),
         ("cls", None, "is missing; the sample has jpg"),
         ("jpg", None, "is missing; the sample has cls"),
-        ("jpg", b"\xff\xd8\xff", "is none of JPEG, PNG, WEBP"),
-        ("jpg", b"x" * (1 << 21), r"has 2,097,152 bytes, 1,048,576 are allowed"),
+        ("jpg", b"\xff\xd8\xff", "is not an image of the formats JPEG, PNG, WEBP"),
+        ("jpg", b"x" * (1 << 21), r"has 2,097,152 bytes, and at most 1,048,576 are allowed"),
     ],
 )
 def test_a_bad_sample_is_refused_with_its_tar_and_name(

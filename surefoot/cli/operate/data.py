@@ -65,15 +65,7 @@ def index(
             if remote is None
             else open_remote(remote, tell=tell)
         )
-    shards = [
-        {
-            "name": each.name,
-            "bytes": each.num_bytes,
-            "samples": each.num_samples,
-            "sha256": each.digest,
-        }
-        for each in made.shards
-    ]
+    shards = convert.shard_rows(made)
     if json:
         told = {
             "folder": str(made.folder),

@@ -5,7 +5,7 @@ key is a digest of the names, sizes and contents of the shards and of the decode
 exists only when its manifest does: it is written into a hidden draft, synced, and renamed last.
 When a set is opened
 
-- the shards are recognized by name, size, inode and times of change, as git recognizes files;
+- the shards are recognized by name, size, time of change and inode, as git recognizes files;
   where these differ (a copy, another host) the shards are hashed and their set is found by its key;
 - the arrays are hashed whole (0.1 s for 150 MB if the processor has SHA instructions); a damaged
   set is decoded again.
@@ -28,6 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from surefoot.components.data.tars.index import stamp_of
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.digest import of_file
 from surefoot.core.errors import DataError
@@ -57,13 +58,13 @@ def open_decoded(shards: Sequence[Path], cache: Path, *, decoder: str, decode: D
     terminal. Raises what `decode` raises, and DataError for a cache that cannot be written or a
     shard that changes meanwhile.
     """
-    stamps = [_stamp(shard) for shard in shards]
+    stamps = [list(stamp_of(shard)) for shard in shards]
     folder = _find_by_stamps(cache, decoder, stamps)
     found = _open(folder) if folder else None
     if found is not None:
         return found
     digests = [of_file(shard) for shard in shards]
-    if stamps != [_stamp(shard) for shard in shards]:
+    if stamps != [list(stamp_of(shard)) for shard in shards]:
         raise DataError(
             f"a shard in {shards[0].parent} changed while it was read",
             hint="wait until the shard is complete",
@@ -91,16 +92,6 @@ def open_decoded(shards: Sequence[Path], cache: Path, *, decoder: str, decode: D
             hint="check the disk, remove the folder and try again",
         )
     return found
-
-
-def _stamp(shard: Path) -> list[Any]:
-    try:
-        status = shard.stat()
-    except OSError as error:
-        raise DataError(
-            f"{shard} cannot be read: {error.strerror}", hint="check that the file is there"
-        ) from None
-    return [shard.name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:

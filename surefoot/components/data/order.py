@@ -155,3 +155,17 @@ class Keys:
         uniform = ((self._bits(draws, stream) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         found: torch.Tensor = torch.special.ndtri(torch.from_numpy(uniform)).float()
         return found
+
+
+def check_ids(ids: np.ndarray, length: int) -> None:
+    """Raise DataError for a number that is not a sample of a source of `length` samples.
+
+    numpy would count negative numbers from the end.
+    """
+    # as uint64, a negative number exceeds any length
+    if len(ids) and ids.astype(np.uint64).max() >= length:
+        wrong = int(ids[(ids < 0) | (ids >= length)][0])
+        raise DataError(
+            f"sample {wrong:,} was requested",
+            hint=f"the source has the samples 0 to {length - 1:,}",
+        )

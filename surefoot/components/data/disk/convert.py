@@ -1,52 +1,46 @@
-"""Conversion of samples to tars of bounded size, each complete or absent, even after a kill.
+"""Conversion of a folder of images to tars of bounded size, each complete or absent.
 
-A shard is written as a draft that is synced and renamed; then a line of the progress file records
-its number of samples and its digest. The first line of the progress file identifies the source and
-the settings. A later process resumes after the last consecutive shard whose digest matches. The
-output depends on the source and the settings alone: a killed and resumed conversion writes the same
-bytes as an uninterrupted one.
+The sizes of the images determine in advance which of them each tar holds, so that a later process
+continues with the tars that are missing. The bytes depend on the images and the settings alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import tarfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
 
 from surefoot.components.data.blocks import Order
-from surefoot.components.data.disk.encode import END, frame
 from surefoot.components.data.disk.files import (
     check_room,
-    digest_of,
     drafted,
     lock_folder,
     make_folder,
-    nearest,
+    refuse_others,
     sweep,
     write_sums,
     write_whole,
 )
-from surefoot.components.data.disk.given import Given
 from surefoot.components.data.remote.shards import SUMS
-from surefoot.contract.commits import sync_folder
+from surefoot.components.data.sources.images import ImageFolder
+from surefoot.components.data.tars.index import Index, open_index
+from surefoot.components.data.tars.shards import BLOCK
 from surefoot.core.errors import DataError
-from surefoot.core.units import name_some
 
-FORMAT = "surefoot convert 1"
-PROGRESS = ".surefoot-convert"
-LEAST_SHARD = 10 << 10  # bytes
+SETTINGS = ".surefoot-convert"
+CLASSES, FILES = "classes.json", "files.txt"
+LEAST_SHARD = RECORD = tarfile.RECORDSIZE  # bytes: the size of a tar is a multiple of it
+END_BYTES = 2 * BLOCK  # two empty blocks end a tar
 MOST_SHARDS = 100_000  # names have five digits, so that sorting them gives the order of the samples
 LEAST_DIGITS = 6  # minimum digits of a sample's number
-LOOKED_UP = 4096  # positions of an order computed at once
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 Tell = Callable[[int], None]  # called with the samples done since the last call
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,212 +70,159 @@ class ShardNaming:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """Written shard: its name, number of samples, size in bytes and SHA-256 digest."""
-
-    name: str
-    samples: int
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class ConvertedShards:
-    """Shards in order, of which `kept` existed before; `beside` names the other files written."""
+    """Index of the tars, of which `kept` existed before, and the extension of each part.
 
-    shards: tuple[Written, ...]
+    `beside` names the other files.
+    """
+
+    index: Index
     kept: int
-    num_samples: int = 0
-    num_bytes: int = 0
-    beside: tuple[str, ...] = ()
+    parts: dict[str, str]
+    beside: tuple[str, ...]
 
 
 def convert(
-    given: Given,
-    out: Path,
-    layout: ShardNaming,
-    *,
-    tell: Tell = lambda done: None,
-    say: Say = lambda text: None,
+    images: ImageFolder, out: Path, layout: ShardNaming, *, tell: Tell = lambda done: None
 ) -> ConvertedShards:
-    """Write the samples as tars into the folder `out`, or resume there; write `SHA256SUMS` last.
+    """Write images and their class indices as tars into the folder `out`, or resume there.
 
-    Raises DataError, before anything is written, if `out` holds other tars, was started from
-    another source or with other settings, or is being written by another process, and if the disk
-    has too little space. Raises StorageError for what the disk refuses later.
+    The file `classes.json` maps class indices to names, and `files.txt` lists the file of each
+    sample. An index and `SHA256SUMS` are written last. Raises DataError, before anything is
+    written, if `out` holds other tars, was started from other images or with other settings, or is
+    being written by another process, and if the disk has too little space. Raises StorageError for
+    what the disk refuses later.
     """
-    if layout.shuffle is not None and not given.seekable:
-        raise DataError("a sequential source cannot be shuffled", hint="leave --shuffle out")
-    if not (out / PROGRESS).exists():
-        _check_empty(out, given)
-        check_room(nearest(out), given.num_bytes or 0)
+    shards = {
+        f"{layout.name}-{number:05}.tar": numbers
+        for number, numbers in enumerate(_plan(images, layout))
+    }
+    sizes = {name: _tar_bytes(images, numbers) for name, numbers in shards.items()}
+    beside = {CLASSES: _classes(images), FILES: _files(images)}
+    if not (out / SETTINGS).exists():
+        refuse_others(out, [*out.glob("*.tar"), *(out / name for name in (*beside, SUMS))])
+        check_room(out, sum(sizes.values()))
     make_folder(out)
-    with _progress_of(out, given, layout) as (file, shards):
-        # the last shard may lack its line in the progress file
-        ours = [f"{layout.name}-{number:05}.tar" for number in range(len(shards) + 1)]
-        _refuse(out, [path for path in out.glob("*.tar") if path.name not in ours])
-        sweep(out, [*ours, *given.beside, SUMS])
-        _keep_whole(out, file, shards, say)
-        kept, place = len(shards), sum(each.samples for each in shards)
-        check_room(out, max(0, (given.num_bytes or 0) - sum(each.bytes for each in shards)))
-        tell(place)
-        samples = _frames(given, layout.shuffle, place)
-        framed = next(samples, None)
-        while framed is not None:
-            if len(shards) == MOST_SHARDS:
-                raise DataError(
-                    f"there are more than {MOST_SHARDS:,} tars", hint="give a larger --shard-size"
-                )
-            path = out / f"{layout.name}-{len(shards):05}.tar"
-            made, framed = _write(path, framed, samples, layout.shard_bytes, tell)
-            _append(file, asdict(made))
-            shards.append(made)
-    for name, content in given.beside.items():
-        write_whole(out / name, content)
-    beside = {name: hashlib.sha256(content).hexdigest() for name, content in given.beside.items()}
-    write_sums(out, {each.name: each.sha256 for each in shards} | beside)
-    num_samples, num_bytes = (
-        sum(each.samples for each in shards),
-        sum(each.bytes for each in shards),
-    )
-    return ConvertedShards(
-        shards=tuple(shards),
-        kept=kept,
-        num_samples=num_samples,
-        num_bytes=num_bytes,
-        beside=tuple(beside),
-    )
-
-
-def _frames(given: Given, shuffle: int | None, first: int) -> Iterator[bytes]:
-    """Yield the samples as members of a tar, from position `first` of the order."""
-    digits, order = (
-        max(LEAST_DIGITS, len(str(len(given) - 1))),
-        Order(len(given), shuffle or 0, shuffle=shuffle is not None),
-    )
-    for begin in range(first, len(given), LOOKED_UP):
-        for number in order.ids(0, begin, min(begin + LOOKED_UP, len(given))).tolist():
-            yield frame(f"{number:0{digits}}", given.sample(number))
-
-
-def _write(
-    path: Path, first: bytes, samples: Iterator[bytes], most_bytes: int, tell: Tell
-) -> tuple[Written, bytes | None]:
-    """Write `first` and as many samples as fit into one shard.
-
-    Returns the shard, and the first sample of the next shard (None if there is none).
-    """
-    digest, size, count, after = hashlib.sha256(), 0, 0, cast(bytes | None, first)
-    with drafted(path) as draft, draft.open("wb") as file:
-        while after is not None and (not count or size + len(after) + len(END) <= most_bytes):
-            file.write(after)
-            digest.update(after)
-            size, count = size + len(after), count + 1
-            tell(1)
-            after = next(samples, None)
-        file.write(END)
-        digest.update(END)
-        file.flush()  # drafted() syncs the file
-    return Written(
-        name=path.name, samples=count, bytes=size + len(END), sha256=digest.hexdigest()
-    ), after
-
-
-def _keep_whole(out: Path, file: BinaryIO, shards: list[Written], say: Say) -> None:
-    """Remove the first missing or damaged shard, and all later shards, from `shards`.
-
-    The progress file is truncated to the lines of the remaining shards.
-    """
-    for number, each in enumerate(shards):
-        is_there = (out / each.name).is_file()
-        if not is_there or digest_of(out / each.name) != each.sha256:
-            say(
-                f"{each.name} is {'damaged' if is_there else 'missing'}: this tar and the "
-                "following ones are written again"
-            )
-            del shards[number:]
-            break
-    file.seek(0)
-    # an incomplete last line is removed, too
-    file.truncate(sum(len(file.readline()) for _ in range(len(shards) + 1)))
-
-
-@contextlib.contextmanager
-def _progress_of(
-    out: Path, given: Given, layout: ShardNaming
-) -> Iterator[tuple[BinaryIO, list[Written]]]:
-    """Open and lock the progress file; yield it together with the shards that it lists."""
-    with lock_folder(out, PROGRESS) as file:
+    with lock_folder(out, SETTINGS) as file:
+        settings = json.dumps({"images": _identity(images), **asdict(layout)}).encode()
         file.seek(0)
-        lines = [line for line in file if line.endswith(b"\n")]
-        head = {"format": FORMAT, "source": given.identity, "settings": asdict(layout)}
-        if not lines:
-            _check_empty(out, given)
-            file.truncate(0)
-            _append(file, head)
-            sync_folder(out)
-        yield file, _read(out, lines, head) if lines else []
+        if (held := file.read()) != settings:
+            if held:
+                raise DataError(
+                    f"{out} was started from other images or with other settings",
+                    hint="repeat the first command, or give a new folder",
+                )
+            file.write(settings)
+            file.flush()
+            os.fsync(file.fileno())
+        refuse_others(out, [path for path in out.glob("*.tar") if path.name not in shards])
+        sweep(out, [*shards, *beside, SUMS])
+        missing = [name for name in shards if _size(out / name) != sizes[name]]
+        check_room(out, sum(sizes[name] for name in missing))
+        for name, numbers in shards.items():
+            if name in missing:
+                _write(out / name, images, numbers)
+            tell(len(numbers))
+        for name, content in beside.items():
+            write_whole(out / name, content)
+        index = open_index([out / name for name in shards], out, beside=True)
+        write_sums(
+            out,
+            {shard.name: shard.digest for shard in index.shards}
+            | {name: hashlib.sha256(content).hexdigest() for name, content in beside.items()},
+        )
+    return ConvertedShards(
+        index=index,
+        kept=len(shards) - len(missing),
+        parts=_parts(images),
+        beside=(*beside, SUMS),
+    )
 
 
-def _append(file: BinaryIO, row: Mapping[str, Any]) -> None:
-    file.write(json.dumps(row).encode() + b"\n")
-    file.flush()
-    os.fsync(file.fileno())
+def _plan(images: ImageFolder, layout: ShardNaming) -> list[list[int]]:
+    """Return the samples of each tar, in order."""
+    order = Order(len(images), layout.shuffle or 0, shuffle=layout.shuffle is not None)
+    capacity = layout.shard_bytes // RECORD * RECORD - END_BYTES
+    shards: list[list[int]] = []
+    left = 0
+    for number in order.ids(0, 0, len(images)).tolist():
+        needed = _sample_bytes(images, number)
+        if needed > left:
+            shards.append([])
+            left = capacity
+        shards[-1].append(number)
+        left -= needed
+    if len(shards) > MOST_SHARDS:
+        raise DataError(f"there are more than {MOST_SHARDS:,} tars", hint="give a larger size")
+    return shards
 
 
-def _read(out: Path, lines: list[bytes], head: Mapping[str, Any]) -> list[Written]:
-    """Return the shards that a progress file lists.
+def _label(images: ImageFolder, number: int) -> bytes:
+    return str(images.label(number)).encode()
 
-    Raises DataError if the file is damaged or belongs to another conversion.
-    """
-    damaged = DataError(f"{out / PROGRESS} is damaged", hint="convert into a new folder")
-    hint = "repeat the first command, or give a new folder"
+
+def _sample_bytes(images: ImageFolder, number: int) -> int:
+    """Return the bytes of the two members of a sample, headers included."""
+    sizes = images.sizes[number], len(_label(images, number))
+    return sum(BLOCK + -(-size // BLOCK) * BLOCK for size in sizes)
+
+
+def _tar_bytes(images: ImageFolder, numbers: Iterable[int]) -> int:
+    """Return the bytes of the tar that `tarfile` writes for these samples."""
+    held = sum(_sample_bytes(images, number) for number in numbers) + END_BYTES
+    return -(-held // RECORD) * RECORD
+
+
+def _write(path: Path, images: ImageFolder, numbers: Sequence[int]) -> None:
+    """Write samples as a tar in ustar format (POSIX.1-1988), with owner and time zero."""
+    digits = max(LEAST_DIGITS, len(str(len(images) - 1)))
+    with (
+        drafted(path) as draft,
+        tarfile.open(draft, "w", format=tarfile.USTAR_FORMAT) as archive,
+    ):
+        for number in numbers:
+            parts = {**images.content(number).parts, "cls": _label(images, number)}
+            for extension, content in parts.items():
+                member = tarfile.TarInfo(f"{number:0{digits}}.{extension}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+            archive.members = []  # type: ignore[attr-defined] # tarfile would keep them all
+
+
+def _classes(images: ImageFolder) -> bytes:
+    classes = {str(number): name for number, name in enumerate(images.classes)}
+    return (json.dumps(classes, indent=1) + "\n").encode()
+
+
+def _files(images: ImageFolder) -> bytes:
+    lines = (name if name.isprintable() else json.dumps(name) for name in images.names)
+    return "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
+
+
+def _parts(images: ImageFolder) -> dict[str, str]:
+    """Return the extension of each part; images in several formats are a part for each format."""
+    kinds = sorted({name.rpartition(".")[2].lower() for name in images.names})
+    named = {"image": kinds[0]} if len(kinds) == 1 else {kind: kind for kind in kinds}
+    return {**named, "label": "cls"}
+
+
+def _identity(images: ImageFolder) -> str:
+    """Return a digest of the names, sizes and modification times of all images."""
     try:
-        begun, *rows = map(json.loads, lines)
-        known = [Written(**row) for row in rows]
-        was, now = dict(begun["settings"]), head["settings"]
-        same_format, same_source = begun["format"] == FORMAT, begun["source"] == head["source"]
-    except (ValueError, KeyError, TypeError):
-        raise damaged from None
-    if not same_format:
-        raise DataError(f"{out} was started by another version", hint=hint)
-    changed = [
-        f"{name} {was.get(name)}, not {value}"
-        for name, value in now.items()
-        if was.get(name) != value
-    ]
-    if changed:
-        raise DataError(f"{out} was started with {'; '.join(changed)}", hint=hint)
-    if not same_source:
+        changed = [(images.folder / name).stat().st_mtime_ns for name in images.names]
+    except OSError as error:
         raise DataError(
-            f"{out} was started from another source, or the source has changed since then",
-            hint=hint,
-        )
-    if [each.name for each in known] != [
-        f"{now['name']}-{number:05}.tar" for number in range(len(known))
-    ]:
-        raise damaged
-    return known
+            f"{error.filename} cannot be read: {error.strerror}",
+            hint="check that the file still exists",
+        ) from None
+    return hashlib.sha256(f"{images.digest} {changed}".encode()).hexdigest()
 
 
-def _check_empty(out: Path, given: Given) -> None:
-    """Raise DataError if `out` holds tars, or other files that the conversion would write."""
-    _refuse(out, [*out.glob("*.tar"), *(out / name for name in (*given.beside, SUMS))])
-
-
-def _refuse(out: Path, others: list[Path]) -> None:
-    found = sorted(path.name for path in others if path.exists())
-    if found:
-        raise DataError(
-            f"{out} holds {name_some(found, 1)}, which belongs to another data set",
-            hint="give a new folder",
-        )
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def plain_name(folder: Path) -> str:
     """Return the name for tars of `folder`: the folder's name, or `shard` if that is not plain."""
     name = folder.resolve().name
     return name if PLAIN.fullmatch(name) else ShardNaming.name
-
-
-__all__ = ["ConvertedShards", "ShardNaming", "Written", "convert", "plain_name"]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from surefoot.components.data.remote.shards import SUM_LINE, SUMS
+from surefoot.components.data.remote.shards import SUMS, parse_sums
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.run_folder.files import apply_umask
 from surefoot.core.errors import DataError, StorageError, hint_unwritten
-from surefoot.core.units import format_bytes
+from surefoot.core.units import format_bytes, name_some
 
 DRAFT = ".draft"  # not the name of a tar, so that other readers of the folder ignore it
 PIECE_BYTES = 4 << 20
@@ -97,14 +96,23 @@ def make_folder(folder: Path) -> None:
         ) from None
 
 
-def nearest(folder: Path) -> Path:
-    """Return the folder itself, or its nearest parent that exists."""
-    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+def refuse_others(folder: Path, others: Iterable[Path]) -> None:
+    """Raise DataError if one of these files of a folder, which another program wrote, exists."""
+    found = sorted(path.name for path in others if path.exists())
+    if found:
+        raise DataError(
+            f"{folder} holds {name_some(found, 1)}, which belongs to another data set",
+            hint="give a new folder",
+        )
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """Raise DataError if the disk of a folder has less free space than `needed_bytes`."""
-    free = shutil.disk_usage(folder).free
+    """Raise DataError if the disk of a folder has less free space than `needed_bytes`.
+
+    The folder need not exist yet: its nearest parent that exists is on the same disk.
+    """
+    whole = folder.absolute()
+    free = shutil.disk_usage(next(each for each in (whole, *whole.parents) if each.is_dir())).free
     if needed_bytes + SPARE_BYTES > free:
         raise DataError(
             (
@@ -113,21 +121,6 @@ def check_room(folder: Path, needed_bytes: int) -> None:
             ),
             hint="free some space, or give a folder on another disk",
         )
-
-
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, as `sha256sum` prints it.
-
-    Raises DataError for a file that cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}",
-            hint="check that the file exists and that you have permission to read it",
-        ) from None
 
 
 def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
@@ -140,8 +133,6 @@ def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
 def read_sums(folder: Path) -> dict[str, str]:
     """Return the digests in the list of a folder, by file name; empty without a list."""
     try:
-        lines = (folder / SUMS).read_text("utf-8", "replace").splitlines()
+        return parse_sums((folder / SUMS).read_bytes())
     except OSError:
         return {}
-    found = (SUM_LINE.fullmatch(line) for line in lines)
-    return {line[2]: line[1].lower() for line in found if line is not None}

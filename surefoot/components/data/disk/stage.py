@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from surefoot.components.data.disk.convert import CLASSES, FILES
 from surefoot.components.data.disk.devices import (
     Device,
     Speed,
@@ -20,24 +21,31 @@ from surefoot.components.data.disk.devices import (
 from surefoot.components.data.disk.files import (
     PIECE_BYTES,
     check_room,
-    digest_of,
     drafted,
     lock_folder,
     make_folder,
-    nearest,
     read_sums,
+    refuse_others,
     sweep,
     write_sums,
 )
+from surefoot.components.data.remote.names import check_set
 from surefoot.components.data.remote.shards import SUMS
-from surefoot.components.data.tars.index import SUFFIX, Index, open_index, read_index, stamp_of
+from surefoot.components.data.tars.index import (
+    SUFFIX,
+    Index,
+    digest_of,
+    open_index,
+    read_index,
+    stamp_of,
+)
 from surefoot.core.errors import DataError
 
 LOCK = ".surefoot-stage"
 MEASURED_BYTES = 256 << 20
 MEASURED_S = 2.0
 Tell = Callable[[int], None]  # called with the bytes done since the last call
-BESIDE = ("classes.json", "files.txt")  # files that a conversion writes next to tars
+BESIDE = (CLASSES, FILES)  # which a conversion writes next to tars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +80,7 @@ def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -
     known, sizes = _digests(home, tars), {path.name: path.stat().st_size for path in tars}
     missing = [name for name in names if not (dest / name).exists()]
     needed = sum(sizes[name] for name in missing)
-    check_room(nearest(dest), needed)
+    check_room(dest, needed)
     make_folder(dest)
     with lock_folder(dest, LOCK):
         sweep(dest, names)
@@ -111,37 +119,16 @@ def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -
 
 def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
     """Return the folder of the tars, and the names of the tars in order. Raises DataError."""
-    folders, names = {path.resolve().parent for path in tars}, sorted(path.name for path in tars)
-    if len(folders) > 1:
-        raise DataError(
-            f"the tars are in {len(folders)} folders",
-            hint="stage each folder separately, into a separate folder",
-        )
-    twice = (
-        [name for name in set(names) if names.count(name) > 1]
-        if len(set(names)) < len(names)
-        else []
-    )
-    if twice:
-        raise DataError(f"the tar {twice[0]} is given twice", hint="give each tar once")
-    home = tars[0].parent
+    names, home = sorted(path.name for path in tars), tars[0].parent
+    check_set(names, {path.resolve().parent for path in tars})
     if dest.exists() and not dest.is_dir():
         raise DataError(f"{dest} is a file", hint="give a folder to copy into")
-    if dest.resolve() in folders:
+    if dest.resolve() == home.resolve():
         raise DataError(
             f"{dest} is the folder of the tars", hint="give a folder on another disk: /dev/shm/tars"
         )
-    others = (
-        sorted(path.name for path in dest.glob("*.tar") if path.name not in set(names))
-        if dest.is_dir()
-        else []
-    )
-    if (dest / SUMS).exists() and not (dest / LOCK).exists():
-        others.append(SUMS)  # written by another program
-    if others:
-        raise DataError(
-            f"{dest} holds {others[0]}, which belongs to another data set", hint="give a new folder"
-        )
+    others = [path for path in dest.glob("*.tar") if path.name not in names]
+    refuse_others(dest, others if (dest / LOCK).exists() else [*others, dest / SUMS])
     return home, names
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple, Self
 
 import numpy as np
-from torch import Tensor
 
 from surefoot.components.data.feed import SampleWindow
+from surefoot.components.data.in_place import find_arrays
 from surefoot.components.data.loader.bad import Read, UnreadableSample
 from surefoot.contract.task import Batch
 
@@ -53,13 +53,7 @@ class Taken(NamedTuple):
 
 def bytes_of(batch: Batch) -> int:
     """Return the bytes of the tensors and arrays in a batch."""
-    if isinstance(batch, Tensor):
-        return batch.numel() * batch.element_size()
-    if isinstance(batch, np.ndarray):
-        return batch.nbytes
-    if isinstance(batch, str | bytes | int | float | None):
-        return 0
-    if isinstance(batch, tuple | list):
-        return sum(map(bytes_of, batch))
-    parts = batch if isinstance(batch, dict) else getattr(batch, "__dict__", {})
-    return sum(map(bytes_of, parts.values()))
+    return sum(
+        each.nbytes if isinstance(each, np.ndarray) else each.numel() * each.element_size()
+        for each in find_arrays(batch)
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from surefoot.core.errors import DataError, needing
@@ -59,18 +61,24 @@ def find_places(urls: str | Sequence[str]) -> list[ShardUrl]:
     places = sorted(
         (_read(url) for pattern in given for url in expand(pattern)), key=lambda place: place.name
     )
-    if not places:
-        raise DataError("no URL is given", hint="give one shard or more")
-    for one, other in itertools.pairwise(places):
-        if one.name == other.name:
-            raise DataError(f"the shard {one.name} is given twice", hint="give each shard once")
-    folders = {place.shown.rpartition("/")[0] for place in places}
+    check_set(
+        [place.name for place in places], {place.shown.rpartition("/")[0] for place in places}
+    )
+    return places
+
+
+def check_set(names: Sequence[str], folders: Collection[str | Path]) -> None:
+    """Raise DataError unless the shards, one or more, are in one folder and each is given once."""
+    if not names:
+        raise DataError("no shard is given", hint="give one shard or more")
     if len(folders) != 1:
         raise DataError(
             f"the shards are in {len(folders)} folders",
             hint="give the shards of one folder, one or more",
         )
-    return places
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(f"the shard {twice} is given twice", hint="give each shard once")
 
 
 def expand(pattern: str) -> list[str]:

@@ -150,12 +150,7 @@ class Remote:
         Raises DataError for a digest that is invalid or of no shard.
         """
         if given is None:
-            content = self.read_beside(SUMS)
-            lines = (
-                SUM_LINE.fullmatch(line)
-                for line in (content or b"").decode("utf-8", "replace").splitlines()
-            )
-            return {line[2]: line[1].lower() for line in lines if line is not None}
+            return parse_sums(self.read_beside(SUMS) or b"")
         bad = next(
             (name for name, digest in given.items() if not DIGEST.match(str(digest).lower())), None
         )
@@ -244,6 +239,12 @@ class Remote:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         make_lock(self)
+
+
+def parse_sums(content: bytes) -> dict[str, str]:
+    """Return the digests of a list that `sha256sum` wrote, by file name."""
+    found = map(SUM_LINE.fullmatch, content.decode("utf-8", "replace").splitlines())
+    return {line[2]: line[1].lower() for line in found if line is not None}
 
 
 def _digest_of(descriptor: int) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data.sources.asked import check_asked
+from surefoot.components.data.order import check_ids
 from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError
 
@@ -190,7 +190,7 @@ class Arrays:
         return self._length
 
     def read(self, ids: np.ndarray) -> Batch:
-        check_asked(ids, self._length)
+        check_ids(ids, self._length)
         rows = torch.from_numpy(ids)
         select = _select if self._has_unsigned else Tensor.index_select
         read = [select(tensor, 0, rows) for tensor in self._tensors]

@@ -6,23 +6,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from surefoot.components.data.sources.asked import check_asked
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.tars.decoders import IMAGES, decode
 from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, Sample
-from surefoot.components.data.tars.source import join
+from surefoot.components.data.tars.source import Transform, make_batch, time_stages
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path
-
-Transform = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class ImageFolder:
@@ -76,31 +73,23 @@ class ImageFolder:
         return len(self.names)
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
-        check_asked(ids, len(self))
-        if not len(ids):
-            raise DataError("no sample is requested", hint="give one sample number or more")
-        samples = [self.content(number) for number in ids.tolist()]
-        rows = [
-            {"images": decode(sample, next(iter(sample.parts))), "labels": self._labels[number]}
-            for number, sample in zip(ids.tolist(), samples, strict=True)
-        ]
-        if self._transform is not None:
-            rows = [self._transform(row) for row in rows]
-        return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
+        samples = self._fetch(ids)
+        return make_batch(self._decode(ids, samples), samples, self._transform)
 
     def explain(self, ids: np.ndarray) -> dict[str, float]:
         """Return the seconds that reading, decoding and transforming these images take."""
-        check_asked(ids, len(self))
-        marks = [time.perf_counter()]
-        samples = [self.content(number) for number in ids.tolist()]
-        marks.append(time.perf_counter())
-        rows = [{"images": decode(sample, next(iter(sample.parts)))} for sample in samples]
-        marks.append(time.perf_counter())
-        if self._transform is not None:
-            for number, row in zip(ids.tolist(), rows, strict=True):
-                self._transform({**row, "labels": self._labels[number]})
-        marks.append(time.perf_counter())
-        return dict(zip(("read", "decode", "transform"), np.diff(marks).tolist(), strict=True))
+        return time_stages(
+            lambda: self._fetch(ids), lambda samples: self._decode(ids, samples), self._transform
+        )
+
+    def _fetch(self, ids: np.ndarray) -> list[Sample]:
+        check_ids(ids, len(self))
+        return [self.content(number) for number in ids.tolist()]
+
+    def _decode(self, ids: np.ndarray, samples: list[Sample]) -> Iterator[dict[str, Any]]:
+        for number, sample in zip(ids.tolist(), samples, strict=True):
+            image = decode(sample, next(iter(sample.parts)))
+            yield {"images": image, "labels": self._labels[number]}
 
     def describe(self) -> str:
         return (

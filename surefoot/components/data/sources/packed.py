@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.sources.arrays import ArrayLike, open_npy
-from surefoot.components.data.sources.asked import check_asked
 from surefoot.components.data.sources.tokens import (
     IGNORED,
     Tokens,
@@ -88,7 +88,7 @@ class Packed:
         return len(self._rows) - 1
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
-        check_asked(ids, len(self))
+        check_ids(ids, len(self))
         first, count = self._rows[ids], self._rows[ids + 1] - self._rows[ids]
         within = count_up(count)  # index of each piece in its row
         pieces = np.repeat(first, count) + within

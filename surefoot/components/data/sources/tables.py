@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from surefoot.components.data.sources.asked import check_asked
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.tars.decoders import decode
 from surefoot.components.data.tars.shards import Sample
-from surefoot.components.data.tars.source import join
+from surefoot.components.data.tars.source import Transform, make_batch
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError, needing
 from surefoot.core.place import whole_path
@@ -32,7 +32,6 @@ CACHE_BYTES = 256 << 20
 TAIL_BYTES = 1 << 16
 PARQUET, ARROW = b"PAR1", b"ARROW1"  # first bytes of the files
 IMAGES = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp"}
-Transform = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -104,9 +103,7 @@ class Table:
         return int(self._starts[-1])
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
-        check_asked(ids, len(self))
-        if not len(ids):
-            raise DataError("no sample is requested", hint="give one row number or more")
+        check_ids(ids, len(self))
         groups = np.searchsorted(self._starts, ids, side="right") - 1
         rows: list[dict[str, Any]] = [{} for _ in ids]
         samples = [
@@ -123,11 +120,9 @@ class Table:
                 values = table.column(column)
                 for place, number in zip(where, chosen, strict=True):
                     rows[place][name] = _value_of(samples[place], column, values[number])
-        if self._transform is not None:
-            rows = [self._transform(row) for row in rows]
-        else:
+        if self._transform is None:
             _check_int64(self._columns, rows, samples)
-        return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
+        return make_batch(rows, samples, self._transform)
 
     def describe(self) -> str:
         groups, files = len(self._groups), len(self._files)
@@ -344,10 +339,7 @@ def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
         shape.append(max(lengths, default=0))
         inside = _decoded(inside.flatten())
     if inside.null_count:
-        raise DataError(
-            f"{sample.shard}: {sample.key} has a null in {column}",
-            hint="leave rows with nulls out, or fill them",
-        )
+        raise _missing(sample, column)
     if not is_even or not (
         types.is_integer(inside.type)
         or types.is_floating(inside.type)

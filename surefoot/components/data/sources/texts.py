@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.sources.arrays import ArrayLike, as_tensor
-from surefoot.components.data.sources.asked import check_asked
 from surefoot.components.data.sources.packed import check_offsets, count_up
 from surefoot.components.data.sources.tokens import IGNORED, check_stream, digest_of, to_int64
 from surefoot.contract.task import Guarantee
@@ -78,7 +78,7 @@ class Texts:
         return -(-len(self._lengths) // self._together)
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
-        check_asked(ids, len(self))
+        check_ids(ids, len(self))
         places = (ids[:, None] * self._together + np.arange(self._together)).ravel()
         texts = self._order[places[places < len(self._order)]]
         lengths = self._lengths[texts]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.sources.arrays import ArrayLike, open_npy, without_readahead
-from surefoot.components.data.sources.asked import check_asked
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 
@@ -56,7 +56,7 @@ class Tokens:
         return -(-(len(self._ids) - 1) // self._length)
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
-        check_asked(ids, len(self))
+        check_ids(ids, len(self))
         is_padded = ids >= len(self._windows)
         if not is_padded.any():
             windows = to_int64(self._windows[ids])

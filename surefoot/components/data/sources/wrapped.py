@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.sources.arrays import ArrayLike, Arrays
-from surefoot.components.data.sources.asked import check_asked
 from surefoot.components.data.sources.batch_digest import digest_of_content
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.task import Batch, Guarantee, Source
@@ -54,7 +54,7 @@ class TorchDataset:
         return len(self._dataset)
 
     def read(self, ids: np.ndarray) -> Batch:
-        check_asked(ids, len(self))
+        check_ids(ids, len(self))
         numbers = ids.tolist()
         items = (
             [self._dataset[number] for number in numbers]

@@ -46,17 +46,17 @@ def find_tars(named: Sequence[str | Path]) -> list[Path]:
             )
         except OSError as error:
             raise DataError(
-                f"{place} cannot be read: {error.strerror}", hint="check who may read it"
+                f"{place} cannot be read: {error.strerror}", hint="check your permission to read it"
             ) from None
         if not inside:
             raise DataError(
-                f"{place} holds no tar", hint="name a folder of *.tar, or the files themselves"
+                f"{place} contains no tar", hint="give a folder of *.tar files, or the files"
             )
         found += inside
     missing = next((path for path in found if not path.is_file()), None)
     if missing is not None:
-        what = "no file" if missing.exists() else "missing"
-        raise DataError(f"{missing} is {what}", hint="name tars, or a folder of them")
+        what = "not a regular file" if missing.exists() else "missing"
+        raise DataError(f"{missing} is {what}", hint="give tars, or a folder of tars")
     return found
 
 

@@ -51,7 +51,9 @@ def find_decoder(extension: str) -> Decoder:
 
 def _refuse(sample: Sample, extension: str) -> Any:
     raise sample.fault(
-        extension, "is of a kind that is not decoded", f"decoded are {', '.join(DECODERS)}"
+        extension,
+        "has an extension that is not decoded",
+        f"the decoded extensions are {', '.join(DECODERS)}",
     )
 
 
@@ -97,8 +99,8 @@ def _decode_image(
             if image.mode.startswith(("I", "F")):
                 raise sample.fault(
                     extension,
-                    f"has {image.mode} for its colours, and 8 bits a colour are read",
-                    "write it with 8 bits, or as npy",
+                    f"has the mode {image.mode}, and only 8 bits per channel are supported",
+                    "write it with 8 bits per channel, or as npy",
                 )
             image = image.convert("RGB")
         if orientation != 1:
@@ -112,12 +114,12 @@ def _decode_image(
     ) as error:  # Pillow's errors for damaged files
         if "BytesIO" in str(error):
             what, hint = (
-                f"is none of {', '.join(KINDS)}",
+                f"is not an image of the formats {', '.join(KINDS)}",
                 "convert it, or copy the file again if it is cut",
             )
             raise sample.fault(extension, what, hint) from None
         raise sample.fault(
-            extension, f"is a broken {kind}: {error}", "copy the file again"
+            extension, f"is a damaged {kind}: {error}", "copy the file again"
         ) from None
 
 
@@ -152,7 +154,7 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
         tokenize.TokenError,
     ) as error:
         raise sample.fault(
-            extension, f"is not an npy file: {error}", "copy the file again"
+            extension, f"is not a valid npy file: {error}", "copy the file again"
         ) from None
     held = len(content) - file.tell()
     if dtype.hasobject:
@@ -164,7 +166,7 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
     if math.prod(shape) * dtype.itemsize != held or min(shape, default=0) < 0:
         raise sample.fault(
             extension,
-            f"says that it is {dtype} {shape}, and holds {held:,} bytes",
+            f"has a header for {dtype} {shape}, and {held:,} bytes of data",
             "copy the file again",
         )
     try:
@@ -172,12 +174,12 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
         return flat.reshape(shape, order="F" if in_fortran else "C")
     except (ValueError, OverflowError) as error:
         raise sample.fault(
-            extension, f"is {dtype} {shape}, which is not an array: {error}"
+            extension, f"is {dtype} {shape}, which is not a valid array: {error}"
         ) from None
 
 
 def _decode_number(
-    sample: Sample, extension: str, wanted: str = "a whole number of up to 9 digits"
+    sample: Sample, extension: str, wanted: str = "an integer of up to 9 digits"
 ) -> int:
     text = sample.parts[extension]
     if not (text.isdigit() and len(text) <= 9) and not WHOLE_NUMBER.match(text):
@@ -190,7 +192,7 @@ def _decode_text(sample: Sample, extension: str) -> str:
         return sample.parts[extension].decode("utf-8")
     except UnicodeDecodeError as error:
         raise sample.fault(
-            extension, f"is not UTF-8: {error.reason} at byte {error.start}"
+            extension, f"is not valid UTF-8: {error.reason} at byte {error.start}"
         ) from None
 
 
@@ -207,12 +209,12 @@ def _decode_tensors(sample: Sample, extension: str) -> dict[str, np.ndarray]:
     except KeyError as error:
         raise sample.fault(
             extension,
-            f"holds numbers that numpy does not have: {error}",
+            f"has a dtype that NumPy does not support: {error}",
             "write them as F32 or F16",
         ) from None
     except (safetensors.SafetensorError, ValueError, TypeError) as error:
         raise sample.fault(
-            extension, f"is not a safetensors file: {error}", "copy the file again"
+            extension, f"is not a valid safetensors file: {error}", "copy the file again"
         ) from None
 
 

@@ -46,7 +46,7 @@ def find_remote(
         return None
     if len(urls) != len(named):
         raise DataError(
-            "some shards are URLs and some are files", hint="give the shards of one place"
+            "some shards are URLs and some are files", hint="give URLs alone, or files alone"
         )
     return Remote(urls, cache=cache)
 
@@ -74,10 +74,7 @@ def open_remote(remote: Remote, *, tell: Tell | None = None) -> Index:
             hint=hint_unwritten(error, "give another cache"),
         ) from error
     if index is None:
-        raise DataError(
-            f"the index {place} is not what was written",
-            hint="check the disk of the cache for errors",
-        )
+        raise DataError(f"the index {place} cannot be read back", hint="check the disk")
     remote.know(
         [shard.num_bytes for shard in index.shards], [shard.digest for shard in index.shards]
     )
@@ -127,14 +124,10 @@ def _make(remote: Remote, place: Path, tell: Tell | None) -> Made:
     scanned.
     """
     old = read_index(place, remote.folder)
-    known = (
-        {}
-        if old is None
-        else {
-            (shard.name, shard.digest): (shard, starts)
-            for shard, starts in zip(old.shards, cut(old), strict=True)
-        }
-    )
+    known = {
+        (shard.name, shard.digest): (shard, starts)
+        for shard, starts in (() if old is None else cut(old))
+    }
     made: Made = []
     for number, name in enumerate(remote.names):
         found = known.get((name, remote.listed.get(name, "")))

@@ -11,27 +11,27 @@ there, and is written like every other file: a draft, synced, renamed last. A sh
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import stat
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.remote import Remote
-from surefoot.components.data.tars.headers import find_samples
-from surefoot.components.data.tars.shards import MAX_MEMBER_BYTES, MAX_MEMBERS, find_starts
+from surefoot.components.data.remote.names import check_set
+from surefoot.components.data.tars.shards import find_starts
+from surefoot.contract.digest import of_file
 from surefoot.core.errors import DataError
 
 FORMAT = "surefoot tar index 1"
 SUFFIX = ".index"
 ALIGNED = 64  # bytes: alignment of the positions
-PIECE_BYTES = 16 << 20
 LONGEST_HEAD = 1 << 28
 Stamp = tuple[str, int, int, int]
 Tell = Callable[[int, int], None]  # called with the bytes done, and all bytes
@@ -71,13 +71,8 @@ class Index:
         starts: np.ndarray,
         remote: Remote | None = None,
     ) -> None:
-        self.folder, self.place, self.shards, self.starts, self._remote = (
-            folder,
-            place,
-            tuple(shards),
-            starts,
-            remote,
-        )
+        self.folder, self.place, self.shards = folder, place, tuple(shards)
+        self.starts, self._remote = starts, remote
         counts = np.array([shard.num_samples for shard in shards], dtype=np.int64)
         self._ends = np.cumsum(counts)
         text = json.dumps([[shard.name, shard.digest] for shard in shards])
@@ -106,13 +101,7 @@ class Index:
 
         Raises DataError for numbers that are not samples, and for a damaged index.
         """
-        if ids.ndim != 1 or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self)):
-            raise DataError(
-                f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[
-                    :200
-                ],
-                hint="ask for sample numbers in this range",
-            )
+        check_ids(ids, len(self))
         ids = ids.astype(np.int64)
         shard = np.searchsorted(self._ends, ids, side="right")
         place = ids + shard  # each earlier shard has one position more than samples
@@ -123,8 +112,8 @@ class Index:
         )
         if (first < 0).any() or (count <= 0).any() or (count > sizes - first).any():
             raise DataError(
-                f"the index {self.place} is damaged: it lists a sample outside of its tar",
-                hint="delete the index; surefoot builds it again",
+                f"the index {self.place} is damaged: it has positions outside its tars",
+                hint="remove it; the next run builds it again",
             )
         return shard, first, count
 
@@ -141,7 +130,8 @@ def open_index(
     that cannot be written.
     """
     ordered = sorted(paths)
-    folder = _check(ordered)
+    check_set([path.name for path in ordered], {path.parent.resolve() for path in ordered})
+    folder = ordered[0].parent
     stamps = [stamp_of(path) for path in ordered]
     name = name_of([path.name for path in ordered])
     places = (
@@ -157,21 +147,15 @@ def open_index(
         index = read_index(place, folder)
         if index is not None and [shard.stamp for shard in index.shards] == stamps:
             return index
-        known |= (
-            {}
-            if index is None
-            else {
-                shard.stamp: (shard, each)
-                for shard, each in zip(index.shards, cut(index), strict=True)
-            }
-        )
+        if index is not None:
+            known |= {shard.stamp: (shard, starts) for shard, starts in cut(index)}
     made = _make(ordered, stamps, known, tell)
     try:
         write_index(places[-1], made)
     except OSError as error:
         raise DataError(
             f"the index {places[-1]} cannot be written: {error.strerror}",
-            hint="check who may write there, and whether there is room",
+            hint="check your permission to write there, and the free disk space",
         ) from error
     return Index(
         folder,
@@ -186,21 +170,6 @@ def name_of(names: Sequence[str]) -> str:
     return f"surefoot-{hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:8]}{SUFFIX}"
 
 
-def _check(paths: Sequence[Path]) -> Path:
-    if not paths:
-        raise DataError("no tar is given", hint="name one or more")
-    folders = {path.parent.resolve() for path in paths}
-    if len(folders) != 1:
-        raise DataError(
-            f"the shards are in {len(folders)} folders",
-            hint="give the shards of one folder, one or more",
-        )
-    twice = [one.name for one, other in itertools.pairwise(paths) if one == other]
-    if twice:
-        raise DataError(f"the shard {twice[0]} is named twice", hint="name each shard once")
-    return paths[0].parent
-
-
 def stamp_of(path: Path) -> Stamp:
     """Return the values that change with a file: name, size, time of change and inode.
 
@@ -210,10 +179,10 @@ def stamp_of(path: Path) -> Stamp:
         status = path.stat()
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}", hint="check that the file is there"
+            f"{path} cannot be read: {error.strerror}", hint="check that the file exists"
         ) from None
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path} is not a file", hint="name tars")
+        raise DataError(f"{path} is not a regular file", hint="give tar files")
     return path.name, status.st_size, max(status.st_mtime_ns, status.st_ctime_ns), status.st_ino
 
 
@@ -243,35 +212,30 @@ def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
     name, num_bytes, changed_ns, inode = stamp
     digest, starts = look_through(path)
     if stamp_of(path) != stamp:
-        raise DataError(f"{path} changed while it was read", hint="wait until it is written")
+        raise DataError(f"{path} changed while it was read", hint="wait until it is complete")
     return Shard(name, num_bytes, changed_ns, inode, digest, len(starts) - 1), starts
 
 
 def look_through(path: Path) -> tuple[str, np.ndarray]:
     """Return the digest of a shard, and the positions of its samples.
 
-    The shard is read once, unless the slow method is needed. Raises DataError for a shard that
-    `shards.read_shard` refuses.
+    Raises DataError for a shard that `shards.read_shard` refuses.
     """
-    digest = hashlib.sha256()
+    return digest_of(path), find_starts(path)  # the headers are in the page cache now
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, as `sha256sum` prints it.
+
+    Raises DataError for a file that cannot be read.
+    """
     try:
-        with path.open("rb", buffering=0) as file:
-
-            def read(first: int, size: int) -> bytes:  # hashed bytes, which are in memory
-                while file.tell() < first + size and (piece := file.read(PIECE_BYTES)):
-                    digest.update(piece)  # other threads run meanwhile
-                return os.pread(file.fileno(), size, first)
-
-            starts = find_samples(read, most_bytes=MAX_MEMBER_BYTES, most_members=MAX_MEMBERS)
-            while piece := file.read(PIECE_BYTES):
-                digest.update(piece)
+        return of_file(path)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}", hint="check who may read it"
+            f"{path} cannot be read: {error.strerror}",
+            hint="check that the file exists and that you have permission to read it",
         ) from None
-    if starts is None:
-        starts = find_starts(path)
-    return digest.hexdigest(), starts
 
 
 def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index | None:
@@ -294,10 +258,10 @@ def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index
         return None
 
 
-def cut(index: Index) -> list[np.ndarray]:
-    """Return the positions of the samples of each shard."""
+def cut(index: Index) -> Iterator[tuple[Shard, np.ndarray]]:
+    """Yield each shard with the positions of its samples."""
     ends = np.cumsum([shard.num_samples + 1 for shard in index.shards])
-    return np.split(np.asarray(index.starts), ends[:-1])
+    yield from zip(index.shards, np.split(np.asarray(index.starts), ends[:-1]), strict=True)
 
 
 def write_index(place: Path, made: Sequence[tuple[Shard, np.ndarray]]) -> None:

@@ -52,7 +52,9 @@ def find_shards(folder: str | Path | None, pattern: str, *, home: str) -> list[P
     given = Path(folder).expanduser()
     try:
         if not given.is_dir():
-            raise DataError(f"{given} is {'no folder' if given.exists() else 'missing'}", hint=hint)
+            raise DataError(
+                f"{given} is {'not a folder' if given.exists() else 'missing'}", hint=hint
+            )
         for place in (given, given / home):
             found = (
                 sorted(path for path in place.iterdir() if path.match(pattern))
@@ -63,9 +65,11 @@ def find_shards(folder: str | Path | None, pattern: str, *, home: str) -> list[P
                 return found
     except OSError as error:
         raise DataError(
-            f"{given} cannot be read: {error.strerror}", hint="check who may read it"
+            f"{given} cannot be read: {error.strerror}", hint="check your permission to read it"
         ) from None
-    raise DataError(f"{given} holds no {pattern}, nor does a folder {home} in it", hint=hint)
+    raise DataError(
+        f"{given} contains no {pattern}, and neither does its subfolder {home}", hint=hint
+    )
 
 
 def read_shard(
@@ -84,44 +88,50 @@ def read_shard(
 def find_starts(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> np.ndarray:
     """Return the first byte of each sample of a tar, and the end of the last: (N + 1,) int64.
 
-    Raises what `read_shard` raises.
+    Only the headers are read. Raises what `read_shard` raises.
     """
     spans = [
-        (start, stop) for _, start, stop in read_spans(path, max_member_bytes=max_member_bytes)
+        (start, stop)
+        for _, start, stop in read_spans(path, max_member_bytes=max_member_bytes, headers_only=True)
     ]
     return np.array([start for start, _ in spans] + [spans[-1][1]], dtype=np.int64)
 
 
 def read_spans(
-    path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES, file: BinaryIO | None = None
+    path: Path,
+    *,
+    max_member_bytes: int = MAX_MEMBER_BYTES,
+    file: BinaryIO | None = None,
+    headers_only: bool = False,
 ) -> Iterator[tuple[Sample, int, int]]:
     """Yield the samples, complete or not, each with its first byte and the byte after its end.
 
     With `file`, the samples of that stream are read: sequentially, to its end, and it is closed;
-    `path` then names it in errors. Raises what `read_shard` raises, except for missing parts.
+    `path` then names it in errors. With `headers_only`, the contents are empty. Raises what
+    `read_shard` raises, except for missing parts.
     """
     seen: set[str] = set()
     sample: Sample | None = None
     start = end = 0
-    for name, content, first, last in _members(path, max_member_bytes, file):
+    for name, content, first, last in _members(path, max_member_bytes, file, headers_only):
         key, extension = split_name(name)
         if sample is None or key != sample.key:
             if sample is not None:
                 yield sample, start, end
             if key in seen:
                 raise DataError(
-                    f"{path}: {name} belongs to the sample {key}, which ended before",
-                    hint="write each sample's members in a row",
+                    f"{path}: {name} belongs to {key}, whose members are not consecutive",
+                    hint="write the members of each sample one after another",
                 )
             seen.add(key)
             sample, start = Sample(path, key), first
         if extension in sample.parts:
-            raise sample.fault(extension, "stands there twice")
+            raise sample.fault(extension, "occurs twice")
         sample.parts[extension] = content
         end = last
     if sample is None:
         raise DataError(
-            f"{path} holds no sample",
+            f"{path} contains no sample",
             hint="its members should be named like 000123.jpg and 000123.cls",
         )
     yield sample, start, end
@@ -185,7 +195,7 @@ class _Stream:
 
 
 def _members(
-    path: Path, max_member_bytes: int, stream: BinaryIO | None = None
+    path: Path, max_member_bytes: int, stream: BinaryIO | None, headers_only: bool
 ) -> Iterator[tuple[str, bytes, int, int]]:
     """Yield name, content, first byte and end of each member.
 
@@ -200,10 +210,11 @@ def _members(
             ) as archive,
         ):
             for number, member in enumerate(archive):
+                archive.members = []  # type: ignore[attr-defined] # tarfile would keep them all
                 _check(path, member, number, max_member_bytes)
-                opened = archive.extractfile(member)
+                opened = None if headers_only else archive.extractfile(member)
                 content = opened.read() if opened is not None else b""
-                if len(content) != member.size:
+                if opened is not None and len(content) != member.size:
                     raise DataError(
                         f"{path}: {member.name} is truncated at {len(content)} of {member.size} "
                         "bytes",
@@ -225,7 +236,7 @@ def _members(
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}",
-            hint="check that the file is there and who may read it",
+            hint="check that the file exists, and your permission to read it",
         ) from None
     if marker.count(0) != BLOCK:
         what = (
@@ -245,7 +256,7 @@ def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: i
     if not member.isreg() or member.issparse():
         raise DataError(
             f"{path}: {shown!r} is not a regular file",
-            hint="shards hold files only: no folders, links, devices or sparse files",
+            hint="a shard has regular files only: no folders, links, devices or sparse files",
         )
     if not is_plain(member.name):
         raise DataError(
@@ -254,6 +265,7 @@ def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: i
         )
     if not 0 <= member.size <= max_member_bytes:
         raise DataError(
-            f"{path}: {shown} has {member.size:,} bytes, {max_member_bytes:,} are allowed",
-            hint="remove the member from the tar, or split it",
+            f"{path}: {shown} has {member.size:,} bytes, "
+            f"and at most {max_member_bytes:,} are allowed",
+            hint="check that it belongs to a sample; store larger files outside the shard",
         )

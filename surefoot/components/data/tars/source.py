@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import io
 import os
-import struct
-import tarfile
+import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,21 @@ from torch import Tensor
 from surefoot.components.data.remote import Remote
 from surefoot.components.data.tars import decoders
 from surefoot.components.data.tars.far import find_remote, open_remote
-from surefoot.components.data.tars.headers import EXTENDED, FILES, says_little
 from surefoot.components.data.tars.index import Index, Tell, open_index
-from surefoot.components.data.tars.shards import BLOCK, Sample, complete, split_name
+from surefoot.components.data.tars.shards import BLOCK, Sample, complete, read_spans, split_name
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 from surefoot.core.place import cache_folder, whole_path
 from surefoot.core.process.forked import make_lock
 
 MOST_OPEN = 64  # shards at a time
-# name, size, kind, magic, first of the prefix
-HEADER = struct.Struct("100s 24x 12s 20x c 100x 5s 83x c")
-KINDS = frozenset(bytes([kind]) for kind in FILES + EXTENDED)
-SEVEN = ord("7")
+# common header (ustar, POSIX.1-1988) of a regular file or of pax records: name, size and kind
+HEADER = re.compile(
+    rb"(?=([^\0]{1,99})\0).{124}([0-7]{11})[\0 ].{20}([0\0x]).{100}ustar.{83}\0.{166}", re.DOTALL
+)
+EXTENDED = b"x"  # pax records about the next member
+# pax records that do not concern name or content
+RECORD = re.compile(rb"(\d{1,4}) (?:mtime|atime|ctime|uname|gname|comment)=[^\n]*\n")
 Transform = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -65,7 +66,7 @@ class Tars:
     ) -> None:
         if not parts:
             raise DataError(
-                "Tars is told of no part to read", hint='Tars(paths, image="jpg", label="cls")'
+                "Tars needs at least one part to read", hint='Tars(paths, image="jpg", label="cls")'
             )
         self.parts, self.transform = parts, transform
         below = whole_path(cache) if cache else cache_folder() / "tars"
@@ -87,13 +88,8 @@ class Tars:
         return len(self.index)
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
-        if len(ids) == 0:
-            raise DataError("no sample is requested", hint="give one sample number or more")
-        samples = [
-            self.sample(*place)
-            for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)
-        ]
-        return make_batch(samples, self.parts, self.transform)
+        samples = self._fetch(ids)
+        return make_batch(decode_parts(samples, self.parts), samples, self.transform)
 
     @property
     def shard_sizes(self) -> list[int]:
@@ -108,20 +104,15 @@ class Tars:
 
     def explain(self, ids: np.ndarray) -> dict[str, float]:
         """Return the seconds that reading, decoding and transforming these samples take."""
-        marks = [time.perf_counter()]
-        samples = [
-            self.sample(*place)
-            for place in zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)
-        ]
-        marks.append(time.perf_counter())
-        wanted = _find_decoders(self.parts)
-        rows = [_decode(sample, wanted) for sample in samples]
-        marks.append(time.perf_counter())
-        if self.transform is not None:
-            for row in rows:
-                self.transform(row)
-        marks.append(time.perf_counter())
-        return dict(zip(("read", "decode", "transform"), np.diff(marks).tolist(), strict=True))
+        return time_stages(
+            lambda: self._fetch(ids),
+            lambda samples: decode_parts(samples, self.parts),
+            self.transform,
+        )
+
+    def _fetch(self, ids: np.ndarray) -> list[Sample]:
+        places = zip(*map(np.ndarray.tolist, self.index.locate(ids)), strict=True)
+        return [self.sample(*place) for place in places]
 
     def sample(self, shard: int, first: int, count: int) -> Sample:
         """Return the sample at these bytes of a shard.
@@ -135,7 +126,7 @@ class Tars:
         except OSError as error:
             raise DataError(
                 f"{path} cannot be read: {error.strerror}",
-                hint="check that the file still exists and that the disk has no errors",
+                hint="check that the file still exists, and the disk",
             ) from None
         if len(content) < count:
             raise DataError(
@@ -164,8 +155,8 @@ class Tars:
         opened = Descriptor(self.index.open(shard))
         if os.fstat(opened.number).st_size != self.index.shards[shard].num_bytes:
             raise DataError(
-                f"{path} is not what it was when it was indexed",
-                hint="leave shards alone while they are read",
+                f"{path} differs from the file that was indexed",
+                hint="do not change shards while they are read",
             )
         with self._lock:
             opened = self._open.setdefault(shard, opened)
@@ -198,30 +189,47 @@ class Descriptor:
 
 
 def make_batch(
-    samples: list[Sample], parts: dict[str, str], transform: Transform | None
+    rows: Iterable[dict[str, Any]], samples: list[Sample], transform: Transform | None
 ) -> dict[str, Tensor | list[Any]]:
-    """Return the batch of whole samples: parts decoded, samples transformed, all joined."""
-    wanted = _find_decoders(parts)
-    decoded = (_decode(sample, wanted) for sample in samples)
-    rows = [row if transform is None else transform(row) for row in decoded]
+    """Return the batch of the decoded `samples`: each row transformed, then all joined.
+
+    Raises DataError for no samples.
+    """
+    if not samples:
+        raise DataError("no sample is requested", hint="give one sample number or more")
+    rows = [row if transform is None else transform(row) for row in rows]
     return {name: join(name, [row[name] for row in rows], samples) for name in rows[0]}
 
 
-Wanted = list[tuple[str, str, decoders.Decoder]]
+def time_stages(
+    fetch: Callable[[], list[Sample]],
+    decode: Callable[[list[Sample]], Iterable[dict[str, Any]]],
+    transform: Transform | None,
+) -> dict[str, float]:
+    """Return the seconds that each stage takes: read, decode and transform."""
+    marks = [time.perf_counter()]
+    samples = fetch()
+    marks.append(time.perf_counter())
+    rows = list(decode(samples))
+    marks.append(time.perf_counter())
+    if transform is not None:
+        for row in rows:
+            transform(row)
+    marks.append(time.perf_counter())
+    return dict(zip(("read", "decode", "transform"), np.diff(marks).tolist(), strict=True))
 
 
-def _find_decoders(parts: dict[str, str]) -> Wanted:
-    return [
+def decode_parts(samples: list[Sample], parts: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of each sample, decoded, by name. Raises DataError for a missing part."""
+    wanted = [
         (name, extension, decoders.find_decoder(extension)) for name, extension in parts.items()
     ]
-
-
-def _decode(sample: Sample, wanted: Wanted) -> dict[str, Any]:
-    try:
-        return {name: decoder(sample, extension) for name, extension, decoder in wanted}
-    except KeyError:
-        complete(sample, [extension for _, extension, _ in wanted])
-        raise
+    for sample in samples:
+        try:
+            yield {name: decoder(sample, extension) for name, extension, decoder in wanted}
+        except KeyError:
+            complete(sample, list(parts.values()))
+            raise
 
 
 def read_sample(path: Path, content: bytes) -> Sample:
@@ -229,68 +237,51 @@ def read_sample(path: Path, content: bytes) -> Sample:
 
     Raises DataError if `content` is anything else.
     """
-    sample, at, end = None, 0, len(content)
-    while at + BLOCK <= end:
-        name, size, kind, magic, prefix = HEADER.unpack_from(content, at)
-        digits = size.rstrip(b"\0 ")
-        if (
-            magic != b"ustar"
-            or prefix != b"\0"
-            or name[-1]
-            or kind not in KINDS
-            or not digits.isdigit()
-            or max(digits) > SEVEN
-        ):
-            return _read_slowly(path, content)
-        first = at + BLOCK
-        last = first + int(digits, 8)
-        if kind != EXTENDED:
-            sample = _add(
-                path, sample, name[: name.index(0)].decode("ascii", "replace"), content[first:last]
-            )
-        elif not says_little(content[first:last]):
-            return _read_slowly(path, content)
-        at = last + -last % BLOCK
-    if sample is None or at != end:
-        raise DataError(
-            f"{path} is not what it was when it was indexed",
-            hint="leave shards alone while they are read",
-        )
-    return sample
-
-
-def _add(path: Path, sample: Sample | None, name: str, content: bytes) -> Sample:
-    key, extension = split_name(name)
-    if sample is None:
-        return Sample(path, key, {extension: content})
-    if sample.key != key or extension in sample.parts:
-        raise DataError(
-            f"{path} is not what it was when it was indexed: {name} follows {sample.key}",
-            hint="leave shards alone while they are read",
-        )
-    sample.parts[extension] = content
-    return sample
-
-
-def _read_slowly(path: Path, content: bytes) -> Sample:
-    """Return the sample in `content` by tarfile, for names and sizes that need several headers."""
-    sample = None
+    sample = _read_common(path, content)
+    if sample is not None:
+        return sample
     try:
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
-            for member in archive:
-                opened = archive.extractfile(member)
-                sample = _add(
-                    path, sample, member.name, opened.read() if opened is not None else b""
-                )
-    # the last two are tarfile's errors for malformed headers
-    except (tarfile.TarError, ValueError, OverflowError):
-        sample = None
-    if sample is None:
+        ((sample, _, _),) = read_spans(path, file=io.BytesIO(content + bytes(BLOCK)))
+    except (DataError, ValueError):  # damaged, or not one sample
         raise DataError(
-            f"{path} is not what it was when it was indexed",
-            hint="leave shards alone while they are read",
-        )
+            f"{path} differs from the file that was indexed",
+            hint="do not change shards while they are read",
+        ) from None
     return sample
+
+
+def _read_common(path: Path, content: bytes) -> Sample | None:
+    """Return the sample if its headers are of the common form, which tarfile reads more slowly.
+
+    Returns None for any other content.
+    """
+    sample, at = None, 0
+    while (header := HEADER.match(content, at)) is not None:
+        name, size, kind = header.groups()
+        first = at + BLOCK
+        last = first + int(size, 8)
+        at = last + -last % BLOCK
+        if kind == EXTENDED:
+            if not says_little(content[first:last]):
+                return None
+            continue
+        key, extension = split_name(name.decode("ascii", "replace"))
+        sample = sample or Sample(path, key)
+        if sample.key != key or extension in sample.parts:
+            return None
+        sample.parts[extension] = content[first:last]
+    return sample if at == len(content) else None
+
+
+def says_little(records: bytes) -> bool:
+    """Return whether pax records are valid, and do not concern name, size or kind."""
+    at = 0
+    while at < len(records):
+        found = RECORD.match(records, at)
+        if found is None or found.end() - at != int(found[1]):
+            return False
+        at = found.end()
+    return True
 
 
 def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[Any]:

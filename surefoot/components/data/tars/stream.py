@@ -19,9 +19,10 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from torch import Tensor
 
+from surefoot.components.data.order import check_ids
 from surefoot.components.data.remote import Remote
 from surefoot.components.data.tars.shards import Sample, read_spans
-from surefoot.components.data.tars.source import Transform, make_batch
+from surefoot.components.data.tars.source import Transform, decode_parts, make_batch
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path
@@ -57,8 +58,8 @@ class TarStream:
         given: list[Any] = list(range(len(shards))) if isinstance(shards, Remote) else list(shards)
         if len(given) != len(counts) or not given or min(counts) < 1 or window < 1 or not parts:
             raise DataError(
-                f"{len(given)} shards of {list(counts)[:8]} samples, {window} at a time, "
-                f"with {len(parts)} parts, are not a stream",
+                f"a TarStream of {len(given)} shards, with counts {list(counts)[:8]}, "
+                f"window {window} and {len(parts)} parts is not possible",
                 hint=(
                     "give a count of 1 or more for each shard, and a part: "
                     'TarStream([opener], [1000], label="cls")'
@@ -90,20 +91,14 @@ class TarStream:
         return int(self._ends[-1])
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
-        if len(ids) == 0 or not 0 <= int(ids.min()) <= int(ids.max()) < len(self):
-            raise DataError(
-                f"samples are numbered 0 to {len(self) - 1:,}, and others are asked for: {ids}"[
-                    :200
-                ],
-                hint="ask for sample numbers in this range",
-            )
+        check_ids(ids, len(self))
         shards = np.searchsorted(self._ends, ids, side="right").tolist()
         with self._lock:  # a stream has one reader
             samples = [
                 self._take(shard, int(number - self._ends[shard]) + self.counts[shard])
                 for number, shard in zip(ids, shards, strict=True)
             ]
-        return make_batch(samples, self.parts, self.transform)
+        return make_batch(decode_parts(samples, self.parts), samples, self.transform)
 
     def part(self, part: int, parts: int) -> TarStream:
         """Return the stream of one of `parts` readers (ranks times workers).
@@ -112,8 +107,8 @@ class TarStream:
         """
         if not 0 <= part < parts <= len(self.counts):
             raise DataError(
-                f"part {part} of {parts} of {len(self.counts)} shards is none",
-                hint="use as many readers as shards at most, from 0",
+                f"part {part} of {parts} is not possible with {len(self.counts)} shards",
+                hint="use at most as many readers as shards, numbered from 0",
             )
         made = copy(self)
         own = slice(part, None, parts)
@@ -124,7 +119,7 @@ class TarStream:
         names = ", ".join(f"{name} ({extension})" for name, extension in self.parts.items())
         return (
             f"{len(self):,} samples streamed from {len(self.counts)} tars: {names}; "
-            "read again from the start to resume"
+            "replayed to resume"
         )
 
     def _take(self, shard: int, place: int) -> Sample:
@@ -134,7 +129,10 @@ class TarStream:
             try:
                 file = self._openers[shard]()
             except OSError as error:
-                why, hint = error.strerror or error, "check that it is there and who may read it"
+                why, hint = (
+                    error.strerror or error,
+                    "check that it exists, and your permission to read it",
+                )
                 raise DataError(f"{name} cannot be opened: {why}", hint=hint) from None
             reading = self._reading[shard] = _Forwards(name, file, self.counts[shard])
         self._reading.move_to_end(shard)
@@ -190,8 +188,8 @@ class _Forwards:
             self._next += 1
             if self._next == self._count and next(self._samples, None) is not None:
                 raise DataError(
-                    f"{self._name} holds more than {self._count:,} samples",
-                    hint="give the right counts: none may be lost",
+                    f"{self._name} contains more than {self._count:,} samples",
+                    hint="give the right counts, so that no sample is left out",
                 )
         return self._waiting.pop(place)
 
@@ -206,10 +204,10 @@ class _Once:
         file, self._file = self._file, None
         if file is None:
             raise DataError(
-                "the stream has already been read and cannot be read a second time",
+                "a file object that can be read only once was requested again",
                 hint=(
-                    "pass a function that reopens the stream, to train for several epochs or to "
-                    "resume in the middle"
+                    "give a function that opens it again, to train for several epochs or to resume "
+                    "in the middle of one"
                 ),
             )
         return file

@@ -5,15 +5,15 @@ keys of a batch, so that the augmentation of a sample depends on the run's seed,
 sample alone. `mixup` and `cutmix` mix samples, and their labels with them.
 """
 
-from surefoot.components.data.transforms.colours import (
+from surefoot.components.data.transforms.colors import (
     Jitter,
-    Normalise,
+    Normalize,
     adjust_brightness,
     adjust_contrast,
     adjust_hue,
     adjust_saturation,
     color_jitter,
-    normalise,
+    normalize,
 )
 from surefoot.components.data.transforms.erasing import Cutout, Erase, cutout, erase
 from surefoot.components.data.transforms.mixing import cutmix, mixup, soft_targets
@@ -43,7 +43,7 @@ __all__ = [
     "Erase",
     "Jitter",
     "Mirror",
-    "Normalise",
+    "Normalize",
     "Pipeline",
     "Resize",
     "Translate",
@@ -59,7 +59,7 @@ __all__ = [
     "erase",
     "mirror",
     "mixup",
-    "normalise",
+    "normalize",
     "random_resized_crop",
     "reflect_pad",
     "resize",

@@ -21,13 +21,13 @@ def check_images(images_BHWC: Tensor) -> None:
         )
 
 
-def check_colours(images_BHWC: Tensor) -> None:
+def check_colors(images_BHWC: Tensor) -> None:
     """Raise DataError for anything but a batch of images in red, green and blue."""
     check_images(images_BHWC)
     if images_BHWC.shape[-1] != 3:
         raise DataError(
-            f"images {tuple(images_BHWC.shape)} have {images_BHWC.shape[-1]} colours",
-            hint="give 3: red, green and blue, the last",
+            f"images {tuple(images_BHWC.shape)} have {images_BHWC.shape[-1]} channels",
+            hint="give 3 in the last dimension: red, green and blue",
         )
 
 
@@ -35,8 +35,8 @@ def check_range(what: str, given: tuple[float, float], low: float, high: float) 
     """Raise DataError unless low <= given[0] <= given[1] <= high."""
     if len(given) != 2 or not low <= given[0] <= given[1] <= high:
         raise DataError(
-            f"{what} from {given} is not a range",
-            hint=f"give two numbers, the lesser first, from {low:g} to {high:g}",
+            f"{what} of {given} is not a valid range",
+            hint=f"give (least, most), with {low:g} <= least <= most <= {high:g}",
         )
 
 
@@ -44,6 +44,6 @@ def check_size(what: str, *sizes: int) -> None:
     """Raise DataError for sizes that are not integers of 1 or more."""
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise DataError(
-            f"{what} of {' x '.join(map(str, sizes))} pixels is none",
-            hint="give whole numbers of 1 or more",
+            f"{what} of {' x '.join(map(str, sizes))} pixels is not possible",
+            hint="give integers of 1 or more",
         )

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from surefoot.components.data.order import Keys
 from surefoot.components.data.transforms.checks import check_images, check_range, check_size
-from surefoot.components.data.transforms.resizing import LARGEST_RATIO, TRIES
+from surefoot.components.data.transforms.resizing import LARGEST_RATIO, draw_sides, place_boxes
 from surefoot.core.errors import DataError
 
 
@@ -25,25 +24,26 @@ def erase(images_BHWC: Tensor, boxes_B4: Tensor, value: float | Sequence[float] 
     """
     check_images(images_BHWC)
     channels = images_BHWC.shape[3]
-    colour = torch.as_tensor(value, dtype=images_BHWC.dtype)
-    if colour.ndim > 1 or colour.numel() not in (1, channels):
+    color = torch.as_tensor(value, dtype=images_BHWC.dtype)
+    if color.ndim > 1 or color.numel() not in (1, channels):
         raise DataError(
-            f"{value} is not a colour of {channels}", hint="give one number, or one a colour"
+            f"{value} is not a color of {channels} channels",
+            hint="give one number, or one per channel",
         )
     painted = images_BHWC.clone()
     for image, (top, left, rows, columns) in zip(painted, boxes_B4.tolist(), strict=True):
-        image[max(0, top) : max(0, top + rows), max(0, left) : max(0, left + columns)] = colour
+        image[max(0, top) : max(0, top + rows), max(0, left) : max(0, left + columns)] = color
     return painted
 
 
 def cutout(
-    images_BHWC: Tensor, centres_B2: Tensor, size: int, value: float | Sequence[float] = 0
+    images_BHWC: Tensor, centers_B2: Tensor, size: int, value: float | Sequence[float] = 0
 ) -> Tensor:
     """Return the images with a square of `size` pixels around each center (row, column) painted.
 
     Parts of a square outside the image are ignored (DeVries, 2017).
     """
-    corners = centres_B2 - size // 2
+    corners = centers_B2 - size // 2
     return erase(images_BHWC, torch.cat([corners, torch.full_like(corners, size)], dim=1), value)
 
 
@@ -78,22 +78,11 @@ class Erase:
 
         The box is empty if nothing is painted.
         """
-        low, high = map(math.log, self.ratio)
-        area_BK = (
-            self.scale[0] + (self.scale[1] - self.scale[0]) * keys.uniform(TRIES, stream=0).double()
-        ) * (height * width)
-        aspect_BK = (low + (high - low) * keys.uniform(TRIES, stream=1).double()).exp()
-        rows, columns = (
-            (area_BK * aspect_BK).sqrt().round().long(),
-            (area_BK / aspect_BK).sqrt().round().long(),
-        )
+        rows, columns = draw_sides(keys, height * width, self.scale, self.ratio)
         fits = (rows < height) & (columns < width)
-        first = fits.long().argmax(1, keepdim=True)
-        size = torch.cat([rows.gather(1, first), columns.gather(1, first)], dim=1)
-        free = (torch.tensor([height, width]) - size).clamp(min=0)
-        corner = torch.minimum((keys.uniform(2, stream=2) * (free + 1)).long(), free)
+        boxes = place_boxes(keys, rows, columns, fits, height, width)
         chosen = fits.any(1, keepdim=True) & (keys.uniform(stream=3) < self.probability)
-        return torch.where(chosen, torch.cat([corner, size], dim=1), 0)
+        return torch.where(chosen, boxes, 0)
 
     def settled(self) -> tuple[Any, ...]:
         """Return the steps for evaluation: none."""

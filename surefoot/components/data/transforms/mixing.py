@@ -43,7 +43,7 @@ def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
         raise DataError(
             f"labels {tuple(labels_B.shape)} of {labels_B.dtype} are not classes from 0 to "
             f"{num_classes - 1}",
-            hint="give whole numbers (B,), or rows (B, num_classes) of shares",
+            hint="give integers (B,), or rows (B, num_classes) of shares",
         )
     return F.one_hot(labels_B.long(), num_classes).float()
 
@@ -84,8 +84,8 @@ def cutmix(
     places = own.uniform(2, stream=1)
     edges = []
     for axis, size in enumerate((height, width)):
-        centre, half = (places[:, axis] * size).long(), (side * size).long() // 2
-        edges.append((torch.clamp(centre - half, min=0), torch.clamp(centre + half, max=size)))
+        center, half = (places[:, axis] * size).long(), (side * size).long() // 2
+        edges.append((torch.clamp(center - half, min=0), torch.clamp(center + half, max=size)))
     mixed, share_B = images_BHWC.clone(), torch.ones(len(images_BHWC))
     rows = zip(partner_B.tolist(), *(each.tolist() for pair in edges for each in pair), strict=True)
     for number, (partner, top, bottom, left, right) in enumerate(rows):
@@ -126,7 +126,7 @@ def _pair(images: Tensor, labels_B: Tensor, num_classes: int) -> tuple[Tensor, T
     """Return the index of each sample's partner, and the targets (B, N)."""
     if len(images) != len(labels_B):
         raise DataError(
-            f"{len(images)} images have {len(labels_B)} labels", hint="give one label an image"
+            f"{len(images)} images have {len(labels_B)} labels", hint="give one label per image"
         )
     places = torch.arange(len(images))
     partner_B = places ^ 1

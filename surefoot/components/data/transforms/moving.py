@@ -87,8 +87,8 @@ class Translate:
         check_images(images_BHWC)
         if self.size >= min(images_BHWC.shape[1:3]):
             raise DataError(
-                f"images {tuple(images_BHWC.shape)} cannot be moved by {self.size} pixels",
-                hint="move them by less than their size",
+                f"images {tuple(images_BHWC.shape)} cannot be shifted by {self.size} pixels",
+                hint="give fewer pixels than their height and width",
             )
         return translate(
             images_BHWC, keys.integers(0, 2 * self.size + 1, 2).to(images_BHWC.device), self.size

@@ -55,8 +55,8 @@ class Pipeline:
         bad = [step for step in steps if not callable(step) or isinstance(step, type)]
         if bad or not steps:
             raise DataError(
-                f"a pipeline of {bad[0]!r} has no step" if bad else "a pipeline has no step",
-                hint="give steps that are called with (images, keys), as Mirror()",
+                f"{bad[0]!r} is not a step of a pipeline" if bad else "a pipeline needs a step",
+                hint="give steps that can be called with (images, keys), such as Mirror()",
             )
         self.steps = steps
         names = [getattr(step, "__name__", type(step).__name__) for step in steps]
@@ -85,10 +85,10 @@ class Pipeline:
             settled = getattr(step, "settled", None)
             if not callable(settled):
                 raise DataError(
-                    f"{step!r} does not define the steps that replace it in evaluation",
+                    f"{step!r} has no method settled(), which evaluation calls",
                     hint=(
-                        "give it a method settled() that returns () for nothing, "
-                        "or (self,) for itself"
+                        "define settled(): it returns the steps for evaluation, () for none "
+                        "or (self,) for the same step"
                     ),
                 )
             left += settled()

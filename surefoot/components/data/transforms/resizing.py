@@ -48,7 +48,7 @@ def center_crop(images_BHWC: Tensor, height: int, width: int) -> Tensor:
     _, rows, columns, _ = images_BHWC.shape
     if height > rows or width > columns:
         raise DataError(
-            f"a crop of {height} x {width} does not fit into images of {rows} x {columns}",
+            f"a crop of {height} x {width} is larger than images of {rows} x {columns}",
             hint="resize them first, or crop less",
         )
     top, left = round((rows - height) / 2), round((columns - width) / 2)
@@ -79,21 +79,39 @@ def draw_boxes(
     over the height from `ratio`, uniformly in the logarithm; the first of 10 boxes that fit is put
     at a random position. If none fits the middle is used, as large as `ratio` allows.
     """
-    area_BK = _spread(keys.uniform(TRIES, stream=0), *scale) * (rows * columns)
-    aspect_BK = _spread(keys.uniform(TRIES, stream=1), *map(math.log, ratio)).exp()
-    wide, high = (
-        (area_BK * aspect_BK).sqrt().round().long(),
-        (area_BK / aspect_BK).sqrt().round().long(),
-    )
+    wide, high = draw_sides(keys, rows * columns, scale, ratio)
     fits = (wide >= 1) & (wide <= columns) & (high >= 1) & (high <= rows)
-    first = fits.long().argmax(1, keepdim=True)
-    high, wide = high.gather(1, first)[:, 0], wide.gather(1, first)[:, 0]
-    free = torch.stack([rows - high, columns - wide], dim=1)
-    corner = torch.minimum((keys.uniform(2, stream=2) * (free + 1)).long(), free)
-    boxes = torch.stack([corner[:, 0], corner[:, 1], high, wide], dim=1)
+    boxes = place_boxes(keys, high, wide, fits, rows, columns)
     return torch.where(
         fits.any(1, keepdim=True), boxes, torch.tensor(_middle(rows, columns, ratio))
     )
+
+
+def draw_sides(
+    keys: Keys, num_pixels: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Return the sides of 10 random boxes for each sample, (B, K) int64 each.
+
+    The area is drawn from `scale` of `num_pixels`, the first side over the second from `ratio`,
+    uniformly in the logarithm.
+    """
+    area_BK = _spread(keys.uniform(TRIES, stream=0), *scale) * num_pixels
+    aspect_BK = _spread(keys.uniform(TRIES, stream=1), *map(math.log, ratio)).exp()
+    return (
+        (area_BK * aspect_BK).sqrt().round().long(),
+        (area_BK / aspect_BK).sqrt().round().long(),
+    )
+
+
+def place_boxes(
+    keys: Keys, high_BK: Tensor, wide_BK: Tensor, fits_BK: Tensor, rows: int, columns: int
+) -> Tensor:
+    """Return the first box that fits, at a random position: (top, left, rows, columns), (B, 4)."""
+    first = fits_BK.long().argmax(1, keepdim=True)
+    size = torch.cat([high_BK.gather(1, first), wide_BK.gather(1, first)], dim=1)
+    free = (torch.tensor([rows, columns]) - size).clamp(min=0)
+    corner = torch.minimum((keys.uniform(2, stream=2) * (free + 1)).long(), free)
+    return torch.cat([corner, size], dim=1)
 
 
 def _spread(uniform: Tensor, low: float, high: float) -> Tensor:

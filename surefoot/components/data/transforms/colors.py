@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data.order import Keys
-from surefoot.components.data.transforms.checks import check_colours, check_images, check_range
+from surefoot.components.data.transforms.checks import check_colors, check_images, check_range
 from surefoot.core.errors import DataError
 
-GREY = (0.2989, 0.587, 0.114)  # weights of red, green and blue
+GRAY = (0.2989, 0.587, 0.114)  # weights of red, green and blue
 PIECE = 1 << 15  # pixels processed together: their float32 copies stay in the cache of a core
 LARGEST_FACTOR = 10.0
 
@@ -33,7 +33,7 @@ def adjust_contrast(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
     """Blend each image with the mean of its gray values: 0 gives the mean, 1 the image."""
 
     def blend(images: Tensor, factors: Tensor) -> Tensor:
-        mean = _grey(images, images_BHWC.dtype).mean((1, 2, 3), keepdim=True)
+        mean = _gray(images, images_BHWC.dtype).mean((1, 2, 3), keepdim=True)
         return factors * images + (1 - factors) * mean
 
     return _in_pieces(images_BHWC, factors_B, blend)
@@ -44,7 +44,7 @@ def adjust_saturation(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
     return _in_pieces(
         images_BHWC,
         factors_B,
-        lambda images, factors: factors * images + (1 - factors) * _grey(images, images_BHWC.dtype),
+        lambda images, factors: factors * images + (1 - factors) * _gray(images, images_BHWC.dtype),
     )
 
 
@@ -53,7 +53,7 @@ def adjust_hue(images_BHWC: Tensor, turns_B: Tensor) -> Tensor:
 
     0 leaves the image unchanged, except for one level of rounding.
     """
-    check_colours(images_BHWC)
+    check_colors(images_BHWC)
     in_bytes = images_BHWC.dtype == torch.uint8
 
     def turn(images: Tensor, turns: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def color_jitter(
     Each argument is (B,) factors, or None for no change. torchvision draws an order for each call;
     this order is fixed, since a random order for each sample would split the batch 24 ways.
     """
-    check_colours(images_BHWC)
+    check_colors(images_BHWC)
     steps = (
         (adjust_brightness, brightness),
         (adjust_contrast, contrast),
@@ -91,7 +91,7 @@ def color_jitter(
     return images_BHWC
 
 
-def normalise(images_BHWC: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
+def normalize(images_BHWC: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
     """Return (images - mean) / deviation as float32 (B, C, H, W), channels last in memory.
 
     `mean` and `deviation` are in the units of the images.
@@ -100,8 +100,8 @@ def normalise(images_BHWC: Tensor, mean: Sequence[float], deviation: Sequence[fl
     _, _, width, channels = images_BHWC.shape
     if len(mean) != channels or len(deviation) != channels:
         raise DataError(
-            f"{len(mean)} means and {len(deviation)} deviations are given for {channels} colours",
-            hint="give one of each a colour",
+            f"{len(mean)} means and {len(deviation)} deviations are given for {channels} channels",
+            hint="give one mean and one deviation per channel",
         )
     # a whole row at once: three channels alone are too short for vector instructions
     means, deviations = (
@@ -119,7 +119,7 @@ def _in_pieces(
 
     The results are clamped to the range of the images and have their dtype.
     """
-    check_colours(images_BHWC)
+    check_colors(images_BHWC)
     factors = factors_B.to(images_BHWC.device, torch.float32).view(-1, 1, 1, 1)
     changed = torch.empty_like(images_BHWC)
     most = 255 if images_BHWC.dtype == torch.uint8 else 1
@@ -142,10 +142,10 @@ def _pieces(images_BHWC: Tensor) -> Iterator[slice]:
     return (slice(start, start + count) for start in range(0, batch, count))
 
 
-def _grey(images_BHWC: Tensor, dtype: torch.dtype) -> Tensor:
-    red, green, blue = (images_BHWC[..., colour : colour + 1] for colour in range(3))
-    grey: Tensor = GREY[0] * red + GREY[1] * green + GREY[2] * blue
-    return grey.floor() if dtype == torch.uint8 else grey
+def _gray(images_BHWC: Tensor, dtype: torch.dtype) -> Tensor:
+    red, green, blue = (images_BHWC[..., color : color + 1] for color in range(3))
+    gray: Tensor = GRAY[0] * red + GRAY[1] * green + GRAY[2] * blue
+    return gray.floor() if dtype == torch.uint8 else gray
 
 
 def _to_hsv(images_BHWC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,11 +168,11 @@ def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
     The color is value (1 - saturation max(0, min(k, 4 - k, 1))), with k = (6 hue + n) mod 6.
     """
     sixths, chroma = hue * 6, value * saturation
-    colours = []
+    colors = []
     for offset in (5, 3, 1):
         part = (sixths + offset) % 6
-        colours.append(value - chroma * torch.minimum(part, 4 - part).clamp_(0, 1))
-    return torch.stack(colours, dim=-1)
+        colors.append(value - chroma * torch.minimum(part, 4 - part).clamp_(0, 1))
+    return torch.stack(colors, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Jitter:
 
 
 @dataclass(frozen=True)
-class Normalise:
+class Normalize:
     """Normalization to (images - mean) / deviation, float32 (B, C, H, W): the last step.
 
     `mean` and `deviation` have one number per color, in the units of the images.
@@ -231,12 +231,12 @@ class Normalise:
             or not all(each > 0 for each in self.deviation)
         ):
             raise DataError(
-                f"mean {self.mean} and deviation {self.deviation} cannot normalise",
-                hint="give as many of each as colours, and deviations above 0",
+                f"mean {self.mean} and deviation {self.deviation} are not valid",
+                hint="give one of each per channel, and deviations above 0",
             )
 
     def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:
-        return normalise(images_BHWC, self.mean, self.deviation)
+        return normalize(images_BHWC, self.mean, self.deviation)
 
     def settled(self) -> tuple[Any, ...]:
         """Return the steps for evaluation: this step."""
