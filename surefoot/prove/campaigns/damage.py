@@ -11,24 +11,139 @@ import contextlib
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from surefoot.contract import commits, events, ledger, manifest
-from surefoot.contract.events import Fault
+from surefoot.contract import commits, ledger, manifest
 from surefoot.core.errors import EXIT_OK, RunFolderError, TaskError
 from surefoot.prove.campaigns import jobs
-from surefoot.prove.campaigns.files import mutate
-from surefoot.prove.campaigns.files.mutate import KINDS, MutationTarget
 from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
-from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, digests
-from surefoot.prove.outcome import Campaign, TrialResult
+from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, read_faults
+from surefoot.prove.outcome import TrialResult
 
 # step at which the run stops: it then has three saved checkpoints and that of its best evaluation
 LEFT_AT = 3 * EVERY + 1
+BLOCK_BYTES = 4096
 TO_THE_END_EVERY = 40  # one in 40 trials resumes to the end, which takes longest
+
+
+# ---- changes of a file, with draws that a seed repeats
+
+
+@dataclass(frozen=True)
+class MutationTarget:
+    """A file of a run, another run with other values, and a folder outside of both."""
+
+    path: Path
+    other: Path
+    outside: Path
+    draws: random.Random
+
+    @property
+    def commits(self) -> Path:
+        """Folder of all checkpoints if the file is in a checkpoint, else the run folder."""
+        return (
+            self.path.parents[1]
+            if manifest.STEP_FOLDER.match(self.path.parent.name)
+            else self.path.parent
+        )
+
+
+Kind = Callable[[MutationTarget], object]
+
+
+def flip(at: MutationTarget) -> None:
+    data = bytearray(at.path.read_bytes())
+    data[at.draws.randrange(len(data))] ^= 1 << at.draws.randrange(8)
+    at.path.write_bytes(data)
+
+
+def zero_a_block(at: MutationTarget) -> None:
+    data = bytearray(at.path.read_bytes())
+    start = at.draws.randrange(len(data)) // BLOCK_BYTES * BLOCK_BYTES
+    data[start : start + BLOCK_BYTES] = bytes(len(data[start : start + BLOCK_BYTES]))
+    at.path.write_bytes(data)
+
+
+def link_by_name(at: MutationTarget) -> None:
+    """Move the file elsewhere, and leave a symbolic link to it."""
+    at.path.symlink_to(at.path.rename(at.outside / "elsewhere"))
+
+
+def in_its_place(make: Callable[[Path], object]) -> Kind:
+    """Return a change that makes something else under the name of the file.
+
+    A process that opens a pipe to read waits for a writer that never comes.
+    """
+
+    def do(at: MutationTarget) -> None:
+        at.path.unlink()
+        make(at.path)
+
+    return do
+
+
+def swap(at: MutationTarget) -> None:
+    """Swap the contents with a file of other bytes, of the same size if there is one."""
+    own = at.path.read_bytes()
+    others = [
+        path
+        for path in sorted(at.commits.rglob("*"))
+        if path.is_file() and path.read_bytes() != own
+    ]
+    same = [path for path in others if path.stat().st_size == len(own)]
+    other = at.draws.choice(same or others)
+    at.path.write_bytes(other.read_bytes())
+    other.write_bytes(own)
+
+
+def splice(at: MutationTarget) -> None:
+    """Overwrite the file with the file of that name from another step or another run."""
+    runs = (at.commits, at.other)
+    others = [
+        path for run in runs for path in sorted(run.glob(f"**/{at.path.name}")) if path != at.path
+    ]
+    at.path.write_bytes(at.draws.choice(others).read_bytes())
+
+
+def duplicate(at: MutationTarget) -> None:
+    """Copy the whole checkpoint under the name of a later step; of any other file make a copy."""
+    step = manifest.STEP_FOLDER.match(at.path.parent.name)
+    if step is None:
+        shutil.copy2(at.path, at.path.with_name("copy"))
+    else:
+        shutil.copytree(at.path.parent, at.path.parent.with_name(f"step-{int(step[1]) + 100:012d}"))
+
+
+def link_the_folder(at: MutationTarget) -> None:
+    """Move the folder of the file elsewhere, and leave a symbolic link to it."""
+    if at.commits != at.path.parent:
+        at.path.parent.symlink_to(at.path.parent.rename(at.outside / "folder"))
+
+
+FLIPPED: Mapping[str, Kind] = {"a flipped bit": flip}
+KINDS: Mapping[str, Kind] = {
+    "truncated": lambda at: os.truncate(at.path, at.draws.randrange(at.path.stat().st_size)),
+    "empty": lambda at: os.truncate(at.path, 0),
+    "4 KiB zeroed": zero_a_block,
+    "missing": lambda at: at.path.unlink(),
+    "swapped": swap,
+    "spliced": splice,
+    "duplicated": duplicate,
+    "symbolic link": link_by_name,
+    "a folder": in_its_place(Path.mkdir),
+    "a pipe": in_its_place(os.mkfifo),
+    "folder linked": link_the_folder,
+    # no damage: a file that no manifest names, and a hard link outside of the run
+    "extra file": lambda at: at.path.with_name("more.safetensors").write_bytes(
+        at.path.read_bytes()
+    ),
+    "linked elsewhere": lambda at: (at.outside / "linked").hardlink_to(at.path),
+}
+
+
+# ---- trials
 
 
 @dataclass(frozen=True)
@@ -101,39 +216,39 @@ def copy_run(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=copy)
 
 
-def damage(workshop: Workshop, seed: int, *, kinds: Mapping[str, mutate.Kind]) -> TrialResult:
+def damage(
+    workshop: Workshop, seed: int, folder: Path, *, kinds: Mapping[str, Kind]
+) -> TrialResult:
     """Damage one file of a run, by each kind in turn; then open the run."""
     draws = random.Random(seed)
     kind, variant = list(kinds)[seed % len(kinds)], draws.choice(list(VARIANTS))
     left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
     files = left.find_files()
     name = files[seed // len(kinds) % len(files)]
-    with workshop.scratch("damage") as folder:
-        copy_run(left.attempt.folder, folder / "run")
-        path = folder / "run" / name
-        kinds[kind](MutationTarget(path, other.attempt.folder, folder, draws))
-        wrong = find_wrong(workshop, left, path, to_the_end=seed % TO_THE_END_EVERY == 0)
-        return TrialResult(
-            wrong and f"{kind}: {name} ({variant}): {wrong}",
-            (path.name if len(kinds) == 1 else kind,),
-        )
+    copy_run(left.attempt.folder, folder / "run")
+    path = folder / "run" / name
+    kinds[kind](MutationTarget(path, other.attempt.folder, folder, draws))
+    wrong = find_wrong(workshop, left, path, to_the_end=seed % TO_THE_END_EVERY == 0)
+    return TrialResult(
+        wrong and f"{kind}: {name} ({variant}): {wrong}",
+        (path.name if len(kinds) == 1 else kind,),
+    )
 
 
-def take_another_run_s_commit(workshop: Workshop, seed: int) -> TrialResult:
+def take_another_run_s_commit(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Replace the newest checkpoint by that of another run, whose digests are all right.
 
     It must be refused, and nothing may be loaded.
     """
     variant = list(VARIANTS)[seed % len(VARIANTS)]
     left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
-    with workshop.scratch("another") as folder:
-        copy_run(left.attempt.folder, folder / "run")
-        newest = manifest.step_folder(folder / "run", left.steps[-1])
-        shutil.rmtree(newest)
-        shutil.copytree(manifest.step_folder(other.attempt.folder, left.steps[-1]), newest)
-        child = workshop.fork(jobs.open_run, replace(left.attempt, run=str(folder / "run")))
-        if child.wait() != RunFolderError.exit_code or newest.name not in child.said:
-            return TrialResult(f"the commit of another run was taken: {child.said[-300:]}")
+    copy_run(left.attempt.folder, folder / "run")
+    newest = manifest.step_folder(folder / "run", left.steps[-1])
+    shutil.rmtree(newest)
+    shutil.copytree(manifest.step_folder(other.attempt.folder, left.steps[-1]), newest)
+    child = workshop.fork(jobs.open_run, replace(left.attempt, run=str(folder / "run")))
+    if child.wait() != RunFolderError.exit_code or newest.name not in child.said:
+        return TrialResult(f"the commit of another run was taken: {child.said[-300:]}")
     return TrialResult()
 
 
@@ -193,7 +308,7 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
         return f"rows of {whole - num_rows} steps are lost, and nothing says so"
     if to_the_end and (
         workshop.train(attempt).wait() != EXIT_OK
-        or digests(run, STEPS) != workshop.golden(attempt.variant).states[STEPS]
+        or workshop.golden(attempt).find_differing(run, STEPS)
     ):
         return "the run went on to other bits"
     return None
@@ -202,11 +317,7 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
 def _find_wrong_events(
     run: Path, damaged: list[Path], before: Mapping[Path, Mapping[str, bytes]], child: Child
 ) -> str | None:
-    told = [
-        event.detail
-        for event in events.read(run)
-        if isinstance(event, Fault) and event.fault == "damaged-commit"
-    ]
+    told = [event.detail for event in read_faults(run, "damaged-commit")]
     if len(told) != len(damaged) or any(
         sum(f"{folder}" in detail for detail in told) != 1 for folder in damaged
     ):
@@ -243,25 +354,3 @@ def _bytes_of(folder: Path) -> dict[str, bytes]:
 
 def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
-
-
-CAMPAIGNS = (
-    Campaign(
-        case="F05",
-        title="one flipped bit in any file of a run",
-        few=200,
-        trial=partial(damage, kinds={"a flipped bit": mutate.flip}),
-    ),
-    Campaign(
-        case="F06",
-        title="files cut, emptied, zeroed, swapped, spliced, doubled, lost, added, linked",
-        few=50,
-        trial=partial(damage, kinds=KINDS),
-    ),
-    Campaign(
-        case="F06-run",
-        title="the commit of another run in the place of one",
-        trial=take_another_run_s_commit,
-        few=4,
-    ),
-)

@@ -1,4 +1,4 @@
-"""A disk after a power cut: the states that are possible after a trace of file operations.
+"""Power cuts: the disk states that a cut may leave are derived from one traced run, and opened.
 
 Only what POSIX guarantees is assumed: `fsync` of a file makes its bytes and size durable, `fsync`
 of a folder its entries. Data that was not synced may be there whole, in part, as zeros, or not at
@@ -11,14 +11,20 @@ import os
 import random
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from surefoot.contract import commits
-from surefoot.core.errors import TaskError
+from surefoot.components import checkpoint
+from surefoot.contract import commits, manifest, spec_file
+from surefoot.core.errors import SurefootError, TaskError
 from surefoot.prove.campaigns import strace
-from surefoot.prove.campaigns.strace import SystemCall
+from surefoot.prove.campaigns.probe import ProbedRun
+from surefoot.prove.campaigns.strace import SystemCall, Tracer
+from surefoot.prove.campaigns.workshop import Golden, Workshop, go_on
+from surefoot.prove.outcome import TrialResult
 
+GOES_ON_EVERY = 20  # a run resumes to the end from one in 20 states, which takes longest
+WHOLE = ("frozen", "plain")  # traced variants: checkpoints with linked files, and without
 SECTOR_BYTES = 512
 BLOCKS = ("none", "all", "random", "size")
 ENTRIES = ("prefix", "reordered")
@@ -279,3 +285,72 @@ def acknowledged(ops: Sequence[Op], moment: int) -> list[int]:
         {op.step for op in noted if op.word == "committed"}
         - {op.step for op in noted if op.word == "retired"}
     )
+
+
+# ---- trials
+
+
+def cut_power(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
+    """Write and check one possible disk state after a power cut.
+
+    Every acknowledged step must load, and no visible checkpoint may be silently wrong. Some runs
+    are resumed to the end.
+    """
+    variant = WHOLE[seed % len(WHOLE)]
+    recorder, traced = workshop.once(("recording", variant), lambda: _record(workshop, variant))
+    golden = workshop.golden(traced)
+    ops, draws = recorder.ops, random.Random(seed)
+    cut = PowerCut(draws.randint(0, len(ops)), draws.choice(ENTRIES), draws.choice(BLOCKS), seed)
+    goes_on = draws.randrange(GOES_ON_EVERY) == 0
+    write_state(ops, recorder.folders, cut, folder)
+    attempt = replace(traced, run=str(folder / traced.folder.name), pauses=())
+    wrong = _look(attempt.folder, acknowledged(ops, cut.moment), golden)
+    if wrong is None and goes_on:
+        wrong = go_on(workshop, attempt, golden)
+    return TrialResult(
+        wrong and f"{cut}: {wrong}",
+        (cut.blocks, cut.entries, *(["gone on to the end"] if goes_on else [])),
+    )
+
+
+def _record(workshop: Workshop, variant: str) -> tuple[Recorder, ProbedRun]:
+    """Record the file operations of one run from its start to its end."""
+    with workshop.scratch("traced") as folder:
+        (root := folder / "disk").mkdir()
+        attempt = ProbedRun(run=str(root / "run"), variant=variant, pauses=(0,))
+        child = workshop.train(attempt)
+        child.wait_for("paused 0")
+        tracer = Tracer(child, folder / "trace", "-y", "-e", f"trace={','.join(TRACED)}")
+        with tracer:
+            child.go()
+            if child.wait() != 0:
+                raise TaskError(
+                    f"the run that is traced failed: {child.said[-500:]}",
+                    hint="this is a fault of surefoot",
+                )
+        recorder = Recorder(root)
+        recorder.record(tracer.calls())
+        return recorder, attempt
+
+
+def _look(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
+    """Return what is wrong with a run after its drafts were cleared, as a start clears them.
+
+    Wrong is a step that was acknowledged, or is visible, and is not whole.
+    """
+    if run.is_dir():
+        checkpoint.clear_drafts(run)
+    step = 0
+    try:
+        for step in sorted({*manifest.steps(run), *acknowledged}):
+            commits.check(manifest.step_folder(run, step))
+            if golden.find_differing(run, step):
+                return f"step {step} loads with another state than it had"
+        if acknowledged:
+            spec_file.read(str(run / "spec.toml"))
+    except SurefootError as error:
+        return (
+            f"step {step} was committed or can be seen, and the run cannot be resumed from it: "
+            f"{error.message}"
+        )
+    return None
