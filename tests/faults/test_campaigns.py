@@ -20,10 +20,16 @@ import pytest
 from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import CAMPAIGNS, jobs
 from surefoot.prove.campaigns import workshop as places
+from surefoot.prove.campaigns.outcome import (
+    Campaign,
+    CampaignOutcome,
+    Failure,
+    TrialResult,
+    carry_out,
+)
 from surefoot.prove.campaigns.probe import EVERY, STEPS, ProbedRun
-from surefoot.prove.campaigns.promises import PROMISES
 from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import Campaign, CampaignOutcome, Failure, TrialResult, carry_out
+from surefoot.prove.promises import PROMISES
 from tests.faults import planted
 from tests.faults.planted import PlantedWorkshop
 
@@ -131,7 +137,7 @@ def test_a_trial_that_waits_for_ever_has_failed(
 ) -> None:
     def wait(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
         os.mkfifo(folder / "run")
-        workshop.fork(read_pipe, ProbedRun(run=str(folder / "run"))).wait()
+        workshop.fork(read_pipe, ProbedRun(folder=folder / "run")).wait()
         return TrialResult()
 
     monkeypatch.setattr(places, "PATIENCE_S", 0.2)
@@ -166,7 +172,7 @@ def test_a_fault_that_did_not_fall_is_made_up_for(
 
 
 def test_trials_leave_nothing_behind(workshop: PlantedWorkshop) -> None:
-    workshop.golden(ProbedRun(run=""))  # is kept
+    workshop.golden(ProbedRun(folder=Path()))  # is kept
     before = set(os.listdir(workshop.folder))
     tried(BY_CASE["F29"], workshop, 1, 3)
     assert set(os.listdir(workshop.folder)) == before
@@ -197,12 +203,12 @@ def set_clock(jump: str, also: str | None) -> None:
 
 def under_wrong_clocks(workshop: PlantedWorkshop, seed: int, also: str | None = None) -> str | None:
     """Each attempt has another wrong clock, and between them every file gets a random time."""
-    draws, golden = random.Random(seed), workshop.golden(ProbedRun(run=""))
+    draws, golden = random.Random(seed), workshop.golden(ProbedRun(folder=Path()))
     first, second, last = draws.sample(sorted(CLOCKS), 3)
     try:
         with workshop.scratch("clock") as folder:
             # so that a seed always leaves the same commits
-            attempt = ProbedRun(run=str(folder / "run"), background=False)
+            attempt = ProbedRun(folder=folder / "run", background=False)
             for clock, step in zip(
                 (first, second), sorted(draws.sample(range(EVERY, STEPS, EVERY), 2)), strict=True
             ):

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import CAMPAIGNS, failing
-from surefoot.prove.outcome import Campaign, CampaignOutcome, carry_out
+from surefoot.prove.campaigns.outcome import Campaign, CampaignOutcome, carry_out
 from tests.faults.planted import PlantedWorkshop
 from tests.faults.planted_files import plant
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import CAMPAIGNS, forge
-from surefoot.prove.outcome import CampaignOutcome, carry_out
+from surefoot.prove.campaigns.outcome import CampaignOutcome, carry_out
 from tests.faults.planted import PlantedWorkshop
 from tests.faults.planted_files import plant
 

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import CAMPAIGNS, ranks
+from surefoot.prove.campaigns.outcome import carry_out
 from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import carry_out
 from tests.faults import planted_ranks
 
 CASES = ("F26", "F12", "F13", "F20", "F23", "F01-loop")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +14,8 @@ from surefoot.cli.options import JsonOption, QuietOption, TracebackOption
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
 
 if TYPE_CHECKING:
-    from surefoot.prove.campaigns.promises import Promise
-    from surefoot.prove.outcome import CampaignOutcome
+    from surefoot.prove.campaigns.outcome import CampaignOutcome
+    from surefoot.prove.promises import Promise
 
 
 def prove(
@@ -58,7 +56,7 @@ def prove(
     trial. The exit code is 0 if the promise held in every trial, and 1 if it did not or cannot be
     tested on this machine.
     """
-    from surefoot.prove.campaigns.promises import find_promise
+    from surefoot.prove.promises import find_promise
 
     if what == "list":
         return _list(json)
@@ -89,7 +87,7 @@ def prove(
 
 def _list(json: bool) -> int:
     from surefoot.cli.table import print_table
-    from surefoot.prove.campaigns.promises import PROMISES
+    from surefoot.prove.promises import PROMISES
 
     if json:
         options.print_json({"promises": [asdict(each) for each in PROMISES]})
@@ -103,12 +101,8 @@ def _carry_out(
     cases: tuple[str, ...], trials: int | None, seed: int, *, quiet: bool
 ) -> list[CampaignOutcome]:
     from surefoot.prove.campaigns import CAMPAIGNS
+    from surefoot.prove.campaigns.outcome import carry_out
     from surefoot.prove.campaigns.workshop import Workshop
-    from surefoot.prove.outcome import carry_out
-
-    def tell(text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(f"prove: {text}", file=sys.stderr, flush=True)
 
     chosen = [campaign for campaign in CAMPAIGNS if campaign.case in cases]
     with tempfile.TemporaryDirectory(prefix="surefoot-prove-") as folder:
@@ -119,7 +113,7 @@ def _carry_out(
                 workshop,
                 trials=trials or campaign.few,
                 seed=seed,
-                tell=(lambda text: None) if quiet else tell,
+                tell=(lambda text: None) if quiet else (lambda text: options.say(f"prove: {text}")),
             )
             for campaign in chosen
         ]

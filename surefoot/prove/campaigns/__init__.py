@@ -3,7 +3,7 @@
 from functools import partial
 
 from surefoot.prove.campaigns import damage, failing, forge, kills, power, ranks, strace
-from surefoot.prove.outcome import Campaign
+from surefoot.prove.campaigns.outcome import Campaign
 
 CAMPAIGNS: tuple[Campaign, ...] = (
     Campaign(

@@ -11,16 +11,17 @@ import contextlib
 import os
 import random
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from surefoot.contract import commits, ledger, manifest
-from surefoot.core.errors import EXIT_OK, RunFolderError, TaskError
+from surefoot.core.errors import EXIT_OK, RunFolderError
 from surefoot.prove.campaigns import jobs
+from surefoot.prove.campaigns.outcome import TrialResult
 from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, read_faults
-from surefoot.prove.outcome import TrialResult
 
 # step at which the run stops: it then has three saved checkpoints and that of its best evaluation
 LEFT_AT = 3 * EVERY + 1
@@ -71,17 +72,13 @@ def link_by_name(at: MutationTarget) -> None:
     at.path.symlink_to(at.path.rename(at.outside / "elsewhere"))
 
 
-def in_its_place(make: Callable[[Path], object]) -> Kind:
-    """Return a change that makes something else under the name of the file.
+def in_its_place(at: MutationTarget, make: Callable[[Path], object]) -> None:
+    """Make something else under the name of the file.
 
     A process that opens a pipe to read waits for a writer that never comes.
     """
-
-    def do(at: MutationTarget) -> None:
-        at.path.unlink()
-        make(at.path)
-
-    return do
+    at.path.unlink()
+    make(at.path)
 
 
 def swap(at: MutationTarget) -> None:
@@ -132,8 +129,8 @@ KINDS: Mapping[str, Kind] = {
     "spliced": splice,
     "duplicated": duplicate,
     "symbolic link": link_by_name,
-    "a folder": in_its_place(Path.mkdir),
-    "a pipe": in_its_place(os.mkfifo),
+    "a folder": lambda at: in_its_place(at, Path.mkdir),
+    "a pipe": lambda at: in_its_place(at, os.mkfifo),
     "folder linked": link_the_folder,
     # no damage: a file that no manifest names, and a hard link outside of the run
     "extra file": lambda at: at.path.with_name("more.safetensors").write_bytes(
@@ -146,74 +143,39 @@ KINDS: Mapping[str, Kind] = {
 # ---- trials
 
 
-@dataclass(frozen=True)
-class Left:
-    """A run that was stopped in the middle, and the mark of its state after each step."""
-
-    attempt: ProbedRun
-    states: Mapping[int, str]
-
-    @property
-    def steps(self) -> list[int]:
-        return manifest.steps(self.attempt.folder)
-
-    def find_files(self) -> list[str]:
-        """Return every file, by its path below the run folder."""
-        run = self.attempt.folder
-        return sorted(path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file())
-
-    def find_changed(self, folder: Path) -> list[Path]:
-        """Return the files of a step folder that differ from those of this run, compared by bytes.
-
-        No digest is used. Returns the folder itself where this run has no such folder, or it is a
-        link.
-        """
-        own = self.attempt.folder / manifest.FOLDER / folder.name
-        if not own.is_dir() or folder.is_symlink():
-            return [folder]
-        pairs = [(path, folder / path.name) for path in sorted(own.iterdir())]
-        return [
-            found
-            for path, found in pairs
-            if not found.is_file() or found.is_symlink() or found.read_bytes() != path.read_bytes()
-        ]
-
-
-def find_left(workshop: Workshop, variant: str, seed: int = 0) -> Left:
-    """Return the stopped run of this variant, made once.
+def find_left(workshop: Workshop, variant: str, seed: int = 0) -> ProbedRun:
+    """Return the run of this variant that was stopped in the middle, made once.
 
     Another `seed` gives another run with files of the same names and sizes.
     """
-    return workshop.once(("left", variant, seed), lambda: _leave(workshop, variant, seed))
+
+    def leave() -> ProbedRun:
+        folder = workshop.fresh("left") / "run"
+        attempt = ProbedRun(folder=folder, variant=variant, background=False, seed=seed)
+        workshop.train(replace(attempt, die_at=LEFT_AT)).end_with(KILLED)
+        return attempt
+
+    return workshop.once(("left", variant, seed), leave)
 
 
-def _leave(workshop: Workshop, variant: str, seed: int) -> Left:
-    attempt = ProbedRun(
-        run=str(workshop.fresh("left") / "run"), variant=variant, background=False, seed=seed
-    )
-    child = workshop.train(replace(attempt, marks_states=True, die_at=LEFT_AT))
-    if child.wait() != KILLED:
-        raise TaskError(
-            f"the run that is to be damaged failed: {child.said[-500:]}",
-            hint="this is a fault of surefoot",
-        )
-    return Left(
-        attempt, {int(mark.split()[1]): mark for mark in child.marks if mark.startswith("state")}
-    )
+def find_changed(folder: Path, own: Path) -> list[Path]:
+    """Return the files of a step folder that differ from those of `own`, compared by bytes.
+
+    No digest is used. Returns the folder itself where there is no such `own`, or it is a link.
+    """
+    if not own.is_dir() or folder.is_symlink():
+        return [folder]
+    pairs = [(path, folder / path.name) for path in sorted(own.iterdir())]
+    return [
+        found
+        for path, found in pairs
+        if not found.is_file() or found.is_symlink() or found.read_bytes() != path.read_bytes()
+    ]
 
 
 def copy_run(source: Path, target: Path) -> None:
     """Copy a run; files that are hard links of one file stay so."""
-    known: dict[int, Path] = {}
-
-    def copy(path: str, to: str) -> None:
-        first = known.setdefault(os.lstat(path).st_ino, Path(to))
-        if first == Path(to):
-            shutil.copy2(path, to)
-        else:
-            Path(to).hardlink_to(first)
-
-    shutil.copytree(source, target, copy_function=copy)
+    subprocess.run(["cp", "-a", str(source), str(target)], check=True)
 
 
 def damage(
@@ -223,11 +185,11 @@ def damage(
     draws = random.Random(seed)
     kind, variant = list(kinds)[seed % len(kinds)], draws.choice(list(VARIANTS))
     left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
-    files = left.find_files()
-    name = files[seed // len(kinds) % len(files)]
-    copy_run(left.attempt.folder, folder / "run")
+    files = sorted(path for path in left.folder.rglob("*") if path.is_file())
+    name = files[seed // len(kinds) % len(files)].relative_to(left.folder)
+    copy_run(left.folder, folder / "run")
     path = folder / "run" / name
-    kinds[kind](MutationTarget(path, other.attempt.folder, folder, draws))
+    kinds[kind](MutationTarget(path, other.folder, folder, draws))
     wrong = find_wrong(workshop, left, path, to_the_end=seed % TO_THE_END_EVERY == 0)
     return TrialResult(
         wrong and f"{kind}: {name} ({variant}): {wrong}",
@@ -242,11 +204,11 @@ def take_another_run_s_commit(workshop: Workshop, seed: int, folder: Path) -> Tr
     """
     variant = list(VARIANTS)[seed % len(VARIANTS)]
     left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
-    copy_run(left.attempt.folder, folder / "run")
-    newest = manifest.step_folder(folder / "run", left.steps[-1])
+    copy_run(left.folder, folder / "run")
+    newest = manifest.step_folder(folder / "run", step := max(manifest.steps(left.folder)))
     shutil.rmtree(newest)
-    shutil.copytree(manifest.step_folder(other.attempt.folder, left.steps[-1]), newest)
-    child = workshop.fork(jobs.open_run, replace(left.attempt, run=str(folder / "run")))
+    shutil.copytree(manifest.step_folder(other.folder, step), newest)
+    child = workshop.fork(jobs.open_run, replace(left, folder=folder / "run"))
     if child.wait() != RunFolderError.exit_code or newest.name not in child.said:
         return TrialResult(f"the commit of another run was taken: {child.said[-300:]}")
     return TrialResult()
@@ -255,12 +217,14 @@ def take_another_run_s_commit(workshop: Workshop, seed: int, folder: Path) -> Tr
 # ---- what must hold
 
 
-def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: bool) -> str | None:
+def find_wrong(
+    workshop: Workshop, left: ProbedRun, touched: Path, *, to_the_end: bool
+) -> str | None:
     """Return what is wrong with a run after one of its files was changed; None if nothing is."""
     run = next(path for path in touched.parents if path.name == "run")
-    attempt = replace(left.attempt, run=str(run))
+    attempt, golden = replace(left, folder=run), workshop.golden(left)
     changed = {
-        folder: left.find_changed(folder)
+        folder: find_changed(folder, left.folder / manifest.FOLDER / folder.name)
         for folder in sorted((run / manifest.FOLDER).glob("step-*"))
     }
     # if the manifest is valid, but that of another run, either it or the files beside it may be
@@ -296,7 +260,7 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
         is_told = touched.parent == run and str(named_file) in child.said.rpartition("Error: ")[2]
         return None if is_told else f"the run was refused: {child.said[-600:]}"
     whole = max((_step(folder) for folder, files in changed.items() if not files), default=0)
-    if status != EXIT_OK or left.states[whole] not in child.marks:
+    if status != EXIT_OK or golden.marks[whole] not in child.marks:
         return (
             f"step {whole} is whole, and what was loaded is another state than it had: {status}, "
             f"{child.said[-600:]}"
@@ -307,8 +271,7 @@ def find_wrong(workshop: Workshop, left: Left, touched: Path, *, to_the_end: boo
     if num_rows < whole and f"the rows of {whole - num_rows} steps" not in child.said:
         return f"rows of {whole - num_rows} steps are lost, and nothing says so"
     if to_the_end and (
-        workshop.train(attempt).wait() != EXIT_OK
-        or workshop.golden(attempt).find_differing(run, STEPS)
+        workshop.train(attempt).wait() != EXIT_OK or golden.find_differing(run, STEPS)
     ):
         return "the run went on to other bits"
     return None

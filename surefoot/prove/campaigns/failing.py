@@ -20,8 +20,9 @@ from surefoot.contract import events, manifest
 from surefoot.contract.events import Committed
 from surefoot.core.errors import InputError, TaskError
 from surefoot.prove.campaigns import strace
+from surefoot.prove.campaigns.outcome import TrialResult
 from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
-from surefoot.prove.campaigns.strace import SystemCall, Tracer
+from surefoot.prove.campaigns.strace import SystemCall
 from surefoot.prove.campaigns.workshop import (
     PATIENCE_S,
     Child,
@@ -30,12 +31,11 @@ from surefoot.prove.campaigns.workshop import (
     find_difference,
     read_faults,
 )
-from surefoot.prove.outcome import TrialResult
 
 # a disk fails before the save of step AT and works again before that of step UNTIL
 AT, UNTIL = 2 * EVERY, 3 * EVERY
 WIDTH = 64  # so that a checkpoint has many pages, between which it can be cut
-DISK_BYTES = 16 << 20
+IN_MEMORY = ("-t", "tmpfs", "-o", "size=16M", "none")
 PERCENTS = tuple(range(0, 101, 5))
 CALLS = (
     "openat",
@@ -102,9 +102,11 @@ def fail(
 def fill_the_disk(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Fill the disk up to 0, 5, ... 100 % of one save, in the background and not."""
     percent = PERCENTS[seed % len(PERCENTS)]
-    with mounted(folder / "disk", f"size={DISK_BYTES}") as disk:
+    disk = folder / "disk"
+    disk.mkdir()
+    with mounted(disk, IN_MEMORY):
         attempt = ProbedRun(
-            run=str(disk / "run"),
+            folder=disk / "run",
             variant=list(VARIANTS)[seed % len(VARIANTS)],
             task={"width": WIDTH},
             background=bool(seed // len(PERCENTS) % 2),
@@ -136,40 +138,35 @@ def filled(run: Path, percent: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, options: str) -> Iterator[Path]:
-    """Mount a file system in memory. Raises TaskError where mounting is not permitted."""
-    folder.mkdir()
-    _mount("-t", "tmpfs", "-o", options, "none", str(folder))
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False)
+def mounted(folder: Path, *mounts: tuple[str, ...]) -> Iterator[None]:
+    """Mount over a folder, by the arguments of each `mount`; afterwards unmount.
 
-
-@contextlib.contextmanager
-def read_only(folder: Path) -> Iterator[None]:
-    """Mount the folder over itself, read-only; open files stay as they are, as on a real disk."""
-    _mount("--bind", str(folder), str(folder))
+    Raises TaskError where mounting is not permitted.
+    """
     try:
-        _mount("-o", "remount,ro,bind", str(folder))
+        for words in mounts:
+            done = subprocess.run(
+                ["mount", *words, str(folder)], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise TaskError(
+                    f"{CANNOT}: {done.stderr.strip()[-200:]}",
+                    hint="it takes the rights of root, as in a container",
+                )
         yield
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False)
+        subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
 
 
-def _mount(*words: str) -> None:
-    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise TaskError(
-            f"{CANNOT}: {done.stderr.strip()[-200:]}",
-            hint="it takes the rights of root, as in a container",
-        )
+def read_only(folder: Path) -> AbstractContextManager[None]:
+    """Mount the folder over itself, read-only; open files stay as they are, as on a real disk."""
+    return mounted(folder, ("--bind", str(folder)), ("-o", "remount,ro,bind"))
 
 
 def cannot_mount() -> str | None:
     """Return why nothing can be mounted on this machine; None where mounting works."""
     try:
-        with tempfile.TemporaryDirectory() as made, mounted(Path(made) / "disk", "size=1M"):
+        with tempfile.TemporaryDirectory() as made, mounted(Path(made), IN_MEMORY):
             return None
     except (TaskError, OSError) as error:
         return str(error)
@@ -183,13 +180,13 @@ def refuse_a_call(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     targets = find_calls(workshop)
     name, number = targets[seed % len(targets)]
     error = ERRORS[seed // len(targets) % len(ERRORS)]
-    attempt = ProbedRun(run=str(folder / "run"), variant="frozen", background=False, pauses=(AT,))
+    attempt = ProbedRun(folder=folder / "run", variant="frozen", background=False, pauses=(AT,))
     injection = f"inject={name}:error={error}:when={number}"
     _, wrong = fail(
         workshop,
         attempt,
         f"{name} number {number} ended with {error}",
-        lambda child: Tracer(child, folder / "trace", "-y", *ON_CALLS, "-e", injection),
+        lambda child: strace.traced(child, folder / "trace", "-y", *ON_CALLS, "-e", injection),
         until=None,
     )
     calls = list(strace.read(folder / "trace"))
@@ -243,7 +240,7 @@ def turn_read_only(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     Before the run, nothing may be trained. During the run, saves are lost until it is writable
     again.
     """
-    attempt = ProbedRun(run=str(folder / "run"), background=bool(seed // 3 % 2), pauses=(AT, UNTIL))
+    attempt = ProbedRun(folder=folder / "run", background=bool(seed // 3 % 2), pauses=(AT, UNTIL))
     if seed % 3 == 2:
         return _begin_read_only(workshop, attempt)
     place = attempt.folder if seed % 3 else attempt.folder / manifest.FOLDER
@@ -275,7 +272,7 @@ def slow_down(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     Training must wait for the previous save, so that no saves queue up.
     """
     attempt = ProbedRun(
-        run=str(folder / "run"),
+        folder=folder / "run",
         variant=list(VARIANTS)[seed % len(VARIANTS)],
         pauses=(EVERY - 1,),
     )
@@ -284,7 +281,7 @@ def slow_down(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
         workshop,
         attempt,
         "slow",
-        lambda child: Tracer(child, folder / "trace", "-e", "trace=fsync", "-e", slow),
+        lambda child: strace.traced(child, folder / "trace", "-e", "trace=fsync", "-e", slow),
         until=None,
     )
     return TrialResult(wrong or find_queue(child.marks))

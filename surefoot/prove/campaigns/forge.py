@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from surefoot.contract import commits, digest, events, manifest
 from surefoot.contract.events import Fault
 from surefoot.core.errors import EXIT_OK, InputError
 from surefoot.prove.campaigns import jobs
-from surefoot.prove.campaigns.damage import Left, copy_run, find_left
+from surefoot.prove.campaigns.damage import copy_run, find_left
+from surefoot.prove.campaigns.outcome import TrialResult
 from surefoot.prove.campaigns.probe import VARIANTS
 from surefoot.prove.campaigns.workshop import Child, Workshop
-from surefoot.prove.outcome import TrialResult
 
 MEMORY_BYTES = 1 << 30  # beyond what the child holds before it opens the run
 BESIDE = ("events.jsonl", "ledger.bin", "spec.toml", "run.lock")
@@ -51,18 +52,20 @@ class ForgedCommit:
     outside: Path
     draws: random.Random
 
-    def entry(self, *, tensors: bool) -> Row:
+    def file(self, *, tensors: bool | None = None) -> Row:
+        """Return the row of a random file, with tensors or without; None: either."""
+        kind = self.draws.random() < 0.5 if tensors is None else tensors
         row: Row = self.draws.choice(
-            [each for each in self.row["files"] if (each["tensors"] is not None) == tensors]
+            [each for each in self.row["files"] if (each["tensors"] is not None) == kind]
         )
         return row
 
     def named(self, name: str) -> Row:
-        row: Row = next(each for each in self.row["files"] if each["name"].startswith(name))
+        row: Row = next(each for each in self.row["files"] if each["name"] == name)
         return row
 
     def piece(self) -> Row:
-        row: Row = self.draws.choice(list(self.entry(tensors=True)["tensors"].values()))
+        row: Row = self.draws.choice(list(self.file(tensors=True)["tensors"].values()))
         return row
 
     def write(self, entry: Row, data: bytes) -> None:
@@ -118,66 +121,51 @@ def gadget(canary: Path) -> bytes:
 # ---- what a manifest may say
 
 
-def _name(text: str) -> Forge:
-    return lambda one: one.entry(tensors=one.draws.random() < 0.5).update(name=text)
+def _set(row: Callable[[ForgedCommit], Row], **values: Any) -> Forge:
+    """Return a change of a row of the manifest: of a file, a tensor, or the whole."""
+    return lambda one: row(one).update(values)
 
 
-def _of_entry(key: str, value: Any) -> Forge:
-    return lambda one: one.entry(tensors=True).update({key: value})
+def _whole(one: ForgedCommit) -> Row:
+    return one.row
 
 
-def _of_piece(key: str, value: Any) -> Forge:
-    return lambda one: one.piece().update({key: value})
+def _tensor_file(one: ForgedCommit) -> Row:
+    return one.file(tensors=True)
 
 
 def _shape(*sizes: int) -> Forge:
-    return lambda one: one.piece().update(
-        shape=list(sizes), whole=list(sizes), offset=[0] * len(sizes)
-    )
+    return _set(ForgedCommit.piece, shape=list(sizes), whole=list(sizes), offset=[0] * len(sizes))
 
 
-def _of_all(key: str, value: Any) -> Forge:
-    return lambda one: one.row.update({key: value})
-
-
-def _reach_out(name: Callable[[Path], str]) -> Forge:
-    """Return a change that names a file outside, with its right size and digest."""
-
-    def do(one: ForgedCommit) -> None:
-        data = (one.outside / "secret").read_bytes()
-        one.entry(tensors=False).update(
-            name=name(one.outside / "secret"), num_bytes=len(data), sha256=digest.of_bytes(data)
-        )
-
-    return do
+def _reach_out(one: ForgedCommit, name: str) -> None:
+    """Name a file outside, with its right size and digest."""
+    data = (one.outside / "secret").read_bytes()
+    one.file(tensors=False).update(name=name, num_bytes=len(data), sha256=digest.of_bytes(data))
 
 
 def _reach_by_link(one: ForgedCommit) -> None:
-    entry = one.entry(tensors=False)
+    entry = one.file(tensors=False)
     one.write(entry, (one.outside / "secret").read_bytes())
     (one.folder / entry["name"]).unlink()
     (one.folder / entry["name"]).symlink_to(one.outside / "secret")
 
 
-def _link(path: Callable[[ForgedCommit], Path]) -> Forge:
-    """Return a change that moves the signed manifest, or the folder, and leaves a symbolic link."""
-
-    def do(one: ForgedCommit) -> None:
-        one.sign()
-        path(one).symlink_to(path(one).rename(one.outside / "elsewhere"))
-
-    return do
+def _link(one: ForgedCommit, path: Path) -> None:
+    """Move the signed manifest, or the folder, and leave a symbolic link."""
+    one.sign()
+    path.symlink_to(path.rename(one.outside / "elsewhere"))
 
 
 def _pipe(one: ForgedCommit) -> None:
-    path = one.folder / one.entry(tensors=one.draws.random() < 0.5)["name"]
+    path = one.folder / one.file()["name"]
     path.unlink()
     os.mkfifo(path)
 
 
 def _claim(one: ForgedCommit) -> None:
     """Claim a tensor that is far larger than its file."""
-    entry = one.entry(tensors=True)
+    entry = _tensor_file(one)
     piece = max(entry["tensors"].values(), key=lambda each: int(each["start"]))
     piece.update(dtype="U8", shape=[2**44], whole=[2**44], offset=[0])
     entry["num_bytes"] = piece["start"] + 2**44 + 1000
@@ -207,7 +195,7 @@ def _sparse_file(one: ForgedCommit, entry: Row, tensors: Row | None, head: bytes
 
 
 def _state(change: Callable[[Row], Any]) -> Forge:
-    """Return a change of the tree in state.json."""
+    """Return a change of the tree in state.json, or of its bytes."""
 
     def do(one: ForgedCommit) -> None:
         changed = change(json.loads((one.folder / "state.json").read_text()))
@@ -227,24 +215,16 @@ def _clock(text: bytes) -> Forge:
     return lambda one: one.write(one.named("clock.json"), text)
 
 
-def _pickled(name: str) -> Forge:
-    """Return a change that replaces the file `name`, or some safetensors file, by the pickle."""
-
-    def do(one: ForgedCommit) -> None:
-        own = [each for each in one.row["files"] if each["name"] == name]
-        one.write(own[0] if own else one.entry(tensors=True), gadget(one.outside / "canary"))
-
-    return do
+def _pickle(one: ForgedCommit, name: str) -> None:
+    """Replace the file `name`, or some safetensors file, by the pickle."""
+    own = [each for each in one.row["files"] if each["name"] == name]
+    one.write(own[0] if own else _tensor_file(one), gadget(one.outside / "canary"))
 
 
-def _raw(make: Callable[[ForgedCommit], bytes]) -> Forge:
-    """Return a change that writes the bytes of `make` as the manifest."""
-
-    def do(one: ForgedCommit) -> None:
-        (one.folder / manifest.FILE).write_bytes(make(one))
-        one.row.clear()
-
-    return do
+def _raw(one: ForgedCommit, data: bytes) -> None:
+    """Write the bytes as the manifest."""
+    (one.folder / manifest.FILE).write_bytes(data)
+    one.row.clear()
 
 
 def _twice(one: ForgedCommit) -> bytes:
@@ -255,27 +235,27 @@ def _twice(one: ForgedCommit) -> bytes:
 SCORE = {"name": "a", "value": 0.5, "better": "higher"}
 HOSTILE: Mapping[str, Forge] = {
     # names and links that lead out of the folder
-    "a file outside": _reach_out(lambda path: "../../../outside/secret"),
-    "a file by its path": _reach_out(str),
+    "a file outside": lambda one: _reach_out(one, "../../../outside/secret"),
+    "a file by its path": lambda one: _reach_out(one, str(one.outside / "secret")),
     "a link outside": _reach_by_link,
-    "a linked manifest": _link(lambda one: one.folder / manifest.FILE),
-    "a linked folder": _link(lambda one: one.folder),
+    "a linked manifest": lambda one: _link(one, one.folder / manifest.FILE),
+    "a linked folder": lambda one: _link(one, one.folder),
     "a pipe": _pipe,
-    "an endless device": lambda one: one.entry(tensors=False).update(
+    "an endless device": lambda one: one.file(tensors=False).update(
         name="../../../../../../../../dev/zero"
     ),
     **{
-        f"the name {text[:12]!r}": _name(text)
+        f"the name {text[:12]!r}": _set(ForgedCommit.file, name=text)
         for text in ("..", "a/../b", "/dev/zero", "x" * 300, "a\0b", "-rf", "manifest.json", "")
     },
     # sizes
     **{
-        f"a size of {size}": _of_entry("num_bytes", size)
+        f"a size of {size}": _set(_tensor_file, num_bytes=size)
         for size in (2**63, 2**48, -1, 1e300, True, "9")
     },
     "a sparse tensor": _sparse_tensor,
     "a sparse header": lambda one: _sparse_file(
-        one, one.entry(tensors=True), {}, (SPARSE_BYTES - 8).to_bytes(8, "little")
+        one, _tensor_file(one), {}, (SPARSE_BYTES - 8).to_bytes(8, "little")
     ),
     "a sparse text": lambda one: _sparse_file(one, one.named("state.json"), None),
     "a tensor larger than its file": _claim,
@@ -284,46 +264,44 @@ HOSTILE: Mapping[str, Forge] = {
     "of 2^48 and 0": _shape(0, 2**48, 2**48),
     "65 dimensions": _shape(*[1] * 65),
     "a negative dimension": _shape(-1, -1),
-    "an offset outside": _of_piece("offset", [2**40]),
-    "an owner": _of_piece("owner", -1),
-    "a negative offset": _of_piece("offset", [-1]),
-    "a stride": _of_piece("stride", [0]),
-    "a negative start": _of_piece("start", -8),
-    "a start of NaN": _of_piece("start", float("nan")),
-    "a dtype that is a list": _of_piece("dtype", ["F32"]),
-    "a dtype of Python": _of_piece("dtype", "O"),
+    "an offset outside": _set(ForgedCommit.piece, offset=[2**40]),
+    "an owner": _set(ForgedCommit.piece, owner=-1),
+    "a negative offset": _set(ForgedCommit.piece, offset=[-1]),
+    "a stride": _set(ForgedCommit.piece, stride=[0]),
+    "a negative start": _set(ForgedCommit.piece, start=-8),
+    "a start of NaN": _set(ForgedCommit.piece, start=float("nan")),
+    "a dtype that is a list": _set(ForgedCommit.piece, dtype=["F32"]),
+    "a dtype of Python": _set(ForgedCommit.piece, dtype="O"),
     # the manifest's fields
-    "a step of NaN": _of_all("step", float("nan")),
-    "a step of infinity": _of_all("step", float("inf")),
-    "a huge step": _of_all("step", 10**4000),
-    "a huge generation": _of_all("generation", 10**4000),
-    "no format": _of_all("format", -1),
-    "a huge score": _of_all("score", {"name": "a", "value": 10**400, "better": "higher"}),
-    "a score of objects": _of_all("score", {"name": [], "value": {}, "better": 3}),
+    "a step of NaN": _set(_whole, step=float("nan")),
+    "a step of infinity": _set(_whole, step=float("inf")),
+    "a huge step": _set(_whole, step=10**4000),
+    "a huge generation": _set(_whole, generation=10**4000),
+    "no format": _set(_whole, format=-1),
+    "a huge score": _set(_whole, score={"name": "a", "value": 10**400, "better": "higher"}),
+    "a score of objects": _set(_whole, score={"name": [], "value": {}, "better": 3}),
     **{
-        f"a score of {value}": _of_all("score", {**SCORE, "value": value})
+        f"a score of {value}": _set(_whole, score={**SCORE, "value": value})
         for value in (True, float("nan"), float("-inf"))
     },
-    "a score where up is better": _of_all("score", {**SCORE, "better": "up"}),
-    "two ranks": _of_all("layout", {"world_size": 2}),
-    "no ranks": _of_all("layout", {}),
-    "deep parents": _of_all("parent", {"a": json.loads("[" * 900 + "]" * 900)}),
-    "a key twice": _raw(_twice),
-    "deep nesting": _raw(lambda one: b"[" * 10**6),
-    "no text": _raw(lambda one: bytes(range(128, 256))),
-    "many entries": _raw(lambda one: b'{"files": [' + b"{}," * MANY + b"{}]}"),
-    "many lists": _raw(lambda one: b"[" + b"[]," * (10 * MANY) + b"1]"),
-    "long digits": _raw(lambda one: b'{"step": ' + b"9" * 10**6 + b"}"),
-    "a pickle as the manifest": _raw(lambda one: gadget(one.outside / "canary")),
+    "a score where up is better": _set(_whole, score={**SCORE, "better": "up"}),
+    "two ranks": _set(_whole, layout={"world_size": 2}),
+    "no ranks": _set(_whole, layout={}),
+    "deep parents": _set(_whole, parent={"a": json.loads("[" * 900 + "]" * 900)}),
+    "a key twice": lambda one: _raw(one, _twice(one)),
+    "deep nesting": lambda one: _raw(one, b"[" * 10**6),
+    "no text": lambda one: _raw(one, bytes(range(128, 256))),
+    "many entries": lambda one: _raw(one, b'{"files": [' + b"{}," * MANY + b"{}]}"),
+    "many lists": lambda one: _raw(one, b"[" + b"[]," * (10 * MANY) + b"1]"),
+    "long digits": lambda one: _raw(one, b'{"step": ' + b"9" * 10**6 + b"}"),
+    "a pickle as the manifest": lambda one: _raw(one, gadget(one.outside / "canary")),
     # headers of safetensors files
     "a long header": lambda one: one.rewrite_header(
-        one.entry(tensors=True), lambda header: header + b" " * (1 << 20)
+        _tensor_file(one), lambda header: header + b" " * (1 << 20)
     ),
-    "a deep header": lambda one: one.rewrite_header(
-        one.entry(tensors=True), lambda header: b"[" * 10**6
-    ),
+    "a deep header": lambda one: one.rewrite_header(_tensor_file(one), lambda header: b"[" * 10**6),
     # files of another kind, and invalid states
-    **{f"a pickle as {name}": _pickled(name) for name in SLOTS},
+    **{f"a pickle as {name}": partial(_pickle, name=name) for name in SLOTS},
     **{f"a state without {key}": _without(key) for key in STATED},
     "a state that is a list": _state(lambda tree: [tree]),
     "a deep state": _state(lambda tree: b"[" * 10**6),
@@ -359,26 +337,25 @@ def open_a_hostile_commit(workshop: Workshop, seed: int, folder: Path) -> TrialR
     run, outside = folder / "run", folder / "outside"
     outside.mkdir()
     (outside / "secret").write_text("this is for nobody")
-    copy_run(left.attempt.folder, run)
-    newest = manifest.step_folder(run, left.steps[-1])
+    copy_run(left.folder, run)
+    step = max(manifest.steps(run))
+    newest, state = manifest.step_folder(run, step), workshop.golden(left).marks[step]
     if kind in HOSTILE:
         forge(HOSTILE[kind], newest, outside, draws)
     else:
         (run / kind.rpartition(" ")[2]).write_bytes(gadget(outside / "canary"))
-    child = workshop.fork(
-        jobs.open_run, replace(left.attempt, run=str(run), memory_bytes=MEMORY_BYTES)
-    )
+    child = workshop.fork(jobs.open_run, replace(left, folder=run, memory_bytes=MEMORY_BYTES))
     status = child.wait()
     wrong = (
         "code of it ran"
         if (outside / "canary").exists()
-        else _find_wrong(left, newest, status, child)
+        else _find_wrong(newest, state, status, child)
     )
     return TrialResult(wrong and f"{kind}: {wrong}", ("refused" if status else "set aside",))
 
 
-def _find_wrong(left: Left, newest: Path, status: int, child: Child) -> str | None:
-    step, run, said = int(newest.name.removeprefix("step-")), newest.parents[1], child.said
+def _find_wrong(newest: Path, state: str, status: int, child: Child) -> str | None:
+    run, said = newest.parents[1], child.said
     if touched := [mark for mark in child.marks if mark.startswith("outside")]:
         return f"something outside of the run was touched: {touched[0]}"
     if status not in (EXIT_OK, InputError.exit_code) or "Traceback" in said:
@@ -386,7 +363,7 @@ def _find_wrong(left: Left, newest: Path, status: int, child: Child) -> str | No
     if status == InputError.exit_code:
         return (
             None
-            if str(run) in said or f"step {step}" in said
+            if str(run) in said or f"step {int(newest.name.removeprefix('step-'))}" in said
             else f"it was refused, and not named: {said}"
         )
     told = [event.detail for event in events.read(run, Fault)]
@@ -394,6 +371,6 @@ def _find_wrong(left: Left, newest: Path, status: int, child: Child) -> str | No
     # any other output is harmless if the state is that of the run
     return (
         None
-        if is_aside or left.states[step] in child.marks
+        if is_aside or state in child.marks
         else f"another state was loaded, and the events tell of {told}"
     )

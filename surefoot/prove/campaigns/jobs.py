@@ -28,6 +28,7 @@ from surefoot.contract import commits, manifest, spec_file
 from surefoot.core import place
 from surefoot.core.errors import EXIT_INTERRUPTED, RunFolderError, SurefootError
 from surefoot.prove.campaigns.probe import ProbedRun
+from surefoot.prove.child import begin_process
 from surefoot.train.run import Run
 
 # PR_SET_PTRACER of prctl(2): strace may attach, though it is not a parent of this process
@@ -76,12 +77,9 @@ Job = Callable[[ProbedRun, Line], int]
 
 def begin(job: Job, attempt: ProbedRun, pipe: Connection, said: Path) -> None:
     """Run one job in a new session, with its output in the file `said`."""
-    os.setsid()
+    begin_process(said)
     # a shell ignores SIGINT in background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for target in (1, 2):
-        os.dup2(output, target)
     torch.set_num_threads(1)
     gc.freeze()  # a garbage collection of objects from before the fork would copy their pages
     try:
@@ -97,11 +95,11 @@ def command(attempt: ProbedRun, line: Line) -> int:
     """Become `surefoot train` on the ranks of the attempt, as a user types it."""
     spec = attempt.folder.with_name("spec.toml")
     spec.write_text(spec_file.write(attempt.spec()))
-    train = [sys.executable, "-m", "surefoot", "train", str(spec), "--run", attempt.run, "--quiet"]
+    words = [sys.executable, "-m", "surefoot", "train", str(spec), "--run", str(attempt.folder)]
     if attempt.ranks > 1:
-        train += ["--ranks", str(attempt.ranks), "--max-restarts", str(attempt.restarts)]
+        words += ["--ranks", str(attempt.ranks), "--max-restarts", str(attempt.restarts)]
     line.hand_over()
-    os.execve(sys.executable, train, place.child_environment(threads=1))
+    os.execve(sys.executable, [*words, "--quiet"], place.child_environment(threads=1))
 
 
 def train(attempt: ProbedRun, line: Line) -> int:

@@ -24,8 +24,8 @@ from surefoot.core.errors import (
     StorageError,
 )
 from surefoot.prove.campaigns import strace
+from surefoot.prove.campaigns.outcome import TrialResult
 from surefoot.prove.campaigns.probe import EVALUATE_EVERY, EVERY, STEPS, VARIANTS, ProbedRun
-from surefoot.prove.campaigns.strace import Tracer
 from surefoot.prove.campaigns.workshop import (
     KILLED,
     LOOK_S,
@@ -37,7 +37,6 @@ from surefoot.prove.campaigns.workshop import (
     go_on,
     look_at,
 )
-from surefoot.prove.outcome import TrialResult
 
 DEPTH = 3  # consecutive kills, of which only the first hits an undisturbed run
 LATER_S = 0.02  # longest wait before the kill, about as long as a save
@@ -65,7 +64,7 @@ def kill(
     """
     draws = random.Random(seed)
     place, variant = places[seed % len(places)], draws.choice(list(VARIANTS))
-    attempt, fell = ProbedRun(run=str(folder / "run"), variant=variant), 0
+    attempt, fell = ProbedRun(folder=folder / "run", variant=variant), 0
     golden = workshop.golden(attempt)
     if place in ("load", "recovery", "clearing"):  # these need a run that was killed before
         _break_off(workshop, attempt)
@@ -118,7 +117,7 @@ def preempt(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
         draws.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT)),
         draws.choice((1, 1, 1, 2)),
     )
-    attempt = ProbedRun(run=str(folder / "run"))
+    attempt = ProbedRun(folder=folder / "run")
     golden = workshop.golden(attempt)
     if place == "going on":
         _break_off(workshop, attempt)
@@ -158,14 +157,11 @@ def kill_at_call(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """
     calls = find_calls(workshop)
     name, count = calls[seed * STRIDE % len(calls)]
-    # it saves without background threads, and dies one step later, so that a trace ends there
-    attempt = ProbedRun(
-        run=str(folder / "run"), background=False, pauses=(SAVED,), die_at=SAVED + 1
-    )
+    attempt = strace.saving_once(folder, SAVED)
     golden, child = workshop.golden(attempt), workshop.train(attempt)
     child.wait_for(f"paused {SAVED}")
     injection = f"inject={name}:signal=KILL:when={count}"
-    with Tracer(child, folder / "trace", "-e", f"trace={name}", "-e", injection):
+    with strace.traced(child, folder / "trace", "-e", f"trace={name}", "-e", injection):
         child.go()
         child.wait()
     wrong = look_at(attempt.folder, golden) or go_on(
@@ -197,7 +193,7 @@ def launch_rivals(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """
     draws = random.Random(seed)
     kind, count = KINDS[seed % len(KINDS)], draws.randint(2, MOST)
-    attempt = ProbedRun(run=str(folder / "run"), pauses=(HELD,))
+    attempt = ProbedRun(folder=folder / "run", pauses=(HELD,))
     golden, children = workshop.golden(attempt), list[Child]()
     for _ in range(count):
         children.append(workshop.train(attempt))
@@ -270,8 +266,9 @@ def _go_on_as(
 
 def _find_committed(attempt: ProbedRun) -> list[int]:
     """Return the steps whose checkpoints the first attempt has made."""
-    found = {
-        step: manifest.read(manifest.step_folder(attempt.folder, step))
-        for step in manifest.steps(attempt.folder)
-    }
-    return [step for step, made in found.items() if made.generation == 1]
+    run = attempt.folder
+    return [
+        step
+        for step in manifest.steps(run)
+        if manifest.read(manifest.step_folder(run, step)).generation == 1
+    ]

@@ -102,14 +102,14 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedRun:
-    """An attempt at the run in the folder `run`: how it trains and saves, pauses and kills itself.
+    """An attempt at the run in `folder`: how it trains and saves, pauses and kills itself.
 
     `task` is the task, with its arguments, as in a spec; `tables` are further settings of the spec,
     by table. With `ranks` it is the command of a user on that many ranks, which are restarted
     `restarts` times without a new checkpoint; 0 is a process that reports its progress.
     """
 
-    run: str
+    folder: Path
     steps: int = STEPS
     every: int = EVERY
     keep: int = KEEP
@@ -140,7 +140,3 @@ class ProbedRun:
         }
         more = {name: {**tables.get(name, {}), **table} for name, table in self.tables.items()}
         return RunSpec.model_validate({**tables, **more})
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.run)

@@ -20,6 +20,7 @@ from surefoot.components.checkpoint import Commit
 from surefoot.contract import manifest
 from surefoot.control.launch.decide import IN_VAIN
 from surefoot.core.errors import EXIT_OK
+from surefoot.prove.campaigns.outcome import TrialResult
 from surefoot.prove.campaigns.probe import BATCH, SAMPLES, TASK, ProbedRun
 from surefoot.prove.campaigns.workshop import (
     KILLED,
@@ -29,7 +30,6 @@ from surefoot.prove.campaigns.workshop import (
     find_wrong_end,
     read_faults,
 )
-from surefoot.prove.outcome import TrialResult
 
 STEPS, EVERY = 40, 4
 PIECES = 4  # pieces of each batch, summed in one order: bitwise identical on 1, 2 and 4 ranks
@@ -49,7 +49,7 @@ def run_on(
     With `is_exact` results are bitwise identical on any number of ranks.
     """
     return ProbedRun(
-        run=str(folder / "run"),
+        folder=folder / "run",
         steps=STEPS,
         every=EVERY,
         background=False,

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 from surefoot.contract import commits, events, ledger, manifest
 from surefoot.contract.events import Committed, Fault, Step
-from surefoot.core.errors import RunFolderError, TaskError
+from surefoot.core.errors import EXIT_OK, RunFolderError, TaskError
 from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.jobs import Job
 from surefoot.prove.campaigns.probe import ProbedRun
@@ -87,6 +88,14 @@ class Child:
         self._pipe.close()
         return self._process.exitcode or 0
 
+    def end_with(self, status: int) -> None:
+        """Wait for the child. Raises TaskError unless it ends with `status`."""
+        if self.wait() != status:
+            raise TaskError(
+                f"a run that is needed failed: {self.said[-1000:]}",
+                hint="this is a fault of surefoot",
+            )
+
     def _hung(self) -> TaskError:
         self.kill()
         return TaskError(
@@ -122,12 +131,14 @@ class Child:
 
 @dataclass(frozen=True)
 class Golden:
-    """The uninterrupted run: the digests of each step's state, the ledger and the losses.
+    """The uninterrupted run: each step's state, the ledger and the losses.
 
-    `ignored` are the files of a checkpoint that are not compared.
+    A state is the digests of its files, except of those that are `ignored`; `marks` are the marks
+    of the states in memory.
     """
 
     states: Mapping[int, Digests]
+    marks: Mapping[int, str]
     consumed: Sequence[tuple[int, int]]
     losses: Mapping[int, str]
     ignored: Sequence[str]
@@ -142,10 +153,10 @@ class Workshop:
     """The scratch folder of campaigns and the objects that trials share."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = self._place = folder
         self._made: dict[object, Any] = {}
         self._children: list[Child] = []
-        self._number = 0
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """Return the object that `make` prepares, made once per `key`.
@@ -159,10 +170,7 @@ class Workshop:
 
     def fresh(self, name: str) -> Path:
         """Create a new folder below the scratch folder."""
-        self._number += 1
-        made = self.folder / f"{name}-{self._number}"
-        made.mkdir(parents=True)
-        return made
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
 
     @contextlib.contextmanager
     def scratch(self, name: str) -> Iterator[Path]:
@@ -182,9 +190,9 @@ class Workshop:
 
     def fork(self, job: Job, attempt: ProbedRun) -> Child:
         """Start a job in a child."""
-        self._number += 1
-        self._children.append(Child(job, attempt, self._place / f"said-{self._number}"))
-        return self._children[-1]
+        child = Child(job, attempt, self._place / f"said-{len(self._children)}")
+        self._children.append(child)
+        return child
 
     def train(self, attempt: ProbedRun) -> Child:
         return self.fork(jobs.command if attempt.ranks else jobs.train, attempt)
@@ -195,11 +203,12 @@ class Workshop:
         It saves after every step and keeps every checkpoint.
         """
         whole = ProbedRun(
-            run="",
+            folder=Path(),
             steps=attempt.steps,
             every=1,
             keep=attempt.steps,
             background=False,
+            marks_states=True,
             variant=attempt.variant,
             task=attempt.task,
             tables=attempt.tables,
@@ -210,14 +219,11 @@ class Workshop:
     def _make_golden(self, attempt: ProbedRun, ignored: Sequence[str]) -> Golden:
         with self.scratch("golden") as folder:
             run = folder / "run"
-            child = self.train(replace(attempt, run=str(run)))
-            if child.wait() != 0:
-                raise TaskError(
-                    f"the unbroken run failed: {child.said[-1000:]}",
-                    hint="this is a fault of surefoot",
-                )
+            child = self.train(replace(attempt, folder=run))
+            child.end_with(EXIT_OK)
             return Golden(
                 {step: digests(run, step, ignored) for step in manifest.steps(run)},
+                {int(mark.split()[1]): mark for mark in child.marks if mark.startswith("state")},
                 read_consumed(run),
                 read_losses(run),
                 ignored,

@@ -7,12 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from surefoot.core.errors import SurefootError
-
-if TYPE_CHECKING:
-    from surefoot.prove.campaigns.workshop import Workshop
+from surefoot.prove.campaigns.workshop import Workshop
 
 # after n clean trials the failure rate is below 3/n with 95 % confidence
 # (Hanley & Lippman-Hand, JAMA 1983)
