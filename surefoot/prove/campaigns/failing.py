@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from surefoot.contract import events, manifest
+from surefoot.contract import manifest
 from surefoot.contract.events import Committed
 from surefoot.core.errors import InputError, TaskError
 from surefoot.prove.campaigns import strace
@@ -29,6 +29,7 @@ from surefoot.prove.campaigns.workshop import (
     Workshop,
     find_damage,
     find_difference,
+    read_events,
     read_faults,
 )
 
@@ -308,7 +309,7 @@ def _find_wrong(attempt: ProbedRun, status: int, said: str) -> str | None:
     """
     if status != 0 or "Traceback" in said:
         return f"the run ended with {status}: {said[-600:]}"
-    told = Counter(event.step for event in events.read(attempt.folder, Committed))
+    told = Counter(event.step for event in read_events(attempt.folder, Committed))
     told.update(_lost(attempt.folder))
     odd = sorted(step for step in {*told, *range(EVERY, STEPS + 1, EVERY)} if told[step] != 1)
     return f"each save has one record, but not those of steps {odd}" if odd else None

@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from surefoot.contract import commits, digest, events, manifest
+from surefoot.contract import commits, digest, manifest
 from surefoot.contract.events import Fault
 from surefoot.core.errors import EXIT_OK, InputError
 from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.damage import copy_run, find_left
 from surefoot.prove.campaigns.outcome import TrialResult
 from surefoot.prove.campaigns.probe import VARIANTS
-from surefoot.prove.campaigns.workshop import Child, Workshop
+from surefoot.prove.campaigns.workshop import Child, Workshop, read_events
 
 MEMORY_BYTES = 1 << 30  # beyond what the child holds before it opens the run
 BESIDE = ("events.jsonl", "ledger.bin", "spec.toml", "run.lock")
@@ -121,7 +121,7 @@ def gadget(canary: Path) -> bytes:
 # ---- what a manifest may say
 
 
-def _set(row: Callable[[ForgedCommit], Row], **values: Any) -> Forge:
+def _set(row: Callable[[ForgedCommit], Row], values: Row) -> Forge:
     """Return a change of a row of the manifest: of a file, a tensor, or the whole."""
     return lambda one: row(one).update(values)
 
@@ -135,7 +135,10 @@ def _tensor_file(one: ForgedCommit) -> Row:
 
 
 def _shape(*sizes: int) -> Forge:
-    return _set(ForgedCommit.piece, shape=list(sizes), whole=list(sizes), offset=[0] * len(sizes))
+    return _set(
+        ForgedCommit.piece,
+        {"shape": list(sizes), "whole": list(sizes), "offset": [0] * len(sizes)},
+    )
 
 
 def _reach_out(one: ForgedCommit, name: str) -> None:
@@ -245,12 +248,12 @@ HOSTILE: Mapping[str, Forge] = {
         name="../../../../../../../../dev/zero"
     ),
     **{
-        f"the name {text[:12]!r}": _set(ForgedCommit.file, name=text)
+        f"the name {text[:12]!r}": _set(ForgedCommit.file, {"name": text})
         for text in ("..", "a/../b", "/dev/zero", "x" * 300, "a\0b", "-rf", "manifest.json", "")
     },
     # sizes
     **{
-        f"a size of {size}": _set(_tensor_file, num_bytes=size)
+        f"a size of {size}": _set(_tensor_file, {"num_bytes": size})
         for size in (2**63, 2**48, -1, 1e300, True, "9")
     },
     "a sparse tensor": _sparse_tensor,
@@ -264,30 +267,30 @@ HOSTILE: Mapping[str, Forge] = {
     "of 2^48 and 0": _shape(0, 2**48, 2**48),
     "65 dimensions": _shape(*[1] * 65),
     "a negative dimension": _shape(-1, -1),
-    "an offset outside": _set(ForgedCommit.piece, offset=[2**40]),
-    "an owner": _set(ForgedCommit.piece, owner=-1),
-    "a negative offset": _set(ForgedCommit.piece, offset=[-1]),
-    "a stride": _set(ForgedCommit.piece, stride=[0]),
-    "a negative start": _set(ForgedCommit.piece, start=-8),
-    "a start of NaN": _set(ForgedCommit.piece, start=float("nan")),
-    "a dtype that is a list": _set(ForgedCommit.piece, dtype=["F32"]),
-    "a dtype of Python": _set(ForgedCommit.piece, dtype="O"),
+    "an offset outside": _set(ForgedCommit.piece, {"offset": [2**40]}),
+    "an owner": _set(ForgedCommit.piece, {"owner": -1}),
+    "a negative offset": _set(ForgedCommit.piece, {"offset": [-1]}),
+    "a stride": _set(ForgedCommit.piece, {"stride": [0]}),
+    "a negative start": _set(ForgedCommit.piece, {"start": -8}),
+    "a start of NaN": _set(ForgedCommit.piece, {"start": float("nan")}),
+    "a dtype that is a list": _set(ForgedCommit.piece, {"dtype": ["F32"]}),
+    "a dtype of Python": _set(ForgedCommit.piece, {"dtype": "O"}),
     # the manifest's fields
-    "a step of NaN": _set(_whole, step=float("nan")),
-    "a step of infinity": _set(_whole, step=float("inf")),
-    "a huge step": _set(_whole, step=10**4000),
-    "a huge generation": _set(_whole, generation=10**4000),
-    "no format": _set(_whole, format=-1),
-    "a huge score": _set(_whole, score={"name": "a", "value": 10**400, "better": "higher"}),
-    "a score of objects": _set(_whole, score={"name": [], "value": {}, "better": 3}),
+    "a step of NaN": _set(_whole, {"step": float("nan")}),
+    "a step of infinity": _set(_whole, {"step": float("inf")}),
+    "a huge step": _set(_whole, {"step": 10**4000}),
+    "a huge generation": _set(_whole, {"generation": 10**4000}),
+    "no format": _set(_whole, {"format": -1}),
+    "a huge score": _set(_whole, {"score": {"name": "a", "value": 10**400, "better": "higher"}}),
+    "a score of objects": _set(_whole, {"score": {"name": [], "value": {}, "better": 3}}),
     **{
-        f"a score of {value}": _set(_whole, score={**SCORE, "value": value})
+        f"a score of {value}": _set(_whole, {"score": {**SCORE, "value": value}})
         for value in (True, float("nan"), float("-inf"))
     },
-    "a score where up is better": _set(_whole, score={**SCORE, "better": "up"}),
-    "two ranks": _set(_whole, layout={"world_size": 2}),
-    "no ranks": _set(_whole, layout={}),
-    "deep parents": _set(_whole, parent={"a": json.loads("[" * 900 + "]" * 900)}),
+    "a score where up is better": _set(_whole, {"score": {**SCORE, "better": "up"}}),
+    "two ranks": _set(_whole, {"layout": {"world_size": 2}}),
+    "no ranks": _set(_whole, {"layout": {}}),
+    "deep parents": _set(_whole, {"parent": {"a": json.loads("[" * 900 + "]" * 900)}}),
     "a key twice": lambda one: _raw(one, _twice(one)),
     "deep nesting": lambda one: _raw(one, b"[" * 10**6),
     "no text": lambda one: _raw(one, bytes(range(128, 256))),
@@ -366,7 +369,7 @@ def _find_wrong(newest: Path, state: str, status: int, child: Child) -> str | No
             if str(run) in said or f"step {int(newest.name.removeprefix('step-'))}" in said
             else f"it was refused, and not named: {said}"
         )
-    told = [event.detail for event in events.read(run, Fault)]
+    told = [event.detail for event in read_events(run, Fault)]
     is_aside = not newest.exists() and len(told) == 1 and str(newest) in told[0]
     # any other output is harmless if the state is that of the run
     return (

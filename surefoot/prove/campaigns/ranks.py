@@ -10,6 +10,7 @@ import contextlib
 import random
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,18 @@ LATER_S = 0.1  # longest wait after a checkpoint
 RESTARTS = 3
 RANK = "surefoot:"  # prefix of the process name of a rank, before its number
 KINDS = ("loss", "gradient", "buffer")
+NO_FAULT: Mapping[str, Any] = {}
 
 
 def run_on(
-    folder: Path, ranks: int, *, restarts: int | None = None, is_exact: bool = True, **task: Any
+    folder: Path,
+    ranks: int,
+    fault: Mapping[str, Any] = NO_FAULT,
+    *,
+    restarts: int | None = None,
+    is_exact: bool = True,
 ) -> ProbedRun:
-    """Return a run on several ranks, with the arguments of its task.
+    """Return a run on several ranks; `fault` are arguments of its task.
 
     With `is_exact` results are bitwise identical on any number of ranks.
     """
@@ -55,7 +62,7 @@ def run_on(
         background=False,
         ranks=ranks,
         restarts=RESTARTS if restarts is None else restarts,
-        task={"use": TASK, **task},
+        task={"use": TASK, **fault},
         tables={
             "data": {"last_batch": "drop"},
             "train": {"microbatch": BATCH // PIECES, "threads": 1},
@@ -137,7 +144,7 @@ def poison_a_sample(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """
     draws = random.Random(seed)
     given = {"sample": draws.randrange(SAMPLES), "value": draws.choice(("nan", "inf", "-inf"))}
-    attempt = run_on(folder, draws.choice(SIZES[1:]), **given)
+    attempt = run_on(folder, draws.choice(SIZES[1:]), given)
     golden = workshop.golden(attempt)
     wrong = find_wrong_end(workshop.train(attempt), attempt, golden) or find_poison(attempt.folder)
     if wrong is None and not read_faults(attempt.folder, "nonfinite"):
@@ -156,7 +163,8 @@ def poison_a_step(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     draws = random.Random(seed)
     kind, ranks = KINDS[seed % len(KINDS)], draws.choice(SIZES[1:])
     guilty, at = draws.randrange(ranks), draws.randint(16, STEPS - 2)
-    attempt = run_on(folder, ranks, is_exact=False, kind=kind, guilty=guilty, at=at)
+    fault = {"kind": kind, "guilty": guilty, "at": at}
+    attempt = run_on(folder, ranks, fault, is_exact=False)
     child = workshop.train(attempt)
     code = child.wait()
     wrong, num_skipped = (
@@ -254,7 +262,8 @@ def kill_each_attempt(workshop: Workshop, seed: int, folder: Path) -> TrialResul
     draws = random.Random(seed)
     ranks = draws.choice((2, 3))
     guilty, at = draws.randrange(ranks), draws.randint(1, EVERY)
-    attempt = run_on(folder, ranks, is_exact=False, kind="dead", guilty=guilty, at=at)
+    fault = {"kind": "dead", "guilty": guilty, "at": at}
+    attempt = run_on(folder, ranks, fault, is_exact=False)
     child = workshop.train(attempt)
     code, said = child.wait(), child.said
     anew = said.count("begin anew")

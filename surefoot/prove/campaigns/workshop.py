@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from surefoot.contract import commits, events, ledger, manifest
-from surefoot.contract.events import Committed, Fault, Step
+from surefoot.contract.events import Committed, Event, Fault, Step
 from surefoot.core.errors import EXIT_OK, RunFolderError, TaskError
 from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.jobs import Job
@@ -36,6 +36,7 @@ OF_RANKS = (STATE, "state.safetensors")
 KILLED = -int(signal.SIGKILL)
 Digests = Mapping[str, str]
 T = TypeVar("T")
+E = TypeVar("E", bound=Event)
 
 
 class Child:
@@ -252,9 +253,14 @@ def read_losses(run: Path) -> dict[int, str]:
     }
 
 
+def read_events(run: Path, kind: type[E]) -> list[E]:
+    """Return the events of one kind, in the order of the log; none where there is no log."""
+    found = events.read(run, kind) if (run / events.FILE).is_file() else ()
+    return [each for each in found if isinstance(each, kind)]
+
+
 def read_faults(run: Path, fault: str) -> list[Fault]:
-    """Return the events of that fault, in the order of the log."""
-    return [each for each in events.read(run, Fault) if each.fault == fault]
+    return [each for each in read_events(run, Fault) if each.fault == fault]
 
 
 def find_damage(run: Path, golden: Golden) -> str | None:
@@ -285,8 +291,8 @@ def look_at(run: Path, golden: Golden) -> str | None:
 
     Visible checkpoints must be whole, and the last acknowledged one, or a later one, must be there.
     """
-    past = events.read(run, Committed) if (run / events.FILE).is_file() else ()
-    acknowledged, steps = [event.step for event in past], manifest.steps(run)
+    acknowledged = [event.step for event in read_events(run, Committed)]
+    steps = manifest.steps(run)
     if acknowledged and max(steps, default=-1) < acknowledged[-1]:
         return f"step {acknowledged[-1]} was committed, and {steps} are there"
     return find_damage(run, golden)
