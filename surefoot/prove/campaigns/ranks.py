@@ -48,7 +48,7 @@ def run_on(
     ranks: int,
     fault: Mapping[str, Any] = NO_FAULT,
     *,
-    restarts: int | None = None,
+    restarts: int = RESTARTS,
     is_exact: bool = True,
 ) -> ProbedRun:
     """Return a run on several ranks; `fault` are arguments of its task.
@@ -61,7 +61,7 @@ def run_on(
         every=EVERY,
         background=False,
         ranks=ranks,
-        restarts=RESTARTS if restarts is None else restarts,
+        restarts=restarts,
         task={"use": TASK, **fault},
         tables={
             "data": {"last_batch": "drop"},
