@@ -20,9 +20,9 @@ from typing import Any
 from benchmarks.measured import show
 from surefoot.core.units import UNKNOWN, format_seconds
 from surefoot.prove.campaigns import CAMPAIGNS
-from surefoot.prove.campaigns.promises import PROMISES
+from surefoot.prove.campaigns.outcome import CampaignOutcome, carry_out
 from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import CampaignOutcome, carry_out
+from surefoot.prove.promises import PROMISES
 from surefoot.trial import find_conditions, markdown
 
 FOLDER = Path(__file__).parent

@@ -33,7 +33,7 @@ def main() -> None:
     for line in sys.stdin:
         process = os.fork()
         if process == 0:
-            _begin_process(json.loads(line)["said"])
+            begin_process(json.loads(line)["said"])
             attempt(**json.loads(line)["attempt"])
             return
         _tell(process)
@@ -44,7 +44,7 @@ def _tell(number: int) -> None:
     os.write(sys.__stdout__.fileno(), f"{number}\n".encode())  # type: ignore[union-attr]
 
 
-def _begin_process(said: str) -> None:
+def begin_process(said: str | Path) -> None:
     """Start a new session, and write standard output and error to the file `said`."""
     os.setsid()
     log, nothing = (

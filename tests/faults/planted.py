@@ -10,6 +10,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,43 @@ from surefoot.components.checkpoint import Commit
 from surefoot.contract import commits, manifest
 from surefoot.contract.runlock import RunLock
 from surefoot.core import signals
+from surefoot.prove.campaigns.jobs import Job, Line
+from surefoot.prove.campaigns.probe import ProbedRun
+from surefoot.prove.campaigns.workshop import Child, Workshop
 from surefoot.train.resume.keeper import CheckpointManager
 from surefoot.train.run import Run
 
 SYNC = os.fsync
 # the module, which a function of the package hides
 save = sys.modules["surefoot.components.checkpoint.save"]
+
+
+class PlantedWorkshop(Workshop):
+    """A workshop whose trials have the fault `plant`.
+
+    What they are compared with is made without it; a recording of file operations has it.
+    """
+
+    plant: Callable[[], None] | None = None
+
+    def fork(self, job: Job, attempt: ProbedRun) -> Child:
+        return super().fork(
+            job if self.plant is None else partial(run_planted, self.plant, job), attempt
+        )
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if "recording" in key:
+            return super().once((*key, self.plant), make)
+        plant, self.plant = self.plant, None
+        try:
+            return super().once(key, make)
+        finally:
+            self.plant = plant
+
+
+def run_planted(plant: Callable[[], None], job: Job, attempt: ProbedRun, line: Line) -> int:
+    plant()
+    return job(attempt, line)
 
 
 def sync_unless(is_kind: Callable[[int], bool]) -> None:

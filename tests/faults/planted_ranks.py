@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.prove.campaigns.ranks import Spoiled
+from surefoot.prove.campaigns.probe import Probe
 from surefoot.train.resume.keeper import CheckpointManager
 
 SLOW_S = 0.5
 
 
-class NoGuard(Spoiled):
+class NoGuard(Probe):
     """Every number is taken for one."""
 
     def __init__(self, **given: Any) -> None:
@@ -28,7 +28,7 @@ class NoGuard(Spoiled):
         math.isfinite = lambda number: True
 
 
-class MovedOnResume(Spoiled):
+class MovedOnResume(Probe):
     """A run that goes on has moved one weight a little."""
 
     def __init__(self, **given: Any) -> None:
@@ -45,7 +45,7 @@ class MovedOnResume(Spoiled):
         CheckpointManager.resume = resume_and_move
 
 
-class Outlives(Spoiled):
+class Outlives(Probe):
     """A rank that does not die with its supervisor, and is slow."""
 
     def __init__(self, **given: Any) -> None:

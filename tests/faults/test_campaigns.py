@@ -18,19 +18,24 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.run import MANY
-from surefoot.prove.campaigns import CAMPAIGNS, jobs, kills, rivals
+from surefoot.prove.campaigns import CAMPAIGNS, jobs
 from surefoot.prove.campaigns import workshop as places
-from surefoot.prove.campaigns.power import cut
+from surefoot.prove.campaigns.outcome import (
+    Campaign,
+    CampaignOutcome,
+    Failure,
+    TrialResult,
+    carry_out,
+)
 from surefoot.prove.campaigns.probe import EVERY, STEPS, ProbedRun
-from surefoot.prove.campaigns.promises import PROMISES
 from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import Campaign, CampaignOutcome, Failure, TrialResult, carry_out
+from surefoot.prove.promises import PROMISES
 from tests.faults import planted
+from tests.faults.planted import PlantedWorkshop
 
 LARGE_SEED = 10_000  # the large counts have trials of their own
-BY_CASE = {
-    campaign.case: campaign for module in (kills, cut, rivals) for campaign in module.CAMPAIGNS
-}
+CASES = ("F01", "F02", "F03", "F24", "F04", "F29")
+BY_CASE = {campaign.case: campaign for campaign in CAMPAIGNS if campaign.case in CASES}
 # campaign, what is broken, the seed of the first trial, and how many of them must be enough
 PLANTS = [
     ("F01", "a_last_bit_off_on_resume", 1, 8),
@@ -50,17 +55,17 @@ PLANTS = [
 
 
 @pytest.fixture(scope="module")
-def workshop() -> Iterator[Workshop]:
+def workshop() -> Iterator[PlantedWorkshop]:
     """In memory where it can be.
 
     A kill loses nothing that was written, synced or not, and a real disk costs the tests a minute.
     """
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="surefoot-faults-", dir=memory) as folder:
-        yield Workshop(Path(folder))
+        yield PlantedWorkshop(Path(folder))
 
 
-def tried(campaign: Campaign, workshop: Workshop, trials: int, seed: int) -> CampaignOutcome:
+def tried(campaign: Campaign, workshop: PlantedWorkshop, trials: int, seed: int) -> CampaignOutcome:
     """What came of it; skips where it cannot be tried."""
     found = carry_out(campaign, workshop, trials=trials, seed=seed)
     if found.not_here is not None:
@@ -70,7 +75,7 @@ def tried(campaign: Campaign, workshop: Workshop, trials: int, seed: int) -> Cam
 
 @pytest.mark.quick("F01", "F02", "F03", "F24", "F29")
 @pytest.mark.parametrize("case", BY_CASE)
-def test_the_promises_hold_in_a_few_trials(case: str, workshop: Workshop) -> None:
+def test_the_promises_hold_in_a_few_trials(case: str, workshop: PlantedWorkshop) -> None:
     found = tried(BY_CASE[case], workshop, BY_CASE[case].few, 0)
     assert found.failures == ()
     assert found.trials >= 0.8 * BY_CASE[case].few  # a fault may come too late
@@ -78,7 +83,7 @@ def test_the_promises_hold_in_a_few_trials(case: str, workshop: Workshop) -> Non
 
 @pytest.mark.faults
 @pytest.mark.parametrize("case", BY_CASE)
-def test_the_promises_hold_in_many_trials(case: str, workshop: Workshop) -> None:
+def test_the_promises_hold_in_many_trials(case: str, workshop: PlantedWorkshop) -> None:
     found = tried(BY_CASE[case], workshop, MANY[case], LARGE_SEED)
     assert found.failures == ()
     assert found.holds
@@ -90,14 +95,14 @@ def test_the_promises_hold_in_many_trials(case: str, workshop: Workshop) -> None
     ids=[f"{case}-{plant}" for case, plant, _, _ in PLANTS],
 )
 def test_a_campaign_catches_what_is_planted(
-    case: str, plant: str, seed: int, trials: int, workshop: Workshop
+    case: str, plant: str, seed: int, trials: int, workshop: PlantedWorkshop
 ) -> None:
     found = first_failure(BY_CASE[case], workshop, plant, range(seed, seed + trials))
     assert found is not None
 
 
 def first_failure(
-    campaign: Campaign, workshop: Workshop, plant: str, seeds: range
+    campaign: Campaign, workshop: PlantedWorkshop, plant: str, seeds: range
 ) -> Failure | None:
     workshop.plant = getattr(planted, plant)
     try:
@@ -120,7 +125,7 @@ def test_every_promise_names_campaigns_that_there_are_and_every_campaign_has_a_p
     assert all(promise.cases for promise in PROMISES)
 
 
-def test_a_trial_is_replayed_by_its_seed(workshop: Workshop) -> None:
+def test_a_trial_is_replayed_by_its_seed(workshop: PlantedWorkshop) -> None:
     if BY_CASE["F04"].missing():
         pytest.skip(BY_CASE["F04"].missing())
     first, again = (tried(BY_CASE["F04"], workshop, 5, 7).counts for _ in range(2))
@@ -128,12 +133,11 @@ def test_a_trial_is_replayed_by_its_seed(workshop: Workshop) -> None:
 
 
 def test_a_trial_that_waits_for_ever_has_failed(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    workshop: PlantedWorkshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wait(workshop: Workshop, seed: int) -> TrialResult:
-        with workshop.scratch("pipe") as folder:
-            os.mkfifo(folder / "run")
-            workshop.fork(read_pipe, ProbedRun(run=str(folder / "run"))).wait()
+    def wait(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
+        os.mkfifo(folder / "run")
+        workshop.fork(read_pipe, ProbedRun(folder=folder / "run")).wait()
         return TrialResult()
 
     monkeypatch.setattr(places, "PATIENCE_S", 0.2)
@@ -153,11 +157,11 @@ def read_pipe(attempt: ProbedRun, line: jobs.Line) -> int:
     ("misses", "fell", "tried"), [((), 20, 20), ((3, 7), 20, 22), (range(10, 20), 12, 22)]
 )
 def test_a_fault_that_did_not_fall_is_made_up_for(
-    misses: Sequence[int], fell: int, tried: int, workshop: Workshop
+    misses: Sequence[int], fell: int, tried: int, workshop: PlantedWorkshop
 ) -> None:
     seeds = []
 
-    def kill(workshop: Workshop, seed: int) -> TrialResult:
+    def kill(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
         seeds.append(seed)
         return TrialResult(fell=seed - 100 not in misses)
 
@@ -167,8 +171,8 @@ def test_a_fault_that_did_not_fall_is_made_up_for(
     assert (found.trials, seeds) == (fell, list(range(100, 100 + tried)))
 
 
-def test_trials_leave_nothing_behind(workshop: Workshop) -> None:
-    workshop.golden()  # is kept
+def test_trials_leave_nothing_behind(workshop: PlantedWorkshop) -> None:
+    workshop.golden(ProbedRun(folder=Path()))  # is kept
     before = set(os.listdir(workshop.folder))
     tried(BY_CASE["F29"], workshop, 1, 3)
     assert set(os.listdir(workshop.folder)) == before
@@ -197,14 +201,14 @@ def set_clock(jump: str, also: str | None) -> None:
         getattr(planted, also)()
 
 
-def under_wrong_clocks(workshop: Workshop, seed: int, also: str | None = None) -> str | None:
+def under_wrong_clocks(workshop: PlantedWorkshop, seed: int, also: str | None = None) -> str | None:
     """Each attempt has another wrong clock, and between them every file gets a random time."""
-    draws, golden = random.Random(seed), workshop.golden()
+    draws, golden = random.Random(seed), workshop.golden(ProbedRun(folder=Path()))
     first, second, last = draws.sample(sorted(CLOCKS), 3)
     try:
         with workshop.scratch("clock") as folder:
             # so that a seed always leaves the same commits
-            attempt = ProbedRun(run=str(folder / "run"), background=False)
+            attempt = ProbedRun(folder=folder / "run", background=False)
             for clock, step in zip(
                 (first, second), sorted(draws.sample(range(EVERY, STEPS, EVERY), 2)), strict=True
             ):
@@ -223,9 +227,9 @@ def under_wrong_clocks(workshop: Workshop, seed: int, also: str | None = None) -
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(4, 30))]
 )
-def test_a_wrong_clock_changes_nothing(seed: int, workshop: Workshop) -> None:
+def test_a_wrong_clock_changes_nothing(seed: int, workshop: PlantedWorkshop) -> None:
     assert under_wrong_clocks(workshop, seed) is None
 
 
-def test_commits_that_are_ordered_by_time_are_found(workshop: Workshop) -> None:
+def test_commits_that_are_ordered_by_time_are_found(workshop: PlantedWorkshop) -> None:
     assert any(under_wrong_clocks(workshop, seed, "the_newest_by_time") for seed in range(4))

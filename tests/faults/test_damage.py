@@ -12,27 +12,31 @@ import pytest
 
 from benchmarks.faults.run import MANY
 from surefoot.contract import commits, events, manifest
-from surefoot.prove.campaigns.files import damage
-from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import Campaign, CampaignOutcome, carry_out
+from surefoot.prove.campaigns import CAMPAIGNS, damage
+from surefoot.prove.campaigns.outcome import Campaign, CampaignOutcome, carry_out
+from surefoot.prove.campaigns.probe import ProbedRun
+from tests.faults.planted import PlantedWorkshop
 from tests.faults.planted_files import plant
 
-FLIP, FILE, ANOTHER = damage.CAMPAIGNS
+CASES = ("F05", "F06", "F06-run")
+FLIP, FILE, ANOTHER = DAMAGES = [each for each in CAMPAIGNS if each.case in CASES]
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("damage"))
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> PlantedWorkshop:
+    return PlantedWorkshop(tmp_path_factory.mktemp("damage"))
 
 
-def found(campaign: Campaign, workshop: Workshop, trials: int, seed: int = 0) -> CampaignOutcome:
+def found(
+    campaign: Campaign, workshop: PlantedWorkshop, trials: int, seed: int = 0
+) -> CampaignOutcome:
     return carry_out(campaign, workshop, trials=trials, seed=seed, tell=print)
 
 
 @pytest.mark.quick("F06")
-@pytest.mark.parametrize("campaign", damage.CAMPAIGNS, ids=lambda campaign: campaign.case)
+@pytest.mark.parametrize("campaign", DAMAGES, ids=lambda campaign: campaign.case)
 def test_a_damaged_run_loads_what_was_saved_or_names_the_damage(
-    campaign: Campaign, workshop: Workshop
+    campaign: Campaign, workshop: PlantedWorkshop
 ) -> None:
     outcome = found(campaign, workshop, campaign.few)
     assert outcome.failures == ()
@@ -40,9 +44,9 @@ def test_a_damaged_run_loads_what_was_saved_or_names_the_damage(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("campaign", damage.CAMPAIGNS, ids=lambda campaign: campaign.case)
+@pytest.mark.parametrize("campaign", DAMAGES, ids=lambda campaign: campaign.case)
 def test_a_damaged_run_loads_what_was_saved_or_names_the_damage_in_the_large_count(
-    campaign: Campaign, workshop: Workshop
+    campaign: Campaign, workshop: PlantedWorkshop
 ) -> None:
     outcome = found(campaign, workshop, MANY[campaign.case], seed=campaign.few)
     assert outcome.failures == ()
@@ -52,11 +56,11 @@ def test_a_damaged_run_loads_what_was_saved_or_names_the_damage_in_the_large_cou
 
 
 @pytest.fixture
-def copied(workshop: Workshop) -> Iterator[tuple[damage.Left, Path]]:
+def copied(workshop: PlantedWorkshop) -> Iterator[tuple[ProbedRun, Path]]:
     """A run that was left in the middle, and a copy of it to damage."""
     left = damage.find_left(workshop, "plain")
     with workshop.scratch("copied") as folder:
-        damage.copy_run(left.attempt.folder, folder / "run")
+        damage.copy_run(left.folder, folder / "run")
         yield left, folder / "run"
 
 
@@ -67,40 +71,44 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def test_a_step_that_is_saved_anew_on_the_way_to_the_end_is_no_damaged_commit(
-    copied: tuple[damage.Left, Path], workshop: Workshop
+    copied: tuple[ProbedRun, Path], workshop: PlantedWorkshop
 ) -> None:
     left, run = copied
-    best, newest = (manifest.step_folder(run, step) for step in left.steps[-2:])
+    best, newest = (manifest.step_folder(run, step) for step in manifest.steps(left.folder)[-2:])
     exchange(newest / "state.json", best / "state.json")
     assert damage.find_wrong(workshop, left, newest / "state.json", to_the_end=True) is None
-    assert commits.check(best).step == left.steps[-2]
+    assert commits.check(best).step == manifest.steps(left.folder)[-2]
 
 
 def test_the_manifest_of_another_run_names_the_first_file_that_it_contradicts(
-    copied: tuple[damage.Left, Path], workshop: Workshop
+    copied: tuple[ProbedRun, Path], workshop: PlantedWorkshop
 ) -> None:
     left, run = copied
-    other = damage.find_left(workshop, "plain", seed=1).attempt.folder
+    other = damage.find_left(workshop, "plain", seed=1).folder
     touched, foreign = (
-        manifest.step_folder(each, left.steps[-1]) / manifest.FILE for each in (run, other)
+        manifest.step_folder(each, manifest.steps(left.folder)[-1]) / manifest.FILE
+        for each in (run, other)
     )
     touched.write_bytes(foreign.read_bytes())
     assert damage.find_wrong(workshop, left, touched, to_the_end=False) is None
 
 
 def test_a_log_that_changed_places_with_a_manifest_is_refused_by_its_name(
-    copied: tuple[damage.Left, Path], workshop: Workshop
+    copied: tuple[ProbedRun, Path], workshop: PlantedWorkshop
 ) -> None:
     left, run = copied
-    exchange(run / events.FILE, manifest.step_folder(run, left.steps[-1]) / manifest.FILE)
+    exchange(
+        run / events.FILE,
+        manifest.step_folder(run, manifest.steps(left.folder)[-1]) / manifest.FILE,
+    )
     assert damage.find_wrong(workshop, left, run / events.FILE, to_the_end=False) is None
 
 
 def test_a_run_that_is_refused_for_a_damaged_commit_alone_is_a_failure(
-    copied: tuple[damage.Left, Path], workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    copied: tuple[ProbedRun, Path], workshop: PlantedWorkshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, run = copied
-    path = manifest.step_folder(run, left.steps[-1]) / "state.json"
+    path = manifest.step_folder(run, manifest.steps(left.folder)[-1]) / "state.json"
     path.unlink()
     monkeypatch.setattr(workshop, "plant", plant("a damaged commit ends the run"))
     wrong = damage.find_wrong(workshop, left, path, to_the_end=False)
@@ -127,7 +135,7 @@ PLANTED = {
 @pytest.mark.quick("the wrong commit is named", "what is damaged is not told")
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(
-    bug: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    bug: str, workshop: PlantedWorkshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workshop, "plant", plant(bug))
     assert any(found(PLANTED[bug], workshop, 1, seed=seed).failures for seed in range(80))

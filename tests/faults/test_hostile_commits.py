@@ -8,30 +8,32 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.faults.run import MANY
-from surefoot.prove.campaigns.files import forge, hostile
-from surefoot.prove.campaigns.workshop import Workshop
-from surefoot.prove.outcome import CampaignOutcome, carry_out
+from surefoot.prove.campaigns import CAMPAIGNS, forge
+from surefoot.prove.campaigns.outcome import CampaignOutcome, carry_out
+from tests.faults.planted import PlantedWorkshop
 from tests.faults.planted_files import plant
 
-(CAMPAIGN,) = hostile.CAMPAIGNS
+(CAMPAIGN,) = (each for each in CAMPAIGNS if each.case == "M01")
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("hostile"))
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> PlantedWorkshop:
+    return PlantedWorkshop(tmp_path_factory.mktemp("hostile"))
 
 
-def found(workshop: Workshop, trials: int, seed: int = 0) -> CampaignOutcome:
+def found(workshop: PlantedWorkshop, trials: int, seed: int = 0) -> CampaignOutcome:
     return carry_out(CAMPAIGN, workshop, trials=trials, seed=seed, tell=print)
 
 
-def test_a_hostile_commit_is_refused_in_words_and_nothing_of_it_runs(workshop: Workshop) -> None:
-    assert CAMPAIGN.few >= len(forge.HOSTILE) + len(hostile.BESIDE)  # each kind once, at least
+def test_a_hostile_commit_is_refused_in_words_and_nothing_of_it_runs(
+    workshop: PlantedWorkshop,
+) -> None:
+    assert CAMPAIGN.few >= len(forge.HOSTILE) + len(forge.BESIDE)  # each kind once, at least
     assert found(workshop, CAMPAIGN.few).failures == ()
 
 
 @pytest.mark.faults
-def test_hostile_commits_are_refused_in_the_large_count(workshop: Workshop) -> None:
+def test_hostile_commits_are_refused_in_the_large_count(workshop: PlantedWorkshop) -> None:
     assert found(workshop, MANY[CAMPAIGN.case], seed=CAMPAIGN.few).failures == ()
 
 
@@ -47,7 +49,7 @@ HOLES = {
 
 @pytest.mark.parametrize("hole", HOLES)
 def test_a_planted_hole_is_found(
-    hole: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    hole: str, workshop: PlantedWorkshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workshop, "plant", plant(hole))
     (failure,) = found(workshop, 1, seed=list(forge.HOSTILE).index(HOLES[hole])).failures

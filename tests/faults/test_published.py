@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from benchmarks.faults import run as faults
-from surefoot.prove.outcome import CampaignOutcome, Failure
+from surefoot.prove.campaigns.outcome import CampaignOutcome, Failure
 
 README = Path(faults.__file__).with_name("README.md")
 CLEAN = CampaignOutcome(

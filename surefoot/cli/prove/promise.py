@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,8 +17,8 @@ from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
 from surefoot.core.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from surefoot.prove.campaigns.promises import Promise
-    from surefoot.prove.outcome import CampaignOutcome
+    from surefoot.prove.campaigns.outcome import CampaignOutcome
+    from surefoot.prove.promises import Promise
 
 
 def prove(
@@ -60,7 +59,7 @@ def prove(
     trial. The exit code is 0 if the promise held in every trial, and 1 if it did not or cannot be
     tested on this machine.
     """
-    from surefoot.prove.campaigns.promises import find_promise
+    from surefoot.prove.promises import find_promise
 
     if what == "list":
         return _list(json)
@@ -85,7 +84,8 @@ def prove(
 
 
 def _list(json: bool) -> int:
-    from surefoot.prove.campaigns.promises import PROMISES
+    from surefoot.cli.table import print_table
+    from surefoot.prove.promises import PROMISES
 
     rows = [(str(each.number), each.name, " ".join(each.cases)) for each in PROMISES]
     table = functools.partial(print_table, right=("N",))
@@ -98,14 +98,20 @@ def _carry_out(
     cases: tuple[str, ...], trials: int | None, seed: int, tell: Callable[[str], None]
 ) -> list[CampaignOutcome]:
     from surefoot.prove.campaigns import CAMPAIGNS
+    from surefoot.prove.campaigns.outcome import carry_out
     from surefoot.prove.campaigns.workshop import Workshop
-    from surefoot.prove.outcome import carry_out
 
     chosen = [campaign for campaign in CAMPAIGNS if campaign.case in cases]
     with tempfile.TemporaryDirectory(prefix="surefoot-prove-") as folder:
         workshop = Workshop(Path(folder))
         return [
-            carry_out(campaign, workshop, trials=trials or campaign.few, seed=seed, tell=tell)
+            carry_out(
+                campaign,
+                workshop,
+                trials=trials or campaign.few,
+                seed=seed,
+                tell=(lambda text: None) if quiet else (lambda text: options.say(f"prove: {text}")),
+            )
             for campaign in chosen
         ]
 

@@ -11,32 +11,32 @@ import os
 import re
 import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from surefoot.contract import events, manifest
+from surefoot.contract import manifest
 from surefoot.contract.events import Committed
 from surefoot.core.errors import InputError, TaskError
 from surefoot.prove.campaigns import strace
+from surefoot.prove.campaigns.outcome import TrialResult
 from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
-from surefoot.prove.campaigns.strace import SystemCall, Tracer
+from surefoot.prove.campaigns.strace import SystemCall
 from surefoot.prove.campaigns.workshop import (
-    LOOK_S,
     PATIENCE_S,
     Child,
     Workshop,
     find_damage,
     find_difference,
+    read_events,
+    read_faults,
 )
-from surefoot.prove.outcome import Campaign, TrialResult
 
 # a disk fails before the save of step AT and works again before that of step UNTIL
 AT, UNTIL = 2 * EVERY, 3 * EVERY
 WIDTH = 64  # so that a checkpoint has many pages, between which it can be cut
-DISK_BYTES = 16 << 20
+IN_MEMORY = ("-t", "tmpfs", "-o", "size=16M", "none")
 PERCENTS = tuple(range(0, 101, 5))
 CALLS = (
     "openat",
@@ -52,6 +52,7 @@ CALLS = (
     "ftruncate",
     "close",
 )
+ON_CALLS = ("-e", f"trace={','.join(CALLS)}")
 ERRORS = ("ENOSPC", "EDQUOT", "EIO")
 # delay and number of fsync calls: a save has about eight, so that it overlaps the next one
 SLOW_S, NUM_SLOW = 0.1, 12
@@ -60,75 +61,66 @@ OF_RUN = "".join(f"\\x{letter:02x}" for letter in b"/run")  # as strace prints i
 CANNOT = "a file system of our own cannot be mounted here"
 
 
-@dataclass(frozen=True)
-class DiskFault:
-    """Way in which a disk fails under a run.
-
-    `begin` starts the failure once the run waits; the context that it returns ends the failure.
-    `lasts`: the failure ends at step UNTIL, else with the run.
-    """
-
-    what: str
-    begin: Callable[[Child, ProbedRun, Path], contextlib.AbstractContextManager[object]]
-    lasts: bool = True
-
-
 def fail(
-    workshop: Workshop, attempt: ProbedRun, scratch: Path, fault: DiskFault
+    workshop: Workshop,
+    attempt: ProbedRun,
+    what: str,
+    begin: Callable[[Child], AbstractContextManager[object]],
+    *,
+    until: int | None = UNTIL,
 ) -> tuple[Child, str | None]:
-    """Train a run whose disk fails from before the save of step AT; return it and what is wrong."""
-    golden = workshop.golden(attempt.variant, attempt.width)
+    """Train a run whose disk fails from before the save of step AT; return it and what is wrong.
+
+    `begin` starts the failure once the run waits; the context that it returns ends the failure, at
+    step `until` or with the run.
+    """
+    golden = workshop.golden(attempt)
     child = workshop.train(attempt)
     child.wait_for(f"paused {attempt.pauses[0]}")
-    wait_for_first(child, attempt)
+    # the mark of the first checkpoint precedes its rename
+    first = manifest.step_folder(attempt.folder, EVERY)
+    if f"step {EVERY}" in child.marks:
+        child.wait_until(first.exists, PATIENCE_S)
     wrong = None
-    with fault.begin(child, attempt, scratch):
+    with begin(child):
         child.go()
-        if fault.lasts:
-            child.wait_for(f"paused {UNTIL}")
-            wrong = find_damage(attempt.folder, golden)
-        else:
+        if until is None:
             child.wait()
+        else:
+            child.wait_for(f"paused {until}")
+            wrong = find_damage(attempt.folder, golden)
     child.go()
     status = child.wait()
     wrong = (
         wrong or _find_wrong(attempt, status, child.said) or find_difference(attempt.folder, golden)
     )
-    return child, wrong and f"{fault.what}: {wrong}"
-
-
-def wait_for_first(child: Child, attempt: ProbedRun) -> None:
-    """Wait until the folder of the first checkpoint exists, since its mark precedes the rename."""
-    folder, until_s = manifest.step_folder(attempt.folder, EVERY), time.monotonic() + PATIENCE_S
-    while (
-        f"step {EVERY}" in child.marks
-        and not folder.exists()
-        and time.monotonic() < until_s
-        and not child.is_over
-    ):
-        time.sleep(LOOK_S)
+    return child, wrong and f"{what}: {wrong}"
 
 
 # ---- a full disk
 
 
-def fill_the_disk(workshop: Workshop, seed: int) -> TrialResult:
+def fill_the_disk(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Fill the disk up to 0, 5, ... 100 % of one save, in the background and not."""
-    percent, is_background = PERCENTS[seed % len(PERCENTS)], bool(seed // len(PERCENTS) % 2)
-    variant = list(VARIANTS)[seed % len(VARIANTS)]
-    with workshop.scratch("full") as folder, mounted(folder / "disk", f"size={DISK_BYTES}") as disk:
+    percent = PERCENTS[seed % len(PERCENTS)]
+    disk = folder / "disk"
+    disk.mkdir()
+    with mounted(disk, IN_MEMORY):
         attempt = ProbedRun(
-            run=str(disk / "run"),
-            variant=variant,
-            width=WIDTH,
-            background=is_background,
+            folder=disk / "run",
+            variant=list(VARIANTS)[seed % len(VARIANTS)],
+            task={"width": WIDTH},
+            background=bool(seed // len(PERCENTS) % 2),
             pauses=(AT, UNTIL),
         )
-        fault = DiskFault(
-            f"room for {percent} %", lambda child, attempt, scratch: filled(attempt.folder, percent)
+        _, wrong = fail(
+            workshop,
+            attempt,
+            f"room for {percent} %",
+            lambda child: filled(attempt.folder, percent),
         )
-        _, wrong = fail(workshop, attempt, folder, fault)
-        return TrialResult(wrong, ("given up" if _told(attempt.folder) else "saved",))
+        is_given_up = bool(_lost(attempt.folder))
+    return TrialResult(wrong, ("given up" if is_given_up else "saved",))
 
 
 @contextlib.contextmanager
@@ -147,40 +139,35 @@ def filled(run: Path, percent: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, options: str) -> Iterator[Path]:
-    """Mount a file system in memory. Raises TaskError where mounting is not permitted."""
-    folder.mkdir()
-    _mount("-t", "tmpfs", "-o", options, "none", str(folder))
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False)
+def mounted(folder: Path, *mounts: tuple[str, ...]) -> Iterator[None]:
+    """Mount over a folder, by the arguments of each `mount`; afterwards unmount.
 
-
-@contextlib.contextmanager
-def read_only(folder: Path) -> Iterator[None]:
-    """Mount the folder over itself, read-only; open files stay as they are, as on a real disk."""
-    _mount("--bind", str(folder), str(folder))
+    Raises TaskError where mounting is not permitted.
+    """
     try:
-        _mount("-o", "remount,ro,bind", str(folder))
+        for words in mounts:
+            done = subprocess.run(
+                ["mount", *words, str(folder)], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise TaskError(
+                    f"{CANNOT}: {done.stderr.strip()[-200:]}",
+                    hint="it takes the rights of root, as in a container",
+                )
         yield
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False)
+        subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
 
 
-def _mount(*words: str) -> None:
-    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise TaskError(
-            f"{CANNOT}: {done.stderr.strip()[-200:]}",
-            hint="it takes the rights of root, as in a container",
-        )
+def read_only(folder: Path) -> AbstractContextManager[None]:
+    """Mount the folder over itself, read-only; open files stay as they are, as on a real disk."""
+    return mounted(folder, ("--bind", str(folder)), ("-o", "remount,ro,bind"))
 
 
 def cannot_mount() -> str | None:
     """Return why nothing can be mounted on this machine; None where mounting works."""
     try:
-        with tempfile.TemporaryDirectory() as made, mounted(Path(made) / "disk", "size=1M"):
+        with tempfile.TemporaryDirectory() as made, mounted(Path(made), IN_MEMORY):
             return None
     except (TaskError, OSError) as error:
         return str(error)
@@ -189,52 +176,32 @@ def cannot_mount() -> str | None:
 # ---- a call that fails
 
 
-def refuse_a_call(workshop: Workshop, seed: int) -> TrialResult:
+def refuse_a_call(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Make one call of a save on a file of the run fail: each call in turn, with each error."""
     targets = find_calls(workshop)
     name, number = targets[seed % len(targets)]
     error = ERRORS[seed // len(targets) % len(ERRORS)]
-    with workshop.scratch("refused") as folder:
-        attempt = ProbedRun(
-            run=str(folder / "run"), variant="frozen", background=False, pauses=(AT,)
-        )
-        options = (
-            "-y",
-            "-e",
-            f"trace={','.join(CALLS)}",
-            "-e",
-            f"inject={name}:error={error}:when={number}",
-        )
-        _, wrong = fail(
-            workshop,
-            attempt,
-            folder,
-            _traced(f"{name} number {number} ended with {error}", options),
-        )
-        calls = list(strace.read(folder / "trace"))
-        wrong = wrong or find_second_fsync(calls)
-        if wrong is None and name == "fsync" and AT not in _told(attempt.folder):
-            wrong = f"it was not on the disk, and step {AT} was called committed"
-        return (
-            TrialResult(wrong, (name, error))
-            if any("INJECTED" in call.rest for call in calls)
-            else TrialResult(fell=False)
-        )
-
-
-def _traced(what: str, options: tuple[str, ...]) -> DiskFault:
-    return DiskFault(
-        what,
-        lambda child, attempt, scratch: Tracer(child, scratch / "trace", *options),
-        lasts=False,
+    attempt = ProbedRun(folder=folder / "run", variant="frozen", background=False, pauses=(AT,))
+    injection = f"inject={name}:error={error}:when={number}"
+    _, wrong = fail(
+        workshop,
+        attempt,
+        f"{name} number {number} ended with {error}",
+        lambda child: strace.traced(child, folder / "trace", "-y", *ON_CALLS, "-e", injection),
+        until=None,
     )
+    calls = list(strace.read(folder / "trace"))
+    if not any("INJECTED" in call.rest for call in calls):
+        return TrialResult(fell=False)
+    wrong = wrong or find_second_fsync(calls)
+    if wrong is None and name == "fsync" and AT not in _lost(attempt.folder):
+        wrong = f"it was not on the disk, and step {AT} was called committed"
+    return TrialResult(wrong, (name, error))
 
 
 def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
     """Return the calls of one save on files of the run, each as (name, count of that name)."""
-    traced = strace.trace_a_save(
-        workshop, AT, "-y", "-e", f"trace={','.join(CALLS)}", variant="frozen"
-    )
+    traced = strace.trace_a_save(workshop, AT, "-y", *ON_CALLS, variant="frozen")
     main = min(call.thread for *_, call in traced)
     of_run = [
         (name, number)
@@ -268,26 +235,21 @@ def find_second_fsync(calls: Sequence[SystemCall]) -> str | None:
 # ---- a disk that turns read-only, and a slow one
 
 
-def turn_read_only(workshop: Workshop, seed: int) -> TrialResult:
+def turn_read_only(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Make a folder read-only, before the run or during it.
 
     Before the run, nothing may be trained. During the run, saves are lost until it is writable
     again.
     """
-    with workshop.scratch("readonly") as folder:
-        attempt = ProbedRun(
-            run=str(folder / "run"), background=bool(seed // 3 % 2), pauses=(AT, UNTIL)
-        )
-        if seed % 3 == 2:
-            return _begin_read_only(workshop, attempt)
-        place = attempt.folder if seed % 3 else attempt.folder / manifest.FOLDER
-        fault = DiskFault(
-            f"{place.name} turned read-only", lambda child, attempt, scratch: read_only(place)
-        )
-        _, wrong = fail(workshop, attempt, folder, fault)
-        if wrong is None and AT not in _told(attempt.folder):
-            wrong = f"the save of step {AT} could not be written, and no event records it"
-        return TrialResult(wrong, ("in the middle",))
+    attempt = ProbedRun(folder=folder / "run", background=bool(seed // 3 % 2), pauses=(AT, UNTIL))
+    if seed % 3 == 2:
+        return _begin_read_only(workshop, attempt)
+    place = attempt.folder if seed % 3 else attempt.folder / manifest.FOLDER
+    what = f"{place.name} turned read-only"
+    _, wrong = fail(workshop, attempt, what, lambda child: read_only(place))
+    if wrong is None and AT not in _lost(attempt.folder):
+        wrong = f"the save of step {AT} could not be written, and no event says so"
+    return TrialResult(wrong, ("in the middle",))
 
 
 def _begin_read_only(workshop: Workshop, attempt: ProbedRun) -> TrialResult:
@@ -295,34 +257,35 @@ def _begin_read_only(workshop: Workshop, attempt: ProbedRun) -> TrialResult:
     with read_only(attempt.folder):
         child = workshop.train(attempt)
         status = child.wait()
-    is_told = (
+    is_well = (
         status == InputError.exit_code
         and "cannot be written" in child.said
         and "begun" not in child.marks
+        and not any(attempt.folder.iterdir())
     )
-    is_well = is_told and not any(attempt.folder.iterdir())
-    return TrialResult(
-        None if is_well else f"a read-only folder: ended with {status}: {child.said[-300:]}",
-        ("at the start",),
-    )
+    wrong = f"a read-only folder: ended with {status}: {child.said[-300:]}"
+    return TrialResult(None if is_well else wrong, ("at the start",))
 
 
-def slow_down(workshop: Workshop, seed: int) -> TrialResult:
+def slow_down(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Make every fsync of two saves take longer than the steps between the saves.
 
     Training must wait for the previous save, so that no saves queue up.
     """
-    with workshop.scratch("slow") as folder:
-        attempt = ProbedRun(
-            run=str(folder / "run"),
-            variant=list(VARIANTS)[seed % len(VARIANTS)],
-            pauses=(EVERY - 1,),
-        )
-        slow = f"inject=fsync:delay_enter={int(SLOW_S * (1 + seed % 4) * 1e6)}:when=1..{NUM_SLOW}"
-        child, wrong = fail(
-            workshop, attempt, folder, _traced("slow", ("-e", "trace=fsync", "-e", slow))
-        )
-        return TrialResult(wrong or find_queue(child.marks))
+    attempt = ProbedRun(
+        folder=folder / "run",
+        variant=list(VARIANTS)[seed % len(VARIANTS)],
+        pauses=(EVERY - 1,),
+    )
+    slow = f"inject=fsync:delay_enter={int(SLOW_S * (1 + seed % 4) * 1e6)}:when=1..{NUM_SLOW}"
+    child, wrong = fail(
+        workshop,
+        attempt,
+        "slow",
+        lambda child: strace.traced(child, folder / "trace", "-e", "trace=fsync", "-e", slow),
+        until=None,
+    )
+    return TrialResult(wrong or find_queue(child.marks))
 
 
 def find_queue(marks: Sequence[str]) -> str | None:
@@ -346,50 +309,12 @@ def _find_wrong(attempt: ProbedRun, status: int, said: str) -> str | None:
     """
     if status != 0 or "Traceback" in said:
         return f"the run ended with {status}: {said[-600:]}"
-    told = Counter(
-        event.step for event in events.read(attempt.folder) if isinstance(event, Committed)
-    )
-    told.update(_told(attempt.folder))
+    told = Counter(event.step for event in read_events(attempt.folder, Committed))
+    told.update(_lost(attempt.folder))
     odd = sorted(step for step in {*told, *range(EVERY, STEPS + 1, EVERY)} if told[step] != 1)
     return f"each save has one record, but not those of steps {odd}" if odd else None
 
 
-def _told(run: Path) -> list[int]:
-    return [
-        event.step
-        for event in events.read(run)
-        if isinstance(event, events.Fault) and event.fault == "storage"
-    ]
-
-
-CAMPAIGNS = (
-    Campaign(
-        case="F07",
-        title="a disk with room for 0, 5 ... 100 % of a save",
-        trial=fill_the_disk,
-        few=6,
-        missing=cannot_mount,
-    ),
-    Campaign(
-        case="F08",
-        title="each call of a save ends with ENOSPC, EDQUOT, EIO",
-        trial=refuse_a_call,
-        few=12,
-        sweep=lambda workshop: len(ERRORS) * len(find_calls(workshop)),
-        missing=strace.missing,
-    ),
-    Campaign(
-        case="F09",
-        title="a folder that is or becomes read-only",
-        trial=turn_read_only,
-        few=3,
-        missing=cannot_mount,
-    ),
-    Campaign(
-        case="F10",
-        title="fsync that takes longer than training",
-        trial=slow_down,
-        few=1,
-        missing=strace.missing,
-    ),
-)
+def _lost(run: Path) -> list[int]:
+    """Return the steps whose save was given up, by the log."""
+    return [event.step for event in read_faults(run, "storage")]

@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ import torch
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
-from surefoot.contract import commits, manifest
+from surefoot.contract import commits, manifest, spec_file
+from surefoot.core import place
 from surefoot.core.errors import EXIT_INTERRUPTED, RunFolderError, SurefootError
 from surefoot.prove.campaigns.probe import ProbedRun
+from surefoot.prove.child import begin_process
 from surefoot.train.run import Run
 
 # PR_SET_PTRACER of prctl(2): strace may attach, though it is not a parent of this process
@@ -39,6 +42,15 @@ RUNS_CODE = (
     "pickle.find_class",
     "socket.connect",
 )
+WRITES = os.O_WRONLY | os.O_RDWR
+# what happens to a checkpoint, by the audit event and the prefix of the name of its folder
+COMMIT_MARKS = {
+    ("os.mkdir", commits.DRAFT): "draft",
+    ("os.rename", ""): "name",
+    ("os.rename", commits.GONE): "retire",
+    ("open", ""): "load",
+    ("shutil.rmtree", commits.DRAFT): "clear",
+}
 
 
 class Line:
@@ -55,27 +67,21 @@ class Line:
         self.mark(text)
         self._pipe.recv_bytes()
 
+    def hand_over(self) -> None:
+        """Leave the pipe open in the program that this process becomes."""
+        os.set_inheritable(self._pipe.fileno(), True)
+
 
 Job = Callable[[ProbedRun, Line], int]
 
 
-def begin(
-    job: Job, attempt: ProbedRun, pipe: Connection, said: Path, plant: Callable[[], None] | None
-) -> None:
-    """Run one job in a new session, with its output in the file `said`.
-
-    `plant` breaks something first; the tests of the campaigns use it.
-    """
-    os.setsid()
+def begin(job: Job, attempt: ProbedRun, pipe: Connection, said: Path) -> None:
+    """Run one job in a new session, with its output in the file `said`."""
+    begin_process(said)
     # a shell ignores SIGINT in background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for target in (1, 2):
-        os.dup2(output, target)
     torch.set_num_threads(1)
     gc.freeze()  # a garbage collection of objects from before the fork would copy their pages
-    if plant is not None:
-        plant()
     try:
         raise SystemExit(job(attempt, Line(pipe)))
     except SurefootError as error:
@@ -85,17 +91,28 @@ def begin(
         raise SystemExit(EXIT_INTERRUPTED) from None
 
 
+def command(attempt: ProbedRun, line: Line) -> int:
+    """Become `surefoot train` on the ranks of the attempt, as a user types it."""
+    spec = attempt.folder.with_name("spec.toml")
+    spec.write_text(spec_file.write(attempt.spec()))
+    words = [sys.executable, "-m", "surefoot", "train", str(spec), "--run", str(attempt.folder)]
+    if attempt.ranks > 1:
+        words += ["--ranks", str(attempt.ranks), "--max-restarts", str(attempt.restarts)]
+    line.hand_over()
+    os.execve(sys.executable, [*words, "--quiet"], place.child_environment(threads=1))
+
+
 def train(attempt: ProbedRun, line: Line) -> int:
     """Train one attempt at a run; mark its steps and what happens to its checkpoints.
 
-    A checkpoint is started, named, retired, set aside, loaded or cleared.
+    A checkpoint is started, named, retired, loaded or cleared.
     """
     if attempt.pauses:
         ctypes.CDLL(None).prctl(TRACER, ctypes.c_ulong(2**64 - 1), 0, 0, 0)
     if 0 in attempt.pauses:
         line.pause("paused 0")
-    sys.addaudithook(lambda event, given: _mark_commit(line, event, given))
-    with Run(attempt.spec(), attempt.task(), folder=attempt.folder, quiet=True) as run:
+    sys.addaudithook(partial(_mark_commit, line))
+    with Run(attempt.spec(), folder=attempt.folder, quiet=True) as run:
         line.mark("begun")
         if attempt.marks_states:
             line.mark(state_of(run))
@@ -117,35 +134,23 @@ def state_of(run: Run) -> str:
 
 
 def _mark_commit(line: Line, event: str, given: tuple[Any, ...]) -> None:
-    """Record what happens to checkpoints as marks such as `draft 12`, `name 12`, `retire 3` or
-    `load 12`.
+    """Mark what happens to checkpoints, as `draft 12`, `name 12`, `retire 3`, `load 12`.
 
-    The other marks are `aside 12` (set aside) and `clear 12` (an old draft is deleted).
+    `clear 12` marks that an old draft is deleted.
     """
     if event not in ("os.mkdir", "os.rename", "shutil.rmtree", "open") or not isinstance(
         given[0], str | os.PathLike
     ):
         return
-    name, words = Path(given[0]).name, {"draft": commits.DRAFT}
+    path = Path(given[1] if event == "os.rename" else given[0])
     if event == "open":
-        is_read = (
-            name == "state.json"
-            and isinstance(given[2], int)
-            and not given[2] & (os.O_WRONLY | os.O_RDWR)
-        )
-        name, words = Path(given[0]).parent.name, {"load": ""} if is_read else {}
-    elif event == "shutil.rmtree":
-        words = {"clear": commits.DRAFT}
-    elif event == "os.rename":
-        name, words = (
-            Path(given[1]).name,
-            {"name": "", "retire": commits.GONE, "aside": commits.BAD},
-        )
-    for word, prefix in words.items():
-        if name.startswith(prefix) and (
-            hit := manifest.STEP_FOLDER.match(name.removeprefix(prefix))
-        ):
-            line.mark(f"{word} {int(hit[1])}")
+        if path.name != "state.json" or not isinstance(given[2], int) or given[2] & WRITES:
+            return
+        path = path.parent
+    prefix, _, step = path.name.rpartition("step-")
+    word = COMMIT_MARKS.get((event, prefix))
+    if word is not None and step.isdigit():
+        line.mark(f"{word} {int(step)}")
 
 
 def open_run(attempt: ProbedRun, line: Line) -> int:
@@ -158,7 +163,7 @@ def open_run(attempt: ProbedRun, line: Line) -> int:
     if attempt.memory_bytes:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + attempt.memory_bytes,) * 2)
-        _watch_out(attempt.folder, line)
+        sys.addaudithook(partial(_mark_outside, line, attempt.folder))
     for folder in sorted((attempt.folder / manifest.FOLDER).glob("step-*")):
         try:
             commits.check(folder)
@@ -171,34 +176,30 @@ def open_run(attempt: ProbedRun, line: Line) -> int:
         checkpoint.join(
             newest.json("state.json"), newest.read("") and newest.read("state.safetensors")
         )
-    with Run(attempt.spec(), attempt.task(), folder=attempt.folder, quiet=True) as run:
+    with Run(attempt.spec(), folder=attempt.folder, quiet=True) as run:
         line.mark(state_of(run))
     return 0
 
 
-def _watch_out(run: Path, line: Line) -> None:
+def _mark_outside(line: Line, run: Path, event: str, given: tuple[Any, ...]) -> None:
     """Mark opened files beside the run, writes elsewhere, and what runs or loads foreign code.
 
     A bare name that is opened without following links is below a folder that was opened before, and
     that folder is marked if it is outside.
     """
-
-    def hear(event: str, given: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen" and list(given[1])[:1] == ["git"]:
-            # the commit of the task's own project is recorded
-            return
-        if event in RUNS_CODE:
-            line.mark(f"outside {event}")
-        elif event == "open" and isinstance(given[0], str | os.PathLike):
-            mode = given[2] if isinstance(given[2], int) else 0
-            place = given[0] if not mode & os.O_NOFOLLOW else os.path.dirname(given[0])
-            path = Path(os.path.realpath(place))
-            is_written = mode & (os.O_WRONLY | os.O_RDWR) and path != Path(os.devnull)
-            if (
-                place
-                and not path.is_relative_to(run)
-                and (path.is_relative_to(run.parent) or is_written)
-            ):
-                line.mark(f"outside open {path}")
-
-    sys.addaudithook(hear)
+    if event == "subprocess.Popen" and list(given[1])[:1] == ["git"]:
+        # the commit of the task's own project is recorded
+        return
+    if event in RUNS_CODE:
+        line.mark(f"outside {event}")
+    elif event == "open" and isinstance(given[0], str | os.PathLike):
+        mode = given[2] if isinstance(given[2], int) else 0
+        name = given[0] if not mode & os.O_NOFOLLOW else os.path.dirname(given[0])
+        path = Path(os.path.realpath(name))
+        is_written = mode & WRITES and path != Path(os.devnull)
+        if (
+            name
+            and not path.is_relative_to(run)
+            and (path.is_relative_to(run.parent) or is_written)
+        ):
+            line.mark(f"outside open {path}")

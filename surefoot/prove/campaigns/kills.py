@@ -1,24 +1,42 @@
-"""Signals: SIGKILL at random times, in each phase of a run, and at every system call of a save.
+"""Signals, and several launchers in one run folder.
 
-Also SIGTERM and Ctrl-C with some grace time.
+A run is killed at random times, in each phase, and at every system call of a save; it gets SIGTERM
+or Ctrl-C with some grace time. Of several launchers one trains, and the others exit and name it; a
+process that lost its lock commits no further checkpoint.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import signal
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from surefoot.contract import commits, manifest
-from surefoot.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
+from surefoot.contract import commits, events, manifest, runlock
+from surefoot.core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    RunFolderError,
+    StorageError,
+)
 from surefoot.prove.campaigns import strace
+from surefoot.prove.campaigns.outcome import TrialResult
 from surefoot.prove.campaigns.probe import EVALUATE_EVERY, EVERY, STEPS, VARIANTS, ProbedRun
-from surefoot.prove.campaigns.strace import Tracer
-from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, go_on, look_at
-from surefoot.prove.outcome import Campaign, TrialResult
+from surefoot.prove.campaigns.workshop import (
+    KILLED,
+    LOOK_S,
+    PATIENCE_S,
+    Child,
+    Golden,
+    Workshop,
+    find_wrong_end,
+    go_on,
+    look_at,
+)
 
 DEPTH = 3  # consecutive kills, of which only the first hits an undisturbed run
 LATER_S = 0.02  # longest wait before the kill, about as long as a save
@@ -32,34 +50,34 @@ PHASES = ("first save", "last save", "load", "retention", "recovery", "clearing"
 PLACES = ("any step", "a save", "an evaluation", "the first step", "a resume")
 GRACES_S = (30.0, 5.0, 0.0)
 CODES = {signal.SIGTERM: EXIT_TERMINATED, signal.SIGINT: EXIT_INTERRUPTED}
+KINDS = ("all at once", "the owner is killed", "the lock is lost")
+HELD = 2 * EVERY + 1  # the step after which the owner waits while the others start
+MOST, STAGGER_S = 8, 0.3
 
 
-def kill(workshop: Workshop, seed: int, *, places: tuple[str, ...], depth: int) -> TrialResult:
+def kill(
+    workshop: Workshop, seed: int, folder: Path, *, places: tuple[str, ...], depth: int
+) -> TrialResult:
     """Kill a run in one of `places`, then perhaps its recoveries, `depth` kills at most.
 
     Then the run must resume and end as if it had never been killed.
     """
     draws = random.Random(seed)
     place, variant = places[seed % len(places)], draws.choice(list(VARIANTS))
-    golden, fell = workshop.golden(variant), 0
-    with workshop.scratch("kill") as folder:
-        attempt = ProbedRun(run=str(folder / "run"), variant=variant)
-        if place in ("load", "recovery", "clearing"):  # these need a run that was killed before
-            _break_off(workshop, attempt)
-        for number in range(draws.randint(1, depth)):
-            child = workshop.train(attempt)
-            _come_to("recovery" if number else place, child, attempt.folder, draws)
-            child.kill()
-            fell += child.wait() == KILLED
-            if (wrong := look_at(attempt.folder, golden)) is not None:
-                return TrialResult(f"{place}: {wrong}", (place,))
-        return (
-            TrialResult(
-                go_on(workshop, attempt, golden), (place, variant, f"{fell} kills"), fell > 0
-            )
-            if fell
-            else TrialResult(fell=False)
-        )
+    attempt, fell = ProbedRun(folder=folder / "run", variant=variant), 0
+    golden = workshop.golden(attempt)
+    if place in ("load", "recovery", "clearing"):  # these need a run that was killed before
+        _break_off(workshop, attempt)
+    for number in range(draws.randint(1, depth)):
+        child = workshop.train(attempt)
+        _come_to("recovery" if number else place, child, attempt.folder, draws)
+        child.kill()
+        fell += child.wait() == KILLED
+        if (wrong := look_at(attempt.folder, golden)) is not None:
+            return TrialResult(f"{place}: {wrong}", (place,))
+    if not fell:
+        return TrialResult(fell=False)
+    return TrialResult(go_on(workshop, attempt, golden), (place, variant, f"{fell} kills"))
 
 
 def _break_off(workshop: Workshop, attempt: ProbedRun) -> None:
@@ -88,7 +106,7 @@ def _come_to(place: str, child: Child, run: Path, draws: random.Random) -> None:
     time.sleep(draws.uniform(0.0, LATER_S))
 
 
-def preempt(workshop: Workshop, seed: int) -> TrialResult:
+def preempt(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Send one signal, or two, in a phase of a run; then resume the run.
 
     With enough grace time no step may be lost, and the exit code must name the signal.
@@ -99,126 +117,158 @@ def preempt(workshop: Workshop, seed: int) -> TrialResult:
         draws.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT)),
         draws.choice((1, 1, 1, 2)),
     )
-    golden = workshop.golden()
-    with workshop.scratch("preempt") as folder:
-        attempt = ProbedRun(run=str(folder / "run"))
-        if place == "a resume":
-            _break_off(workshop, attempt)
-        child = workshop.train(attempt)
-        _come_to(place, child, attempt.folder, draws)
-        for _ in range(times):
-            child.send(sent)
-        if not child.ends_within(grace_s):
-            child.kill()
-        status = child.wait()
-        tags = (
-            place,
-            f"{grace_s:.0f} s of grace",
-            f"{sent.name}{' twice' * (times - 1)}",
-            f"ended with {status}",
-        )
-        allowed = {
-            EXIT_OK,
-            CODES[sent],
-            *([KILLED] if grace_s == 0 else []),
-            *([-sent] if times == 2 else []),
-        }
-        newest = max(manifest.steps(attempt.folder), default=0)
-        wrong = look_at(attempt.folder, golden)
-        if wrong is None and status not in allowed:
-            wrong = f"it ended with {status}: {child.said[-300:]}"
-        elif (
-            wrong is None
-            and status == CODES[sent]
-            and times == 1
-            and newest < max(child.steps, default=0)
-        ):
-            wrong = (
-                f"it was given the time to save, did step {child.steps[-1]}, "
-                f"and step {newest} is committed"
-            )
-        wrong = wrong or go_on(workshop, attempt, golden)
-        return TrialResult(wrong and f"{', '.join(tags)}: {wrong}", tags, fell=status != EXIT_OK)
+    attempt = ProbedRun(folder=folder / "run")
+    golden = workshop.golden(attempt)
+    if place == "going on":
+        _break_off(workshop, attempt)
+    child = workshop.train(attempt)
+    _come_to(place, child, attempt.folder, draws)
+    for _ in range(times):
+        child.send(sent)
+    if not child.ends_within(grace_s):
+        child.kill()
+    status = child.wait()
+    tags = (
+        place,
+        f"{grace_s:.0f} s of grace",
+        f"{sent.name}{' twice' * (times - 1)}",
+        f"ended with {status}",
+    )
+    allowed = {
+        EXIT_OK,
+        CODES[sent],
+        *([KILLED] if grace_s == 0 else []),
+        *([-sent] if times == 2 else []),
+    }
+    newest, done = max(manifest.steps(attempt.folder), default=0), max(child.steps, default=0)
+    wrong = look_at(attempt.folder, golden)
+    if wrong is None and status not in allowed:
+        wrong = f"it ended with {status}: {child.said[-300:]}"
+    elif wrong is None and status == CODES[sent] and times == 1 and newest < done:
+        wrong = f"it was given the time to save, did step {done}, and step {newest} is committed"
+    wrong = wrong or go_on(workshop, attempt, golden)
+    return TrialResult(wrong and f"{', '.join(tags)}: {wrong}", tags, fell=status != EXIT_OK)
 
 
-def kill_at_call(workshop: Workshop, seed: int) -> TrialResult:
+def kill_at_call(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Kill a run at one system call of a save, before the call is done; then resume the run.
 
     The call is, for example, the 7th `write`.
     """
-    golden, calls = workshop.golden(), _calls(workshop)
+    calls = find_calls(workshop)
     name, count = calls[seed * STRIDE % len(calls)]
-    with workshop.scratch("call") as folder:
-        attempt = _one_save(folder / "run")
-        child = workshop.train(attempt)
-        child.wait_for(f"paused {SAVED}")
-        with Tracer(
-            child,
-            folder / "trace",
-            "-e",
-            f"trace={name}",
-            "-e",
-            f"inject={name}:signal=KILL:when={count}",
-        ):
-            child.go()
-            child.wait()
-        wrong = look_at(attempt.folder, golden) or go_on(
-            workshop, replace(attempt, pauses=(), die_at=None), golden
-        )
-        fell = attempt.die_at not in child.steps
-        return TrialResult(
-            wrong and f"{name} for the {count}th time: {wrong}", (name,) if fell else (), fell
-        )
+    attempt = strace.saving_once(folder, SAVED)
+    golden, child = workshop.golden(attempt), workshop.train(attempt)
+    child.wait_for(f"paused {SAVED}")
+    injection = f"inject={name}:signal=KILL:when={count}"
+    with strace.traced(child, folder / "trace", "-e", f"trace={name}", "-e", injection):
+        child.go()
+        child.wait()
+    wrong = look_at(attempt.folder, golden) or go_on(
+        workshop, replace(attempt, pauses=(), die_at=None), golden
+    )
+    fell = attempt.die_at not in child.steps
+    return TrialResult(
+        wrong and f"{name} for the {count}th time: {wrong}", (name,) if fell else (), fell
+    )
 
 
-def _one_save(run: Path) -> ProbedRun:
-    """Return an attempt that waits, saves without background threads, and dies one step later.
-
-    It dies so that a trace ends with the save.
-    """
-    return ProbedRun(run=str(run), background=False, pauses=(SAVED,), die_at=SAVED + 1)
-
-
-def _calls(workshop: Workshop) -> list[tuple[str, int]]:
+def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
     """Return every system call from the pause to the end of the next step, as (name, count).
 
     The count is over calls of that name in the thread. Waits for other threads are left out: their
     count differs in every run, so that the kill would seldom take effect.
     """
-    return sorted(
-        {
-            (name, number)
-            for name, number, _ in strace.trace_a_save(workshop, SAVED)
-            if name not in WAITS
-        }
+    traced = strace.trace_a_save(workshop, SAVED)
+    return sorted({(name, number) for name, number, _ in traced if name not in WAITS})
+
+
+# ---- several launchers
+
+
+def launch_rivals(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
+    """Start 2 to 8 launchers at about the same time.
+
+    Then, by the seed, the owner continues, is killed, or loses its lock to another process.
+    """
+    draws = random.Random(seed)
+    kind, count = KINDS[seed % len(KINDS)], draws.randint(2, MOST)
+    attempt = ProbedRun(folder=folder / "run", pauses=(HELD,))
+    golden, children = workshop.golden(attempt), list[Child]()
+    for _ in range(count):
+        children.append(workshop.train(attempt))
+        time.sleep(draws.choice((0.0, draws.uniform(0.0, STAGGER_S))))
+    owner, wrong = _find_owner(children)
+    wrong = wrong or _go_on_as(kind, workshop, attempt, owner, golden)
+    return TrialResult(
+        wrong and f"{count} launchers, {kind}: {wrong}", (kind, f"{count} launchers")
     )
 
 
-CAMPAIGNS = (
-    Campaign(
-        case="F01",
-        title="kill -9 at any time, every second one inside a save",
-        few=20,
-        trial=partial(kill, places=ANYWHERE, depth=1),
-    ),
-    Campaign(
-        case="F02",
-        title="kill -9 at every system call of a save and of the retention after it",
-        trial=kill_at_call,
-        few=12,
-        sweep=lambda workshop: len(_calls(workshop)),
-        missing=strace.missing,
-    ),
-    Campaign(
-        case="F03",
-        title="kill -9 in the first and last save, load, retention, and again while it recovers",
-        few=10,
-        trial=partial(kill, places=PHASES, depth=DEPTH),
-    ),
-    Campaign(
-        case="F24",
-        title="SIGTERM with 30, 5 and 0 s of grace, or twice; Ctrl-C",
-        trial=preempt,
-        few=10,
-    ),
-)
+def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
+    """Return the process that trains, and what is wrong with the others.
+
+    Each other process must have exited by itself and have named the owner.
+    """
+    until_s, left = time.monotonic() + PATIENCE_S, children
+    while len(left) > 1 and time.monotonic() < until_s:
+        left = [child for child in children if not child.ends_within(LOOK_S)]
+        if len(training := [child.pid for child in left if "begun" in child.marks]) > 1:
+            return left[0], f"processes {training} train in one folder"
+    if len(left) != 1 or not left[0].wait_for(f"paused {HELD}"):
+        said = [child.said[-200:] for child in children]
+        return children[0], f"{len(left)} neither train nor end: {said}"
+    (owner,) = left
+    for child in children:
+        if child is owner:
+            continue
+        status, words = child.wait(), f"is being written by process {owner.pid}"
+        if status != RunFolderError.exit_code or words not in child.said:
+            ended = f"another ended with {status}: {child.said[-300:]}"
+            return owner, f"process {owner.pid} trains, and {ended}"
+        if any(mark.startswith(("step", "draft")) for mark in child.marks):
+            return owner, f"one that was refused did {child.marks}"
+    return owner, None
+
+
+def _go_on_as(
+    kind: str, workshop: Workshop, attempt: ProbedRun, owner: Child, golden: Golden
+) -> str | None:
+    """Let the run continue as `kind` says; return what is wrong with its end."""
+    last = owner
+    if kind == "the owner is killed":
+        owner.kill()
+        # a user who restarts a run also waits for its end: until then the kernel keeps the lock
+        owner.wait()
+    if kind == "the lock is lost":
+        # a file server loses locks like this: the same name and bytes, but another file
+        lock = attempt.folder / runlock.FILE
+        os.replace(shutil.copyfile(lock, attempt.folder / "forgotten"), lock)
+    if kind != "all at once":
+        last = workshop.train(attempt)
+        last.wait_for(f"paused {HELD}")
+    if kind == "the lock is lost":
+        before = _find_committed(attempt)  # the other process may be saving
+        owner.go()
+        status, after = owner.wait(), _find_committed(attempt)
+        if status != StorageError.exit_code or after != before:
+            return (
+                f"it lost its lock, ended with {status} and has committed {after} instead of "
+                f"{before}: {owner.said[-300:]}"
+            )
+    last.go()
+    wrong = find_wrong_end(last, attempt, golden)
+    noted = {event.generation for event in events.read(attempt.folder)}
+    if wrong is None and noted != ({1} if last is owner else {1, 2}):
+        return f"attempts {noted} wrote the log"
+    return wrong
+
+
+def _find_committed(attempt: ProbedRun) -> list[int]:
+    """Return the steps whose checkpoints the first attempt has made."""
+    run = attempt.folder
+    return [
+        step
+        for step in manifest.steps(run)
+        if manifest.read(manifest.step_folder(run, step)).generation == 1
+    ]

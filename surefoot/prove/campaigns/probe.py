@@ -5,8 +5,11 @@ That is dropout, BatchNorm, AdamW, augmentation and shuffling.
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from surefoot.components.data import Arrays
 from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
+from surefoot.core import place
 
 SAMPLES, BATCH, FEATURES, CLASSES = 50, 8, 6, 3
 STEPS, EVERY, EVALUATE_EVERY, KEEP = 24, 3, 8, 3
@@ -27,16 +31,28 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "frozen": {"freeze": ["0.*"]},
     "ema": {"ema": 0.9},
 }
+TASK = f"{__name__}:Probe"
 
 
 class Probe:
-    """A classifier of noise. `poison` holds (sample, value) pairs, as (3, NaN).
+    """A classifier of noise, with one fault on rank `guilty`, in its forward pass number `at`.
 
-    The first feature of the training sample becomes the value.
+    `kind` is what becomes non-finite: the output and with it the loss, the gradient of the output,
+    a buffer of BatchNorm; or "dead": the rank kills itself. Independently, the first feature of the
+    training sample `sample` is `value` from the start.
     """
 
-    def __init__(self, width: int = 16, poison: tuple[tuple[int, float], ...] = ()) -> None:
-        self.width, self.poison = width, poison
+    def __init__(
+        self,
+        width: int = 16,
+        kind: str = "",
+        guilty: int = 0,
+        at: int = 0,
+        sample: int = -1,
+        value: str = "nan",
+    ) -> None:
+        self.width, self._sample, self._value = width, sample, float(value)
+        self._kind, self._guilty, self._left = kind, guilty, at
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -52,17 +68,30 @@ class Probe:
     def data(self, split: str) -> Arrays:
         draws = torch.Generator().manual_seed(int(split == "train"))
         x, y = torch.randn(SAMPLES, FEATURES, generator=draws), torch.arange(SAMPLES) % CLASSES
-        if split == "train":
-            for sample, value in self.poison:
-                x[sample, 0] = value
+        if split == "train" and self._sample >= 0:
+            x[self._sample, 0] = self._value
         return Arrays(x, y)
 
     def augment(self, batch: Any, keys: Any) -> Any:
         return batch[0] + 0.1 * keys.uniform(FEATURES), batch[1]
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        fault = self._find_fault()
+        if fault == "dead":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "buffer":
+            model.get_buffer("1.running_var")[3] = math.nan
         output: Tensor = model(batch[0])
-        return output
+        if fault == "gradient":
+            output.register_hook(lambda gradient: gradient * math.inf)  # type: ignore[no-untyped-call]
+        return output * math.nan if fault == "loss" else output
+
+    def _find_fault(self) -> str:
+        """Return the fault of this forward pass, or an empty text."""
+        if not self._kind or not torch.is_grad_enabled() or place.here().rank != self._guilty:
+            return ""
+        self._left -= 1
+        return self._kind if self._left == 0 else ""
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
         return Loss.sum(F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
@@ -73,23 +102,32 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedRun:
-    """An attempt at the run in the folder `run`: how it saves, pauses, and kills itself."""
+    """An attempt at the run in `folder`: how it trains and saves, pauses and kills itself.
 
-    run: str
+    `task` is the task, with its arguments, as in a spec; `tables` are further settings of the spec,
+    by table. With `ranks` it is the command of a user on that many ranks, which are restarted
+    `restarts` times without a new checkpoint; 0 is a process that reports its progress.
+    """
+
+    folder: Path
     steps: int = STEPS
     every: int = EVERY
     keep: int = KEEP
     background: bool = True
     variant: str = "plain"
-    width: int = 16
+    seed: int = 0
+    task: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    ranks: int = 0
+    restarts: int = 0
     pauses: tuple[int, ...] = ()
     die_at: int | None = None
-    seed: int = 0
     marks_states: bool = False
     memory_bytes: int = 0  # a limit, 0 for none
 
     def spec(self) -> RunSpec:
         tables = {
+            "task": {"use": TASK, **self.task},
             "train": {"length": f"{self.steps} steps", "batch": BATCH, "seed": self.seed},
             "optim": {"name": "adamw", **VARIANTS[self.variant]},
             "evaluate": {"every": f"{EVALUATE_EVERY} steps"},
@@ -100,11 +138,5 @@ class ProbedRun:
             },
             "observe": {"every": "1 step", "tensorboard": False},
         }
-        return RunSpec.model_validate(tables)
-
-    def task(self) -> Probe:
-        return Probe(self.width)
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.run)
+        more = {name: {**tables.get(name, {}), **table} for name, table in self.tables.items()}
+        return RunSpec.model_validate({**tables, **more})

@@ -5,16 +5,15 @@ strace attaches to a child that waits.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from surefoot.core.errors import TaskError
 from surefoot.prove.campaigns.probe import ProbedRun
@@ -56,50 +55,31 @@ def missing() -> str | None:
     )
 
 
-class Tracer:
-    """strace on a waiting child, as a context; `calls` reads the trace once the child has ended."""
-
-    def __init__(self, child: Child, out: Path, *options: str) -> None:
-        self._child, self._out, self._options = child, out, options
-
-    def __enter__(self) -> Self:
-        command = [
-            "strace",
-            "-f",
-            "-xx",
-            "-s",
-            str(LONGEST),
-            "-o",
-            str(self._out),
-            *self._options,
-            "-p",
-            str(self._child.pid),
-        ]
-        words = self._out.with_name(self._out.name + ".said")
-        with words.open("wb") as said:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+@contextlib.contextmanager
+def traced(child: Child, out: Path, *options: str) -> Iterator[None]:
+    """Trace a waiting child into the file `out`, which is complete when the context ends."""
+    command = ["strace", "-f", "-xx", "-s", str(LONGEST), "-o", str(out), *options]
+    words = out.with_name(out.name + ".said")
+    with words.open("wb") as said:
+        process = subprocess.Popen(
+            [*command, "-p", str(child.pid)], stdin=subprocess.DEVNULL, stdout=said, stderr=said
+        )
+    try:
+        child.wait_until(
+            lambda: "attached" in words.read_text(errors="replace") or process.poll() is not None,
+            PATIENCE_S,
+        )
+        if "attached" not in (told := words.read_text(errors="replace")):
+            raise TaskError(
+                f"strace did not attach: {told[-300:]}",
+                hint="it may need the right to trace processes",
             )
-        until_s = time.monotonic() + PATIENCE_S
-        while "attached" not in (told := words.read_text(errors="replace")):
-            if self._process.poll() is not None or time.monotonic() > until_s:
-                self.__exit__()
-                raise TaskError(
-                    f"strace did not attach: {told[-300:]}",
-                    hint="it may need the right to trace processes",
-                )
-            time.sleep(0.001)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if not self._child.ends_within(0):
-            self._child.kill()
-            self._process.terminate()
-        self._process.wait()
-
-    def calls(self) -> list[SystemCall]:
-        self._process.wait()
-        return list(read(self._out))
+        yield
+    finally:
+        if not child.is_over:
+            child.kill()
+            process.terminate()
+        process.wait()
 
 
 def read(path: Path) -> Iterator[SystemCall]:
@@ -149,40 +129,41 @@ def paths(call: SystemCall) -> list[str]:
     return found
 
 
-def numbered(calls: Iterable[SystemCall]) -> Iterator[tuple[str, int, SystemCall]]:
-    """Yield the name of each call, its count among calls of that name in its thread, and the call.
-
-    `when=` of strace uses the same count.
-    """
-    counts = Counter[tuple[int, str]]()
-    for call in calls:
-        counts[call.thread, call.name] += 1
-        yield call.name, counts[call.thread, call.name], call
-
-
 def trace_a_save(
     workshop: Workshop, step: int, *options: str, variant: str = "plain"
 ) -> list[tuple[str, int, SystemCall]]:
-    """Return the numbered calls from the end of a step to the end of the next one, traced once.
+    """Return the calls from the end of a step to the end of the next one, traced once.
 
-    The step is saved in between.
+    The step is saved in between. With each call come its name and its count among the calls of that
+    name in its thread; `when=` of strace uses the same count.
     """
 
     def trace() -> list[tuple[str, int, SystemCall]]:
         with workshop.scratch("calls") as folder:
-            child = workshop.train(
-                ProbedRun(
-                    run=str(folder / "run"),
-                    background=False,
-                    pauses=(step,),
-                    die_at=step + 1,
-                    variant=variant,
-                )
-            )
+            attempt = saving_once(folder, step, variant)
+            child = workshop.train(attempt)
             child.wait_for(f"paused {step}")
-            with Tracer(child, folder / "trace", *options) as tracer:
+            with traced(child, folder / "trace", *options):
                 child.go()
                 child.wait()
-            return list(numbered(tracer.calls()))
+            counts, found = Counter[tuple[int, str]](), []
+            for call in read(folder / "trace"):
+                counts[call.thread, call.name] += 1
+                found.append((call.name, counts[call.thread, call.name], call))
+            return found
 
     return workshop.once(("calls", step, options, variant), trace)
+
+
+def saving_once(folder: Path, step: int, variant: str = "plain") -> ProbedRun:
+    """Return an attempt that pauses before the save of `step`, and dies one step later.
+
+    It saves without background threads, and dies so that a trace ends with the save.
+    """
+    return ProbedRun(
+        folder=folder / "run",
+        background=False,
+        pauses=(step,),
+        die_at=step + 1,
+        variant=variant,
+    )

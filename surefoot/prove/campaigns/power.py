@@ -1,4 +1,4 @@
-"""A disk after a power cut: the states that are possible after a trace of file operations.
+"""Power cuts: the disk states that a cut may leave are derived from one traced run, and opened.
 
 Only what POSIX guarantees is assumed: `fsync` of a file makes its bytes and size durable, `fsync`
 of a folder its entries. Data that was not synced may be there whole, in part, as zeros, or not at
@@ -11,20 +11,25 @@ import os
 import random
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from surefoot.contract import commits
-from surefoot.core.errors import TaskError
+from surefoot.components import checkpoint
+from surefoot.contract import commits, manifest, spec_file
+from surefoot.core.errors import EXIT_OK, TaskError
 from surefoot.prove.campaigns import strace
+from surefoot.prove.campaigns.outcome import TrialResult
+from surefoot.prove.campaigns.probe import ProbedRun
 from surefoot.prove.campaigns.strace import SystemCall
+from surefoot.prove.campaigns.workshop import Golden, Workshop, find_damage, go_on
 
+GOES_ON_EVERY = 20  # a run resumes to the end from one in 20 states, which takes longest
+WHOLE = ("frozen", "plain")  # traced variants: checkpoints with linked files, and without
 SECTOR_BYTES = 512
 BLOCKS = ("none", "all", "random", "size")
 ENTRIES = ("prefix", "reordered")
 ROOT = 0
 COMMITTED = re.compile(rb'^\{.*"kind": "committed".*"step": (\d+),', re.MULTILINE)
-RETIRED = re.compile(r"/step-0*(\d+)$")
 OF_DESCRIPTORS = ("write", "pwrite64", "read", "lseek", "ftruncate", "fsync", "fdatasync")
 OF_NAMES = ("openat", "mkdir", "rename", "link", "linkat", "unlink", "rmdir", "unlinkat")
 # one of these on a file of the run ends the campaign
@@ -56,15 +61,7 @@ class Sync:
     node: int
 
 
-@dataclass(frozen=True)
-class Note:
-    """Progress of the run: a step was committed, or the deletion of its checkpoint started."""
-
-    word: str
-    step: int
-
-
-Op = FolderChange | Data | Sync | Note
+Op = FolderChange | Data | Sync
 
 
 class Recorder:
@@ -81,7 +78,7 @@ class Recorder:
         self._sizes: dict[int, int] = {}
         self._offsets: dict[int, int | None] = {}  # by descriptor; None for a file opened to append
 
-    def record(self, calls: Sequence[SystemCall]) -> None:
+    def record(self, calls: Iterable[SystemCall]) -> None:
         """Record the calls. Raises TaskError for a call on these files that is not supported."""
         for call in calls:
             if call.failed:
@@ -101,7 +98,7 @@ class Recorder:
             case "fsync" | "fdatasync":
                 self.ops.append(Sync(node))
             case "ftruncate":
-                self._resize(node, int(call.arguments[1]))
+                self._put(node, int(call.arguments[1]), None)
             case "lseek" | "read" if offset is not None:
                 self._offsets[descriptor] = (
                     call.result if call.name == "lseek" else offset + call.result
@@ -109,18 +106,13 @@ class Recorder:
             case "write" | "pwrite64":
                 start = self._sizes[node] if offset is None else offset
                 start = int(call.arguments[3]) if call.name == "pwrite64" else start
-                self._write(node, start, strace.unquote(call.arguments[1])[: call.result])
+                self._put(node, start, strace.unquote(call.arguments[1])[: call.result])
                 if call.name == "write" and offset is not None:
                     self._offsets[descriptor] = start + call.result
 
-    def _write(self, node: int, start: int, data: bytes) -> None:
+    def _put(self, node: int, start: int, data: bytes | None) -> None:
         self.ops.append(Data(node, start, data))
-        self._sizes[node] = max(self._sizes[node], start + len(data))
-        self.ops.extend(Note("committed", int(hit[1])) for hit in COMMITTED.finditer(data))
-
-    def _resize(self, node: int, size: int) -> None:
-        self.ops.append(Data(node, size, None))
-        self._sizes[node] = size
+        self._sizes[node] = start if data is None else max(self._sizes[node], start + len(data))
 
     def _change(self, call: SystemCall, names: list[str]) -> None:
         path, to = names[0], names[-1]
@@ -130,8 +122,6 @@ class Recorder:
             case "mkdir":
                 self.folders.add(self._make(path))
             case "rename":
-                if (retired := RETIRED.search(path)) and Path(to).name.startswith(commits.GONE):
-                    self.ops.append(Note("retired", int(retired[1])))
                 self._enter(to, self._nodes[path], self._where(path))
                 below = [name for name in self._nodes if f"{name}/".startswith(f"{path}/")]
                 self._nodes |= {
@@ -153,7 +143,7 @@ class Recorder:
             self._make(path)
         node = self._nodes.get(path)
         if node is not None and "O_TRUNC" in flags and self._sizes[node]:
-            self._resize(node, 0)
+            self._put(node, 0, None)
         self._offsets[descriptor] = None if "O_APPEND" in flags else 0
 
     def _make(self, path: str) -> int:
@@ -275,8 +265,66 @@ def write_state(ops: Sequence[Op], folders: set[int], cut: PowerCut, into: Path)
 
 def acknowledged(ops: Sequence[Op], moment: int) -> list[int]:
     """Return the steps that were logged as committed before `moment` and not yet being deleted."""
-    noted = [op for op in ops[:moment] if isinstance(op, Note)]
-    return sorted(
-        {op.step for op in noted if op.word == "committed"}
-        - {op.step for op in noted if op.word == "retired"}
+    committed, retired = set[int](), set[int]()
+    for op in ops[:moment]:
+        if isinstance(op, Data):
+            committed.update(map(int, COMMITTED.findall(op.data or b"")))
+        elif isinstance(op, FolderChange) and op.name.startswith(f"{commits.GONE}step-"):
+            retired.add(int(op.name.rpartition("-")[2]))
+    return sorted(committed - retired)
+
+
+# ---- trials
+
+
+def cut_power(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
+    """Write and check one possible disk state after a power cut.
+
+    Every acknowledged step must load, and no visible checkpoint may be silently wrong. Some runs
+    are resumed to the end.
+    """
+    variant = WHOLE[seed % len(WHOLE)]
+    recorder, traced = workshop.once(("recording", variant), lambda: _record(workshop, variant))
+    golden = workshop.golden(traced)
+    ops, draws = recorder.ops, random.Random(seed)
+    cut = PowerCut(draws.randint(0, len(ops)), draws.choice(ENTRIES), draws.choice(BLOCKS), seed)
+    goes_on = draws.randrange(GOES_ON_EVERY) == 0
+    write_state(ops, recorder.folders, cut, folder)
+    attempt = replace(traced, folder=folder / traced.folder.name, pauses=())
+    wrong = _look(attempt.folder, acknowledged(ops, cut.moment), golden)
+    if wrong is None and goes_on:
+        wrong = go_on(workshop, attempt, golden)
+    return TrialResult(
+        wrong and f"{cut}: {wrong}",
+        (cut.blocks, cut.entries, *(["gone on to the end"] if goes_on else [])),
     )
+
+
+def _record(workshop: Workshop, variant: str) -> tuple[Recorder, ProbedRun]:
+    """Record the file operations of one run from its start to its end."""
+    with workshop.scratch("traced") as folder:
+        (root := folder / "disk").mkdir()
+        attempt = ProbedRun(folder=root / "run", variant=variant, pauses=(0,))
+        child = workshop.train(attempt)
+        child.wait_for("paused 0")
+        with strace.traced(child, folder / "trace", "-y", "-e", f"trace={','.join(TRACED)}"):
+            child.go()
+            child.end_with(EXIT_OK)
+        recorder = Recorder(root)
+        recorder.record(strace.read(folder / "trace"))
+        return recorder, attempt
+
+
+def _look(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
+    """Return what is wrong with a run after its drafts were cleared, as a start clears them.
+
+    Wrong is a step that was acknowledged, or is visible, and is not whole.
+    """
+    if run.is_dir():
+        checkpoint.clear_drafts(run)
+    steps = manifest.steps(run)
+    if not set(acknowledged) <= set(steps):
+        return f"steps {acknowledged} were committed, and {steps} are there"
+    if acknowledged:
+        spec_file.read(str(run / "spec.toml"))
+    return find_damage(run, golden)

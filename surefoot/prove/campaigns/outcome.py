@@ -6,12 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from surefoot.core.errors import SurefootError
-
-if TYPE_CHECKING:
-    from surefoot.prove.campaigns.workshop import Workshop
+from surefoot.prove.campaigns.workshop import Workshop
 
 # after n clean trials the failure rate is below 3/n with 95 % confidence
 # (Hanley & Lippman-Hand, JAMA 1983)
@@ -42,15 +40,16 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """A fault, and its trial `trial(workshop, seed)`; `few` trials show it in seconds.
+    """A fault, and its trial; `few` trials show it in seconds.
 
+    `trial(workshop, seed, folder)` works in a folder of its own, which is deleted afterwards.
     `sweep` returns how many different trials there are, where they can be counted; `missing`
     returns why trials cannot be made on this machine.
     """
 
     case: str
     title: str
-    trial: Callable[[Workshop, int], TrialResult]
+    trial: Callable[[Workshop, int, Path], TrialResult]
     few: int
     sweep: Callable[[Workshop], int] | None = None
     missing: Callable[[], str | None] = lambda: None
@@ -109,7 +108,8 @@ def carry_out(
     failures, counts, fell, number = [], Counter[str](), 0, seed
     while fell < trials and number < seed + most:
         try:
-            result = campaign.trial(workshop, number)
+            with workshop.scratch(case) as folder:
+                result = campaign.trial(workshop, number, folder)
         except SurefootError as error:
             result = TrialResult(error.message)
         counts.update(result.tags)

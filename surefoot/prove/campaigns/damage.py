@@ -1,0 +1,319 @@
+"""Damaged files: a bit flipped, a block zeroed, a file cut, swapped, replaced or deleted.
+
+Then the run is opened. It must load the state of the newest whole checkpoint, bitwise. Each damaged
+checkpoint must be named by the check, set aside, and recorded in one event. Files beside the
+checkpoints are damaged, too: then the same state must be loaded, or the damage reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from surefoot.contract import commits, ledger, manifest
+from surefoot.core.errors import EXIT_OK, RunFolderError
+from surefoot.prove.campaigns import jobs
+from surefoot.prove.campaigns.outcome import TrialResult
+from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
+from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, read_faults
+
+# step at which the run stops: it then has three saved checkpoints and that of its best evaluation
+LEFT_AT = 3 * EVERY + 1
+BLOCK_BYTES = 4096
+TO_THE_END_EVERY = 40  # one in 40 trials resumes to the end, which takes longest
+
+
+# ---- changes of a file, with draws that a seed repeats
+
+
+@dataclass(frozen=True)
+class MutationTarget:
+    """A file of a run, another run with other values, and a folder outside of both."""
+
+    path: Path
+    other: Path
+    outside: Path
+    draws: random.Random
+
+    @property
+    def commits(self) -> Path:
+        """Folder of all checkpoints if the file is in a checkpoint, else the run folder."""
+        return (
+            self.path.parents[1]
+            if manifest.STEP_FOLDER.match(self.path.parent.name)
+            else self.path.parent
+        )
+
+
+Kind = Callable[[MutationTarget], object]
+
+
+def flip(at: MutationTarget) -> None:
+    data = bytearray(at.path.read_bytes())
+    data[at.draws.randrange(len(data))] ^= 1 << at.draws.randrange(8)
+    at.path.write_bytes(data)
+
+
+def zero_a_block(at: MutationTarget) -> None:
+    data = bytearray(at.path.read_bytes())
+    start = at.draws.randrange(len(data)) // BLOCK_BYTES * BLOCK_BYTES
+    data[start : start + BLOCK_BYTES] = bytes(len(data[start : start + BLOCK_BYTES]))
+    at.path.write_bytes(data)
+
+
+def link_by_name(at: MutationTarget) -> None:
+    """Move the file elsewhere, and leave a symbolic link to it."""
+    at.path.symlink_to(at.path.rename(at.outside / "elsewhere"))
+
+
+def in_its_place(at: MutationTarget, make: Callable[[Path], object]) -> None:
+    """Make something else under the name of the file.
+
+    A process that opens a pipe to read waits for a writer that never comes.
+    """
+    at.path.unlink()
+    make(at.path)
+
+
+def swap(at: MutationTarget) -> None:
+    """Swap the contents with a file of other bytes, of the same size if there is one."""
+    own = at.path.read_bytes()
+    others = [
+        path
+        for path in sorted(at.commits.rglob("*"))
+        if path.is_file() and path.read_bytes() != own
+    ]
+    same = [path for path in others if path.stat().st_size == len(own)]
+    other = at.draws.choice(same or others)
+    at.path.write_bytes(other.read_bytes())
+    other.write_bytes(own)
+
+
+def splice(at: MutationTarget) -> None:
+    """Overwrite the file with the file of that name from another step or another run."""
+    runs = (at.commits, at.other)
+    others = [
+        path for run in runs for path in sorted(run.glob(f"**/{at.path.name}")) if path != at.path
+    ]
+    at.path.write_bytes(at.draws.choice(others).read_bytes())
+
+
+def duplicate(at: MutationTarget) -> None:
+    """Copy the whole checkpoint under the name of a later step; of any other file make a copy."""
+    step = manifest.STEP_FOLDER.match(at.path.parent.name)
+    if step is None:
+        shutil.copy2(at.path, at.path.with_name("copy"))
+    else:
+        shutil.copytree(at.path.parent, at.path.parent.with_name(f"step-{int(step[1]) + 100:012d}"))
+
+
+def link_the_folder(at: MutationTarget) -> None:
+    """Move the folder of the file elsewhere, and leave a symbolic link to it."""
+    if at.commits != at.path.parent:
+        at.path.parent.symlink_to(at.path.parent.rename(at.outside / "folder"))
+
+
+FLIPPED: Mapping[str, Kind] = {"a flipped bit": flip}
+KINDS: Mapping[str, Kind] = {
+    "truncated": lambda at: os.truncate(at.path, at.draws.randrange(at.path.stat().st_size)),
+    "empty": lambda at: os.truncate(at.path, 0),
+    "4 KiB zeroed": zero_a_block,
+    "missing": lambda at: at.path.unlink(),
+    "swapped": swap,
+    "spliced": splice,
+    "duplicated": duplicate,
+    "symbolic link": link_by_name,
+    "a folder": lambda at: in_its_place(at, Path.mkdir),
+    "a pipe": lambda at: in_its_place(at, os.mkfifo),
+    "folder linked": link_the_folder,
+    # no damage: a file that no manifest names, and a hard link outside of the run
+    "extra file": lambda at: at.path.with_name("more.safetensors").write_bytes(
+        at.path.read_bytes()
+    ),
+    "linked elsewhere": lambda at: (at.outside / "linked").hardlink_to(at.path),
+}
+
+
+# ---- trials
+
+
+def find_left(workshop: Workshop, variant: str, seed: int = 0) -> ProbedRun:
+    """Return the run of this variant that was stopped in the middle, made once.
+
+    Another `seed` gives another run with files of the same names and sizes.
+    """
+
+    def leave() -> ProbedRun:
+        folder = workshop.fresh("left") / "run"
+        attempt = ProbedRun(folder=folder, variant=variant, background=False, seed=seed)
+        workshop.train(replace(attempt, die_at=LEFT_AT)).end_with(KILLED)
+        return attempt
+
+    return workshop.once(("left", variant, seed), leave)
+
+
+def find_changed(folder: Path, own: Path) -> list[Path]:
+    """Return the files of a step folder that differ from those of `own`, compared by bytes.
+
+    No digest is used. Returns the folder itself where there is no such `own`, or it is a link.
+    """
+    if not own.is_dir() or folder.is_symlink():
+        return [folder]
+    pairs = [(path, folder / path.name) for path in sorted(own.iterdir())]
+    return [
+        found
+        for path, found in pairs
+        if not found.is_file() or found.is_symlink() or found.read_bytes() != path.read_bytes()
+    ]
+
+
+def copy_run(source: Path, target: Path) -> None:
+    """Copy a run; files that are hard links of one file stay so."""
+    subprocess.run(["cp", "-a", str(source), str(target)], check=True)
+
+
+def damage(
+    workshop: Workshop, seed: int, folder: Path, *, kinds: Mapping[str, Kind]
+) -> TrialResult:
+    """Damage one file of a run, by each kind in turn; then open the run."""
+    draws = random.Random(seed)
+    kind, variant = list(kinds)[seed % len(kinds)], draws.choice(list(VARIANTS))
+    left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
+    files = sorted(path for path in left.folder.rglob("*") if path.is_file())
+    name = files[seed // len(kinds) % len(files)].relative_to(left.folder)
+    copy_run(left.folder, folder / "run")
+    path = folder / "run" / name
+    kinds[kind](MutationTarget(path, other.folder, folder, draws))
+    wrong = find_wrong(workshop, left, path, to_the_end=seed % TO_THE_END_EVERY == 0)
+    return TrialResult(
+        wrong and f"{kind}: {name} ({variant}): {wrong}",
+        (path.name if len(kinds) == 1 else kind,),
+    )
+
+
+def take_another_run_s_commit(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
+    """Replace the newest checkpoint by that of another run, whose digests are all right.
+
+    It must be refused, and nothing may be loaded.
+    """
+    variant = list(VARIANTS)[seed % len(VARIANTS)]
+    left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
+    copy_run(left.folder, folder / "run")
+    newest = manifest.step_folder(folder / "run", step := max(manifest.steps(left.folder)))
+    shutil.rmtree(newest)
+    shutil.copytree(manifest.step_folder(other.folder, step), newest)
+    child = workshop.fork(jobs.open_run, replace(left, folder=folder / "run"))
+    if child.wait() != RunFolderError.exit_code or newest.name not in child.said:
+        return TrialResult(f"the commit of another run was taken: {child.said[-300:]}")
+    return TrialResult()
+
+
+# ---- what must hold
+
+
+def find_wrong(
+    workshop: Workshop, left: ProbedRun, touched: Path, *, to_the_end: bool
+) -> str | None:
+    """Return what is wrong with a run after one of its files was changed; None if nothing is."""
+    run = next(path for path in touched.parents if path.name == "run")
+    attempt, golden = replace(left, folder=run), workshop.golden(left)
+    changed = {
+        folder: find_changed(folder, left.folder / manifest.FOLDER / folder.name)
+        for folder in sorted((run / manifest.FOLDER).glob("step-*"))
+    }
+    # if the manifest is valid, but that of another run, either it or the files beside it may be
+    # misplaced
+    foreign = {
+        folder
+        for folder, files in changed.items()
+        if folder / manifest.FILE in files and _is_manifest(folder)
+    }
+    before, num_rows = {folder: _bytes_of(folder) for folder in changed}, _count_rows(run)
+    child = workshop.fork(jobs.open_run, attempt)
+    status = child.wait()
+    for folder, files in changed.items():
+        verdict = next(
+            (
+                mark
+                for mark in child.marks
+                if mark.startswith(("whole", "damaged")) and folder.name in mark.split()
+            ),
+            "",
+        )
+        named = [folder] if folder in foreign else files
+        if verdict.startswith("damaged") != bool(files) or (
+            files and not any(str(path) in verdict for path in named)
+        ):
+            return (
+                f"of {folder.name} {[path.name for path in files]} are damaged, "
+                f"and the check says: {verdict}"
+            )
+    if status == RunFolderError.exit_code:
+        # a file beside the commits may have changed places with one of a commit
+        named_file = touched if any(changed.values()) else run
+        is_told = touched.parent == run and str(named_file) in child.said.rpartition("Error: ")[2]
+        return None if is_told else f"the run was refused: {child.said[-600:]}"
+    whole = max((_step(folder) for folder, files in changed.items() if not files), default=0)
+    if status != EXIT_OK or golden.marks[whole] not in child.marks:
+        return (
+            f"step {whole} is whole, and what was loaded is another state than it had: {status}, "
+            f"{child.said[-600:]}"
+        )
+    damaged = [folder for folder, files in changed.items() if files and _step(folder) > whole]
+    if (wrong := _find_wrong_events(run, damaged, before, child)) is not None:
+        return wrong
+    if num_rows < whole and f"the rows of {whole - num_rows} steps" not in child.said:
+        return f"rows of {whole - num_rows} steps are lost, and nothing says so"
+    if to_the_end and (
+        workshop.train(attempt).wait() != EXIT_OK or golden.find_differing(run, STEPS)
+    ):
+        return "the run went on to other bits"
+    return None
+
+
+def _find_wrong_events(
+    run: Path, damaged: list[Path], before: Mapping[Path, Mapping[str, bytes]], child: Child
+) -> str | None:
+    told = [event.detail for event in read_faults(run, "damaged-commit")]
+    if len(told) != len(damaged) or any(
+        sum(f"{folder}" in detail for detail in told) != 1 for folder in damaged
+    ):
+        return f"{len(damaged)} commits are damaged, and the events tell of {told}"
+    if any(detail not in child.said for detail in told):
+        return f"the console says {child.said!r} of {told}"
+    for folder in damaged:
+        aside = folder.with_name(f"{commits.BAD}{folder.name}")
+        if folder.exists() or not aside.is_dir() or _bytes_of(aside) != before[folder]:
+            return f"{folder.name} is damaged, and was not set aside as it was"
+    return None
+
+
+def _count_rows(run: Path) -> int:
+    """Return how many ledger rows the run will resume with.
+
+    It is 0 where the header is damaged, since the ledger is then set aside.
+    """
+    with contextlib.suppress(RunFolderError):
+        ledger.read_plan(run)
+        return max(0, (run / ledger.FILE).stat().st_size - ledger.HEADER_BYTES) // ledger.ROW.size
+    return 0
+
+
+def _is_manifest(folder: Path) -> bool:
+    with contextlib.suppress(RunFolderError):
+        return bool(manifest.read(folder))
+    return False
+
+
+def _bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
